@@ -1,0 +1,325 @@
+"""Every key a user can set: its type, default, meaning and limits.
+
+One dataclass per config group. The YAML files in `configs/` choose values; `--help` prints the
+sentences below; `validate.py` enforces the limits. Nothing heavy is imported here, so that a
+mistake is reported before torch is loaded.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Union
+
+AUTO = "auto"
+
+# OmegaConf resolves these aliases at run time, where `int | str` inside a container is not understood.
+IntOrAuto = Union[int, str]
+FloatOrAuto = Union[float, str]
+BoolOrAuto = Union[bool, str]
+
+
+def key(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A config key: `doc` is its sentence in `--help`, the rest are the limits of its value.
+
+    `minimum`/`maximum` are inclusive, `above`/`below` exclusive. A string key with `choices` takes one
+    of them; a number-or-string key takes a number within the limits or one of the choices.
+    """
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "minimum": minimum,
+        "above": above,
+        "maximum": maximum,
+        "below": below,
+    }
+    if isinstance(default, (list, dict)):
+        return field(default_factory=lambda: default.copy(), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class RunConfig:
+    """Identity of a run: where it lives, how it starts and when it ends."""
+
+    name: str = key(AUTO, "Directory name below run.root; auto is <model>-<scale>-seed<seed>.")
+    root: str = key("runs", "Directory that holds all run directories.")
+    resume: str = key(
+        AUTO,
+        "auto continues the newest checkpoint if there is one, must fails without one, never refuses a used directory.",
+        choices=(AUTO, "must", "never"),
+    )
+    overwrite: bool = key(False, "Delete what the run directory holds and start anew.")
+    seed: int = key(0, "Seed of the weights and of the order of the data.", minimum=0)
+    init_from: Union[str, None] = key(None, "Checkpoint whose weights (nothing else) the run starts from.")
+    max_time: Union[float, None] = key(
+        None, "Hours after which the run saves and stops cleanly; null is no limit.", above=0
+    )
+
+
+@dataclass
+class ScaleConfig:
+    """Name of the size; the numbers it stands for are filled into model.* and train.*."""
+
+    name: str = key("tiny", "Name of the size, chosen with scale=NAME; part of the run's name and key of the lr table.")
+
+
+@dataclass
+class ModelConfig:
+    """What every architecture has. The subclasses add what is their own."""
+
+    name: str = key("gpt", "Architecture, chosen with model=NAME.")
+    d_model: int = key(128, "Width of the residual stream.", minimum=1)
+    n_layers: int = key(4, "Number of blocks.", minimum=1)
+    n_heads: int = key(4, "Number of attention heads; d_model / n_heads must be even for RoPE.", minimum=1)
+    n_kv_heads: Union[int, None] = key(
+        None, "Number of key/value heads (grouped-query attention); null is n_heads.", minimum=1
+    )
+    d_mlp: Union[int, None] = key(None, "Hidden width of the gated MLP; null is 4 * d_model.", minimum=1)
+    vocab_size: IntOrAuto = key(AUTO, "Rows of both embeddings; auto takes the tokenizer's.", choices=(AUTO,), minimum=2)
+    context: int = key(256, "Tokens per training row.", minimum=1)
+    rope_base: float = key(10000.0, "Base of the rotary position angles.", above=1)
+
+
+@dataclass
+class GPTConfig(ModelConfig):
+    """Llama-like baseline: RMSNorm, RoPE, SwiGLU, untied embeddings, no biases."""
+
+    name: str = key("gpt", "Architecture, chosen with model=NAME.")
+    norm_eps: float = key(1e-6, "Added to the mean square in RMSNorm.", above=0)
+    qk_norm: bool = key(False, "RMSNorm with gain over each head of q and k, before RoPE.")
+
+
+@dataclass
+class NGPTConfig(ModelConfig):
+    """Normalized Transformer, section 2.6 of the nGPT paper."""
+
+    name: str = key("ngpt", "Architecture, chosen with model=NAME.")
+
+
+@dataclass
+class TrainConfig:
+    """How long, how many tokens at once, and in which arithmetic."""
+
+    steps: int = key(500, "Optimizer steps of the whole schedule.", minimum=1)
+    stop_at: Union[int, None] = key(None, "Stop after this step without changing the schedule.", minimum=1)
+    batch_rows: Union[int, None] = key(
+        None, "Rows per optimizer step over all ranks; set this or batch_tokens.", minimum=1
+    )
+    batch_tokens: Union[int, None] = key(
+        None, "Tokens per optimizer step over all ranks, a multiple of model.context; replaces batch_rows.", minimum=1
+    )
+    micro_rows: IntOrAuto = key(
+        AUTO,
+        "Rows per rank in one forward pass; auto is the largest divisor of the rank's rows within 16,384 tokens.",
+        choices=(AUTO,),
+        minimum=1,
+    )
+    device: str = key(AUTO, "auto takes the GPU if there is one.", choices=(AUTO, "cpu", "cuda"))
+    precision: str = key(
+        AUTO,
+        "Arithmetic of the matrix products; weights, norms and the loss stay fp32. auto: bf16 on GPUs, fp32 on CPUs.",
+        choices=(AUTO, "fp32", "bf16"),
+    )
+    compile: BoolOrAuto = key(AUTO, "torch.compile each block; auto: on GPUs only.", choices=(AUTO,))
+    activation_checkpointing: str = key(
+        "none", "full recomputes each block in the backward pass to save memory.", choices=("none", "full")
+    )
+    profile: bool = key(False, "Write a torch profiler trace of steps 4 to 6 of this process into the run directory.")
+
+
+@dataclass
+class OptimConfig:
+    """The optimizer. The recipe of the architecture sets these."""
+
+    name: str = key("adamw", "Optimizer; adam never decays.", choices=("adam", "adamw"))
+    lr: FloatOrAuto = key(
+        AUTO, "Peak learning rate; auto looks up lr_table by scale and context.", choices=(AUTO,), above=0
+    )
+    lr_table: dict[str, dict[int, float]] = key(
+        {},
+        "lr by scale, then context; a context between two entries takes the shorter one's, a scale without entry is an error.",
+    )
+    betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
+    eps: float = key(1e-8, "Adam's epsilon.", above=0)
+    weight_decay: float = key(0.1, "Decoupled weight decay of the matrices; nGPT takes only 0.", minimum=0)
+    clip_norm: Union[float, None] = key(
+        1.0, "Largest global gradient norm; larger gradients are scaled down to it. null: no clipping.", above=0
+    )
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning rate as a function of the step."""
+
+    kind: str = key(
+        "cosine", "Shape after the warmup: cosine, linear, or wsd (stable, then linear decay).",
+        choices=("cosine", "wsd", "linear"),
+    )
+    warmup_steps: IntOrAuto = key(
+        AUTO, "Linear warmup; auto is min(2000, 10 % of train.steps).", choices=(AUTO,), minimum=0
+    )
+    final_lr: float = key(0.0, "Learning rate that the schedule ends at.", minimum=0)
+    decay_fraction: float = key(0.2, "wsd: last part of train.steps that decays.", above=0, maximum=1)
+
+
+@dataclass
+class DataConfig:
+    """Where the text or the tokens come from."""
+
+    kind: str = key(
+        "embedded",
+        "embedded: Python's standard library; local: text files; tokens: prepared shards or nanoGPT's train.bin.",
+        choices=("embedded", "local", "tokens"),
+    )
+    path: Union[str, None] = key(None, "File, directory or glob of the text (local) or directory of the shards (tokens).")
+    text_field: str = key("text", "Field of a jsonl line, or column of a parquet file, that holds the text.")
+    val_fraction: float = key(
+        0.02, "Share of the documents held out for validation, chosen by a hash of the document.", above=0, below=1
+    )
+    out: Union[str, None] = key(None, "Directory that `prepare` writes; null is the cache, keyed by content.")
+    cache: str = key("~/.cache/ngpt_train", "Where `train` keeps the shards and tokenizers that it prepares from text.")
+    shard_tokens: int = key(100_000_000, "Tokens per prepared shard.", minimum=1)
+
+
+@dataclass
+class TokenizerConfig:
+    """Text to ids. The data group chooses it; prepared tokens bring their own."""
+
+    kind: str = key(
+        "sentencepiece",
+        "bytes, sentencepiece (a model file, or trained from the corpus) or gpt2 (tiktoken).",
+        choices=("bytes", "sentencepiece", "gpt2"),
+    )
+    path: Union[str, None] = key(None, "SentencePiece model file; null trains one from the corpus.")
+    vocab_size: int = key(4096, "Pieces of a model trained from the corpus.", minimum=300, maximum=1_000_000)
+
+
+@dataclass
+class ParallelConfig:
+    """How the processes of torchrun share the work."""
+
+    kind: str = key(
+        AUTO,
+        "single: one process; ddp: a replica per rank; fsdp: parameters sharded (FSDP2). auto: single on one process, else fsdp on GPUs and ddp on CPUs.",
+        choices=(AUTO, "single", "ddp", "fsdp"),
+    )
+    timeout: float = key(600.0, "Seconds that a rank waits for the others before it gives up.", above=0)
+
+
+@dataclass
+class KernelsConfig:
+    """Which implementation of the fused operations the models use."""
+
+    kind: str = key(AUTO, "torch: plain PyTorch, the reference. auto: the fastest there is, today torch.",
+                    choices=(AUTO, "torch"))
+
+
+@dataclass
+class CheckpointConfig:
+    """What is saved, and for how long it is kept. The last step is always saved."""
+
+    every: int = key(1000, "Steps between checkpoints; 0 saves at the end only.", minimum=0)
+    keep_last: int = key(2, "Newest checkpoints that are kept.", minimum=1)
+    keep_every: Union[int, None] = key(None, "Checkpoints at multiples of this step are kept for good.", minimum=1)
+
+
+@dataclass
+class EvalConfig:
+    """Validation during training."""
+
+    every: int = key(500, "Steps between validations; 0 validates at the start and at the end only.", minimum=0)
+    rows: int = key(64, "Rows of the fixed validation set (fewer where the data has fewer).", minimum=1)
+
+
+@dataclass
+class WandbConfig:
+    """Weights & Biases. A failure here never stops a run."""
+
+    mode: str = key(
+        AUTO, "auto: online with a key, else offline.", choices=(AUTO, "online", "offline", "disabled")
+    )
+    project: str = key("ngpt-train", "wandb project.")
+    entity: Union[str, None] = key(None, "wandb team or user; null is the account's default.")
+    timeout: float = key(20.0, "Seconds that wandb may take to start before the run goes on offline.", above=0)
+
+
+@dataclass
+class LoggingConfig:
+    """What is written while training."""
+
+    every: int = key(10, "Steps between lines of metrics.jsonl and of the console.", minimum=1)
+    tensorboard: bool = key(False, "Write TensorBoard event files into the run directory as well.")
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+@dataclass
+class GenerateConfig:
+    """Sampling from a checkpoint (`generate`)."""
+
+    checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
+    prompt: str = key("", "Text to continue; empty starts a document.")
+    max_new_tokens: int = key(200, "Tokens to sample at most.", minimum=1)
+    temperature: float = key(0.8, "Divides the logits; 0 takes the most likely token.", minimum=0)
+    top_k: Union[int, None] = key(None, "Sample among the k most likely tokens; null: all.", minimum=1)
+    top_p: Union[float, None] = key(
+        None, "Sample among the fewest tokens whose probability reaches p; null: all.", above=0, maximum=1
+    )
+    seed: int = key(0, "Seed of the sampling.", minimum=0)
+
+
+@dataclass
+class EvaluateConfig:
+    """Validation loss of a checkpoint (`evaluate`) on data.*, eval.rows rows."""
+
+    checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
+    out: Union[str, None] = key(None, "JSON file for the result; null prints only.")
+
+
+@dataclass
+class PlanConfig:
+    """Size, memory and time of a run without running it (`plan`)."""
+
+    world_size: int = key(1, "Ranks that the run is planned for.", minimum=1)
+    flops_per_s: Union[float, None] = key(
+        None, "Achieved FLOP/s of one rank, for the hours; null leaves them out.", above=0
+    )
+    out: Union[str, None] = key(None, "JSON file for the plan; null prints only.")
+
+
+@dataclass
+class Config:
+    """The whole configuration of a run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    scale: ScaleConfig = field(default_factory=ScaleConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    generate: GenerateConfig = field(default_factory=GenerateConfig)
+    evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
+
+
+class ConfigError(ValueError):
+    """A mistake of the user in the configuration; the message names key, value, what is allowed and the fix."""
+
+
+class DataError(ValueError):
+    """Data, tokenizer or checkpoint that cannot be used as asked; the message names the file and the fix."""
