@@ -1,0 +1,128 @@
+"""What every decoder-only model is: embedding, a stack of blocks, a head, a loss.
+
+An architecture (gpt.py, ngpt.py) adds its block, its head, its initialisation and its constraint.
+Nothing here knows how many devices there are: compile, activation checkpointing, DDP and FSDP2 are
+applied from outside (ngpt_train/distributed).
+"""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ngpt_train.config.schema import ModelConfig
+from ngpt_train.models.layers.norms import RMSNorm
+from ngpt_train.models.layers.rope import rope_table
+from ngpt_train.models.layers.scale import ScaledParameter
+from ngpt_train.models.weights import write_full
+
+IGNORED = -100  # target that does not count, as in torch's cross_entropy
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that the optimizer treats alike."""
+
+    names: list[str]
+    decay: bool
+
+
+class Decoder(nn.Module):
+    """Decoder-only language model; `vocab_size` and all widths come from its config."""
+
+    def __init__(self, config: ModelConfig, blocks: Iterable[nn.Module]) -> None:
+        super().__init__()
+        assert isinstance(config.vocab_size, int)  # build_model refuses `auto`
+        self.config = config
+        # dtype of the activations and matrix products; None is that of the weights.
+        self.compute_dtype: torch.dtype | None = None
+        self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        self.layers = nn.ModuleList(blocks)
+        self.output = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+
+    # What an architecture says about itself.
+
+    def head(self, h: Tensor) -> Tensor:
+        """Logits `(B, T, V)`, at least fp32, of the last block's h `(B, T, d_model)`."""
+        raise NotImplementedError
+
+    def init_std(self, name: str) -> float:
+        """Standard deviation at initialisation of the matrix `name`."""
+        raise NotImplementedError
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Which parameters the optimizer may decay."""
+        raise NotImplementedError
+
+    def project_(self) -> None:
+        """Re-imposes the architecture's constraint on its weights, in place; here there is none."""
+
+    # What follows from it.
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor | tuple:
+        """Logits, or with targets what `loss` returns. One entry, so that DDP's and FSDP2's hooks always run.
+
+        tokens, targets, doc_ids: `(B, T)` integers. Tokens attend to earlier tokens, of the same
+        document only where doc_ids are given. Returns logits `(B, T, V)`, at least fp32.
+        """
+        T = tokens.shape[1]
+        dtype = self.compute_dtype or self.embedding.dtype
+        d_head = self.config.d_model // self.config.n_heads
+        angles_dtype = torch.promote_types(dtype, torch.float32)
+        rope = rope_table(T, d_head, self.config.rope_base, tokens.device, angles_dtype)
+        mask = None if doc_ids is None else causal_document_mask(doc_ids)
+        h = F.embedding(tokens, self.embedding).to(dtype)  # (B, T, d_model)
+        for block in self.layers:
+            h = block(h, rope, mask)
+        logits = self.head(h)
+        if targets is None:
+            return logits
+        loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return loss_sum, (targets != IGNORED).sum()
+
+    def loss(self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Summed cross-entropy in nats and the number of targets that count (not -100), both 0-dim."""
+        return self(tokens, targets, doc_ids)
+
+    @torch.no_grad()
+    def init_weights_(self, seed: int) -> None:
+        """Sets the vectors to their start, draws every matrix from N(0, init_std^2), imposes the constraint.
+
+        Each matrix has a generator of its own, seeded by (seed, name), and is drawn whole in fp32 on
+        the CPU: the values do not depend on device, layout or world size.
+        """
+        for module in self.modules():
+            if isinstance(module, (ScaledParameter, RMSNorm)):
+                module.reset_parameters()
+        for name, parameter in self.named_parameters():
+            if parameter.ndim < 2:
+                continue
+            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            write_full(parameter, values.normal_(std=self.init_std(name), generator=generator))
+        self.project_()
+
+    def n_params(self) -> int:
+        """Number of learned values, embeddings included."""
+        return sum(parameter.numel() for parameter in self.parameters())
+
+    def flops_per_token(self, context: int, causal: bool = False) -> int:
+        """Floating-point operations of forward and backward for one token of a row of `context` tokens.
+
+        Three times the forward matrix products, the head's included and the embedding look-up not,
+        plus attention's 12 L d_model T; causal counts only the half of it that is not masked.
+        """
+        matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2) - self.embedding.numel()
+        attention = 12 * self.config.n_layers * self.config.d_model * context
+        return 6 * matrices + (attention // 2 if causal else attention)
+
+
+def causal_document_mask(doc_ids: Tensor) -> Tensor:
+    """`(B, 1, T, T)`, true where query t may see key s: s <= t and both of one document. doc_ids `(B, T)`."""
+    T = doc_ids.shape[1]
+    same = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
+    return same & torch.ones(T, T, dtype=torch.bool, device=doc_ids.device).tril()

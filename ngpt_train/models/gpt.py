@@ -1,0 +1,75 @@
+"""GPT, the baseline: pre-norm RMSNorm, RoPE, SwiGLU, untied embeddings, no biases (the Llama layout).
+
+nGPT paper, section 2.1-2.4, left column of Table 1; QK-norm is an option, because a baseline
+without it is a weak one.
+"""
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ngpt_train.config.schema import GPTConfig
+from ngpt_train.models.decoder import Decoder, ParameterGroup
+from ngpt_train.models.layers.attention import Attention
+from ngpt_train.models.layers.mlp import MLP
+from ngpt_train.models.layers.norms import RMSNorm
+from ngpt_train.models.layers.rope import Rope, rotate
+
+
+class GPTAttention(Attention):
+    """softmax(q k^T / sqrt(d_k)) v W_o."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        d_head = config.d_model // config.n_heads
+        super().__init__(config, softmax_scale=1 / math.sqrt(d_head))
+        self.q_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
+
+    def queries_and_keys(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, rope), rotate(k, rope)
+
+
+class GPTBlock(nn.Module):
+    """h + attention(norm(h)), then h + mlp(norm(h)): eq. 4 and 5."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__()
+        self.norm_attn = RMSNorm(config.d_model, config.norm_eps)
+        self.attention = GPTAttention(config)
+        self.norm_mlp = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, h: Tensor, rope: Rope, mask: Tensor | None) -> Tensor:
+        h = h + self.attention(self.norm_attn(h), rope, mask)
+        h = h + self.mlp(self.norm_mlp(h))
+        return h  # (B, T, d_model)
+
+
+class GPT(Decoder):
+    """Logits = W_output RMSNorm(h), with h from n_layers blocks."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config, (GPTBlock(config) for _ in range(config.n_layers)))
+        self.norm_final = RMSNorm(config.d_model, config.norm_eps)
+
+    def head(self, h: Tensor) -> Tensor:
+        h = self.norm_final(h)
+        logits = F.linear(h, self.output.to(h.dtype))
+        return logits.to(self.norm_final.gain.dtype)  # (B, T, V)
+
+    def init_std(self, name: str) -> float:
+        # The 2 L matrices that write into the residual stream start smaller, so that its variance
+        # at the last layer does not grow with depth (Radford et al. 2019).
+        writes_residual = name.endswith((".wo", ".w_down"))
+        return 0.02 / math.sqrt(2 * self.config.n_layers) if writes_residual else 0.02
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Matrices, embeddings included, may decay; gains never."""
+        shapes = {name: parameter.ndim for name, parameter in self.named_parameters()}
+        return [
+            ParameterGroup([name for name, ndim in shapes.items() if ndim == 2], decay=True),
+            ParameterGroup([name for name, ndim in shapes.items() if ndim == 1], decay=False),
+        ]

@@ -1,0 +1,38 @@
+"""RMSNorm of the baseline, and the projection onto the unit hypersphere of nGPT."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps) * gain over the last dimension; statistics in fp32 (fp64 for fp64 input)."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.gain = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.eps).to(x.dtype)
+
+
+def normalize(x: Tensor) -> Tensor:
+    """Norm(x) = x / max(||x||, 1e-12) over the last dimension, at least in fp32 (returned so)."""
+    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-12)
+
+
+@torch.no_grad()
+def normalize_rows_(matrix: Tensor) -> None:
+    """Puts every row of `matrix` `(rows, d_model)` on the unit sphere, in place.
+
+    FSDP2 shards rows whole, so the rows of the local shard are rows of the matrix, and no rank
+    needs to hear from another.
+    """
+    rows = matrix.to_local() if isinstance(matrix, DTensor) else matrix
+    rows.div_(torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(1e-12))
