@@ -1,0 +1,47 @@
+"""What must happen to gradients between the last backward pass and the optimizer."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from ngpt_train.distributed.parallelize import vectors
+from ngpt_train.distributed.world import World
+
+
+def average_vectors_(model: nn.Module, world: World) -> None:
+    """Under FSDP2, averages the gradients of the unsharded vectors over ranks: one collective for all of them."""
+    if world.size == 1 or not isinstance(model, FSDPModule):
+        return
+    gradients = [parameter.grad for parameter in vectors(model) if parameter.grad is not None]
+    flat = world.sum_(torch.cat(gradients)) / world.size
+    torch._foreach_copy_(gradients, list(flat.split([gradient.numel() for gradient in gradients])))
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:
+    """L2 norm of all gradients as one vector, 0-dim fp64 on the device; the same on every rank.
+
+    CPU sums are taken in fp64: over millions of entries fp32 loses three digits there.
+    """
+    sharded: list[Tensor] = []
+    whole: list[Tensor] = []
+    for parameter in parameters:
+        match parameter.grad:
+            case DTensor() as gradient:
+                sharded.append(gradient.to_local())
+            case Tensor() as gradient:
+                whole.append(gradient)
+    total = _sum_of_squares(sharded, world.device)
+    if sharded:
+        total = world.sum_(total)
+    return (total + _sum_of_squares(whole, world.device)).sqrt()
+
+
+def _sum_of_squares(tensors: list[Tensor], device: torch.device) -> Tensor:
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    dtype = torch.float64 if device.type == "cpu" else torch.float32
+    norms = torch._foreach_norm(tensors, 2, dtype=dtype)
+    return torch.stack(list(norms)).double().square().sum()

@@ -1,0 +1,110 @@
+"""From a single-device model to one that trains in a world: checkpointing -> compile -> FSDP2 or DDP."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ngpt_train.config.schema import AUTO, Config, ConfigError
+from ngpt_train.distributed.world import World
+from ngpt_train.models import Decoder, build_model
+
+
+def resolve_kind(kind: str, world_size: int, device_type: str) -> str:
+    """`parallel.kind` without auto; raises ConfigError where one process is asked for and there are several."""
+    if kind == "single" and world_size > 1:
+        raise ConfigError(
+            f"parallel=single: torchrun started {world_size} processes. "
+            "Use parallel=ddp or parallel=fsdp, or start one process."
+        )
+    if kind != AUTO:
+        return kind
+    if world_size == 1:
+        return "single"
+    return "fsdp" if device_type == "cuda" else "ddp"
+
+
+def resolve_precision(precision: str, device_type: str) -> torch.dtype:
+    """dtype of the activations and matrix products for `train.precision`."""
+    if precision == AUTO:
+        precision = "bf16" if device_type == "cuda" else "fp32"
+    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+
+
+def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder, nn.Module]:
+    """Builds the model of `config` for this world, with the weights of step 0.
+
+    Returns the model and what to call in a training step: the same object, but for DDP, which
+    wraps it. Weights are fp32 and the same for every layout and world size.
+    """
+    kind = resolve_kind(config.parallel.kind, world.size, world.device.type)
+    with torch.device("meta") if kind == "fsdp" else world.device:
+        model = build_model(config.model, config.run.seed)
+    model.compute_dtype = resolve_precision(config.train.precision, world.device.type)
+    if config.train.activation_checkpointing == "full":
+        for block in model.layers:
+            # Wrapping the method rather than the module leaves the parameters their names.
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+    if config.train.compile is True or (config.train.compile == AUTO and world.device.type == "cuda"):
+        for block in model.layers:
+            block.compile(dynamic=False)
+    if kind == "fsdp":
+        shard(model, world)
+        model.to_empty(device=world.device)
+        model.init_weights_(config.run.seed)
+    if kind == "ddp":
+        return model, replicate(model, world, torch.zeros(micro_rows, config.model.context, dtype=torch.long))
+    return model, model
+
+
+def vectors(model: nn.Module) -> list[nn.Parameter]:
+    """Gains and scale vectors: everything that is not a matrix."""
+    return [parameter for parameter in model.parameters() if parameter.ndim < 2]
+
+
+def shard(model: Decoder, world: World) -> None:
+    """FSDP2 over all ranks: each block a group, the embeddings one more; vectors stay whole on every rank.
+
+    Blocks are gathered in the compute dtype. FSDP2 would cast the vectors along with the matrices;
+    they must stay fp32, and at 11 d_model values per layer sharding them saves nothing, so their
+    gradients are averaged apart (gradients.py). The embeddings are gathered in fp32 and cast at use,
+    as on a single device, so that the gradient of a repeated token adds up in fp32.
+    """
+    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    whole = set(vectors(model))
+    blocks = MixedPrecisionPolicy(
+        param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+    )
+    for block in model.layers:
+        fully_shard(block, mesh=mesh, mp_policy=blocks, ignored_params=whole)
+    root = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    fully_shard(model, mesh=mesh, mp_policy=root, ignored_params=whole)
+
+
+def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
+    """DDP, with its buckets in their final order before the first step.
+
+    DDP fills one bucket in its first backward pass and regroups by the order in which gradients
+    arrived; sums then round differently. A resumed process would differ from one that ran on, so
+    both pass through that on a batch of zeros that leaves no trace.
+    """
+    ddp = DistributedDataParallel(
+        model,
+        device_ids=[world.device] if world.device.type == "cuda" else None,
+        init_sync=False,  # every rank drew the same weights
+        gradient_as_bucket_view=True,
+    )
+    tokens = tokens.to(world.device)
+    was_training = model.training
+    model.eval()
+    loss_sum, _ = ddp(tokens, tokens)
+    loss_sum.backward()
+    model.zero_grad(set_to_none=True)
+    model.train(was_training)
+    dist.barrier()
+    return ddp

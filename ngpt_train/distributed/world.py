@@ -1,0 +1,108 @@
+"""The group of processes that train together, and the device of this one."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ngpt_train.config.schema import Config, ConfigError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all; without torchrun a world of one."""
+
+    rank: int
+    size: int
+    local_rank: int
+    device: torch.device
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def sum_(self, tensor: Tensor) -> Tensor:
+        """Sums `tensor` over all ranks, in place; every rank must call it."""
+        if self.size > 1:
+            dist.all_reduce(tensor)
+        return tensor
+
+    def any(self, flag: bool) -> bool:
+        """True on every rank if it is on one. Through the CPU group, so that the GPU is not waited for."""
+        if self.size == 1:
+            return flag
+        flags = torch.tensor([float(flag)])
+        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+        return bool(flags.item())
+
+    def barrier(self) -> None:
+        self.any(False)
+
+    def gather(self, item: T) -> list[T]:
+        """The items of all ranks, in order of rank, on every rank."""
+        if self.size == 1:
+            return [item]
+        items: list[T] = [item] * self.size
+        dist.all_gather_object(items, item)
+        return items
+
+    def on_main(self, function: Callable[[], T]) -> T:
+        """Runs `function` on rank 0 alone; its result, or its exception, comes out on every rank."""
+        result: T | None = None
+        failure: Exception | None = None
+        if self.is_main:
+            try:
+                result = function()
+            except Exception as error:
+                if self.size == 1:
+                    raise
+                failure = error
+        if self.size > 1:
+            box = [result, failure]
+            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+            result, failure = cast(T | None, box[0]), cast(Exception | None, box[1])
+        if failure is not None:
+            raise failure
+        return cast(T, result)
+
+
+def join_world(config: Config) -> World:
+    """Joins the processes that torchrun started, or the process group that already exists.
+
+    parallel=ddp and fsdp get a group of one where there is no torchrun. Raises ConfigError for
+    train.device=cuda without a GPU.
+    """
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    device = resolve_device(config.train.device, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+        timeout = timedelta(seconds=config.parallel.timeout)
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        elif config.parallel.kind in ("ddp", "fsdp"):
+            dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized():
+        return World(rank=0, size=1, local_rank=0, device=device)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+
+
+def resolve_device(device: str, local_rank: int) -> torch.device:
+    """The device of this process for `train.device`."""
+    if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"train.device={device}: this process is number {local_rank} on its machine, which has "
+            f"{torch.cuda.device_count()} usable GPUs. Start as many processes per node as there are GPUs, "
+            "or use train.device=cpu."
+        )
+    return torch.device("cuda", local_rank)

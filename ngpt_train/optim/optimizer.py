@@ -1,0 +1,30 @@
+"""Adam and AdamW over the groups that the model names."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from ngpt_train.config.schema import OptimConfig
+from ngpt_train.models import ParameterGroup
+
+
+def build_optimizer(model: nn.Module, groups: list[ParameterGroup], config: OptimConfig) -> torch.optim.Optimizer:
+    """The optimizer over `model`'s parameters, in torch's fused form (one pass over memory, on CPUs too).
+
+    `groups` names the parameters as `model.named_parameters()` does. The learning rate is set before
+    each step from the schedule. Moments have the dtype of the weights, fp32.
+    """
+    parameters = dict(model.named_parameters())
+    assert sorted(parameters) == sorted(name for group in groups for name in group.names)
+    arguments: list[dict[str, Any]] = [
+        {
+            "params": [parameters[name] for name in group.names],
+            "weight_decay": config.weight_decay if group.decay else 0.0,
+        }
+        for group in groups
+    ]
+    beta1, beta2 = config.betas
+    optimizer = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
+    # The rate is 0 until the schedule sets it: a step that forgot to would be seen at once.
+    return optimizer(arguments, lr=0.0, betas=(beta1, beta2), eps=config.eps, fused=True)

@@ -1,0 +1,32 @@
+"""How the rows of a step are cut into micro batches."""
+
+from ngpt_train.config.schema import AUTO, ConfigError
+
+# `micro_rows=auto` keeps a forward pass within this many tokens: enough to fill a GPU at every
+# scale here, and small enough for 80 GB at 1B.
+AUTO_MICRO_TOKENS = 16_384
+
+
+def resolve_micro_rows(batch_rows: int, micro_rows: int | str, context: int, world_size: int) -> int:
+    """Rows per rank and forward pass.
+
+    Raises ConfigError where batch_rows is not a whole number of micro batches on every rank.
+    """
+    if batch_rows % world_size:
+        below = batch_rows // world_size * world_size
+        near = " or ".join(str(rows) for rows in (below, below + world_size) if rows)
+        raise ConfigError(
+            f"train.batch_rows={batch_rows}: {world_size} ranks cannot share it evenly. "
+            f"Use a multiple of {world_size}, for example train.batch_rows={near}."
+        )
+    rank_rows = batch_rows // world_size
+    divisors = [rows for rows in range(1, rank_rows + 1) if rank_rows % rows == 0]
+    if micro_rows == AUTO:
+        return max([rows for rows in divisors if rows * context <= AUTO_MICRO_TOKENS], default=1)
+    if micro_rows not in divisors:
+        raise ConfigError(
+            f"train.micro_rows={micro_rows}: a rank has {rank_rows} rows per step "
+            f"(train.batch_rows={batch_rows} over {world_size} ranks), which is not a multiple of it. "
+            f"Use one of {', '.join(map(str, divisors))}."
+        )
+    return int(micro_rows)

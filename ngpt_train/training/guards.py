@@ -1,0 +1,38 @@
+"""When a run must not go on."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# A single bad batch is survived; this many steps in a row without a finite gradient never recover.
+MAX_SKIPPED_IN_A_ROW = 10
+
+
+class NumericalError(RuntimeError):
+    """Training has become numerically meaningless; the weights are those of the last good step."""
+
+    exit_code = 4
+
+
+class OutOfMemoryError(RuntimeError):
+    """The device has too little memory for the micro batch."""
+
+    exit_code = 1
+
+
+@contextmanager
+def explain_out_of_memory(micro_rows: int) -> Iterator[None]:
+    """Turns torch's out-of-memory errors, on GPUs and on CPUs, into one that says what to change."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        text = str(error)
+        if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in text:
+            raise
+        smaller = f"train.micro_rows={max(1, micro_rows // 2)}" if micro_rows > 1 else "train.micro_rows is 1 already"
+        raise OutOfMemoryError(
+            f"train.micro_rows={micro_rows}: out of memory ({text.splitlines()[0]}). Try {smaller}; the batch and "
+            "the result stay the same. Further: train.activation_checkpointing=full, parallel=fsdp on more ranks, "
+            "or a shorter model.context."
+        ) from error

@@ -1,0 +1,84 @@
+"""One optimizer step, from rows of tokens to moved weights, without waiting for the device."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ngpt_train.distributed.gradients import average_vectors_, gradient_norm
+from ngpt_train.models.decoder import IGNORED
+from ngpt_train.optim import lr_at
+from ngpt_train.training.state import TrainState
+
+Batch = Sequence[Tensor]  # tokens, targets and optionally document ids, each (micro_rows, context) int64
+
+
+class StepResult(NamedTuple):
+    """What a step did, the same on every rank. Tensors are 0-dim and on the device: reading them waits."""
+
+    loss: Tensor  # mean cross-entropy in nats over all valid targets of the step, before it
+    grad_norm: Tensor  # before clipping
+    n_tokens: Tensor  # valid targets of the step, over all ranks
+    skipped: Tensor  # True where a gradient was not finite and nothing was changed
+    lr: float
+
+
+def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
+    """Forward and backward over this rank's micro batches, clip, optimizer step, projection.
+
+    Every rank passes the same number of micro batches. The loss is summed over valid targets and
+    divided once by their number in the whole step, so neither accumulation nor padding nor the
+    number of ranks changes it.
+    """
+    world, config = state.world, state.config
+    batches = [[part.to(world.device, non_blocking=True) for part in batch] for batch in micro_batches]
+    counts = torch.stack([(targets != IGNORED).sum() for _, targets, *_ in batches])
+    n_tokens = world.sum_(counts.sum())
+    # DDP and FSDP2 average gradients over ranks where the step's loss is a sum over them.
+    share = world.size / n_tokens.clamp(min=1)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    for index, batch in enumerate(batches):
+        with accumulating(state, last=index == len(batches) - 1):
+            micro_loss, _ = state.forward(*batch)
+            (micro_loss * share).backward()
+        loss_sum += micro_loss.detach()
+    loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)
+
+    average_vectors_(state.model, world)
+    grad_norm = gradient_norm(state.model.parameters(), world)
+    skipped = ~torch.isfinite(grad_norm)
+    lr = lr_at(state.step, config.schedule, float(config.optim.lr), config.train.steps)
+    apply_gradients(state, grad_norm, skipped, lr)
+    state.model.project_()
+    state.step += 1
+    state.tokens += n_tokens
+    return StepResult(loss, grad_norm, n_tokens, skipped, lr)
+
+
+def accumulating(state: TrainState, last: bool) -> AbstractContextManager:
+    """DDP exchanges gradients in the last micro batch only. FSDP2 scatters each one's: holding a whole
+    gradient per rank until the last would cost the memory that sharding is there to save."""
+    if isinstance(state.forward, DistributedDataParallel) and not last:
+        return state.forward.no_sync()
+    return nullcontext()
+
+
+def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: float) -> None:
+    """Clips and steps in one pass over memory, and drops the gradients.
+
+    torch's fused optimizers divide gradients by `grad_scale` and leave weights, moments and step
+    count alone where `found_inf` is 1. It is how GradScaler drives them; here it clips without a
+    pass of its own and skips without asking the device. The factor is clip_grad_norm_'s.
+    """
+    optimizer = state.optimizer
+    clip_norm = state.config.optim.clip_norm
+    scale = None if clip_norm is None else ((grad_norm + 1e-6) / clip_norm).clamp(min=1.0).to(torch.float32)
+    optimizer.grad_scale = scale  # type: ignore[attr-defined]
+    optimizer.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
