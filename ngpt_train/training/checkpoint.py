@@ -1,0 +1,222 @@
+"""Checkpoints that are complete or absent.
+
+    checkpoints/step_00001000/   __0_0.distcp ...  sharded tensors (torch.distributed.checkpoint)
+                                 .metadata         where each tensor lies in them
+                                 state.json        step, tokens, position in the data
+                                 config.yaml, tokenizer files
+                                 MANIFEST.json     size and sha256 of every file; written last
+
+A checkpoint is written under another name, synced to disk and renamed, so that a kill at any moment
+leaves the previous one. It can be read on any number of ranks and with any layout.
+"""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+
+from ngpt_train.config.schema import DataError
+from ngpt_train.distributed import World
+from ngpt_train.training.state import TrainState
+
+MANIFEST = "MANIFEST.json"
+_NAME = re.compile(r"step_(\d{8,})")
+_UNFINISHED = ".unfinished-"
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `directory`."""
+
+    def __init__(self, directory: Path, world: World, keep_last: int, keep_every: int | None) -> None:
+        self.directory = directory
+        self.world = world
+        self.keep_last = keep_last
+        self.keep_every = keep_every
+
+    def save(self, state: TrainState, position: dict[str, Any], add_files: Callable[[Path], None]) -> Path:
+        """Saves `state` and the position in the data; a collective call.
+
+        `add_files` writes what else belongs into the checkpoint. Raises DataError, on every rank,
+        where it could not be written; what was there before is untouched.
+        """
+        final = self.directory / f"step_{state.step:08d}"
+        work = self.directory / f"{_UNFINISHED}{final.name}"
+        problem = None
+        try:
+            self.world.on_main(lambda: _make_empty(work))
+            model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
+            # Every file is fsynced by the writer.
+            writer = dcp.FileSystemWriter(work, sync_files=True)
+            dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer, no_dist=_no_dist())
+            progress = {"step": state.step, "tokens": int(state.tokens), "data": position}
+            if self.world.is_main:
+                write_json(work / "state.json", progress)
+                add_files(work)
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
+            problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        problems = [one for one in self.world.gather(problem) if one]
+        if problems:
+            self.world.on_main(lambda: shutil.rmtree(work, ignore_errors=True))
+            raise DataError(f"The checkpoint {final} could not be written: {problems[0]}")
+        sums = self.world.gather(self._checksums(work))
+        self.world.on_main(lambda: self._commit(work, final, {k: v for part in sums for k, v in part.items()}))
+        return final
+
+    def _checksums(self, work: Path) -> dict[str, dict[str, Any]]:
+        """Size and sha256 of the files this rank wrote; rank 0 has those that belong to all as well."""
+        own = f"__{self.world.rank}_"
+        names = [path.name for path in work.iterdir()]
+        mine = [name for name in names if name.startswith(own) or (self.world.is_main and not name.startswith("__"))]
+        return {name: _describe(work / name) for name in mine}
+
+    def _commit(self, work: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
+        for name in files:
+            _sync(work / name)
+        write_json(work / MANIFEST, {"format": 1, "files": dict(sorted(files.items()))})
+        if final.exists():  # saved before a resume from an older one
+            self._remove(final)
+        os.rename(work, final)
+        _sync(self.directory)
+        self.prune()
+
+    def prune(self) -> None:
+        """Deletes what keep_last and keep_every do not keep, and what killed processes left; rank 0 only."""
+        steps = {step_of(path): path for path in list_checkpoints(self.directory)}
+        for step in sorted(steps)[: -self.keep_last]:
+            if self.keep_every is None or step % self.keep_every:
+                self._remove(steps[step])
+        for leftover in self.directory.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(leftover)
+
+    def _remove(self, path: Path) -> None:
+        # Renamed first: a kill while deleting must not leave half a checkpoint under a good name.
+        doomed = path.with_name(f"{_UNFINISHED}deleting-{path.name}")
+        os.rename(path, doomed)
+        shutil.rmtree(doomed)
+
+
+_OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Complete checkpoints in `directory`, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if _NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match
+    return int(match[1])
+
+
+def find_checkpoint(key: str, value: str | None) -> Path:
+    """The checkpoint that the user's `key=value` means: its directory, or a run's, whose newest it is.
+
+    Raises DataError where there is none.
+    """
+    if not value:
+        raise DataError(f"{key} is not set: name a run directory or a checkpoint, for example {key}=runs/quickstart")
+    path = Path(value).expanduser()
+    if (path / MANIFEST).is_file():
+        return path
+    checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not checkpoints:
+        what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
+        raise DataError(f"{key}={value}: {what}. Name a run directory or one of its checkpoints/step_* directories.")
+    return checkpoints[-1]
+
+
+def verify(checkpoint: Path, world: World) -> None:
+    """Compares every file with the manifest, the work shared by the ranks; raises DataError on every rank."""
+    files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+    problems = []
+    for index, (name, expected) in enumerate(files.items()):
+        if index % world.size == world.rank:
+            path = checkpoint / name
+            if not path.is_file():
+                problems.append(f"{name} is missing")
+            elif path.stat().st_size != expected["bytes"]:
+                problems.append(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
+            elif _describe(path) != expected:
+                problems.append(f"{name} has another sha256 than when it was written")
+    found = [problem for part in world.gather(problems) for problem in part]
+    if found:
+        raise DataError(
+            f"The checkpoint {checkpoint} is damaged: {'; '.join(found)}. "
+            "Delete this directory to continue from the one before it."
+        )
+
+
+def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
+    """Puts weights, moments and counters into `state`; returns the position in the data. A collective call."""
+    verify(checkpoint, state.world)
+    model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
+    tensors = {"model": model, "optimizer": optimizer}
+    dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
+    set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_OPTIONS)
+    progress = json.loads((checkpoint / "state.json").read_text())
+    state.step = progress["step"]
+    state.tokens.fill_(progress["tokens"])
+    return progress["data"]
+
+
+def load_model(checkpoint: Path, model: nn.Module, world: World) -> None:
+    """Puts the checkpoint's weights alone into `model`, which has its architecture and size."""
+    verify(checkpoint, world)
+    tensors = {"model": get_model_state_dict(model)}
+    dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
+    set_model_state_dict(model, tensors["model"])
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Writes JSON so that the file is the old one or the new one, never half of it."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("w") as file:
+        json.dump(content, file, indent=2)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+    _sync(path.parent)
+
+
+def _no_dist() -> bool:
+    return not dist.is_initialized()
+
+
+def _make_empty(directory: Path) -> None:
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir(parents=True)
+
+
+def _describe(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,123 @@
+"""When to step, log, save and evaluate. The only place that asks `step % n`."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ngpt_train.config.schema import DataError
+from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
+from ngpt_train.training.signals import StopRequest
+from ngpt_train.training.state import TrainState
+from ngpt_train.training.step import Batch, train_step
+
+Record = dict[str, Any]
+Position = dict[str, Any]  # where the data stands after a batch; what a checkpoint keeps of it
+
+
+class Sink(Protocol):
+    """Where records go: metrics.jsonl, the console, wandb. Rank 0 has them, the others have none."""
+
+    def log(self, record: Record) -> None: ...
+    def message(self, text: str) -> None: ...
+
+
+class Meter(Protocol):
+    """Turns times into rates, averaged over the steps since the last reading."""
+
+    def data(self, seconds: float) -> None: ...
+    def step(self, seconds: float, tokens: int) -> None: ...
+    def read(self) -> Record: ...
+
+
+@dataclass
+class Parts:
+    """What the verb hands to the loop."""
+
+    batches: Iterator[tuple[Sequence[Batch], Position]]
+    evaluate: Callable[[TrainState], Record]  # collective
+    save: Callable[[TrainState, Position], None]  # collective; raises DataError
+    sinks: Sequence[Sink]
+    meter: Meter
+    after_step: Callable[[], None]  # for the profiler
+
+
+def train(state: TrainState, position: Position, parts: Parts, stop: StopRequest) -> str | None:
+    """Trains from state.step to the end, or to train.stop_at, or until one rank is asked to stop.
+
+    A checkpoint is saved before an evaluation at the same step, so that a failure while evaluating
+    loses nothing. Returns why it stopped early, None at the planned end. Raises NumericalError,
+    OutOfMemoryError, and DataError if the last checkpoint could not be written.
+    """
+    config, world = state.config, state.world
+    last = min(config.train.stop_at or config.train.steps, config.train.steps)
+    skipped = torch.zeros((), dtype=torch.int64, device=world.device)  # since the last record
+    skipped_in_a_row = torch.zeros_like(skipped)
+
+    def save(must: bool) -> None:
+        try:
+            parts.save(state, position)
+        except DataError as error:
+            if must:
+                raise
+            for sink in parts.sinks:
+                sink.message(f"warning: {error} Training goes on; the next checkpoint is tried as planned.")
+
+    def evaluate() -> None:
+        record = {"kind": "eval", "step": state.step, **parts.evaluate(state)}
+        for sink in parts.sinks:
+            sink.log(record)
+
+    if state.step == 0 or _due(state.step, config.eval.every):
+        evaluate()
+    while state.step < last:
+        started = time.perf_counter()
+        micro_batches, position = next(parts.batches)
+        fetched = time.perf_counter()
+        with explain_out_of_memory(state.micro_rows):
+            result = train_step(state, micro_batches)
+        skipped += result.skipped
+        skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
+        logging = _due(state.step, config.logging.every)
+        loss = float(result.loss) if logging else None  # waits for the device, so that the time below is true
+        assert config.train.batch_rows is not None
+        tokens = config.train.batch_rows * config.model.context
+        parts.meter.data(fetched - started)
+        parts.meter.step(time.perf_counter() - started, tokens)
+        if logging:
+            record = {
+                "kind": "train",
+                "step": state.step,
+                "loss": loss,
+                "lr": result.lr,
+                "grad_norm": float(result.grad_norm),
+                "tokens": int(state.tokens),
+                **parts.meter.read(),
+                "skipped": int(skipped),
+            }
+            for sink in parts.sinks:
+                sink.log(record)
+            skipped.zero_()
+            if int(skipped_in_a_row) >= MAX_SKIPPED_IN_A_ROW:
+                raise NumericalError(
+                    f"{int(skipped_in_a_row)} steps in a row, up to step {state.step}, had a gradient that is not "
+                    f"finite; nothing was changed by them. Resume from the last checkpoint with a lower optim.lr "
+                    f"(it is {config.optim.lr}), or look at the data after step {state.step}."
+                )
+        parts.after_step()
+        reason = stop.reason
+        stopping = world.any(reason is not None)
+        ending = stopping or state.step == last
+        if ending or _due(state.step, config.checkpoint.every):
+            save(must=ending)
+        if stopping:
+            return reason or "stopped by another rank"
+        if _due(state.step, config.eval.every) or state.step == last:
+            evaluate()
+    return None
+
+
+def _due(step: int, every: int) -> bool:
+    return every > 0 and step % every == 0

@@ -1,0 +1,28 @@
+"""A torch profiler trace of a few steps."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from torch.profiler import profile, schedule
+
+from ngpt_train.distributed import World
+
+
+@contextmanager
+def profiled(enabled: bool, directory: Path, world: World) -> Iterator[Callable[[], None]]:
+    """Yields what to call after each step; steps 4 to 6 of this process go to `directory/rank_<r>.json`.
+
+    The trace opens in Perfetto or chrome://tracing. The first steps, with compilation and warm-up, are
+    left out.
+    """
+    if not enabled:
+        yield lambda: None
+        return
+
+    def write(profiler: profile) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        profiler.export_chrome_trace(str(directory / f"rank_{world.rank}.json"))
+
+    with profile(schedule=schedule(wait=2, warmup=1, active=3, repeat=1), on_trace_ready=write) as profiler:
+        yield profiler.step

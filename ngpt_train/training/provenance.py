@@ -1,0 +1,53 @@
+"""Where the numbers of a run come from: code, versions, machine, data."""
+
+import platform
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ngpt_train
+from ngpt_train.data import Dataset
+from ngpt_train.distributed import resolve_kind
+from ngpt_train.training.state import TrainState
+
+
+def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
+    """One entry of run.json."""
+    device = state.world.device
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "step": state.step,
+        "git_commit": git_commit(),
+        "versions": {
+            "ngpt_train": ngpt_train.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "world_size": state.world.size,
+        "parallel": resolve_kind(state.config.parallel.kind, state.world.size, device.type),
+        "n_params": state.model.n_params(),
+        "data_fingerprint": data.fingerprint,
+        "tokenizer": data.tokenizer.name,
+        "tokenizer_fingerprint": data.tokenizer.fingerprint,
+    }
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that this package runs from, `+` appended where files differ; None elsewhere."""
+    where = Path(ngpt_train.__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", where, *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != where.parent:
+            return None  # installed into a directory of somebody else's repository
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

@@ -1,0 +1,139 @@
+"""The directory of a run: whose it is, whether it may be used, and what is written at each start and end.
+
+config.yaml  run.json  metrics.jsonl  curves.png  checkpoints/  logs/  exit.json  lock
+"""
+
+import fcntl
+import json
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import IO, Any
+
+from ngpt_train.config import check_resume, read_yaml, write_yaml
+from ngpt_train.config.schema import AUTO, Config, ConfigError, DataError
+from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints, write_json
+
+
+class RunDirectory:
+    """`<run.root>/<run.name>` of a config whose name is resolved."""
+
+    def __init__(self, config: Config) -> None:
+        self.path = Path(config.run.root).expanduser() / config.run.name
+        self._lock: IO[str] | None = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def used(self) -> bool:
+        """True where a run was here before."""
+        return (self.path / "config.yaml").is_file()
+
+    def check(self, config: Config, fingerprint: str | None = None) -> Path | None:
+        """Whether `config` may use the directory; reads only. Returns the checkpoint to continue from, if any.
+
+        fingerprint: of the data, once it is known. Raises ConfigError or DataError where the directory
+        is in use, holds something else, another run, or a run on other data.
+        """
+        name = f"run.name={config.run.name}"
+        if not self.path.exists() or not any(self.path.iterdir()):
+            return self._nothing_to_resume(config)
+        if not self.used:
+            raise ConfigError(
+                f"{name}: {self.path} exists and is not the directory of a run. Choose another run.name or run.root."
+            )
+        if self._locked():
+            raise ConfigError(
+                f"{name}: a running process is training in {self.path}. Wait for it, stop it, or choose another run.name."
+            )
+        if config.run.overwrite:
+            return self._nothing_to_resume(config)
+        if config.run.resume == "never":
+            raise ConfigError(
+                f"run.resume=never: {self.path} holds a run. Choose another run.name, "
+                "or run.overwrite=true to delete it."
+            )
+        stored = read_yaml(self.path / "config.yaml")
+        if config.model.vocab_size == AUTO:  # becomes a number with the tokenizer, and is checked again then
+            config = replace(config, model=replace(config.model, vocab_size=stored.model.vocab_size))
+        check_resume(stored, config)
+        if fingerprint is not None and fingerprint != self._last_start()["data_fingerprint"]:
+            raise DataError(
+                f"{name}: the data is not what this run was trained on (fingerprint {fingerprint[:12]} instead of "
+                f"{self._last_start()['data_fingerprint'][:12]}): its text or its tokenizer has changed. "
+                "Restore it, or start another run.name."
+            )
+        found = list_checkpoints(self.checkpoints)
+        return found[-1] if found else self._nothing_to_resume(config)
+
+    def _nothing_to_resume(self, config: Config) -> None:
+        if config.run.resume == "must":
+            raise DataError(
+                f"run.resume=must: there is no checkpoint in {self.checkpoints}. "
+                "Check run.name and run.root, or use run.resume=auto to start anew."
+            )
+
+    def open(self, config: Config, start: dict[str, Any]) -> None:
+        """Takes the directory for this process and writes config.yaml and run.json; after `check`, on rank 0.
+
+        `start` describes this start: versions, device, world size, fingerprints.
+        """
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = (self.path / "lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(f"run.name={config.run.name}: another process has just started in {self.path}.") from None
+        if config.run.overwrite and self.used:
+            for entry in self.path.iterdir():
+                if entry.name != "lock":
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        starts = self._starts() if self.used else []
+        write_json(self.path / "run.json", {"starts": [*starts, start]})
+        (self.path / "exit.json").unlink(missing_ok=True)
+        write_yaml(config, self.path / "config.yaml")
+
+    def finish(self, code: int, reason: str, step: int) -> None:
+        """Writes how the run ended, where torchrun's exit code would hide it, and gives the directory up."""
+        write_json(self.path / "exit.json", {"code": code, "reason": reason, "step": step})
+        if self._lock is not None:
+            self._lock.close()  # the kernel drops the lock with it
+
+    def _locked(self) -> bool:
+        try:
+            with (self.path / "lock").open() as lock:
+                # Shared, so that ranks which look at the same time do not see each other.
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
+
+    def _starts(self) -> list[dict[str, Any]]:
+        return json.loads((self.path / "run.json").read_text())["starts"]
+
+    def _last_start(self) -> dict[str, Any]:
+        return self._starts()[-1]
+
+
+def initial_checkpoint(config: Config) -> Path | None:
+    """The checkpoint of run.init_from, whose architecture and size must be the config's; raises DataError."""
+    if config.run.init_from is None:
+        return None
+    checkpoint = find_checkpoint("run.init_from", config.run.init_from)
+    stored = read_yaml(checkpoint / "config.yaml").model
+    differing = [
+        f"model.{key}: {getattr(stored, key, None)} in the checkpoint, {value} here"
+        for key, value in vars(config.model).items()
+        # The context is not part of the weights: a model may go on at another length.
+        if key != "context" and getattr(stored, key, None) != value
+    ]
+    if differing:
+        raise DataError(
+            f"run.init_from={config.run.init_from}: the weights are of another model.\n  " + "\n  ".join(differing)
+        )
+    return checkpoint
