@@ -15,7 +15,9 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +65,8 @@ class Checkpoints:
             model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
             # Every file is fsynced by the writer.
             writer = dcp.FileSystemWriter(work, sync_files=True)
-            dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer, no_dist=_no_dist())
+            with _quiet():
+                dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer, no_dist=_no_dist())
             progress = {"step": state.step, "tokens": int(state.tokens), "data": position}
             if self.world.is_main:
                 write_json(work / "state.json", progress)
@@ -171,7 +174,8 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     verify(checkpoint, state.world)
     model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
     tensors = {"model": model, "optimizer": optimizer}
-    dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
+    with _quiet():
+        dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
     set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_OPTIONS)
     progress = json.loads((checkpoint / "state.json").read_text())
     state.step = progress["step"]
@@ -183,7 +187,8 @@ def load_model(checkpoint: Path, model: nn.Module, world: World) -> None:
     """Puts the checkpoint's weights alone into `model`, which has its architecture and size."""
     verify(checkpoint, world)
     tensors = {"model": get_model_state_dict(model)}
-    dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
+    with _quiet():
+        dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
     set_model_state_dict(model, tensors["model"])
 
 
@@ -201,6 +206,14 @@ def write_json(path: Path, content: Any) -> None:
 
 def _no_dist() -> bool:
     return not dist.is_initialized()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's warning that a single process without a process group is a single process."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _make_empty(directory: Path) -> None:

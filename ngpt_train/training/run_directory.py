@@ -5,7 +5,6 @@ config.yaml  run.json  metrics.jsonl  curves.png  checkpoints/  logs/  exit.json
 
 import fcntl
 import json
-
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +46,8 @@ class RunDirectory:
             )
         if self._locked():
             raise ConfigError(
-                f"{name}: a running process is training in {self.path}. Wait for it, stop it, or choose another run.name."
+                f"{name}: a running process is training in {self.path}. "
+                "Wait for it, stop it, or choose another run.name."
             )
         if config.run.overwrite:
             return self._nothing_to_resume(config)

@@ -1,0 +1,40 @@
+# make quickstart   sets everything up and trains a small nGPT on real text
+# make test         sets everything up and runs lint, types and the fast tests
+# make test-all     the slow tests as well
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: quickstart test test-all lint clean
+
+quickstart: $(VENV)/.installed
+	$(BIN)/python -m ngpt_train train experiment=quickstart
+	$(BIN)/python -m ngpt_train generate generate.checkpoint=runs/quickstart generate.prompt="def "
+
+test: lint
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' || \
+	  { echo "$(PYTHON) is $$($(PYTHON) --version); ngpt-train needs Python 3.11 to 3.13: make PYTHON=python3.12 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e .
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	@touch $(VENV)/.installed $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache
