@@ -16,7 +16,7 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Checkpoints:
         self.keep_last = keep_last
         self.keep_every = keep_every
 
-    def save(self, state: TrainState, position: dict[str, Any], add_files: Callable[[Path], None]) -> Path:
+    def save(self, state: TrainState, position: Mapping[str, Any], add_files: Callable[[Path], None]) -> Path:
         """Saves `state` and the position in the data; a collective call.
 
         `add_files` writes what else belongs into the checkpoint. Raises DataError, on every rank,
@@ -67,7 +67,7 @@ class Checkpoints:
             writer = dcp.FileSystemWriter(work, sync_files=True)
             with _quiet():
                 dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer, no_dist=_no_dist())
-            progress = {"step": state.step, "tokens": int(state.tokens), "data": position}
+            progress = {"step": state.step, "tokens": int(state.tokens), "data": dict(position)}
             if self.world.is_main:
                 write_json(work / "state.json", progress)
                 add_files(work)

@@ -1,7 +1,7 @@
 """When to step, log, save and evaluate. The only place that asks `step % n`."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -14,7 +14,7 @@ from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import Batch, train_step
 
 Record = dict[str, Any]
-Position = dict[str, Any]  # where the data stands after a batch; what a checkpoint keeps of it
+Position = Mapping[str, Any]  # where the data stands after a batch; what a checkpoint keeps of it
 
 
 class Sink(Protocol):
@@ -44,7 +44,7 @@ class Parts:
     after_step: Callable[[], None]  # for the profiler
 
 
-def train(state: TrainState, position: Position, parts: Parts, stop: StopRequest) -> str | None:
+def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     """Trains from state.step to the end, or to train.stop_at, or until one rank is asked to stop.
 
     A checkpoint is saved before an evaluation at the same step, so that a failure while evaluating
@@ -56,7 +56,7 @@ def train(state: TrainState, position: Position, parts: Parts, stop: StopRequest
     skipped = torch.zeros((), dtype=torch.int64, device=world.device)  # since the last record
     skipped_in_a_row = torch.zeros_like(skipped)
 
-    def save(must: bool) -> None:
+    def save(position: Position, must: bool) -> None:
         try:
             parts.save(state, position)
         except DataError as error:
@@ -111,7 +111,7 @@ def train(state: TrainState, position: Position, parts: Parts, stop: StopRequest
         stopping = world.any(reason is not None)
         ending = stopping or state.step == last
         if ending or _due(state.step, config.checkpoint.every):
-            save(must=ending)
+            save(position, must=ending)
         if stopping:
             return reason or "stopped by another rank"
         if _due(state.step, config.eval.every) or state.step == last:

@@ -39,7 +39,7 @@ class RunDirectory:
         """
         name = f"run.name={config.run.name}"
         if not self.path.exists() or not any(self.path.iterdir()):
-            return self._nothing_to_resume(config)
+            return _nothing_found(config, self.checkpoints)
         if not self.used:
             raise ConfigError(
                 f"{name}: {self.path} exists and is not the directory of a run. Choose another run.name or run.root."
@@ -50,7 +50,7 @@ class RunDirectory:
                 "Wait for it, stop it, or choose another run.name."
             )
         if config.run.overwrite:
-            return self._nothing_to_resume(config)
+            return _nothing_found(config, self.checkpoints)
         if config.run.resume == "never":
             raise ConfigError(
                 f"run.resume=never: {self.path} holds a run. Choose another run.name, "
@@ -67,14 +67,7 @@ class RunDirectory:
                 "Restore it, or start another run.name."
             )
         found = list_checkpoints(self.checkpoints)
-        return found[-1] if found else self._nothing_to_resume(config)
-
-    def _nothing_to_resume(self, config: Config) -> None:
-        if config.run.resume == "must":
-            raise DataError(
-                f"run.resume=must: there is no checkpoint in {self.checkpoints}. "
-                "Check run.name and run.root, or use run.resume=auto to start anew."
-            )
+        return found[-1] if found else _nothing_found(config, self.checkpoints)
 
     def open(self, config: Config, start: dict[str, Any]) -> None:
         """Takes the directory for this process and writes config.yaml and run.json; after `check`, on rank 0.
@@ -118,6 +111,15 @@ class RunDirectory:
 
     def _last_start(self) -> dict[str, Any]:
         return self._starts()[-1]
+
+
+def _nothing_found(config: Config, checkpoints: Path) -> Path | None:
+    if config.run.resume == "must":
+        raise DataError(
+            f"run.resume=must: there is no checkpoint in {checkpoints}. "
+            "Check run.name and run.root, or use run.resume=auto to start anew."
+        )
+    return None
 
 
 def initial_checkpoint(config: Config) -> Path | None:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ngpt_train.config import write_yaml
 from ngpt_train.config.schema import AUTO, Config, DataError
-from ngpt_train.data import Dataset, TrainLoader, open_dataset, write_tokenizer
+from ngpt_train.data import Dataset, LoaderState, TrainLoader, open_dataset, write_tokenizer
 from ngpt_train.distributed import World, join_world
 from ngpt_train.evaluation import Validation, unigram_loss
 from ngpt_train.observe import Sink, build_sinks
@@ -66,10 +66,10 @@ def prepare_state(
 ) -> tuple[TrainState, TrainLoader]:
     """The state and the data at the checkpoint, at run.init_from, or at the very start."""
     state = build_state(config, world)
-    position: Position | None = None
+    position: LoaderState | None = None
     initial = initial_checkpoint(config)
     if checkpoint:
-        position = load_state(checkpoint, state)
+        position = LoaderState(rows=load_state(checkpoint, state)["rows"])
     elif initial:
         load_model(initial, state.model, world)
         state.model.project_()
@@ -130,8 +130,8 @@ def train_in(
             StopRequest(config.run.max_time) as stop,
             profiled(config.train.profile, run.path / "profile", world) as after_step,
         ):
-            parts = Parts(iter(loader), evaluate, save, sinks, meter, after_step)
-            interruption = train(state, loader.state, parts, stop)
+            parts = Parts(loader, evaluate, save, sinks, meter, after_step)
+            interruption = train(state, parts, stop)
         code, reason = 0, interruption or "done"
         if interruption:
             say(f"{interruption}: saved at step {state.step} of {last}; run the same command to continue")

@@ -1,0 +1,52 @@
+"""`plan`: size, memory and time of a run, without training and without a GPU."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ngpt_train.config.schema import AUTO, Config, ConfigError, DataError
+from ngpt_train.data import load_tokenizer
+from ngpt_train.data.dataset import MANIFEST, read_manifest
+from ngpt_train.report.plan import describe_plan, make_plan
+from ngpt_train.training.checkpoint import write_json
+
+FIXED_VOCABULARIES = {"bytes": 257, "gpt2": 50257}  # GPT-2's without its tokenizer, which may have to be downloaded
+
+
+def main(config: Config, overrides: Sequence[str]) -> int:
+    """Prints the plan; writes it to plan.out. Under torchrun rank 0 speaks for all."""
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    if config.model.vocab_size == AUTO:
+        config = replace(config, model=replace(config.model, vocab_size=planned_vocabulary(config)))
+    out = Path(config.plan.out).expanduser() if config.plan.out else None
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(
+            f"plan.out={config.plan.out}: {out.parent} is not a directory. Create it or name another file."
+        )
+    plan = make_plan(config)
+    print(describe_plan(plan))
+    if out is not None:
+        write_json(out, plan)
+        print(f"\nwritten to {out}")
+    return 0
+
+
+def planned_vocabulary(config: Config) -> int:
+    """The vocabulary that `train` would find, without reading text. Raises DataError where a file is missing."""
+    if config.data.kind == "tokens":
+        directory = Path(config.data.path or "").expanduser()
+        if not directory.is_dir():
+            raise DataError(
+                f"data.path={config.data.path}: not a directory, so the vocabulary of its tokens is unknown. "
+                "Name the directory, or say the number with model.vocab_size."
+            )
+        if (directory / MANIFEST).exists():
+            return int(read_manifest(directory)["tokenizer"]["vocab_size"])
+    tokenizer = config.tokenizer
+    if tokenizer.kind in FIXED_VOCABULARIES:
+        return FIXED_VOCABULARIES[tokenizer.kind]
+    if tokenizer.path is None and config.data.kind != "tokens":
+        return tokenizer.vocab_size  # of the model that will be trained
+    return load_tokenizer(tokenizer).vocab_size

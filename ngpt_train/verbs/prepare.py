@@ -1,0 +1,35 @@
+"""`prepare`: text to token shards on disk, in data.out or in the cache."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ngpt_train.config.schema import Config, ConfigError
+from ngpt_train.data import Dataset, prepare_dataset
+
+
+def main(config: Config, overrides: Sequence[str]) -> int:
+    if config.data.kind == "tokens":
+        raise ConfigError("data.kind=tokens: there is nothing to prepare; choose text with data=embedded or data=local")
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    out = None if config.data.out is None else Path(config.data.out).expanduser().resolve()
+    dataset = prepare_dataset(config, out)
+    # Under torchrun one process prepares, the others wait for it and have nothing to add.
+    if os.environ.get("RANK", "0") == "0":
+        _report(dataset)
+    return 0
+
+
+def _report(dataset: Dataset) -> None:
+    source, splits = dataset.manifest["source"], dataset.manifest["splits"]
+    n_tokens = sum(split["tokens"] for split in splits.values())
+    print(f"path               {dataset.path}")
+    print(f"tokenizer          {dataset.tokenizer.name}")
+    print(f"documents          {source['documents']:,} ({source['skipped_empty']:,} empty ones skipped)")
+    for name, split in splits.items():
+        print(f"{name + ' tokens':<18} {split['tokens']:,} in {split['documents']:,} documents")
+    print(f"bytes per token    {source['bytes'] / n_tokens:.3f}")
+    print(f"fingerprint        {dataset.fingerprint}")
