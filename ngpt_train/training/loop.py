@@ -66,7 +66,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 sink.message(f"warning: {error} Training goes on; the next checkpoint is tried as planned.")
 
     def evaluate() -> None:
-        record = {"kind": "eval", "step": state.step, **parts.evaluate(state)}
+        record = {"kind": "eval", "step": state.step, "tokens": int(state.tokens), **parts.evaluate(state)}
         for sink in parts.sinks:
             sink.log(record)
 

@@ -6,7 +6,6 @@ config.yaml  run.json  metrics.jsonl  curves.png  checkpoints/  logs/  exit.json
 import fcntl
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -56,10 +55,7 @@ class RunDirectory:
                 f"run.resume=never: {self.path} holds a run. Choose another run.name, "
                 "or run.overwrite=true to delete it."
             )
-        stored = read_yaml(self.path / "config.yaml")
-        if config.model.vocab_size == AUTO:  # becomes a number with the tokenizer, and is checked again then
-            config = replace(config, model=replace(config.model, vocab_size=stored.model.vocab_size))
-        check_resume(stored, config)
+        check_resume(read_yaml(self.path / "config.yaml"), config)
         if fingerprint is not None and fingerprint != self._last_start()["data_fingerprint"]:
             raise DataError(
                 f"{name}: the data is not what this run was trained on (fingerprint {fingerprint[:12]} instead of "
@@ -131,8 +127,9 @@ def initial_checkpoint(config: Config) -> Path | None:
     differing = [
         f"model.{key}: {getattr(stored, key, None)} in the checkpoint, {value} here"
         for key, value in vars(config.model).items()
-        # The context is not part of the weights: a model may go on at another length.
-        if key != "context" and getattr(stored, key, None) != value
+        # The context is not part of the weights: a model may go on at another length. A vocabulary that is
+        # still auto is checked again once the tokenizer is known.
+        if key != "context" and value != AUTO and getattr(stored, key, None) != value
     ]
     if differing:
         raise DataError(

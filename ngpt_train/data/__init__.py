@@ -1,0 +1,59 @@
+"""Text to rows of tokens: source -> tokenizer -> shards -> shuffled rows.
+
+`open_dataset(cfg)` is the way in; docs/data.md says what is promised.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ngpt_train.config.schema import Config, ConfigError
+from ngpt_train.data.dataset import Dataset, cache_directory, open_prepared, open_tokens
+from ngpt_train.data.hashes import FileHashes
+from ngpt_train.data.loader import LoaderState, TrainLoader, micro_batches, validation_rows
+from ngpt_train.data.prepare import prepare_shards
+from ngpt_train.data.shards import Tokens
+from ngpt_train.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
+
+__all__ = [
+    "Dataset",
+    "LoaderState",
+    "Tokenizer",
+    "Tokens",
+    "TrainLoader",
+    "load_tokenizer",
+    "micro_batches",
+    "open_dataset",
+    "prepare_dataset",
+    "read_tokenizer",
+    "validation_rows",
+    "write_tokenizer",
+]
+
+
+def open_dataset(cfg: Config) -> Dataset:
+    """The tokens that `cfg.data` names, checked. Text is prepared in the cache unless it is there.
+
+    Needs no process group; of several processes that call it at once, one prepares and the others wait.
+    Raises ConfigError without `data.path`, DataError if anything is wrong with the text, the files or the
+    tokenizer, or if a split is shorter than a row.
+    """
+    if cfg.data.kind != "tokens":
+        return prepare_dataset(cfg)
+    if cfg.data.path is None:
+        raise ConfigError("data.path=null: data=tokens needs the directory of the shards, as data.path=DIRECTORY")
+    hashes = FileHashes(cache_directory(cfg))
+    return _checked(open_tokens(cfg, hashes), cfg, hashes)
+
+
+def prepare_dataset(cfg: Config, out: Path | None = None) -> Dataset:
+    """Prepares the text that `cfg.data` names in `out`, by default the cache, unless it is there; opens it."""
+    hashes = FileHashes(cache_directory(cfg))
+    return _checked(open_prepared(prepare_shards(cfg, hashes, out), hashes), cfg, hashes)
+
+
+def _checked(dataset: Dataset, cfg: Config, hashes: FileHashes) -> Dataset:
+    dataset.train.check_rows(cfg.model.context)
+    dataset.validation.check_rows(cfg.model.context)
+    hashes.save()
+    return dataset

@@ -1,0 +1,118 @@
+"""A data set on disk: what `prepare` wrote, or nanoGPT's train.bin and val.bin, checked and opened."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ngpt_train.config.schema import Config, DataError
+from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.shards import Tokens, map_tokens, open_shards
+from ngpt_train.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STEMS = {"train": "train", "validation": "val"}
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Both splits, and what identifies them: the same token ids and tokenizer have the same fingerprint."""
+
+    train: Tokens
+    validation: Tokens
+    tokenizer: Tokenizer
+    fingerprint: str
+    path: Path
+    manifest: dict[str, Any]
+
+
+def cache_directory(cfg: Config) -> Path:
+    return Path(cfg.data.cache).expanduser()
+
+
+def fingerprint(tokenizer: str, splits: dict[str, dict[str, Any]]) -> str:
+    """Identity of a data set from the tokenizer's fingerprint and the sha256 of the ids of each split."""
+    return canonical_hash({"tokenizer": tokenizer, **{split: splits[split]["sha256"] for split in STEMS}})
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a prepared directory. Raises DataError if there is none or it is unreadable."""
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        version = manifest["version"]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise _damaged(path, error) from None
+    if version != FORMAT:
+        raise DataError(f"{path}: format version {version}, this program reads {FORMAT}; prepare the text again")
+    return manifest
+
+
+def open_prepared(directory: Path, hashes: FileHashes) -> Dataset:
+    """Opens a directory that `prepare` wrote. Raises DataError if any file differs from the manifest."""
+    manifest = read_manifest(directory)
+    try:
+        train, validation = (open_shards(split, directory, manifest, hashes) for split in STEMS)
+        tokenizer = read_tokenizer(directory, manifest["tokenizer"])
+        found = fingerprint(tokenizer.fingerprint, manifest["splits"])
+        if found != manifest["fingerprint"]:
+            raise ValueError("its fingerprint does not fit its content")
+    except DataError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise _damaged(directory / MANIFEST, error) from None
+    return Dataset(train, validation, tokenizer, found, directory, manifest)
+
+
+def open_tokens(cfg: Config, hashes: FileHashes) -> Dataset:
+    """Opens `data.path`, a directory of prepared shards or of nanoGPT's train.bin and val.bin.
+
+    Prepared shards bring their tokenizer, and `cfg.tokenizer` is not read; nanoGPT's files need it.
+    """
+    directory = Path(cfg.data.path or "").expanduser()
+    if (directory / MANIFEST).exists():
+        return open_prepared(directory, hashes)
+    return _open_nanogpt(directory, cfg, hashes)
+
+
+def _open_nanogpt(directory: Path, cfg: Config, hashes: FileHashes) -> Dataset:
+    """uint16 ids without a header, of the tokenizer that `cfg.tokenizer` names."""
+    files = {split: directory / f"{stem}.bin" for split, stem in STEMS.items()}
+    missing = [file.name for file in files.values() if not file.is_file()]
+    if missing:
+        raise DataError(
+            f"data.path={cfg.data.path}: not a directory with {MANIFEST}, which `prepare` writes, nor with nanoGPT's "
+            f"train.bin and val.bin (missing: {', '.join(missing)})"
+        )
+    for file in files.values():
+        size = file.stat().st_size
+        if size == 0 or size % 2:
+            raise DataError(f"{file}: {size} bytes, which is no number of uint16 ids; copy it again")
+    tokenizer = load_tokenizer(cfg.tokenizer)
+    entry = {"kind": tokenizer.kind, "name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos}
+    tokens, splits = {}, {}
+    for split, file in files.items():
+        tokens[split] = Tokens(split, directory, [map_tokens(file, np.dtype("<u2"), entry, hashes)])
+        splits[split] = {"tokens": len(tokens[split]), "sha256": hashes.tokens(file, "<u2")[0]}
+    found = fingerprint(tokenizer.fingerprint, splits)
+    manifest = {
+        "source": {"kind": "nanogpt"},
+        "dtype": "<u2",
+        "tokenizer": entry,
+        "fingerprint": found,
+        "splits": splits,
+    }
+    return Dataset(tokens["train"], tokens["validation"], tokenizer, found, directory, manifest)
+
+
+def _damaged(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path}: damaged ({type(error).__name__}: {error}); copy the directory again, or delete it and prepare again"
+    )

@@ -1,0 +1,112 @@
+"""Directories that appear whole or not at all, built by one process at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import glob
+import logging
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from ngpt_train.config.schema import DataError
+
+logger = logging.getLogger(__name__)
+
+
+def build_directory(target: Path, build: Callable[[Path], None]) -> None:
+    """Makes `target` out of what `build` writes into the directory that it is given.
+
+    If another process is building `target`, waits for it; if `target` is there then, does nothing. A
+    failure or a kill leaves no `target`, and a failure nothing at all.
+    Raises DataError if the disk cannot be written, and whatever `build` raises.
+    """
+    missing = [parent for parent in target.parents if not parent.exists()]
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(target) as locked:
+            if locked:  # nobody else is at work, so what lies here was left by a killed process
+                for stale in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
+                    shutil.rmtree(stale)
+            if not is_filled(target):
+                _build(target, build)
+    except BaseException as error:
+        for parent in missing:
+            with contextlib.suppress(OSError):
+                parent.rmdir()
+        if isinstance(error, OSError):
+            raise DataError(
+                f"{target} cannot be written ({error.strerror}); choose another place with data.out or data.cache"
+            ) from error
+        raise
+
+
+def is_filled(target: Path) -> bool:
+    """True unless a directory can be renamed to `target`: nothing is there, or an empty directory."""
+    return target.exists() and not (target.is_dir() and not any(target.iterdir()))
+
+
+def _build(target: Path, build: Callable[[Path], None]) -> None:
+    partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:12]}")
+    try:
+        partial.mkdir()
+        build(partial)
+        for path in [*partial.iterdir(), partial]:
+            _sync(path)
+        try:
+            os.rename(partial, target)
+        except OSError as error:
+            # Where files cannot be locked another process may have been faster; its directory stays.
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+        _sync(target.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _lock(target: Path) -> Iterator[bool]:
+    """Holds the lock file beside `target`; False where the file system has no locks. The kernel frees it on a kill."""
+    path = target.with_name(f".{target.name}.lock")
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            locked = _flock(descriptor, target)
+            # Whoever held the lock before has removed the file, and a lock on a removed file keeps nobody out.
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(descriptor), path.stat()):
+                    break
+        except BaseException:
+            os.close(descriptor)
+            raise
+        os.close(descriptor)
+    try:
+        yield locked
+    finally:
+        path.unlink(missing_ok=True)
+        os.close(descriptor)
+
+
+def _flock(descriptor: int, target: Path) -> bool:
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logger.info("waiting for another process that is preparing %s", target)
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+    except OSError as error:
+        logger.warning("no file locks in %s (%s): several processes may prepare it at once", target.parent, error)
+        return False
+    return True

@@ -1,0 +1,94 @@
+"""Checksums of files, computed once per version of a file and remembered in the cache.
+
+A version is (size, mtime, ctime): the kernel sets ctime on every change and no program can set it back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 1 << 24
+# From here on a file takes seconds, and the user is told what they are spent on.
+LARGE = 1 << 30
+# Within a tick of the file system's clock two versions of a file look alike, so a file that has
+# just changed is hashed again next time.
+SETTLED = 2.0
+
+
+def canonical_hash(value: Any) -> str:
+    """sha256 of a JSON value, the same for equal values."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+class FileHashes:
+    """Remembers checksums in `hashes.json` below the cache directory; nothing is written before `save`."""
+
+    def __init__(self, cache: Path):
+        self._path = cache / "hashes.json"
+        self._changed = False
+        self._known = self._stored()
+
+    def sha256(self, path: Path) -> str:
+        return self._lookup(path, None)[0]
+
+    def tokens(self, path: Path, dtype: str) -> tuple[str, int]:
+        """(sha256, largest id) of a file of token ids; the largest id of an empty file is -1."""
+        sha256, largest = self._lookup(path, dtype)
+        return sha256, largest
+
+    def save(self) -> None:
+        if not self._changed:
+            return
+        partial = self._path.with_name(f"hashes.{uuid.uuid4().hex}.tmp")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            # Processes that save at the same moment cost each other an entry, never a wrong one.
+            partial.write_text(json.dumps(self._stored() | self._known))
+            os.replace(partial, self._path)
+            self._changed = False
+        except OSError as error:
+            logger.warning("checksums are not remembered: %s: %s", self._path, error.strerror)
+
+    def _stored(self) -> dict[str, list[Any]]:
+        # An absent or damaged file costs hashing everything again and nothing else.
+        with contextlib.suppress(OSError, ValueError):
+            return dict(json.loads(self._path.read_bytes()))
+        return {}
+
+    def _lookup(self, path: Path, dtype: str | None) -> list[Any]:
+        name = f"{dtype or 'bytes'} {path.absolute()}"
+        stat = path.stat()
+        version = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+        known = self._known.get(name)
+        if known is not None and known[0] == version:
+            return known[1]
+        if stat.st_size > LARGE:
+            logger.info("computing the checksum of %s, %.1f GB", path, stat.st_size / 1e9)
+        result = _hash(path, dtype)
+        if time.time() - max(stat.st_mtime, stat.st_ctime) > SETTLED:
+            self._known[name] = [version, result]
+            self._changed = True
+        return result
+
+
+def _hash(path: Path, dtype: str | None) -> list[Any]:
+    digest = hashlib.sha256()
+    largest = -1
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK):
+            digest.update(chunk)
+            if dtype is not None:
+                largest = max(largest, int(np.frombuffer(chunk, dtype).max()))
+    return [digest.hexdigest(), largest]

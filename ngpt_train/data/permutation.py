@@ -1,0 +1,57 @@
+"""A keyed permutation of the rows, evaluated anywhere in O(1) time and memory.
+
+Row number x of n is written as two digits (left, right) with left < a, right < b and a * b just
+above n. Eight rounds of a Feistel network, which adds a keyed hash of one digit to the other, permute
+the a * b numbers whatever the hash is; a result of n or more is permuted again until it falls below n
+("cycle walking"), which keeps the map one-to-one. With a = ceil(sqrt(n)) less than one number in
+sqrt(n) has to walk.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROUNDS = 8
+# Constants of the splitmix64 generator: the odd 64-bit golden ratio and its two multipliers.
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+
+
+def shuffled(k: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
+    """The rows (N,) at positions `k` (N,) >= 0 of an endless sequence that shuffles range(n) anew in each epoch.
+
+    Positions e * n to (e + 1) * n - 1 hold every row once. The result depends on (k, n, seed) alone.
+    """
+    if n < 1:
+        raise ValueError(f"cannot shuffle {n} rows")
+    position = k.astype(np.uint64)
+    epoch, x = position // np.uint64(n), position % np.uint64(n)
+    # Arrays throughout: numpy wraps them modulo 2**64 in silence, as meant here, but warns for scalars.
+    key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + epoch * GOLDEN)
+    x = _permute(x, n, key)
+    while (outside := x >= n).any():
+        x[outside] = _permute(x[outside], n, key[outside])
+    return x.astype(np.int64)
+
+
+def _permute(x: NDArray[np.uint64], n: int, key: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    width = math.isqrt(n - 1) + 1
+    a, b = np.uint64(width), np.uint64(-(-n // width))
+    left, right = x // b, x % b
+    for i in range(ROUNDS):
+        key = _mix(key + GOLDEN)
+        if i % 2 == 0:
+            left = (left + _mix(key + right * GOLDEN) % a) % a
+        else:
+            right = (right + _mix(key + left * GOLDEN) % b) % b
+    return left * b + right
+
+
+def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """A bijection of 64-bit words in which each input bit flips half of the output bits (splitmix64's finaliser)."""
+    x = (x ^ (x >> np.uint64(30))) * MULTIPLIERS[0]
+    x = (x ^ (x >> np.uint64(27))) * MULTIPLIERS[1]
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,253 @@
+"""Text to token shards: read and check everything once, train the tokenizer if need be, then write.
+
+The first pass finds every fault of the text before anything is on disk.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ngpt_train.config.schema import Config, DataError, TokenizerConfig
+from ngpt_train.data.dataset import FORMAT, MANIFEST, STEMS, cache_directory, fingerprint, read_manifest
+from ngpt_train.data.directory import build_directory, is_filled
+from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.readers import extension
+from ngpt_train.data.shards import SplitWriter, check_length, dtype_for
+from ngpt_train.data.source import Source, open_source
+from ngpt_train.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
+
+logger = logging.getLogger(__name__)
+
+# To be raised when the same text and settings begin to give other tokens; FORMAT is that of the files.
+RECIPE = 1
+# Text that a SentencePiece model is trained from at most: more changes few pieces and takes long.
+SAMPLE_CHARACTERS = 32_000_000
+SAMPLE_PIECE = 16_384
+BATCH_CHARACTERS = 4_000_000
+PROGRESS_SECONDS = 5.0
+
+
+def prepare_shards(cfg: Config, hashes: FileHashes, out: Path | None = None) -> Path:
+    """The directory of token shards for the text of `cfg`: `out`, or one in the cache that the content names.
+
+    Writes it unless it is there already. Raises DataError for faulty text, and if `out` holds anything else.
+    """
+    source = open_source(cfg.data)
+    key = _key(cfg, source, hashes)
+    directory = out or cache_directory(cfg) / "tokens" / f"{source.kind}-{key[:16]}"
+    prepared_before = is_filled(directory)
+    if not prepared_before:
+        build_directory(directory, partial(_write, cfg=cfg, source=source, key=key, hashes=hashes))
+    if not (directory / MANIFEST).exists() or read_manifest(directory).get("key") != key:
+        raise DataError(
+            f"{directory} holds something else than this text with this tokenizer and these settings, and is not "
+            "overwritten; choose another data.out or delete it"
+        )
+    if prepared_before:
+        logger.info("using the tokens prepared before in %s", directory)
+    return directory
+
+
+def _key(cfg: Config, source: Source, hashes: FileHashes) -> str:
+    """What decides the shards, as one hash: found without reading the text if no file has changed."""
+    return canonical_hash(
+        {
+            "version": [FORMAT, RECIPE],
+            "kind": source.kind,
+            "settings": source.settings,
+            "files": [[extension(file), _sha256(file, hashes)] for file in source.files],
+            "tokenizer": _tokenizer_key(cfg.tokenizer, hashes),
+            "val_fraction": cfg.data.val_fraction,
+            "shard_tokens": cfg.data.shard_tokens,
+        }
+    )
+
+
+def _tokenizer_key(cfg: TokenizerConfig, hashes: FileHashes) -> list[Any]:
+    if cfg.kind != "sentencepiece":
+        return [cfg.kind]
+    if cfg.path is None:
+        return [cfg.kind, "trained", cfg.vocab_size]
+    return [cfg.kind, _sha256(Path(cfg.path).expanduser(), hashes)]
+
+
+def _sha256(path: Path, hashes: FileHashes) -> str:
+    try:
+        return hashes.sha256(path)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+
+
+def _write(directory: Path, cfg: Config, source: Source, key: str, hashes: FileHashes) -> None:
+    where = f"data={source.kind}" + (f" data.path={cfg.data.path}" if source.kind == "local" else "")
+    logger.info("preparing %s: reading %s files", where, f"{len(source.files):,}")
+    trains = cfg.tokenizer.kind == "sentencepiece" and cfg.tokenizer.path is None
+    tokenizer = None if trains else load_tokenizer(cfg.tokenizer)
+    scan = _scan(source, cfg.data.val_fraction, keep_sample=trains)
+    logger.info("%s documents, %.1f MB", f"{scan.n_documents:,}", scan.n_bytes / 1e6)
+    scan.check_splits(where, cfg.data.val_fraction)
+    if tokenizer is None:
+        logger.info("training a SentencePiece model of %d pieces", cfg.tokenizer.vocab_size)
+        tokenizer = load_tokenizer(cfg.tokenizer, corpus=scan.sample)
+    splits = _write_splits(directory, source, scan, tokenizer, cfg)
+    for split, entry in splits.items():
+        check_length(split, entry["tokens"], cfg.model.context, where)
+    if _key(cfg, source, hashes) != key:
+        raise DataError(f"{where}: a file was changed while it was read; start again")
+    tokenizer_entry = write_tokenizer(tokenizer, directory)
+    manifest = {
+        "version": FORMAT,
+        "fingerprint": fingerprint(tokenizer.fingerprint, splits),
+        "key": key,
+        "dtype": dtype_for(tokenizer.vocab_size),
+        "tokenizer": tokenizer_entry,
+        "source": {
+            "kind": source.kind,
+            **source.settings,
+            "documents": scan.n_documents,
+            "bytes": scan.n_bytes,
+            "skipped_empty": scan.n_empty,
+            "text_sha256": scan.text_hash.hexdigest(),
+            "val_fraction": cfg.data.val_fraction,
+            "files": [str(file) for file in source.files],
+        },
+        "splits": splits,
+    }
+    (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+@dataclass
+class _Scan:
+    """What the first pass over the text finds."""
+
+    n_documents: int = 0
+    n_bytes: int = 0
+    n_empty: int = 0
+    n_validation: int = 0
+    smallest: float = 1.0
+    largest: float = 0.0
+    text_hash: Any = field(default_factory=hashlib.sha256)
+    sample: list[str] = field(default_factory=list)
+
+    def check_splits(self, where: str, val_fraction: float) -> None:
+        """Raises DataError unless both splits have a document."""
+        if self.n_documents == 0:
+            raise DataError(f"{where}: no text ({self.n_empty} empty documents)")
+        if 0 < self.n_validation < self.n_documents:
+            return
+        if self.smallest == self.largest:
+            raise DataError(
+                f"{where}: only one document (a .txt file is one), and a document belongs whole to training or to "
+                "validation; split the text into several files, or into the lines of a .jsonl file"
+            )
+        if self.n_validation == 0:
+            split, bound, fraction = "validation", "at least", math.ceil(self.smallest * 1e4) / 1e4
+        else:
+            split, bound, fraction = "training", "at most", math.floor(self.largest * 1e4) / 1e4
+        raise DataError(
+            f"{where}: data.val_fraction={val_fraction} leaves none of {self.n_documents} documents for {split}; "
+            f"set data.val_fraction to {bound} {fraction:g}, or add documents"
+        )
+
+
+def _split_position(text: bytes) -> float:
+    """A document's place in [0, 1), by its text alone: validation takes those below data.val_fraction."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2**64
+
+
+def _scan(source: Source, val_fraction: float, keep_sample: bool) -> _Scan:
+    scan = _Scan()
+    sample = _Sample(SAMPLE_CHARACTERS)
+    for text in source.documents():
+        if not text:
+            scan.n_empty += 1
+            continue
+        data = text.encode()
+        position = _split_position(data)
+        scan.n_documents += 1
+        scan.n_bytes += len(data)
+        scan.n_validation += position < val_fraction
+        scan.smallest = min(scan.smallest, position)
+        scan.largest = max(scan.largest, position)
+        # With its length before it, no other list of documents has the same bytes.
+        scan.text_hash.update(len(data).to_bytes(8, "little") + data)
+        if keep_sample and position >= val_fraction:
+            sample.add(text, position)
+    scan.sample = sample.texts()
+    return scan
+
+
+class _Sample:
+    """A sample of the text within a number of characters, the same however often it is drawn."""
+
+    def __init__(self, characters: int):
+        self._characters = characters
+        self._limit = 1.0
+        self._pieces: list[tuple[float, str]] = []
+        self._size = 0
+
+    def add(self, text: str, position: float) -> None:
+        for start in range(0, len(text), SAMPLE_PIECE):
+            rank = _split_position(f"{position} {start}".encode())
+            if rank < self._limit:
+                self._pieces.append((rank, text[start : start + SAMPLE_PIECE]))
+                self._size += len(self._pieces[-1][1])
+        while self._size > self._characters:
+            self._limit /= 2
+            self._pieces = [piece for piece in self._pieces if piece[0] < self._limit]
+            self._size = sum(len(text) for _, text in self._pieces)
+
+    def texts(self) -> list[str]:
+        return [text for _, text in self._pieces]
+
+
+def _write_splits(
+    directory: Path, source: Source, scan: _Scan, tokenizer: Tokenizer, cfg: Config
+) -> dict[str, dict[str, Any]]:
+    dtype = dtype_for(tokenizer.vocab_size)
+    writers = {name: SplitWriter(directory, stem, dtype, cfg.data.shard_tokens) for name, stem in STEMS.items()}
+    eos = np.array([tokenizer.eos])
+    n_documents = n_bytes = 0
+    start = reported = time.monotonic()
+    for texts in _batches(text for text in source.documents() if text):
+        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+            data = text.encode()
+            split = "validation" if _split_position(data) < cfg.data.val_fraction else "train"
+            writers[split].add(np.concatenate([ids, eos]), len(data))
+            n_bytes += len(data)
+        n_documents += len(texts)
+        now = time.monotonic()
+        if now - reported > PROGRESS_SECONDS:
+            reported = now
+            logger.info(
+                "%s of %s documents, %.0f %%, %.1f MB/s",
+                f"{n_documents:,}",
+                f"{scan.n_documents:,}",
+                100 * n_bytes / scan.n_bytes,
+                n_bytes / 1e6 / (now - start),
+            )
+    return {name: writer.finish() for name, writer in writers.items()}
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        batch.append(text)
+        size += len(text)
+        if size >= BATCH_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

@@ -1,0 +1,172 @@
+"""Documents out of one local file: text, jsonl or parquet, plain or compressed.
+
+Whatever is wrong with a file is a `DataError` that says where; nothing is skipped on the way.
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from ngpt_train.config.schema import DataError
+
+COMPRESSIONS = (".gz", ".zst")
+# Parquet compresses its own pages.
+EXTENSIONS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+
+
+def extension(path: Path) -> str:
+    """The ending that decides how the file is read, such as `.jsonl.gz`; empty if it is none of EXTENSIONS."""
+    name = path.name.lower()
+    return max((ending for ending in EXTENSIONS if name.endswith(ending)), key=len, default="")
+
+
+def read_file(path: Path, text_field: str) -> Iterator[str]:
+    """Yields the documents of one file in order; a .txt file is one document.
+
+    Raises DataError if the file cannot be read, is damaged, is not UTF-8 or lacks `text_field`.
+    """
+    kind = extension(path).split(".")[1]
+    try:
+        if kind == "parquet":
+            yield from _read_parquet(path, text_field)
+        else:
+            with _open(path) as file:
+                yield from _read_txt(path, file) if kind == "txt" else _read_jsonl(path, file, text_field)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: damaged or incomplete ({error}); copy or download it again") from None
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+
+
+def _open(path: Path) -> BinaryIO:
+    if path.name.lower().endswith(".gz"):
+        return gzip.open(path, "rb")  # type: ignore[return-value]
+    if path.name.lower().endswith(".zst"):
+        return io.BufferedReader(_ZstdFile(path), 1 << 20)
+    return path.open("rb")
+
+
+class _ZstdFile(io.RawIOBase):
+    """Decompressed bytes of a .zst file; the package's own reader takes a truncated file for a short one."""
+
+    def __init__(self, path: Path):
+        import zstandard
+
+        # Large corpora are often packed with `zstd --long=31`, whose window the default limit refuses.
+        self._new_frame = lambda: zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj()
+        self._error = zstandard.ZstdError
+        self._file = path.open("rb")
+        self._frame = self._new_frame()
+        self._in_frame = False
+        self._input = b""
+        self._output = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        while not self._output:
+            self._input = self._input or self._file.read(1 << 17)
+            if not self._input:
+                if self._in_frame:
+                    raise EOFError("the compressed data ends early")
+                return 0
+            try:
+                self._output = self._frame.decompress(self._input)
+            except self._error as error:
+                raise EOFError(str(error)) from None
+            self._in_frame = not self._frame.eof
+            self._input = self._frame.unused_data
+            if self._frame.eof:
+                self._frame = self._new_frame()
+        n = min(len(buffer), len(self._output))
+        buffer[:n] = self._output[:n]
+        self._output = self._output[n:]
+        return n
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
+
+
+def _read_txt(path: Path, file: BinaryIO) -> Iterator[str]:
+    data = file.read()
+    try:
+        # A byte order mark at the start of a file names its encoding and is no text.
+        yield data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise DataError(_not_utf8(f"{path}, line {line}", data, error)) from None
+
+
+def _read_jsonl(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        where = f"{path}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+        except UnicodeDecodeError as error:
+            raise DataError(_not_utf8(where, line, error)) from None
+        except ValueError as error:
+            raise DataError(f"{where}: not JSON ({error}); a .jsonl file holds one JSON object a line") from None
+        if not isinstance(record, dict):
+            raise DataError(
+                f"{where}: a JSON {type(record).__name__}; expected an object with the field {text_field!r}"
+            )
+        if text_field not in record:
+            raise DataError(f"{where}: {_no_field('field', text_field, list(record))}")
+        yield _text(record[text_field], where, text_field)
+
+
+def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            if text_field not in file.schema_arrow.names:
+                raise DataError(f"{path}: {_no_field('column', text_field, file.schema_arrow.names)}")
+            number = 0
+            for batch in file.iter_batches(batch_size=256, columns=[text_field]):
+                for value in batch.column(0):
+                    number += 1
+                    where = f"{path}, row {number}"
+                    try:
+                        text = value.as_py()
+                    except UnicodeDecodeError as error:
+                        raise DataError(_not_utf8(where, error.object, error)) from None
+                    yield _text(text, where, text_field)
+    except pa.ArrowException as error:
+        raise DataError(f"{path}: damaged, incomplete or no parquet file ({error})") from None
+
+
+def _text(value: object, where: str, text_field: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(
+            f"{where}: {text_field!r} holds {type(value).__name__}, expected a string; "
+            "choose another data.text_field or correct the file"
+        )
+    try:
+        value.encode()  # JSON can spell half of a surrogate pair, which is no character
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{where}: {text_field!r} holds an unpaired surrogate (\\u{ord(value[error.start]):04x} at character "
+            f"{error.start}), which no encoding can store; correct the file"
+        ) from None
+    return value
+
+
+def _no_field(word: str, text_field: str, names: list[str]) -> str:
+    listed = ", ".join(map(repr, names)) or "none"
+    return f"no {word} {text_field!r} (there are: {listed}); set data.text_field to the {word} that holds the text"
+
+
+def _not_utf8(where: str, data: bytes, error: UnicodeDecodeError) -> str:
+    return f"{where}: not UTF-8 (byte 0x{data[error.start]:02x} at offset {error.start}); convert the file to UTF-8"

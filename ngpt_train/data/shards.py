@@ -1,0 +1,186 @@
+"""Token shards: how a split is written, and how it is read as one sequence of ids.
+
+docs/data.md documents the files.
+"""
+
+from __future__ import annotations
+
+import bisect
+import hashlib
+import itertools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngpt_train.config.schema import DataError
+from ngpt_train.data.hashes import FileHashes
+
+
+def dtype_for(vocab_size: int) -> str:
+    """Little-endian type of the stored ids."""
+    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+class SplitWriter:
+    """Writes documents into `<stem>-00000.bin`, `<stem>-00000.idx`, ...
+
+    A shard ends with the document that brings it to `shard_tokens`, so every document is whole. Memory
+    grows with the number of documents of one shard, not with their length.
+    """
+
+    def __init__(self, directory: Path, stem: str, dtype: str, shard_tokens: int):
+        self._directory, self._stem = directory, stem
+        self._dtype = np.dtype(dtype)
+        self._shard_tokens = shard_tokens
+        self._split_hash = hashlib.sha256()
+        self._shards: list[dict[str, Any]] = []
+        self._open()
+
+    def add(self, ids: NDArray[np.integer], n_bytes: int) -> None:
+        """Appends one document of `n_bytes` bytes of text; `ids` end with eos."""
+        data = ids.astype(self._dtype).tobytes()
+        self._file.write(data)
+        self._hash.update(data)
+        self._split_hash.update(data)
+        self._offsets.append(self._offsets[-1] + len(ids))
+        self._bytes += n_bytes
+        if self._offsets[-1] >= self._shard_tokens:
+            self._close()
+            self._open()
+
+    def finish(self) -> dict[str, Any]:
+        """Closes the last shard; returns the split's part of the manifest."""
+        self._close()
+        totals = {name: sum(shard[name] for shard in self._shards) for name in ("tokens", "documents", "bytes")}
+        return {**totals, "sha256": self._split_hash.hexdigest(), "shards": self._shards}
+
+    def _open(self) -> None:
+        self._path = self._directory / f"{self._stem}-{len(self._shards):05d}.bin"
+        self._file = self._path.open("wb")
+        self._hash = hashlib.sha256()
+        self._offsets = [0]
+        self._bytes = 0
+
+    def _close(self) -> None:
+        self._file.close()
+        if len(self._offsets) == 1:  # the document before was the last
+            self._path.unlink()
+            return
+        offsets = np.array(self._offsets, "<u8").tobytes()
+        index = self._path.with_suffix(".idx")
+        index.write_bytes(offsets)
+        self._shards.append(
+            {
+                "file": self._path.name,
+                "tokens": self._offsets[-1],
+                "documents": len(self._offsets) - 1,
+                "bytes": self._bytes,
+                "sha256": self._hash.hexdigest(),
+                "index": index.name,
+                "index_sha256": hashlib.sha256(offsets).hexdigest(),
+            }
+        )
+
+
+class Tokens:
+    """One split as one long sequence of token ids over memory-mapped shards."""
+
+    def __init__(self, split: str, path: Path, shards: list[NDArray[np.unsignedinteger]]):
+        self.split, self.path = split, path
+        self._shards = shards
+        self._starts = list(itertools.accumulate(map(len, shards), initial=0))
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def n_rows(self, context: int) -> int:
+        """Rows of `context` targets; every token but the first, and the rest of a row at the end, is a target once."""
+        return max(0, len(self) - 1) // context
+
+    def row(self, index: int, context: int) -> NDArray[np.int64]:
+        """Row `index`: the tokens from index * context, (context + 1,) of them."""
+        return self.rows(np.array([index]), context)[0]
+
+    def rows(self, indices: NDArray[np.int64], context: int) -> NDArray[np.int64]:
+        """Rows `indices` (N,), each in [0, n_rows(context)), as (N, context + 1)."""
+        out = np.empty((len(indices), context + 1), np.int64)
+        for row, index in zip(out, indices.tolist(), strict=True):
+            self._read(index * context, row)
+        return out
+
+    def check_rows(self, context: int) -> None:
+        """Raises DataError if the split is shorter than one row."""
+        check_length(self.split, len(self), context, str(self.path))
+
+    def _read(self, start: int, out: NDArray[np.int64]) -> None:
+        assert start >= 0
+        assert start + len(out) <= len(self)
+        done = 0
+        shard = bisect.bisect_right(self._starts, start) - 1
+        while done < len(out):
+            offset = start + done - self._starts[shard]
+            part = self._shards[shard][offset : offset + len(out) - done]
+            out[done : done + len(part)] = part
+            done += len(part)
+            shard += 1
+
+
+def check_length(split: str, n_tokens: int, context: int, where: str) -> None:
+    """Raises DataError if `n_tokens` are less than one row of `context` + 1."""
+    if n_tokens < context + 1:
+        raise DataError(
+            f"{where}: the {split} split has {n_tokens} tokens, less than one row (model.context + 1 = {context + 1}); "
+            "add text, shorten model.context"
+            + (" or raise data.val_fraction" if split == "validation" else " or lower data.val_fraction")
+        )
+
+
+def open_shards(split: str, directory: Path, manifest: dict[str, Any], hashes: FileHashes) -> Tokens:
+    """Opens one split of a prepared directory after checking each file against the manifest.
+
+    Raises DataError for a file that is missing, of another size or content, or holds ids beyond the vocabulary.
+    """
+    dtype = np.dtype(manifest["dtype"])
+    shards = []
+    for shard in manifest["splits"][split]["shards"]:
+        index, path = directory / shard["index"], directory / shard["file"]
+        _check_size(index, (shard["documents"] + 1) * 8)
+        _check_hash(index, hashes.sha256(index), shard["index_sha256"])
+        _check_size(path, shard["tokens"] * dtype.itemsize)
+        shards.append(map_tokens(path, dtype, manifest["tokenizer"], hashes, shard["sha256"]))
+    return Tokens(split, directory, shards)
+
+
+def map_tokens(
+    path: Path, dtype: np.dtype[Any], tokenizer: dict[str, Any], hashes: FileHashes, sha256: str | None = None
+) -> NDArray[np.unsignedinteger]:
+    """Memory-maps a file of ids, its checksum (if one is given) and the range of its ids checked."""
+    found, largest = hashes.tokens(path, dtype.str)
+    if sha256 is not None:
+        _check_hash(path, found, sha256)
+    if largest >= tokenizer["vocab_size"]:
+        raise DataError(
+            f"{path}: holds id {largest}, but tokenizer {tokenizer['name']} has ids below {tokenizer['vocab_size']}; "
+            "choose the tokenizer that made the file"
+        )
+    # A plain array over the map: slices of np.memmap itself cost several times as much.
+    return np.asarray(np.memmap(path, dtype, mode="r"))
+
+
+def _check_size(path: Path, expected: int) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}), but the manifest lists it; {_AGAIN}") from None
+    if size != expected:
+        raise DataError(f"{path}: {size} bytes, but the manifest says {expected}; {_AGAIN}")
+
+
+def _check_hash(path: Path, found: str, expected: str) -> None:
+    if found != expected:
+        raise DataError(f"{path}: sha256 {found[:16]}..., but the manifest says {expected[:16]}...; {_AGAIN}")
+
+
+_AGAIN = "copy the directory again, or delete it and prepare it again"

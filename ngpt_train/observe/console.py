@@ -1,0 +1,159 @@
+"""What people read while a run goes: a live bar on a terminal, plain lines elsewhere and in the log file."""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+
+class Clock:
+    """Seconds that the rest of the run takes, from recent step times."""
+
+    def __init__(self, total_steps: int) -> None:
+        self.total_steps = total_steps
+        self._step_time: float | None = None
+
+    def remaining(self, step: int, step_time: float) -> float:
+        """Seconds left after `step`; step_time is the seconds per step since the last call."""
+        # Recent times count most, so that the first ones, with compilation, are soon forgotten.
+        self._step_time = step_time if self._step_time is None else 0.7 * step_time + 0.3 * self._step_time
+        return max(self.total_steps - step, 0) * self._step_time
+
+
+def format_count(value: float) -> str:
+    """1234567 -> 1.23M: three digits and a unit."""
+    value = float(f"{value:.3g}")
+    for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if value >= size:
+            return f"{value / size:g}{unit}"
+    return f"{value:g}"
+
+
+def format_seconds(seconds: float) -> str:
+    """192 -> 3m12s; at most two units."""
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    days, h = divmod(hours, 24)
+    if days:
+        return f"{days}d{h:02d}h"
+    if hours:
+        return f"{h}h{m:02d}m"
+    return f"{m}m{s:02d}s" if minutes else f"{s}s"
+
+
+def describe_train(record: dict[str, Any], eta: float) -> str:
+    """`loss 4.1234  lr 1.9e-02  grad 0.81  12.3k tok/s  mfu 31.2%  eta 3m12s`, mfu only where it is known."""
+    parts = [
+        f"loss {record['loss']:.4f}",
+        f"lr {record['lr']:.1e}",
+        f"grad {record['grad_norm']:.2f}",
+        f"{format_count(record['tokens_per_s'])} tok/s",
+    ]
+    if record["mfu"] is not None:
+        parts.append(f"mfu {100 * record['mfu']:.1f}%")
+    if record["skipped"]:
+        parts.append(f"skipped {record['skipped']}")
+    parts.append(f"eta {format_seconds(eta)}")
+    return "  ".join(parts)
+
+
+def describe_eval(record: dict[str, Any]) -> str:
+    """`loss 3.9876  ppl 53.9  bits/byte 1.521`."""
+    return f"loss {record['loss']:.4f}  ppl {record['ppl']:.4g}  bits/byte {record['bits_per_byte']:.4f}"
+
+
+def describe(record: dict[str, Any], clock: Clock) -> str:
+    """The plain line of a record."""
+    progress = f"{record['step']}/{clock.total_steps}"
+    if record["kind"] == "eval":
+        return f"eval {progress}  {describe_eval(record)}"
+    return f"step {progress}  {describe_train(record, clock.remaining(record['step'], record['step_time']))}"
+
+
+class PlainConsole:
+    """One line per record on the standard output, for pipes and CI."""
+
+    def __init__(self, total_steps: int) -> None:
+        self.clock = Clock(total_steps)
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.message(describe(record, self.clock))
+
+    def message(self, text: str) -> None:
+        try:
+            print(text, flush=True)
+        except OSError:
+            # Whoever read the output is gone (`| head`, a dead terminal): no reason to lose a run, and the log
+            # file has the rest.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+    def close(self, reason: str) -> None:
+        self.message(f"end: {reason}")
+
+
+class LiveConsole:
+    """A progress bar at the foot of the terminal; validations and messages scroll above it."""
+
+    def __init__(self, total_steps: int, resume_step: int) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, Progress, TextColumn
+
+        self.clock = Clock(total_steps)
+        # Drawn when there is news, not by a thread that takes turns with the training.
+        self._progress = Progress(
+            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            console=Console(highlight=False),
+            auto_refresh=False,
+            expand=True,
+        )
+        self._task = self._progress.add_task("starting", total=total_steps, completed=resume_step)
+        self._progress.start()
+        self._progress.refresh()
+
+    def log(self, record: dict[str, Any]) -> None:
+        if record["kind"] == "eval":
+            self.message(describe(record, self.clock))
+            return
+        eta = self.clock.remaining(record["step"], record["step_time"])
+        self._progress.update(self._task, completed=record["step"], description=describe_train(record, eta))
+        self._progress.refresh()
+
+    def message(self, text: str) -> None:
+        # Not as markup: a path or a config value may hold square brackets.
+        self._progress.console.print(text, markup=False, soft_wrap=True)
+
+    def close(self, reason: str) -> None:
+        self._progress.stop()
+        print(f"end: {reason}", flush=True)
+
+
+class LogFile:
+    """The same plain lines in a file, each after the time; it goes on where an earlier start ended."""
+
+    def __init__(self, path: Path, total_steps: int) -> None:
+        self.clock = Clock(total_steps)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, record: dict[str, Any]) -> None:
+        self.message(describe(record, self.clock))
+
+    def message(self, text: str) -> None:
+        self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+        self._file.flush()
+
+    def close(self, reason: str) -> None:
+        self.message(f"end: {reason}")
+        self._file.close()
+
+
+def console_sink(total_steps: int, resume_step: int | None) -> PlainConsole | LiveConsole:
+    """The live console where the standard output is a terminal that can redraw a line, else the plain one."""
+    from rich.console import Console
+
+    if sys.stdout.isatty() and not Console().is_dumb_terminal:
+        return LiveConsole(total_steps, resume_step or 0)
+    return PlainConsole(total_steps)

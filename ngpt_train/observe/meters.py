@@ -1,0 +1,96 @@
+"""How fast and how large a run is: tokens per second, MFU, seconds per step, memory."""
+
+import re
+import resource
+import sys
+
+import torch
+
+# Peak FLOP/s of dense bf16 matrix products, by the full name that torch.cuda reports: variants of one
+# chip differ by half, and a slice (MIG) of one is not the chip. Vendors' data sheets, where figures
+# "with sparsity" are twice these: A100, H100 (SXM5, PCIe, NVL), H200 (SXM, NVL), GH200, HGX B200,
+# GB200 NVL72, L4, L40S; for the RTX 4090 the Ada whitepaper, with fp32 accumulation.
+DENSE_BF16_PEAKS = [
+    (r"(NVIDIA )?A100-SXM4-[48]0GB", 312e12),
+    (r"(NVIDIA )?A100-PCIE-40GB", 312e12),
+    (r"NVIDIA A100 80GB PCIe", 312e12),
+    (r"NVIDIA H100 80GB HBM3", 989.4e12),
+    (r"NVIDIA H100 PCIe", 756e12),
+    (r"NVIDIA H100 NVL", 835e12),
+    (r"NVIDIA H200", 989.4e12),
+    (r"NVIDIA H200 NVL", 835e12),
+    (r"NVIDIA GH200 (120GB|144G HBM3e|480GB)", 989.4e12),
+    (r"NVIDIA B200", 2250e12),
+    (r"NVIDIA GB200", 2500e12),
+    (r"NVIDIA L4", 121e12),
+    (r"NVIDIA L40S", 362e12),
+    (r"NVIDIA GeForce RTX 4090", 165.2e12),
+]
+
+
+def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
+    """Peak FLOP/s of the device's matrix products in `dtype`; None where it is not known for certain.
+
+    Only bf16 is listed: what fp32 products peak at depends on whether TF32 is on.
+    """
+    if dtype != torch.bfloat16:
+        return None
+    return next((peak for name, peak in DENSE_BF16_PEAKS if re.fullmatch(name, device_name)), None)
+
+
+def peak_memory_gb(device: torch.device) -> float:
+    """Most memory in use since the start, in 1e9 bytes: the GPU's tensors, or on a CPU this process's resident set."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e9
+    unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+class Meter:
+    """Averages the host's timings over the steps since the last reading.
+
+    flops_per_token: of forward and backward, non-causal convention (`model.flops_per_token(context)`).
+    device, dtype: what the matrix products run on and in.
+    """
+
+    def __init__(self, flops_per_token: float, world_size: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.flops_per_token = flops_per_token
+        self.device = device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+        peak = peak_flops(name, dtype)
+        self.peak = None if peak is None else peak * world_size  # FLOP/s of all ranks
+        self._start_window()
+
+    def _start_window(self) -> None:
+        self._steps = 0
+        self._tokens = 0
+        self._step_seconds = 0.0
+        self._data_seconds = 0.0
+
+    def data(self, seconds: float) -> None:
+        """Adds a wait for data; it counts as part of its step's seconds too."""
+        self._data_seconds += seconds
+
+    def step(self, seconds: float, tokens: int) -> None:
+        """Adds a whole step, its wait for data included, that took in `tokens` tokens over all ranks."""
+        self._steps += 1
+        self._step_seconds += seconds
+        self._tokens += tokens
+
+    def read(self) -> dict[str, float | None]:
+        """The metrics of the steps since the last call, at least one; starts the next window.
+
+        tokens_per_s is global; step_time and data_time are seconds per step; mfu is a fraction, None
+        where the peak is unknown; memory_gb is the peak of this rank since the start.
+        """
+        assert self._steps > 0, "nothing measured since the last reading"
+        tokens_per_s = self._tokens / self._step_seconds
+        metrics = {
+            "tokens_per_s": tokens_per_s,
+            "mfu": None if self.peak is None else self.flops_per_token * tokens_per_s / self.peak,
+            "step_time": self._step_seconds / self._steps,
+            "data_time": self._data_seconds / self._steps,
+            "memory_gb": peak_memory_gb(self.device),
+        }
+        self._start_window()
+        return metrics

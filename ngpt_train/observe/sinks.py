@@ -1,0 +1,121 @@
+"""Where the records of a run go: the contract of a sink, and the sinks that are files."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any, Protocol
+
+from ngpt_train.config.schema import ConfigError
+
+
+class Sink(Protocol):
+    """Takes what the training loop has to tell. Sinks live on rank 0 only."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Takes one record: {"kind": "train" | "eval", "step": n, ...}, values plain numbers or None."""
+
+    def message(self, text: str) -> None:
+        """Takes one line for people."""
+
+    def close(self, reason: str) -> None:
+        """Ends the run; `reason` says how. Nothing follows."""
+
+
+class JsonlSink:
+    """`metrics.jsonl`: one JSON object a line, floats with all their digits, NaN and infinities as null.
+
+    A kill loses at most the line in flight. No (kind, step) is ever written twice: opening the file cuts
+    off the records after the step that the run resumes from (all of them when it starts anew), and a
+    record that is already there is not written again, because a run saves before it evaluates and may
+    therefore evaluate its last step a second time.
+
+    resume_step: completed steps of the checkpoint that the run goes on from, None without one.
+    Afterwards `dropped` is the number of lines that were cut off.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None) -> None:
+        self.path = path
+        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
+        kept: list[bytes] = []
+        self._written: set[tuple[str, int]] = set()
+        for line in lines:
+            key = _record_key(line)
+            if key is not None and resume_step is not None and key[1] <= resume_step and key not in self._written:
+                kept.append(line)
+                self._written.add(key)
+        self.dropped = len(lines) - len(kept)
+        if self.dropped:
+            _replace(path, b"".join(kept))
+        self._file = path.open("a", encoding="utf-8")
+
+    def log(self, record: dict[str, Any]) -> None:
+        key = (record["kind"], record["step"])
+        if key in self._written:
+            return
+        self._written.add(key)
+        finite = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in record.items()
+        }
+        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def message(self, text: str) -> None:
+        pass
+
+    def close(self, reason: str) -> None:
+        self._file.close()
+
+
+def _record_key(line: bytes) -> tuple[str, int] | None:
+    """(kind, step) of a complete line, None for one torn by a kill."""
+    if not line.endswith(b"\n"):
+        return None
+    try:
+        record = json.loads(line)
+        return record["kind"], int(record["step"])
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Gives the file new content: after a crash at any moment it holds either the old or the new."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+    directory = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+class TensorboardSink:
+    """TensorBoard event files in `directory`, over steps. Raises ConfigError where the package is missing."""
+
+    def __init__(self, directory: Path, resume_step: int | None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"logging.tensorboard=true needs a package that is missing ({error}). "
+                "Install it with `pip install 'ngpt-train[tensorboard]'`, or set logging.tensorboard=false."
+            ) from error
+        # TensorBoard itself hides the points from purge_step on that an earlier start wrote.
+        purge_step = 0 if resume_step is None else resume_step + 1
+        self._writer = SummaryWriter(str(directory), purge_step=purge_step)
+
+    def log(self, record: dict[str, Any]) -> None:
+        for name, value in record.items():
+            if isinstance(value, (int, float)) and name != "step":
+                self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+
+    def message(self, text: str) -> None:
+        pass
+
+    def close(self, reason: str) -> None:
+        self._writer.close()

@@ -1,0 +1,155 @@
+"""Weights & Biases at arm's length: the side that the training process sees.
+
+wandb runs in a process of its own (wandb_follower.py), which reads `metrics.jsonl` as it grows. The
+training process starts it, looks once per record whether it still lives, and at the end waits a bounded
+time for it. So wandb may fail, hang, crash or be missing: it cannot delay or stop a run, it has no
+terminal on which to ask for a key, and no number depends on it.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.config.schema import WandbConfig
+
+OFFLINE_START_SECONDS = 30.0  # no network is involved, so only a broken installation or disk takes this long
+
+
+class WandbSink:
+    """Has a follower process hand to wandb what is appended to the file `metrics` from now on.
+
+    config: what wandb shows as the run's config; secrets must be out of it already.
+    say: takes one line for people.
+    All files are below run_dir; what wandb prints, with a traceback where it fails, is in logs/wandb.log.
+    """
+
+    def __init__(
+        self, settings: WandbConfig, run_dir: Path, metrics: Path, config: dict[str, Any], say: Callable[[str], None]
+    ) -> None:
+        self._say = say
+        self._timeout = settings.timeout
+        self._log_path = run_dir / "logs" / "wandb.log"
+        self._log_path.parent.mkdir(parents=True, exist_ok=True)
+        self._sync = f"wandb sync {run_dir}/wandb/*run-*"
+        self._job = {
+            "id": _run_id(run_dir),
+            "name": run_dir.name,
+            "project": settings.project,
+            "entity": settings.entity,
+            "run_dir": str(run_dir),
+            "config": config,
+            "trainer_pid": os.getpid(),
+            "metrics": str(metrics),
+            "offset": metrics.stat().st_size,
+            "finish_timeout": settings.timeout,
+        }
+        self._end: str | None = None
+        self._start(online=settings.mode != "offline")
+
+    def _start(self, online: bool, why_offline: str = "") -> None:
+        self._online = online
+        self._why_offline = why_offline
+        self._started = False
+        self._failure = ""
+        with self._log_path.open("ab") as log:
+            # In a session of its own, neither Ctrl-C nor torchrun's signals end it before its records are read.
+            self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
+                [sys.executable, "-m", "ngpt_train.observe.wandb_follower"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                bufsize=0,
+                start_new_session=True,
+            )
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
+        start_timeout = self._timeout if online else OFFLINE_START_SECONDS
+        self._send(json.dumps({**self._job, "online": online, "start_timeout": start_timeout}, default=str))
+
+    def _send(self, line: str) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it is gone; _look finds that out and says so
+            self._process.stdin.write(line.encode() + b"\n")
+
+    def _look(self) -> None:
+        """Passes on what the follower says; where it ended before its time, starts an offline one or gives up."""
+        if self._process is None:
+            return
+        status = self._process.poll()  # before the read, so that its last words are not missed
+        assert self._process.stdout is not None
+        for line in (self._process.stdout.read() or b"").decode(errors="replace").splitlines():
+            kind, _, text = line.partition(" ")
+            if kind == "failed":
+                self._failure = text
+            else:
+                self._started = True
+                self._say(f"wandb: online, {text}" if self._online else self._offline_message())
+        if status is None:
+            return
+        self._release()
+        if status == 0:
+            return
+        if self._started:
+            self._say(
+                f"wandb stopped ({self._failure or 'no answer'}); metrics.jsonl has everything, "
+                f"`{self._sync}` uploads what wandb has; details in {self._log_path}"
+            )
+        elif self._online:
+            self._start(online=False, why_offline=self._failure or f"no connection within {self._timeout:g} s")
+            if self._end is not None:
+                self._send(self._end)
+        else:
+            self._say(
+                f"wandb is off ({self._failure or 'it does not start'}); metrics.jsonl has everything; "
+                f"details in {self._log_path}"
+            )
+
+    def _offline_message(self) -> str:
+        why = f" ({self._why_offline})" if self._why_offline else ""
+        return f"wandb: offline{why}; upload with `{self._sync}`"
+
+    def _release(self) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.stdout.close()
+        self._process = None
+
+    def log(self, record: dict[str, Any]) -> None:
+        self._look()  # the follower reads the record from the file
+
+    def message(self, text: str) -> None:
+        pass
+
+    def close(self, reason: str) -> None:
+        """Waits for the rest to be handed over: seconds, at most two timeouts and an offline start."""
+        self._end = json.dumps(reason)
+        self._look()
+        if self._process is not None:
+            self._send(self._end)
+        deadline = time.monotonic() + 2 * self._timeout + OFFLINE_START_SECONDS
+        while self._process is not None and time.monotonic() < deadline:
+            self._look()
+            time.sleep(0.02)
+        if self._process is not None:  # it watches its own time, so only a stopped process comes here
+            self._process.kill()
+            self._process.wait()
+            self._release()
+            self._say(f"wandb did not finish; `{self._sync}` uploads what it has; details in {self._log_path}")
+
+
+def _run_id(run_dir: Path) -> str:
+    """The wandb id of this run directory, so that a resume continues the same wandb run."""
+    path = run_dir / "wandb_id"
+    if not path.exists():
+        path.write_text(secrets.token_hex(4) + "\n")
+    return path.read_text().strip()

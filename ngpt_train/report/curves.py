@@ -1,0 +1,87 @@
+"""The curves of a run as a picture."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ngpt_train.config.schema import DataError
+
+SMOOTH_FROM = 200  # records; fewer are readable as they are
+SMOOTH_OVER = 50  # a smoothed point is the mean of 1 / SMOOTH_OVER of the records
+
+
+def plot_run(run_dir: Path) -> Path:
+    """Draws loss (training, validation), learning rate and gradient norm over tokens from metrics.jsonl.
+
+    Returns the picture, `curves.png` in run_dir; a run that ended before its first record has empty curves.
+    Raises DataError where there is no metrics.jsonl.
+    """
+    metrics = run_dir / "metrics.jsonl"
+    if not metrics.exists():
+        raise DataError(f"{metrics} does not exist: {run_dir} is not a run directory, or its run never started.")
+    with metrics.open(encoding="utf-8") as lines:
+        records = [json.loads(line) for line in lines]
+    train = [record for record in records if record["kind"] == "train"]
+    evals = [record for record in records if record["kind"] == "eval"]
+
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+
+    tokens = _column(train, "tokens")
+    figure = Figure(figsize=(9, 6.5), dpi=120, layout="constrained")
+    axes = figure.subplot_mosaic([["loss", "loss"], ["lr", "grad_norm"]], height_ratios=[1.7, 1])
+
+    _draw(axes["loss"], tokens, _column(train, "loss"), label="training")
+    if evals:
+        # A record of a validation names its step; tokens are between those of the training records around it.
+        steps = np.concatenate([[0.0], _column(train, "step")])
+        eval_tokens = np.interp(_column(evals, "step"), steps, np.concatenate([[0.0], tokens]))
+        eval_loss = _column(evals, "loss")
+        axes["loss"].plot(eval_tokens, eval_loss, "o-", color="C1", ms=4, label=f"validation, last {eval_loss[-1]:.4f}")
+    axes["loss"].set(title=run_dir.name, ylabel="loss (nats per token)")
+    axes["loss"].legend()
+    _draw(axes["lr"], tokens, _column(train, "lr"))
+    axes["lr"].set(ylabel="learning rate", ylim=(0, None))
+    axes["lr"].ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
+    _draw(axes["grad_norm"], tokens, _column(train, "grad_norm"))
+    axes["grad_norm"].set(ylabel="gradient norm (unclipped)", yscale="log")
+    axes["grad_norm"].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes["grad_norm"].yaxis.set_major_formatter("{x:g}")
+    axes["grad_norm"].yaxis.set_minor_formatter(NullFormatter())
+    for ax in axes.values():
+        ax.set(xlabel="tokens", xlim=axes["loss"].get_xlim())
+        ax.xaxis.set_major_formatter(EngFormatter(sep=""))
+        ax.grid(alpha=0.3)
+
+    picture = run_dir / "curves.png"
+    figure.savefig(picture)
+    return picture
+
+
+def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
+    """fp64 values of a metric; NaN where it is null."""
+    return np.array([np.nan if record[name] is None else record[name] for record in records], dtype=np.float64)
+
+
+def _draw(ax: Any, x: np.ndarray, y: np.ndarray, label: str | None = None) -> None:
+    """A line; of many values their spread, pale, and their moving mean."""
+    if len(y) < SMOOTH_FROM:
+        ax.plot(x, y, ".-", color="C0", lw=1.2, ms=3, label=label)
+        return
+    window = len(y) // SMOOTH_OVER
+    ax.plot(x, y, color="C0", lw=0.5, alpha=0.3)
+    mean_label = label and f"{label}, mean over {window} records"
+    ax.plot(x, _moving_mean(y, window), color="C0", lw=1.5, label=mean_label)
+
+
+def _moving_mean(y: np.ndarray, window: int) -> np.ndarray:
+    """Mean of the `window` values around each, fewer at the ends; NaN is left out."""
+    finite = np.isfinite(y)
+    sums = np.cumsum(np.concatenate([[0.0], np.where(finite, y, 0.0)]))
+    counts = np.cumsum(np.concatenate([[0], finite]))
+    low = np.maximum(np.arange(len(y)) - window // 2, 0)
+    high = np.minimum(np.arange(len(y)) + window // 2 + 1, len(y))
+    n = counts[high] - counts[low]
+    return np.where(n > 0, (sums[high] - sums[low]) / np.maximum(n, 1), np.nan)

@@ -1,0 +1,124 @@
+"""Size, memory and time of a run, worked out from its config without running it."""
+
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from ngpt_train.config.schema import AUTO, Config, ConfigError
+from ngpt_train.distributed import resolve_kind, resolve_precision
+from ngpt_train.models import Decoder, build_model
+from ngpt_train.report.memory import memory_per_rank
+from ngpt_train.training.batch import resolve_micro_rows
+
+
+def make_plan(config: Config) -> dict[str, Any]:
+    """The plan of a resolved config whose `model.vocab_size` is known, ready for JSON.
+
+    Made for GPUs unless train.device=cpu, as plans are made away from the machines that they are for.
+    Raises ConfigError for what does not fit plan.world_size ranks.
+    """
+    world_size, context = config.plan.world_size, config.model.context
+    if config.parallel.kind == "single" and world_size > 1:
+        raise ConfigError(
+            f"plan.world_size={world_size}: parallel.kind=single is one process. "
+            "Use parallel=auto, ddp or fsdp, or plan.world_size=1."
+        )
+    assert config.train.batch_rows is not None  # load_config fills it from batch_tokens
+    rows = config.train.batch_rows
+    micro_rows = resolve_micro_rows(rows, config.train.micro_rows, context, world_size)
+    device = "cpu" if config.train.device == "cpu" else "cuda"
+    kind = resolve_kind(config.parallel.kind, world_size, device)
+    dtype = resolve_precision(config.train.precision, device)
+    compiled = config.train.compile is True or (config.train.compile == AUTO and device == "cuda")
+    with torch.device("meta"):
+        model = build_model(config.model)
+    memory = memory_per_rank(config, model, kind, dtype, compiled, micro_rows)
+    flops_per_token = model.flops_per_token(context)
+    steps = min(config.train.stop_at or config.train.steps, config.train.steps)
+    total_tokens = steps * rows * context
+    plan: dict[str, Any] = {
+        "model": config.model.name,
+        "scale": config.scale.name,
+        "vocab_size": config.model.vocab_size,
+        "context": context,
+        "parameters": count_parameters(model),
+        "flops_per_token": {"non_causal": flops_per_token, "causal": model.flops_per_token(context, causal=True)},
+        "rows_per_step": rows,
+        "tokens_per_step": rows * context,
+        "micro_rows": micro_rows,
+        "accumulation_steps": rows // (micro_rows * world_size),
+        "steps": steps,
+        "total_tokens": total_tokens,
+        "tokens_per_parameter": total_tokens / model.n_params(),
+        "total_flops": total_tokens * flops_per_token,
+        "world_size": world_size,
+        "parallel": kind,
+        "device": device,
+        "precision": str(dtype).removeprefix("torch."),
+        "compiled": compiled,
+        "memory_per_rank": {
+            "total": sum(item.bytes for item in memory),
+            "items": [asdict(item) for item in memory],
+        },
+    }
+    if config.plan.flops_per_s is not None:
+        plan["flops_per_s"] = config.plan.flops_per_s
+        plan["hours"] = plan["total_flops"] / (config.plan.flops_per_s * world_size) / 3600
+    return plan
+
+
+def count_parameters(model: Decoder) -> dict[str, int]:
+    """Learned values by part; `non_embedding` is all but `embedding` and `output`."""
+    parts = Counter({"embedding": 0, "output": 0, "attention": 0, "mlp": 0, "vectors": 0})
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            parts["vectors"] += parameter.numel()
+        elif name in ("embedding", "output"):
+            parts[name] += parameter.numel()
+        else:
+            parts[name.split(".")[2]] += parameter.numel()  # layers.{i}.PART.{matrix}
+    total = model.n_params()
+    return {**parts, "total": total, "non_embedding": total - parts["embedding"] - parts["output"]}
+
+
+def describe_plan(plan: dict[str, Any]) -> str:
+    """The plan for people: what is exact, what an estimate, and by which formula."""
+    ranks = f"{plan['world_size']} rank{'s' if plan['world_size'] > 1 else ''}"
+    split = f"{ranks} x {plan['accumulation_steps']} accumulated x {plan['micro_rows']} rows x {plan['context']:,}"
+    lines = [
+        f"{plan['model']} {plan['scale']}, vocabulary {plan['vocab_size']:,}, context {plan['context']:,}",
+        "",
+        "parameters (exact)",
+        *(_row(name.replace("_", "-"), f"{n:,}") for name, n in plan["parameters"].items()),
+        "",
+        "FLOPs per token, forward and backward (exact count of the matrix products)",
+        _row("non-causal", f"{plan['flops_per_token']['non_causal']:,}", "the usual convention; MFU and hours use it"),
+        _row("causal", f"{plan['flops_per_token']['causal']:,}", "without the half of attention that is masked"),
+        "",
+        "steps (exact)",
+        _row("tokens per step", f"{plan['tokens_per_step']:,}", split),
+        _row("steps", f"{plan['steps']:,}"),
+        _row("tokens in all", f"{plan['total_tokens']:,}", f"{plan['tokens_per_parameter']:.3g} per parameter"),
+        "",
+        f"memory of a rank: {plan['parallel']} on {ranks}, {plan['device']}, {plan['precision']}, "
+        f"{'compiled' if plan['compiled'] else 'eager'} (bytes by the formula)",
+    ]
+    for item in plan["memory_per_rank"]["items"]:
+        note = f"{'exact' if item['exact'] else 'estimate'}: {item['formula']}"
+        lines.append(_row(item["name"], f"{item['bytes'] / 2**30:,.3f} GiB", note))
+    total = plan["memory_per_rank"]["total"] / 2**30
+    lines.append(
+        _row("in all", f"{total:,.3f} GiB", "estimate; driver, NCCL and allocator take 1 to 3 GiB more on GPUs")
+    )
+    if "hours" in plan:
+        note = f"estimate: {plan['total_flops']:.3g} FLOPs / ({ranks} x {plan['flops_per_s']:.3g} FLOP/s)"
+        lines += ["", "time", _row("hours", f"{plan['hours']:,.2f}", note)]
+    else:
+        lines += ["", "Set plan.flops_per_s to the FLOP/s that one rank achieves to see the hours."]
+    return "\n".join(lines)
+
+
+def _row(name: str, value: str, note: str = "") -> str:
+    return f"  {name:<20}{value:>20}  {note}".rstrip()

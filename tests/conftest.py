@@ -1,0 +1,7 @@
+"""Set-up of all tests."""
+
+import os
+
+# The models here are tiny: a second thread gains nothing, and where the machine is busy the threads of one process,
+# waiting for each other, make it slower by an order of magnitude. Inherited by the processes that tests start.
+os.environ.setdefault("OMP_NUM_THREADS", "1")

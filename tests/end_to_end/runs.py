@@ -1,0 +1,85 @@
+"""Starting real runs on a small corpus, and reading what they leave."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+WORDS = ["the", "model", "reads", "a", "row", "of", "tokens", "and", "moves", "every", "vector", "towards", "it"]
+
+
+def write_corpus(path: Path, documents: int = 200, seed: int = 0) -> Path:
+    """A jsonl file of sentences that a small model can learn something from."""
+    generator = random.Random(seed)
+    with path.open("w") as file:
+        for _ in range(documents):
+            words = [generator.choice(WORDS) for _ in range(generator.randint(20, 60))]
+            file.write(json.dumps({"text": " ".join(words) + "."}) + "\n")
+    return path
+
+
+def arguments(directory: Path, corpus: Path, *overrides: str) -> list[str]:
+    """Overrides of a run that takes a second; `overrides` come last and replace those of the same key."""
+    defaults = [
+        "model=ngpt",
+        "scale=debug",
+        "data=local",
+        f"data.path={corpus}",
+        "data.val_fraction=0.2",
+        f"data.cache={directory / 'cache'}",
+        "tokenizer=bytes",
+        f"run.root={directory / 'runs'}",
+        "run.name=test",
+        "train.steps=12",
+        "train.batch_rows=8",
+        "train.micro_rows=2",
+        "train.device=cpu",
+        "eval.every=0",
+        "eval.rows=8",
+        "checkpoint.every=4",
+        "logging.every=1",
+        "logging.wandb.mode=disabled",
+    ]
+    chosen = {override.split("=")[0]: override for override in [*defaults, *overrides]}
+    return list(chosen.values())
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+
+def command(verb: str, given: list[str], ranks: int = 1) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    return [sys.executable, *launcher, "-m", "ngpt_train", verb, *given]
+
+
+def run(verb: str, given: list[str], ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    """The finished process, whatever its exit code."""
+    return subprocess.run(
+        command(verb, given, ranks), env=environment(), capture_output=True, text=True, timeout=300, check=False
+    )
+
+
+def train(given: list[str], ranks: int = 1) -> None:
+    finished = run("train", given, ranks)
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
+
+
+def records(directory: Path, kind: str = "train") -> dict[int, dict[str, Any]]:
+    """Records of metrics.jsonl by step; fails where a step appears twice."""
+    lines = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    chosen = [line for line in lines if line["kind"] == kind]
+    by_step = {line["step"]: line for line in chosen}
+    assert len(by_step) == len(chosen), f"a step appears twice in {directory}"
+    return by_step
+
+
+def numbers(directory: Path) -> dict[int, tuple[float, float, float, int]]:
+    """What must not change between an interrupted and an uninterrupted run."""
+    return {
+        step: (record["loss"], record["grad_norm"], record["lr"], record["tokens"])
+        for step, record in records(directory).items()
+    }

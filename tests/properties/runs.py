@@ -1,0 +1,50 @@
+"""Small training runs: their config and rows that can be learned."""
+
+import torch
+from torch import Tensor
+
+from ngpt_train.config import load_config
+from ngpt_train.config.schema import Config
+from tests.properties.architectures import Size
+from tests.reference.training import Recipe
+
+
+def run_config(
+    name: str, size: Size, recipe: Recipe, *, rows: int, context: int, micro_rows: int, parallel: str = "auto"
+) -> Config:
+    """fp32 on the CPU, from the config groups as a user would write them."""
+    return load_config(
+        [
+            f"model={name}",
+            "scale=debug",
+            f"parallel={parallel}",
+            "run.seed=3",
+            *(f"model.{key}={value}" for key, value in vars(size).items()),
+            f"model.context={context}",
+            "train.device=cpu",
+            f"train.steps={recipe.steps}",
+            f"train.batch_rows={rows}",
+            f"train.micro_rows={micro_rows}",
+            f"optim.lr={recipe.lr}",
+            f"optim.betas=[{recipe.beta1},{recipe.beta2}]",
+            f"optim.eps={recipe.eps}",
+            f"optim.weight_decay={recipe.weight_decay}",
+            f"optim.clip_norm={recipe.clip_norm}",
+            f"schedule.warmup_steps={recipe.warmup_steps}",
+        ]
+    )
+
+
+def text_like_rows(rows: int, context: int, vocab_size: int, seed: int) -> tuple[Tensor, Tensor]:
+    """tokens and targets (rows, context): mostly a fixed rule, one token in five random; row r has its own share of
+    targets that do not count.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    row = torch.randint(vocab_size, (rows, context + 1), generator=generator)
+    surprise = torch.rand(rows, context + 1, generator=generator) < 0.2
+    for t in range(1, context + 1):
+        row[:, t] = torch.where(surprise[:, t], row[:, t], (3 * row[:, t - 1] + 1) % vocab_size)
+    tokens, targets = row[:, :-1].clone(), row[:, 1:].clone()
+    ignored = torch.rand(rows, context, generator=generator) < torch.linspace(0, 0.8, rows)[:, None]
+    targets[ignored] = -100
+    return tokens, targets

@@ -1,0 +1,70 @@
+"""Thirty steps through the step contract against a plain loop in fp64."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from ngpt_train.models import export_weights, load_weights
+from ngpt_train.training import build_state, train_step
+from tests.properties.architectures import ARCHITECTURES, Size, shapes
+from tests.properties.runs import run_config, text_like_rows
+from tests.reference import ngpt
+from tests.reference.training import Batch, Recipe, train
+
+SIZE = Size(d_model=32, n_layers=2, n_heads=4, vocab_size=97, n_kv_heads=4, d_mlp=128)
+STEPS, ROWS, T = 30, 8, 24
+RECIPES = {
+    "gpt": Recipe(STEPS, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=2.0, warmup_steps=4),
+    "ngpt": Recipe(STEPS, 2e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=1.0, warmup_steps=0),
+}
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
+def reference_run(
+    name: str, weights: dict[str, Tensor], batches: list[list[Batch]], *, projected: bool
+) -> list[tuple[float, float]]:
+    """Train fp64 `weights` in place; loss and gradient norm of each step."""
+
+    def forward(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        return ARCHITECTURES[name].forward(weights, tokens, n_heads=SIZE.n_heads)
+
+    return train(forward, ngpt.project if projected else lambda _: None, weights, batches, RECIPES[name])
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("name", RECIPES)
+def test_thirty_steps(name: str, accumulation: int) -> None:
+    recipe = RECIPES[name]
+    state = build_state(run_config(name, SIZE, recipe, rows=ROWS, context=T, micro_rows=ROWS // accumulation))
+    weights = ARCHITECTURES[name].random_weights(shapes(ARCHITECTURES[name], SIZE), 0)
+    weights = {key: x.float().double() for key, x in weights.items()}
+    load_weights(state.model, {key: x.float() for key, x in weights.items()})
+    rows = [text_like_rows(ROWS, T, SIZE.vocab_size, seed=step) for step in range(STEPS)]
+    batches = [
+        list(zip(tokens.chunk(accumulation), targets.chunk(accumulation), strict=True)) for tokens, targets in rows
+    ]
+    results = [train_step(state, micro_batches) for micro_batches in batches]
+    unprojected = {key: x.clone() for key, x in weights.items()}
+    expected = reference_run(name, weights, batches, projected=name == "ngpt")
+
+    for step, (result, (loss, norm)) in enumerate(zip(results, expected, strict=True)):
+        assert result.loss.item() == pytest.approx(loss, rel=1e-5), f"loss of step {step}"
+        assert result.grad_norm.item() == pytest.approx(norm, rel=1e-4), f"gradient norm of step {step}"
+        assert int(result.n_tokens) == sum(int((targets != -100).sum()) for _, targets in batches[step])
+        assert not result.skipped
+    final = export_weights(state.model)
+    errors = {key: relative(final[key], x) for key, x in weights.items()}
+    assert max(errors.values()) < 1e-4, errors
+
+    losses, norms = [loss for loss, _ in expected], [norm for _, norm in expected]
+    assert losses[-1] < 0.95 * losses[0]
+    assert min(norms) < recipe.clip_norm < max(norms)
+    if name == "ngpt":
+        for key, x in final.items():
+            if x.ndim == 2:
+                torch.testing.assert_close(x.norm(dim=-1), torch.ones(len(x)), rtol=0, atol=1e-6, msg=key)
+        free = [loss for loss, _ in reference_run(name, unprojected, batches, projected=False)]
+        assert max(abs(a / b - 1) for a, b in zip(free, losses, strict=True)) > 1e-3, "the projection would not show"

@@ -1,0 +1,47 @@
+"""Causal multi-head attention with rotary positions (eqs. 13-14 of the nGPT paper), the softmax written out."""
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def rope(x: Tensor, base: float) -> Tensor:
+    """Turn the pair (i, i + d_k/2) of position t by the angle t * base^(-2i/d_k). `x`: (B, H, T, d_k)."""
+    t, d_k = x.shape[-2:]
+    # Angles in fp64 whatever x is: rounding them to fp32 first would be an error of the reference.
+    frequency = base ** (-2 * torch.arange(d_k // 2, dtype=torch.float64) / d_k)
+    angle = torch.arange(t, dtype=torch.float64)[:, None] * frequency
+    cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+    a, b = x[..., : d_k // 2], x[..., d_k // 2 :]
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+
+
+def split_heads(x: Tensor, d_k: int) -> Tensor:
+    """(B, T, heads * d_k) -> (B, heads, T, d_k)."""
+    return x.unflatten(-1, (-1, d_k)).transpose(1, 2)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, doc_ids: Tensor | None) -> Tensor:
+    """q, k, v: (B, H, T, d_k) -> (B, T, H * d_k). A token sees itself and what precedes it in its document."""
+    t = q.shape[-2]
+    visible = torch.ones(t, t, dtype=torch.bool).tril()
+    if doc_ids is not None:
+        visible = visible & (doc_ids[:, None, :, None] == doc_ids[:, None, None, :])
+    scores = (q @ k.transpose(-2, -1) * scale).masked_fill(~visible, -math.inf)
+    p = torch.exp(scores - scores.amax(-1, keepdim=True))
+    out = (p / p.sum(-1, keepdim=True)) @ v
+    return out.transpose(1, 2).flatten(2)
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:
+    """Cross entropy summed over the targets that are not -100."""
+    valid = targets != -100
+    z = logits[valid]
+    top = z.amax(-1, keepdim=True)
+    log_z = (z - top).exp().sum(-1).log() + top[:, 0]
+    return (log_z - z.gather(1, targets[valid][:, None])[:, 0]).sum()

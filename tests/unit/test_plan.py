@@ -1,0 +1,159 @@
+"""The plan against numbers worked out by hand, and against what a real model holds."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ngpt_train.config import Config, ConfigError, DataError, load_config
+from ngpt_train.models import build_model
+from ngpt_train.report.plan import make_plan
+from ngpt_train.verbs.plan import main
+
+HALF_B = [
+    "model.d_model=1024", "model.n_layers=24", "model.n_heads=16", "model.vocab_size=32000", "model.context=4096",
+    "optim.lr=1e-3", "train.batch_rows=512", "train.steps=1000",
+]  # fmt: skip
+
+
+def plan(*overrides: str) -> dict:
+    return make_plan(load_config([*HALF_B, *overrides]))
+
+
+def memory(made: dict) -> dict[str, int]:
+    return {item["name"]: item["bytes"] for item in made["memory_per_rank"]["items"]}
+
+
+@pytest.mark.parametrize(
+    ("model", "vectors", "total"), [("gpt", 49 * 1024, 468_239_360), ("ngpt", 24 * 11 * 1024 + 32000, 468_491_520)]
+)
+def test_parameters_of_the_half_billion_models(model: str, vectors: int, total: int) -> None:
+    assert plan(f"model={model}")["parameters"] == {
+        "embedding": 32000 * 1024,
+        "output": 32000 * 1024,
+        "attention": 24 * 4 * 1024**2,
+        "mlp": 24 * 12 * 1024**2,
+        "vectors": vectors,
+        "total": total,
+        "non_embedding": total - 2 * 32000 * 1024,
+    }
+
+
+def test_flops_steps_and_hours() -> None:
+    made = plan("model=gpt", "plan.world_size=64", "plan.flops_per_s=4e14", "train.micro_rows=2")
+    dense = 6 * (24 * 16 * 1024**2 + 32000 * 1024)
+    attention = 12 * 24 * 1024 * 4096
+    assert made["flops_per_token"] == {"non_causal": dense + attention, "causal": dense + attention // 2}
+    assert made["tokens_per_step"] == 512 * 4096
+    assert made["accumulation_steps"] == 4
+    assert made["total_tokens"] == 1000 * 512 * 4096
+    assert made["tokens_per_parameter"] == pytest.approx(made["total_tokens"] / 468_239_360)
+    assert made["hours"] == pytest.approx(made["total_tokens"] * (dense + attention) / 64 / 4e14 / 3600)
+    assert "hours" not in plan("model=gpt")
+    assert plan("model=gpt", "train.stop_at=10")["steps"] == 10
+
+
+def test_memory_of_each_layout() -> None:
+    n = 468_491_520
+    single, ddp, fsdp = (
+        plan("model=ngpt", f"plan.world_size={size}", f"parallel={kind}", "train.micro_rows=4")
+        for size, kind in ((1, "single"), (8, "ddp"), (8, "fsdp"))
+    )
+    for made in (single, ddp):
+        assert memory(made)["weights"] == 4 * n
+        assert memory(made)["gradients"] == 4 * n
+        assert memory(made)["Adam's moments"] == 8 * n
+        assert memory(made)["cast matrices"] == 2 * (24 * 16 * 1024**2 + 32000 * 1024)
+    vectors = 24 * 11 * 1024 + 32000
+    assert memory(fsdp)["Adam's moments"] == (n - vectors) + 8 * vectors  # 8 bytes over 8 ranks
+    assert memory(fsdp)["gathered embeddings"] == 8 * 2 * 32000 * 1024
+    assert memory(fsdp)["activations"] == memory(single)["activations"] == 4 * 4096 * 24 * 2 * 24 * 1024
+    assert memory(single)["logits"] == 4 * 4096 * 32000 * 10
+    for made in (single, ddp, fsdp):
+        assert made["memory_per_rank"]["total"] == sum(memory(made).values())
+    full = plan("model=ngpt", "train.activation_checkpointing=full", "train.micro_rows=4")
+    assert memory(full)["activations"] == 4 * 4096 * (24 * 2 * 1024 + 2 * 24 * 1024)
+
+
+def test_fsdp_rows_that_do_not_divide() -> None:
+    made = make_plan(
+        load_config(
+            ["model=gpt", "model.d_model=64", "model.vocab_size=301", "optim.lr=1e-3",
+             "plan.world_size=2", "parallel=fsdp", "train.batch_rows=16"]
+        )
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = build_model(
+            load_config(["model=gpt", "model.d_model=64", "model.vocab_size=301", "optim.lr=1e-3"]).model
+        )
+    fullest = sum(p.chunk(2)[0].numel() if p.ndim == 2 else p.numel() for p in model.parameters())
+    assert memory(made)["weights"] == 4 * fullest
+
+
+@pytest.mark.parametrize(
+    ("overrides", "kind"),
+    [
+        (["plan.world_size=1"], "single"),
+        (["plan.world_size=8"], "fsdp"),
+        (["plan.world_size=8", "train.device=cpu"], "ddp"),
+        (["plan.world_size=8", "parallel=ddp"], "ddp"),
+    ],
+)
+def test_layout_for_the_planned_ranks(overrides: list[str], kind: str) -> None:
+    assert plan("model=ngpt", *overrides)["parallel"] == kind
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["plan.world_size=3"], r"train\.batch_rows=512.*3 ranks"),
+        (["plan.world_size=8", "parallel=single"], r"plan\.world_size=8.*parallel\.kind=single"),
+        (["plan.world_size=8", "train.micro_rows=63"], r"train\.micro_rows=63"),
+    ],
+)
+def test_what_does_not_fit(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        plan("model=ngpt", *overrides)
+
+
+# The verb
+
+
+def vocabulary(config: Config, tmp_path: Path) -> int:
+    config.plan.out = str(tmp_path / "plan.json")
+    assert main(config, []) == 0
+    return json.loads((tmp_path / "plan.json").read_text())["vocab_size"]
+
+
+def test_vocabulary_without_reading_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert vocabulary(load_config(["model.vocab_size=999"]), tmp_path) == 999
+    assert vocabulary(load_config(["tokenizer=bytes"]), tmp_path) == 257
+    assert vocabulary(load_config(["tokenizer=gpt2"]), tmp_path) == 50257
+    assert vocabulary(load_config(["tokenizer.vocab_size=777"]), tmp_path) == 777
+    (tmp_path / "manifest.json").write_text(json.dumps({"version": 1, "tokenizer": {"vocab_size": 31}}))
+    assert vocabulary(load_config(["data=tokens", f"data.path={tmp_path}"]), tmp_path) == 31
+    text = capsys.readouterr().out
+    assert "exact" in text
+    assert "estimate" in text
+    assert f"written to {tmp_path / 'plan.json'}" in text
+
+
+def test_vocabulary_of_a_sentencepiece_file(tmp_path: Path) -> None:
+    from ngpt_train.data.tokenizer import train_sentencepiece
+
+    lines = [f"line {n} of a small corpus, with some words in it" for n in range(400)]
+    (tmp_path / "spm.model").write_bytes(train_sentencepiece(lines, 320))
+    overrides = ["tokenizer=sentencepiece", f"tokenizer.path={tmp_path / 'spm.model'}"]
+    assert vocabulary(load_config(overrides), tmp_path) == 320
+
+
+def test_vocabulary_of_tokens_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"data\.path=.*model\.vocab_size"):
+        main(load_config(["data=tokens", f"data.path={tmp_path}/missing"]), [])
+
+
+def test_plan_out_where_there_is_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"plan\.out="):
+        main(load_config([f"plan.out={tmp_path}/missing/plan.json"]), [])
+    assert list(tmp_path.iterdir()) == []
