@@ -14,7 +14,7 @@ AUTO = "auto"
 
 # OmegaConf resolves these aliases at run time, where `int | str` inside a container is not understood.
 IntOrAuto = Union[int, str]
-FloatOrAuto = Union[float, str]
+FloatOrAuto = Union[float, int, str]  # an int becomes a float when the config is built
 BoolOrAuto = Union[bool, str]
 
 
@@ -42,7 +42,7 @@ def key(
         "below": below,
     }
     if isinstance(default, (list, dict)):
-        return field(default_factory=lambda: default.copy(), metadata=metadata)
+        return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -58,7 +58,7 @@ class RunConfig:
         choices=(AUTO, "must", "never"),
     )
     overwrite: bool = key(False, "Delete what the run directory holds and start anew.")
-    seed: int = key(0, "Seed of the weights and of the order of the data.", minimum=0)
+    seed: int = key(0, "Seed of the weights and of the order of the data.", minimum=0, maximum=2**63 - 1)
     init_from: Union[str, None] = key(None, "Checkpoint whose weights (nothing else) the run starts from.")
     max_time: Union[float, None] = key(
         None, "Hours after which the run saves and stops cleanly; null is no limit.", above=0
@@ -84,7 +84,9 @@ class ModelConfig:
         None, "Number of key/value heads (grouped-query attention); null is n_heads.", minimum=1
     )
     d_mlp: Union[int, None] = key(None, "Hidden width of the gated MLP; null is 4 * d_model.", minimum=1)
-    vocab_size: IntOrAuto = key(AUTO, "Rows of both embeddings; auto takes the tokenizer's.", choices=(AUTO,), minimum=2)
+    vocab_size: IntOrAuto = key(
+        AUTO, "Rows of both embeddings; auto takes the tokenizer's.", choices=(AUTO,), minimum=2
+    )
     context: int = key(256, "Tokens per training row.", minimum=1)
     rope_base: float = key(10000.0, "Base of the rotary position angles.", above=1)
 
@@ -144,9 +146,10 @@ class OptimConfig:
     lr: FloatOrAuto = key(
         AUTO, "Peak learning rate; auto looks up lr_table by scale and context.", choices=(AUTO,), above=0
     )
-    lr_table: dict[str, dict[int, float]] = key(
+    # {scale: {context: lr}}, which validate.py checks: OmegaConf fails to merge two typed dicts of dicts.
+    lr_table: dict[str, Any] = key(
         {},
-        "lr by scale, then context; a context between two entries takes the shorter one's, a scale without entry is an error.",
+        "lr by scale, then context. The longest context within model.context counts, else the shortest there is.",
     )
     betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
     eps: float = key(1e-8, "Adam's epsilon.", above=0)
@@ -161,7 +164,8 @@ class ScheduleConfig:
     """Learning rate as a function of the step."""
 
     kind: str = key(
-        "cosine", "Shape after the warmup: cosine, linear, or wsd (stable, then linear decay).",
+        "cosine",
+        "Shape after the warmup: cosine, linear, or wsd (stable, then linear decay).",
         choices=("cosine", "wsd", "linear"),
     )
     warmup_steps: IntOrAuto = key(
@@ -180,14 +184,16 @@ class DataConfig:
         "embedded: Python's standard library; local: text files; tokens: prepared shards or nanoGPT's train.bin.",
         choices=("embedded", "local", "tokens"),
     )
-    path: Union[str, None] = key(None, "File, directory or glob of the text (local) or directory of the shards (tokens).")
+    path: Union[str, None] = key(
+        None, "File, directory or glob of the text (local) or directory of the shards (tokens)."
+    )
     text_field: str = key("text", "Field of a jsonl line, or column of a parquet file, that holds the text.")
     val_fraction: float = key(
         0.02, "Share of the documents held out for validation, chosen by a hash of the document.", above=0, below=1
     )
     out: Union[str, None] = key(None, "Directory that `prepare` writes; null is the cache, keyed by content.")
     cache: str = key("~/.cache/ngpt_train", "Where `train` keeps the shards and tokenizers that it prepares from text.")
-    shard_tokens: int = key(100_000_000, "Tokens per prepared shard.", minimum=1)
+    shard_tokens: int = key(100_000_000, "Tokens per prepared shard; its last document may exceed them.", minimum=1)
 
 
 @dataclass
@@ -196,7 +202,7 @@ class TokenizerConfig:
 
     kind: str = key(
         "sentencepiece",
-        "bytes, sentencepiece (a model file, or trained from the corpus) or gpt2 (tiktoken).",
+        "bytes, sentencepiece (model file, or trained from the corpus), gpt2 (tiktoken); prepared shards bring theirs.",
         choices=("bytes", "sentencepiece", "gpt2"),
     )
     path: Union[str, None] = key(None, "SentencePiece model file; null trains one from the corpus.")
@@ -219,8 +225,9 @@ class ParallelConfig:
 class KernelsConfig:
     """Which implementation of the fused operations the models use."""
 
-    kind: str = key(AUTO, "torch: plain PyTorch, the reference. auto: the fastest there is, today torch.",
-                    choices=(AUTO, "torch"))
+    kind: str = key(
+        AUTO, "torch: plain PyTorch, the reference. auto: the fastest there is, today torch.", choices=(AUTO, "torch")
+    )
 
 
 @dataclass
@@ -244,12 +251,12 @@ class EvalConfig:
 class WandbConfig:
     """Weights & Biases. A failure here never stops a run."""
 
-    mode: str = key(
-        AUTO, "auto: online with a key, else offline.", choices=(AUTO, "online", "offline", "disabled")
-    )
+    mode: str = key(AUTO, "auto: online with a key, else offline.", choices=(AUTO, "online", "offline", "disabled"))
     project: str = key("ngpt-train", "wandb project.")
     entity: Union[str, None] = key(None, "wandb team or user; null is the account's default.")
-    timeout: float = key(20.0, "Seconds that wandb may take to start before the run goes on offline.", above=0)
+    timeout: float = key(
+        20.0, "Seconds that wandb has to start, else it goes offline, and to finish; the run trains meanwhile.", above=0
+    )
 
 
 @dataclass
@@ -273,7 +280,7 @@ class GenerateConfig:
     top_p: Union[float, None] = key(
         None, "Sample among the fewest tokens whose probability reaches p; null: all.", above=0, maximum=1
     )
-    seed: int = key(0, "Seed of the sampling.", minimum=0)
+    seed: int = key(0, "Seed of the sampling.", minimum=0, maximum=2**63 - 1)
 
 
 @dataclass
@@ -320,6 +327,10 @@ class Config:
 class ConfigError(ValueError):
     """A mistake of the user in the configuration; the message names key, value, what is allowed and the fix."""
 
+    exit_code = 2
+
 
 class DataError(ValueError):
     """Data, tokenizer or checkpoint that cannot be used as asked; the message names the file and the fix."""
+
+    exit_code = 3

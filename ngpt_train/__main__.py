@@ -1,0 +1,192 @@
+"""The command line: `ngpt-train VERB [overrides]`, the same as `python -m ngpt_train VERB [overrides]`.
+
+Nothing heavy is imported before the configuration is known to be right.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import FrameType
+
+from ngpt_train.config import ConfigError, check, load_config, to_yaml
+
+VERBS = {
+    "train": "Train a model; continues the run if its directory holds a checkpoint.",
+    "prepare": "Tokenize a corpus into shards that train reads.",
+    "evaluate": "Validation loss of a checkpoint.",
+    "generate": "Sample text from a checkpoint.",
+    "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
+}
+USAGE = """\
+Usage: ngpt-train VERB [GROUP=OPTION ...] [KEY=VALUE ...] [options]
+
+Options:
+  --help, -h        without a verb: this text; with one: all groups and keys with their meaning
+  --cfg job         print the configuration and exit
+  --config-dir DIR  directory of your own YAML files, by group: DIR/model/my.yaml is model=my
+  --multirun, -m    run every combination of comma-separated values (optim.lr=1e-3,3e-3), one after the other"""
+
+
+@dataclass
+class CommandLine:
+    """The arguments after the verb, options apart from overrides."""
+
+    overrides: list[str] = field(default_factory=list)
+    help: bool = False
+    print_config: bool = False
+    config_dir: str | None = None
+    multirun: bool = False
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one verb and returns the exit code: 0 done, 2 configuration, 3 data or checkpoint, 4 numerical stop."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _run(arguments)
+    except Exception as error:
+        # Errors that name their exit code are addressed to the user; anything else is ours, with its traceback.
+        code = getattr(error, "exit_code", None)
+        if code is None:
+            raise
+        # All ranks of torchrun read the same configuration; one message is enough.
+        if not isinstance(error, ConfigError) or os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
+        return int(code)
+
+
+def _run(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("--help", "-h"):
+        _show(_overview())
+        return 0
+    verb, *rest = arguments
+    if verb not in VERBS:
+        raise ConfigError(_unknown_verb(verb))
+    line = _parse(rest)
+    if line.help:
+        from ngpt_train.config.help import help_text
+
+        _show(f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{help_text(line.overrides, line.config_dir)}")
+        return 0
+    if line.multirun:
+        return _multirun(verb, line)
+    # Only training shares a batch among the ranks of torchrun.
+    config = load_config(line.overrides, line.config_dir, world_size=None if verb == "train" else 1)
+    if line.print_config:
+        _show(to_yaml(config).rstrip())
+        return 0
+    # What a slow preparation reports; the other ranks do the same or wait for it.
+    level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("ngpt_train").setLevel(level)
+    return int(importlib.import_module(f"ngpt_train.verbs.{verb}").main(config, line.overrides))
+
+
+def _parse(arguments: list[str]) -> CommandLine:
+    line = CommandLine()
+    rest = iter(arguments)
+    for argument in rest:
+        if argument in ("--help", "-h"):
+            line.help = True
+        elif argument in ("--multirun", "-m"):
+            line.multirun = True
+        elif argument == "--cfg":
+            what = next(rest, "nothing")
+            if what != "job":
+                raise ConfigError(f"--cfg {what}: it takes job\n  --cfg job prints the configuration of the run")
+            line.print_config = True
+        elif argument.partition("=")[0] == "--config-dir":
+            line.config_dir = argument.partition("=")[2] or next(rest, None)
+            if line.config_dir is None:
+                raise ConfigError("--config-dir: no directory given\n  Write --config-dir DIR")
+        else:
+            line.overrides.append(argument)
+    return line
+
+
+def _multirun(verb: str, line: CommandLine) -> int:
+    """Runs the jobs of a sweep one after the other, each in a process of its own, so that neither a crash nor a
+    process group reaches the next. The exit code is the first that is not 0."""
+    from ngpt_train.config.overrides import expand
+
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+        raise ConfigError(
+            "--multirun: not under torchrun, where every rank would run the sweep by itself"
+            "\n  Start one torchrun for each combination"
+        )
+    jobs, configs = [], []
+    for number, overrides in enumerate(expand(line.overrides)):
+        config = load_config(overrides, line.config_dir)
+        config.run.name = f"{config.run.name}/{number}"
+        check(config)
+        others = [argument for argument in overrides if argument.partition("=")[0].strip() != "run.name"]
+        jobs.append([*others, f"run.name={config.run.name}"])
+        configs.append(config)
+    if line.print_config:
+        _show("---\n".join(to_yaml(config) for config in configs).rstrip())
+        return 0
+
+    directory = ["--config-dir", line.config_dir] if line.config_dir else []
+    codes: list[int] = []
+    for number, job in enumerate(jobs):
+        print(f"job {number} of {len(jobs)}: {' '.join(job)}", flush=True)
+        code, interrupted = _run_job([sys.executable, "-m", "ngpt_train", verb, *job, *directory])
+        codes.append(code)
+        if interrupted:
+            print(f"interrupted: {len(jobs) - len(codes)} of {len(jobs)} jobs not started", file=sys.stderr)
+            break
+    failed = [number for number, code in enumerate(codes) if code]
+    if failed:
+        print(f"error: jobs {failed} of {len(jobs)} failed", file=sys.stderr)
+    return next((code if code > 0 else 1 for code in codes if code), 0)
+
+
+def _run_job(command: list[str]) -> tuple[int, bool]:
+    """Runs a job to its end; (exit code, whether a signal asked to stop)."""
+    received: list[int] = []
+    # In a process group of its own, so that Ctrl-C reaches the job once, through us: a second one would stop it
+    # before it has saved.
+    job = subprocess.Popen(command, process_group=0)
+
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        job.send_signal(number)
+
+    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return job.wait(), bool(received)
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _show(text: str) -> None:
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _overview() -> str:
+    verbs = "\n".join(f"  {verb:<10}{doc}" for verb, doc in VERBS.items())
+    return f"{USAGE}\n\nVerbs:\n{verbs}\n\n`ngpt-train train --help` lists every group and key."
+
+
+def _unknown_verb(verb: str) -> str:
+    close = difflib.get_close_matches(verb, VERBS, n=1)
+    if "=" in verb or verb.startswith("-"):
+        problem = "the verb comes first, for example: ngpt-train train " + verb
+    else:
+        problem = "no such verb" + (f"; did you mean {close[0]}?" if close else "")
+    return f"{verb}: {problem}\n  Verbs: {', '.join(VERBS)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Configuration: the typed schema, and its way from YAML files and the command line to a checked `Config`.
+
+Only this package knows Hydra and OmegaConf, and it imports them when something is composed.
+"""
+
+from .compose import load_config
+from .files import config_dir, list_experiments
+from .resolve import check
+from .schema import (
+    AUTO,
+    CheckpointConfig,
+    Config,
+    ConfigError,
+    DataConfig,
+    DataError,
+    EvalConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    GPTConfig,
+    KernelsConfig,
+    LoggingConfig,
+    ModelConfig,
+    NGPTConfig,
+    OptimConfig,
+    ParallelConfig,
+    PlanConfig,
+    RunConfig,
+    ScaleConfig,
+    ScheduleConfig,
+    TokenizerConfig,
+    TrainConfig,
+    WandbConfig,
+)
+from .stored import check_resume, read_yaml, redact, to_dict, to_yaml, write_yaml
+
+__all__ = [
+    "AUTO",
+    "CheckpointConfig",
+    "Config",
+    "ConfigError",
+    "DataConfig",
+    "DataError",
+    "EvalConfig",
+    "EvaluateConfig",
+    "GPTConfig",
+    "GenerateConfig",
+    "KernelsConfig",
+    "LoggingConfig",
+    "ModelConfig",
+    "NGPTConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "PlanConfig",
+    "RunConfig",
+    "ScaleConfig",
+    "ScheduleConfig",
+    "TokenizerConfig",
+    "TrainConfig",
+    "WandbConfig",
+    "check",
+    "check_resume",
+    "config_dir",
+    "list_experiments",
+    "load_config",
+    "read_yaml",
+    "redact",
+    "to_dict",
+    "to_yaml",
+    "write_yaml",
+]

@@ -1,0 +1,40 @@
+"""The text of `VERB --help`: every group with its options, every key with type, default and meaning."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+
+from .compose import compose
+from .files import GROUPS, group_options, search_path
+from .stored import redact, to_dict
+from .validate import flatten, show
+
+_WIDTH = 100
+
+
+def help_text(overrides: Sequence[str], config_dir: str | None = None) -> str:
+    """Groups and keys as `overrides` compose them: the value shown is the one that would be used."""
+    composition = compose(overrides, config_dir)
+    options = group_options(search_path(config_dir))
+    lines = ["Groups, chosen with GROUP=OPTION; [chosen]:", ""]
+    for group, doc in GROUPS.items():
+        chosen = composition.choices.get(group, "null")
+        names = " ".join(f"[{option}]" if option == chosen else option for option in options[group])
+        lines += [f"  {group:<12}{names}", *_wrapped(doc, 14)]
+
+    values = dict(flatten(redact(to_dict(composition.config)), composition.keys))
+    section = ""
+    lines += ["", "Keys, set with KEY=VALUE; the value is the one that holds now, in brackets what the key takes:"]
+    for name, key in composition.keys.items():
+        if name.partition(".")[0] != section:
+            section = name.partition(".")[0]
+            doc = (type(getattr(composition.config, section)).__doc__ or "").strip().splitlines()[0]
+            lines += ["", f"{section}: {doc}"]
+        value = "{...}" if key.is_table else show(values[name])
+        lines += [f"  {name}={value}    ({key.expected()})", *_wrapped(key.doc, 6)]
+    return "\n".join(lines)
+
+
+def _wrapped(text: str, indent: int) -> list[str]:
+    return textwrap.wrap(text, _WIDTH, initial_indent=" " * indent, subsequent_indent=" " * indent)

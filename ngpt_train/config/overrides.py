@@ -1,0 +1,157 @@
+"""The command line: `group=option` and `key=value` arguments, and the sweeps of multirun."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .schema import ConfigError
+from .validate import Key, all_keys, check_section, did_you_mean, nearest, report, similar_keys
+
+
+@dataclass
+class Overrides:
+    """What the command line says: options of groups, values of keys, and these values as they were typed."""
+
+    choices: dict[str, str] = field(default_factory=dict)
+    values: dict[str, Any] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
+
+
+def parse(arguments: Iterable[str], options: Mapping[str, Sequence[str]]) -> Overrides:
+    """Splits and types the arguments; `options` are the options of each group.
+
+    Raises ConfigError for anything but `group=option` with a known option and `key=value` with a known
+    key, and for a group or key that is given two different values. The values are not yet checked: their
+    limits belong to the architecture, which is known after composition.
+    """
+    overrides = Overrides()
+    keys = all_keys()
+    for argument in arguments:
+        name, raw = _split(argument, options)
+        if name in options:
+            option = raw.strip()
+            check_option(name, option, options[name])
+            _check_once(overrides.choices, name, option, overrides.written, raw)
+            overrides.choices[name] = option
+        elif name in keys:
+            value = _typed(keys[name], raw)
+            _check_once(overrides.values, name, value, overrides.written, raw)
+            overrides.values[name] = value
+        else:
+            raise ConfigError(_unknown(name, raw, options, keys))
+        overrides.written[name] = raw
+    return overrides
+
+
+def expand(arguments: Iterable[str]) -> list[list[str]]:
+    """The jobs of a multirun: every combination of the values that `key=a,b`, `key=choice(a,b)` or
+    `key=range(1,5)` list, the last argument varying fastest."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.core.override_parser.types import QuotedString, Transformer
+    from hydra.errors import HydraException
+
+    parser, keys = OverridesParser.create(), all_keys()
+    axes: list[list[str]] = []
+    for argument in arguments:
+        name = argument.partition("=")[0].strip()
+        try:
+            override = parser.parse_override(argument)
+        except HydraException:
+            axes.append([argument])  # parse() says what is wrong, or takes it as text
+            continue
+        if not override.is_sweep_override():
+            axes.append([argument])
+            continue
+        try:
+            items = list(override.sweep_iterator())
+        except HydraException:
+            raise ConfigError(
+                f"{argument}: this kind of sweep is not supported\n  List the values: {name}=a,b"
+            ) from None
+        is_text = name not in keys or keys[name].is_free_text
+        texts = (
+            item.text
+            if is_text and isinstance(item, QuotedString)
+            else Transformer.str(item)
+            if not is_text
+            else str(item)
+            for item in items
+        )
+        axes.append([f"{name}={text}" for text in texts])
+    return [list(job) for job in itertools.product(*axes)]
+
+
+def check_option(group: str, option: str, options: Sequence[str], place: str = "") -> None:
+    """Raises ConfigError unless `group` has `option`."""
+    if option in options:
+        return
+    if "," in option or option.startswith(("[", "{")):
+        problem = "a group takes one option; to run several one after the other write -m " + f"{group}=a,b"
+    else:
+        problem = "no such option" + did_you_mean(nearest(option, options))
+    raise ConfigError(report([f"{group}={option}: {problem}", f"{group} has the options {', '.join(options)}"], place))
+
+
+def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str]:
+    name, equals, raw = argument.partition("=")
+    name = name.strip()
+    if argument.startswith("-"):
+        fix = f"write {argument.lstrip('-')}" if equals else "overrides are KEY=VALUE, without dashes"
+        raise ConfigError(f"{argument}: no such option; {fix}\n  Options: --help, --cfg job, --config-dir DIR, -m")
+    if argument.startswith(("+", "~")):
+        removing = argument.startswith("~")
+        why = "no key can be removed, but each can be set" if removing else "every key exists already"
+        fix = argument.lstrip("+~") + ("" if equals else "=VALUE")
+        raise ConfigError(f"{argument}: '{argument[0]}' is not understood: {why}\n  Write {fix}")
+    if not equals:
+        fix = f"{name}=OPTION with one of {', '.join(groups[name])}" if name in groups else f"{name}=VALUE"
+        raise ConfigError(
+            f"{argument}: no '=' in this argument, which is neither GROUP=OPTION nor KEY=VALUE"
+            f"\n  Write {fix}, without spaces around the '='"
+        )
+    if not name:
+        raise ConfigError(f"{argument}: nothing before the '='\n  Write KEY{argument}, without spaces around the '='")
+    return name, raw
+
+
+def _check_once(values: Mapping[str, Any], name: str, value: Any, written: Mapping[str, str], raw: str) -> None:
+    if name in values and values[name] != value:
+        first = f"{name}={written[name]}"
+        raise ConfigError(f"{name}={raw}: given twice, first as {first}\n  Keep one, or run both with -m {first},{raw}")
+
+
+def _typed(key: Key, raw: str) -> Any:
+    """The value that `raw` stands for. Free text is taken as it is, so that a prompt may hold any character;
+    all else is read by Hydra's grammar, and what that cannot read stays text for check_value to refuse."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    if key.is_table:
+        raise ConfigError(f"{key.name}={raw}: a table cannot be set here\n  Set optim.lr, or write a recipe in YAML")
+    if key.is_free_text:
+        if raw == "null" and type(None) in key.types:
+            return None
+        quoted = len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "'\"" and raw[0] not in raw[1:-1]
+        return raw[1:-1] if quoted else raw
+    try:
+        override = OverridesParser.create().parse_override(f"{key.name}={raw}")
+    except HydraException:
+        return raw
+    if override.is_sweep_override():
+        raise ConfigError(
+            f"{key.name}={raw}: several values, but {key.name} takes one: {key.expected()}"
+            f"\n  To run them one after the other add -m; a list is written {key.name}=[a,b]"
+        )
+    return override.value()
+
+
+def _unknown(name: str, raw: str, groups: Iterable[str], keys: Mapping[str, Key]) -> str:
+    table = next((key for key in keys.values() if key.is_table and name.startswith(key.name + ".")), None)
+    if table:
+        return f"{name}={raw}: a table cannot be set here\n  Set optim.lr, or write a recipe in YAML"
+    check_section(name, raw, keys)
+    names = similar_keys(name, [*groups, *keys])
+    return f"{name}={raw}: no such key or group{did_you_mean(names)}\n  `ngpt-train train --help` lists them all"

@@ -1,0 +1,221 @@
+"""Checks keys together, and fills in what `auto` and null stand for where the configuration alone decides it."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from typing import Any, NamedTuple
+
+from .schema import AUTO, Config, ConfigError
+from .validate import report, show
+
+# One level of directories: multirun numbers its jobs <name>/<k>.
+_RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")
+
+
+class Origin(NamedTuple):
+    """Where a key was set: `in FILE`, or empty for the command line. The larger `order` was applied later."""
+
+    order: int
+    place: str
+
+
+def resolve(config: Config, origins: Mapping[str, Origin] | None = None) -> None:
+    """Replaces, in place, optim.lr, schedule.warmup_steps, run.name, train.batch_rows and batch_tokens,
+    model.n_kv_heads and model.d_mlp by their values. Raises ConfigError where there is none."""
+    origins = origins or {}
+    model, train, optim = config.model, config.train, config.optim
+    model.n_kv_heads = model.n_heads if model.n_kv_heads is None else model.n_kv_heads
+    model.d_mlp = 4 * model.d_model if model.d_mlp is None else model.d_mlp
+    _resolve_batch(config, origins)
+    if optim.lr == AUTO:
+        optim.lr = _table_lr(config)
+    if config.schedule.warmup_steps == AUTO:
+        config.schedule.warmup_steps = auto_warmup(train.steps)
+    if config.run.name == AUTO:
+        config.run.name = f"{model.name}-{config.scale.name}-seed{config.run.seed}"
+
+
+def auto_warmup(steps: int) -> int:
+    return min(2000, steps // 10)
+
+
+def check(config: Config, world_size: int | None = None, origins: Mapping[str, Origin] | None = None) -> None:
+    """Raises ConfigError for values that exclude each other. `config` is resolved; `world_size` is the
+    number of ranks, by default torchrun's."""
+    world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    for names, problem, fix in _conflicts(config, world_size):
+        raise _error(config, names, problem, fix, origins or {})
+
+
+def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """(keys, what is wrong, how to fix it) for each rule that is broken."""
+    run, model, train, optim = config.run, config.model, config.train, config.optim
+    warmup, lr, n_kv_heads = config.schedule.warmup_steps, optim.lr, model.n_kv_heads
+    assert isinstance(warmup, int)
+    assert isinstance(lr, float)
+    assert isinstance(n_kv_heads, int)
+
+    if not _RUN_NAME.fullmatch(run.name):
+        yield (
+            ("run.name",),
+            "not a directory name",
+            "Letters, digits, '.', '_' and '-', at most one '/', no part that begins with '.' or '-'",
+        )
+    if run.overwrite and run.resume == "must":
+        yield (
+            ("run.overwrite", "run.resume"),
+            "overwriting deletes the run that must be resumed",
+            "Keep one of them",
+        )
+
+    heads = ("model.n_heads", "model.d_model")
+    if model.d_model % model.n_heads:
+        yield (
+            heads,
+            "the heads do not divide the width",
+            _nearest_divisors("model.n_heads", model.n_heads, model.d_model),
+        )
+    if (model.d_model // model.n_heads) % 2:
+        width = 2 * model.n_heads * max(1, round(model.d_model / model.n_heads / 2))
+        yield (
+            heads,
+            f"RoPE needs an even width of each head, this is {model.d_model // model.n_heads}",
+            f"For example model.d_model={width}",
+        )
+    if model.n_heads % n_kv_heads:
+        yield (
+            ("model.n_kv_heads", "model.n_heads"),
+            "the key/value heads do not divide the heads",
+            _nearest_divisors("model.n_kv_heads", n_kv_heads, model.n_heads),
+        )
+
+    yield from _batch_conflicts(config, world_size)
+    if train.stop_at is not None and train.stop_at > train.steps:
+        yield ("train.stop_at", "train.steps"), "stops after the end", f"Set train.stop_at to {train.steps} or less"
+    if warmup >= train.steps:
+        yield (
+            ("schedule.warmup_steps", "train.steps"),
+            "the warmup leaves no step at the full learning rate",
+            f"Set schedule.warmup_steps below {train.steps}; auto would be {auto_warmup(train.steps)}",
+        )
+    if config.schedule.final_lr > lr:
+        yield ("schedule.final_lr", "optim.lr"), "ends above the peak", f"Set schedule.final_lr to {lr} or less"
+
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield ("optim.betas",), "not two numbers >= 0 and < 1", "For example optim.betas=[0.9,0.95]"
+    if optim.weight_decay and model.name == "ngpt":
+        yield (
+            ("optim.weight_decay", "model.name"),
+            "nGPT's weights lie on the sphere and are never decayed",
+            "Set optim.weight_decay=0, or leave the recipe to the model",
+        )
+    if optim.weight_decay and optim.name == "adam":
+        yield (
+            ("optim.weight_decay", "optim.name"),
+            "adam never decays",
+            "Set optim.name=adamw or optim.weight_decay=0",
+        )
+
+    if config.parallel.kind == "single" and world_size > 1:
+        yield (
+            ("parallel.kind",),
+            f"one process, but torchrun started {world_size}",
+            "Set parallel=auto, ddp or fsdp, or start one process",
+        )
+    if config.data.kind != "embedded" and config.data.path is None:
+        yield ("data.path", "data.kind"), "no data is named", "Set data.path=PATH"
+    if config.data.kind == "embedded" and config.data.path is not None:
+        yield (
+            ("data.path", "data.kind"),
+            "the embedded text reads no path",
+            "Choose data=local for text or data=tokens for prepared shards",
+        )
+    if config.tokenizer.path is not None and config.tokenizer.kind != "sentencepiece":
+        yield (
+            ("tokenizer.path", "tokenizer.kind"),
+            "only sentencepiece reads a model file",
+            "Choose tokenizer=sentencepiece, or leave tokenizer.path out",
+        )
+    keep, every = config.checkpoint.keep_every, config.checkpoint.every
+    if keep is not None and (every == 0 or keep % every):
+        multiple = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"
+        yield ("checkpoint.keep_every", "checkpoint.every"), "no checkpoint is written at these steps", multiple
+
+
+def _batch_conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    rows, micro = config.train.batch_rows, config.train.micro_rows
+    assert rows is not None
+    ranks = f"{world_size} ranks" if world_size > 1 else "one rank"
+    names: tuple[str, ...]
+    if isinstance(micro, int) and rows % (micro * world_size):
+        names, unit = ("train.batch_rows", "train.micro_rows"), micro * world_size
+        problem = f"the batch is no multiple of {micro} rows on {ranks}"
+    elif rows % world_size:
+        names, unit = ("train.batch_rows",), world_size
+        problem = f"the batch cannot be shared evenly by {ranks}"
+    else:
+        return
+    below, above = rows // unit * unit, (rows // unit + 1) * unit
+    fix = f"The nearest train.batch_rows that work: {f'{below} or ' if below else ''}{above}"
+    if isinstance(micro, int) and rows % world_size == 0:
+        fix = f"{_nearest_divisors('train.micro_rows', micro, rows // world_size)}\n  {fix}"
+    yield names, problem, fix
+
+
+def _resolve_batch(config: Config, origins: Mapping[str, Origin]) -> None:
+    """batch_rows and batch_tokens say the same thing; the one that was set last counts."""
+    train, context = config.train, config.model.context
+    names = ("train.batch_rows", "train.batch_tokens")
+    rows, tokens = (origins.get(name, Origin(-1, "")) for name in names)
+    if train.batch_rows is None and train.batch_tokens is None:
+        raise _error(config, names, "no batch size", "Set one of them, for example train.batch_rows=16", origins)
+    if train.batch_rows is not None and train.batch_tokens is not None:
+        if rows.order == tokens.order:
+            raise _error(config, names, "both set the batch size", "Set one of them", origins)
+        if rows.order > tokens.order:
+            train.batch_tokens = None
+    if train.batch_tokens is not None:
+        if train.batch_tokens % context:
+            below, above = train.batch_tokens // context * context, (train.batch_tokens // context + 1) * context
+            raise _error(
+                config,
+                ("train.batch_tokens", "model.context"),
+                "the batch is no multiple of the row",
+                f"The nearest train.batch_tokens that work: {f'{below} or ' if below else ''}{above}",
+                origins,
+            )
+        train.batch_rows = train.batch_tokens // context
+    assert train.batch_rows is not None
+    train.batch_tokens = train.batch_rows * context
+
+
+def _table_lr(config: Config) -> float:
+    row: dict[int, float] | None = config.optim.lr_table.get(config.scale.name)
+    if not row:
+        scales = ", ".join(config.optim.lr_table) or "no scale"
+        raise ConfigError(
+            f"optim.lr=auto: the recipe's table has no learning rate for scale={config.scale.name}, only for {scales}"
+            "\n  Set optim.lr=NUMBER"
+        )
+    within = [context for context in row if context <= config.model.context]
+    return float(row[max(within) if within else min(row)])
+
+
+def _nearest_divisors(name: str, value: int, whole: int) -> str:
+    below = next(n for n in range(min(value, whole), 0, -1) if whole % n == 0)
+    above = next((n for n in range(value + 1, min(whole, 8 * value) + 1) if whole % n == 0), None)
+    return f"The nearest {name} that work: {below}" + (f" or {above}" if above else "")
+
+
+def _error(
+    config: Config, names: tuple[str, ...], problem: str, fix: str, origins: Mapping[str, Origin]
+) -> ConfigError:
+    def value(name: str) -> Any:
+        return reduce(getattr, name.split("."), config)
+
+    lines = [f"{', '.join(f'{name}={show(value(name))}' for name in names)}: {problem}", fix]
+    lines += [f"{name} is set {origins[name].place}" for name in names if name in origins and origins[name].place]
+    return ConfigError(report(lines))

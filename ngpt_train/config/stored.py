@@ -1,0 +1,156 @@
+"""The configuration of a run as a file: written without secrets, read back checked, compared on a resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .resolve import auto_warmup
+from .schema import AUTO, Config, ConfigError, DataError
+from .validate import any_of, architectures, build, check_leaf, flatten, schema_keys, show
+
+REDACTED = "<redacted>"
+_SECRET_VARIABLE = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
+_SECRET_KEY = re.compile(r"(^|_)(api_?key|access_?key|password|passwd|secret|token|credentials?)$", re.IGNORECASE)
+_URL_LOGIN = re.compile(r"(?<=://)[^/\s]+@")
+# A shorter value of a variable (1, true, debug) would redact words that are no secret.
+_SHORTEST_SECRET = 6
+
+# What a resumed run may change: nothing here alters a weight or the order of the data. A name ending in a dot
+# is a whole section. data.path and tokenizer.path may move: their content is compared by fingerprint.
+_HARMLESS = (
+    "run.name",
+    "run.root",
+    "run.resume",
+    "run.overwrite",
+    "run.max_time",
+    "scale.name",
+    "train.stop_at",
+    "train.micro_rows",
+    "train.device",
+    "train.compile",
+    "train.activation_checkpointing",
+    "train.profile",
+    "optim.lr_table",
+    "data.path",
+    "data.out",
+    "data.cache",
+    "tokenizer.path",
+    "parallel.",
+    "kernels.",
+    "checkpoint.",
+    "eval.every",
+    "logging.",
+    "generate.",
+    "evaluate.",
+    "plan.",
+)
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """The configuration as plain dicts and lists."""
+    return dataclasses.asdict(config)
+
+
+def to_yaml(config: Config) -> str:
+    """YAML of the configuration, secrets redacted."""
+    import yaml
+
+    return yaml.safe_dump(redact(to_dict(config)), sort_keys=False, allow_unicode=True)
+
+
+def write_yaml(config: Config, path: str | os.PathLike[str]) -> None:
+    """Writes the configuration, secrets redacted; `path` is complete or untouched."""
+    path = Path(path)
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(to_yaml(config), encoding="utf-8")
+    partial.replace(path)
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Config:
+    """The configuration that `write_yaml` wrote. Raises DataError, naming the file, unless it fits the schema;
+    keys that the file lacks have their defaults."""
+    import yaml
+
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise DataError(f"{path}: not a readable config: {' '.join(str(error).split())}") from None
+    model = tree.get("model", {}) if isinstance(tree, dict) else {}
+    name = model.get("name") if isinstance(model, dict) else None
+    if name not in architectures():
+        raise DataError(f"{path}: not the config of a run: model.name={show(name)} is not {any_of(architectures())}")
+    schema = architectures()[name]
+    keys = schema_keys(schema)
+    try:
+        for key, value in flatten(tree, keys):
+            check_leaf(key, value, keys)
+    except ConfigError as error:
+        raise DataError(f"{path}: {error}") from None
+    return build(tree, schema)
+
+
+def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `tree` without secrets: values of keys named like one (api_key, password), values of
+    environment variables named like one, and the login in a URL."""
+    secrets = sorted(
+        (
+            value
+            for name, value in os.environ.items()
+            if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST_SECRET
+        ),
+        key=len,
+        reverse=True,
+    )
+
+    def clean(name: str, value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {inner: clean(str(inner), x) for inner, x in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [clean(name, x) for x in value]
+        if not isinstance(value, str) or not value:
+            return value
+        if _SECRET_KEY.search(name):
+            return REDACTED
+        for secret in secrets:
+            value = value.replace(secret, REDACTED)
+        return _URL_LOGIN.sub(f"{REDACTED}@", value)
+
+    return {name: clean(str(name), value) for name, value in tree.items()}
+
+
+def check_resume(stored: Config, new: Config) -> None:
+    """Raises ConfigError, listing the differences, unless a run that was started with `stored` may go on with
+    `new`: with the same mathematics and the same data. Both are resolved. train.steps may only grow."""
+    old_values, new_values = (dict(flatten(to_dict(config), {"optim.lr_table"})) for config in (stored, new))
+    differences = [
+        (name, old_values.get(name, "(none)"), new_values.get(name, "(none)"))
+        for name in dict.fromkeys([*old_values, *new_values])
+        if old_values.get(name) != new_values.get(name) and not _is_harmless(name, stored, new)
+    ]
+    if not differences:
+        return
+    lines = [f"run.name={new.run.name}: the run was started with another configuration; stored -> asked for:"]
+    lines += [f"  {name}: {show(old)} -> {show(value)}" for name, old, value in differences]
+    if any(name == "train.steps" for name, _, _ in differences):
+        lines.append("To stop earlier set train.stop_at; train.steps can only grow.")
+    lines.append(
+        "Give the stored values to go on, another run.name for a new run, or run.overwrite=true to delete this one."
+    )
+    raise ConfigError("\n  ".join(lines))
+
+
+def _is_harmless(name: str, stored: Config, new: Config) -> bool:
+    if name == "train.steps":
+        return new.train.steps > stored.train.steps
+    if name == "schedule.warmup_steps":
+        # The warmup of a recipe that leaves it to auto follows the steps.
+        return all(config.schedule.warmup_steps == auto_warmup(config.train.steps) for config in (stored, new))
+    if name == "model.vocab_size":
+        # auto becomes the tokenizer's number later, when the tokenizers are compared as well.
+        return AUTO in (stored.model.vocab_size, new.model.vocab_size)
+    return any(name == harmless or (harmless[-1] == "." and name.startswith(harmless)) for harmless in _HARMLESS)

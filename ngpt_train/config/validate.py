@@ -1,0 +1,252 @@
+"""Checks keys one by one: does the key exist, has its value the type and the limits that schema.py states?"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import math
+import typing
+from collections.abc import Container, Iterable, Iterator, Mapping
+from typing import Any
+
+from .schema import Config, ConfigError, ModelConfig
+
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "text"}
+
+
+def architectures() -> dict[str, type[ModelConfig]]:
+    """The schema of each architecture by its name."""
+    return {schema.name: schema for schema in ModelConfig.__subclasses__()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Key:
+    """A leaf of the schema: dotted name, the types that its union allows, default, sentence and limits."""
+
+    name: str
+    types: tuple[Any, ...]
+    default: Any
+    doc: str
+    choices: tuple[str, ...] | None
+    minimum: float | None
+    above: float | None
+    maximum: float | None
+    below: float | None
+
+    @property
+    def is_free_text(self) -> bool:
+        return str in self.types and self.choices is None  # number-or-auto keys have choices
+
+    @property
+    def is_table(self) -> bool:
+        return any(typing.get_origin(t) is dict for t in self.types)
+
+    def expected(self) -> str:
+        """What the key takes, in words: `an integer >= 1 or auto`."""
+        limits = [
+            f"{sign} {show(limit)}"
+            for sign, limit in ((">=", self.minimum), (">", self.above), ("<=", self.maximum), ("<", self.below))
+            if limit is not None
+        ]
+        parts: list[str] = []
+        for kind in self.types:
+            if kind is bool:
+                parts += ["true", "false"]
+            elif kind is type(None):
+                parts.append("null")
+            elif kind is str and self.choices:
+                parts += self.choices
+            elif typing.get_origin(kind) is list:
+                parts.append(f"a list of numbers such as {show(self.default)}")
+            elif typing.get_origin(kind) is dict:
+                parts.append("a table such as {tiny: {256: 0.001}}")
+            else:
+                parts.append(_TYPE_NAMES[kind] + (" " + " and ".join(limits) if limits and kind is not str else ""))
+        return any_of(parts)
+
+    def problem(self, value: Any) -> str | None:
+        """What is wrong with `value`, or None."""
+        if any(self._takes(kind, value) for kind in self.types):
+            return None
+        text = f"must be {self.expected()}"
+        if value == "":
+            return f"empty, but {text}"
+        if isinstance(value, float) and not math.isfinite(value):
+            return f"{text}; numbers must be finite"
+        if isinstance(value, float) and int in self.types and value.is_integer():
+            return f"{text}; write {int(value)}"
+        if isinstance(value, str) and self.choices:
+            return text + did_you_mean(nearest(value, self.choices))
+        if isinstance(value, str) and _is_number(value):
+            return f"{text}; write it without quotes"
+        if self.is_free_text and isinstance(value, (bool, int, float)):
+            return f"{text}; put it in quotes"
+        return text
+
+    def _takes(self, kind: Any, value: Any) -> bool:
+        if value is None or kind is type(None):
+            return value is None and kind is type(None)
+        if kind is bool:
+            return isinstance(value, bool)
+        if kind in (int, float):
+            return _is_finite(value) and (kind is float or isinstance(value, int)) and self._within(value)
+        if kind is str:
+            # An empty text is a value forgotten, except where it is the default.
+            return isinstance(value, str) and (
+                value in self.choices if self.choices else bool(value) or self.default == ""
+            )
+        if typing.get_origin(kind) is list:
+            return isinstance(value, list) and all(_is_finite(x) for x in value)
+        return isinstance(value, dict) and all(
+            isinstance(scale, str)
+            and isinstance(row, dict)
+            and all(type(context) is int and context > 0 and _is_finite(lr) and lr > 0 for context, lr in row.items())
+            for scale, row in value.items()
+        )
+
+    def _within(self, value: float) -> bool:
+        return (
+            (self.minimum is None or value >= self.minimum)
+            and (self.above is None or value > self.above)
+            and (self.maximum is None or value <= self.maximum)
+            and (self.below is None or value < self.below)
+        )
+
+
+def schema_keys(model: type[ModelConfig]) -> dict[str, Key]:
+    """All keys of the schema by dotted name, with `model` as the schema of model.*."""
+
+    def walk(schema: type, prefix: str) -> Iterator[Key]:
+        types = typing.get_type_hints(schema)
+        for field in dataclasses.fields(schema):
+            name, kind = prefix + field.name, types[field.name]
+            if name == "model":
+                kind = model
+            if dataclasses.is_dataclass(kind):
+                yield from walk(typing.cast(type, kind), name + ".")
+                continue
+            members = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
+            if float in members:
+                members = tuple(member for member in members if member is not int)
+            default = field.default_factory() if callable(field.default_factory) else field.default
+            yield Key(name=name, types=members, default=default, **field.metadata)
+
+    return {key.name: key for key in walk(Config, "")}
+
+
+def all_keys() -> dict[str, Key]:
+    """The keys of every architecture together."""
+    return {name: key for model in architectures().values() for name, key in schema_keys(model).items()}
+
+
+def flatten(tree: Mapping[Any, Any], keys: Container[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of each leaf; a known key is a leaf even where its value is a mapping."""
+    for name, value in tree.items():
+        name = f"{prefix}{name}"
+        if isinstance(value, Mapping) and name not in keys:
+            yield from flatten(value, keys, name + ".")
+        else:
+            yield name, value
+
+
+def check_leaf(name: str, value: Any, keys: Mapping[str, Key], place: str = "", written: str | None = None) -> None:
+    """Raises ConfigError unless `name` is a key that takes `value`.
+
+    `place` is `in FILE` for a value of a file; `written` is the value as the user typed it.
+    """
+    if name not in keys:
+        check_section(name, value, keys, place)
+        unknown = f"{name}={show(value)}: no such key{did_you_mean(similar_keys(name, keys))}"
+        raise ConfigError(report([unknown, "`ngpt-train train --help` lists all keys"], place))
+    key = keys[name]
+    problem = key.problem(value)
+    if problem:
+        lines = [f"{name}={show(value) if written is None else written}: {problem}", key.doc]
+        if key.default not in (None, "") and not key.is_table:
+            lines.append(f"For example {name}={show(key.default)}")
+        raise ConfigError(report(lines, place))
+
+
+def is_interpolation(value: Any) -> bool:
+    """Whether OmegaConf will replace it; what it stands for is known after composition only."""
+    return isinstance(value, str) and "${" in value
+
+
+def check_section(name: str, value: Any, keys: Mapping[str, Key], place: str = "") -> None:
+    """Raises ConfigError if `name` is a section of keys, which cannot have a value itself."""
+    members = [key for key in keys if key.startswith(name + ".")]
+    if members:
+        lines = [f"{name}={show(value)}: {name} is a section, not a key", "Set its keys: " + ", ".join(members)]
+        raise ConfigError(report(lines, place))
+
+
+def build(tree: Mapping[str, Any], model: type[ModelConfig]) -> Config:
+    """The dataclasses of a checked tree; keys that it lacks have their defaults."""
+
+    def section(schema: type, values: Mapping[str, Any]) -> Any:
+        types = typing.get_type_hints(schema)
+        return schema(**{name: leaf(types[name], value) for name, value in values.items()})
+
+    def leaf(kind: Any, value: Any) -> Any:
+        if kind is ModelConfig:
+            kind = model
+        if dataclasses.is_dataclass(kind):
+            return section(typing.cast(type, kind), value)
+        is_float = float in (kind, *typing.get_args(kind))
+        if is_float and isinstance(value, list):
+            return [float(x) for x in value]
+        return float(value) if is_float and type(value) is int else value
+
+    return typing.cast(Config, section(Config, tree))
+
+
+def similar_keys(name: str, candidates: Iterable[str]) -> list[str]:
+    """Names that `name` may have meant: spelt alike, or with the same last part (lr -> optim.lr)."""
+    names = list(candidates)
+    last = name.rpartition(".")[2].lower()
+    same_end = [other for other in names if other.rpartition(".")[2] == last]
+    return list(dict.fromkeys([*same_end, *nearest(name, names, cutoff=0.75)]))[:3]
+
+
+def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    return difflib.get_close_matches(name.lower(), list(candidates), n=3, cutoff=cutoff)
+
+
+def did_you_mean(names: list[str]) -> str:
+    return f"; did you mean {any_of(names)}?" if names else ""
+
+
+def any_of(names: Iterable[str]) -> str:
+    """`a, b or c`."""
+    *head, last = names
+    return f"{', '.join(head)} or {last}" if head else last
+
+
+def report(lines: list[str], place: str = "") -> str:
+    """One message: what is wrong on the first line, what helps below it."""
+    return "\n  ".join([*lines, f"Set {place}"] if place else lines)
+
+
+def show(value: Any) -> str:
+    """`value` as it is written on the command line and in YAML."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list):
+        return "[" + ",".join(show(x) for x in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {show(x)}" for name, x in value.items()) + "}"
+    return str(value)
+
+
+def _is_finite(value: Any) -> bool:
+    return type(value) is int or (type(value) is float and math.isfinite(value))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
