@@ -1,0 +1,213 @@
+"""Every mistake of a user ends in one message that names the key, the value and the way out, and in exit code 2."""
+
+from pathlib import Path
+
+import pytest
+
+from ngpt_train.__main__ import main
+
+# Words that only someone who knows the libraries underneath could read.
+INTERNALS = ("Traceback", "hydra", "omegaconf", "full_key", "reference_type", "object_type", "override grammar")
+
+# Arguments after `train`, then what the message must say.
+COMMAND_LINES: list[tuple[list[str], list[str]]] = [
+    # Names
+    (["model=ngtp"], ["model=ngtp", "did you mean ngpt", "gpt, ngpt"]),
+    (["modle=ngpt"], ["modle=ngpt", "did you mean model"]),
+    (["train.step=10"], ["train.step=10", "train.steps"]),
+    (["lr=1e-3"], ["lr=1e-3", "optim.lr"]),
+    (["optimizer.lr=1e-3"], ["optimizer.lr=1e-3", "optim.lr"]),
+    (["scale=0.5B"], ["scale=0.5B", "did you mean 0.5b"]),
+    (["data=openwebtext"], ["data=openwebtext", "embedded, local, tokens"]),
+    (["parallel=hsdp"], ["parallel=hsdp", "fsdp"]),
+    (["experiment=nosuch"], ["experiment=nosuch", "quickstart"]),
+    (["model.qk_norm=true"], ["model.qk_norm=true", "model=ngpt has no such key", "model=gpt"]),
+    (["model._target_=os.system"], ["model._target_=os.system", "no such key"]),
+    (["hydra.run.dir=x"], ["hydra.run.dir=x", "no such key"]),
+    (["model@foo=gpt"], ["model@foo=gpt", "no such key"]),
+    (["schema/model=gpt"], ["schema/model=gpt", "no such key"]),
+    (["model.name=gpt"], ["model.name=gpt", "model=NAME"]),
+    # Values
+    (["train.steps=ten"], ["train.steps=ten", "an integer >= 1"]),
+    (["train.steps=-1"], ["train.steps=-1", "an integer >= 1"]),
+    (["train.steps=2.5"], ["train.steps=2.5", "an integer >= 1"]),
+    (["train.steps=1e4"], ["train.steps=1e4", "write 10000"]),
+    (["train.steps="], ["train.steps=:", "empty", "an integer >= 1"]),
+    (["train.steps=null"], ["train.steps=null", "an integer >= 1"]),
+    (["train.steps=true"], ["train.steps=true", "an integer >= 1"]),
+    (["train.steps='5'"], ["train.steps='5'", "without quotes"]),
+    (["optim.lr=fast"], ["optim.lr=fast", "a number > 0 or auto"]),
+    (["optim.lr=nan"], ["optim.lr=nan", "finite"]),
+    (["optim.lr=inf"], ["optim.lr=inf", "finite"]),
+    (["optim.lr=0"], ["optim.lr=0", "a number > 0 or auto"]),
+    (["optim.clip_norm=0"], ["optim.clip_norm=0", "a number > 0 or null"]),
+    (["optim.betas=0.9"], ["optim.betas=0.9", "[0.9,0.95]"]),
+    (["optim.betas=[0.9]"], ["optim.betas=[0.9]", "[0.9,0.95]"]),
+    (["optim.betas=[0.9,1]"], ["optim.betas=[0.9,1.0]", "< 1"]),
+    (["optim.betas=[0.9"], ["optim.betas=[0.9", "[0.9,0.95]"]),
+    (["optim.lr_table.tiny.256=0.1"], ["optim.lr_table.tiny.256=0.1", "Set optim.lr"]),
+    (["model.vocab_size=0"], ["model.vocab_size=0", "an integer >= 2 or auto"]),
+    (["train.precision=fp16"], ["train.precision=fp16", "auto, fp32 or bf16"]),
+    (["run.overwrite=yes"], ["run.overwrite=yes", "true or false"]),
+    (["run.seed=99999999999999999999"], ["run.seed=99999999999999999999", "<= 9223372036854775807"]),
+    (["data=local", "data.path="], ["data.path=:", "empty"]),
+    (["run.name=a/../b"], ["run.name=a/../b", "not a directory name"]),
+    (["run.name=/a"], ["run.name=/a", "not a directory name"]),
+    (["run.name=a b"], ["run.name=a b", "not a directory name"]),
+    (["data.path=${nope}"], ["data.path=${nope}", "'nope' not found"]),
+    (["data.path=${oc.env:NGPT_UNSET}"], ["data.path=${oc.env:NGPT_UNSET}", "NGPT_UNSET"]),
+    # Syntax
+    (["run=first"], ["run=first", "a section", "run.name"]),
+    (["logging.wandb=offline"], ["logging.wandb=offline", "logging.wandb.mode"]),
+    (["train={steps: 5}"], ["train={steps: 5}", "train.steps"]),
+    (["model=[gpt,ngpt]"], ["model=[gpt,ngpt]", "one option", "-m"]),
+    (["model=gpt,ngpt"], ["model=gpt,ngpt", "-m"]),
+    (["optim.lr=1e-3,3e-3"], ["optim.lr=1e-3,3e-3", "-m"]),
+    (["scale", "tiny"], ["scale: no '='", "scale=OPTION", "tiny"]),
+    (["model"], ["model: no '='", "gpt, ngpt"]),
+    (["train.steps", "=", "5"], ["train.steps: no '='", "without spaces"]),
+    (["+experiment=quickstart"], ["+experiment=quickstart", "Write experiment=quickstart"]),
+    (["++train.steps=5"], ["++train.steps=5", "Write train.steps=5"]),
+    (["~train.stop_at"], ["~train.stop_at", "Write train.stop_at=VALUE"]),
+    (["--train.steps=5"], ["--train.steps=5", "write train.steps=5"]),
+    (["--config-dir", "/no/such/directory"], ["--config-dir=/no/such/directory", "no such directory"]),
+    (["optim.lr=1e-3", "optim.lr=2e-3"], ["optim.lr=2e-3", "given twice", "optim.lr=1e-3"]),
+    (["model=gpt", "model=ngpt"], ["model=ngpt", "given twice", "model=gpt"]),
+    # Combinations
+    (["model.n_heads=5", "model.d_model=128"], ["model.n_heads=5", "model.d_model=128", "4 or 8"]),
+    (["model.n_heads=3", "model.d_model=1000000000"], ["model.n_heads=3", "2 or 4"]),
+    (["model.d_model=100", "model.n_heads=4"], ["model.d_model=100", "even", "model.d_model=96"]),
+    (["model.n_kv_heads=3", "model.n_heads=4"], ["model.n_kv_heads=3", "2 or 4"]),
+    (["train.batch_tokens=1000", "model.context=256"], ["train.batch_tokens=1000", "768 or 1024"]),
+    (["train.batch_tokens=2048", "train.batch_rows=8"], ["train.batch_rows=8", "train.batch_tokens=2048"]),
+    (["train.batch_rows=null"], ["train.batch_rows=null", "Set one"]),
+    (["train.micro_rows=5", "train.batch_rows=16"], ["train.micro_rows=5", "4 or 8", "15 or 20"]),
+    (["train.stop_at=501", "train.steps=500"], ["train.stop_at=501", "train.steps=500"]),
+    (["schedule.warmup_steps=500", "train.steps=500"], ["schedule.warmup_steps=500", "train.steps=500"]),
+    (["schedule.final_lr=1"], ["schedule.final_lr=1.0", "optim.lr="]),
+    (["optim.weight_decay=0.1"], ["optim.weight_decay=0.1", "Set optim.weight_decay=0"]),
+    (["recipe=gpt"], ["optim.weight_decay=0.1", "model.name=ngpt", "recipe"]),
+    (["model=gpt", "optim.name=adam"], ["optim.name=adam", "optim.name=adamw"]),
+    (["data=local"], ["data.path=null", "data.path=PATH"]),
+    (["data.path=books"], ["data.path=books", "data=local"]),
+    (["scale.name=huge"], ["scale=huge", "Set optim.lr"]),
+    (["tokenizer=bytes", "tokenizer.path=x"], ["tokenizer.path=x", "tokenizer=sentencepiece"]),
+    (["checkpoint.keep_every=150", "checkpoint.every=100"], ["checkpoint.keep_every=150", "multiple of 100"]),
+    (["run.overwrite=true", "run.resume=must"], ["run.overwrite=true", "run.resume=must"]),
+    # Multirun
+    (["-m", "optim.lr=1e-3,fast"], ["optim.lr=fast", "a number > 0 or auto"]),
+    (["-m", "optim.lr=interval(0,1)"], ["optim.lr=interval(0,1)", "List the values"]),
+    (["-m", "run.name=a/b", "run.seed=1,2"], ["run.name=a/b/0", "at most one '/'"]),
+]
+
+# A file below the user's directory, its content, then what the message must say beside the file's path.
+FILES: list[tuple[str, str, list[str]]] = [
+    ("model/my", "defaults: [ngpt]\nlayerz: 3\n", ["model.layerz=3", "model.n_layers"]),
+    ("model/my", "defaults: [gpt]\nqk_nrom: true\n", ["model.qk_nrom=true", "model.qk_norm"]),
+    ("model/my", "d_model: 96\n", ["architecture", "- ngpt"]),
+    ("model/my", "defaults: [ngpt]\nmodel:\n  d_model: 96\n", ["model.model.d_model=96", "d_model", "@package"]),
+    ("model/my", "defaults: [my]\nd_model: 96\n", []),
+    ("model/my", "defaults: [gtp]\n", ["model=gtp", "did you mean gpt"]),
+    ("model/my", "defaults: ngpt\n", ["defaults=ngpt", "not a list"]),
+    ("model/my", "defaults: [ngpt]\n_target_: os.system\n", ["model._target_=os.system", "no such key"]),
+    ("model/my", "defaults: [ngpt]\nd_model: 128\nn_heads: 5\n", ["model.n_heads=5", "4 or 8"]),
+    ("scale/my", "train:\n  steps: 5\n", ["# @package _global_"]),
+    ("scale/my", "# @package _global_\ntrain:\n  steps: ten\n", ["train.steps=ten", "an integer >= 1"]),
+    ("scale/my", "# @package _global_\ntrain:\n  steps: '5'\n", ["train.steps=5", "without quotes"]),
+    ("scale/my", "# @package _global_\ntrain: 5\n", ["train=5", "a section"]),
+    ("scale/my", "# @package _global_\ntrain:\n\tsteps: 5\n", ["line 3", "not valid YAML"]),
+    ("scale/my", "# @package _global_\ntrain:\n  steps: 5\n  steps: 6\n", ["line 4", "duplicate key steps"]),
+    ("scale/my", "- a\n- b\n", ["a list", "mapping"]),
+    ("recipe/my", "# @package _global_\noptim:\n  lr_table: {tiny: {256: fast}}\n", ["optim.lr_table", "fast"]),
+    ("eval/my", "every: often\n", ["eval.every=often", "an integer >= 0"]),
+    ("logging/my", "wandb:\n  mode: off\n", ["logging.wandb.mode=false", "offline"]),
+    ("data/my", "kind: web\n", ["data.kind=web", "embedded, local or tokens"]),
+    ("experiment/my", "# @package _global_\ndefaults:\n  - override /modl: gpt\n", ["modl", "did you mean model"]),
+    ("experiment/my", "# @package _global_\ndefaults:\n  - override /model: gtp\n", ["model=gtp", "mean gpt"]),
+    ("experiment/my", "# @package _global_\ndefaults:\n  - /model: gpt\n", ["model=gpt", "override /model: gpt"]),
+    ("experiment/my", "# @package _global_\nrun:\n  root: ${nope}\n", ["run.root=${nope}", "'nope' not found"]),
+    ("experiment/my", "", ["# @package _global_"]),
+    (
+        "experiment/my",
+        "# @package _global_\ntrain:\n  batch_rows: 8\n  batch_tokens: 2048\n",
+        ["train.batch_rows=8", "train.batch_tokens=2048"],
+    ),
+]
+
+
+def message_of(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    # Were the mistake accepted, --cfg would print the configuration instead of starting a run.
+    code = main(["train", *arguments, "--cfg", "job"])
+    captured = capsys.readouterr()
+    assert code == 2, captured.out
+    assert captured.out == ""
+    assert captured.err.startswith("error: ")
+    for word in INTERNALS:
+        assert word in " ".join(arguments) or word not in captured.err
+    return captured.err
+
+
+@pytest.mark.parametrize(("arguments", "says"), COMMAND_LINES, ids=" ".join)
+def test_command_line(arguments: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    message = message_of(arguments, capsys)
+    for text in says:
+        assert text in message
+
+
+@pytest.mark.parametrize(("name", "content", "says"), FILES)
+def test_yaml_file(
+    name: str,
+    content: str,
+    says: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / f"{name}.yaml"
+    path.parent.mkdir()
+    path.write_text(content)
+    group, option = name.split("/")
+    message = message_of([f"{group}={option}", "--config-dir", str(tmp_path)], capsys)
+    for text in [*says, str(path)] if says else ["defaults"]:
+        assert text in message
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["trian", "model=ngpt"], ["trian", "did you mean train", "prepare"]),
+        (["model=ngpt"], ["model=ngpt", "train model=ngpt"]),
+        (["train", "--cfg", "all"], ["--cfg all", "--cfg job"]),
+        (["train", "--config-dir"], ["--config-dir DIR"]),
+    ],
+)
+def test_verb_and_options(arguments: list[str], says: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    message = capsys.readouterr().err
+    for text in says:
+        assert text in message
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "says"),
+    [
+        ("3", ["train.batch_rows=16"], ["train.batch_rows=16", "3 ranks", "15 or 18"]),
+        ("4", ["train.micro_rows=3", "train.batch_rows=16"], ["train.micro_rows=3", "2 or 4", "12 or 24"]),
+        ("2", ["parallel=single"], ["parallel.kind=single", "torchrun started 2"]),
+        ("2", ["-m", "run.seed=1,2"], ["--multirun", "torchrun"]),
+    ],
+)
+def test_under_torchrun(
+    ranks: str,
+    arguments: list[str],
+    says: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", ranks)
+    monkeypatch.setenv("RANK", "0")
+    message = message_of(arguments, capsys)
+    for text in says:
+        assert text in message
+    monkeypatch.setenv("RANK", "1")
+    assert main(["train", *arguments, "--cfg", "job"]) == 2
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,153 @@
+"""The configuration on disk: exact, without secrets, and compared on a resume."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ngpt_train.config import (
+    Config,
+    ConfigError,
+    DataError,
+    check_resume,
+    load_config,
+    read_yaml,
+    redact,
+    to_dict,
+    to_yaml,
+    write_yaml,
+)
+
+
+@pytest.mark.parametrize("model", ["gpt", "ngpt"])
+def test_round_trip(model: str, tmp_path: Path) -> None:
+    # Values that a careless YAML writer turns into something else.
+    config = load_config([f"model={model}", "run.name=1e5", "optim.lr=1e-7", "data.text_field=off"])
+    config.generate.prompt = "${x} é no: # \n"
+    write_yaml(config, tmp_path / "config.yaml")
+    stored = read_yaml(tmp_path / "config.yaml")
+    assert stored == config
+    assert type(stored.model) is type(config.model)
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_stored_keys_may_be_missing_and_integers_are_floats(tmp_path: Path) -> None:
+    tree = to_dict(load_config())
+    del tree["parallel"], tree["train"]["profile"]
+    tree["optim"]["lr"] = 1
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    stored = read_yaml(tmp_path / "config.yaml")
+    assert stored.parallel.kind == "auto"
+    assert isinstance(stored.optim.lr, float)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda tree: tree["train"].update(step=5), ["train.step=5", "train.steps"]),
+        (lambda tree: tree["train"].update(steps="ten"), ["train.steps=ten", "an integer >= 1"]),
+        (lambda tree: tree["model"].update(name="gtp"), ["model.name=gtp", "gpt or ngpt"]),
+        (lambda tree: tree["model"].update(qk_norm=True), ["model.qk_norm=true"]),
+        (lambda tree: tree.update(train=5), ["train=5"]),
+        (lambda tree: tree.update(train=None), ["train=null"]),
+        (lambda tree: tree.clear(), ["not the config of a run"]),
+    ],
+)
+def test_stored_config_is_checked(change, says: list[str], tmp_path: Path) -> None:
+    tree = to_dict(load_config(["model=ngpt"]))
+    change(tree)
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(tree))
+    with pytest.raises(DataError) as caught:
+        read_yaml(path)
+    for text in [str(path), *says]:
+        assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [None, b"\xff\xfe", b"a: [1", b"- a"])
+def test_unreadable_stored_config(content: bytes | None, tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=r"config\.yaml"):
+        read_yaml(path)
+
+
+def test_secrets_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "0123abcd0123abcd")
+    monkeypatch.setenv("PGPASSWORD", "hunter2")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "sentencepiece")
+    monkeypatch.setenv("USE_KEY", "1")
+    config = load_config(
+        ["data=local", "data.path=s3://me:p@ss@host/x?key=0123abcd0123abcd", "run.name=x_hunter2", "run.root=a@b/c"]
+    )
+    text = to_yaml(config)
+    for secret in ("0123abcd0123abcd", "hunter2", "p@ss"):
+        assert secret not in text
+    for harmless in ("sentencepiece", "s3://<redacted>@host/x", "a@b/c", "max_new_tokens: 200"):
+        assert harmless in text
+    assert config.run.name == "x_hunter2"
+
+    tree = {"api_key": "a", "db": {"password": "b", "hf_token": "c", "secret": None}, "tokenizer": "d", "tokens": "e"}
+    assert redact(tree) == {
+        "api_key": "<redacted>",
+        "db": {"password": "<redacted>", "hf_token": "<redacted>", "secret": None},
+        "tokenizer": "d",
+        "tokens": "e",
+    }
+    assert tree["api_key"] == "a"
+
+
+def resumed(*changes: str) -> Config:
+    """The configuration of a run that was started without `changes`."""
+    arguments = {"model": "gpt", "optim.lr": "3e-3", "train.steps": "500", "scale": "125m"} | dict(
+        change.split("=", 1) for change in changes
+    )
+    return load_config([f"{name}={value}" for name, value in arguments.items()])
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        [],
+        ["train.steps=1000"],
+        ["train.stop_at=100"],
+        ["run.name=other", "run.root=x", "run.resume=must", "run.max_time=1"],
+        ["train.micro_rows=2", "train.compile=true", "train.activation_checkpointing=full", "train.device=cpu"],
+        ["parallel=ddp", "kernels=torch", "parallel.timeout=5"],
+        ["checkpoint.every=7", "checkpoint.keep_last=9", "eval.every=3", "logging.every=1"],
+        ["logging.tensorboard=true", "logging.wandb.mode=offline", "data.cache=x", "train.profile=true"],
+        ["train.batch_tokens=524288"],  # the same as the scale's 512 rows
+        ["model.vocab_size=4096"],
+    ],
+    ids=" ".join,
+)
+def test_harmless_change_on_resume(changes: list[str]) -> None:
+    check_resume(resumed(), resumed(*changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["optim.lr=0.5"], "optim.lr: 0.003 -> 0.5"),
+        (["run.seed=1"], "run.seed: 0 -> 1"),
+        (["model.context=128"], "model.context: 1024 -> 128"),
+        (["train.batch_rows=8"], "train.batch_rows: 512 -> 8"),
+        (["train.precision=bf16"], "train.precision: auto -> bf16"),
+        (["tokenizer=bytes"], "tokenizer.kind: sentencepiece -> bytes"),
+        (["tokenizer.vocab_size=500"], "tokenizer.vocab_size: 4096 -> 500"),
+        (["data.val_fraction=0.5"], "data.val_fraction: 0.02 -> 0.5"),
+        (["data=local", "data.path=x"], "data.kind: embedded -> local"),
+        (["optim.clip_norm=null"], "optim.clip_norm: 1.0 -> null"),
+        (["schedule.warmup_steps=3", "train.steps=1000"], "schedule.warmup_steps: 50 -> 3"),
+        (["model.qk_norm=true"], "model.qk_norm: false -> true"),
+        (["model=ngpt"], "model.name: gpt -> ngpt"),
+        (["train.steps=400"], "train.stop_at"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_change_of_mathematics_or_data_on_resume(changes: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_resume(resumed(), resumed(*changes))
+    for text in (says, "run.overwrite=true", "another run.name"):
+        assert text in str(caught.value)
