@@ -13,7 +13,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from .files import GROUPS, SCHEMA_GROUP, check_defaults, check_file, find, group_options, search_path, warn_shadowed
+from .files import (
+    GROUPS,
+    PRIMARY,
+    SCHEMA_GROUP,
+    check_defaults,
+    check_file,
+    find,
+    group_options,
+    search_path,
+    warn_shadowed,
+)
 from .overrides import Overrides, parse
 from .resolve import Origin, check, resolve
 from .schema import Config, ConfigError
@@ -61,16 +71,16 @@ def compose(arguments: Iterable[str], user_dir: str | None = None) -> Compositio
     warn_shadowed(directories)
 
     chosen = [f"{group}={option}" for group, option in overrides.choices.items()]
-    if user_dir is not None:
-        chosen.append(f"hydra.searchpath=['file://{_quoted(str(directories[1]))}']")
+    for directory in directories[1:]:
+        chosen.append(f"hydra.searchpath=['file://{_quoted(str(directory))}']")
     with _hydra(str(directories[0])):
-        defaults = GlobalHydra.instance().config_loader().compute_defaults_list("train", chosen, RunMode.RUN).defaults
+        defaults = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, chosen, RunMode.RUN).defaults
         packages = {default.config_path: default.package or "" for default in defaults if default.config_path}
         choices = {group: option for group, _, option in (path.partition("/") for path in packages) if group in options}
         architecture = _architecture(packages, find(f"model/{choices['model']}", directories))
         keys = schema_keys(architectures()[architecture])
         origins = _check_keys(packages, directories, overrides, keys, architecture)
-        tree = hydra.compose("train", chosen)
+        tree = hydra.compose(PRIMARY, chosen)
 
     config = build(_resolved(tree, overrides.values, keys, origins), architectures()[architecture])
     if config.model.name != architecture:
@@ -101,7 +111,7 @@ def _check_keys(
     """Checks what the composed files and then the command line set; says where each key was set last."""
     origins: dict[str, Origin] = {}
     for order, (config_path, package) in enumerate(packages.items()):
-        if config_path.partition("/")[0] in GROUPS:
+        if config_path.partition("/")[0] in (PRIMARY, *GROUPS):
             path = find(config_path, directories)
             for name in check_file(path, config_path, package, keys):
                 origins[name] = Origin(order, f"in {path}")

@@ -36,6 +36,8 @@ GROUPS = {
     "logging": "What is written while training.",
     "experiment": "A whole run: chooses options and sets keys; what it sets can be overridden.",
 }
+# The file that lists the groups.
+PRIMARY = "train"
 # Not for users: the model's file names the schema of its architecture here.
 SCHEMA_GROUP = "schema/model"
 _HEADER = "# @package _global_"
@@ -65,9 +67,9 @@ def search_path(user_dir: str | None) -> list[Path]:
     if not any((user / group).is_dir() for group in GROUPS):
         raise ConfigError(
             f"--config-dir={user_dir}: holds no directory named like a group: {', '.join(GROUPS)}"
-            f"\n  A file DIR/model/my.yaml, for example, is chosen with --config-dir=DIR model=my"
+            "\n  A file DIR/model/my.yaml, for example, is chosen with --config-dir=DIR model=my"
         )
-    return [config_dir(), user]
+    return [config_dir()] if user == config_dir() else [config_dir(), user]
 
 
 def warn_shadowed(directories: Sequence[Path]) -> None:
@@ -103,7 +105,7 @@ def check_defaults(
     """Raises ConfigError for a mistake in the defaults list of train.yaml, of a chosen file, or of one that these
     name in turn."""
     options = {**options, SCHEMA_GROUP: list(architectures())}
-    root = directories[0] / "train.yaml"
+    root = find(PRIMARY, directories)
     pending = list(choices.items())
     pending += filter(None, (_choice(entry, "", options, root) for entry in _defaults(root)))
     seen = set(pending)

@@ -60,27 +60,20 @@ def expand(arguments: Iterable[str]) -> list[list[str]]:
         try:
             override = parser.parse_override(argument)
         except HydraException:
-            axes.append([argument])  # parse() says what is wrong, or takes it as text
-            continue
-        if not override.is_sweep_override():
+            override = None  # parse() says what is wrong, or takes it as text
+        if override is None or not override.is_sweep_override():
             axes.append([argument])
             continue
         try:
             items = list(override.sweep_iterator())
         except HydraException:
-            raise ConfigError(
-                f"{argument}: this kind of sweep is not supported\n  List the values: {name}=a,b"
-            ) from None
-        is_text = name not in keys or keys[name].is_free_text
-        texts = (
-            item.text
-            if is_text and isinstance(item, QuotedString)
-            else Transformer.str(item)
-            if not is_text
-            else str(item)
-            for item in items
-        )
-        axes.append([f"{name}={text}" for text in texts])
+            problem = f"{argument}: this kind of sweep is not supported"
+            raise ConfigError(report([problem, f"List the values: {name}=a,b"])) from None
+        if name in keys and not keys[name].is_free_text:
+            values = [Transformer.str(item) for item in items]
+        else:
+            values = [item.text if isinstance(item, QuotedString) else str(item) for item in items]
+        axes.append([f"{name}={value}" for value in values])
     return [list(job) for job in itertools.product(*axes)]
 
 
@@ -89,7 +82,7 @@ def check_option(group: str, option: str, options: Sequence[str], place: str = "
     if option in options:
         return
     if "," in option or option.startswith(("[", "{")):
-        problem = "a group takes one option; to run several one after the other write -m " + f"{group}=a,b"
+        problem = f"a group takes one option; to run several one after the other write -m {group}=a,b"
     else:
         problem = "no such option" + did_you_mean(nearest(option, options))
     raise ConfigError(report([f"{group}={option}: {problem}", f"{group} has the options {', '.join(options)}"], place))
@@ -125,7 +118,7 @@ def _check_once(values: Mapping[str, Any], name: str, value: Any, written: Mappi
 
 def _typed(key: Key, raw: str) -> Any:
     """The value that `raw` stands for. Free text is taken as it is, so that a prompt may hold any character;
-    all else is read by Hydra's grammar, and what that cannot read stays text for check_value to refuse."""
+    all else is read by Hydra's grammar, and what that cannot read stays text for check_leaf to refuse."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 

@@ -100,7 +100,7 @@ def _write(directory: Path, cfg: Config, source: Source, key: str, hashes: FileH
     if tokenizer is None:
         logger.info("training a SentencePiece model of %d pieces", cfg.tokenizer.vocab_size)
         tokenizer = load_tokenizer(cfg.tokenizer, corpus=scan.sample)
-    splits = _write_splits(directory, source, scan, tokenizer, cfg)
+    splits = _write_splits(directory, _placed(source, scan.only, cfg.data.val_fraction), scan, tokenizer, cfg)
     for split, entry in splits.items():
         check_length(split, entry["tokens"], cfg.model.context, where)
     if _key(cfg, source, hashes) != key:
@@ -139,17 +139,17 @@ class _Scan:
     largest: float = 0.0
     text_hash: Any = field(default_factory=hashlib.sha256)
     sample: list[str] = field(default_factory=list)
+    only: str | None = None  # the text, where it is a single document
 
     def check_splits(self, where: str, val_fraction: float) -> None:
         """Raises DataError unless both splits have a document."""
         if self.n_documents == 0:
             raise DataError(f"{where}: no text ({self.n_empty} empty documents)")
-        if 0 < self.n_validation < self.n_documents:
+        if self.only is not None or 0 < self.n_validation < self.n_documents:
             return
         if self.smallest == self.largest:
             raise DataError(
-                f"{where}: only one document (a .txt file is one), and a document belongs whole to training or to "
-                "validation; split the text into several files, or into the lines of a .jsonl file"
+                f"{where}: all {self.n_documents} documents are the same text; nothing is left to validate on"
             )
         if self.n_validation == 0:
             split, bound, fraction = "validation", "at least", math.ceil(self.smallest * 1e4) / 1e4
@@ -166,6 +166,18 @@ def _split_position(text: bytes) -> float:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2**64
 
 
+def _placed(source: Source, only: str | None, val_fraction: float) -> Iterator[tuple[str, str]]:
+    """(split, text) of every document. A single document, such as one .txt file, is cut: its end validates."""
+    if only is not None:
+        cut = len(only) - max(1, round(val_fraction * len(only)))
+        cut = only.rfind("\n", 0, cut) + 1 or cut
+        yield from (("train", only[:cut]), ("validation", only[cut:]))
+        return
+    for text in source.documents():
+        if text:
+            yield "validation" if _split_position(text.encode()) < val_fraction else "train", text
+
+
 def _scan(source: Source, val_fraction: float, keep_sample: bool) -> _Scan:
     scan = _Scan()
     sample = _Sample(SAMPLE_CHARACTERS)
@@ -173,6 +185,7 @@ def _scan(source: Source, val_fraction: float, keep_sample: bool) -> _Scan:
         if not text:
             scan.n_empty += 1
             continue
+        scan.only = text if scan.n_documents == 0 else None
         data = text.encode()
         position = _split_position(data)
         scan.n_documents += 1
@@ -184,6 +197,9 @@ def _scan(source: Source, val_fraction: float, keep_sample: bool) -> _Scan:
         scan.text_hash.update(len(data).to_bytes(8, "little") + data)
         if keep_sample and position >= val_fraction:
             sample.add(text, position)
+    if keep_sample and scan.only is not None:
+        sample = _Sample(SAMPLE_CHARACTERS)
+        sample.add(next(_placed(source, scan.only, val_fraction))[1], 0.0)
     scan.sample = sample.texts()
     return scan
 
@@ -213,20 +229,19 @@ class _Sample:
 
 
 def _write_splits(
-    directory: Path, source: Source, scan: _Scan, tokenizer: Tokenizer, cfg: Config
+    directory: Path, placed: Iterable[tuple[str, str]], scan: _Scan, tokenizer: Tokenizer, cfg: Config
 ) -> dict[str, dict[str, Any]]:
     dtype = dtype_for(tokenizer.vocab_size)
     writers = {name: SplitWriter(directory, stem, dtype, cfg.data.shard_tokens) for name, stem in STEMS.items()}
     eos = np.array([tokenizer.eos])
     n_documents = n_bytes = 0
     start = reported = time.monotonic()
-    for texts in _batches(text for text in source.documents() if text):
-        for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
-            data = text.encode()
-            split = "validation" if _split_position(data) < cfg.data.val_fraction else "train"
-            writers[split].add(np.concatenate([ids, eos]), len(data))
-            n_bytes += len(data)
-        n_documents += len(texts)
+    for batch in _batches(placed):
+        for (split, text), ids in zip(batch, tokenizer.encode_batch([text for _, text in batch]), strict=True):
+            size = len(text.encode())
+            writers[split].add(np.concatenate([ids, eos]), size)
+            n_bytes += size
+        n_documents += len(batch)
         now = time.monotonic()
         if now - reported > PROGRESS_SECONDS:
             reported = now
@@ -240,11 +255,11 @@ def _write_splits(
     return {name: writer.finish() for name, writer in writers.items()}
 
 
-def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
-    batch: list[str] = []
+def _batches(placed: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    batch: list[tuple[str, str]] = []
     size = 0
-    for text in texts:
-        batch.append(text)
+    for split, text in placed:
+        batch.append((split, text))
         size += len(text)
         if size >= BATCH_CHARACTERS:
             yield batch

@@ -173,10 +173,8 @@ def test_out_is_written_once_and_never_over(cfg: Config, tmp_path: Path, capsys:
         verb.main(cfg, [])
 
 
-def one_document(cfg: Config) -> None:
-    write_corpus(Path(cfg.data.path or ""), ["only " * 1000], n_files=1)
-    for i in (1, 2):
-        Path(cfg.data.path or "", f"part{i}.jsonl").unlink()
+def one_text(cfg: Config) -> None:
+    write_corpus(Path(cfg.data.path or ""), ["again"] * 3)
 
 
 def no_text(cfg: Config) -> None:
@@ -200,7 +198,7 @@ def setting(**values: Any) -> Callable[[Config], None]:
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (one_document, "only one document.*split the text"),
+        (one_text, "all 3 documents are the same text"),
         (no_text, r"no text \(2 empty documents\)"),
         (last_line_broken, r"part2\.jsonl, line 21: no field 'text' \(there are: 'body'\)"),
         (setting(data__val_fraction=1e-4), r"none of 60 documents for validation; set data\.val_fraction to at least"),
@@ -220,6 +218,21 @@ def test_faults_leave_the_disk_as_it_was(
     with pytest.raises(DataError, match=message):
         open_dataset(cfg)
     assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_a_single_text_file(cfg: Config, tmp_path: Path, kind: str) -> None:
+    """Its end validates, and not a character is lost."""
+    text = "".join(f"line {i} of the only text\n" for i in range(400))
+    cfg.data.path = str(tmp_path / "book.txt")
+    Path(cfg.data.path).write_text(text)
+    cfg.data.val_fraction, cfg.model.context = 0.1, 16
+    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = kind, 300
+    data = open_dataset(cfg)
+    parts = [data.tokenizer.decode(split.row(0, len(split) - 1).tolist()) for split in (data.train, data.validation)]
+    assert "".join(parts) == text
+    assert parts[1].startswith("line ")
+    assert len(parts[1]) == pytest.approx(0.1 * len(text), abs=30)
 
 
 def test_suggested_val_fraction_works(cfg: Config) -> None:
