@@ -1,0 +1,50 @@
+"""Options that save memory or time must not change the run."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import arguments, numbers, train
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[int, tuple[float, float, float, int]]:
+    directory = tmp_path_factory.mktemp("plain")
+    train(arguments(directory, corpus, "train.steps=6"))
+    return numbers(directory / "runs/test")
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp"])
+def test_activation_checkpointing(
+    tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]], layout: str
+) -> None:
+    option = "train.activation_checkpointing=full"
+    train(arguments(tmp_path, corpus, "train.steps=6", option, f"parallel={layout}"))
+    recomputed = numbers(tmp_path / "runs/test")
+    assert recomputed.keys() == plain.keys()
+    for step, (loss, norm, _, _) in recomputed.items():
+        assert loss == plain[step][0]
+        assert norm == pytest.approx(plain[step][1], rel=1e-14)  # fsdp adds the squares in another order
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp"])
+def test_compile(tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]], layout: str) -> None:
+    options = ["train.compile=true", "train.activation_checkpointing=full", f"parallel={layout}"]
+    train(arguments(tmp_path, corpus, "train.steps=6", *options), ranks=1 if layout == "single" else 2)
+    compiled = numbers(tmp_path / "runs/test")
+    assert compiled.keys() == plain.keys()
+    for step, (loss, norm, _, _) in compiled.items():
+        assert loss == pytest.approx(plain[step][0], rel=1e-5)
+        assert norm == pytest.approx(plain[step][1], rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["single", "fsdp"])
+def test_bf16_is_close(
+    tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]], layout: str
+) -> None:
+    train(arguments(tmp_path, corpus, "train.steps=6", "train.precision=bf16", f"parallel={layout}"), ranks=1)
+    low = numbers(tmp_path / "runs/test")
+    assert low != plain
+    for step, (loss, _, _, _) in low.items():
+        assert loss == pytest.approx(plain[step][0], rel=5e-3)
