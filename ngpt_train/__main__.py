@@ -51,6 +51,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         return _run(arguments)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except Exception as error:
         # Errors that name their exit code are addressed to the user; anything else is ours, with its traceback.
         code = getattr(error, "exit_code", None)

@@ -215,7 +215,8 @@ class ParallelConfig:
 
     kind: str = key(
         AUTO,
-        "single: one process; ddp: a replica per rank; fsdp: parameters sharded (FSDP2). auto: single on one process, else fsdp on GPUs and ddp on CPUs.",
+        "single: one process; ddp: a replica per rank; fsdp: parameters sharded (FSDP2). "
+        "auto: single on one process, else fsdp on GPUs and ddp on CPUs.",
         choices=(AUTO, "single", "ddp", "fsdp"),
     )
     timeout: float = key(600.0, "Seconds that a rank waits for the others before it gives up.", above=0)

@@ -13,6 +13,8 @@ from ngpt_train.config import check_resume, read_yaml, write_yaml
 from ngpt_train.config.schema import AUTO, Config, ConfigError, DataError
 from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints, write_json
 
+_LEFT_BY_A_KILLED_START = ("lock", "run.json", ".run.json.partial", "config.yaml.partial")
+
 
 class RunDirectory:
     """`<run.root>/<run.name>` of a config whose name is resolved."""
@@ -37,7 +39,7 @@ class RunDirectory:
         is in use, holds something else, another run, or a run on other data.
         """
         name = f"run.name={config.run.name}"
-        if not self.path.exists() or not any(self.path.iterdir()):
+        if not self.used and not self._foreign():
             return _nothing_found(config, self.checkpoints)
         if not self.used:
             raise ConfigError(
@@ -90,6 +92,12 @@ class RunDirectory:
         write_json(self.path / "exit.json", {"code": code, "reason": reason, "step": step})
         if self._lock is not None:
             self._lock.close()  # the kernel drops the lock with it
+
+    def _foreign(self) -> list[str]:
+        """What lies here and is not what a start that was killed at once leaves behind."""
+        if not self.path.exists():
+            return []
+        return [entry.name for entry in self.path.iterdir() if entry.name not in _LEFT_BY_A_KILLED_START]
 
     def _locked(self) -> bool:
         try:

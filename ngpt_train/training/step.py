@@ -22,7 +22,7 @@ class StepResult(NamedTuple):
     loss: Tensor  # mean cross-entropy in nats over all valid targets of the step, before it
     grad_norm: Tensor  # before clipping
     n_tokens: Tensor  # valid targets of the step, over all ranks
-    skipped: Tensor  # True where a gradient was not finite and nothing was changed
+    skipped: Tensor  # True where a gradient was not finite and weights and moments were left alone
     lr: float
 
 

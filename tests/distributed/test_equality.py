@@ -28,7 +28,7 @@ def launch(out: Path, name: str, ranks: int, parallel: str, accumulation: int) -
         check=False,
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=600,
     )
     assert finished.returncode == 0, finished.stderr[-4000:]
     return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]

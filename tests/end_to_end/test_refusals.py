@@ -84,6 +84,13 @@ def test_directory_of_something_else(directory: Path, corpus: Path, capsys: pyte
         assert "not the directory of a run" in message
 
 
+def test_start_that_was_killed_at_once(directory: Path, corpus: Path) -> None:
+    (directory / "runs/new").mkdir()
+    for name in ("lock", "run.json"):
+        (directory / "runs/new" / name).touch()
+    assert main(["train", *arguments(directory, corpus, "train.steps=1", "run.name=new")]) == 0
+
+
 def test_resume_never_and_must(directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "run.overwrite=true" in refused(directory, corpus, capsys, 2, "run.resume=never")
     assert "no checkpoint" in refused(directory, corpus, capsys, 3, "run.resume=must", "run.name=new")
