@@ -1,6 +1,9 @@
 """The group of processes that train together, and the device of this one."""
 
+import atexit
+import functools
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -92,7 +95,18 @@ def join_world(config: Config) -> World:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     if not dist.is_initialized():
         return World(rank=0, size=1, local_rank=0, device=device)
+    _settle_at_exit()
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    """Lets gloo's threads finish before the interpreter takes the process group down.
+
+    The destructor joins them while it holds the interpreter's lock, and one that is still letting go of
+    the tensors of the last collective waits for that lock: without a pause the process sometimes hangs.
+    """
+    atexit.register(time.sleep, 0.5)
 
 
 def resolve_device(device: str, local_rank: int) -> torch.device:

@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from ngpt_train.config import write_yaml
 from ngpt_train.config.schema import AUTO, Config, DataError
 from ngpt_train.data import Dataset, LoaderState, TrainLoader, open_dataset, write_tokenizer
@@ -43,8 +41,6 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         start = describe_start(state, data)
         world.on_main(lambda: run.open(config, start))
         train_in(run, state, loader, validation, data, start, last)
-    if dist.is_initialized():
-        dist.destroy_process_group()
     return 0
 
 

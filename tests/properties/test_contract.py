@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ngpt_train.config.schema import ConfigError, DataError, GPTConfig, NGPTConfig
 from ngpt_train.models import build_model, export_weights, load_weights
 from tests.properties.architectures import ARCHITECTURES, SMALL, Size, config, jittered, random_batch, shapes
+from tests.reference.ngpt import initial_vector
 
 GROUPED = Size(d_model=24, n_layers=3, n_heads=6, vocab_size=31, n_kv_heads=2, d_mlp=50)
 
@@ -30,6 +31,29 @@ def test_initial_loss(name: str) -> None:
         loss, n_tokens = model.loss(tokens, targets)
     assert variance > 1e-3
     assert loss.item() / n_tokens == pytest.approx(math.log(size.vocab_size) + variance / 2, abs=0.05)
+
+
+@architectures
+def test_initial_weights(name: str) -> None:
+    """GPT: N(0, 0.02), what writes into the residual stream 1 / sqrt(2 L) of it; nGPT: any direction."""
+    size = Size(d_model=128, n_layers=4, n_heads=4, vocab_size=512, n_kv_heads=4, d_mlp=512)
+    weights = export_weights(build_model(config(ARCHITECTURES[name], size)))
+    for key, x in weights.items():
+        if x.ndim == 1:
+            expected = initial_vector(key, size.d_model) if name == "ngpt" else 1.0
+            assert x.unique().tolist() == pytest.approx([expected], rel=1e-6), key
+            continue
+        if name == "ngpt":
+            expected = size.d_model**-0.5
+        else:
+            expected = 0.02 * (2 * size.n_layers) ** -0.5 if key.endswith((".wo", ".w_down")) else 0.02
+        assert x.std().item() == pytest.approx(expected, rel=0.03), key
+        assert abs(x.mean().item()) < 0.03 * expected, key
+    flat = [x.flatten()[:1000] for x in weights.values() if x.ndim == 2]
+    assert torch.corrcoef(torch.stack(flat)).fill_diagonal_(0).abs().max() < 0.2, "matrices drawn alike"
+    same, other = (export_weights(build_model(config(ARCHITECTURES[name], size), seed)) for seed in (0, 1))
+    assert all(torch.equal(same[key], x) for key, x in weights.items())
+    assert not any(torch.equal(other[key], x) for key, x in weights.items() if x.ndim == 2)
 
 
 @architectures

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from ngpt_train.models import build_model, export_weights, load_weights
-from tests.properties.architectures import ARCHITECTURES, SMALL, config, jittered, random_batch
-from tests.reference.ngpt import initial_vector
+from ngpt_train.models import load_weights
+from tests.properties.architectures import ARCHITECTURES, SMALL, jittered, random_batch
 
 
 @pytest.mark.parametrize("name", ["wq", "wk", "wo", "w_u", "w_down", "s_u", "wv"])
@@ -32,10 +31,3 @@ def change_of_logits(name: str, factor: float) -> float:
         before = model(tokens)
         load_weights(model, {key: x * factor if key.split(".")[-1] == name else x for key, x in weights.items()})
         return ((model(tokens) - before).abs().max() / before.abs().max()).item()
-
-
-def test_initial_vectors() -> None:
-    """Stored at s_scale, which is 1 for s_u and s_v and 1/sqrt(d_model) for the others."""
-    for key, x in export_weights(build_model(config(ARCHITECTURES["ngpt"], SMALL))).items():
-        if x.ndim == 1:
-            assert x.unique().tolist() == pytest.approx([initial_vector(key, SMALL.d_model)], rel=1e-6), key
