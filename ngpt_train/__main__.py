@@ -12,11 +12,9 @@ import os
 import signal
 import subprocess
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import NoReturn
 
 from ngpt_train.config import ConfigError, check, load_config, to_yaml
 
@@ -193,26 +191,5 @@ def _unknown_verb(verb: str) -> str:
     return f"{verb}: {problem}\n  Verbs: {', '.join(VERBS)}"
 
 
-def run() -> NoReturn:
-    """The process of the command line: `main`, then the exit with its code.
-
-    Where there is a process group the exit skips the destructors: gloo's joins threads while it holds the
-    interpreter's lock, one of them may be waiting for that lock, and the finished process would hang.
-    """
-    code = 1
-    try:
-        code = main()
-    except SystemExit as request:
-        code = request.code if isinstance(request.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
-        os._exit(code)
-    sys.exit(code)
-
-
 if __name__ == "__main__":
-    run()
+    sys.exit(main())

@@ -1,6 +1,6 @@
 """Processes, devices, and how a single-device model is spread over them."""
 
-from ngpt_train.distributed.parallelize import parallelize, resolve_kind, resolve_precision
+from ngpt_train.distributed.layouts import parallelize, resolve_kind, resolve_precision
 from ngpt_train.distributed.world import World, join_world
 
 __all__ = ["World", "join_world", "parallelize", "resolve_kind", "resolve_precision"]

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.distributed.parallelize import vectors
+from ngpt_train.distributed.layouts import vectors
 from ngpt_train.distributed.world import World
 
 

@@ -9,10 +9,11 @@ from ngpt_train.models import Decoder
 
 
 @torch.no_grad()
-def generate(model: Decoder, prompt: Tensor, config: GenerateConfig, eos: int) -> Tensor:
+def generate(model: Decoder, prompt: Tensor, config: GenerateConfig, eos: int, vocab_size: int) -> Tensor:
     """The tokens that `model` continues `prompt` with, `(n,)` int64, n <= max_new_tokens, up to eos.
 
     prompt: `(T,)` int64, T >= 1, on the model's device. The model sees the last `context` tokens.
+    vocab_size: of the tokenizer; the model's may be padded beyond it.
     The same seed gives the same text.
     """
     model.eval()
@@ -20,7 +21,7 @@ def generate(model: Decoder, prompt: Tensor, config: GenerateConfig, eos: int) -
     generator = torch.Generator().manual_seed(config.seed)
     tokens = prompt
     for _ in range(config.max_new_tokens):
-        logits = model(tokens[None, -model.config.context :])[0, -1]
+        logits = model(tokens[None, -model.config.context :])[0, -1, :vocab_size]
         token = sample(logits.cpu(), config, generator)
         if token == eos:
             break

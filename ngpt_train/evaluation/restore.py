@@ -9,7 +9,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.data import Tokenizer, read_tokenizer
 from ngpt_train.distributed import World, resolve_precision
 from ngpt_train.models import Decoder, build_model
-from ngpt_train.training.checkpoint import find_checkpoint, load_model, step_of
+from ngpt_train.training.checkpoint import find_checkpoint, load_model
 
 
 @dataclass(frozen=True)
@@ -35,4 +35,5 @@ def restore(key: str, value: str | None, precision: str, world: World) -> Restor
     model.compute_dtype = resolve_precision(precision, world.device.type)
     load_model(path, model, world)
     tokenizer = read_tokenizer(path, json.loads((path / "tokenizer.json").read_text()))
-    return Restored(path, step_of(path), config, model, tokenizer)
+    step = json.loads((path / "state.json").read_text())["step"]  # the directory may have been renamed
+    return Restored(path, step, config, model, tokenizer)

@@ -12,6 +12,7 @@ leaves the previous one. It can be read on any number of ranks and with any layo
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -33,9 +34,12 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from ngpt_train.config.atomic import sync, write_atomically
 from ngpt_train.config.schema import DataError
 from ngpt_train.distributed import World
 from ngpt_train.training.state import TrainState
+
+logger = logging.getLogger(__name__)
 
 MANIFEST = "MANIFEST.json"
 _NAME = re.compile(r"step_(\d{8,})")
@@ -59,27 +63,36 @@ class Checkpoints:
         """
         final = self.directory / f"step_{state.step:08d}"
         work = self.directory / f"{_UNFINISHED}{final.name}"
-        problem = None
+        problem: str | None = None
+        sums: dict[str, dict[str, Any]] = {}
         try:
-            self.world.on_main(lambda: _make_empty(work))
-            model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
-            # Every file is fsynced by the writer.
-            writer = dcp.FileSystemWriter(work, sync_files=True)
-            with _quiet():
-                dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer, no_dist=_no_dist())
-            progress = {"step": state.step, "tokens": int(state.tokens), "data": dict(position)}
-            if self.world.is_main:
-                write_json(work / "state.json", progress)
-                add_files(work)
+            self._write(work, state, position, add_files)
+            sums = self._checksums(work)
         except (Exception, CheckpointException) as error:  # the latter is no Exception
-            problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        problems = [one for one in self.world.gather(problem) if one]
-        if problems:
+            problem = _describe_error(error)
+        outcomes = self.world.gather((problem, sums))
+        problem = next((one for one, _ in outcomes if one), None)
+        if problem is None:
+            files = {name: entry for _, part in outcomes for name, entry in part.items()}
+            problem = self.world.on_main(lambda: self._commit(work, final, files))
+        if problem is not None:
             self.world.on_main(lambda: shutil.rmtree(work, ignore_errors=True))
-            raise DataError(f"The checkpoint {final} could not be written: {problems[0]}")
-        sums = self.world.gather(self._checksums(work))
-        self.world.on_main(lambda: self._commit(work, final, {k: v for part in sums for k, v in part.items()}))
+            raise DataError(f"The checkpoint {final} could not be written: {problem}.")
+        self.world.on_main(self._prune)
         return final
+
+    def _write(
+        self, work: Path, state: TrainState, position: Mapping[str, Any], add_files: Callable[[Path], None]
+    ) -> None:
+        self.world.on_main(lambda: _make_empty(work))
+        model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
+        writer = dcp.FileSystemWriter(work, sync_files=True)  # every file is fsynced
+        with _quiet():
+            dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer, no_dist=_no_dist())
+        if self.world.is_main:
+            progress = {"step": state.step, "tokens": int(state.tokens), "data": dict(position)}
+            write_json(work / "state.json", progress)
+            add_files(work)
 
     def _checksums(self, work: Path) -> dict[str, dict[str, Any]]:
         """Size and sha256 of the files this rank wrote; rank 0 has those that belong to all as well."""
@@ -88,30 +101,32 @@ class Checkpoints:
         mine = [name for name in names if name.startswith(own) or (self.world.is_main and not name.startswith("__"))]
         return {name: _describe(work / name) for name in mine}
 
-    def _commit(self, work: Path, final: Path, files: dict[str, dict[str, Any]]) -> None:
-        for name in files:
-            _sync(work / name)
-        write_json(work / MANIFEST, {"format": 1, "files": dict(sorted(files.items()))})
-        if final.exists():  # saved before a resume from an older one
-            self._remove(final)
-        os.rename(work, final)
-        _sync(self.directory)
-        self.prune()
+    def _commit(self, work: Path, final: Path, files: dict[str, dict[str, Any]]) -> str | None:
+        """Makes `work` the checkpoint `final`; returns what went wrong, if anything."""
+        try:
+            for name in files:
+                sync(work / name)
+            write_json(work / MANIFEST, {"format": 1, "files": dict(sorted(files.items()))})
+            if final.exists():  # saved before a resume from an older one
+                os.rename(final, final.with_name(f"{_UNFINISHED}replaced-{final.name}"))
+            os.rename(work, final)
+            sync(self.directory)
+        except OSError as error:
+            return _describe_error(error)
+        return None
 
-    def prune(self) -> None:
-        """Deletes what keep_last and keep_every do not keep, and what killed processes left; rank 0 only."""
+    def _prune(self) -> None:
+        """Deletes what keep_last and keep_every do not keep, and what killed processes left."""
         steps = {step_of(path): path for path in list_checkpoints(self.directory)}
-        for step in sorted(steps)[: -self.keep_last]:
-            if self.keep_every is None or step % self.keep_every:
-                self._remove(steps[step])
-        for leftover in self.directory.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(leftover)
-
-    def _remove(self, path: Path) -> None:
-        # Renamed first: a kill while deleting must not leave half a checkpoint under a good name.
-        doomed = path.with_name(f"{_UNFINISHED}deleting-{path.name}")
-        os.rename(path, doomed)
-        shutil.rmtree(doomed)
+        try:
+            for step in sorted(steps)[: -self.keep_last]:
+                if self.keep_every is None or step % self.keep_every:
+                    # Renamed first: a kill while deleting must not leave half a checkpoint under a good name.
+                    os.rename(steps[step], steps[step].with_name(f"{_UNFINISHED}deleting-{steps[step].name}"))
+            for leftover in self.directory.glob(f"{_UNFINISHED}*"):
+                shutil.rmtree(leftover)
+        except OSError as error:
+            logger.warning("old checkpoints in %s could not be deleted: %s", self.directory, error)
 
 
 _OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -150,7 +165,7 @@ def find_checkpoint(key: str, value: str | None) -> Path:
 
 def verify(checkpoint: Path, world: World) -> None:
     """Compares every file with the manifest, the work shared by the ranks; raises DataError on every rank."""
-    files = json.loads((checkpoint / MANIFEST).read_text())["files"]
+    files = read_json(checkpoint / MANIFEST)["files"]
     problems = []
     for index, (name, expected) in enumerate(files.items()):
         if index % world.size == world.rank:
@@ -177,7 +192,7 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     with _quiet():
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
     set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_OPTIONS)
-    progress = json.loads((checkpoint / "state.json").read_text())
+    progress = read_json(checkpoint / "state.json")
     state.step = progress["step"]
     state.tokens.fill_(progress["tokens"])
     return progress["data"]
@@ -194,18 +209,26 @@ def load_model(checkpoint: Path, model: nn.Module, world: World) -> None:
 
 def write_json(path: Path, content: Any) -> None:
     """Writes JSON so that the file is the old one or the new one, never half of it."""
-    partial = path.with_name(f".{path.name}.partial")
-    with partial.open("w") as file:
-        json.dump(content, file, indent=2)
-        file.write("\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
-    _sync(path.parent)
+    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote; raises DataError where it is missing or damaged."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} is missing or damaged: {error}") from None
 
 
 def _no_dist() -> bool:
     return not dist.is_initialized()
+
+
+def _describe_error(error: BaseException) -> str:
+    """One line; of what failed on several ranks the first."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @contextmanager
@@ -225,11 +248,3 @@ def _describe(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
-
-
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -26,7 +26,7 @@ def explain_out_of_memory(micro_rows: int) -> Iterator[None]:
     """Turns torch's out-of-memory errors, on GPUs and on CPUs, into one that says what to change."""
     try:
         yield
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError
         text = str(error)
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in text:
             raise

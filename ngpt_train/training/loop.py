@@ -52,7 +52,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     OutOfMemoryError, and DataError if the last checkpoint could not be written.
     """
     config, world = state.config, state.world
-    last = min(config.train.stop_at or config.train.steps, config.train.steps)
+    last = config.train.stop_at or config.train.steps
     skipped = torch.zeros((), dtype=torch.int64, device=world.device)  # since the last record
     skipped_in_a_row = torch.zeros_like(skipped)
 
@@ -66,11 +66,14 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 sink.message(f"warning: {error} Training goes on; the next checkpoint is tried as planned.")
 
     def evaluate() -> None:
-        record = {"kind": "eval", "step": state.step, "tokens": int(state.tokens), **parts.evaluate(state)}
+        with explain_out_of_memory(state.micro_rows):
+            metrics = parts.evaluate(state)
+        record = {"kind": "eval", "step": state.step, "tokens": int(state.tokens), **metrics}
         for sink in parts.sinks:
             sink.log(record)
 
-    if state.step == 0 or _due(state.step, config.eval.every):
+    # A run that was stopped between its last save and its evaluation has only the latter left to do.
+    if state.step == 0 or state.step >= last or _due(state.step, config.eval.every):
         evaluate()
     while state.step < last:
         started = time.perf_counter()
@@ -100,23 +103,30 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             for sink in parts.sinks:
                 sink.log(record)
             skipped.zero_()
-            if int(skipped_in_a_row) >= MAX_SKIPPED_IN_A_ROW:
-                raise NumericalError(
-                    f"{int(skipped_in_a_row)} steps in a row, up to step {state.step}, had a gradient that is not "
-                    f"finite; nothing was changed by them. Resume from the last checkpoint with a lower optim.lr "
-                    f"(it is {config.optim.lr}), or look at the data after step {state.step}."
-                )
         parts.after_step()
         reason = stop.reason
         stopping = world.any(reason is not None)
         ending = stopping or state.step == last
-        if ending or _due(state.step, config.checkpoint.every):
+        saving = ending or _due(state.step, config.checkpoint.every)
+        if logging or saving:
+            check_finite(state, int(skipped_in_a_row))
+        if saving:
             save(position, must=ending)
-        if stopping:
-            return reason or "stopped by another rank"
+        if stopping and state.step < last:
+            return next(one for one in world.gather(reason) if one)
         if _due(state.step, config.eval.every) or state.step == last:
             evaluate()
     return None
+
+
+def check_finite(state: TrainState, skipped_in_a_row: int) -> None:
+    """Raises NumericalError after too many steps in a row without a finite gradient."""
+    if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        raise NumericalError(
+            f"{skipped_in_a_row} steps in a row, up to step {state.step}, had a gradient that is not finite and were "
+            f"skipped. Start a new run from the last checkpoint (run.init_from=... run.name=...) with a lower optim.lr "
+            f"(it is {state.config.optim.lr}), or look at the data after step {state.step - skipped_in_a_row}."
+        )
 
 
 def _due(step: int, every: int) -> bool:

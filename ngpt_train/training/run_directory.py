@@ -4,16 +4,24 @@ config.yaml  run.json  metrics.jsonl  curves.png  checkpoints/  logs/  exit.json
 """
 
 import fcntl
-import json
+import logging
 import shutil
 from pathlib import Path
 from typing import IO, Any
 
 from ngpt_train.config import check_resume, read_yaml, write_yaml
 from ngpt_train.config.schema import AUTO, Config, ConfigError, DataError
-from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints, write_json
+from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints, read_json, write_json
 
-_LEFT_BY_A_KILLED_START = ("lock", "run.json", ".run.json.partial", "config.yaml.partial")
+logger = logging.getLogger(__name__)
+
+DONE = "done"  # the reason in exit.json of a run that came to its planned end
+_LEFT_BY_A_KILLED_START = ("lock", "run.json", ".run.json.partial", ".config.yaml.partial")
+# What run.overwrite deletes, in this order: config.yaml, which makes it a run's directory, goes last.
+_OURS = (
+    *("checkpoints", "metrics.jsonl", "curves.png", "logs", "wandb", "wandb_id", "tensorboard", "profile"),
+    *("exit.json", "run.json", "config.yaml"),
+)
 
 
 class RunDirectory:
@@ -30,7 +38,13 @@ class RunDirectory:
     @property
     def used(self) -> bool:
         """True where a run was here before."""
-        return (self.path / "config.yaml").is_file()
+        return (self.path / "config.yaml").is_file() and (self.path / "run.json").is_file()
+
+    @property
+    def done(self) -> bool:
+        """True where the last start came to its planned end."""
+        end = self.path / "exit.json"
+        return end.is_file() and read_json(end)["reason"] == DONE
 
     def check(self, config: Config, fingerprint: str | None = None) -> Path | None:
         """Whether `config` may use the directory; reads only. Returns the checkpoint to continue from, if any.
@@ -50,6 +64,7 @@ class RunDirectory:
                 f"{name}: a running process is training in {self.path}. "
                 "Wait for it, stop it, or choose another run.name."
             )
+        stored = read_yaml(self.path / "config.yaml")
         if config.run.overwrite:
             return _nothing_found(config, self.checkpoints)
         if config.run.resume == "never":
@@ -57,7 +72,7 @@ class RunDirectory:
                 f"run.resume=never: {self.path} holds a run. Choose another run.name, "
                 "or run.overwrite=true to delete it."
             )
-        check_resume(read_yaml(self.path / "config.yaml"), config)
+        check_resume(stored, config)
         if fingerprint is not None and fingerprint != self._last_start()["data_fingerprint"]:
             raise DataError(
                 f"{name}: the data is not what this run was trained on (fingerprint {fingerprint[:12]} instead of "
@@ -67,29 +82,49 @@ class RunDirectory:
         found = list_checkpoints(self.checkpoints)
         return found[-1] if found else _nothing_found(config, self.checkpoints)
 
-    def open(self, config: Config, start: dict[str, Any]) -> None:
+    def open(self, config: Config, start: dict[str, Any], checkpoint: Path | None) -> None:
         """Takes the directory for this process and writes config.yaml and run.json; after `check`, on rank 0.
 
-        `start` describes this start: versions, device, world size, fingerprints.
+        `start` describes this start: versions, device, world size, fingerprints; `checkpoint` is what
+        `check` returned. Raises ConfigError where the directory cannot be written, or was used since.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        self._lock = (self.path / "lock").open("w")
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = (self.path / "lock").open("w")
+        except OSError as error:
+            raise ConfigError(
+                f"run.root={config.run.root}: {self.path} cannot be written "
+                f"({error.strerror}). Choose another run.root."
+            ) from None
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigError(f"run.name={config.run.name}: another process has just started in {self.path}.") from None
-        if config.run.overwrite and self.used:
-            for entry in self.path.iterdir():
-                if entry.name != "lock":
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+        except OSError as error:
+            logger.warning("%s has no file locks (%s): nothing keeps a second process out", self.path, error.strerror)
+        if config.run.overwrite:
+            self._delete()
+        elif list_checkpoints(self.checkpoints)[-1:] != ([checkpoint] if checkpoint else []):
+            raise ConfigError(f"run.name={config.run.name}: another process has trained in {self.path}; start again.")
         starts = self._starts() if self.used else []
         write_json(self.path / "run.json", {"starts": [*starts, start]})
         (self.path / "exit.json").unlink(missing_ok=True)
         write_yaml(config, self.path / "config.yaml")
 
+    def _delete(self) -> None:
+        for name in _OURS:
+            entry = self.path / name
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink(missing_ok=True)
+
     def finish(self, code: int, reason: str, step: int) -> None:
-        """Writes how the run ended, where torchrun's exit code would hide it, and gives the directory up."""
+        """Writes how the run ended, where torchrun's exit code would hide it."""
         write_json(self.path / "exit.json", {"code": code, "reason": reason, "step": step})
+
+    def release(self) -> None:
+        """Gives the directory up."""
         if self._lock is not None:
             self._lock.close()  # the kernel drops the lock with it
 
@@ -108,10 +143,12 @@ class RunDirectory:
             return False
         except BlockingIOError:
             return True
+        except OSError:  # no locks on this file system; `open` says so
+            return False
         return False
 
     def _starts(self) -> list[dict[str, Any]]:
-        return json.loads((self.path / "run.json").read_text())["starts"]
+        return read_json(self.path / "run.json")["starts"]
 
     def _last_start(self) -> dict[str, Any]:
         return self._starts()[-1]

@@ -10,6 +10,7 @@ from ngpt_train.distributed import World, join_world, parallelize
 from ngpt_train.models import Decoder
 from ngpt_train.optim import build_optimizer
 from ngpt_train.training.batch import resolve_micro_rows
+from ngpt_train.training.guards import explain_out_of_memory
 
 
 @dataclass
@@ -35,7 +36,8 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
     world = world or join_world(config)
     assert config.train.batch_rows is not None  # load_config fills it from batch_tokens
     micro_rows = resolve_micro_rows(config.train.batch_rows, config.train.micro_rows, config.model.context, world.size)
-    model, forward = parallelize(config, world, micro_rows)
+    with explain_out_of_memory(micro_rows):
+        model, forward = parallelize(config, world, micro_rows)
     optimizer = build_optimizer(model, model.parameter_groups(), config.optim)
     tokens = torch.zeros((), dtype=torch.int64, device=world.device)
     return TrainState(config, world, model, forward, optimizer, micro_rows, step=0, tokens=tokens)

@@ -34,16 +34,16 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
     number of ranks changes it.
     """
     world, config = state.world, state.config
-    batches = [[part.to(world.device, non_blocking=True) for part in batch] for batch in micro_batches]
+    batches = [[to_device(part, world.device) for part in batch] for batch in micro_batches]
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, *_ in batches])
     n_tokens = world.sum_(counts.sum())
     # DDP and FSDP2 average gradients over ranks where the step's loss is a sum over them.
-    share = world.size / n_tokens.clamp(min=1)
+    share = world.size / n_tokens.clamp(min=1).to(torch.float64)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for index, batch in enumerate(batches):
         with accumulating(state, last=index == len(batches) - 1):
             micro_loss, _ = state.forward(*batch)
-            (micro_loss * share).backward()
+            (micro_loss * share.to(micro_loss.dtype)).backward()
         loss_sum += micro_loss.detach()
     loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)
 
@@ -56,6 +56,13 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
     state.step += 1
     state.tokens += n_tokens
     return StepResult(loss, grad_norm, n_tokens, skipped, lr)
+
+
+def to_device(part: Tensor, device: torch.device) -> Tensor:
+    """A copy to a GPU leaves from pinned memory, else the host would wait for it."""
+    if device.type == "cuda" and part.device.type == "cpu":
+        part = part.pin_memory()
+    return part.to(device, non_blocking=True)
 
 
 def accumulating(state: TrainState, last: bool) -> AbstractContextManager:

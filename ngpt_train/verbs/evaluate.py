@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 from ngpt_train.config.schema import Config, DataError
 from ngpt_train.data import open_dataset
@@ -18,31 +20,35 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     """
     world = join_world(config)
     restored = restore("evaluate.checkpoint", config.evaluate.checkpoint, config.train.precision, world)
-    named = any(override.split("=")[0].split(".")[0] == "data" for override in overrides)
+    given = {override.split("=")[0].strip() for override in overrides}
+    # Other text is named by these; any other key of data.* changes how the run's own is read.
+    other_text = given & {"data", "data.kind", "data.path", "experiment"}
+    data = config.data if other_text else replace(restored.config.data, **named(config.data, "data", given))
+    rows = config.eval.rows if "eval.rows" in given else restored.config.eval.rows
     model_file = restored.path / "tokenizer.model"
     data_config = replace(
         config,
         model=restored.config.model,
-        data=config.data if named else restored.config.data,
+        data=data,
         tokenizer=replace(
             restored.config.tokenizer,
             kind=restored.tokenizer.kind,
             path=str(model_file) if model_file.is_file() else None,
         ),
     )
-    data = open_dataset(data_config)
-    if data.tokenizer.fingerprint != restored.tokenizer.fingerprint:
+    dataset = open_dataset(data_config)
+    if dataset.tokenizer.fingerprint != restored.tokenizer.fingerprint:
         raise DataError(
             f"evaluate.checkpoint={config.evaluate.checkpoint}: the model was trained with the tokenizer "
-            f"{restored.tokenizer.name}, the tokens at {data.path} were made with {data.tokenizer.name}. "
+            f"{restored.tokenizer.name}, the tokens at {dataset.path} were made with {dataset.tokenizer.name}. "
             "Prepare the text with the model's tokenizer (tokenizer.path=CHECKPOINT/tokenizer.model)."
         )
-    validation = Validation(data.validation, data.tokenizer.n_bytes, restored.config.model.context, config.eval.rows)
+    validation = Validation(dataset.validation, dataset.tokenizer.n_bytes, restored.config.model.context, rows)
     result = {
         "checkpoint": str(restored.path),
         "step": restored.step,
-        "data": data_config.data.path or data_config.data.kind,
-        "data_fingerprint": data.fingerprint,
+        "data": data.path or data.kind,
+        "data_fingerprint": dataset.fingerprint,
         "rows": len(validation.rows),
         **validation(restored.model, world),
     }
@@ -52,7 +58,10 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             f"ppl {result['ppl']:.4f}  bits/byte {result['bits_per_byte']:.6f}"
         )
         if config.evaluate.out:
-            from pathlib import Path
-
             write_json(Path(config.evaluate.out), result)
     return 0
+
+
+def named(section: Any, name: str, given: set[str]) -> dict[str, Any]:
+    """The keys of a config section that the command line sets, with their values."""
+    return {key: value for key, value in vars(section).items() if f"{name}.{key}" in given}

@@ -20,6 +20,6 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     # A document starts after the end of the one before it.
     prompt = [tokenizer.eos, *tokenizer.encode_batch([config.generate.prompt])[0].tolist()]
     tokens = torch.tensor(prompt, device=world.device)
-    new = generate(restored.model, tokens, config.generate, tokenizer.eos)
+    new = generate(restored.model, tokens, config.generate, tokenizer.eos, tokenizer.vocab_size)
     print(tokenizer.decode([*prompt[1:], *new.tolist()]))
     return 0

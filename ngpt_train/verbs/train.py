@@ -1,9 +1,12 @@
 """`train`: from a config to a finished, or cleanly interrupted, run directory."""
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from ngpt_train.config import write_yaml
 from ngpt_train.config.schema import AUTO, Config, DataError
@@ -18,29 +21,35 @@ from ngpt_train.training.checkpoint import Checkpoints, load_model, load_state, 
 from ngpt_train.training.loop import Parts, Position, train
 from ngpt_train.training.profile import profiled
 from ngpt_train.training.provenance import describe_start
-from ngpt_train.training.run_directory import RunDirectory, initial_checkpoint
+from ngpt_train.training.run_directory import DONE, RunDirectory, initial_checkpoint
 from ngpt_train.training.signals import StopRequest
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Returns 0 when the run is done, or was interrupted and saved; raises what the exit codes stand for."""
+    stop = StopRequest(config.run.max_time)  # the limit is of the job, and preparing is part of it
     run = RunDirectory(config)
-    run.check(config)  # before anything slow; reads only
-    initial_checkpoint(config)
+    if run.check(config) is None:  # before anything slow; reads only
+        initial_checkpoint(config)
     data = open_dataset(config)
     config = with_vocabulary(config, data)
     world = join_world(config)
+    if len(set(world.gather(data.fingerprint))) > 1:
+        raise DataError(
+            "data: the ranks have read different data (another Python, other files, another cache?). Prepare it once "
+            "with `prepare` where all nodes see it, and use data=tokens data.path=DIRECTORY."
+        )
     checkpoint = world.on_main(lambda: run.check(config, data.fingerprint))
-    last = min(config.train.stop_at or config.train.steps, config.train.steps)
-    if checkpoint and step_of(checkpoint) >= last:
+    last = config.train.stop_at or config.train.steps
+    if checkpoint and step_of(checkpoint) >= last and run.done:
         if world.is_main:
             print(f"{run.path}: nothing to do, the run is at step {step_of(checkpoint)} of {last} already.")
-    else:
-        state, loader = prepare_state(config, world, data, checkpoint)
-        validation = Validation(data.validation, data.tokenizer.n_bytes, config.model.context, config.eval.rows)
-        start = describe_start(state, data)
-        world.on_main(lambda: run.open(config, start))
-        train_in(run, state, loader, validation, data, start, last)
+        return 0
+    state, loader = prepare_state(config, world, data, checkpoint)
+    validation = Validation(data.validation, data.tokenizer.n_bytes, config.model.context, config.eval.rows)
+    start = world.on_main(lambda: describe_start(state, data))
+    world.on_main(lambda: run.open(config, start, checkpoint))
+    train_in(run, state, loader, validation, data, start, stop)
     return 0
 
 
@@ -63,10 +72,9 @@ def prepare_state(
     """The state and the data at the checkpoint, at run.init_from, or at the very start."""
     state = build_state(config, world)
     position: LoaderState | None = None
-    initial = initial_checkpoint(config)
     if checkpoint:
         position = LoaderState(rows=load_state(checkpoint, state)["rows"])
-    elif initial:
+    elif initial := initial_checkpoint(config):
         load_model(initial, state.model, world)
         state.model.project_()
     loader = TrainLoader(
@@ -89,13 +97,14 @@ def train_in(
     validation: Validation,
     data: Dataset,
     start: dict[str, Any],
-    last: int,
+    stop: StopRequest,
 ) -> None:
     """Trains in the directory that rank 0 has opened, and closes it whatever happens."""
     config, world = state.config, state.world
+    last = config.train.stop_at or config.train.steps
     checkpoints = Checkpoints(run.checkpoints, world, config.checkpoint.keep_last, config.checkpoint.keep_every)
     resumed = state.step or None
-    sinks: list[Sink] = build_sinks(config, run.path, start, last, resumed) if world.is_main else []
+    sinks: list[Sink] = []
 
     def say(text: str) -> None:
         for sink in sinks:
@@ -116,6 +125,8 @@ def train_in(
 
     code, reason = 1, "failed"
     try:
+        if world.is_main:
+            sinks += build_sinks(config, run.path, start, last, resumed)
         introduce(say, run, state, start, resumed)
         unigram = unigram_loss(data.train, validation, int(config.model.vocab_size)) if world.is_main else 0.0
         say(f"a unigram model of the corpus reaches a validation loss of {unigram:.4f}")
@@ -123,14 +134,17 @@ def train_in(
         dtype = state.model.compute_dtype or state.model.embedding.dtype
         meter = Meter(flops, world.size, world.device, dtype)
         with (
-            StopRequest(config.run.max_time) as stop,
+            stop,
             profiled(config.train.profile, run.path / "profile", world) as after_step,
         ):
             parts = Parts(loader, evaluate, save, sinks, meter, after_step)
             interruption = train(state, parts, stop)
-        code, reason = 0, interruption or "done"
+        code, reason = 0, interruption or DONE
         if interruption:
-            say(f"{interruption}: saved at step {state.step} of {last}; run the same command to continue")
+            say(
+                f"{interruption}: saved at step {state.step} of {last}; "
+                "run the same command, without run.overwrite, to continue"
+            )
         else:
             say(f"validation loss {last_evaluation['loss']:.4f}; a unigram model reaches {unigram:.4f}")
     except BaseException as error:
@@ -138,12 +152,21 @@ def train_in(
         reason = f"{type(error).__name__}: {error}"
         raise
     finally:
-        for sink in sinks:
-            sink.close(reason)
         if world.is_main:
-            run.finish(code, reason, state.step)
+            run.finish(code, reason, state.step)  # first: closing wandb may outlast a launcher's patience
+        close(sinks, reason)
+        run.release()
     if world.is_main:
         print(f"curves: {plot_run(run.path)}")
+
+
+def close(sinks: list[Sink], reason: str) -> None:
+    """Closes every sink, whatever one of them says: the disk may be full."""
+    for sink in sinks:
+        try:
+            sink.close(reason)
+        except OSError as error:
+            print(f"warning: {type(sink).__name__} could not be closed: {error}", file=sys.stderr)
 
 
 def introduce(say: Any, run: RunDirectory, state: TrainState, start: dict[str, Any], resumed: int | None) -> None:
@@ -158,6 +181,6 @@ def introduce(say: Any, run: RunDirectory, state: TrainState, start: dict[str, A
     )
     say(
         f"{tokens:,} tokens per step: {state.world.size} rank(s) x {accumulation} x {state.micro_rows} rows, "
-        f"{start['parallel']} on {start['device']}, {state.model.compute_dtype}"
+        f"{start['parallel']} on {start['device']}, {state.model.compute_dtype or torch.float32}"
     )
     say(f"{config.optim.name}, lr {config.optim.lr:g}, {config.schedule.kind} over {config.train.steps} steps")

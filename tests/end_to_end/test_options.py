@@ -3,7 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
+from ngpt_train.config import load_config
+from ngpt_train.training import build_state, train_step
 from tests.end_to_end.runs import arguments, numbers, train
 
 
@@ -48,3 +51,18 @@ def test_bf16_is_close(
     assert low != plain
     for step, (loss, _, _, _) in low.items():
         assert loss == pytest.approx(plain[step][0], rel=5e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_blocks_are_really_compiled(recompute: str) -> None:
+    """torch.compile gives up in silence on a function that it does not like: one graph for all blocks, not none."""
+    torch._dynamo.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    options = ["train.compile=true", f"train.activation_checkpointing={recompute}", "train.device=cpu"]
+    state = build_state(load_config(["model=ngpt", "scale=debug", "model.vocab_size=97", *options]))
+    rows = torch.randint(0, 97, (2, 65))
+    train_step(state, [(rows[:, :-1], rows[:, 1:])])
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]

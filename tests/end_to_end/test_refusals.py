@@ -84,6 +84,42 @@ def test_directory_of_something_else(directory: Path, corpus: Path, capsys: pyte
         assert "not the directory of a run" in message
 
 
+def test_foreign_config_is_no_run(directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (directory / "runs/mine").mkdir()
+    (directory / "runs/mine/config.yaml").write_text("lr: 3")
+    assert "not the directory of a run" in refused(directory, corpus, capsys, 2, "run.name=mine", "run.overwrite=true")
+    (directory / "runs/mine/run.json").write_text("{}")
+    refused(directory, corpus, capsys, 3, "run.name=mine", "run.overwrite=true")
+
+
+def test_overwrite_leaves_what_is_not_ours(directory: Path, corpus: Path, tmp_path: Path) -> None:
+    big_disk = tmp_path / "disk"
+    (directory / "runs/test/checkpoints").rename(big_disk)
+    (directory / "runs/test/checkpoints").symlink_to(big_disk)
+    (directory / "runs/test/notes.txt").write_text("mine")
+    given = arguments(directory, corpus, "train.steps=1", "run.overwrite=true", "checkpoint.every=0")
+    assert main(["train", *given]) == 0
+    assert (directory / "runs/test/notes.txt").read_text() == "mine"
+    assert len(list(big_disk.iterdir())) == 2
+
+
+@pytest.mark.parametrize("name", ["run.json", "checkpoints/step_00000004/MANIFEST.json"])
+def test_cut_metadata(directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+    (directory / "runs/test" / name).write_text('{"sta')
+    assert "missing or damaged" in refused(directory, corpus, capsys, 3, "train.steps=6")
+
+
+def test_source_of_the_weights_may_go(directory: Path, corpus: Path) -> None:
+    source = f"run.init_from={directory / 'runs/test'}"
+    given = arguments(directory, corpus, "run.name=second", source, "train.steps=2", "train.stop_at=1")
+    assert main(["train", *given]) == 0
+    shutil.rmtree(directory / "runs/test")
+    for left in ([source], []):
+        rest = arguments(directory, corpus, "run.name=second", "train.steps=2", *left)
+        assert main(["train", *rest]) == 0
+    assert sorted(records(directory / "runs/second")) == [1, 2]
+
+
 def test_start_that_was_killed_at_once(directory: Path, corpus: Path) -> None:
     (directory / "runs/new").mkdir()
     for name in ("lock", "run.json"):

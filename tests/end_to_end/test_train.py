@@ -94,10 +94,15 @@ def test_saved_before_evaluated(tmp_path: Path, corpus: Path, monkeypatch: pytes
         return evaluate(self, model, world)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Validation, "__call__", fail_later)
-    with pytest.raises(MemoryError):
-        main(["train", *arguments(tmp_path, corpus)])
-    assert json.loads((tmp_path / "runs/test/exit.json").read_text())["code"] == 1
-    assert [path.name for path in list_checkpoints(tmp_path / "runs/test/checkpoints")][-1] == "step_00000012"
+    assert main(["train", *arguments(tmp_path, corpus)]) == 1
+    directory = tmp_path / "runs/test"
+    assert json.loads((directory / "exit.json").read_text())["code"] == 1
+    assert [path.name for path in list_checkpoints(directory / "checkpoints")][-1] == "step_00000012"
+    # The same command does what is left.
+    monkeypatch.undo()
+    assert main(["train", *arguments(tmp_path, corpus)]) == 0
+    assert sorted(records(directory, "eval")) == [0, 12]
+    assert json.loads((directory / "exit.json").read_text())["reason"] == "done"
 
 
 def test_failed_save_does_not_stop_the_run(

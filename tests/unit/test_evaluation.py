@@ -56,9 +56,12 @@ def model() -> Decoder:
 
 def test_generation_goes_beyond_the_context_and_stops_at_eos() -> None:
     prompt = torch.tensor([1, 2, 3])
-    tokens = generate(model(), prompt, GenerateConfig(max_new_tokens=30, temperature=1), eos=-1)
+    tokens = generate(model(), prompt, GenerateConfig(max_new_tokens=30, temperature=1), eos=-1, vocab_size=5)
     assert len(tokens) == 30
-    stopped = generate(model(), prompt, GenerateConfig(max_new_tokens=30, temperature=1), eos=int(tokens[4]))
+    assert tokens.max() < 5, "the model's vocabulary of 11 is padded"
+    stopped = generate(
+        model(), prompt, GenerateConfig(max_new_tokens=30, temperature=1), eos=int(tokens[4]), vocab_size=5
+    )
     first = tokens.tolist().index(int(tokens[4]))
     assert stopped.tolist() == tokens[:first].tolist()
 

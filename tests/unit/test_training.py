@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ngpt_train.config.schema import ConfigError
-from ngpt_train.distributed.parallelize import resolve_kind
+from ngpt_train.distributed.layouts import resolve_kind
 from ngpt_train.training.batch import resolve_micro_rows
 from ngpt_train.training.guards import OutOfMemoryError, explain_out_of_memory
 from ngpt_train.training.signals import StopRequest

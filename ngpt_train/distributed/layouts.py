@@ -1,9 +1,9 @@
 """From a single-device model to one that trains in a world: checkpointing -> compile -> FSDP2 or DDP."""
 
-import functools
+from collections.abc import Callable
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -45,11 +45,11 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     kind = resolve_kind(config.parallel.kind, world.size, world.device.type)
     with torch.device("meta") if kind == "fsdp" else world.device:
         model = build_model(config.model, config.run.seed)
-    model.compute_dtype = resolve_precision(config.train.precision, world.device.type)
+    precision = resolve_precision(config.train.precision, world.device.type)
+    model.compute_dtype = None if precision == torch.float32 else precision
     if config.train.activation_checkpointing == "full":
         for block in model.layers:
-            # Wrapping the method rather than the module leaves the parameters their names.
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+            block.forward = recomputed(block.forward)
     if config.train.compile is True or (config.train.compile == AUTO and world.device.type == "cuda"):
         for block in model.layers:
             block.compile(dynamic=False)
@@ -60,6 +60,20 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     if kind == "ddp":
         return model, replicate(model, world, torch.zeros(micro_rows, config.model.context, dtype=torch.long))
     return model, model
+
+
+def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` under activation checkpointing: the backward pass computes it again.
+
+    Replacing the method rather than wrapping the module leaves the parameters their names. It is a
+    function of ours, because torch.compile passes over a block whose outermost function is torch's.
+    """
+
+    def run(*arguments: Any) -> Any:
+        # Nothing in a block is random, so there is no generator to put back.
+        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+    return run
 
 
 def vectors(model: nn.Module) -> list[nn.Parameter]:
@@ -106,5 +120,4 @@ def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
     loss_sum.backward()
     model.zero_grad(set_to_none=True)
     model.train(was_training)
-    dist.barrier()
     return ddp
