@@ -5,6 +5,7 @@ Nothing heavy is imported before the configuration is known to be right.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import logging
@@ -12,9 +13,11 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import NoReturn
 
 from ngpt_train.config import ConfigError, check, load_config, to_yaml
 
@@ -191,5 +194,22 @@ def _unknown_verb(verb: str) -> str:
     return f"{verb}: {problem}\n  Verbs: {', '.join(VERBS)}"
 
 
+def run() -> NoReturn:
+    """The process of the command line: `main`, then the exit with its code."""
+    code = 1
+    try:
+        code = main()
+    except Exception:
+        traceback.print_exc()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_initialized():
+        # Not by way of the interpreter's end, which gloo's threads may hang or abort: see distributed/world.py.
+        os._exit(code)
+    sys.exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from functools import reduce
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 from .schema import AUTO, Config, ConfigError
@@ -69,6 +70,13 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
             ("run.overwrite", "run.resume"),
             "overwriting deletes the run that must be resumed",
             "Keep one of them",
+        )
+
+    if config.logging.tensorboard and find_spec("tensorboard") is None:
+        yield (
+            ("logging.tensorboard",),
+            "the package tensorboard is not installed",
+            "pip install 'ngpt-train[tensorboard]', or set logging.tensorboard=false",
         )
 
     heads = ("model.n_heads", "model.d_model")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .atomic import write_atomically
 from .resolve import auto_warmup
 from .schema import AUTO, Config, ConfigError, DataError
 from .validate import any_of, architectures, build, check_leaf, flatten, schema_keys, show
@@ -28,6 +29,7 @@ _HARMLESS = (
     "run.resume",
     "run.overwrite",
     "run.max_time",
+    "run.init_from",  # taken at step 0, and never again
     "scale.name",
     "train.stop_at",
     "train.micro_rows",
@@ -65,10 +67,7 @@ def to_yaml(config: Config) -> str:
 
 def write_yaml(config: Config, path: str | os.PathLike[str]) -> None:
     """Writes the configuration, secrets redacted; `path` is complete or untouched."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(to_yaml(config), encoding="utf-8")
-    partial.replace(path)
+    write_atomically(Path(path), to_yaml(config).encode())
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Config:
@@ -127,10 +126,12 @@ def check_resume(stored: Config, new: Config) -> None:
     """Raises ConfigError, listing the differences, unless a run that was started with `stored` may go on with
     `new`: with the same mathematics and the same data. Both are resolved. train.steps may only grow."""
     old_values, new_values = (dict(flatten(to_dict(config), {"optim.lr_table"})) for config in (stored, new))
+    as_stored = dict(flatten(redact(to_dict(new)), {"optim.lr_table"}))
     differences = [
         (name, old_values.get(name, "(none)"), new_values.get(name, "(none)"))
         for name in dict.fromkeys([*old_values, *new_values])
-        if old_values.get(name) != new_values.get(name) and not _is_harmless(name, stored, new)
+        if old_values.get(name) not in (new_values.get(name), as_stored.get(name))
+        and not _is_harmless(name, stored, new)
     ]
     if not differences:
         return

@@ -1,8 +1,10 @@
 """The group of processes that train together, and the device of this one."""
 
+import atexit
 import ctypes
 import functools
 import os
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -94,19 +96,21 @@ def join_world(config: Config) -> World:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     if not dist.is_initialized():
         return World(rank=0, size=1, local_rank=0, device=device)
-    _keep_process_group()
+    _outlive_process_group()
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
 
 
 @functools.cache
-def _keep_process_group() -> None:
-    """Makes the process group outlive the interpreter, on purpose.
+def _outlive_process_group() -> None:
+    """Keeps gloo's destructor from running, and gives its threads time before the interpreter ends.
 
-    gloo's destructor joins its threads while it holds the interpreter's lock; a thread that is still
-    letting go of the tensors of the last collective waits for that lock, and the finished process hangs.
-    One reference that is never returned means that the destructor never runs.
+    The destructor joins gloo's threads while it holds the interpreter's lock; a thread that is still
+    letting go of the tensors of the last collective waits for that lock, and the finished process
+    hangs. So one reference is never returned. A thread that still waits when the interpreter ends
+    aborts the process: hence the pause.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+    atexit.register(time.sleep, 0.5)
 
 
 def resolve_device(device: str, local_rank: int) -> torch.device:
