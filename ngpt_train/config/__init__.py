@@ -3,10 +3,10 @@
 Only this package knows Hydra and OmegaConf, and it imports them when something is composed.
 """
 
-from .compose import load_config
-from .files import config_dir, list_experiments
-from .resolve import check
-from .schema import (
+from ngpt_train.config.compose import load_config
+from ngpt_train.config.files import config_dir, list_experiments
+from ngpt_train.config.resolve import check
+from ngpt_train.config.schema import (
     AUTO,
     CheckpointConfig,
     Config,
@@ -31,7 +31,7 @@ from .schema import (
     TrainConfig,
     WandbConfig,
 )
-from .stored import check_resume, read_yaml, redact, to_dict, to_yaml, write_yaml
+from ngpt_train.config.stored import check_resume, read_yaml, redact, to_dict, to_yaml, write_yaml
 
 __all__ = [
     "AUTO",

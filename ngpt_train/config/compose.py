@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from .files import (
+from ngpt_train.config.files import (
     GROUPS,
     PRIMARY,
     SCHEMA_GROUP,
@@ -24,10 +24,20 @@ from .files import (
     search_path,
     warn_shadowed,
 )
-from .overrides import Overrides, parse
-from .resolve import Origin, check, resolve
-from .schema import Config, ConfigError
-from .validate import Key, architectures, build, check_leaf, flatten, is_interpolation, report, schema_keys, show
+from ngpt_train.config.overrides import Overrides, parse
+from ngpt_train.config.resolve import Origin, check, resolve
+from ngpt_train.config.schema import Config, ConfigError
+from ngpt_train.config.validate import (
+    Key,
+    architectures,
+    build,
+    check_leaf,
+    flatten,
+    is_interpolation,
+    report,
+    schema_keys,
+    show,
+)
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

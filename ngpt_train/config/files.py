@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from .overrides import check_option
-from .schema import ConfigError
-from .validate import (
+from ngpt_train.config.overrides import check_option
+from ngpt_train.config.schema import ConfigError
+from ngpt_train.config.validate import (
     Key,
     architectures,
     check_leaf,

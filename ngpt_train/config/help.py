@@ -5,10 +5,10 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Sequence
 
-from .compose import compose
-from .files import GROUPS, group_options, search_path
-from .stored import redact, to_dict
-from .validate import flatten, show
+from ngpt_train.config.compose import compose
+from ngpt_train.config.files import GROUPS, group_options, search_path
+from ngpt_train.config.stored import redact, to_dict
+from ngpt_train.config.validate import flatten, show
 
 _WIDTH = 100
 

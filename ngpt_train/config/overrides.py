@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .schema import ConfigError
-from .validate import Key, all_keys, check_section, did_you_mean, nearest, report, similar_keys
+from ngpt_train.config.schema import ConfigError
+from ngpt_train.config.validate import Key, all_keys, check_section, did_you_mean, nearest, report, similar_keys
 
 
 @dataclass

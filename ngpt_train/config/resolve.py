@@ -9,8 +9,8 @@ from functools import reduce
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from .schema import AUTO, Config, ConfigError
-from .validate import report, show
+from ngpt_train.config.schema import AUTO, Config, ConfigError
+from ngpt_train.config.validate import report, show
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")

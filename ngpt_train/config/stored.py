@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .atomic import write_atomically
-from .resolve import auto_warmup
-from .schema import AUTO, Config, ConfigError, DataError
-from .validate import any_of, architectures, build, check_leaf, flatten, schema_keys, show
+from ngpt_train.config.atomic import write_atomically
+from ngpt_train.config.resolve import auto_warmup
+from ngpt_train.config.schema import AUTO, Config, ConfigError, DataError
+from ngpt_train.config.validate import any_of, architectures, build, check_leaf, flatten, schema_keys, show
 
 REDACTED = "<redacted>"
 _SECRET_VARIABLE = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
@@ -154,4 +154,7 @@ def _is_harmless(name: str, stored: Config, new: Config) -> bool:
     if name == "model.vocab_size":
         # auto becomes the tokenizer's number later, when the tokenizers are compared as well.
         return AUTO in (stored.model.vocab_size, new.model.vocab_size)
+    if name == "train.precision":
+        # auto becomes what the device computes in, and is compared again then.
+        return AUTO in (stored.train.precision, new.train.precision)
     return any(name == harmless or (harmless[-1] == "." and name.startswith(harmless)) for harmless in _HARMLESS)

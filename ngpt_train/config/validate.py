@@ -9,7 +9,7 @@ import typing
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
-from .schema import Config, ConfigError, ModelConfig
+from ngpt_train.config.schema import Config, ConfigError, ModelConfig
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "text"}
 

@@ -11,7 +11,7 @@ import torch
 from ngpt_train.config import write_yaml
 from ngpt_train.config.schema import AUTO, Config, DataError
 from ngpt_train.data import Dataset, LoaderState, TrainLoader, open_dataset, write_tokenizer
-from ngpt_train.distributed import World, join_world
+from ngpt_train.distributed import World, join_world, resolve_precision
 from ngpt_train.evaluation import Validation, unigram_loss
 from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
@@ -34,6 +34,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     data = open_dataset(config)
     config = with_vocabulary(config, data)
     world = join_world(config)
+    config = with_precision(config, world)
     if len(set(world.gather(data.fingerprint))) > 1:
         raise DataError(
             "data: the ranks have read different data (another Python, other files, another cache?). Prepare it once "
@@ -64,6 +65,12 @@ def with_vocabulary(config: Config, data: Dataset) -> Config:
             f"Use model.vocab_size=auto, or at least {needed}."
         )
     return config
+
+
+def with_precision(config: Config, world: World) -> Config:
+    """The config with `train.precision` known: a resume on another device must not change it in silence."""
+    precision = "bf16" if resolve_precision(config.train.precision, world.device.type) == torch.bfloat16 else "fp32"
+    return replace(config, train=replace(config.train, precision=precision))
 
 
 def prepare_state(

@@ -31,9 +31,11 @@ def test_activation_checkpointing(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["single", "ddp", "fsdp"])
-def test_compile(tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]], layout: str) -> None:
-    options = ["train.compile=true", "train.activation_checkpointing=full", f"parallel={layout}"]
+@pytest.mark.parametrize(("layout", "recompute"), [("single", "none"), ("ddp", "full"), ("fsdp", "full")])
+def test_compile(
+    tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]], layout: str, recompute: str
+) -> None:
+    options = ["train.compile=true", f"train.activation_checkpointing={recompute}", f"parallel={layout}"]
     train(arguments(tmp_path, corpus, "train.steps=6", *options), ranks=1 if layout == "single" else 2)
     compiled = numbers(tmp_path / "runs/test")
     assert compiled.keys() == plain.keys()

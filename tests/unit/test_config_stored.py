@@ -133,7 +133,6 @@ def test_harmless_change_on_resume(changes: list[str]) -> None:
         (["run.seed=1"], "run.seed: 0 -> 1"),
         (["model.context=128"], "model.context: 1024 -> 128"),
         (["train.batch_rows=8"], "train.batch_rows: 512 -> 8"),
-        (["train.precision=bf16"], "train.precision: auto -> bf16"),
         (["tokenizer=bytes"], "tokenizer.kind: sentencepiece -> bytes"),
         (["tokenizer.vocab_size=500"], "tokenizer.vocab_size: 4096 -> 500"),
         (["data.val_fraction=0.5"], "data.val_fraction: 0.02 -> 0.5"),
@@ -151,3 +150,10 @@ def test_change_of_mathematics_or_data_on_resume(changes: list[str], says: str) 
         check_resume(resumed(), resumed(*changes))
     for text in (says, "run.overwrite=true", "another run.name"):
         assert text in str(caught.value)
+
+
+def test_precision_is_compared_once_it_is_known() -> None:
+    stored = load_config(["train.precision=fp32"])
+    check_resume(stored, load_config([]))
+    with pytest.raises(ConfigError, match=r"train\.precision: fp32 -> bf16"):
+        check_resume(stored, load_config(["train.precision=bf16"]))
