@@ -120,7 +120,12 @@ class RunDirectory:
                 entry.unlink(missing_ok=True)
 
     def finish(self, code: int, reason: str, step: int) -> None:
-        """Writes how the run ended, where torchrun's exit code would hide it."""
+        """Writes how the run ended, where torchrun's exit code would hide it.
+
+        Any rank may fail first and tell; what follows from it on the others is not the reason.
+        """
+        if code and (self.path / "exit.json").exists():
+            return
         write_json(self.path / "exit.json", {"code": code, "reason": reason, "step": step})
 
     def release(self) -> None:

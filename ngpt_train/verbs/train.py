@@ -159,7 +159,7 @@ def train_in(
         reason = f"{type(error).__name__}: {error}"
         raise
     finally:
-        if world.is_main:
+        if world.is_main or code:
             run.finish(code, reason, state.step)  # first: closing wandb may outlast a launcher's patience
         close(sinks, reason)
         run.release()
