@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,28 @@ def run(verb: str, given: list[str], ranks: int = 1) -> subprocess.CompletedProc
 def train(given: list[str], ranks: int = 1) -> None:
     finished = run("train", given, ranks)
     assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
+
+
+def start(given: list[str], ranks: int = 1) -> subprocess.Popen[str]:
+    """A `train` that goes on beside the test, in a process group of its own."""
+    return subprocess.Popen(
+        command("train", given, ranks),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def wait_for_step(directory: Path, step: int) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline:
+        path = directory / "metrics.jsonl"
+        if path.exists() and any(f'"step": {n},' in path.read_text() for n in range(step, step + 50)):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{directory} did not reach step {step}")
 
 
 def records(directory: Path, kind: str = "train") -> dict[int, dict[str, Any]]:

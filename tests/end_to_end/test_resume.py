@@ -4,13 +4,12 @@ import json
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.runs import arguments, command, environment, numbers, records, run, train
+from tests.end_to_end.runs import arguments, numbers, records, run, start, train, wait_for_step
 
 DONE = json.dumps({"code": 0, "reason": "done", "step": 12}, indent=2) + "\n"
 
@@ -23,27 +22,6 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Pat
     assert losses[-1] < 0.95 * losses[0]
     assert max(record["grad_norm"] for record in records(directory / "runs/test").values()) > 1.0, "never clipped"
     return directory / "runs/test"
-
-
-def start(given: list[str], ranks: int = 1) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        command("train", given, ranks),
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def wait_for_step(directory: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
-    while time.monotonic() < deadline:
-        path = directory / "metrics.jsonl"
-        if path.exists() and any(f'"step": {n},' in path.read_text() for n in range(step, step + 50)):
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"{directory} did not reach step {step}")
 
 
 def test_killed_twice_at_random(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:

@@ -12,7 +12,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.models import export_weights, load_weights
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.state import TrainState
-from ngpt_train.training.step import Batch, StepResult
+from ngpt_train.training.step import StepResult
 from tests.properties.architectures import ARCHITECTURES, SMALL, shapes
 from tests.properties.runs import run_config, text_like_rows
 from tests.reference import ngpt
@@ -31,7 +31,7 @@ def step_config(name: str) -> Config:
     return run_config(name, SMALL, RECIPES[name], rows=ROWS, context=T, micro_rows=ROWS // 2, parallel="single")
 
 
-def micro_batches(seed: int) -> list[Batch]:
+def micro_batches(seed: int) -> list[tuple[Tensor, Tensor]]:
     tokens, targets = text_like_rows(ROWS, T, SMALL.vocab_size, seed)
     return list(zip(tokens.chunk(2), targets.chunk(2), strict=True))
 

@@ -1,0 +1,115 @@
+"""bf16 is for matrix products and activations; vectors, the loss and what the optimizer holds stay fp32."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.layers.norms import RMSNorm
+from ngpt_train.models.layers.scale import ScaledParameter
+from ngpt_train.training import build_state, train_step
+from ngpt_train.training.state import TrainState
+from tests.properties.architectures import SMALL
+from tests.properties.runs import run_config, text_like_rows
+from tests.reference.training import Recipe
+
+ROWS, T = 4, 16
+RECIPE = Recipe(20, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=1.0, warmup_steps=0)
+BF16, FP32 = {torch.bfloat16}, {torch.float32}
+PRODUCTS = {"mm", "bmm", "addmm", "baddbmm", "linear", "matmul"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_afterwards() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def bf16_state(name: str, parallel: str) -> TrainState:
+    config = run_config(name, SMALL, RECIPE, rows=ROWS, context=T, micro_rows=ROWS, parallel=parallel)
+    options: dict[str, Any] = {"qk_norm": True} if name == "gpt" else {}
+    train, model = replace(config.train, precision="bf16"), replace(config.model, **options)
+    state = build_state(replace(config, train=train, model=model))
+    assert any(isinstance(p, DTensor) for p in state.model.parameters()) == (parallel == "fsdp")
+    return state
+
+
+class Watch(TorchDispatchMode):
+    """The dtypes that pass through matrix products, attention and the loss, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: dict[str, set[torch.dtype]] = defaultdict(set)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        operation = func.overloadpacket.__name__
+        kinds = {
+            "product": operation in PRODUCTS,
+            "attention": "attention" in operation,
+            "loss": operation in ("_log_softmax", "nll_loss_forward"),
+        }
+        # Three operands are enough: those of attention's backward end with its fp32 logsumexp.
+        dtypes = {x.dtype for x in args[:3] if isinstance(x, Tensor) and x.is_floating_point()}
+        for kind in (kind for kind, applies in kinds.items() if applies):
+            self.seen[kind] |= dtypes
+        return func(*args, **(kwargs or {}))
+
+
+def watch_modules(model: Decoder, seen: dict[str, set[torch.dtype]]) -> None:
+    """Records what each vector and each block looks like to the forward pass of `model`."""
+
+    def output_of(kind: str) -> Any:
+        return lambda module, inputs, output: seen[kind].add(output.dtype)
+
+    def gain(module: nn.Module, inputs: Any) -> None:
+        assert isinstance(module, RMSNorm)
+        seen["vector"].add(module.gain.dtype)
+
+    for module in model.modules():
+        if isinstance(module, ScaledParameter):
+            module.register_forward_hook(output_of("vector"))
+        if isinstance(module, RMSNorm):
+            module.register_forward_pre_hook(gain)
+    for block in model.layers:
+        block.register_forward_hook(output_of("residual"))
+    model.register_forward_hook(lambda module, inputs, output: seen["loss"].add(output[0].dtype))
+
+
+@pytest.mark.parametrize("parallel", ["single", "fsdp"])
+@pytest.mark.parametrize("name", ["gpt", "ngpt"])
+def test_what_is_bf16(name: str, parallel: str) -> None:
+    state = bf16_state(name, parallel)
+    batch = text_like_rows(ROWS, T, SMALL.vocab_size, seed=0)
+    gradients = set()
+    for parameter in state.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: gradients.add(p.grad.dtype))
+    with Watch() as watch:
+        watch_modules(state.model, watch.seen)
+        result = train_step(state, [batch])
+    assert watch.seen == {"vector": FP32, "product": BF16, "attention": BF16, "residual": BF16, "loss": FP32}
+    assert not result.skipped
+    assert gradients == FP32
+    assert {p.dtype for p in state.model.parameters()} == FP32
+    assert {
+        state.optimizer.state[p][key].dtype for p in state.model.parameters() for key in ("exp_avg", "exp_avg_sq")
+    } == FP32
+    assert state.model(batch[0]).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["gpt", "ngpt"])
+def test_layouts_agree_in_bf16(name: str) -> None:
+    losses = {}
+    for parallel in ("single", "fsdp"):
+        state = bf16_state(name, parallel)
+        batches = [text_like_rows(ROWS, T, SMALL.vocab_size, seed) for seed in range(3)]
+        losses[parallel] = [train_step(state, [batch]).loss.item() for batch in batches]
+    assert losses["fsdp"] == pytest.approx(losses["single"], rel=1e-6)
