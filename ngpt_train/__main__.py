@@ -83,6 +83,11 @@ def _run(arguments: list[str]) -> int:
         return 0
     if line.multirun:
         return _multirun(verb, line)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" not in os.environ:
+        raise ConfigError(
+            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set in the environment, but not RANK; torchrun sets both"
+            "\n  Start it with torchrun, or unset WORLD_SIZE"
+        )
     # Only training shares a batch among the ranks of torchrun.
     config = load_config(line.overrides, line.config_dir, world_size=None if verb == "train" else 1)
     if line.print_config:
@@ -103,8 +108,8 @@ def _parse(arguments: list[str]) -> CommandLine:
             line.help = True
         elif argument in ("--multirun", "-m"):
             line.multirun = True
-        elif argument == "--cfg":
-            what = next(rest, "nothing")
+        elif argument.partition("=")[0] == "--cfg":
+            what = argument.partition("=")[2] or next(rest, "nothing")
             if what != "job":
                 raise ConfigError(f"--cfg {what}: it takes job\n  --cfg job prints the configuration of the run")
             line.print_config = True

@@ -21,6 +21,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # from a checkout, without installing
 
 from ngpt_train.config.schema import Config, GPTConfig, ModelConfig, NGPTConfig
+from ngpt_train.models.layers.norms import RMSNorm
+from ngpt_train.models.layers.scale import ScaledParameter
 from ngpt_train.observe.meters import peak_flops
 from ngpt_train.training import TrainState, build_state, train_step
 
@@ -56,14 +58,32 @@ def make_config(architecture: str, scale: str, layout: str, compiled: bool, argu
 def synthetic_rows(config: Config, device: torch.device) -> torch.Tensor:
     """Rows `(rows, context + 1)` of ids as unequal in frequency as words are, so that there is something to learn."""
     assert isinstance(config.model.vocab_size, int)
-    assert config.train.batch_rows is not None
     frequency = 1 / torch.arange(1, config.model.vocab_size + 1, device=device)
-    shape = (config.train.batch_rows, config.model.context + 1)
+    shape = (config.train.rows_per_step, config.model.context + 1)
     return torch.multinomial(frequency, shape[0] * shape[1], replacement=True).view(shape)
 
 
-def check(state: TrainState, first_loss: float, last_loss: float) -> list[str]:
+def vectors_in_forward(state: TrainState, tokens: torch.Tensor) -> set[torch.dtype]:
+    """dtypes of gains and scale vectors while the model runs: FSDP2 casts what it gathers, unless told not to."""
+    seen: set[torch.dtype] = set()
+    hooks = []
+    for module in state.model.modules():
+        if isinstance(module, ScaledParameter):
+            hooks.append(module.register_forward_hook(lambda _module, _inputs, output: seen.add(output.dtype)))
+        elif isinstance(module, RMSNorm):
+            hooks.append(module.register_forward_pre_hook(lambda module, _inputs: seen.add(module.gain.dtype)))
+    with torch.no_grad():
+        state.forward(tokens)
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def check(state: TrainState, first_loss: float, last_loss: float, tokens: torch.Tensor) -> list[str]:
     problems = [] if last_loss < 0.98 * first_loss else [f"the loss did not fall: {first_loss:.4f} -> {last_loss:.4f}"]
+    # Hooks would break the graphs of a compiled block, which has the same parameters.
+    if not state.config.train.compile and (seen := vectors_in_forward(state, tokens)) != {torch.float32}:
+        problems.append(f"vectors are {seen} in the forward pass")
     for name, parameter in state.model.named_parameters():
         if parameter.dtype != torch.float32:
             problems.append(f"{name} is {parameter.dtype}")
@@ -90,8 +110,7 @@ def run(config: Config) -> tuple[Result, list[str]]:
         if on_gpu:
             torch.cuda.synchronize(device)
         seconds.append(time.perf_counter() - started)
-    assert config.train.batch_rows is not None
-    tokens_per_s = config.train.batch_rows * config.model.context / statistics.median(seconds[UNTIMED_STEPS:])
+    tokens_per_s = config.train.rows_per_step * config.model.context / statistics.median(seconds[UNTIMED_STEPS:])
     peak = peak_flops(torch.cuda.get_device_name(device), torch.bfloat16) if on_gpu else None
     flops = state.model.flops_per_token(config.model.context)
     result = Result(
@@ -101,7 +120,7 @@ def run(config: Config) -> tuple[Result, list[str]]:
         first_loss=losses[0],
         last_loss=losses[-1],
     )
-    return result, check(state, losses[0], losses[-1])
+    return result, check(state, losses[0], losses[-1], batch[0][0])
 
 
 def main() -> int:

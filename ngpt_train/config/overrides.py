@@ -91,6 +91,8 @@ def check_option(group: str, option: str, options: Sequence[str], place: str = "
 def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str]:
     name, equals, raw = argument.partition("=")
     name = name.strip()
+    if not _is_utf8(argument):
+        raise ConfigError(f"{argument!a}: not UTF-8\n  Set the terminal to UTF-8, or leave the broken bytes out")
     if argument.startswith("-"):
         fix = f"write {argument.lstrip('-')}" if equals else "overrides are KEY=VALUE, without dashes"
         raise ConfigError(f"{argument}: no such option; {fix}\n  Options: --help, --cfg job, --config-dir DIR, -m")
@@ -148,3 +150,12 @@ def _unknown(name: str, raw: str, groups: Iterable[str], keys: Mapping[str, Key]
     check_section(name, raw, keys)
     names = similar_keys(name, [*groups, *keys])
     return f"{name}={raw}: no such key or group{did_you_mean(names)}\n  `ngpt-train train --help` lists them all"
+
+
+def _is_utf8(argument: str) -> bool:
+    """Python hands on what a terminal sends in another encoding as halves of surrogate pairs."""
+    try:
+        argument.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -137,6 +137,12 @@ class TrainConfig:
     )
     profile: bool = key(False, "Write a torch profiler trace of steps 4 to 6 of this process into the run directory.")
 
+    @property
+    def rows_per_step(self) -> int:
+        """batch_rows once the config is resolved, whichever of the two keys was set."""
+        assert self.batch_rows is not None
+        return self.batch_rows
+
 
 @dataclass
 class OptimConfig:

@@ -12,7 +12,7 @@ from typing import Any
 from ngpt_train.config.atomic import write_atomically
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import AUTO, Config, ConfigError, DataError
-from ngpt_train.config.validate import any_of, architectures, build, check_leaf, flatten, schema_keys, show
+from ngpt_train.config.validate import all_keys, any_of, architectures, build, check_leaf, flatten, schema_keys, show
 
 REDACTED = "<redacted>"
 _SECRET_VARIABLE = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
@@ -96,15 +96,11 @@ def read_yaml(path: str | os.PathLike[str]) -> Config:
 def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
     """A copy of `tree` without secrets: values of keys named like one (api_key, password), values of
     environment variables named like one, and the login in a URL."""
-    secrets = sorted(
-        (
-            value
-            for name, value in os.environ.items()
-            if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST_SECRET
-        ),
-        key=len,
-        reverse=True,
-    )
+    secrets = {
+        value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST_SECRET
+    }
+    # A word of the schema (embedded, cosine) is no secret, and redacted it could not be read back.
+    secrets -= {choice for key in all_keys().values() for choice in key.choices or ()}
 
     def clean(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -115,7 +111,7 @@ def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
             return value
         if _SECRET_KEY.search(name):
             return REDACTED
-        for secret in secrets:
+        for secret in sorted(secrets, key=len, reverse=True):
             value = value.replace(secret, REDACTED)
         return _URL_LOGIN.sub(f"{REDACTED}@", value)
 
@@ -128,7 +124,7 @@ def check_resume(stored: Config, new: Config) -> None:
     old_values, new_values = (dict(flatten(to_dict(config), {"optim.lr_table"})) for config in (stored, new))
     as_stored = dict(flatten(redact(to_dict(new)), {"optim.lr_table"}))
     differences = [
-        (name, old_values.get(name, "(none)"), new_values.get(name, "(none)"))
+        (name, old_values.get(name, "(none)"), as_stored.get(name, "(none)"))
         for name in dict.fromkeys([*old_values, *new_values])
         if old_values.get(name) not in (new_values.get(name), as_stored.get(name))
         and not _is_harmless(name, stored, new)

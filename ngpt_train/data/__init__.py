@@ -1,6 +1,6 @@
 """Text to rows of tokens: source -> tokenizer -> shards -> shuffled rows.
 
-`open_dataset(cfg)` is the way in; docs/data.md says what is promised.
+`open_dataset(config)` is the way in; docs/data.md says what is promised.
 """
 
 from __future__ import annotations
@@ -31,29 +31,30 @@ __all__ = [
 ]
 
 
-def open_dataset(cfg: Config) -> Dataset:
-    """The tokens that `cfg.data` names, checked. Text is prepared in the cache unless it is there.
+def open_dataset(config: Config, tokenizer: Tokenizer | None = None) -> Dataset:
+    """The tokens that `config.data` names, checked. Text is prepared in the cache unless it is there.
 
+    tokenizer: to use in place of the one that `config.tokenizer` describes; prepared shards bring their own.
     Needs no process group; of several processes that call it at once, one prepares and the others wait.
     Raises ConfigError without `data.path`, DataError if anything is wrong with the text, the files or the
     tokenizer, or if a split is shorter than a row.
     """
-    if cfg.data.kind != "tokens":
-        return prepare_dataset(cfg)
-    if cfg.data.path is None:
+    if config.data.kind != "tokens":
+        return prepare_dataset(config, tokenizer=tokenizer)
+    if config.data.path is None:
         raise ConfigError("data.path=null: data=tokens needs the directory of the shards, as data.path=DIRECTORY")
-    hashes = FileHashes(cache_directory(cfg))
-    return _checked(open_tokens(cfg, hashes), cfg, hashes)
+    hashes = FileHashes(cache_directory(config))
+    return _checked(open_tokens(config, hashes, tokenizer), config, hashes)
 
 
-def prepare_dataset(cfg: Config, out: Path | None = None) -> Dataset:
-    """Prepares the text that `cfg.data` names in `out`, by default the cache, unless it is there; opens it."""
-    hashes = FileHashes(cache_directory(cfg))
-    return _checked(open_prepared(prepare_shards(cfg, hashes, out), hashes), cfg, hashes)
+def prepare_dataset(config: Config, out: Path | None = None, tokenizer: Tokenizer | None = None) -> Dataset:
+    """Prepares the text that `config.data` names in `out`, by default the cache, unless it is there; opens it."""
+    hashes = FileHashes(cache_directory(config))
+    return _checked(open_prepared(prepare_shards(config, hashes, out, tokenizer), hashes), config, hashes)
 
 
-def _checked(dataset: Dataset, cfg: Config, hashes: FileHashes) -> Dataset:
-    dataset.train.check_rows(cfg.model.context)
-    dataset.validation.check_rows(cfg.model.context)
+def _checked(dataset: Dataset, config: Config, hashes: FileHashes) -> Dataset:
+    dataset.train.check_rows(config.model.context)
+    dataset.validation.check_rows(config.model.context)
     hashes.save()
     return dataset

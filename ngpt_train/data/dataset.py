@@ -31,8 +31,8 @@ class Dataset:
     manifest: dict[str, Any]
 
 
-def cache_directory(cfg: Config) -> Path:
-    return Path(cfg.data.cache).expanduser()
+def cache_directory(config: Config) -> Path:
+    return Path(config.data.cache).expanduser()
 
 
 def fingerprint(tokenizer: str, splits: dict[str, dict[str, Any]]) -> str:
@@ -71,31 +71,31 @@ def open_prepared(directory: Path, hashes: FileHashes) -> Dataset:
     return Dataset(train, validation, tokenizer, found, directory, manifest)
 
 
-def open_tokens(cfg: Config, hashes: FileHashes) -> Dataset:
+def open_tokens(config: Config, hashes: FileHashes, tokenizer: Tokenizer | None = None) -> Dataset:
     """Opens `data.path`, a directory of prepared shards or of nanoGPT's train.bin and val.bin.
 
-    Prepared shards bring their tokenizer, and `cfg.tokenizer` is not read; nanoGPT's files need it.
+    Prepared shards bring their tokenizer; nanoGPT's files need `tokenizer`, or the one that `config.tokenizer` names.
     """
-    directory = Path(cfg.data.path or "").expanduser()
+    directory = Path(config.data.path or "").expanduser()
     if (directory / MANIFEST).exists():
         return open_prepared(directory, hashes)
-    return _open_nanogpt(directory, cfg, hashes)
+    return _open_nanogpt(directory, config, hashes, tokenizer)
 
 
-def _open_nanogpt(directory: Path, cfg: Config, hashes: FileHashes) -> Dataset:
-    """uint16 ids without a header, of the tokenizer that `cfg.tokenizer` names."""
+def _open_nanogpt(directory: Path, config: Config, hashes: FileHashes, tokenizer: Tokenizer | None) -> Dataset:
+    """uint16 ids without a header."""
     files = {split: directory / f"{stem}.bin" for split, stem in STEMS.items()}
     missing = [file.name for file in files.values() if not file.is_file()]
     if missing:
         raise DataError(
-            f"data.path={cfg.data.path}: not a directory with {MANIFEST}, which `prepare` writes, nor with nanoGPT's "
-            f"train.bin and val.bin (missing: {', '.join(missing)})"
+            f"data.path={config.data.path}: not a directory with {MANIFEST}, which `prepare` writes, nor with "
+            f"nanoGPT's train.bin and val.bin (missing: {', '.join(missing)})"
         )
     for file in files.values():
         size = file.stat().st_size
         if size == 0 or size % 2:
             raise DataError(f"{file}: {size} bytes, which is no number of uint16 ids; copy it again")
-    tokenizer = load_tokenizer(cfg.tokenizer)
+    tokenizer = tokenizer or load_tokenizer(config.tokenizer)
     entry = {"kind": tokenizer.kind, "name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos}
     tokens, splits = {}, {}
     for split, file in files.items():

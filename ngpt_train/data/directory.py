@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from ngpt_train.config.atomic import sync
 from ngpt_train.config.schema import DataError
 
 logger = logging.getLogger(__name__)
@@ -56,24 +57,16 @@ def _build(target: Path, build: Callable[[Path], None]) -> None:
         partial.mkdir()
         build(partial)
         for path in [*partial.iterdir(), partial]:
-            _sync(path)
+            sync(path)
         try:
             os.rename(partial, target)
         except OSError as error:
             # Where files cannot be locked another process may have been faster; its directory stays.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
-        _sync(target.parent)
+        sync(target.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 @contextlib.contextmanager

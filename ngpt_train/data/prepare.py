@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -38,17 +38,34 @@ BATCH_CHARACTERS = 4_000_000
 PROGRESS_SECONDS = 5.0
 
 
-def prepare_shards(cfg: Config, hashes: FileHashes, out: Path | None = None) -> Path:
-    """The directory of token shards for the text of `cfg`: `out`, or one in the cache that the content names.
+def prepare_shards(
+    config: Config, hashes: FileHashes, out: Path | None = None, tokenizer: Tokenizer | None = None
+) -> Path:
+    """The directory of token shards for the text of `config`: `out`, or one in the cache that the content names.
 
-    Writes it unless it is there already. Raises DataError for faulty text, and if `out` holds anything else.
+    tokenizer: to use in place of the one that `config.tokenizer` describes. Writes the shards unless they are
+    there already. Raises DataError for faulty text, and if `out` holds anything else.
     """
-    source = open_source(cfg.data)
-    key = _key(cfg, source, hashes)
-    directory = out or cache_directory(cfg) / "tokens" / f"{source.kind}-{key[:16]}"
+    source = open_source(config.data)
+
+    def place(tokenizer_key: list[Any]) -> tuple[Callable[[], str], Path]:
+        compute_key = partial(_key, config, source, tokenizer_key, hashes)
+        return compute_key, out or cache_directory(config) / "tokens" / f"{source.kind}-{compute_key()[:16]}"
+
+    if tokenizer is None:
+        compute_key, directory = place(_tokenizer_key(config.tokenizer, hashes))
+    else:
+        # The text that a tokenizer was trained from lies there under the settings of the training.
+        compute_key, directory = place([tokenizer.kind, "trained", tokenizer.vocab_size])
+        if not is_filled(directory) or read_manifest(directory)["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+            of_a_file = [tokenizer.fingerprint] if tokenizer.kind == "sentencepiece" else []
+            compute_key, directory = place([tokenizer.kind, *of_a_file])
+    key = compute_key()
     prepared_before = is_filled(directory)
     if not prepared_before:
-        build_directory(directory, partial(_write, cfg=cfg, source=source, key=key, hashes=hashes))
+        build_directory(
+            directory, partial(_write, config=config, source=source, compute_key=compute_key, tokenizer=tokenizer)
+        )
     if not (directory / MANIFEST).exists() or read_manifest(directory).get("key") != key:
         raise DataError(
             f"{directory} holds something else than this text with this tokenizer and these settings, and is not "
@@ -59,7 +76,7 @@ def prepare_shards(cfg: Config, hashes: FileHashes, out: Path | None = None) -> 
     return directory
 
 
-def _key(cfg: Config, source: Source, hashes: FileHashes) -> str:
+def _key(config: Config, source: Source, tokenizer_key: list[Any], hashes: FileHashes) -> str:
     """What decides the shards, as one hash: found without reading the text if no file has changed."""
     return canonical_hash(
         {
@@ -67,19 +84,19 @@ def _key(cfg: Config, source: Source, hashes: FileHashes) -> str:
             "kind": source.kind,
             "settings": source.settings,
             "files": [[extension(file), _sha256(file, hashes)] for file in source.files],
-            "tokenizer": _tokenizer_key(cfg.tokenizer, hashes),
-            "val_fraction": cfg.data.val_fraction,
-            "shard_tokens": cfg.data.shard_tokens,
+            "tokenizer": tokenizer_key,
+            "val_fraction": config.data.val_fraction,
+            "shard_tokens": config.data.shard_tokens,
         }
     )
 
 
-def _tokenizer_key(cfg: TokenizerConfig, hashes: FileHashes) -> list[Any]:
-    if cfg.kind != "sentencepiece":
-        return [cfg.kind]
-    if cfg.path is None:
-        return [cfg.kind, "trained", cfg.vocab_size]
-    return [cfg.kind, _sha256(Path(cfg.path).expanduser(), hashes)]
+def _tokenizer_key(config: TokenizerConfig, hashes: FileHashes) -> list[Any]:
+    if config.kind != "sentencepiece":
+        return [config.kind]
+    if config.path is None:
+        return [config.kind, "trained", config.vocab_size]
+    return [config.kind, _sha256(Path(config.path).expanduser(), hashes)]
 
 
 def _sha256(path: Path, hashes: FileHashes) -> str:
@@ -89,21 +106,25 @@ def _sha256(path: Path, hashes: FileHashes) -> str:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
 
-def _write(directory: Path, cfg: Config, source: Source, key: str, hashes: FileHashes) -> None:
-    where = f"data={source.kind}" + (f" data.path={cfg.data.path}" if source.kind == "local" else "")
+def _write(
+    directory: Path, config: Config, source: Source, compute_key: Callable[[], str], tokenizer: Tokenizer | None
+) -> None:
+    key = compute_key()
+    where = f"data={source.kind}" + (f" data.path={config.data.path}" if source.kind == "local" else "")
     logger.info("preparing %s: reading %s files", where, f"{len(source.files):,}")
-    trains = cfg.tokenizer.kind == "sentencepiece" and cfg.tokenizer.path is None
-    tokenizer = None if trains else load_tokenizer(cfg.tokenizer)
-    scan = _scan(source, cfg.data.val_fraction, keep_sample=trains)
+    trains = tokenizer is None and config.tokenizer.kind == "sentencepiece" and config.tokenizer.path is None
+    if tokenizer is None and not trains:
+        tokenizer = load_tokenizer(config.tokenizer)
+    scan = _scan(source, config.data.val_fraction, keep_sample=trains)
     logger.info("%s documents, %.1f MB", f"{scan.n_documents:,}", scan.n_bytes / 1e6)
-    scan.check_splits(where, cfg.data.val_fraction)
+    scan.check_splits(where, config.data.val_fraction)
     if tokenizer is None:
-        logger.info("training a SentencePiece model of %d pieces", cfg.tokenizer.vocab_size)
-        tokenizer = load_tokenizer(cfg.tokenizer, corpus=scan.sample)
-    splits = _write_splits(directory, _placed(source, scan.only, cfg.data.val_fraction), scan, tokenizer, cfg)
+        logger.info("training a SentencePiece model of %d pieces", config.tokenizer.vocab_size)
+        tokenizer = load_tokenizer(config.tokenizer, corpus=scan.sample)
+    splits = _write_splits(directory, _placed(source, scan.only, config.data.val_fraction), scan, tokenizer, config)
     for split, entry in splits.items():
-        check_length(split, entry["tokens"], cfg.model.context, where)
-    if _key(cfg, source, hashes) != key:
+        check_length(split, entry["tokens"], config.model.context, where)
+    if compute_key() != key:
         raise DataError(f"{where}: a file was changed while it was read; start again")
     tokenizer_entry = write_tokenizer(tokenizer, directory)
     manifest = {
@@ -119,7 +140,7 @@ def _write(directory: Path, cfg: Config, source: Source, key: str, hashes: FileH
             "bytes": scan.n_bytes,
             "skipped_empty": scan.n_empty,
             "text_sha256": scan.text_hash.hexdigest(),
-            "val_fraction": cfg.data.val_fraction,
+            "val_fraction": config.data.val_fraction,
             "files": [str(file) for file in source.files],
         },
         "splits": splits,
@@ -229,10 +250,10 @@ class _Sample:
 
 
 def _write_splits(
-    directory: Path, placed: Iterable[tuple[str, str]], scan: _Scan, tokenizer: Tokenizer, cfg: Config
+    directory: Path, placed: Iterable[tuple[str, str]], scan: _Scan, tokenizer: Tokenizer, config: Config
 ) -> dict[str, dict[str, Any]]:
     dtype = dtype_for(tokenizer.vocab_size)
-    writers = {name: SplitWriter(directory, stem, dtype, cfg.data.shard_tokens) for name, stem in STEMS.items()}
+    writers = {name: SplitWriter(directory, stem, dtype, config.data.shard_tokens) for name, stem in STEMS.items()}
     eos = np.array([tokenizer.eos])
     n_documents = n_bytes = 0
     start = reported = time.monotonic()

@@ -114,7 +114,7 @@ def _read_jsonl(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
             record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
             raise DataError(_not_utf8(where, line, error)) from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{where}: not JSON ({error}); a .jsonl file holds one JSON object a line") from None
         if not isinstance(record, dict):
             raise DataError(

@@ -49,28 +49,28 @@ class Tokenizer(Protocol):
         ...
 
 
-def load_tokenizer(cfg: TokenizerConfig, corpus: Iterable[str] | None = None) -> Tokenizer:
+def load_tokenizer(config: TokenizerConfig, corpus: Iterable[str] | None = None) -> Tokenizer:
     """The tokenizer that the config names; `corpus` is the text for one that is to be trained.
 
     Raises DataError if it cannot be had or does not fit the corpus.
     """
-    if cfg.kind == "bytes":
+    if config.kind == "bytes":
         return BytesTokenizer()
-    if cfg.kind == "gpt2":
+    if config.kind == "gpt2":
         return GPT2Tokenizer(_gpt2_ranks())
-    if cfg.path is not None:
-        path = Path(cfg.path).expanduser()
+    if config.path is not None:
+        path = Path(config.path).expanduser()
         try:
             model = path.read_bytes()
         except OSError as error:
-            raise DataError(f"tokenizer.path={cfg.path}: cannot be read ({error.strerror})") from None
-        return SentencePieceTokenizer(model, f"tokenizer.path={cfg.path}")
+            raise DataError(f"tokenizer.path={config.path}: cannot be read ({error.strerror})") from None
+        return SentencePieceTokenizer(model, f"tokenizer.path={config.path}")
     if corpus is None:
         raise DataError(
             "tokenizer.path=null: there is no text here to train a SentencePiece model from; choose the tokenizer "
             "that made these tokens: tokenizer=gpt2, tokenizer=bytes, or tokenizer=sentencepiece tokenizer.path=FILE"
         )
-    return SentencePieceTokenizer(train_sentencepiece(corpus, cfg.vocab_size), "the trained model")
+    return SentencePieceTokenizer(train_sentencepiece(corpus, config.vocab_size), "the trained model")
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:

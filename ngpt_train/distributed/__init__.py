@@ -1,6 +1,14 @@
 """Processes, devices, and how a single-device model is spread over them."""
 
-from ngpt_train.distributed.layouts import parallelize, resolve_kind, resolve_precision
-from ngpt_train.distributed.world import World, join_world
+from ngpt_train.distributed.layouts import parallelize, resolve_compile, resolve_kind, resolve_precision
+from ngpt_train.distributed.world import World, join_world, resolve_device
 
-__all__ = ["World", "join_world", "parallelize", "resolve_kind", "resolve_precision"]
+__all__ = [
+    "World",
+    "join_world",
+    "parallelize",
+    "resolve_compile",
+    "resolve_device",
+    "resolve_kind",
+    "resolve_precision",
+]

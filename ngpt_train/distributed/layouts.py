@@ -36,6 +36,11 @@ def resolve_precision(precision: str, device_type: str) -> torch.dtype:
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
 
 
+def resolve_compile(compiled: bool | str, device_type: str) -> bool:
+    """`train.compile` without auto."""
+    return device_type == "cuda" if compiled == AUTO else bool(compiled)
+
+
 def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder, nn.Module]:
     """Builds the model of `config` for this world, with the weights of step 0.
 
@@ -50,7 +55,7 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     if config.train.activation_checkpointing == "full":
         for block in model.layers:
             block.forward = recomputed(block.forward)
-    if config.train.compile is True or (config.train.compile == AUTO and world.device.type == "cuda"):
+    if resolve_compile(config.train.compile, world.device.type):
         for block in model.layers:
             block.compile(dynamic=False)
     if kind == "fsdp":

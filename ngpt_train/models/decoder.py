@@ -33,6 +33,8 @@ class ParameterGroup:
 class Decoder(nn.Module):
     """Decoder-only language model; `vocab_size` and all widths come from its config."""
 
+    decays = True  # whether weight decay means anything for the architecture's matrices
+
     def __init__(self, config: ModelConfig, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
         assert isinstance(config.vocab_size, int)  # build_model refuses `auto`
@@ -51,10 +53,6 @@ class Decoder(nn.Module):
 
     def init_std(self, name: str) -> float:
         """Standard deviation at initialisation of the matrix `name`."""
-        raise NotImplementedError
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        """Which parameters the optimizer may decay."""
         raise NotImplementedError
 
     def project_(self) -> None:
@@ -105,6 +103,18 @@ class Decoder(nn.Module):
             values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
             write_full(parameter, values.normal_(std=self.init_std(name), generator=generator))
         self.project_()
+
+    def parameter_groups(self) -> list[ParameterGroup]:
+        """Matrices, embeddings included, may decay; gains and scale vectors never.
+
+        Two groups even where nothing decays: under FSDP2 matrices alone are sharded, and torch's fused
+        optimizers refuse sharded and whole tensors in one group.
+        """
+        shapes = {name: parameter.ndim for name, parameter in self.named_parameters()}
+        return [
+            ParameterGroup([name for name, ndim in shapes.items() if ndim >= 2], decay=self.decays),
+            ParameterGroup([name for name, ndim in shapes.items() if ndim < 2], decay=False),
+        ]
 
     def n_params(self) -> int:
         """Number of learned values, embeddings included."""

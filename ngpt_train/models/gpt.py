@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.schema import GPTConfig
-from ngpt_train.models.decoder import Decoder, ParameterGroup
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.norms import RMSNorm
@@ -65,11 +65,3 @@ class GPT(Decoder):
         # at the last layer does not grow with depth (Radford et al. 2019).
         writes_residual = name.endswith((".wo", ".w_down"))
         return 0.02 / math.sqrt(2 * self.config.n_layers) if writes_residual else 0.02
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        """Matrices, embeddings included, may decay; gains never."""
-        shapes = {name: parameter.ndim for name, parameter in self.named_parameters()}
-        return [
-            ParameterGroup([name for name, ndim in shapes.items() if ndim == 2], decay=True),
-            ParameterGroup([name for name, ndim in shapes.items() if ndim == 1], decay=False),
-        ]

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.schema import NGPTConfig
-from ngpt_train.models.decoder import Decoder, ParameterGroup
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.norms import normalize, normalize_rows_
@@ -79,6 +79,8 @@ class NGPTBlock(nn.Module):
 class NGPT(Decoder):
     """Logits = s_z W_output h, with h from n_layers blocks."""
 
+    decays = False  # the projection fixes the length of every row (section 2.6, item 7)
+
     def __init__(self, config: NGPTConfig) -> None:
         super().__init__(config, (NGPTBlock(config) for _ in range(config.n_layers)))
         self.s_z = ScaledParameter(self.output.shape[0], init=1.0, scale=1 / math.sqrt(config.d_model))
@@ -94,11 +96,3 @@ class NGPT(Decoder):
         for parameter in self.parameters():
             if parameter.ndim == 2:
                 normalize_rows_(parameter)
-
-    def parameter_groups(self) -> list[ParameterGroup]:
-        """Nothing decays: the projection fixes the length of every row (section 2.6, item 7)."""
-        shapes = {name: parameter.ndim for name, parameter in self.named_parameters()}
-        return [
-            ParameterGroup([name for name, ndim in shapes.items() if ndim == 2], decay=False),
-            ParameterGroup([name for name, ndim in shapes.items() if ndim == 1], decay=False),
-        ]

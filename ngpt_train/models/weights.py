@@ -36,9 +36,11 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Copies full tensors by canonical name into the model, as they are (no projection).
 
     Raises DataError that names every missing or unknown name and every wrong shape; the model is
-    then unchanged.
+    then unchanged. Raises ValueError for a model on `meta`, which has no values.
     """
     parameters = dict(named_weights(model))
+    if any(parameter.is_meta for parameter in parameters.values()):
+        raise ValueError("load_weights: the model is on meta; give it memory first, with model.to_empty(device=...)")
     problems = [f"missing: {name} {tuple(parameters[name].shape)}" for name in parameters if name not in weights]
     problems += [f"unknown: {name} {tuple(weights[name].shape)}" for name in weights if name not in parameters]
     problems += [

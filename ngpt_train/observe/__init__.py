@@ -12,15 +12,13 @@ __all__ = ["Sink", "build_sinks"]
 
 
 def build_sinks(
-    cfg: Config, run_dir: Path, run_info: dict[str, Any], total_steps: int, resume_step: int | None
+    config: Config, run_dir: Path, run_info: dict[str, Any], total_steps: int, resume_step: int | None
 ) -> list[Sink]:
     """The sinks of a run, for rank 0; to be called, and closed, in this order.
 
     run_info: what goes into run.json; wandb shows it beside the config. total_steps: the step that the run
     ends at. resume_step: completed steps of the checkpoint that it goes on from, None where it starts anew.
-    Raises ConfigError for logging.tensorboard=true without the package, before anything is written.
     """
-    tensorboard = TensorboardSink(run_dir / "tensorboard", resume_step) if cfg.logging.tensorboard else None
     metrics = JsonlSink(run_dir / "metrics.jsonl", resume_step)
     people: list[Sink] = [console_sink(total_steps, resume_step), LogFile(run_dir / "logs" / "rank_0.log", total_steps)]
 
@@ -33,11 +31,11 @@ def build_sinks(
             f"{metrics.path}: cut off {metrics.dropped} lines that an earlier start wrote after step {resume_step or 0}"
         )
     sinks: list[Sink] = [metrics]
-    if tensorboard is not None:
-        sinks.append(tensorboard)
-    if cfg.logging.wandb.mode != "disabled":
+    if config.logging.tensorboard:
+        sinks.append(TensorboardSink(run_dir / "tensorboard", resume_step))
+    if config.logging.wandb.mode != "disabled":
         from ngpt_train.config import redact, to_dict
 
-        config = {**redact(to_dict(cfg)), "run_info": run_info}
-        sinks.append(WandbSink(cfg.logging.wandb, run_dir, metrics.path, config, say))
+        shown = {**redact(to_dict(config)), "run_info": run_info}
+        sinks.append(WandbSink(config.logging.wandb, run_dir, metrics.path, shown, say))
     return [*sinks, *people]

@@ -142,8 +142,11 @@ class LogFile:
         self.message(describe(record, self.clock))
 
     def message(self, text: str) -> None:
-        self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
-        self._file.flush()
+        try:
+            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+            self._file.flush()
+        except OSError as error:  # whether a run can go on is for metrics.jsonl and the checkpoints to say
+            print(f"warning: {self._file.name}: {error.strerror}: {text}", file=sys.stderr)
 
     def close(self, reason: str) -> None:
         self.message(f"end: {reason}")

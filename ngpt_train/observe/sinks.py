@@ -2,18 +2,18 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any, Protocol
 
-from ngpt_train.config.schema import ConfigError
+from ngpt_train.config.atomic import write_atomically
+from ngpt_train.config.schema import DataError
 
 
 class Sink(Protocol):
     """Takes what the training loop has to tell. Sinks live on rank 0 only."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Takes one record: {"kind": "train" | "eval", "step": n, ...}, values plain numbers or None."""
+        """Takes one record: {"kind": "train" | "eval", "step": n, "tokens": n, ...}, values plain numbers or None."""
 
     def message(self, text: str) -> None:
         """Takes one line for people."""
@@ -46,7 +46,7 @@ class JsonlSink:
                 self._written.add(key)
         self.dropped = len(lines) - len(kept)
         if self.dropped:
-            _replace(path, b"".join(kept))
+            write_atomically(path, b"".join(kept))
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, record: dict[str, Any]) -> None:
@@ -58,8 +58,13 @@ class JsonlSink:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
         }
-        self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise DataError(
+                f"{self.path}: cannot be written ({error.strerror}). Make room; the same command continues the run."
+            ) from error
 
     def message(self, text: str) -> None:
         pass
@@ -79,32 +84,12 @@ def _record_key(line: bytes) -> tuple[str, int] | None:
         return None
 
 
-def _replace(path: Path, content: bytes) -> None:
-    """Gives the file new content: after a crash at any moment it holds either the old or the new."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
 class TensorboardSink:
-    """TensorBoard event files in `directory`, over steps. Raises ConfigError where the package is missing."""
+    """TensorBoard event files in `directory`, over steps."""
 
     def __init__(self, directory: Path, resume_step: int | None) -> None:
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError as error:
-            raise ConfigError(
-                f"logging.tensorboard=true needs a package that is missing ({error}). "
-                "Install it with `pip install 'ngpt-train[tensorboard]'`, or set logging.tensorboard=false."
-            ) from error
+        from torch.utils.tensorboard import SummaryWriter
+
         # TensorBoard itself hides the points from purge_step on that an earlier start wrote.
         purge_step = 0 if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(directory), purge_step=purge_step)

@@ -57,33 +57,30 @@ def start(job: dict[str, Any]) -> Any:
     return run
 
 
-def hand_over(lines: IO[str], run: Any, tokens: int) -> int:
-    """Logs the complete lines from the file's position on; returns the tokens of the last record that tells them."""
+def hand_over(lines: IO[bytes], run: Any) -> None:
+    """Logs the complete lines from the file's position on."""
     while True:
         position = lines.tell()
         line = lines.readline()
-        if not line.endswith("\n"):
+        if not line.endswith(b"\n"):
             lines.seek(position)
-            return tokens
+            return
         record = json.loads(line)
-        kind, step = record.pop("kind"), record.pop("step")
-        tokens = record.pop("tokens", tokens)
+        kind, step, tokens = record.pop("kind"), record.pop("step"), record.pop("tokens")
         values = {f"{kind}/{name}": value for name, value in record.items() if value is not None}
         run.log({"tokens": tokens, "step": step, **values})
 
 
 def follow(job: dict[str, Any], run: Any, control: IO[bytes]) -> None:
     """Hands over records until the control input has news, then finishes the run."""
-    with open(job["metrics"], encoding="utf-8") as lines:
-        tokens = 0  # where the x axis stands: a validation does not tell
-        while lines.tell() < job["offset"]:
-            tokens = json.loads(lines.readline()).get("tokens", tokens)
+    with open(job["metrics"], "rb") as lines:
+        lines.seek(job["offset"])
         ended = False
         while not ended:
             # The last record is written before the end is told: what is read after it is everything.
             ended = bool(select.select([control], [], [], POLL_SECONDS)[0])
             with at_most(job["finish_timeout"]):
-                tokens = hand_over(lines, run, tokens)
+                hand_over(lines, run)
     reason = control.readline()
     faulthandler.dump_traceback_later(job["finish_timeout"], exit=True)  # until the exit: wandb has hooks there
     run.summary["end"] = json.loads(reason) if reason else "the training process died"

@@ -35,11 +35,9 @@ def plot_run(run_dir: Path) -> Path:
 
     _draw(axes["loss"], tokens, _column(train, "loss"), label="training")
     if evals:
-        # A record of a validation names its step; tokens are between those of the training records around it.
-        steps = np.concatenate([[0.0], _column(train, "step")])
-        eval_tokens = np.interp(_column(evals, "step"), steps, np.concatenate([[0.0], tokens]))
         eval_loss = _column(evals, "loss")
-        axes["loss"].plot(eval_tokens, eval_loss, "o-", color="C1", ms=4, label=f"validation, last {eval_loss[-1]:.4f}")
+        label = f"validation, last {eval_loss[-1]:.4f}"
+        axes["loss"].plot(_column(evals, "tokens"), eval_loss, "o-", color="C1", ms=4, label=label)
     axes["loss"].set(title=run_dir.name, ylabel="loss (nats per token)")
     axes["loss"].legend()
     _draw(axes["lr"], tokens, _column(train, "lr"))

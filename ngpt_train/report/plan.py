@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from ngpt_train.config.schema import AUTO, Config, ConfigError
-from ngpt_train.distributed import resolve_kind, resolve_precision
+from ngpt_train.config.schema import Config, ConfigError
+from ngpt_train.distributed import resolve_compile, resolve_kind, resolve_precision
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.report.memory import memory_per_rank
 from ngpt_train.training.batch import resolve_micro_rows
@@ -25,18 +25,17 @@ def make_plan(config: Config) -> dict[str, Any]:
             f"plan.world_size={world_size}: parallel.kind=single is one process. "
             "Use parallel=auto, ddp or fsdp, or plan.world_size=1."
         )
-    assert config.train.batch_rows is not None  # load_config fills it from batch_tokens
-    rows = config.train.batch_rows
+    rows = config.train.rows_per_step
     micro_rows = resolve_micro_rows(rows, config.train.micro_rows, context, world_size)
     device = "cpu" if config.train.device == "cpu" else "cuda"
     kind = resolve_kind(config.parallel.kind, world_size, device)
     dtype = resolve_precision(config.train.precision, device)
-    compiled = config.train.compile is True or (config.train.compile == AUTO and device == "cuda")
+    compiled = resolve_compile(config.train.compile, device)
     with torch.device("meta"):
         model = build_model(config.model)
     memory = memory_per_rank(config, model, kind, dtype, compiled, micro_rows)
     flops_per_token = model.flops_per_token(context)
-    steps = min(config.train.stop_at or config.train.steps, config.train.steps)
+    steps = config.train.stop_at or config.train.steps
     total_tokens = steps * rows * context
     plan: dict[str, Any] = {
         "model": config.model.name,

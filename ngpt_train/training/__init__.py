@@ -1,6 +1,6 @@
 """The training state, one step of it, the loop over steps, and what survives a process.
 
-state = build_state(cfg)
+state = build_state(config)
 result = train_step(state, [(tokens, targets), ...])
 """
 

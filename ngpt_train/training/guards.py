@@ -15,7 +15,7 @@ class NumericalError(RuntimeError):
     exit_code = 4
 
 
-class OutOfMemoryError(RuntimeError):
+class DeviceMemoryError(RuntimeError):
     """The device has too little memory for the micro batch."""
 
     exit_code = 1
@@ -31,7 +31,7 @@ def explain_out_of_memory(micro_rows: int) -> Iterator[None]:
         if not isinstance(error, (torch.OutOfMemoryError, MemoryError)) and "can't allocate memory" not in text:
             raise
         smaller = f"train.micro_rows={max(1, micro_rows // 2)}" if micro_rows > 1 else "train.micro_rows is 1 already"
-        raise OutOfMemoryError(
+        raise DeviceMemoryError(
             f"train.micro_rows={micro_rows}: out of memory ({text.splitlines()[0]}). Try {smaller}; the batch and "
             "the result stay the same. Further: train.activation_checkpointing=full, parallel=fsdp on more ranks, "
             "or a shorter model.context."

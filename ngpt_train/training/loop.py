@@ -49,7 +49,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
 
     A checkpoint is saved before an evaluation at the same step, so that a failure while evaluating
     loses nothing. Returns why it stopped early, None at the planned end. Raises NumericalError,
-    OutOfMemoryError, and DataError if the last checkpoint could not be written.
+    DeviceMemoryError, and DataError if the last checkpoint could not be written.
     """
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
@@ -85,8 +85,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
         logging = _due(state.step, config.logging.every)
         loss = float(result.loss) if logging else None  # waits for the device, so that the time below is true
-        assert config.train.batch_rows is not None
-        tokens = config.train.batch_rows * config.model.context
+        tokens = config.train.rows_per_step * config.model.context
         parts.meter.data(fetched - started)
         parts.meter.step(time.perf_counter() - started, tokens)
         if logging:

@@ -19,7 +19,17 @@ DONE = "done"  # the reason in exit.json of a run that came to its planned end
 _LEFT_BY_A_KILLED_START = ("lock", "run.json", ".run.json.partial", ".config.yaml.partial")
 # What run.overwrite deletes, in this order: config.yaml, which makes it a run's directory, goes last.
 _OURS = (
-    *("checkpoints", "metrics.jsonl", "curves.png", "logs", "wandb", "wandb_id", "tensorboard", "profile"),
+    *(
+        "checkpoints",
+        "metrics.jsonl",
+        ".metrics.jsonl.partial",
+        "curves.png",
+        "logs",
+        "wandb",
+        "wandb_id",
+        "tensorboard",
+        "profile",
+    ),
     *("exit.json", "run.json", "config.yaml"),
 )
 
@@ -126,7 +136,10 @@ class RunDirectory:
         """
         if code and (self.path / "exit.json").exists():
             return
-        write_json(self.path / "exit.json", {"code": code, "reason": reason, "step": step})
+        try:
+            write_json(self.path / "exit.json", {"code": code, "reason": reason, "step": step})
+        except OSError as error:  # a full disk, for example, of which the reason speaks already
+            logger.warning("%s/exit.json could not be written: %s", self.path, error.strerror)
 
     def release(self) -> None:
         """Gives the directory up."""

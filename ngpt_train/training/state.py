@@ -34,8 +34,9 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
     that is still `auto`.
     """
     world = world or join_world(config)
-    assert config.train.batch_rows is not None  # load_config fills it from batch_tokens
-    micro_rows = resolve_micro_rows(config.train.batch_rows, config.train.micro_rows, config.model.context, world.size)
+    micro_rows = resolve_micro_rows(
+        config.train.rows_per_step, config.train.micro_rows, config.model.context, world.size
+    )
     with explain_out_of_memory(micro_rows):
         model, forward = parallelize(config, world, micro_rows)
     optimizer = build_optimizer(model, model.parameter_groups(), config.optim)

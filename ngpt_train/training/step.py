@@ -31,8 +31,9 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
 
     Every rank passes the same number of micro batches. The loss is summed over valid targets and
     divided once by their number in the whole step, so neither accumulation nor padding nor the
-    number of ranks changes it.
+    number of ranks changes it. Raises ValueError for no micro batches and for ids that are not int64.
     """
+    check_batches(micro_batches)
     world, config = state.world, state.config
     batches = [[to_device(part, world.device) for part in batch] for batch in micro_batches]
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, *_ in batches])
@@ -56,6 +57,14 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
     state.step += 1
     state.tokens += n_tokens
     return StepResult(loss, grad_norm, n_tokens, skipped, lr)
+
+
+def check_batches(micro_batches: Sequence[Batch]) -> None:
+    if not micro_batches:
+        raise ValueError("train_step: no micro batches; every rank passes at least one, and all the same number")
+    for index, batch in enumerate(micro_batches):
+        if found := [str(part.dtype) for part in batch if part.dtype != torch.int64]:
+            raise ValueError(f"train_step: micro batch {index} holds {found[0]}; ids are torch.int64 tensors")
 
 
 def to_device(part: Tensor, device: torch.device) -> Tensor:

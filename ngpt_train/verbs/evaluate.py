@@ -25,18 +25,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     other_text = given & {"data", "data.kind", "data.path", "experiment"}
     data = config.data if other_text else replace(restored.config.data, **named(config.data, "data", given))
     rows = config.eval.rows if "eval.rows" in given else restored.config.eval.rows
-    model_file = restored.path / "tokenizer.model"
-    data_config = replace(
-        config,
-        model=restored.config.model,
-        data=data,
-        tokenizer=replace(
-            restored.config.tokenizer,
-            kind=restored.tokenizer.kind,
-            path=str(model_file) if model_file.is_file() else None,
-        ),
-    )
-    dataset = open_dataset(data_config)
+    dataset = open_dataset(replace(config, model=restored.config.model, data=data), restored.tokenizer)
     if dataset.tokenizer.fingerprint != restored.tokenizer.fingerprint:
         raise DataError(
             f"evaluate.checkpoint={config.evaluate.checkpoint}: the model was trained with the tokenizer "

@@ -1,20 +1,21 @@
 """`generate`: text from a checkpoint."""
 
+import os
 from collections.abc import Sequence
 
 import torch
 
-from ngpt_train.config.schema import Config, ConfigError
-from ngpt_train.distributed import join_world
+from ngpt_train.config.schema import Config
+from ngpt_train.distributed import World, resolve_device
 from ngpt_train.evaluation import generate
 from ngpt_train.evaluation.restore import restore
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Prints the prompt and its continuation on the standard output."""
-    world = join_world(config)
-    if world.size > 1:
-        raise ConfigError("generate runs in one process; start it without torchrun")
+    """Prints the prompt and its continuation on the standard output. Under torchrun rank 0 does it all."""
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    world = World(rank=0, size=1, local_rank=0, device=resolve_device(config.train.device, local_rank=0))
     restored = restore("generate.checkpoint", config.generate.checkpoint, config.train.precision, world)
     tokenizer = restored.tokenizer
     # A document starts after the end of the one before it.

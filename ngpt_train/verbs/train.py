@@ -87,7 +87,7 @@ def prepare_state(
     loader = TrainLoader(
         data.train,
         context=config.model.context,
-        batch_rows=int(config.train.batch_rows or 0),
+        batch_rows=config.train.rows_per_step,
         micro_rows=state.micro_rows,
         seed=config.run.seed,
         rank=world.rank,
@@ -179,8 +179,8 @@ def close(sinks: list[Sink], reason: str) -> None:
 def introduce(say: Any, run: RunDirectory, state: TrainState, start: dict[str, Any], resumed: int | None) -> None:
     """What a reader of the log wants to know first."""
     config = state.config
-    tokens = int(config.train.batch_rows or 0) * config.model.context
-    accumulation = int(config.train.batch_rows or 0) // state.micro_rows // state.world.size
+    tokens = config.train.rows_per_step * config.model.context
+    accumulation = config.train.rows_per_step // state.micro_rows // state.world.size
     say(f"run {run.path}: {'resumed at step ' + str(resumed) if resumed else 'new'}")
     say(
         f"{config.model.name} with {start['n_params']:,} parameters, vocabulary {config.model.vocab_size} "

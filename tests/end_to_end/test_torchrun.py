@@ -33,6 +33,15 @@ def test_evaluate_is_the_same_on_two_ranks(tmp_path: Path) -> None:
     assert one["loss"] == trained["loss"]
 
 
+def test_generate_on_two_ranks(tmp_path: Path, corpus: Path) -> None:
+    train(arguments(tmp_path, corpus, "train.steps=2"))
+    given = [f"generate.checkpoint={tmp_path / 'runs/test'}", "generate.max_new_tokens=5", "train.device=cpu"]
+    one, two = run("generate", given), run("generate", given, ranks=2)
+    assert (one.returncode, two.returncode) == (0, 0), two.stderr[-4000:]
+    assert one.stdout
+    assert two.stdout == one.stdout, "one rank writes"
+
+
 def test_prepare_on_two_ranks(tmp_path: Path, corpus: Path) -> None:
     def prepare(ranks: int) -> str:
         out = tmp_path / f"{ranks}"

@@ -148,6 +148,8 @@ def test_the_papers_parameter_counts(model_config: GPTConfig | NGPTConfig, n_par
     with torch.device("meta"):
         model = build_model(model_config)
     assert all(p.is_meta for p in model.parameters())
+    with pytest.raises(ValueError, match="on meta"):
+        load_weights(model, export_weights(model))
     assert model.n_params() == n_params == sum(p.numel() for p in model.parameters())
 
 

@@ -1,5 +1,6 @@
 """Every mistake of a user ends in one message that names the key, the value and the way out, and in exit code 2."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -177,6 +178,8 @@ def test_yaml_file(
         (["trian", "model=ngpt"], ["trian", "did you mean train", "prepare"]),
         (["model=ngpt"], ["model=ngpt", "train model=ngpt"]),
         (["train", "--cfg", "all"], ["--cfg all", "--cfg job"]),
+        (["train", "--cfg=all"], ["--cfg all", "--cfg job"]),
+        (["generate", "generate.prompt=\udce9t\udce9"], ["generate.prompt=", "not UTF-8"]),
         (["train", "--config-dir"], ["--config-dir DIR"]),
     ],
 )
@@ -211,3 +214,17 @@ def test_under_torchrun(
     monkeypatch.setenv("RANK", "1")
     assert main(["train", *arguments, "--cfg", "job"]) == 2
     assert capsys.readouterr().err == ""
+
+
+def test_half_a_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("RANK", raising=False)
+    assert main(["train"]) == 2
+    assert "WORLD_SIZE=2 is set in the environment, but not RANK" in capsys.readouterr().err
+
+
+def test_tensorboard_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    message = message_of(["logging.tensorboard=true"], capsys)
+    assert "logging.tensorboard=true" in message
+    assert "ngpt-train[tensorboard]" in message

@@ -112,7 +112,7 @@ def resumed(*changes: str) -> Config:
         [],
         ["train.steps=1000"],
         ["train.stop_at=100"],
-        ["run.name=other", "run.root=x", "run.resume=must", "run.max_time=1"],
+        ["run.name=other", "run.root=x", "run.resume=must", "run.max_time=1", "run.init_from=x"],
         ["train.micro_rows=2", "train.compile=true", "train.activation_checkpointing=full", "train.device=cpu"],
         ["parallel=ddp", "kernels=torch", "parallel.timeout=5"],
         ["checkpoint.every=7", "checkpoint.keep_last=9", "eval.every=3", "logging.every=1"],
@@ -157,3 +157,16 @@ def test_precision_is_compared_once_it_is_known() -> None:
     check_resume(stored, load_config([]))
     with pytest.raises(ConfigError, match=r"train\.precision: fp32 -> bf16"):
         check_resume(stored, load_config(["train.precision=bf16"]))
+
+
+def test_resume_of_a_run_whose_values_were_secrets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_TOKEN", "article_body")
+    monkeypatch.setenv("OTHER_TOKEN", "embedded")  # a word of the schema, which must be readable again
+    write_yaml(resumed("data.text_field=article_body"), tmp_path / "config.yaml")
+    stored = read_yaml(tmp_path / "config.yaml")
+    assert stored.data.text_field == "<redacted>"
+    check_resume(stored, resumed("data.text_field=article_body"))
+    with pytest.raises(ConfigError, match=r"data\.text_field: <redacted> -> body"):
+        check_resume(stored, resumed("data.text_field=body"))
+    with pytest.raises(ConfigError, match=r"data\.text_field: text -> <redacted>"):
+        check_resume(resumed(), resumed("data.text_field=article_body"))

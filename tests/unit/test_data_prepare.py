@@ -18,6 +18,7 @@ import pytest
 
 from ngpt_train.config.schema import Config, ConfigError, DataError
 from ngpt_train.data import Dataset, hashes, load_tokenizer, open_dataset, prepare_dataset
+from ngpt_train.data import tokenizer as tokenizer_module
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.verbs import prepare as verb
 
@@ -124,6 +125,39 @@ def test_cache_is_keyed_by_content(cfg: Config, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.undo()
     cfg.data.val_fraction = 0.2
     assert open_dataset(cfg).path != first.path
+
+
+def test_a_given_tokenizer_finds_what_it_made(cfg: Config, tmp_path: Path) -> None:
+    # As `evaluate` does, whose tokenizer comes out of a checkpoint.
+    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 300
+    trained = open_dataset(cfg)
+    before = snapshot(tmp_path / "cache")
+    same = open_dataset(cfg, trained.tokenizer)
+    assert (same.path, same.fingerprint) == (trained.path, trained.fingerprint)
+    assert snapshot(tmp_path / "cache") == before, "prepared once more"
+
+    write_corpus(tmp_path / "other", documents(40)[::-1])
+    cfg.data.path = str(tmp_path / "other")
+    other = open_dataset(cfg, trained.tokenizer)
+    assert other.tokenizer.fingerprint == trained.tokenizer.fingerprint
+    assert sorted(split_documents(other, "train") + split_documents(other, "validation")) == sorted(documents(40))
+    own = open_dataset(cfg)  # trained from the other text, under another key
+    assert own.tokenizer.fingerprint != trained.tokenizer.fingerprint
+    assert open_dataset(cfg, trained.tokenizer).path == other.path
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(trained.tokenizer.model)
+    cfg.tokenizer.path = str(file)
+    assert open_dataset(cfg).path == other.path
+
+
+def test_a_given_tokenizer_needs_no_download(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise AssertionError("downloads")
+
+    monkeypatch.setattr(tokenizer_module, "_gpt2_ranks", refused)
+    cfg.tokenizer.kind = "gpt2"
+    given = tokenizer_module.GPT2Tokenizer({bytes([i]): i for i in range(256)})
+    assert open_dataset(cfg, given).tokenizer.fingerprint == given.fingerprint
 
 
 def test_checksums_are_remembered_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,6 +92,7 @@ RANDOM = json.dumps({"text": "".join(chr(33 + i * i * 7919 % 90) for i in range(
         (made("a.jsonl.gz", b'{"text": "x"}\n{"text": 5}\n'), ["line 2", "int", "string"]),
         (made("a.jsonl", b'{"text": "x"}\n{"text": "\xff"}\n'), ["line 2", "UTF-8", "0xff"]),
         (made("a.jsonl", b'{"text": "\\ud800"}\n'), ["line 1", "surrogate", "\\ud800"]),
+        (made("a.jsonl", b"[" * 100_000), ["a.jsonl, line 1", "not JSON"]),
         (made("a.txt", b"one\ntwo \xe9\n"), ["a.txt, line 2", "UTF-8", "offset 8"]),
         (cut(made("a.jsonl.gz", RANDOM)), ["a.jsonl.gz", "damaged or incomplete"]),
         (cut(made("a.jsonl.zst", RANDOM)), ["a.jsonl.zst", "damaged or incomplete"]),

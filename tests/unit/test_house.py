@@ -31,8 +31,8 @@ def imports(path: Path) -> set[str]:
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.level <= 1, f"{path}: a relative import that leaves its folder"
-            names = [] if node.level else [f"{node.module}.{alias.name}" for alias in node.names]
+            assert node.level == 0, f"{path}: a relative import, which hides from where it comes"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
         else:
             continue
         parts |= {name.split(".")[1] for name in names if name.startswith("ngpt_train.")}

@@ -121,7 +121,7 @@ def wait_for(condition, seconds: float = 30.0) -> None:
 def test_records_reach_wandb(tmp_path: Path, fake: Path) -> None:
     trial = Trial(tmp_path / "run")
     trial.log(3)
-    eval_record = {"kind": "eval", "step": 3, "loss": 2.0, "ppl": 7.4}
+    eval_record = {"kind": "eval", "step": 3, "tokens": 300, "loss": 2.0, "ppl": 7.4}
     trial.jsonl.log(eval_record)
     trial.close(at_most=30)
     assert trial.said == ["wandb: online, https://example.org/run"]
@@ -144,7 +144,7 @@ def test_records_reach_wandb(tmp_path: Path, fake: Path) -> None:
     assert events(fake, "finish") == [{"event": "finish", "exit_code": 0, "summary": {"end": "done"}}]
 
     resumed = Trial(tmp_path / "run", resume_step=2)
-    resumed.jsonl.log({"kind": "eval", "step": 2, "loss": 2.5})
+    resumed.jsonl.log({"kind": "eval", "step": 2, "tokens": 200, "loss": 2.5})
     resumed.log(2)
     resumed.close(at_most=30)
     assert [init["id"] for init in events(fake, "init")] == [run_id, run_id]

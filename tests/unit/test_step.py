@@ -158,3 +158,20 @@ def test_documents_reach_the_model(name: str) -> None:
     result = train_step(state, batches)
     assert result.loss.item() == pytest.approx(alone / int(result.n_tokens), rel=1e-6)
     assert abs(together / alone - 1) > 1e-5, "documents would not show"
+
+
+@pytest.mark.parametrize(
+    ("batches", "says"),
+    [
+        ([], "no micro batches"),
+        (
+            [(torch.zeros(2, T, dtype=torch.int32), torch.zeros(2, T, dtype=torch.int64))],
+            "micro batch 0 holds torch.int32",
+        ),
+    ],
+)
+def test_what_a_step_does_not_take(batches: list[tuple[Tensor, Tensor]], says: str) -> None:
+    state = build_state(step_config("gpt"))
+    with pytest.raises(ValueError, match=says):
+        train_step(state, batches)
+    assert state.step == 0

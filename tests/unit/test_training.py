@@ -10,7 +10,7 @@ import torch
 from ngpt_train.config.schema import ConfigError
 from ngpt_train.distributed.layouts import resolve_kind
 from ngpt_train.training.batch import resolve_micro_rows
-from ngpt_train.training.guards import OutOfMemoryError, explain_out_of_memory
+from ngpt_train.training.guards import DeviceMemoryError, explain_out_of_memory
 from ngpt_train.training.signals import StopRequest
 
 
@@ -53,9 +53,9 @@ def test_layout() -> None:
 
 def test_out_of_memory_names_the_key() -> None:
     message = r"train.micro_rows=8: out of memory.*Try train.micro_rows=4"
-    with pytest.raises(OutOfMemoryError, match=message), explain_out_of_memory(8):
+    with pytest.raises(DeviceMemoryError, match=message), explain_out_of_memory(8):
         torch.empty(1 << 60)  # what the CPU allocator says for real
-    with pytest.raises(OutOfMemoryError, match="micro_rows is 1 already"), explain_out_of_memory(1):
+    with pytest.raises(DeviceMemoryError, match="micro_rows is 1 already"), explain_out_of_memory(1):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
     with pytest.raises(RuntimeError, match="shapes differ"), explain_out_of_memory(8):
         raise RuntimeError("shapes differ")
