@@ -20,6 +20,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ngpt_train.config import ConfigError, check, load_config, to_yaml
+from ngpt_train.config.resolve import check_verb
 
 VERBS = {
     "train": "Train a model; continues the run if its directory holds a checkpoint.",
@@ -90,6 +91,7 @@ def _run(arguments: list[str]) -> int:
         )
     # Only training shares a batch among the ranks of torchrun.
     config = load_config(line.overrides, line.config_dir, world_size=None if verb == "train" else 1)
+    check_verb(config, verb)
     if line.print_config:
         _show(to_yaml(config).rstrip())
         return 0

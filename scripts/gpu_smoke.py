@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # from a checkout, without installing
 
-from ngpt_train.config.schema import Config, GPTConfig, ModelConfig, NGPTConfig
+from ngpt_train.config.architectures import GPTConfig, ModelConfig, NGPTConfig
+from ngpt_train.config.schema import Config
 from ngpt_train.models.layers.norms import RMSNorm
 from ngpt_train.models.layers.scale import ScaledParameter
 from ngpt_train.observe.meters import peak_flops

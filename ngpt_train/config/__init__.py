@@ -3,24 +3,20 @@
 Only this package knows Hydra and OmegaConf, and it imports them when something is composed.
 """
 
+from ngpt_train.config.architectures import GPTConfig, ModelConfig, NGPTConfig, NormFormerConfig, PowerNormConfig
 from ngpt_train.config.compose import load_config
 from ngpt_train.config.files import config_dir, list_experiments
+from ngpt_train.config.keys import AUTO, ConfigError, DataError
 from ngpt_train.config.resolve import check
 from ngpt_train.config.schema import (
-    AUTO,
     CheckpointConfig,
     Config,
-    ConfigError,
     DataConfig,
-    DataError,
     EvalConfig,
     EvaluateConfig,
     GenerateConfig,
-    GPTConfig,
     KernelsConfig,
     LoggingConfig,
-    ModelConfig,
-    NGPTConfig,
     OptimConfig,
     ParallelConfig,
     PlanConfig,
@@ -48,9 +44,11 @@ __all__ = [
     "LoggingConfig",
     "ModelConfig",
     "NGPTConfig",
+    "NormFormerConfig",
     "OptimConfig",
     "ParallelConfig",
     "PlanConfig",
+    "PowerNormConfig",
     "RunConfig",
     "ScaleConfig",
     "ScheduleConfig",

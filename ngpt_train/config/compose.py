@@ -21,12 +21,14 @@ from ngpt_train.config.files import (
     check_file,
     find,
     group_options,
+    row_nodes,
     search_path,
     warn_shadowed,
 )
+from ngpt_train.config.keys import ConfigError
 from ngpt_train.config.overrides import Overrides, parse
 from ngpt_train.config.resolve import Origin, check, resolve
-from ngpt_train.config.schema import Config, ConfigError
+from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import (
     Key,
     architectures,
@@ -77,19 +79,19 @@ def compose(arguments: Iterable[str], user_dir: str | None = None) -> Compositio
     directories = search_path(user_dir)
     options = group_options(directories)
     overrides = parse(arguments, options)
-    check_defaults(overrides.choices, options, directories)
+    reached = check_defaults(overrides.choices, options, directories)
     warn_shadowed(directories)
 
     chosen = [f"{group}={option}" for group, option in overrides.choices.items()]
     for directory in directories[1:]:
         chosen.append(f"hydra.searchpath=['file://{_quoted(str(directory))}']")
-    with _hydra(str(directories[0])):
+    with _hydra(str(directories[0]), row_nodes(reached, options, directories)):
         defaults = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, chosen, RunMode.RUN).defaults
         packages = {default.config_path: default.package or "" for default in defaults if default.config_path}
         choices = {group: option for group, _, option in (path.partition("/") for path in packages) if group in options}
         architecture = _architecture(packages, find(f"model/{choices['model']}", directories))
         keys = schema_keys(architectures()[architecture])
-        origins = _check_keys(packages, directories, overrides, keys, architecture)
+        origins = _check_keys(packages, options, directories, overrides, keys, architecture)
         tree = hydra.compose(PRIMARY, chosen)
 
     config = build(_resolved(tree, overrides.values, keys, origins), architectures()[architecture])
@@ -113,6 +115,7 @@ def _architecture(packages: Iterable[str], model_file: Path) -> str:
 
 def _check_keys(
     packages: Mapping[str, str],
+    options: Mapping[str, Sequence[str]],
     directories: Sequence[Path],
     overrides: Overrides,
     keys: Mapping[str, Key],
@@ -120,11 +123,12 @@ def _check_keys(
 ) -> dict[str, Origin]:
     """Checks what the composed files and then the command line set; says where each key was set last."""
     origins: dict[str, Origin] = {}
-    for order, (config_path, package) in enumerate(packages.items()):
+    order = 0
+    for config_path, package in packages.items():
         if config_path.partition("/")[0] in (PRIMARY, *GROUPS):
-            path = find(config_path, directories)
-            for name in check_file(path, config_path, package, keys):
-                origins[name] = Origin(order, f"in {path}")
+            for place, names in check_file(config_path, package, keys, options, directories):
+                origins |= {name: Origin(order, place) for name in names}
+                order += 1
     for name, value in overrides.values.items():
         if name not in keys:
             owner = next(owner for owner, schema in architectures().items() if name in schema_keys(schema))
@@ -133,13 +137,14 @@ def _check_keys(
             )
         if not is_interpolation(value):
             check_leaf(name, value, keys, written=overrides.written[name])
-        origins[name] = Origin(len(packages), "")
+        origins[name] = Origin(order, "")
     return origins
 
 
 @contextmanager
-def _hydra(directory: str) -> Iterator[None]:
-    """Hydra with our schema, reading `directory`; whatever it cannot compose is the user's mistake."""
+def _hydra(directory: str, rows: Mapping[str, dict[str, Any]]) -> Iterator[None]:
+    """Hydra with our schema, reading `directory`; `rows` it takes for files. Whatever it cannot compose is the user's
+    mistake."""
     from hydra import initialize_config_dir
     from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
@@ -148,6 +153,9 @@ def _hydra(directory: str) -> Iterator[None]:
     store.store(name="schema", node=Config)
     for name, schema in architectures().items():
         store.store(group=SCHEMA_GROUP, name=name, node=schema, package="model")
+    for config_path, node in rows.items():
+        table, _, row = config_path.rpartition("/")
+        store.store(group=table, name=row, node=node, package="_global_")
     try:
         with initialize_config_dir(directory, version_base="1.3"):
             yield

@@ -1,17 +1,26 @@
-"""The YAML files: where they are, which options each group has, and what they may say."""
+"""The YAML files: where they are, which options each group has, and what they may say.
+
+An experiment's file may be a table: `rows` names experiments that share the rest of the file, and
+`experiment=<file>/<row>` chooses one. A row says what a command line would say, `model: gpt` or `optim.lr: 1.0e-3`;
+what it says goes over the rest of the file, and the command line over both.
+"""
 
 from __future__ import annotations
 
+import copy
 import os
+import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.overrides import check_option
-from ngpt_train.config.schema import ConfigError
+from ngpt_train.config.keys import ConfigError
+from ngpt_train.config.overrides import Overrides, check_option, parse_row
 from ngpt_train.config.validate import (
     Key,
+    all_keys,
     architectures,
     check_leaf,
     did_you_mean,
@@ -43,6 +52,8 @@ SCHEMA_GROUP = "schema/model"
 _HEADER = "# @package _global_"
 # These fill several sections, so their keys are full names.
 _GLOBAL_GROUPS = ("scale", "recipe", "experiment")
+# As part of a run's name.
+_ROW_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
 
 def config_dir() -> Path:
@@ -54,7 +65,7 @@ def config_dir() -> Path:
 
 def list_experiments() -> list[str]:
     """Every name that `experiment=NAME` accepts without a directory of the user's own."""
-    return _options("experiment", [config_dir()])
+    return _experiments([config_dir()])
 
 
 def search_path(user_dir: str | None) -> list[Path]:
@@ -78,7 +89,9 @@ def warn_shadowed(directories: Sequence[Path]) -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     for user in users:
-        for path in sorted(path for group in ("", *GROUPS) for path in (user / group).glob("*.yaml")):
+        for path in sorted(
+            [*user.glob("*.yaml"), *(path for group in GROUPS for path in (user / group).rglob("*.yaml"))]
+        ):
             if (packaged / path.relative_to(user)).is_file():
                 print(
                     f"warning: {path} is not used: {packaged / path.relative_to(user)} has the same name;"
@@ -90,47 +103,83 @@ def warn_shadowed(directories: Sequence[Path]) -> None:
 def group_options(directories: Sequence[Path]) -> dict[str, list[str]]:
     """The options of each group; only the experiment can be none (`null`)."""
     options = {group: _options(group, directories) for group in GROUPS}
-    options["experiment"].append("null")
+    options["experiment"] = [*_experiments(directories), "null"]
     return options
 
 
 def find(config_path: str, directories: Sequence[Path]) -> Path:
-    """The file of `group/option`, which exists."""
-    return next(path for path in (directory / f"{config_path}.yaml" for directory in directories) if path.is_file())
+    """The file of `group/option`, which exists; for a row of a table the table's."""
+    return _locate(config_path, directories)[0]
 
 
 def check_defaults(
     choices: Mapping[str, str], options: Mapping[str, Sequence[str]], directories: Sequence[Path]
-) -> None:
+) -> list[str]:
     """Raises ConfigError for a mistake in the defaults list of train.yaml, of a chosen file, or of one that these
-    name in turn."""
+    name in turn. Returns `group/option` of all of them."""
     options = {**options, SCHEMA_GROUP: list(architectures())}
-    root = find(PRIMARY, directories)
-    pending = list(choices.items())
-    pending += filter(None, (_choice(entry, "", options, root) for entry in _defaults(root)))
+    pending = [*choices.items(), *_chosen(PRIMARY, options, directories)]
     seen = set(pending)
+    reached = []
     while pending:
         group, option = pending.pop()
         if group == SCHEMA_GROUP or option == "null":
             continue
-        path = find(f"{group}/{option}", directories)
-        for named in filter(None, (_choice(entry, group, options, path) for entry in _defaults(path))):
+        reached.append(f"{group}/{option}")
+        for named in _chosen(reached[-1], options, directories):
             if named not in seen:
                 seen.add(named)
                 pending.append(named)
+    return reached
 
 
-def check_file(path: Path, config_path: str, package: str, keys: Mapping[str, Key]) -> list[str]:
-    """The keys that the file sets, dotted and complete. Raises ConfigError for one that is unknown or whose value
-    is wrong. `package` is the section that the file fills, empty for the root."""
+def row_nodes(
+    config_paths: Sequence[str], options: Mapping[str, Sequence[str]], directories: Sequence[Path]
+) -> dict[str, dict[str, Any]]:
+    """For each of `config_paths` that is a row, what a file with this row alone would hold."""
+    nodes = {}
+    for config_path in config_paths:
+        path, row = _locate(config_path, directories)
+        if not row:
+            continue
+        if _HEADER not in path.read_text().splitlines():
+            raise _without_header(path, "experiment")
+        said = _parsed_row(path, row, options)
+        chosen = ((entry, _choice(entry, "experiment", options, path)) for entry in _defaults(path))
+        defaults = [entry for entry, choice in chosen if choice is None or choice[0] not in said.choices]
+        defaults += [{f"override /{group}": option} for group, option in said.choices.items()]
+        # The usual name would be the same for all rows, and so would their directory.
+        name = f"{path.stem}-{row}-${{scale.name}}-seed${{run.seed}}"
+        common = {key: value for key, value in read_mapping(path).items() if key not in ("defaults", "rows")}
+        values = {"run.name": name, **dict(flatten(common, all_keys())), **said.values}
+        nodes[config_path] = {"defaults": defaults, **_unflattened(values)}
+    return nodes
+
+
+def check_file(
+    config_path: str,
+    package: str,
+    keys: Mapping[str, Key],
+    options: Mapping[str, Sequence[str]],
+    directories: Sequence[Path],
+) -> list[tuple[str, list[str]]]:
+    """What the file of `group/option` sets: the place, to be named in messages, and the keys, dotted and complete;
+    for a row of a table first the common part of the table, then the row. Raises ConfigError for a key that is
+    unknown or whose value is wrong. `package` is the section that the file fills, empty for the root."""
+    path, row = _locate(config_path, directories)
     tree = read_mapping(path)
     tree.pop("defaults", None)
     place = f"in {path}"
     group = config_path.partition("/")[0]
     if group in _GLOBAL_GROUPS and package:
-        raise ConfigError(
-            f"{path}: the first line is not '{_HEADER}'\n  Files of {group}/ need it: their keys are full names"
-        )
+        raise _without_header(path, group)
+    if row:
+        del tree["rows"]
+    dotted = {name: value for name, value in tree.items() if "." in str(name)}
+    if dotted:
+        fix = "Write " + ", ".join(f"{name}: {show(value)}" for name, value in _unflattened(dotted).items())
+        problem = f"{', '.join(map(str, dotted))}: only the rows of a table have dotted keys"
+        raise ConfigError(report([problem, fix], place))
     names = []
     for name, value in flatten(tree, keys, f"{package}." if package else ""):
         bare = name.removeprefix(f"{package}.")
@@ -140,11 +189,27 @@ def check_file(path: Path, config_path: str, package: str, keys: Mapping[str, Ke
         if name not in keys or not is_interpolation(value):
             check_leaf(name, value, keys, place)
         names.append(name)
-    return names
+    if not row:
+        return [(place, names)]
+    values = _parsed_row(path, row, options).values
+    for name, value in values.items():
+        if name not in keys or not is_interpolation(value):
+            check_leaf(name, value, keys, _row_place(path, row))
+    return [(place, names), (_row_place(path, row), list(values))]
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:
     """The content of a YAML file, interpolations unresolved. Raises ConfigError with file and line."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    return copy.deepcopy(_parsed(path, status.st_mtime_ns, status.st_size))
+
+
+@cache
+def _parsed(path: Path, modified: int, size: int) -> dict[Any, Any]:
+    """A file is read for its options, its defaults and its keys, and parsing is slow: once for each content."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import MarkedYAMLError, YAMLError
@@ -168,6 +233,79 @@ def read_mapping(path: Path) -> dict[Any, Any]:
 def _options(group: str, directories: Sequence[Path]) -> list[str]:
     paths = ((directory / group, path) for directory in directories for path in (directory / group).rglob("*.yaml"))
     return sorted({path.relative_to(root).with_suffix("").as_posix() for root, path in paths})
+
+
+def _experiments(directories: Sequence[Path]) -> list[str]:
+    """The names of the experiments; in a table's place those of its rows, in the order of the file."""
+    names = []
+    for option in _options("experiment", directories):
+        path = find(f"experiment/{option}", directories)
+        names += [f"{option}/{row}" for row in _row_names(path)] or [option]
+    return list(dict.fromkeys(names))
+
+
+def _row_names(path: Path) -> list[str]:
+    """The rows of an experiment's file, none if it is no table."""
+    tree = read_mapping(path)
+    if "rows" not in tree:
+        return []
+    rows = tree["rows"]
+    if not isinstance(rows, dict) or not rows:
+        raise ConfigError(
+            f"{path}: rows={show(rows)}: not a mapping of names to rows"
+            "\n  For example\n    rows:\n      small: {scale: debug, optim.lr: 1.0e-3}"
+        )
+    for name in rows:
+        if not isinstance(name, str) or not _ROW_NAME.fullmatch(name):
+            fix = "Letters, digits, '.', '_' and '-', not beginning with '.' or '-'; a number in quotes"
+            raise ConfigError(report([f"{show(name)}: not a name for a row", fix], f"in {path}"))
+    return list(rows)
+
+
+def _locate(config_path: str, directories: Sequence[Path]) -> tuple[Path, str]:
+    """The file of `group/option`, which exists, and the row that is meant if the file is a table, else ''."""
+    table, _, row = config_path.rpartition("/")
+    names = ((config_path, ""), (table, row))
+    files = ((directory / f"{name}.yaml", row) for name, row in names for directory in directories)
+    return next((path, row) for path, row in files if path.is_file())
+
+
+def _parsed_row(path: Path, row: str, options: Mapping[str, Sequence[str]]) -> Overrides:
+    return parse_row(read_mapping(path)["rows"][row], options, _row_place(path, row))
+
+
+def _row_place(path: Path, row: str) -> str:
+    return f"in {path}, row {row}"
+
+
+def _unflattened(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of dotted names; what is no section although it is used as one is left to check_file."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, key = name.split(".")
+        branch = tree
+        for section in sections:
+            if not isinstance(branch.get(section), dict):
+                branch[section] = {}
+            branch = branch[section]
+        branch[key] = value
+    return tree
+
+
+def _without_header(path: Path, group: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: the first line is not '{_HEADER}'\n  Files of {group}/ need it: their keys are full names"
+    )
+
+
+def _chosen(
+    config_path: str, options: Mapping[str, Sequence[str]], directories: Sequence[Path]
+) -> list[tuple[str, str]]:
+    """The (group, option) pairs that a file, or a row, chooses in its defaults list."""
+    path, row = _locate(config_path, directories)
+    group = config_path.partition("/")[0] if config_path != PRIMARY else ""
+    chosen = list(filter(None, (_choice(entry, group, options, path) for entry in _defaults(path))))
+    return chosen + (list(_parsed_row(path, row, options).choices.items()) if row else [])
 
 
 def _defaults(path: Path) -> list[Any]:

@@ -20,8 +20,14 @@ def help_text(overrides: Sequence[str], config_dir: str | None = None) -> str:
     lines = ["Groups, chosen with GROUP=OPTION; [chosen]:", ""]
     for group, doc in GROUPS.items():
         chosen = composition.choices.get(group, "null")
-        names = " ".join(f"[{option}]" if option == chosen else option for option in options[group])
-        lines += [f"  {group:<12}{names}", *_wrapped(doc, 14)]
+        tables: dict[str, list[str]] = {"": []}
+        for option in options[group]:
+            table, _, row = option.rpartition("/")
+            tables.setdefault(table, []).append(f"[{row}]" if option == chosen else row)
+        lines.append(f"  {group:<12}{' '.join(tables.pop(''))}")
+        for table, rows in tables.items():
+            lines += _wrapped(f"{table}/ {' '.join(rows)}", 14, hanging=2)
+        lines += _wrapped(doc, 14)
 
     values = dict(flatten(redact(to_dict(composition.config)), composition.keys))
     section = ""
@@ -36,5 +42,6 @@ def help_text(overrides: Sequence[str], config_dir: str | None = None) -> str:
     return "\n".join(lines)
 
 
-def _wrapped(text: str, indent: int) -> list[str]:
-    return textwrap.wrap(text, _WIDTH, initial_indent=" " * indent, subsequent_indent=" " * indent)
+def _wrapped(text: str, indent: int, hanging: int = 0) -> list[str]:
+    following = " " * (indent + hanging)
+    return textwrap.wrap(text, _WIDTH, initial_indent=" " * indent, subsequent_indent=following, break_on_hyphens=False)

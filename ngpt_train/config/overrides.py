@@ -1,4 +1,5 @@
-"""The command line: `group=option` and `key=value` arguments, and the sweeps of multirun."""
+"""The command line: `group=option` and `key=value` arguments, and the sweeps of multirun. A table's row says the same
+in YAML."""
 
 from __future__ import annotations
 
@@ -7,8 +8,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ngpt_train.config.schema import ConfigError
-from ngpt_train.config.validate import Key, all_keys, check_section, did_you_mean, nearest, report, similar_keys
+from ngpt_train.config.keys import ConfigError
+from ngpt_train.config.validate import (
+    Key,
+    all_keys,
+    check_section,
+    did_you_mean,
+    flatten,
+    nearest,
+    report,
+    show,
+    similar_keys,
+)
 
 
 @dataclass
@@ -41,8 +52,35 @@ def parse(arguments: Iterable[str], options: Mapping[str, Sequence[str]]) -> Ove
             _check_once(overrides.values, name, value, overrides.written, raw)
             overrides.values[name] = value
         else:
-            raise ConfigError(_unknown(name, raw, options, keys))
+            raise _unknown(name, raw, options, keys)
         overrides.written[name] = raw
+    return overrides
+
+
+def parse_row(row: Any, options: Mapping[str, Sequence[str]], place: str) -> Overrides:
+    """The same for a row of a table of experiments, whose values YAML has typed."""
+    if not isinstance(row, Mapping):
+        fix = "For example {model: gpt, optim.lr: 1.0e-3}; a row that sets nothing is {}"
+        raise ConfigError(
+            report([f"{show(row)}: a row is a mapping of groups to options and keys to values", fix], place)
+        )
+    overrides, keys = Overrides(), all_keys()
+    groups = {group: names for group, names in options.items() if group != "experiment"}
+    for name, value in row.items():
+        name = str(name)
+        if isinstance(value, Mapping) and name not in keys:
+            fix = ", ".join(f"{key}: {show(inner)}" for key, inner in flatten({name: value}, keys))
+            problem = f"{name}={show(value)}: a section, but a row has full keys"
+            raise ConfigError(report([problem, f"Write {fix}" if fix else "Leave it out"], place))
+        if name in groups:
+            check_option(name, show(value), groups[name], place)
+            overrides.choices[name] = show(value)
+        elif name not in keys:
+            raise _unknown(name, show(value), groups, keys, place)
+        elif keys[name].is_table:
+            raise _table(name, show(value), place)
+        else:
+            overrides.values[name] = value
     return overrides
 
 
@@ -81,11 +119,29 @@ def check_option(group: str, option: str, options: Sequence[str], place: str = "
     """Raises ConfigError unless `group` has `option`."""
     if option in options:
         return
+    table, _, row = option.rpartition("/")
+    rows, siblings = _below(option, options), _below(table, options)
+    known = f"{group} has the options {', '.join(folded(options))}"
     if "," in option or option.startswith(("[", "{")):
         problem = f"a group takes one option; to run several one after the other write -m {group}=a,b"
+    elif rows:
+        problem = f"several; choose one, for example {group}={option}/{rows[0]}"
+        known = f"{option} has {', '.join(folded(rows))}"
+    elif siblings:
+        problem = f"{table} has no {row}{did_you_mean(nearest(row, siblings))}"
+        known = f"{table} has {', '.join(folded(siblings))}"
     else:
-        problem = "no such option" + did_you_mean(nearest(option, options))
-    raise ConfigError(report([f"{group}={option}: {problem}", f"{group} has the options {', '.join(options)}"], place))
+        problem = "no such option" + did_you_mean(nearest(option, dict.fromkeys([*options, *folded(options)])))
+    raise ConfigError(report([f"{group}={option}: {problem}", known], place))
+
+
+def _below(table: str, options: Iterable[str]) -> list[str]:
+    return [option.removeprefix(f"{table}/") for option in options if option.startswith(f"{table}/")]
+
+
+def folded(options: Iterable[str]) -> list[str]:
+    """The options, those of one table as `table/...`."""
+    return list(dict.fromkeys(f"{name.rpartition('/')[0]}/..." if "/" in name else name for name in options))
 
 
 def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str]:
@@ -125,7 +181,7 @@ def _typed(key: Key, raw: str) -> Any:
     from hydra.errors import HydraException
 
     if key.is_table:
-        raise ConfigError(f"{key.name}={raw}: a table cannot be set here\n  Set optim.lr, or write a recipe in YAML")
+        raise _table(key.name, raw)
     if key.is_free_text:
         if raw == "null" and type(None) in key.types:
             return None
@@ -143,13 +199,17 @@ def _typed(key: Key, raw: str) -> Any:
     return override.value()
 
 
-def _unknown(name: str, raw: str, groups: Iterable[str], keys: Mapping[str, Key]) -> str:
-    table = next((key for key in keys.values() if key.is_table and name.startswith(key.name + ".")), None)
-    if table:
-        return f"{name}={raw}: a table cannot be set here\n  Set optim.lr, or write a recipe in YAML"
-    check_section(name, raw, keys)
-    names = similar_keys(name, [*groups, *keys])
-    return f"{name}={raw}: no such key or group{did_you_mean(names)}\n  `ngpt-train train --help` lists them all"
+def _unknown(name: str, raw: str, groups: Iterable[str], keys: Mapping[str, Key], place: str = "") -> ConfigError:
+    if any(key.is_table and name.startswith(key.name + ".") for key in keys.values()):
+        return _table(name, raw, place)
+    check_section(name, raw, keys, place)
+    problem = f"{name}={raw}: no such key or group{did_you_mean(similar_keys(name, [*groups, *keys]))}"
+    return ConfigError(report([problem, "`ngpt-train train --help` lists them all"], place))
+
+
+def _table(name: str, raw: str, place: str = "") -> ConfigError:
+    problem = f"{name}={raw}: a table cannot be set here"
+    return ConfigError(report([problem, "Set optim.lr, or write a recipe in YAML"], place))
 
 
 def _is_utf8(argument: str) -> bool:

@@ -7,9 +7,12 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngpt_train.config.schema import AUTO, Config, ConfigError
+from ngpt_train.config.architectures import PowerNormConfig
+from ngpt_train.config.keys import AUTO, ConfigError
+from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import report, show
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
@@ -25,7 +28,7 @@ class Origin(NamedTuple):
 
 def resolve(config: Config, origins: Mapping[str, Origin] | None = None) -> None:
     """Replaces, in place, optim.lr, schedule.warmup_steps, run.name, train.batch_rows and batch_tokens,
-    model.n_kv_heads and model.d_mlp by their values. Raises ConfigError where there is none."""
+    model.n_kv_heads, d_mlp and what depends on other keys by their values. Raises ConfigError where there is none."""
     origins = origins or {}
     model, train, optim = config.model, config.train, config.optim
     model.n_kv_heads = model.n_heads if model.n_kv_heads is None else model.n_kv_heads
@@ -35,6 +38,11 @@ def resolve(config: Config, origins: Mapping[str, Origin] | None = None) -> None
         optim.lr = _table_lr(config)
     if config.schedule.warmup_steps == AUTO:
         config.schedule.warmup_steps = auto_warmup(train.steps)
+    if isinstance(model, PowerNormConfig):
+        if model.psi_warmup_steps == AUTO:
+            model.psi_warmup_steps = config.schedule.warmup_steps
+        if model.group_scaling == AUTO:
+            model.group_scaling = model.n_heads
     if config.run.name == AUTO:
         config.run.name = f"{model.name}-{config.scale.name}-seed{config.run.seed}"
 
@@ -49,6 +57,25 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
     world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     for names, problem, fix in _conflicts(config, world_size):
         raise _error(config, names, problem, fix, origins or {})
+
+
+def check_verb(config: Config, verb: str) -> None:
+    """Raises ConfigError for what `verb` cannot do without, or cannot write to."""
+    if verb in ("generate", "evaluate") and getattr(config, verb).checkpoint is None:
+        raise ConfigError(
+            f"{verb}.checkpoint=null: no checkpoint is named\n  For example {verb}.checkpoint=runs/quickstart"
+        )
+    if verb == "prepare" and config.data.kind == "tokens":
+        raise ConfigError("data.kind=tokens: there is nothing to prepare\n  Choose text: data=embedded or data=local")
+    if verb == "plan":
+        check(config, config.plan.world_size)
+    out = getattr(getattr(config, verb), "out", None) if verb in ("plan", "evaluate") else None
+    if out is not None:
+        path = Path(out).expanduser()
+        if path.is_dir():
+            raise ConfigError(f"{verb}.out={out}: is a directory\n  Name a file in it")
+        if not path.parent.is_dir():
+            raise ConfigError(f"{verb}.out={out}: {path.parent} is not a directory\n  Create it, or name another file")
 
 
 def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], str, str]]:
@@ -100,6 +127,13 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
             _nearest_divisors("model.n_kv_heads", n_kv_heads, model.n_heads),
         )
 
+    if isinstance(model, PowerNormConfig) and model.group_scaling and model.d_model % int(model.group_scaling):
+        yield (
+            ("model.group_scaling", "model.d_model"),
+            "the groups do not divide the width",
+            _nearest_divisors("model.group_scaling", int(model.group_scaling), model.d_model),
+        )
+
     yield from _batch_conflicts(config, world_size)
     if train.stop_at is not None and train.stop_at > train.steps:
         yield ("train.stop_at", "train.steps"), "stops after the end", f"Set train.stop_at to {train.steps} or less"
@@ -130,8 +164,8 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
     if config.parallel.kind == "single" and world_size > 1:
         yield (
             ("parallel.kind",),
-            f"one process, but torchrun started {world_size}",
-            "Set parallel=auto, ddp or fsdp, or start one process",
+            f"one process, but there are {world_size} ranks",
+            "Set parallel=auto, ddp or fsdp, or use one rank",
         )
     if config.data.kind != "embedded" and config.data.path is None:
         yield ("data.path", "data.kind"), "no data is named", "Set data.path=PATH"

@@ -10,40 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Union
 
-AUTO = "auto"
-
-# OmegaConf resolves these aliases at run time, where `int | str` inside a container is not understood.
-IntOrAuto = Union[int, str]
-FloatOrAuto = Union[float, int, str]  # an int becomes a float when the config is built
-BoolOrAuto = Union[bool, str]
-
-
-def key(
-    default: Any,
-    doc: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A config key: `doc` is its sentence in `--help`, the rest are the limits of its value.
-
-    `minimum`/`maximum` are inclusive, `above`/`below` exclusive. A string key with `choices` takes one
-    of them; a number-or-string key takes a number within the limits or one of the choices.
-    """
-    metadata = {
-        "doc": doc,
-        "choices": choices,
-        "minimum": minimum,
-        "above": above,
-        "maximum": maximum,
-        "below": below,
-    }
-    if isinstance(default, (list, dict)):
-        return field(default_factory=default.copy, metadata=metadata)
-    return field(default=default, metadata=metadata)
+from ngpt_train.config.architectures import ModelConfig
+from ngpt_train.config.keys import AUTO, BoolOrAuto, FloatOrAuto, IntOrAuto, key
 
 
 @dataclass
@@ -70,41 +38,6 @@ class ScaleConfig:
     """Name of the size; the numbers it stands for are filled into model.* and train.*."""
 
     name: str = key("tiny", "Name of the size, chosen with scale=NAME; part of the run's name and key of the lr table.")
-
-
-@dataclass
-class ModelConfig:
-    """What every architecture has. The subclasses add what is their own."""
-
-    name: str = key("gpt", "Architecture, chosen with model=NAME.")
-    d_model: int = key(128, "Width of the residual stream.", minimum=1)
-    n_layers: int = key(4, "Number of blocks.", minimum=1)
-    n_heads: int = key(4, "Number of attention heads; d_model / n_heads must be even for RoPE.", minimum=1)
-    n_kv_heads: Union[int, None] = key(
-        None, "Number of key/value heads (grouped-query attention); null is n_heads.", minimum=1
-    )
-    d_mlp: Union[int, None] = key(None, "Hidden width of the gated MLP; null is 4 * d_model.", minimum=1)
-    vocab_size: IntOrAuto = key(
-        AUTO, "Rows of both embeddings; auto takes the tokenizer's.", choices=(AUTO,), minimum=2
-    )
-    context: int = key(256, "Tokens per training row.", minimum=1)
-    rope_base: float = key(10000.0, "Base of the rotary position angles.", above=1)
-
-
-@dataclass
-class GPTConfig(ModelConfig):
-    """Llama-like baseline: RMSNorm, RoPE, SwiGLU, untied embeddings, no biases."""
-
-    name: str = key("gpt", "Architecture, chosen with model=NAME.")
-    norm_eps: float = key(1e-6, "Added to the mean square in RMSNorm.", above=0)
-    qk_norm: bool = key(False, "RMSNorm with gain over each head of q and k, before RoPE.")
-
-
-@dataclass
-class NGPTConfig(ModelConfig):
-    """Normalized Transformer, section 2.6 of the nGPT paper."""
-
-    name: str = key("ngpt", "Architecture, chosen with model=NAME.")
 
 
 @dataclass
@@ -329,15 +262,3 @@ class Config:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
-
-
-class ConfigError(ValueError):
-    """A mistake of the user in the configuration; the message names key, value, what is allowed and the fix."""
-
-    exit_code = 2
-
-
-class DataError(ValueError):
-    """Data, tokenizer or checkpoint that cannot be used as asked; the message names the file and the fix."""
-
-    exit_code = 3

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.atomic import write_atomically
+from ngpt_train.config.keys import AUTO, ConfigError, DataError
 from ngpt_train.config.resolve import auto_warmup
-from ngpt_train.config.schema import AUTO, Config, ConfigError, DataError
+from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import all_keys, any_of, architectures, build, check_leaf, flatten, schema_keys, show
 
 REDACTED = "<redacted>"

@@ -9,7 +9,9 @@ import typing
 from collections.abc import Container, Iterable, Iterator, Mapping
 from typing import Any
 
-from ngpt_train.config.schema import Config, ConfigError, ModelConfig
+from ngpt_train.config.architectures import ModelConfig
+from ngpt_train.config.keys import ConfigError
+from ngpt_train.config.schema import Config
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "text"}
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ngpt_train.config.schema import Config, ConfigError
+from ngpt_train.config.keys import ConfigError
+from ngpt_train.config.schema import Config
 from ngpt_train.data.dataset import Dataset, cache_directory, open_prepared, open_tokens
 from ngpt_train.data.hashes import FileHashes
 from ngpt_train.data.loader import LoaderState, TrainLoader, micro_batches, validation_rows

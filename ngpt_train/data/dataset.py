@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.config.schema import Config, DataError
+from ngpt_train.config.keys import DataError
+from ngpt_train.config.schema import Config
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.shards import Tokens, map_tokens, open_shards
 from ngpt_train.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer

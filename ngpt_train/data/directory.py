@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ngpt_train.config.atomic import sync
-from ngpt_train.config.schema import DataError
+from ngpt_train.config.keys import DataError
 
 logger = logging.getLogger(__name__)
 

@@ -63,7 +63,7 @@ class FileHashes:
 
     def _stored(self) -> dict[str, list[Any]]:
         # An absent or damaged file costs hashing everything again and nothing else.
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, TypeError):
             return dict(json.loads(self._path.read_bytes()))
         return {}
 

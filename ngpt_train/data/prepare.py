@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.config.schema import Config, DataError, TokenizerConfig
+from ngpt_train.config.keys import DataError
+from ngpt_train.config.schema import Config, TokenizerConfig
 from ngpt_train.data.dataset import FORMAT, MANIFEST, STEMS, cache_directory, fingerprint, read_manifest
 from ngpt_train.data.directory import build_directory, is_filled
 from ngpt_train.data.hashes import FileHashes, canonical_hash

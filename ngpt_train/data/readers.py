@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from ngpt_train.config.schema import DataError
+from ngpt_train.config.keys import DataError
 
 COMPRESSIONS = (".gz", ".zst")
 # Parquet compresses its own pages.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.schema import DataError
+from ngpt_train.config.keys import DataError
 from ngpt_train.data.hashes import FileHashes
 
 

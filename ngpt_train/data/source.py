@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ngpt_train.config.schema import ConfigError, DataConfig, DataError
+from ngpt_train.config.keys import ConfigError, DataError
+from ngpt_train.config.schema import DataConfig
 from ngpt_train.data.readers import EXTENSIONS, extension, read_file
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.schema import DataError, TokenizerConfig
+from ngpt_train.config.keys import DataError
+from ngpt_train.config.schema import TokenizerConfig
 
 Ids = NDArray[np.integer]
 

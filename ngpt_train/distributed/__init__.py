@@ -1,10 +1,12 @@
 """Processes, devices, and how a single-device model is spread over them."""
 
 from ngpt_train.distributed.layouts import parallelize, resolve_compile, resolve_kind, resolve_precision
+from ngpt_train.distributed.statistics import averaged_statistics
 from ngpt_train.distributed.world import World, join_world, resolve_device
 
 __all__ = [
     "World",
+    "averaged_statistics",
     "join_world",
     "parallelize",
     "resolve_compile",

@@ -10,7 +10,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ngpt_train.config.schema import AUTO, Config, ConfigError
+from ngpt_train.config.architectures import PowerNormConfig
+from ngpt_train.config.keys import AUTO, ConfigError
+from ngpt_train.config.schema import Config
+from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.models import Decoder, build_model
 
@@ -19,8 +22,8 @@ def resolve_kind(kind: str, world_size: int, device_type: str) -> str:
     """`parallel.kind` without auto; raises ConfigError where one process is asked for and there are several."""
     if kind == "single" and world_size > 1:
         raise ConfigError(
-            f"parallel=single: torchrun started {world_size} processes. "
-            "Use parallel=ddp or parallel=fsdp, or start one process."
+            f"parallel.kind=single: one process, but there are {world_size} ranks. "
+            "Use parallel=ddp or parallel=fsdp, or one rank."
         )
     if kind != AUTO:
         return kind
@@ -52,6 +55,8 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
         model = build_model(config.model, config.run.seed)
     precision = resolve_precision(config.train.precision, world.device.type)
     model.compute_dtype = None if precision == torch.float32 else precision
+    if world.size > 1 and isinstance(config.model, PowerNormConfig) and config.model.statistics == "synchronised":
+        synchronise_statistics(model)
     if config.train.activation_checkpointing == "full":
         for block in model.layers:
             block.forward = recomputed(block.forward)
@@ -116,6 +121,7 @@ def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         init_sync=False,  # every rank drew the same weights
+        broadcast_buffers=False,  # running statistics are each rank's own
         gradient_as_bucket_view=True,
     )
     tokens = tokens.to(world.device)

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ngpt_train.config.schema import Config, ConfigError
+from ngpt_train.config.keys import ConfigError
+from ngpt_train.config.schema import Config
 
 T = TypeVar("T")
 

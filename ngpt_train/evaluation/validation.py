@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ngpt_train.data import Tokens, validation_rows
-from ngpt_train.distributed import World
+from ngpt_train.distributed import World, averaged_statistics
 from ngpt_train.models import Decoder
 from ngpt_train.models.decoder import IGNORED
 
@@ -39,11 +39,12 @@ class Validation:
         n_chunks = -(-len(self.rows) // self.chunk)
         sums = torch.zeros(n_chunks, dtype=torch.float64, device=world.device)
         # FSDP2 gathers weights in every forward pass, so all ranks make the same number of them.
-        for first in range(0, n_chunks, world.size):
-            index = first + world.rank
-            loss_sum, _ = model.loss(*self._chunk(index, world.device))
-            if index < n_chunks:
-                sums[index] = loss_sum
+        with averaged_statistics(model, world):
+            for first in range(0, n_chunks, world.size):
+                index = first + world.rank
+                loss_sum, _ = model.loss(*self._chunk(index, world.device))
+                if index < n_chunks:
+                    sums[index] = loss_sum
         model.train(was_training)
         # Each entry is one rank's number plus zeros, and they are added in one order: no rounding of its own.
         total = float(world.sum_(sums).sum())

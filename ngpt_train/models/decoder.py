@@ -6,6 +6,7 @@ applied from outside (ngpt_train/distributed).
 """
 
 import hashlib
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -13,10 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.config.schema import ModelConfig
-from ngpt_train.models.layers.norms import RMSNorm
-from ngpt_train.models.layers.rope import rope_table
-from ngpt_train.models.layers.scale import ScaledParameter
+from ngpt_train.config.architectures import ModelConfig
+from ngpt_train.models.layers.rope import Rope, rope_table
 from ngpt_train.models.weights import write_full
 
 IGNORED = -100  # target that does not count, as in torch's cross_entropy
@@ -43,20 +42,52 @@ class Decoder(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         self.layers = nn.ModuleList(blocks)
-        self.output = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
+        self.output = None if config.tied_embeddings else nn.Parameter(torch.empty_like(self.embedding))
+
+    @property
+    def unembedding(self) -> Tensor:
+        """The output embedding `(V, d_model)`, which may be the input's."""
+        return self.embedding if self.output is None else self.output
 
     # What an architecture says about itself.
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """The first hidden state `(B, T, d_model)` of tokens `(B, T)`."""
+        return F.embedding(tokens, self.embedding)
 
     def head(self, h: Tensor) -> Tensor:
         """Logits `(B, T, V)`, at least fp32, of the last block's h `(B, T, d_model)`."""
         raise NotImplementedError
 
     def init_std(self, name: str) -> float:
-        """Standard deviation at initialisation of the matrix `name`."""
-        raise NotImplementedError
+        """Standard deviation at initialisation of the matrix `name`.
+
+        The 2 L matrices that write into the residual stream start smaller, so that its variance at the
+        last layer does not grow with depth (Radford et al. 2019).
+        """
+        writes_residual = name.endswith((".wo", ".w_down"))
+        return 0.02 / math.sqrt(2 * self.config.n_layers) if writes_residual else 0.02
 
     def project_(self) -> None:
         """Re-imposes the architecture's constraint on its weights, in place; here there is none."""
+
+    def begin_step_(self, step: int, loss_scale: Tensor) -> None:
+        """Tells the model, before the forward passes of a step, how many steps are behind it and by what the
+        summed losses will be multiplied."""
+
+    def statistics(self) -> dict[str, Tensor]:
+        """Running statistics by name: not learned, but part of the state. They are changed in place."""
+        return {}
+
+    def notes(self) -> list[str]:
+        """What whoever reads the training loss has to know."""
+        return []
+
+    def stack(self, h: Tensor, rope: Rope | None, mask: Tensor | None, doc_ids: Tensor | None) -> Tensor:
+        """The blocks, one after the other: h `(B, T, d_model)` -> the same."""
+        for block in self.layers:
+            h = block(h, rope, mask)
+        return h
 
     # What follows from it.
 
@@ -64,22 +95,25 @@ class Decoder(nn.Module):
         """Logits, or with targets what `loss` returns. One entry, so that DDP's and FSDP2's hooks always run.
 
         tokens, targets, doc_ids: `(B, T)` integers. Tokens attend to earlier tokens, of the same
-        document only where doc_ids are given. Returns logits `(B, T, V)`, at least fp32.
+        document only where doc_ids are given; below 0 they mark padding. Returns logits `(B, T, V)`, at least fp32.
         """
-        T = tokens.shape[1]
         dtype = self.compute_dtype or self.embedding.dtype
-        d_head = self.config.d_model // self.config.n_heads
-        angles_dtype = torch.promote_types(dtype, torch.float32)
-        rope = rope_table(T, d_head, self.config.rope_base, tokens.device, angles_dtype)
+        rope = self.rope(tokens, torch.promote_types(dtype, torch.float32))
         mask = None if doc_ids is None else causal_document_mask(doc_ids)
-        h = F.embedding(tokens, self.embedding).to(dtype)  # (B, T, d_model)
-        for block in self.layers:
-            h = block(h, rope, mask)
+        h = self.embed(tokens).to(dtype)  # (B, T, d_model)
+        h = self.stack(h, rope, mask, doc_ids)
         logits = self.head(h)
         if targets is None:
             return logits
         loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return loss_sum, (targets != IGNORED).sum()
+
+    def rope(self, tokens: Tensor, dtype: torch.dtype) -> Rope | None:
+        """The rotary angles of a row's positions; None where positions are told otherwise."""
+        config = self.config
+        interleaved = config.rope_layout == "interleaved"
+        d_head = config.d_model // config.n_heads
+        return rope_table(tokens.shape[1], d_head, config.rope_base, interleaved, tokens.device, dtype)
 
     def loss(self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy in nats and the number of targets that count (not -100), both 0-dim."""
@@ -87,14 +121,14 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def init_weights_(self, seed: int) -> None:
-        """Sets the vectors to their start, draws every matrix from N(0, init_std^2), imposes the constraint.
+        """Sets vectors and statistics to their start, draws every matrix from N(0, init_std^2), imposes the constraint.
 
         Each matrix has a generator of its own, seeded by (seed, name), and is drawn whole in fp32 on
         the CPU: the values do not depend on device, layout or world size.
         """
         for module in self.modules():
-            if isinstance(module, (ScaledParameter, RMSNorm)):
-                module.reset_parameters()
+            if callable(reset := getattr(module, "reset_parameters", None)):
+                reset()
         for name, parameter in self.named_parameters():
             if parameter.ndim < 2:
                 continue
@@ -126,7 +160,7 @@ class Decoder(nn.Module):
         Three times the forward matrix products, the head's included and the embedding look-up not,
         plus attention's 12 L d_model T; causal counts only the half of it that is not masked.
         """
-        matrices = sum(p.numel() for p in self.parameters() if p.ndim == 2) - self.embedding.numel()
+        matrices = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2) + self.unembedding.numel()
         attention = 12 * self.config.n_layers * self.config.d_model * context
         return 6 * matrices + (attention // 2 if causal else attention)
 

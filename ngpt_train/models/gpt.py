@@ -9,7 +9,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.config.schema import GPTConfig
+from ngpt_train.config.architectures import GPTConfig
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.mlp import MLP
@@ -26,7 +26,7 @@ class GPTAttention(Attention):
         self.q_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
 
-    def queries_and_keys(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    def queries_and_keys(self, q: Tensor, k: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return rotate(q, rope), rotate(k, rope)
@@ -42,7 +42,7 @@ class GPTBlock(nn.Module):
         self.norm_mlp = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, h: Tensor, rope: Rope, mask: Tensor | None) -> Tensor:
+    def forward(self, h: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
         h = h + self.attention(self.norm_attn(h), rope, mask)
         h = h + self.mlp(self.norm_mlp(h))
         return h  # (B, T, d_model)
@@ -57,11 +57,5 @@ class GPT(Decoder):
 
     def head(self, h: Tensor) -> Tensor:
         h = self.norm_final(h)
-        logits = F.linear(h, self.output.to(h.dtype))
+        logits = F.linear(h, self.unembedding.to(h.dtype))
         return logits.to(self.norm_final.gain.dtype)  # (B, T, V)
-
-    def init_std(self, name: str) -> float:
-        # The 2 L matrices that write into the residual stream start smaller, so that its variance
-        # at the last layer does not grow with depth (Radford et al. 2019).
-        writes_residual = name.endswith((".wo", ".w_down"))
-        return 0.02 / math.sqrt(2 * self.config.n_layers) if writes_residual else 0.02

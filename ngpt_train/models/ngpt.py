@@ -1,29 +1,54 @@
 """nGPT, the normalized Transformer on the hypersphere (Loshchilov et al. 2024), section 2.6.
 
 Every hidden state and every row of every matrix is a point of the unit sphere. A block does not add
-to h, it moves h towards the point it suggests, by a learned share alpha per dimension.
+to h, it moves h towards the point it suggests, by a learned share alpha per dimension. The options
+are the paper's ablations (Tables 4 to 6) and variants (sections 2.2.2, A.2, A.3).
 """
 
 import math
+from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.config.schema import NGPTConfig
+from ngpt_train.config.architectures import NGPTConfig
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.attention import Attention
+from ngpt_train.models.layers.matrix import InUse, as_stored, unit_rows
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.norms import normalize, normalize_rows_
 from ngpt_train.models.layers.rope import Rope, rotate
 from ngpt_train.models.layers.scale import ScaledParameter
 
 
-def sphere_step(h: Tensor, suggestion: Tensor, alpha: Tensor) -> Tensor:
-    """Norm(h + |alpha| (Norm(suggestion) - h)): a step from h towards the suggestion and back onto the sphere.
+def lerp(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
+    """h + alpha (h_new - h): eq. 8."""
+    return h + alpha * (h_new - h)
 
-    h, suggestion `(B, T, d_model)`, alpha `(d_model,)`. Computed at least in fp32, returned in h's dtype.
-    """
-    return normalize(h + alpha.abs() * (normalize(suggestion) - h)).to(h.dtype)
+
+def slerp(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
+    """sin((1 - alpha) theta) / sin(theta) h + sin(alpha theta) / sin(theta) h_new, alpha per dimension: eq. 6."""
+    # arccos has no derivative at +-1; so close, the arc is a straight line to rounding.
+    limit = 1 - torch.finfo(h_new.dtype).eps
+    theta = (h * h_new).sum(-1, keepdim=True).clamp(-limit, limit).arccos()
+    return (((1 - alpha) * theta).sin() * h + (alpha * theta).sin() * h_new) / theta.sin()
+
+
+def riemannian(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
+    """h - alpha (h (h^T h_new) - h_new): eq. 25, the part of h_new - h that is tangent to the sphere at h."""
+    return h - alpha * (h * (h * h_new).sum(-1, keepdim=True) - h_new)
+
+
+UPDATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "lerp": lerp,
+    "slerp": slerp,
+    "riemannian": riemannian,
+}
+
+
+def matrices(config: NGPTConfig) -> InUse:
+    return unit_rows if config.constraint == "parametrization" else as_stored
 
 
 class NGPTAttention(Attention):
@@ -31,33 +56,36 @@ class NGPTAttention(Attention):
 
     def __init__(self, config: NGPTConfig) -> None:
         # q and k have length 1, so q k^T has variance 1 / d_k where the baseline's has d_k.
-        super().__init__(config, softmax_scale=math.sqrt(config.d_model // config.n_heads))
-        self.s_qk = ScaledParameter(config.d_model, init=1.0, scale=1 / math.sqrt(config.d_model))
+        super().__init__(config, math.sqrt(config.d_model // config.n_heads), in_use=matrices(config))
+        self.qk_norm = config.qk_norm
+        self.s_qk = ScaledParameter(config.d_model, config.s_qk, config)
 
-    def queries_and_keys(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    def queries_and_keys(self, q: Tensor, k: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """Norm(rope(q)) s_qk and Norm(rope(k)) s_qk: eq. 15 and 16.
 
         Only the product of q and k counts, so both factors s_qk go to q: the same function, one pass
         less, and right for grouped keys, which have fewer heads than s_qk.
         """
         s_qk = self.s_qk().view(self.n_heads, self.d_head)
-        return normalize(rotate(q, rope)) * s_qk.square(), normalize(rotate(k, rope))
+        q, k = rotate(q, rope), rotate(k, rope)
+        if self.qk_norm:
+            q, k = normalize(q), normalize(k)
+        return q * s_qk.square(), k
 
 
 class NGPTMLP(MLP):
     """(s_u u * SiLU(sqrt(d_model) s_v v)) W_down."""
 
     def __init__(self, config: NGPTConfig) -> None:
-        super().__init__(config)
-        d_mlp = self.w_u.shape[0]
-        self.s_u = ScaledParameter(d_mlp, init=1.0, scale=1.0)
-        self.s_v = ScaledParameter(d_mlp, init=1.0, scale=1.0)
+        super().__init__(config, config.activation, in_use=matrices(config))
+        self.s_u = ScaledParameter(self.d_mlp, config.s_u, config)
+        self.s_v = ScaledParameter(self.d_mlp, config.s_v, config)
         self.sqrt_d_model = math.sqrt(config.d_model)
 
-    def hidden(self, u: Tensor, v: Tensor) -> Tensor:
+    def gated(self, u: Tensor, v: Tensor) -> Tensor:
         """eq. 20 and 21. v is a product of unit vectors, with entries near 1 / sqrt(d_model), where SiLU
         would be linear: sqrt(d_model) brings them back to order 1."""
-        return self.s_u() * u * F.silu(self.s_v() * self.sqrt_d_model * v)
+        return self.s_u() * u * self.activation(self.s_v() * self.sqrt_d_model * v)
 
 
 class NGPTBlock(nn.Module):
@@ -66,13 +94,22 @@ class NGPTBlock(nn.Module):
     def __init__(self, config: NGPTConfig) -> None:
         super().__init__()
         self.attention = NGPTAttention(config)
-        self.alpha_attn = ScaledParameter(config.d_model, init=0.05, scale=1 / math.sqrt(config.d_model))
+        self.alpha_attn = ScaledParameter(config.d_model, config.alpha_attn, config)
         self.mlp = NGPTMLP(config)
-        self.alpha_mlp = ScaledParameter(config.d_model, init=0.05, scale=1 / math.sqrt(config.d_model))
+        self.alpha_mlp = ScaledParameter(config.d_model, config.alpha_mlp, config)
+        self.update = UPDATES[config.update]
+        self.positive = config.alpha_sign == "positive"
 
-    def forward(self, h: Tensor, rope: Rope, mask: Tensor | None) -> Tensor:
-        h = sphere_step(h, self.attention(h, rope, mask), self.alpha_attn())  # eq. 10
-        h = sphere_step(h, self.mlp(h), self.alpha_mlp())  # eq. 11
+    def sphere_step(self, h: Tensor, suggestion: Tensor, alpha: Tensor) -> Tensor:
+        """Norm(h + |alpha| (Norm(suggestion) - h)): a step towards the suggestion and back onto the sphere.
+
+        h, suggestion `(B, T, d_model)`, alpha `(d_model,)`. Computed at least in fp32, returned in h's dtype.
+        """
+        return normalize(self.update(h, normalize(suggestion), alpha.abs() if self.positive else alpha)).to(h.dtype)
+
+    def forward(self, h: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+        h = self.sphere_step(h, self.attention(h, rope, mask), self.alpha_attn())  # eq. 10
+        h = self.sphere_step(h, self.mlp(h), self.alpha_mlp())  # eq. 11
         return h  # (B, T, d_model)
 
 
@@ -83,16 +120,23 @@ class NGPT(Decoder):
 
     def __init__(self, config: NGPTConfig) -> None:
         super().__init__(config, (NGPTBlock(config) for _ in range(config.n_layers)))
-        self.s_z = ScaledParameter(self.output.shape[0], init=1.0, scale=1 / math.sqrt(config.d_model))
+        self.s_z = ScaledParameter(self.embedding.shape[0], config.s_z, config)
+        self.constraint = config.constraint
+        self.in_use = matrices(config)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        h = super().embed(tokens)
+        return normalize(h) if self.constraint == "parametrization" else h
 
     def head(self, h: Tensor) -> Tensor:
-        return F.linear(h, self.output.to(h.dtype)) * self.s_z()  # eq. 3, (B, T, V)
+        return F.linear(h, self.in_use(self.unembedding, h.dtype)) * self.s_z()  # eq. 3, (B, T, V)
 
     def init_std(self, name: str) -> float:
         return 1 / math.sqrt(self.config.d_model)
 
     def project_(self) -> None:
         """Section 2.6, item 2: every matrix and both embeddings, along the embedding dimension."""
-        for parameter in self.parameters():
-            if parameter.ndim == 2:
-                normalize_rows_(parameter)
+        if self.constraint == "projection":
+            for parameter in self.parameters():
+                if parameter.ndim == 2:
+                    normalize_rows_(parameter)

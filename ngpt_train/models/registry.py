@@ -3,24 +3,36 @@
 from collections.abc import Callable
 from typing import Any
 
-from ngpt_train.config.schema import ConfigError, GPTConfig, ModelConfig, NGPTConfig
+from ngpt_train.config.architectures import GPTConfig, ModelConfig, NGPTConfig, NormFormerConfig, PowerNormConfig
+from ngpt_train.config.keys import AUTO, ConfigError
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.gpt import GPT
 from ngpt_train.models.ngpt import NGPT
+from ngpt_train.models.normformer import NormFormer
+from ngpt_train.models.powernorm import PowerNormDecoder
 
-ARCHITECTURES: dict[type[ModelConfig], Callable[[Any], Decoder]] = {GPTConfig: GPT, NGPTConfig: NGPT}
+ARCHITECTURES: dict[type[ModelConfig], Callable[[Any], Decoder]] = {
+    GPTConfig: GPT,
+    NGPTConfig: NGPT,
+    NormFormerConfig: NormFormer,
+    PowerNormConfig: PowerNormDecoder,
+}
 
 
 def build_model(config: ModelConfig, seed: int = 0) -> Decoder:
     """The model of `config` on the current default device, its weights drawn from `seed`.
 
     On the `meta` device it has shapes only; `init_weights_` fills it once it is somewhere.
-    Raises ConfigError while `model.vocab_size` is still `auto`.
+    Raises ConfigError while `model.vocab_size` or another key is still `auto`.
     """
     if not isinstance(config.vocab_size, int):
         raise ConfigError(
             f"model.vocab_size={config.vocab_size}: the size of the vocabulary must be known to build a model. "
             "`train` takes it from the tokenizer; elsewhere set it, for example model.vocab_size=32000."
+        )
+    if unknown := [name for name, value in vars(config).items() if value == AUTO]:
+        raise ConfigError(
+            f"model.{unknown[0]}=auto: load_config fills it in; in a config made by hand set it to a number."
         )
     model = ARCHITECTURES[type(config)](config)
     if not model.embedding.is_meta:

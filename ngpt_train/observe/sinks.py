@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ngpt_train.config.atomic import write_atomically
-from ngpt_train.config.schema import DataError
+from ngpt_train.config.keys import DataError
 
 
 class Sink(Protocol):

@@ -58,14 +58,14 @@ def working_items(model: Decoder, kind: str, dtype: torch.dtype, checkpointing: 
     """Copies of the matrices that the products work on: whole ones under FSDP2, cast ones in bf16."""
     size = dtype.itemsize
     block = max(sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in model.layers)
-    output = model.output.numel()
-    embeddings = model.embedding.numel() + output
+    output = model.unembedding.numel()
+    embeddings = model.embedding.numel() + (0 if model.output is None else output)
     items = []
     if kind == "fsdp":
         # A block at work and the next one on its way, and the gradient before and in fp32 while it is scattered.
         items += [
             MemoryItem("gathered blocks", (3 * size + 4) * block, False, f"(2 x {size} + {size} + 4) x block"),
-            MemoryItem("gathered embeddings", 8 * embeddings, False, "(4 + 4) x (embedding + output)"),
+            MemoryItem("gathered embeddings", 8 * embeddings, False, "(4 + 4) x embeddings"),
         ]
     if dtype != torch.float32:
         # The backward pass needs the copy that the forward pass made, but recomputing a block makes it anew.
@@ -97,7 +97,7 @@ def activation_items(config: Config, model: Decoder, size: int, compiled: bool, 
         per_token = shape.n_layers * block
         formula = f"micro tokens x n_layers x {formula}"
     # cross_entropy keeps the log-softmax in fp32, its gradient is as large, and the product's result lives on beside.
-    vocab_size = model.output.shape[0]
+    vocab_size = model.unembedding.shape[0]
     return [
         MemoryItem("activations", tokens * per_token, False, formula),
         MemoryItem("logits", tokens * vocab_size * (8 + size), False, f"micro tokens x V x (4 + 4 + {size})"),

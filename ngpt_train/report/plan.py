@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ngpt_train.config.schema import Config, ConfigError
+from ngpt_train.config.schema import Config
 from ngpt_train.distributed import resolve_compile, resolve_kind, resolve_precision
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.report.memory import memory_per_rank
@@ -20,11 +20,6 @@ def make_plan(config: Config) -> dict[str, Any]:
     Raises ConfigError for what does not fit plan.world_size ranks.
     """
     world_size, context = config.plan.world_size, config.model.context
-    if config.parallel.kind == "single" and world_size > 1:
-        raise ConfigError(
-            f"plan.world_size={world_size}: parallel.kind=single is one process. "
-            "Use parallel=auto, ddp or fsdp, or plan.world_size=1."
-        )
     rows = config.train.rows_per_step
     micro_rows = resolve_micro_rows(rows, config.train.micro_rows, context, world_size)
     device = "cpu" if config.train.device == "cpu" else "cuda"
@@ -69,17 +64,21 @@ def make_plan(config: Config) -> dict[str, Any]:
 
 
 def count_parameters(model: Decoder) -> dict[str, int]:
-    """Learned values by part; `non_embedding` is all but `embedding` and `output`."""
+    """Learned values by part; `non_embedding` is all but embeddings and learned positions."""
     parts = Counter({"embedding": 0, "output": 0, "attention": 0, "mlp": 0, "vectors": 0})
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             parts["vectors"] += parameter.numel()
-        elif name in ("embedding", "output"):
+        elif name in ("embedding", "output", "positions"):
             parts[name] += parameter.numel()
         else:
             parts[name.split(".")[2]] += parameter.numel()  # layers.{i}.PART.{matrix}
     total = model.n_params()
-    return {**parts, "total": total, "non_embedding": total - parts["embedding"] - parts["output"]}
+    return {
+        **parts,
+        "total": total,
+        "non_embedding": total - sum(parts[part] for part in ("embedding", "output", "positions")),
+    }
 
 
 def describe_plan(plan: dict[str, Any]) -> str:

@@ -1,6 +1,8 @@
 """How the rows of a step are cut into micro batches."""
 
-from ngpt_train.config.schema import AUTO, ConfigError
+import math
+
+from ngpt_train.config.keys import AUTO, ConfigError
 
 # `micro_rows=auto` keeps a forward pass within this many tokens: enough to fill a GPU at every
 # scale here, and small enough for 80 GB at 1B.
@@ -20,7 +22,8 @@ def resolve_micro_rows(batch_rows: int, micro_rows: int | str, context: int, wor
             f"Use a multiple of {world_size}, for example train.batch_rows={near}."
         )
     rank_rows = batch_rows // world_size
-    divisors = [rows for rows in range(1, rank_rows + 1) if rank_rows % rows == 0]
+    small = [rows for rows in range(1, math.isqrt(rank_rows) + 1) if rank_rows % rows == 0]
+    divisors = sorted({*small, *(rank_rows // rows for rows in small)})
     if micro_rows == AUTO:
         return max([rows for rows in divisors if rows * context <= AUTO_MICRO_TOKENS], default=1)
     if micro_rows not in divisors:

@@ -22,9 +22,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch import nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -35,8 +36,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ngpt_train.config.atomic import sync, write_atomically
-from ngpt_train.config.schema import DataError
+from ngpt_train.config.keys import DataError
 from ngpt_train.distributed import World
+from ngpt_train.models import Decoder
 from ngpt_train.training.state import TrainState
 
 logger = logging.getLogger(__name__)
@@ -88,9 +90,19 @@ class Checkpoints:
         model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
         writer = dcp.FileSystemWriter(work, sync_files=True)  # every file is fsynced
         with _quiet():
-            dcp.save({"model": model, "optimizer": optimizer}, storage_writer=writer, no_dist=_no_dist())
+            tensors: dict[str, Any] = {
+                "model": model,
+                "optimizer": optimizer,
+                "statistics": _of_all_ranks(state.model, self.world),
+            }
+            dcp.save(tensors, storage_writer=writer, no_dist=_no_dist())
         if self.world.is_main:
-            progress = {"step": state.step, "tokens": int(state.tokens), "data": dict(position)}
+            progress = {
+                "step": state.step,
+                "tokens": int(state.tokens),
+                "world_size": self.world.size,
+                "data": dict(position),
+            }
             write_json(work / "state.json", progress)
             add_files(work)
 
@@ -188,9 +200,14 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     """Puts weights, moments and counters into `state`; returns the position in the data. A collective call."""
     verify(checkpoint, state.world)
     model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
-    tensors = {"model": model, "optimizer": optimizer}
+    tensors: dict[str, Any] = {
+        "model": model,
+        "optimizer": optimizer,
+        "statistics": _room_for_all_ranks(checkpoint, state.model),
+    }
     with _quiet():
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
+    _set_statistics(state.model, tensors["statistics"], state.world)
     set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_OPTIONS)
     progress = read_json(checkpoint / "state.json")
     state.step = progress["step"]
@@ -198,13 +215,39 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     return progress["data"]
 
 
-def load_model(checkpoint: Path, model: nn.Module, world: World) -> None:
+def load_model(checkpoint: Path, model: Decoder, world: World) -> None:
     """Puts the checkpoint's weights alone into `model`, which has its architecture and size."""
     verify(checkpoint, world)
-    tensors = {"model": get_model_state_dict(model)}
+    tensors: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "statistics": _room_for_all_ranks(checkpoint, model),
+    }
     with _quiet():
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
+    _set_statistics(model, tensors["statistics"], world)
     set_model_state_dict(model, tensors["model"])
+
+
+def _of_all_ranks(model: Decoder, world: World) -> dict[str, Tensor]:
+    """Each running statistic of every rank, `(ranks, ...)`, on every rank: they may differ, and a resume must not."""
+    own = {name: value.cpu() for name, value in model.statistics().items()}
+    ranks = world.gather(own) if own else []
+    return {name: torch.stack([rank[name] for rank in ranks]) for name in own}
+
+
+def _room_for_all_ranks(checkpoint: Path, model: Decoder) -> dict[str, Tensor]:
+    """What `_of_all_ranks` gave to the checkpoint, to be filled."""
+    if not model.statistics():
+        return {}
+    n_ranks = read_json(checkpoint / "state.json")["world_size"]
+    return {name: value.new_empty(n_ranks, *value.shape, device="cpu") for name, value in model.statistics().items()}
+
+
+def _set_statistics(model: Decoder, ranks: dict[str, Tensor], world: World) -> None:
+    """This rank's own, or on another number of ranks the mean."""
+    for name, value in model.statistics().items():
+        same = len(ranks[name]) == world.size
+        value.copy_(ranks[name][world.rank] if same else ranks[name].mean(0))
 
 
 def write_json(path: Path, content: Any) -> None:

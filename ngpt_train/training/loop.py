@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ngpt_train.config.schema import DataError
+from ngpt_train.config.keys import DataError
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
 from ngpt_train.training.signals import StopRequest
 from ngpt_train.training.state import TrainState

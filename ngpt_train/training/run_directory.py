@@ -5,12 +5,14 @@ config.yaml  run.json  metrics.jsonl  curves.png  checkpoints/  logs/  exit.json
 
 import fcntl
 import logging
+import os
 import shutil
 from pathlib import Path
 from typing import IO, Any
 
 from ngpt_train.config import check_resume, read_yaml, write_yaml
-from ngpt_train.config.schema import AUTO, Config, ConfigError, DataError
+from ngpt_train.config.keys import AUTO, ConfigError, DataError
+from ngpt_train.config.schema import Config
 from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints, read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -63,6 +65,7 @@ class RunDirectory:
         is in use, holds something else, another run, or a run on other data.
         """
         name = f"run.name={config.run.name}"
+        self._check_place(config)
         if not self.used and not self._foreign():
             return _nothing_found(config, self.checkpoints)
         if not self.used:
@@ -91,6 +94,19 @@ class RunDirectory:
             )
         found = list_checkpoints(self.checkpoints)
         return found[-1] if found else _nothing_found(config, self.checkpoints)
+
+    def _check_place(self, config: Config) -> None:
+        """Raises ConfigError where the directory can neither be read nor made."""
+        nearest = next(path for path in (self.path, *self.path.parents) if path.exists())
+        if not nearest.is_dir():
+            problem = "is a file, not a directory"
+        elif not os.access(nearest, os.W_OK | os.X_OK):
+            problem = "cannot be written"
+        else:
+            return
+        raise ConfigError(
+            f"run.root={config.run.root}, run.name={config.run.name}: {nearest} {problem}. Choose another place."
+        )
 
     def open(self, config: Config, start: dict[str, Any], checkpoint: Path | None) -> None:
         """Takes the directory for this process and writes config.yaml and run.json; after `check`, on rank 0.
@@ -166,7 +182,11 @@ class RunDirectory:
         return False
 
     def _starts(self) -> list[dict[str, Any]]:
-        return read_json(self.path / "run.json")["starts"]
+        path = self.path / "run.json"
+        starts = read_json(path).get("starts")
+        if not starts:
+            raise DataError(f"{path} is damaged: it names no start. Restore it, or choose another run.name.")
+        return starts
 
     def _last_start(self) -> dict[str, Any]:
         return self._starts()[-1]

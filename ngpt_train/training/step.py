@@ -40,6 +40,7 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
     n_tokens = world.sum_(counts.sum())
     # DDP and FSDP2 average gradients over ranks where the step's loss is a sum over them.
     share = world.size / n_tokens.clamp(min=1).to(torch.float64)
+    state.model.begin_step_(state.step, share)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     for index, batch in enumerate(batches):
         with accumulating(state, last=index == len(batches) - 1):

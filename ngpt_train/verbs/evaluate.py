@@ -5,7 +5,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.schema import Config, DataError
+from ngpt_train.config.keys import DataError
+from ngpt_train.config.schema import Config
 from ngpt_train.data import open_dataset
 from ngpt_train.distributed import join_world
 from ngpt_train.evaluation import Validation
@@ -46,8 +47,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             f"{result['checkpoint']} on {result['data']} ({result['rows']} rows): loss {result['loss']:.6f}  "
             f"ppl {result['ppl']:.4f}  bits/byte {result['bits_per_byte']:.6f}"
         )
-        if config.evaluate.out:
-            write_json(Path(config.evaluate.out), result)
+        if config.evaluate.out is not None:
+            write_json(Path(config.evaluate.out).expanduser(), result)
     return 0
 
 

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ngpt_train.config.schema import AUTO, Config, ConfigError, DataError
+from ngpt_train.config.keys import AUTO, DataError
+from ngpt_train.config.schema import Config
 from ngpt_train.data import load_tokenizer
 from ngpt_train.data.dataset import MANIFEST, read_manifest
 from ngpt_train.report.plan import describe_plan, make_plan
@@ -20,14 +21,10 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         return 0
     if config.model.vocab_size == AUTO:
         config = replace(config, model=replace(config.model, vocab_size=planned_vocabulary(config)))
-    out = Path(config.plan.out).expanduser() if config.plan.out else None
-    if out is not None and not out.parent.is_dir():
-        raise ConfigError(
-            f"plan.out={config.plan.out}: {out.parent} is not a directory. Create it or name another file."
-        )
     plan = make_plan(config)
     print(describe_plan(plan))
-    if out is not None:
+    if config.plan.out is not None:
+        out = Path(config.plan.out).expanduser()
         write_json(out, plan)
         print(f"\nwritten to {out}")
     return 0

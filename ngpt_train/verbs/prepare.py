@@ -6,13 +6,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from ngpt_train.config.schema import Config, ConfigError
+from ngpt_train.config.schema import Config
 from ngpt_train.data import Dataset, prepare_dataset
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    if config.data.kind == "tokens":
-        raise ConfigError("data.kind=tokens: there is nothing to prepare; choose text with data=embedded or data=local")
     out = None if config.data.out is None else Path(config.data.out).expanduser().resolve()
     dataset = prepare_dataset(config, out)
     # Under torchrun one process prepares, the others wait for it and have nothing to add.

@@ -1,5 +1,6 @@
 """`train`: from a config to a finished, or cleanly interrupted, run directory."""
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 
 from ngpt_train.config import write_yaml
-from ngpt_train.config.schema import AUTO, Config, DataError
+from ngpt_train.config.keys import AUTO, DataError
+from ngpt_train.config.schema import Config
 from ngpt_train.data import Dataset, LoaderState, TrainLoader, open_dataset, write_tokenizer
-from ngpt_train.distributed import World, join_world, resolve_precision
+from ngpt_train.distributed import World, join_world, resolve_device, resolve_precision
 from ngpt_train.evaluation import Validation, unigram_loss
 from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
@@ -31,6 +33,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     run = RunDirectory(config)
     if run.check(config) is None:  # before anything slow; reads only
         initial_checkpoint(config)
+    resolve_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
     data = open_dataset(config)
     config = with_vocabulary(config, data)
     world = join_world(config)
@@ -44,13 +47,14 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     last = config.train.stop_at or config.train.steps
     if checkpoint and step_of(checkpoint) >= last and run.done:
         if world.is_main:
-            print(f"{run.path}: nothing to do, the run is at step {step_of(checkpoint)} of {last} already.")
+            print(f"{run.path}: nothing to do, the run is at step {step_of(checkpoint)} and would end at {last}.")
         return 0
-    state, loader = prepare_state(config, world, data, checkpoint)
-    validation = Validation(data.validation, data.tokenizer.n_bytes, config.model.context, config.eval.rows)
-    start = world.on_main(lambda: describe_start(state, data))
-    world.on_main(lambda: run.open(config, start, checkpoint))
-    train_in(run, state, loader, validation, data, start, stop)
+    with stop:  # until everything is written, curves included
+        state, loader = prepare_state(config, world, data, checkpoint)
+        validation = Validation(data.validation, data.tokenizer.n_bytes, config.model.context, config.eval.rows)
+        start = world.on_main(lambda: describe_start(state, data))
+        world.on_main(lambda: run.open(config, start, checkpoint))
+        train_in(run, state, loader, validation, data, start, stop)
     return 0
 
 
@@ -140,10 +144,7 @@ def train_in(
         flops = state.model.flops_per_token(config.model.context)
         dtype = state.model.compute_dtype or state.model.embedding.dtype
         meter = Meter(flops, world.size, world.device, dtype)
-        with (
-            stop,
-            profiled(config.train.profile, run.path / "profile", world) as after_step,
-        ):
+        with profiled(config.train.profile, run.path / "profile", world) as after_step:
             parts = Parts(loader, evaluate, save, sinks, meter, after_step)
             interruption = train(state, parts, stop)
         code, reason = 0, interruption or DONE
@@ -190,4 +191,6 @@ def introduce(say: Any, run: RunDirectory, state: TrainState, start: dict[str, A
         f"{tokens:,} tokens per step: {state.world.size} rank(s) x {accumulation} x {state.micro_rows} rows, "
         f"{start['parallel']} on {start['device']}, {state.model.compute_dtype or torch.float32}"
     )
+    for note in state.model.notes():
+        say(f"note: {note}")
     say(f"{config.optim.name}, lr {config.optim.lr:g}, {config.schedule.kind} over {config.train.steps} steps")

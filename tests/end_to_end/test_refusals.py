@@ -165,7 +165,7 @@ def test_weights_of_another_model(
 
 @pytest.mark.parametrize("verb", ["generate", "evaluate"])
 def test_no_checkpoint(directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str], verb: str) -> None:
-    assert f"{verb}.checkpoint" in refused(directory, corpus, capsys, 3, verb=verb)
+    assert f"{verb}.checkpoint" in refused(directory, corpus, capsys, 2, verb=verb)
     assert "does not exist" in refused(directory, corpus, capsys, 3, f"{verb}.checkpoint=nowhere", verb=verb)
 
 
@@ -181,3 +181,17 @@ def test_overwrite_starts_anew(directory: Path, corpus: Path) -> None:
     assert main(["train", *arguments(directory, corpus, "run.seed=1", "train.steps=3", "run.overwrite=true")]) == 0
     assert sorted(records(directory / "runs/test")) == [1, 2, 3]
     assert len(json.loads((directory / "runs/test/run.json").read_text())["starts"]) == 1
+
+
+@pytest.mark.parametrize(("name", "says"), [("file", "is a file"), ("file/below", "is a file")])
+def test_a_file_in_the_place_of_the_run(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str], name: str, says: str
+) -> None:
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/file").write_text("mine")
+    assert main(["train", *arguments(tmp_path, corpus, f"run.name={name}")]) == 2
+    message = capsys.readouterr().err
+    assert f"run.name={name}" in message
+    assert says in message
+    assert (tmp_path / "runs/file").read_text() == "mine"
+    assert not (tmp_path / "cache").exists()

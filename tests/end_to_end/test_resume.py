@@ -105,7 +105,7 @@ def test_finished_run_is_left_alone(uninterrupted: Path, corpus: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
     finished = run("train", arguments(uninterrupted.parent.parent, corpus))
     assert finished.returncode == 0
-    assert "step 12 of 12 already" in finished.stdout
+    assert "step 12 and would end at 12" in finished.stdout
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 
 

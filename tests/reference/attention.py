@@ -6,15 +6,25 @@ import torch
 from torch import Tensor
 
 
-def rope(x: Tensor, base: float) -> Tensor:
-    """Turn the pair (i, i + d_k/2) of position t by the angle t * base^(-2i/d_k). `x`: (B, H, T, d_k)."""
+def rope(x: Tensor, base: float, layout: str = "half") -> Tensor:
+    """Turn the i-th pair of position t by the angle t * base^(-2i/d_k). `x`: (B, H, T, d_k).
+
+    The i-th pair is (i, i + d_k/2) in the layout half, (2i, 2i + 1) in the layout interleaved.
+    """
     t, d_k = x.shape[-2:]
     # Angles in fp64 whatever x is: rounding them to fp32 first would be an error of the reference.
     frequency = base ** (-2 * torch.arange(d_k // 2, dtype=torch.float64) / d_k)
     angle = torch.arange(t, dtype=torch.float64)[:, None] * frequency
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
-    a, b = x[..., : d_k // 2], x[..., d_k // 2 :]
-    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1)
+    pairs = {
+        "half": (slice(None, d_k // 2), slice(d_k // 2, None)),
+        "interleaved": (slice(0, None, 2), slice(1, None, 2)),
+    }
+    first, second = pairs[layout]
+    a, b = x[..., first], x[..., second]
+    turned = torch.empty_like(x)
+    turned[..., first], turned[..., second] = a * cos - b * sin, a * sin + b * cos
+    return turned
 
 
 def split_heads(x: Tensor, d_k: int) -> Tensor:
@@ -36,6 +46,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, doc_ids: Tensor | N
 
 def silu(x: Tensor) -> Tensor:
     return x / (1 + torch.exp(-x))
+
+
+def gelu(x: Tensor) -> Tensor:
+    """x times the standard normal distribution function at x."""
+    return x * (1 + torch.erf(x / math.sqrt(2))) / 2
 
 
 def loss_sum(logits: Tensor, targets: Tensor) -> Tensor:

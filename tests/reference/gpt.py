@@ -7,10 +7,20 @@ from tests.reference.attention import attention, rope, silu, split_heads
 
 
 def shapes(
-    d: int, n_layers: int, n_heads: int, vocab: int, *, n_kv_heads: int, d_mlp: int, qk_norm: bool = False
+    d: int,
+    n_layers: int,
+    n_heads: int,
+    vocab: int,
+    *,
+    n_kv_heads: int,
+    d_mlp: int,
+    qk_norm: bool = False,
+    tied: bool = False,
 ) -> dict[str, tuple[int, ...]]:
     d_k = d // n_heads
     table: dict[str, tuple[int, ...]] = {"embedding": (vocab, d), "output": (vocab, d), "norm_final": (d,)}
+    if tied:
+        del table["output"]
     for i in range(n_layers):
         table |= {
             f"layers.{i}.wq": (n_heads * d_k, d),
@@ -45,10 +55,11 @@ def forward(
     *,
     n_heads: int,
     rope_base: float = 10000.0,
+    rope_layout: str = "half",
     norm_eps: float = 1e-6,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
-    """tokens (B, T) -> logits (B, T, V)."""
+    """tokens (B, T) -> logits (B, T, V). Without `output` the embeddings are tied."""
 
     def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + norm_eps) * gain
@@ -61,9 +72,9 @@ def forward(
         q, k, v = (split_heads(x @ w[name].T, d_k) for name in ("wq", "wk", "wv"))
         if "q_norm" in w:
             q, k = rms_norm(q, w["q_norm"]), rms_norm(k, w["k_norm"])
-        q, k = rope(q, rope_base), rope(k, rope_base)
+        q, k = rope(q, rope_base, rope_layout), rope(k, rope_base, rope_layout)
         k, v = (x.repeat_interleave(n_heads // k.shape[1], dim=1) for x in (k, v))
         h = h + attention(q, k, v, d_k**-0.5, doc_ids) @ w["wo"]
         x = rms_norm(h, w["norm_mlp"])
         h = h + (x @ w["w_u"].T * silu(x @ w["w_v"].T)) @ w["w_down"]
-    return rms_norm(h, weights["norm_final"]) @ weights["output"].T
+    return rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T

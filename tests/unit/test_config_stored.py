@@ -46,8 +46,8 @@ def test_stored_keys_may_be_missing_and_integers_are_floats(tmp_path: Path) -> N
     [
         (lambda tree: tree["train"].update(step=5), ["train.step=5", "train.steps"]),
         (lambda tree: tree["train"].update(steps="ten"), ["train.steps=ten", "an integer >= 1"]),
-        (lambda tree: tree["model"].update(name="gtp"), ["model.name=gtp", "gpt or ngpt"]),
-        (lambda tree: tree["model"].update(qk_norm=True), ["model.qk_norm=true"]),
+        (lambda tree: tree["model"].update(name="gtp"), ["model.name=gtp", "gpt, ngpt"]),
+        (lambda tree: tree["model"].update(bias=True), ["model.bias=true"]),
         (lambda tree: tree.update(train=5), ["train=5"]),
         (lambda tree: tree.update(train=None), ["train=null"]),
         (lambda tree: tree.clear(), ["not the config of a run"]),

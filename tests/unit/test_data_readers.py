@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from ngpt_train.config.schema import ConfigError, DataConfig, DataError
+from ngpt_train.config.keys import ConfigError, DataError
+from ngpt_train.config.schema import DataConfig
 from ngpt_train.data.source import open_source
 
 TEXTS = ["Ein Anfang.\r\n\tZwei\u2028Zeilen\n", "", "naïve 😀 \0 ▁", "x" * 70_000]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngpt_train.config.schema import DataError
+from ngpt_train.config.keys import DataError
 from ngpt_train.data import LoaderState, Tokens, TrainLoader, validation_rows
 from ngpt_train.data.permutation import shuffled
 

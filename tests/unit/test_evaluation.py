@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from ngpt_train.config.schema import GenerateConfig, NGPTConfig
+from ngpt_train.config.architectures import NGPTConfig
+from ngpt_train.config.schema import GenerateConfig
 from ngpt_train.distributed import World
 from ngpt_train.evaluation import Validation, generate, unigram_loss, validation
 from ngpt_train.evaluation.generation import sample

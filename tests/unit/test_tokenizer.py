@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import sentencepiece
 
-from ngpt_train.config.schema import DataError, TokenizerConfig
+from ngpt_train.config.keys import DataError
+from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.data import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
 from ngpt_train.data import tokenizer as module
 

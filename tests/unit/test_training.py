@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from ngpt_train.config.schema import ConfigError
+from ngpt_train.config.keys import ConfigError
 from ngpt_train.distributed.layouts import resolve_kind
 from ngpt_train.training.batch import resolve_micro_rows
 from ngpt_train.training.guards import DeviceMemoryError, explain_out_of_memory

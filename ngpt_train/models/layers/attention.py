@@ -4,47 +4,75 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.config.schema import ModelConfig
-from ngpt_train.models.layers.rope import Rope
+from ngpt_train.config.architectures import ModelConfig
+from ngpt_train.models.layers.matrix import InUse, as_stored
+from ngpt_train.models.layers.rope import Rope, rotate
 
 
 class Attention(nn.Module):
-    """softmax(scale * q k^T) v W_o, where an architecture says in `queries_and_keys` what q and k are.
+    """softmax(scale * q k^T) v W_o, where an architecture may say in `queries_and_keys` what q and k are.
 
     All matrices store points of the model's space as rows: W_q, W_k, W_v as `(heads * d_head, d_model)`
     and W_o as `(heads * d_head, d_model)`, applied from the right.
     """
 
-    def __init__(self, config: ModelConfig, softmax_scale: float) -> None:
+    def __init__(
+        self, config: ModelConfig, softmax_scale: float, bias: bool = False, in_use: InUse = as_stored
+    ) -> None:
         super().__init__()
         self.n_heads = config.n_heads
         self.n_kv_heads = config.n_kv_heads or config.n_heads
         self.d_head = config.d_model // config.n_heads
         self.softmax_scale = softmax_scale
+        self.in_use = in_use
         d_q, d_kv = self.n_heads * self.d_head, self.n_kv_heads * self.d_head
         self.wq = nn.Parameter(torch.empty(d_q, config.d_model))
         self.wk = nn.Parameter(torch.empty(d_kv, config.d_model))
         self.wv = nn.Parameter(torch.empty(d_kv, config.d_model))
         self.wo = nn.Parameter(torch.empty(d_q, config.d_model))
+        self.bq = nn.Parameter(torch.empty(d_q)) if bias else None
+        self.bk = nn.Parameter(torch.empty(d_kv)) if bias else None
+        self.bv = nn.Parameter(torch.empty(d_kv)) if bias else None
+        self.bo = nn.Parameter(torch.empty(config.d_model)) if bias else None
 
-    def queries_and_keys(self, q: Tensor, k: Tensor, rope: Rope) -> tuple[Tensor, Tensor]:
+    def reset_parameters(self) -> None:
+        for bias in (self.bq, self.bk, self.bv, self.bo):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q `(B, T, H * D)`, k and v `(B, T, H_kv * D)` of x `(B, T, d_model)`."""
+        return (
+            linear(x, self.in_use(self.wq, x.dtype), self.bq),
+            linear(x, self.in_use(self.wk, x.dtype), self.bk),
+            linear(x, self.in_use(self.wv, x.dtype), self.bv),
+        )
+
+    def queries_and_keys(self, q: Tensor, k: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
         """From projections to what is compared: q `(B, T, H, D)`, k `(B, T, H_kv, D)`, same shapes out."""
-        raise NotImplementedError(f"{type(self).__name__} must say what its queries and keys are")
+        return rotate(q, rope), rotate(k, rope)
 
-    def forward(self, x: Tensor, rope: Rope, mask: Tensor | None) -> Tensor:
+    def combine(self, heads: Tensor) -> Tensor:
+        """Concat(heads) W_o: heads `(B, T, H, D)` -> `(B, T, d_model)`."""
+        y = heads.flatten(2) @ self.in_use(self.wo, heads.dtype)
+        return y if self.bo is None else y + self.bo.to(y.dtype)
+
+    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
         """x `(B, T, d_model)` -> `(B, T, d_model)`; mask `(B, 1, T, T)` true where attended, None: causal."""
-        B, T, _ = x.shape
-        q = F.linear(x, self.wq.to(x.dtype)).view(B, T, self.n_heads, self.d_head)
-        k = F.linear(x, self.wk.to(x.dtype)).view(B, T, self.n_kv_heads, self.d_head)
-        v = F.linear(x, self.wv.to(x.dtype)).view(B, T, self.n_kv_heads, self.d_head)
+        q, k, v = (heads.unflatten(-1, (-1, self.d_head)) for heads in self.project(x))  # (B, T, H, D)
         q, k = self.queries_and_keys(q, k, rope)
         y = F.scaled_dot_product_attention(
             q.to(x.dtype).transpose(1, 2),  # (B, H, T, D)
             k.to(x.dtype).transpose(1, 2),
-            v.transpose(1, 2),
+            v.to(x.dtype).transpose(1, 2),
             attn_mask=mask,
             is_causal=mask is None,
             scale=self.softmax_scale,
             enable_gqa=self.n_kv_heads != self.n_heads,
         )
-        return y.transpose(1, 2).reshape(B, T, -1) @ self.wo.to(x.dtype)
+        return self.combine(y.transpose(1, 2))
+
+
+def linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:
+    """W x + b in x's dtype; biases are stored in fp32."""
+    return F.linear(x, matrix, None if bias is None else bias.to(x.dtype))

@@ -1,28 +1,63 @@
-"""The gated MLP (SwiGLU)."""
+"""The MLP, gated (SwiGLU) or plain. One for all architectures."""
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.config.schema import ModelConfig
+from ngpt_train.config.architectures import ModelConfig
+from ngpt_train.models.layers.attention import linear
+from ngpt_train.models.layers.matrix import InUse, as_stored
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,  # the exact one, not tanh's approximation
+    "relu2": lambda x: F.relu(x).square(),
+}
 
 
 class MLP(nn.Module):
-    """(u * SiLU(v)) W_down with u = W_u x and v = W_v x; W_u, W_v, W_down are `(d_mlp, d_model)`."""
+    """hidden W_down, with hidden = u * act(v), u = W_u x, v = W_v x; without a gate hidden = act(u).
 
-    def __init__(self, config: ModelConfig) -> None:
+    W_u, W_v and W_down are `(d_mlp, d_model)`; W_down is applied from the right.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        activation: str = "silu",
+        gated: bool = True,
+        bias: bool = False,
+        in_use: InUse = as_stored,
+    ) -> None:
         super().__init__()
-        d_mlp = config.d_mlp or 4 * config.d_model
-        self.w_u = nn.Parameter(torch.empty(d_mlp, config.d_model))
-        self.w_v = nn.Parameter(torch.empty(d_mlp, config.d_model))
-        self.w_down = nn.Parameter(torch.empty(d_mlp, config.d_model))
+        self.d_mlp = config.d_mlp or 4 * config.d_model
+        self.activation = ACTIVATIONS[activation]
+        self.in_use = in_use
+        self.w_u = nn.Parameter(torch.empty(self.d_mlp, config.d_model))
+        self.w_v = nn.Parameter(torch.empty(self.d_mlp, config.d_model)) if gated else None
+        self.w_down = nn.Parameter(torch.empty(self.d_mlp, config.d_model))
+        self.b_u = nn.Parameter(torch.empty(self.d_mlp)) if bias else None
+        self.b_down = nn.Parameter(torch.empty(config.d_model)) if bias else None
 
-    def hidden(self, u: Tensor, v: Tensor) -> Tensor:
+    def reset_parameters(self) -> None:
+        for bias in (self.b_u, self.b_down):
+            if bias is not None:
+                nn.init.zeros_(bias)
+
+    def gated(self, u: Tensor, v: Tensor) -> Tensor:
         """The hidden state from its two projections, all `(B, T, d_mlp)`."""
-        return u * F.silu(v)
+        return u * self.activation(v)
+
+    def plain(self, u: Tensor) -> Tensor:
+        """The hidden state of an MLP without a gate, both `(B, T, d_mlp)`."""
+        return self.activation(u)
 
     def forward(self, x: Tensor) -> Tensor:
         """x `(B, T, d_model)` -> `(B, T, d_model)`."""
-        u = F.linear(x, self.w_u.to(x.dtype))
-        v = F.linear(x, self.w_v.to(x.dtype))
-        return self.hidden(u, v).to(x.dtype) @ self.w_down.to(x.dtype)
+        u = linear(x, self.in_use(self.w_u, x.dtype), self.b_u)
+        v = None if self.w_v is None else linear(x, self.in_use(self.w_v, x.dtype), None)
+        hidden = self.plain(u) if v is None else self.gated(u, v)
+        y = hidden.to(x.dtype) @ self.in_use(self.w_down, x.dtype)
+        return y if self.b_down is None else y + self.b_down.to(y.dtype)

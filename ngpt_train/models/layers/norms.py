@@ -1,4 +1,4 @@
-"""RMSNorm of the baseline, and the projection onto the unit hypersphere of nGPT."""
+"""RMSNorm, LayerNorm, and the projection onto the unit hypersphere of nGPT."""
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,24 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.rms_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.eps).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean(x)) / sqrt(var(x) + eps) * gain + bias over the last dimension; statistics as in RMSNorm."""
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.gain = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+        nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.bias, self.eps).to(x.dtype)
 
 
 def normalize(x: Tensor) -> Tensor:

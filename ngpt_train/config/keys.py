@@ -1,0 +1,53 @@
+"""What a key of the schema is made of, and the two errors of a user."""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Any, Union
+
+AUTO = "auto"
+
+# OmegaConf resolves these aliases at run time, where `int | str` inside a container is not understood.
+IntOrAuto = Union[int, str]
+FloatOrAuto = Union[float, int, str]  # an int becomes a float when the config is built
+BoolOrAuto = Union[bool, str]
+
+
+def key(
+    default: Any,
+    doc: str,
+    *,
+    choices: tuple[str, ...] | None = None,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+) -> Any:
+    """A config key: `doc` is its sentence in `--help`, the rest are the limits of its value.
+
+    `minimum`/`maximum` are inclusive, `above`/`below` exclusive. A string key with `choices` takes one
+    of them; a number-or-string key takes a number within the limits or one of the choices.
+    """
+    metadata = {
+        "doc": doc,
+        "choices": choices,
+        "minimum": minimum,
+        "above": above,
+        "maximum": maximum,
+        "below": below,
+    }
+    if isinstance(default, (list, dict)):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+class ConfigError(ValueError):
+    """A mistake of the user in the configuration; the message names key, value, what is allowed and the fix."""
+
+    exit_code = 2
+
+
+class DataError(ValueError):
+    """Data, tokenizer or checkpoint that cannot be used as asked; the message names the file and the fix."""
+
+    exit_code = 3

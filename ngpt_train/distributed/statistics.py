@@ -1,0 +1,49 @@
+"""Running statistics of norms over the batch, where several ranks each have a part of it."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ngpt_train.distributed.world import World
+from ngpt_train.models import Decoder
+from ngpt_train.models.layers.batch_norms import BatchStatisticNorm
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum over ranks whose gradient is one too: what one rank puts in changes the loss of every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        dist.all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        total = gradients[0].clone()
+        dist.all_reduce(total)
+        return total
+
+
+def synchronise_statistics(model: nn.Module) -> None:
+    """From now on the norms take their statistics over the rows of all ranks; every rank makes the same passes."""
+    for module in model.modules():
+        if isinstance(module, BatchStatisticNorm):
+            module.over_ranks = _SumOverRanks.apply
+
+
+@contextmanager
+def averaged_statistics(model: Decoder, world: World) -> Iterator[None]:
+    """Inside, every rank has the mean of the ranks' running statistics; a collective call."""
+    own = {name: value.clone() for name, value in model.statistics().items()}
+    for value in model.statistics().values():
+        value.copy_(world.sum_(value.clone()) / world.size)
+    try:
+        yield
+    finally:
+        for name, value in model.statistics().items():
+            value.copy_(own[name])
