@@ -7,17 +7,16 @@ what it says goes over the rest of the file, and the command line over both.
 
 from __future__ import annotations
 
-import copy
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from functools import cache
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.keys import ConfigError
 from ngpt_train.config.overrides import Overrides, check_option, parse_row
+from ngpt_train.config.reading import read_mapping
 from ngpt_train.config.validate import (
     Key,
     all_keys,
@@ -118,18 +117,21 @@ def check_defaults(
     """Raises ConfigError for a mistake in the defaults list of train.yaml, of a chosen file, or of one that these
     name in turn. Returns `group/option` of all of them."""
     options = {**options, SCHEMA_GROUP: list(architectures())}
-    pending = [*choices.items(), *_chosen(PRIMARY, options, directories)]
-    seen = set(pending)
-    reached = []
-    while pending:
-        group, option = pending.pop()
-        if group == SCHEMA_GROUP or option == "null":
-            continue
-        reached.append(f"{group}/{option}")
-        for named in _chosen(reached[-1], options, directories):
-            if named not in seen:
-                seen.add(named)
-                pending.append(named)
+    reached: list[str] = []
+
+    def visit(named: Iterable[tuple[str, str]], chain: list[str]) -> None:
+        for group, option in named:
+            config_path = f"{group}/{option}"
+            if config_path in chain and chain[-1].startswith(f"{group}/"):
+                between = [f"{path.partition('/')[2]} -> " for path in chain[chain.index(config_path) :]]
+                problem = f"{group}={option}: builds upon itself: {''.join(between)}{option}"
+                place = f"in the defaults of {find(chain[-1], directories)}"
+                raise ConfigError(report([problem, f"Take {option} out of the list"], place))
+            if config_path not in reached and group != SCHEMA_GROUP and option != "null":
+                reached.append(config_path)
+                visit(_chosen(config_path, options, directories), [*chain, config_path])
+
+    visit([*choices.items(), *_chosen(PRIMARY, options, directories)], [])
     return reached
 
 
@@ -175,13 +177,16 @@ def check_file(
         raise _without_header(path, group)
     if row:
         del tree["rows"]
-    dotted = {name: value for name, value in tree.items() if "." in str(name)}
+    section = f"{package}." if package else ""
+    dotted = dict(_dotted(tree, keys, section))
     if dotted:
-        fix = "Write " + ", ".join(f"{name}: {show(value)}" for name, value in _unflattened(dotted).items())
-        problem = f"{', '.join(map(str, dotted))}: only the rows of a table have dotted keys"
+        # The section of the file may be written again: model.d_model in a file of model/.
+        nested = _unflattened({name.removeprefix(section).removeprefix(section): x for name, x in dotted.items()})
+        fix = "Write " + ", ".join(f"{name}: {show(value)}" for name, value in nested.items())
+        problem = f"{', '.join(x.removeprefix(section) for x in dotted)}: only the rows of a table have dotted keys"
         raise ConfigError(report([problem, fix], place))
     names = []
-    for name, value in flatten(tree, keys, f"{package}." if package else ""):
+    for name, value in flatten(tree, keys, section):
         bare = name.removeprefix(f"{package}.")
         if name not in keys and bare in keys:
             fix = f"Write {bare.removeprefix(f'{group}.')}, or make '{_HEADER}' the first line of the file"
@@ -198,38 +203,6 @@ def check_file(
     return [(place, names), (_row_place(path, row), list(values))]
 
 
-def read_mapping(path: Path) -> dict[Any, Any]:
-    """The content of a YAML file, interpolations unresolved. Raises ConfigError with file and line."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    return copy.deepcopy(_parsed(path, status.st_mtime_ns, status.st_size))
-
-
-@cache
-def _parsed(path: Path, modified: int, size: int) -> dict[Any, Any]:
-    """A file is read for its options, its defaults and its keys, and parsing is slow: once for each content."""
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import MarkedYAMLError, YAMLError
-
-    try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except MarkedYAMLError as error:
-        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
-    except (YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not a UTF-8 text in YAML: {error}") from None
-    except OmegaConfBaseException as error:
-        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: a list, but a config file is a mapping of keys to values")
-    return tree
-
-
 def _options(group: str, directories: Sequence[Path]) -> list[str]:
     paths = ((directory / group, path) for directory in directories for path in (directory / group).rglob("*.yaml"))
     return sorted({path.relative_to(root).with_suffix("").as_posix() for root, path in paths})
@@ -240,7 +213,8 @@ def _experiments(directories: Sequence[Path]) -> list[str]:
     names = []
     for option in _options("experiment", directories):
         path = find(f"experiment/{option}", directories)
-        names += [f"{option}/{row}" for row in _row_names(path)] or [option]
+        # What is no file, a broken link for example, is an option whose choice says so.
+        names += [f"{option}/{row}" for row in (_row_names(path) if path.is_file() else [])] or [option]
     return list(dict.fromkeys(names))
 
 
@@ -267,7 +241,7 @@ def _locate(config_path: str, directories: Sequence[Path]) -> tuple[Path, str]:
     table, _, row = config_path.rpartition("/")
     names = ((config_path, ""), (table, row))
     files = ((directory / f"{name}.yaml", row) for name, row in names for directory in directories)
-    return next((path, row) for path, row in files if path.is_file())
+    return next((path, row) for path, row in files if path.exists() or path.is_symlink())
 
 
 def _parsed_row(path: Path, row: str, options: Mapping[str, Sequence[str]]) -> Overrides:
@@ -276,6 +250,15 @@ def _parsed_row(path: Path, row: str, options: Mapping[str, Sequence[str]]) -> O
 
 def _row_place(path: Path, row: str) -> str:
     return f"in {path}, row {row}"
+
+
+def _dotted(tree: Mapping[Any, Any], keys: Container[str], section: str) -> Iterator[tuple[str, Any]]:
+    """The leaves, by their full names, that `tree` sets with a dotted key at any depth."""
+    for name, value in tree.items():
+        if "." in str(name):
+            yield from flatten({name: value}, keys, section)
+        elif isinstance(value, Mapping) and f"{section}{name}" not in keys:
+            yield from _dotted(value, keys, f"{section}{name}.")
 
 
 def _unflattened(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from typing import Any
 
 from ngpt_train.config.compose import compose
 from ngpt_train.config.files import GROUPS, group_options, search_path
 from ngpt_train.config.stored import redact, to_dict
-from ngpt_train.config.validate import flatten, show
+from ngpt_train.config.validate import Key, architectures, flatten, schema_keys, show
 
 _WIDTH = 100
 
@@ -37,9 +38,40 @@ def help_text(overrides: Sequence[str], config_dir: str | None = None) -> str:
             section = name.partition(".")[0]
             doc = (type(getattr(composition.config, section)).__doc__ or "").strip().splitlines()[0]
             lines += ["", f"{section}: {doc}"]
-        value = "{...}" if key.is_table else show(values[name])
-        lines += [f"  {name}={value}    ({key.expected()})", *_wrapped(key.doc, 6)]
+        lines += _described(key, values[name])
+
+    lines += ["", "Keys that other architectures have, or have with another default or meaning:"]
+    for owners, keys in _of_others(composition.config.model.name).items():
+        lines.append("")
+        for owner in owners:
+            doc = (architectures()[owner].__doc__ or "").splitlines()[0]
+            lines += _wrapped(f"model={owner}: {doc}", 0, hanging=2)
+        lines += [line for key in keys for line in _described(key, key.default)]
     return "\n".join(lines)
+
+
+def _described(key: Key, value: Any) -> list[str]:
+    text = "{...}" if key.is_table else show(value)
+    return [f"  {key.name}={text}    ({key.expected()})", *_wrapped(key.doc, 6)]
+
+
+def _of_others(architecture: str) -> dict[tuple[str, ...], list[Key]]:
+    """The keys that `architecture` does not have, or not the same; each once, by the architectures that share it."""
+    known = schema_keys(architectures()[architecture])
+    owners: list[tuple[Key, list[str]]] = []
+    for name, schema in architectures().items():
+        for key in schema_keys(schema).values():
+            if key == known.get(key.name) or key.name == "model.name":
+                continue
+            same = next((names for other, names in owners if other == key), None)
+            if same is None:
+                owners.append((key, [name]))
+            else:
+                same.append(name)
+    groups: dict[tuple[str, ...], list[Key]] = {}
+    for key, names in owners:
+        groups.setdefault(tuple(names), []).append(key)
+    return groups
 
 
 def _wrapped(text: str, indent: int, hanging: int = 0) -> list[str]:

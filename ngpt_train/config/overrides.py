@@ -21,6 +21,8 @@ from ngpt_train.config.validate import (
     similar_keys,
 )
 
+_SPACES = (" ", "\t", "\n")
+
 
 @dataclass
 class Overrides:
@@ -42,6 +44,10 @@ def parse(arguments: Iterable[str], options: Mapping[str, Sequence[str]]) -> Ove
     keys = all_keys()
     for argument in arguments:
         name, raw = _split(argument, options)
+        takes_spaces = name in keys and keys[name].is_free_text
+        if argument.partition("=")[0].endswith(_SPACES) or (raw.startswith(_SPACES) and not takes_spaces):
+            fix = f"Write {name}={raw.strip()}, without spaces around the '='"
+            raise ConfigError(f"{argument}: a space beside the '='\n  {fix}")
         if name in options:
             option = raw.strip()
             check_option(name, option, options[name])
@@ -110,7 +116,7 @@ def expand(arguments: Iterable[str]) -> list[list[str]]:
         if name in keys and not keys[name].is_free_text:
             values = [Transformer.str(item) for item in items]
         else:
-            values = [item.text if isinstance(item, QuotedString) else str(item) for item in items]
+            values = [item.text if isinstance(item, QuotedString) else show(item) for item in items]
         axes.append([f"{name}={value}" for value in values])
     return [list(job) for job in itertools.product(*axes)]
 
@@ -164,7 +170,9 @@ def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str
             f"\n  Write {fix}, without spaces around the '='"
         )
     if not name:
-        raise ConfigError(f"{argument}: nothing before the '='\n  Write KEY{argument}, without spaces around the '='")
+        raise ConfigError(
+            f"{argument}: nothing before the '='\n  Write KEY={raw.strip()}, without spaces around the '='"
+        )
     return name, raw
 
 
@@ -183,13 +191,13 @@ def _typed(key: Key, raw: str) -> Any:
     if key.is_table:
         raise _table(key.name, raw)
     if key.is_free_text:
-        if raw == "null" and type(None) in key.types:
+        if raw.lower() == "null":
             return None
         quoted = len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "'\"" and raw[0] not in raw[1:-1]
         return raw[1:-1] if quoted else raw
     try:
         override = OverridesParser.create().parse_override(f"{key.name}={raw}")
-    except HydraException:
+    except (HydraException, ValueError):  # a number of thousands of digits is a ValueError
         return raw
     if override.is_sweep_override():
         raise ConfigError(

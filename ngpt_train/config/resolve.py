@@ -10,7 +10,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngpt_train.config.architectures import PowerNormConfig
+from ngpt_train.config.architectures import (
+    EncoderDecoderKeys,
+    ModelConfig,
+    NGPTConfig,
+    NormFormerConfig,
+    PowerNormConfig,
+    ScaleVectorConfig,
+)
 from ngpt_train.config.keys import AUTO, ConfigError
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import report, show
@@ -38,13 +45,23 @@ def resolve(config: Config, origins: Mapping[str, Origin] | None = None) -> None
         optim.lr = _table_lr(config)
     if config.schedule.warmup_steps == AUTO:
         config.schedule.warmup_steps = auto_warmup(train.steps)
+    if config.data.objective == AUTO:
+        config.data.objective = _objective(model)
+    if isinstance(model, EncoderDecoderKeys):
+        model.n_encoder_layers = model.n_encoder_layers or model.n_layers
+        model.source_context = model.source_length(model.context)
     if isinstance(model, PowerNormConfig):
         if model.psi_warmup_steps == AUTO:
-            model.psi_warmup_steps = config.schedule.warmup_steps
+            model.psi_warmup_steps = config.schedule.warmup_steps if model.norm == "pn" else 0
         if model.group_scaling == AUTO:
-            model.group_scaling = model.n_heads
+            model.group_scaling = 0 if model.norm == "layer" else model.n_heads
     if config.run.name == AUTO:
         config.run.name = f"{model.name}-{config.scale.name}-seed{config.run.seed}"
+
+
+def _objective(model: ModelConfig) -> str:
+    """Encoder-decoders continue the beginning of a document, decoders predict every token."""
+    return "prefix_continuation" if isinstance(model, EncoderDecoderKeys) else "next_token"
 
 
 def auto_warmup(steps: int) -> int:
@@ -113,7 +130,8 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
             "the heads do not divide the width",
             _nearest_divisors("model.n_heads", model.n_heads, model.d_model),
         )
-    if (model.d_model // model.n_heads) % 2:
+    has_rope = not isinstance(model, NormFormerConfig) or model.positions == "rotary"
+    if has_rope and (model.d_model // model.n_heads) % 2:
         width = 2 * model.n_heads * max(1, round(model.d_model / model.n_heads / 2))
         yield (
             heads,
@@ -127,12 +145,30 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
             _nearest_divisors("model.n_kv_heads", n_kv_heads, model.n_heads),
         )
 
+    if config.data.objective != _objective(model):
+        yield (
+            ("data.objective", "model.name"),
+            "the model is not made for this objective",
+            f"Set data.objective={_objective(model)}, or choose another model",
+        )
+    if isinstance(model, EncoderDecoderKeys) and model.source_length(model.context) >= model.context:
+        yield (
+            ("model.source_context", "model.context"),
+            "the source takes the whole row, nothing is left to decode",
+            f"Set model.source_context below {model.context}",
+        )
     if isinstance(model, PowerNormConfig) and model.group_scaling and model.d_model % int(model.group_scaling):
         yield (
             ("model.group_scaling", "model.d_model"),
             "the groups do not divide the width",
             _nearest_divisors("model.group_scaling", int(model.group_scaling), model.d_model),
         )
+
+    for switch, name in _without_effect(model):
+        default = reduce(getattr, name.split("."), type(model)())
+        if reduce(getattr, name.split("."), model) not in (default, 0 if default == AUTO else default):
+            key, fix = f"model.{name}", f"Leave it out, or set model.{name}={show(default)}"
+            yield (key, f"model.{switch}"), f"{key} has no effect then", fix
 
     yield from _batch_conflicts(config, world_size)
     if train.stop_at is not None and train.stop_at > train.steps:
@@ -148,10 +184,10 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
 
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield ("optim.betas",), "not two numbers >= 0 and < 1", "For example optim.betas=[0.9,0.95]"
-    if optim.weight_decay and model.name == "ngpt":
+    if optim.weight_decay and isinstance(model, NGPTConfig):
         yield (
             ("optim.weight_decay", "model.name"),
-            "nGPT's weights lie on the sphere and are never decayed",
+            "nGPT's weights are never decayed",
             "Set optim.weight_decay=0, or leave the recipe to the model",
         )
     if optim.weight_decay and optim.name == "adam":
@@ -185,6 +221,18 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
     if keep is not None and (every == 0 or keep % every):
         multiple = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"
         yield ("checkpoint.keep_every", "checkpoint.every"), "no checkpoint is written at these steps", multiple
+
+
+def _without_effect(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """(key, key) of model.*: the value of the first leaves the second without an effect."""
+    if isinstance(model, PowerNormConfig):
+        if model.norm != "pn":
+            yield from (("norm", name) for name in ("psi_warmup_steps", "alpha_bkw"))
+        if model.norm == "layer":
+            yield from (("norm", name) for name in ("alpha_fwd", "group_scaling", "statistics"))
+    if isinstance(model, NGPTConfig):
+        scales = {name: x for name, x in vars(model).items() if isinstance(x, ScaleVectorConfig)}
+        yield from ((f"{name}.kind", f"{name}.scale") for name, x in scales.items() if x.kind == "fixed")
 
 
 def _batch_conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], str, str]]:

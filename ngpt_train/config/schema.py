@@ -18,7 +18,11 @@ from ngpt_train.config.keys import AUTO, BoolOrAuto, FloatOrAuto, IntOrAuto, key
 class RunConfig:
     """Identity of a run: where it lives, how it starts and when it ends."""
 
-    name: str = key(AUTO, "Directory name below run.root; auto is <model>-<scale>-seed<seed>.")
+    name: str = key(
+        AUTO,
+        "Directory name below run.root; auto is <model>-<scale>-seed<seed>, for a row of an experiment table "
+        "<table>-<row>-<scale>-seed<seed>.",
+    )
     root: str = key("runs", "Directory that holds all run directories.")
     resume: str = key(
         AUTO,
@@ -29,7 +33,7 @@ class RunConfig:
     seed: int = key(0, "Seed of the weights and of the order of the data.", minimum=0, maximum=2**63 - 1)
     init_from: Union[str, None] = key(None, "Checkpoint whose weights (nothing else) the run starts from.")
     max_time: Union[float, None] = key(
-        None, "Hours after which the run saves and stops cleanly; null is no limit.", above=0
+        None, "Hours after which the run saves and stops cleanly; null is no limit.", above=0, maximum=1_000_000
     )
 
 
@@ -44,19 +48,25 @@ class ScaleConfig:
 class TrainConfig:
     """How long, how many tokens at once, and in which arithmetic."""
 
-    steps: int = key(500, "Optimizer steps of the whole schedule.", minimum=1)
-    stop_at: Union[int, None] = key(None, "Stop after this step without changing the schedule.", minimum=1)
+    steps: int = key(500, "Optimizer steps of the whole schedule.", minimum=1, maximum=1_000_000_000)
+    stop_at: Union[int, None] = key(
+        None, "Stop after this step without changing the schedule.", minimum=1, maximum=1_000_000_000
+    )
     batch_rows: Union[int, None] = key(
-        None, "Rows per optimizer step over all ranks; set this or batch_tokens.", minimum=1
+        None, "Rows per optimizer step over all ranks; set this or batch_tokens.", minimum=1, maximum=10_000_000
     )
     batch_tokens: Union[int, None] = key(
-        None, "Tokens per optimizer step over all ranks, a multiple of model.context; replaces batch_rows.", minimum=1
+        None,
+        "Tokens per optimizer step over all ranks, a multiple of model.context; replaces batch_rows.",
+        minimum=1,
+        maximum=10_000_000_000,
     )
     micro_rows: IntOrAuto = key(
         AUTO,
         "Rows per rank in one forward pass; auto is the largest divisor of the rank's rows within 16,384 tokens.",
         choices=(AUTO,),
         minimum=1,
+        maximum=10_000_000,
     )
     device: str = key(AUTO, "auto takes the GPU if there is one.", choices=(AUTO, "cpu", "cuda"))
     precision: str = key(
@@ -83,7 +93,7 @@ class OptimConfig:
 
     name: str = key("adamw", "Optimizer; adam never decays.", choices=("adam", "adamw"))
     lr: FloatOrAuto = key(
-        AUTO, "Peak learning rate; auto looks up lr_table by scale and context.", choices=(AUTO,), above=0
+        AUTO, "Peak learning rate; auto looks up lr_table by scale and context.", choices=(AUTO,), above=0, maximum=1000
     )
     # {scale: {context: lr}}, which validate.py checks: OmegaConf fails to merge two typed dicts of dicts.
     lr_table: dict[str, Any] = key(
@@ -91,8 +101,10 @@ class OptimConfig:
         "lr by scale, then context. The longest context within model.context counts, else the shortest there is.",
     )
     betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
-    eps: float = key(1e-8, "Adam's epsilon.", above=0)
-    weight_decay: float = key(0.1, "Decoupled weight decay of the matrices; nGPT takes only 0.", minimum=0)
+    eps: float = key(1e-8, "Adam's epsilon.", above=0, maximum=1)
+    weight_decay: float = key(
+        0.1, "Decoupled weight decay of the matrices; nGPT takes only 0.", minimum=0, maximum=1000
+    )
     clip_norm: Union[float, None] = key(
         1.0, "Largest global gradient norm; larger gradients are scaled down to it. null: no clipping.", above=0
     )
@@ -108,9 +120,13 @@ class ScheduleConfig:
         choices=("cosine", "wsd", "linear"),
     )
     warmup_steps: IntOrAuto = key(
-        AUTO, "Linear warmup; auto is min(2000, 10 % of train.steps).", choices=(AUTO,), minimum=0
+        AUTO,
+        "Linear warmup; auto is min(2000, 10 % of train.steps).",
+        choices=(AUTO,),
+        minimum=0,
+        maximum=1_000_000_000,
     )
-    final_lr: float = key(0.0, "Learning rate that the schedule ends at.", minimum=0)
+    final_lr: float = key(0.0, "Learning rate that the schedule ends at.", minimum=0, maximum=1000)
     decay_fraction: float = key(0.2, "wsd: last part of train.steps that decays.", above=0, maximum=1)
 
 
@@ -126,13 +142,21 @@ class DataConfig:
     path: Union[str, None] = key(
         None, "File, directory or glob of the text (local) or directory of the shards (tokens)."
     )
+    objective: str = key(
+        AUTO,
+        "next_token: predict each token of a stretch of text; prefix_continuation: read the beginning of a document, "
+        "predict what follows. auto is what the model is made for.",
+        choices=(AUTO, "next_token", "prefix_continuation"),
+    )
     text_field: str = key("text", "Field of a jsonl line, or column of a parquet file, that holds the text.")
     val_fraction: float = key(
         0.02, "Share of the documents held out for validation, chosen by a hash of the document.", above=0, below=1
     )
     out: Union[str, None] = key(None, "Directory that `prepare` writes; null is the cache, keyed by content.")
     cache: str = key("~/.cache/ngpt_train", "Where `train` keeps the shards and tokenizers that it prepares from text.")
-    shard_tokens: int = key(100_000_000, "Tokens per prepared shard; its last document may exceed them.", minimum=1)
+    shard_tokens: int = key(
+        100_000_000, "Tokens per prepared shard; its last document may exceed them.", minimum=1, maximum=100_000_000_000
+    )
 
 
 @dataclass
@@ -158,7 +182,9 @@ class ParallelConfig:
         "auto: single on one process, else fsdp on GPUs and ddp on CPUs.",
         choices=(AUTO, "single", "ddp", "fsdp"),
     )
-    timeout: float = key(600.0, "Seconds that a rank waits for the others before it gives up.", above=0)
+    timeout: float = key(
+        600.0, "Seconds that a rank waits for the others before it gives up.", above=0, maximum=10_000_000
+    )
 
 
 @dataclass
@@ -174,17 +200,26 @@ class KernelsConfig:
 class CheckpointConfig:
     """What is saved, and for how long it is kept. The last step is always saved."""
 
-    every: int = key(1000, "Steps between checkpoints; 0 saves at the end only.", minimum=0)
-    keep_last: int = key(2, "Newest checkpoints that are kept.", minimum=1)
-    keep_every: Union[int, None] = key(None, "Checkpoints at multiples of this step are kept for good.", minimum=1)
+    every: int = key(1000, "Steps between checkpoints; 0 saves at the end only.", minimum=0, maximum=1_000_000_000)
+    keep_last: int = key(2, "Newest checkpoints that are kept.", minimum=1, maximum=1_000_000_000)
+    keep_every: Union[int, None] = key(
+        None, "Checkpoints at multiples of this step are kept for good.", minimum=1, maximum=1_000_000_000
+    )
 
 
 @dataclass
 class EvalConfig:
     """Validation during training."""
 
-    every: int = key(500, "Steps between validations; 0 validates at the start and at the end only.", minimum=0)
-    rows: int = key(64, "Rows of the fixed validation set (fewer where the data has fewer).", minimum=1)
+    every: int = key(
+        500,
+        "Steps between validations; 0 validates at the start and at the end only.",
+        minimum=0,
+        maximum=1_000_000_000,
+    )
+    rows: int = key(
+        64, "Rows of the fixed validation set (fewer where the data has fewer).", minimum=1, maximum=10_000_000
+    )
 
 
 @dataclass
@@ -195,7 +230,10 @@ class WandbConfig:
     project: str = key("ngpt-train", "wandb project.")
     entity: Union[str, None] = key(None, "wandb team or user; null is the account's default.")
     timeout: float = key(
-        20.0, "Seconds that wandb has to start, else it goes offline, and to finish; the run trains meanwhile.", above=0
+        20.0,
+        "Seconds that wandb has to start, else it goes offline, and to finish; the run trains meanwhile.",
+        above=0,
+        maximum=10_000_000,
     )
 
 
@@ -203,7 +241,7 @@ class WandbConfig:
 class LoggingConfig:
     """What is written while training."""
 
-    every: int = key(10, "Steps between lines of metrics.jsonl and of the console.", minimum=1)
+    every: int = key(10, "Steps between lines of metrics.jsonl and of the console.", minimum=1, maximum=1_000_000_000)
     tensorboard: bool = key(False, "Write TensorBoard event files into the run directory as well.")
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
@@ -214,9 +252,11 @@ class GenerateConfig:
 
     checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
     prompt: str = key("", "Text to continue; empty starts a document.")
-    max_new_tokens: int = key(200, "Tokens to sample at most.", minimum=1)
-    temperature: float = key(0.8, "Divides the logits; 0 takes the most likely token.", minimum=0)
-    top_k: Union[int, None] = key(None, "Sample among the k most likely tokens; null: all.", minimum=1)
+    max_new_tokens: int = key(200, "Tokens to sample at most.", minimum=1, maximum=1_000_000_000)
+    temperature: float = key(0.8, "Divides the logits; 0 takes the most likely token.", minimum=0, maximum=1000)
+    top_k: Union[int, None] = key(
+        None, "Sample among the k most likely tokens; null: all.", minimum=1, maximum=1_000_000_000
+    )
     top_p: Union[float, None] = key(
         None, "Sample among the fewest tokens whose probability reaches p; null: all.", above=0, maximum=1
     )
@@ -235,9 +275,9 @@ class EvaluateConfig:
 class PlanConfig:
     """Size, memory and time of a run without running it (`plan`)."""
 
-    world_size: int = key(1, "Ranks that the run is planned for.", minimum=1)
+    world_size: int = key(1, "Ranks that the run is planned for.", minimum=1, maximum=10_000_000)
     flops_per_s: Union[float, None] = key(
-        None, "Achieved FLOP/s of one rank, for the hours; null leaves them out.", above=0
+        None, "Achieved FLOP/s of one rank, for the hours; null leaves them out.", above=0, maximum=1e30
     )
     out: Union[str, None] = key(None, "JSON file for the plan; null prints only.")
 

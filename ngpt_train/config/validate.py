@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
+import json
+import sys
 import typing
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from ngpt_train.config.architectures import ModelConfig
@@ -14,11 +15,21 @@ from ngpt_train.config.keys import ConfigError
 from ngpt_train.config.schema import Config
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "text"}
+# OmegaConf's word for a value that is still to be given; it would take the key for unset.
+_MISSING = "???"
+# From here on a maximum keeps out what nobody means, and is named only to who exceeds it.
+_ABSURD = 1000
 
 
 def architectures() -> dict[str, type[ModelConfig]]:
     """The schema of each architecture by its name."""
-    return {schema.name: schema for schema in ModelConfig.__subclasses__()}
+
+    def below(schema: type[ModelConfig]) -> Iterator[type[ModelConfig]]:
+        for one in schema.__subclasses__():
+            yield one
+            yield from below(one)
+
+    return {schema.name: schema for schema in below(ModelConfig)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +54,13 @@ class Key:
     def is_table(self) -> bool:
         return any(typing.get_origin(t) is dict for t in self.types)
 
-    def expected(self) -> str:
-        """What the key takes, in words: `an integer >= 1 or auto`."""
+    def expected(self, value: Any = None) -> str:
+        """What the key takes instead of `value`, in words: `an integer >= 1 or auto`."""
+        exceeds = self.maximum is not None and type(value) in (int, float) and value > self.maximum
+        maximum = self.maximum if exceeds or (self.maximum or 0) < _ABSURD else None
         limits = [
             f"{sign} {show(limit)}"
-            for sign, limit in ((">=", self.minimum), (">", self.above), ("<=", self.maximum), ("<", self.below))
+            for sign, limit in ((">=", self.minimum), (">", self.above), ("<=", maximum), ("<", self.below))
             if limit is not None
         ]
         parts: list[str] = []
@@ -68,19 +81,24 @@ class Key:
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with `value`, or None."""
+        text = f"must be {self.expected(value)}"
+        if value == _MISSING:
+            return f"{text}; {_MISSING} stands for no value"
         if any(self._takes(kind, value) for kind in self.types):
             return None
-        text = f"must be {self.expected()}"
         if value == "":
             return f"empty, but {text}"
-        if isinstance(value, float) and not math.isfinite(value):
+        if value is None and self.is_free_text:
+            return f"{text}; leave it out for the default, or write 'null' with these quotes for the word"
+        if type(value) in (int, float) and not _is_finite(value):
             return f"{text}; numbers must be finite"
         if isinstance(value, float) and int in self.types and value.is_integer():
             return f"{text}; write {int(value)}"
+        if isinstance(value, str) and (bare := _unquoted(value)) is not value:
+            # Quotes are the problem unless without them there still is one.
+            return self.problem(bare) or f"{text}; write {show(bare)} without quotes"
         if isinstance(value, str) and self.choices:
             return text + did_you_mean(nearest(value, self.choices))
-        if isinstance(value, str) and _is_number(value):
-            return f"{text}; write it without quotes"
         if self.is_free_text and isinstance(value, (bool, int, float)):
             return f"{text}; put it in quotes"
         return text
@@ -243,12 +261,16 @@ def show(value: Any) -> str:
 
 
 def _is_finite(value: Any) -> bool:
-    return type(value) is int or (type(value) is float and math.isfinite(value))
+    """A number that a float can hold."""
+    return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def _unquoted(text: str) -> Any:
+    """What `text` would be without quotes, in YAML too: a number, true, false, null or a list; else `text` itself."""
+    readers: tuple[Callable[[str], Any], ...] = (int, lambda text: float(text.replace(".inf", "inf")), json.loads)
+    for read in readers:
+        try:
+            return read(text)
+        except (ValueError, RecursionError):
+            pass
+    return text

@@ -11,22 +11,24 @@ from ngpt_train.config.keys import ConfigError
 from ngpt_train.config.schema import Config
 from ngpt_train.data.dataset import Dataset, cache_directory, open_prepared, open_tokens
 from ngpt_train.data.hashes import FileHashes
-from ngpt_train.data.loader import LoaderState, TrainLoader, micro_batches, validation_rows
+from ngpt_train.data.loader import LoaderState, TrainLoader, validation_rows
 from ngpt_train.data.prepare import prepare_shards
+from ngpt_train.data.rows import Rows, rows_of
 from ngpt_train.data.shards import Tokens
 from ngpt_train.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
 
 __all__ = [
     "Dataset",
     "LoaderState",
+    "Rows",
     "Tokenizer",
     "Tokens",
     "TrainLoader",
     "load_tokenizer",
-    "micro_batches",
     "open_dataset",
     "prepare_dataset",
     "read_tokenizer",
+    "rows_of",
     "validation_rows",
     "write_tokenizer",
 ]
@@ -55,7 +57,7 @@ def prepare_dataset(config: Config, out: Path | None = None, tokenizer: Tokenize
 
 
 def _checked(dataset: Dataset, config: Config, hashes: FileHashes) -> Dataset:
-    dataset.train.check_rows(config.model.context)
-    dataset.validation.check_rows(config.model.context)
+    for split in (dataset.train, dataset.validation):
+        rows_of(split, config.model)
     hashes.save()
     return dataset

@@ -100,7 +100,8 @@ def _open_nanogpt(directory: Path, config: Config, hashes: FileHashes, tokenizer
     entry = {"kind": tokenizer.kind, "name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos}
     tokens, splits = {}, {}
     for split, file in files.items():
-        tokens[split] = Tokens(split, directory, [map_tokens(file, np.dtype("<u2"), entry, hashes)])
+        ids = map_tokens(file, np.dtype("<u2"), entry, hashes)
+        tokens[split] = Tokens(split, directory, [ids], eos=tokenizer.eos)
         splits[split] = {"tokens": len(tokens[split]), "sha256": hashes.tokens(file, "<u2")[0]}
     found = fingerprint(tokenizer.fingerprint, splits)
     manifest = {

@@ -85,11 +85,22 @@ class SplitWriter:
 
 
 class Tokens:
-    """One split as one long sequence of token ids over memory-mapped shards."""
+    """One split as one long sequence of token ids over memory-mapped shards.
 
-    def __init__(self, split: str, path: Path, shards: list[NDArray[np.unsignedinteger]]):
+    offsets: of each shard the start of each document and the end of the last; without them the documents are
+    found by `eos`.
+    """
+
+    def __init__(
+        self,
+        split: str,
+        path: Path,
+        shards: list[NDArray[np.unsignedinteger]],
+        offsets: list[NDArray[np.unsignedinteger]] | None = None,
+        eos: int = -1,
+    ):
         self.split, self.path = split, path
-        self._shards = shards
+        self._shards, self._offsets, self._eos = shards, offsets, eos
         self._starts = list(itertools.accumulate(map(len, shards), initial=0))
 
     def __len__(self) -> int:
@@ -107,14 +118,25 @@ class Tokens:
         """Rows `indices` (N,), each in [0, n_rows(context)), as (N, context + 1)."""
         out = np.empty((len(indices), context + 1), np.int64)
         for row, index in zip(out, indices.tolist(), strict=True):
-            self._read(index * context, row)
+            self.read(index * context, row)
         return out
 
-    def check_rows(self, context: int) -> None:
-        """Raises DataError if the split is shorter than one row."""
-        check_length(self.split, len(self), context, str(self.path))
+    def documents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Start and length, eos included, of each document, in order."""
+        starts, lengths = [], []
+        for shard, ids in enumerate(self._shards):
+            if self._offsets is not None:
+                offsets = self._offsets[shard].astype(np.int64)
+            else:
+                ends = np.flatnonzero(ids == self._eos) + 1
+                tail = [len(ids)] if not len(ends) or ends[-1] < len(ids) else []
+                offsets = np.concatenate([[0], ends, tail]).astype(np.int64)
+            starts.append(offsets[:-1] + self._starts[shard])
+            lengths.append(np.diff(offsets))
+        return np.concatenate(starts), np.concatenate(lengths)
 
-    def _read(self, start: int, out: NDArray[np.int64]) -> None:
+    def read(self, start: int, out: NDArray[np.int64]) -> None:
+        """Fills `out` with the tokens from `start` on."""
         assert start >= 0
         assert start + len(out) <= len(self)
         done = 0
@@ -143,14 +165,15 @@ def open_shards(split: str, directory: Path, manifest: dict[str, Any], hashes: F
     Raises DataError for a file that is missing, of another size or content, or holds ids beyond the vocabulary.
     """
     dtype = np.dtype(manifest["dtype"])
-    shards = []
+    shards, offsets = [], []
     for shard in manifest["splits"][split]["shards"]:
         index, path = directory / shard["index"], directory / shard["file"]
         _check_size(index, (shard["documents"] + 1) * 8)
         _check_hash(index, hashes.sha256(index), shard["index_sha256"])
         _check_size(path, shard["tokens"] * dtype.itemsize)
         shards.append(map_tokens(path, dtype, manifest["tokenizer"], hashes, shard["sha256"]))
-    return Tokens(split, directory, shards)
+        offsets.append(np.asarray(np.memmap(index, "<u8", mode="r")))
+    return Tokens(split, directory, shards, offsets)
 
 
 def map_tokens(

@@ -1,5 +1,6 @@
 """From a single-device model to one that trains in a world: checkpointing -> compile -> FSDP2 or DDP."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,10 @@ from ngpt_train.config.schema import Config
 from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.models import Decoder, build_model
+
+# Running statistics are each rank's own. torch 2.13 has renamed the option, and warns of the older name.
+_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_BUFFERS_APART: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
 
 
 def resolve_kind(kind: str, world_size: int, device_type: str) -> str:
@@ -58,10 +63,10 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     if world.size > 1 and isinstance(config.model, PowerNormConfig) and config.model.statistics == "synchronised":
         synchronise_statistics(model)
     if config.train.activation_checkpointing == "full":
-        for block in model.layers:
+        for block in model.blocks():
             block.forward = recomputed(block.forward)
     if resolve_compile(config.train.compile, world.device.type):
-        for block in model.layers:
+        for block in model.blocks():
             block.compile(dynamic=False)
     if kind == "fsdp":
         shard(model, world)
@@ -104,7 +109,7 @@ def shard(model: Decoder, world: World) -> None:
     blocks = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
-    for block in model.layers:
+    for block in model.blocks():
         fully_shard(block, mesh=mesh, mp_policy=blocks, ignored_params=whole)
     root = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(model, mesh=mesh, mp_policy=root, ignored_params=whole)
@@ -121,7 +126,7 @@ def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         init_sync=False,  # every rank drew the same weights
-        broadcast_buffers=False,  # running statistics are each rank's own
+        **_BUFFERS_APART,
         gradient_as_bucket_view=True,
     )
     tokens = tokens.to(world.device)

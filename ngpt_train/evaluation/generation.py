@@ -19,14 +19,14 @@ def generate(model: Decoder, prompt: Tensor, config: GenerateConfig, eos: int, v
     model.eval()
     # Drawn on the CPU, so that a seed means the same on every device.
     generator = torch.Generator().manual_seed(config.seed)
-    tokens = prompt
+    new = prompt[:0]
     for _ in range(config.max_new_tokens):
-        logits = model(tokens[None, -model.config.context :])[0, -1, :vocab_size]
+        logits = model.next_token_logits(prompt, new)[:vocab_size]
         token = sample(logits.cpu(), config, generator)
         if token == eos:
             break
-        tokens = torch.cat([tokens, tokens.new_tensor([token])])
-    return tokens[len(prompt) :]
+        new = torch.cat([new, new.new_tensor([token])])
+    return new
 
 
 def sample(logits: Tensor, config: GenerateConfig, generator: torch.Generator) -> int:

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ngpt_train.data import Tokens, validation_rows
+from ngpt_train.data import Rows, validation_rows
 from ngpt_train.distributed import World, averaged_statistics
 from ngpt_train.models import Decoder
 from ngpt_train.models.decoder import IGNORED
@@ -21,22 +21,25 @@ CHUNK_TOKENS = 8_192
 
 
 class Validation:
-    """Evaluates a model on `rows` seeded rows of `tokens`, the chunks shared by the ranks.
+    """Evaluates a model on `n_rows` seeded rows, the chunks shared by the ranks.
 
     n_bytes: `(vocab_size,)` bytes of text behind each id, from the tokenizer.
     """
 
-    def __init__(self, tokens: Tokens, n_bytes: NDArray[np.int64], context: int, rows: int) -> None:
-        self.rows = tokens.rows(validation_rows(tokens, context, rows, SEED), context)  # (rows, context + 1)
-        self.n_bytes = int(n_bytes[self.rows[:, 1:]].sum())
-        self.chunk = min(len(self.rows), max(1, CHUNK_TOKENS // context))
+    def __init__(self, rows: Rows, n_bytes: NDArray[np.int64], n_rows: int) -> None:
+        self.batch = rows.batch(validation_rows(rows, n_rows, SEED))  # tokens, targets, ...: (n_rows, context)
+        targets = self.batch[1]
+        self.targets = targets[targets != IGNORED].numpy()  # those that count
+        self.n_rows, context = targets.shape
+        self.n_bytes = int(n_bytes[self.targets].sum())
+        self.chunk = min(self.n_rows, max(1, CHUNK_TOKENS // context))
 
     @torch.no_grad()
     def __call__(self, model: Decoder, world: World) -> dict[str, Any]:
         """loss (nats per token), ppl, bits_per_byte of the target text; the same on every rank. Collective."""
         was_training = model.training
         model.eval()
-        n_chunks = -(-len(self.rows) // self.chunk)
+        n_chunks = -(-self.n_rows // self.chunk)
         sums = torch.zeros(n_chunks, dtype=torch.float64, device=world.device)
         # FSDP2 gathers weights in every forward pass, so all ranks make the same number of them.
         with averaged_statistics(model, world):
@@ -48,30 +51,32 @@ class Validation:
         model.train(was_training)
         # Each entry is one rank's number plus zeros, and they are added in one order: no rounding of its own.
         total = float(world.sum_(sums).sum())
-        loss = total / self.rows[:, 1:].size
+        loss = total / len(self.targets)
         # A text without bytes (special ids alone) has no bits per byte.
         bits_per_byte = total / math.log(2) / self.n_bytes if self.n_bytes else math.nan
         return {"loss": loss, "ppl": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 
-    def _chunk(self, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Tokens and targets `(chunk, context)` of one chunk, filled up with rows that do not count."""
-        rows = torch.from_numpy(self.rows[index * self.chunk : (index + 1) * self.chunk])
-        tokens = torch.zeros(self.chunk, self.rows.shape[1] - 1, dtype=torch.int64)
-        targets = torch.full_like(tokens, IGNORED)
-        tokens[: len(rows)], targets[: len(rows)] = rows[:, :-1], rows[:, 1:]
-        return tokens.to(device), targets.to(device)
+    def _chunk(self, index: int, device: torch.device) -> list[Tensor]:
+        """What the model takes of one chunk, each `(chunk, context)`, filled up with rows that do not count."""
+        filled = []
+        for part, filler in zip(self.batch, (0, IGNORED, 0), strict=False):
+            rows = torch.full((self.chunk, part.shape[1]), filler, dtype=torch.int64)
+            own = part[index * self.chunk : (index + 1) * self.chunk]
+            rows[: len(own)] = own
+            filled.append(rows.to(device))
+        return filled
 
 
-def unigram_loss(train: Tokens, validation: Validation, vocab_size: int, sample: int = 10_000_000) -> float:
+def unigram_loss(train: Rows, validation: Validation, vocab_size: int, sample: int = 10_000_000) -> float:
     """Nats per token of the model that knows how frequent each token is and nothing else.
 
-    Counted on the first `sample` training tokens, one added to each count. A model that is not clearly
+    Counted on about the first `sample` training targets, one added to each count. A model that is not clearly
     below it on the validation rows has learnt nothing about the order of words.
     """
-    context = validation.rows.shape[1] - 1
-    n_rows = min(train.n_rows(context), max(1, sample // context))
     counts = np.ones(vocab_size)
-    for first in range(0, n_rows, 1024):
-        rows = train.rows(np.arange(first, min(first + 1024, n_rows)), context)
-        counts += np.bincount(rows[:, 1:].ravel(), minlength=vocab_size)
-    return float(-np.log(counts / counts.sum())[validation.rows[:, 1:]].mean())
+    first = 0
+    while first < len(train) and counts.sum() < sample + vocab_size:
+        _, targets, *_ = train.batch(np.arange(first, min(first + 256, len(train))))
+        counts += np.bincount(targets[targets != IGNORED].numpy(), minlength=vocab_size)
+        first += 256
+    return float(-np.log(counts / counts.sum())[validation.targets].mean())

@@ -51,9 +51,13 @@ class Decoder(nn.Module):
 
     # What an architecture says about itself.
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        """The first hidden state `(B, T, d_model)` of tokens `(B, T)`."""
-        return F.embedding(tokens, self.embedding)
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        """The first hidden state `(B, T, d_model)` of tokens `(B, T)` from an embedding `(V, d_model)`."""
+        return F.embedding(tokens, table)
+
+    def blocks(self) -> list[nn.Module]:
+        """What is compiled, recomputed and sharded as one."""
+        return list(self.layers)
 
     def head(self, h: Tensor) -> Tensor:
         """Logits `(B, T, V)`, at least fp32, of the last block's h `(B, T, d_model)`."""
@@ -100,13 +104,18 @@ class Decoder(nn.Module):
         dtype = self.compute_dtype or self.embedding.dtype
         rope = self.rope(tokens, torch.promote_types(dtype, torch.float32))
         mask = None if doc_ids is None else causal_document_mask(doc_ids)
-        h = self.embed(tokens).to(dtype)  # (B, T, d_model)
+        h = self.embed(tokens, self.embedding).to(dtype)  # (B, T, d_model)
         h = self.stack(h, rope, mask, doc_ids)
         logits = self.head(h)
         if targets is None:
             return logits
         loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
         return loss_sum, (targets != IGNORED).sum()
+
+    @torch.no_grad()
+    def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
+        """`(V,)`: scores of the token after prompt `(P,)`, P >= 1, and new `(N,)`; the last `context` tokens count."""
+        return self(torch.cat([prompt, new])[None, -self.config.context :])[0, -1]
 
     def rope(self, tokens: Tensor, dtype: torch.dtype) -> Rope | None:
         """The rotary angles of a row's positions; None where positions are told otherwise."""

@@ -20,9 +20,9 @@ from ngpt_train.models.layers.rope import Rope, rotate
 class GPTAttention(Attention):
     """softmax(q k^T / sqrt(d_k)) v W_o."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, causal: bool = True) -> None:
         d_head = config.d_model // config.n_heads
-        super().__init__(config, softmax_scale=1 / math.sqrt(d_head))
+        super().__init__(config, softmax_scale=1 / math.sqrt(d_head), causal=causal)
         self.q_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
 
@@ -35,12 +35,12 @@ class GPTAttention(Attention):
 class GPTBlock(nn.Module):
     """h + attention(norm(h)), then h + mlp(norm(h)): eq. 4 and 5."""
 
-    def __init__(self, config: GPTConfig) -> None:
+    def __init__(self, config: GPTConfig, causal: bool = True) -> None:
         super().__init__()
         self.norm_attn = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = GPTAttention(config)
+        self.attention = GPTAttention(config, causal)
         self.norm_mlp = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = MLP(config, config.activation)
 
     def forward(self, h: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
         h = h + self.attention(self.norm_attn(h), rope, mask)

@@ -54,9 +54,9 @@ def matrices(config: NGPTConfig) -> InUse:
 class NGPTAttention(Attention):
     """softmax(sqrt(d_k) q k^T) v W_o with q and k on the sphere of their head."""
 
-    def __init__(self, config: NGPTConfig) -> None:
+    def __init__(self, config: NGPTConfig, causal: bool = True) -> None:
         # q and k have length 1, so q k^T has variance 1 / d_k where the baseline's has d_k.
-        super().__init__(config, math.sqrt(config.d_model // config.n_heads), in_use=matrices(config))
+        super().__init__(config, math.sqrt(config.d_model // config.n_heads), causal, in_use=matrices(config))
         self.qk_norm = config.qk_norm
         self.s_qk = ScaledParameter(config.d_model, config.s_qk, config)
 
@@ -91,9 +91,9 @@ class NGPTMLP(MLP):
 class NGPTBlock(nn.Module):
     """Two steps on the sphere; no other normalisation."""
 
-    def __init__(self, config: NGPTConfig) -> None:
+    def __init__(self, config: NGPTConfig, causal: bool = True) -> None:
         super().__init__()
-        self.attention = NGPTAttention(config)
+        self.attention = NGPTAttention(config, causal)
         self.alpha_attn = ScaledParameter(config.d_model, config.alpha_attn, config)
         self.mlp = NGPTMLP(config)
         self.alpha_mlp = ScaledParameter(config.d_model, config.alpha_mlp, config)
@@ -113,30 +113,34 @@ class NGPTBlock(nn.Module):
         return h  # (B, T, d_model)
 
 
-class NGPT(Decoder):
-    """Logits = s_z W_output h, with h from n_layers blocks."""
+class Spherical(Decoder):
+    """What a model on the sphere has apart from its blocks; `s_z` is its scale of the logits."""
 
     decays = False  # the projection fixes the length of every row (section 2.6, item 7)
+    config: NGPTConfig
+    s_z: ScaledParameter
 
-    def __init__(self, config: NGPTConfig) -> None:
-        super().__init__(config, (NGPTBlock(config) for _ in range(config.n_layers)))
-        self.s_z = ScaledParameter(self.embedding.shape[0], config.s_z, config)
-        self.constraint = config.constraint
-        self.in_use = matrices(config)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        h = super().embed(tokens)
-        return normalize(h) if self.constraint == "parametrization" else h
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        h = super().embed(tokens, table)
+        return normalize(h) if self.config.constraint == "parametrization" else h
 
     def head(self, h: Tensor) -> Tensor:
-        return F.linear(h, self.in_use(self.unembedding, h.dtype)) * self.s_z()  # eq. 3, (B, T, V)
+        return F.linear(h, matrices(self.config)(self.unembedding, h.dtype)) * self.s_z()  # eq. 3, (B, T, V)
 
     def init_std(self, name: str) -> float:
         return 1 / math.sqrt(self.config.d_model)
 
     def project_(self) -> None:
-        """Section 2.6, item 2: every matrix and both embeddings, along the embedding dimension."""
-        if self.constraint == "projection":
+        """Section 2.6, item 2: every matrix and every embedding, along the embedding dimension."""
+        if self.config.constraint == "projection":
             for parameter in self.parameters():
                 if parameter.ndim == 2:
                     normalize_rows_(parameter)
+
+
+class NGPT(Spherical):
+    """Logits = s_z W_output h, with h from n_layers blocks."""
+
+    def __init__(self, config: NGPTConfig) -> None:
+        super().__init__(config, (NGPTBlock(config) for _ in range(config.n_layers)))
+        self.s_z = ScaledParameter(self.embedding.shape[0], config.s_z, config)

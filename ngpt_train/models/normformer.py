@@ -46,8 +46,8 @@ class HeadScaleAttention(Attention):
         norms = [LayerNorm(width, config.norm_eps) if config.qkv_norm else None for width in widths]
         self.norm_q, self.norm_k, self.norm_v = norms
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().project(x)
+    def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = super().project(x, memory)
         if self.norm_q is not None and self.norm_k is not None and self.norm_v is not None:
             q, k, v = self.norm_q(q), self.norm_k(k), self.norm_v(v)
         return q, k, v
@@ -105,10 +105,10 @@ class NormFormer(Decoder):
         self.positions = nn.Parameter(torch.empty(config.context, config.d_model)) if learned else None
         self.rotary = config.positions == "rotary"
 
-    def embed(self, tokens: Tensor) -> Tensor:
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         """sqrt(d_model) E[token] + position, as Vaswani et al. 2017, section 3.4."""
         T, d_model = tokens.shape[1], self.config.d_model
-        h = super().embed(tokens) * math.sqrt(d_model)
+        h = super().embed(tokens, table) * math.sqrt(d_model)
         if self.rotary:
             return h
         if self.positions is None:

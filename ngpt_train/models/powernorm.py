@@ -78,6 +78,10 @@ class PowerNormDecoder(Decoder):
 
     def begin_step_(self, step: int, loss_scale: Tensor) -> None:
         self.step, self.loss_scale = step, loss_scale
+        if step == 0:  # also of weights that another run has trained: their warm-up is not this one's
+            for norm in self.modules():
+                if isinstance(norm, PowerNorm):
+                    norm.n_warmup.zero_()
 
     def stack(self, h: Tensor, rope: Rope | None, mask: Tensor | None, doc_ids: Tensor | None) -> Tensor:
         """The blocks and the last norm; advances the running statistics in training."""

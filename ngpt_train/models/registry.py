@@ -3,12 +3,22 @@
 from collections.abc import Callable
 from typing import Any
 
-from ngpt_train.config.architectures import GPTConfig, ModelConfig, NGPTConfig, NormFormerConfig, PowerNormConfig
+from ngpt_train.config.architectures import (
+    GPTConfig,
+    GPTEncoderDecoderConfig,
+    ModelConfig,
+    NGPTConfig,
+    NormFormerConfig,
+    NTransformerConfig,
+    PowerNormConfig,
+)
 from ngpt_train.config.keys import AUTO, ConfigError
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.gpt import GPT
+from ngpt_train.models.gpt_encoder_decoder import GPTEncoderDecoder
 from ngpt_train.models.ngpt import NGPT
 from ngpt_train.models.normformer import NormFormer
+from ngpt_train.models.ntransformer import NTransformer
 from ngpt_train.models.powernorm import PowerNormDecoder
 
 ARCHITECTURES: dict[type[ModelConfig], Callable[[Any], Decoder]] = {
@@ -16,6 +26,8 @@ ARCHITECTURES: dict[type[ModelConfig], Callable[[Any], Decoder]] = {
     NGPTConfig: NGPT,
     NormFormerConfig: NormFormer,
     PowerNormConfig: PowerNormDecoder,
+    NTransformerConfig: NTransformer,
+    GPTEncoderDecoderConfig: GPTEncoderDecoder,
 }
 
 

@@ -57,7 +57,7 @@ def state_items(model: Decoder, kind: str, world_size: int) -> list[MemoryItem]:
 def working_items(model: Decoder, kind: str, dtype: torch.dtype, checkpointing: bool) -> list[MemoryItem]:
     """Copies of the matrices that the products work on: whole ones under FSDP2, cast ones in bf16."""
     size = dtype.itemsize
-    block = max(sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in model.layers)
+    block = max(sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in model.blocks())
     output = model.unembedding.numel()
     embeddings = model.embedding.numel() + (0 if model.output is None else output)
     items = []
@@ -74,7 +74,7 @@ def working_items(model: Decoder, kind: str, dtype: torch.dtype, checkpointing: 
         elif checkpointing:
             cast, what = block + output, "block + output"
         else:
-            cast, what = block * len(model.layers) + output, "blocks + output"
+            cast, what = block * len(model.blocks()) + output, "blocks + output"
         items.append(MemoryItem("cast matrices", size * cast, False, f"{size} x ({what})"))
     return items
 

@@ -65,19 +65,18 @@ def make_plan(config: Config) -> dict[str, Any]:
 
 def count_parameters(model: Decoder) -> dict[str, int]:
     """Learned values by part; `non_embedding` is all but embeddings and learned positions."""
+    tables = ("embedding", "source_embedding", "output", "positions")
     parts = Counter({"embedding": 0, "output": 0, "attention": 0, "mlp": 0, "vectors": 0})
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             parts["vectors"] += parameter.numel()
-        elif name in ("embedding", "output", "positions"):
-            parts[name] += parameter.numel()
         else:
-            parts[name.split(".")[2]] += parameter.numel()  # layers.{i}.PART.{matrix}
+            parts[name if name in tables else name.split(".")[2]] += parameter.numel()  # layers.{i}.PART.{matrix}
     total = model.n_params()
     return {
         **parts,
         "total": total,
-        "non_embedding": total - sum(parts[part] for part in ("embedding", "output", "positions")),
+        "non_embedding": total - sum(parts[table] for table in tables),
     }
 
 

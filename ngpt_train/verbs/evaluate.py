@@ -7,7 +7,7 @@ from typing import Any
 
 from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import Config
-from ngpt_train.data import open_dataset
+from ngpt_train.data import open_dataset, rows_of
 from ngpt_train.distributed import join_world
 from ngpt_train.evaluation import Validation
 from ngpt_train.evaluation.restore import restore
@@ -33,13 +33,14 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             f"{restored.tokenizer.name}, the tokens at {dataset.path} were made with {dataset.tokenizer.name}. "
             "Prepare the text with the model's tokenizer (tokenizer.path=CHECKPOINT/tokenizer.model)."
         )
-    validation = Validation(dataset.validation, dataset.tokenizer.n_bytes, restored.config.model.context, rows)
+    held_out = rows_of(dataset.validation, restored.config.model)
+    validation = Validation(held_out, dataset.tokenizer.n_bytes, rows)
     result = {
         "checkpoint": str(restored.path),
         "step": restored.step,
         "data": data.path or data.kind,
         "data_fingerprint": dataset.fingerprint,
-        "rows": len(validation.rows),
+        "rows": validation.n_rows,
         **validation(restored.model, world),
     }
     if world.is_main:

@@ -12,7 +12,7 @@ import torch
 from ngpt_train.config import write_yaml
 from ngpt_train.config.keys import AUTO, DataError
 from ngpt_train.config.schema import Config
-from ngpt_train.data import Dataset, LoaderState, TrainLoader, open_dataset, write_tokenizer
+from ngpt_train.data import Dataset, LoaderState, TrainLoader, open_dataset, rows_of, write_tokenizer
 from ngpt_train.distributed import World, join_world, resolve_device, resolve_precision
 from ngpt_train.evaluation import Validation, unigram_loss
 from ngpt_train.observe import Sink, build_sinks
@@ -51,7 +51,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         return 0
     with stop:  # until everything is written, curves included
         state, loader = prepare_state(config, world, data, checkpoint)
-        validation = Validation(data.validation, data.tokenizer.n_bytes, config.model.context, config.eval.rows)
+        held_out = rows_of(data.validation, config.model)
+        validation = Validation(held_out, data.tokenizer.n_bytes, config.eval.rows)
         start = world.on_main(lambda: describe_start(state, data))
         world.on_main(lambda: run.open(config, start, checkpoint))
         train_in(run, state, loader, validation, data, start, stop)
@@ -89,8 +90,7 @@ def prepare_state(
         load_model(initial, state.model, world)
         state.model.project_()
     loader = TrainLoader(
-        data.train,
-        context=config.model.context,
+        rows_of(data.train, config.model),
         batch_rows=config.train.rows_per_step,
         micro_rows=state.micro_rows,
         seed=config.run.seed,
@@ -139,7 +139,8 @@ def train_in(
         if world.is_main:
             sinks += build_sinks(config, run.path, start, last, resumed)
         introduce(say, run, state, start, resumed)
-        unigram = unigram_loss(data.train, validation, int(config.model.vocab_size)) if world.is_main else 0.0
+        rows = rows_of(data.train, config.model)
+        unigram = unigram_loss(rows, validation, int(config.model.vocab_size)) if world.is_main else 0.0
         say(f"a unigram model of the corpus reaches a validation loss of {unigram:.4f}")
         flops = state.model.flops_per_token(config.model.context)
         dtype = state.model.compute_dtype or state.model.embedding.dtype

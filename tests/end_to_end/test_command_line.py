@@ -72,7 +72,7 @@ def test_help_of_a_verb_shows_every_group_and_key(verb: str, capsys: pytest.Capt
         assert f" {key.name}=" in text
         assert " ".join(key.doc.split()) in text
     assert "train.steps=7 (an integer >= 1)" in text
-    assert "[gpt] ngpt" in text
+    assert "[gpt] gpt_encoder_decoder ngpt" in text
 
 
 def test_help_into_a_closed_pipe() -> None:

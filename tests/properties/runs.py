@@ -1,5 +1,7 @@
 """Small training runs: their config and rows that can be learned."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -10,7 +12,15 @@ from tests.reference.training import Recipe
 
 
 def run_config(
-    name: str, size: Size, recipe: Recipe, *, rows: int, context: int, micro_rows: int, parallel: str = "auto"
+    name: str,
+    size: Size,
+    recipe: Recipe,
+    *,
+    rows: int,
+    context: int,
+    micro_rows: int,
+    parallel: str = "auto",
+    options: Sequence[str] = (),
 ) -> Config:
     """fp32 on the CPU, from the config groups as a user would write them."""
     return load_config(
@@ -31,6 +41,7 @@ def run_config(
             f"optim.weight_decay={recipe.weight_decay}",
             f"optim.clip_norm={recipe.clip_norm}",
             f"schedule.warmup_steps={recipe.warmup_steps}",
+            *options,
         ]
     )
 

@@ -2,9 +2,21 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from ngpt_train.models import load_weights
-from tests.properties.architectures import ARCHITECTURES, SMALL, jittered, random_batch
+from ngpt_train.models.layers.norms import normalize
+from ngpt_train.models.layers.rope import rope_table, rotate
+from ngpt_train.models.ngpt import lerp, riemannian, slerp
+from tests.properties.architectures import (
+    ARCHITECTURES,
+    SMALL,
+    Architecture,
+    export_gradients,
+    jittered,
+    ngpt_with,
+    random_batch,
+)
 
 
 @pytest.mark.parametrize("name", ["wq", "wk", "wo", "w_u", "w_down", "s_u", "wv"])
@@ -23,11 +35,97 @@ def test_what_does_matter(name: str) -> None:
     assert change_of_logits(name, 1.1) > 1e-3
 
 
-def change_of_logits(name: str, factor: float) -> float:
+def change_of_logits(name: str, factor: float, architecture: Architecture = ARCHITECTURES["ngpt"]) -> float:
     """Largest change, relative to the largest logit, when `name` is multiplied in every layer."""
-    model, weights = jittered(ARCHITECTURES["ngpt"], SMALL)
+    model, weights = jittered(architecture, SMALL)
     tokens, _ = random_batch(SMALL, 2, 16)
     with torch.no_grad():
         before = model(tokens)
         load_weights(model, {key: x * factor if key.split(".")[-1] == name else x for key, x in weights.items()})
         return ((model(tokens) - before).abs().max() / before.abs().max()).item()
+
+
+def unit(rows: int, size: int, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return normalize(torch.randn(rows, size, generator=generator, dtype=torch.float64))
+
+
+def test_updates_meet_at_a_half() -> None:
+    """SLERP and LERP point into the same direction half way and nowhere else. Caught: sin and cos exchanged."""
+    h, new = unit(50, 16, 0), unit(50, 16, 1)
+    for share, same in ((0.5, True), (0.3, False), (0.7, False)):
+        alpha = torch.full((16,), share, dtype=torch.float64)
+        apart = (normalize(lerp(h, new, alpha)) - normalize(slerp(h, new, alpha))).norm(dim=-1)
+        assert (apart < 1e-12).all() if same else (apart > 1e-3).all()
+        torch.testing.assert_close(slerp(h, new, alpha).norm(dim=-1), torch.ones_like(apart), rtol=0, atol=1e-12)
+
+
+def test_the_riemannian_step_is_tangent() -> None:
+    """Caught: h^T h_A left out, or taken over another axis."""
+    h, new = unit(50, 16, 0), unit(50, 16, 1)
+    step = riemannian(h, new, torch.ones(16, dtype=torch.float64)) - h
+    assert (step * h).sum(-1).abs().max() < 1e-12
+    assert (step * new).sum(-1).min() > 0, "away from the suggestion"
+    euclidean = lerp(h, new, torch.ones(16, dtype=torch.float64)) - h
+    assert (euclidean * h).sum(-1).abs().min() > 1e-3
+
+
+@pytest.mark.parametrize("angle", [0.0, 1e-9, 1e-5, 1e-3])
+def test_slerp_of_near_points_is_the_straight_line(angle: float) -> None:
+    """arccos has no derivative at 1. Caught: theta without the clamp, which gives NaN."""
+    h = unit(4, 16, 0)
+    new = normalize(h + angle * unit(4, 16, 1)).requires_grad_()
+    alpha = torch.linspace(0.05, 0.6, 16, dtype=torch.float64)
+    out = normalize(slerp(h, new, alpha))
+    torch.testing.assert_close(out, normalize(lerp(h, new, alpha)), rtol=0, atol=max(angle**2, 1e-12))
+    out.sum().backward()
+    assert new.grad is not None
+    assert new.grad.isfinite().all()
+
+
+def test_parametrization_has_the_tangent_gradient() -> None:
+    """On unit rows its gradient is the projected model's, less what would change a row's length.
+
+    Caught: normalisation of the wrong axis, of a detached norm, of some matrices only.
+    """
+    tokens, targets = random_batch(SMALL, 2, 16)
+    gradients = {}
+    _, weights = jittered(ARCHITECTURES["ngpt"], SMALL)
+    for name, constraint in (("free", "none"), ("tangent", "parametrization")):
+        model, _ = jittered(ngpt_with(constraint=constraint), SMALL)
+        load_weights(model, weights)
+        model.loss(tokens, targets)[0].backward()
+        gradients[name] = export_gradients(model)
+    for key, row in weights.items():
+        free, tangent = gradients["free"][key], gradients["tangent"][key]
+        if row.ndim == 2:
+            assert (tangent * row).sum(-1).abs().max() < 1e-9 * free.abs().max()
+            free = free - (free * row).sum(-1, keepdim=True) * row
+        torch.testing.assert_close(tangent, free, rtol=1e-9, atol=1e-9 * free.abs().max().item())
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_rope_turns_and_knows_distances_alone(layout: str) -> None:
+    """Caught: terms of sin and cos not added, pairs of one layout with angles of the other."""
+    rope = rope_table(40, 8, 10000.0, layout == "interleaved", torch.device("cpu"), torch.float64)
+    x = torch.randn(1, 40, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(rotate(x, rope).norm(dim=-1), x.norm(dim=-1), rtol=1e-12, atol=0)
+    q, k = (rotate(x[:, :1].expand_as(x) * factor, rope)[0, :, 0] for factor in (1.0, -0.7))
+    scores = q @ k.T
+    for distance in (1, 3, 17):
+        diagonal = scores.diagonal(-distance)
+        torch.testing.assert_close(diagonal, diagonal[:1].expand_as(diagonal), rtol=1e-12, atol=1e-12)
+    assert scores[:, 0].std() > 1e-2, "nothing turns"
+
+
+def test_rope_layouts_are_permutations_of_each_other() -> None:
+    """Caught: the interleaved pairs put back in another order."""
+    x = torch.randn(1, 12, 2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    half, interleaved = (rope_table(12, 8, 10000.0, kind, torch.device("cpu"), torch.float64) for kind in (False, True))
+    order = torch.arange(8).view(2, 4).T.flatten()  # 0 4 1 5 2 6 3 7
+    torch.testing.assert_close(rotate(x[..., order], interleaved), rotate(x, half)[..., order], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["alpha_attn", "alpha_mlp"])
+def test_the_sign_of_a_free_alpha_matters(name: str) -> None:
+    assert change_of_logits(name, -1.0, ngpt_with(alpha_sign="free")) > 1e-3

@@ -2,12 +2,15 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ngpt_train.config import ConfigError, GPTConfig, NGPTConfig, check, config_dir, list_experiments, load_config
 from ngpt_train.config.files import GROUPS
+from ngpt_train.config.help import help_text
 from ngpt_train.config.overrides import expand
+from ngpt_train.config.validate import architectures, schema_keys
 
 
 def test_recipe_follows_the_model_unless_given() -> None:
@@ -37,7 +40,8 @@ def test_every_packaged_option_composes() -> None:
     for group in set(GROUPS) - {"experiment"}:
         for path in (config_dir() / group).glob("*.yaml"):
             needed = ["data.path=x"] if group == "data" and path.stem != "embedded" else []
-            model = [f"model={path.stem}"] if group == "recipe" else []
+            owner = {"tnt": "ntransformer", "tnt_baseline": "gpt_encoder_decoder"}.get(path.stem)
+            model = [f"model={owner or path.stem}"] if owner or group == "recipe" else []
             load_config([f"{group}={path.stem}", *needed, *model])
 
 
@@ -96,6 +100,8 @@ def test_free_text_is_taken_as_it_is() -> None:
     assert load_config(["run.name=1e3"]).run.name == "1e3"
     assert load_config(["data=local", "data.path=/a b/c,d/*.txt"]).data.path == "/a b/c,d/*.txt"
     assert load_config(["generate.checkpoint=null"]).generate.checkpoint is None
+    assert load_config(["generate.prompt='null'"]).generate.prompt == "null"
+    assert load_config(["generate.prompt= 5 "]).generate.prompt == " 5 "
 
 
 def test_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +109,33 @@ def test_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load_config(["run.root=${oc.env:SCRATCH_DIRECTORY}/runs"]).run.root == "/scratch/me/runs"
     with pytest.raises(ConfigError, match=r"run\.max_time=-5\.0: must be a number > 0"):
         load_config(["run.max_time=${oc.decode:'-5'}"])
+
+
+def test_what_has_no_effect_is_none_or_the_default() -> None:
+    def powernorm(*arguments: str) -> tuple[object, object]:
+        model: Any = load_config(["model=powernorm", "train.steps=500", *arguments]).model
+        return model.psi_warmup_steps, model.group_scaling
+
+    assert powernorm() == (50, 4)
+    assert powernorm("model.norm=batch", "model.psi_warmup_steps=auto") == (0, 4)
+    assert powernorm("model.norm=layer", "model.group_scaling=0") == (0, 0)
+    load_config(["model.s_u.kind=fixed", "model.s_u.scale=1"])
+    load_config(["model=normformer", "model.d_model=100", "model.n_heads=4"])  # without RoPE any width will do
+
+
+@pytest.mark.parametrize("chosen", ["ngpt", "gpt"])
+def test_help_shows_the_keys_of_every_architecture(chosen: str) -> None:
+    lines = help_text([f"model={chosen}"]).splitlines()
+    of_chosen = schema_keys(architectures()[chosen])
+    own, _, others = " ".join(" ".join(lines).split()).partition("Keys that other architectures have")
+    for architecture, schema in architectures().items():
+        for key in schema_keys(schema).values():
+            same = key.name == "model.name" or key == of_chosen.get(key.name)
+            assert f" {key.name}=" in (own if same else others)
+            assert key.doc in (own if same else others)
+        assert architecture == chosen or f"model={architecture}: " in others
+    assert len([line for line in lines if line.startswith("  model.qk_norm=")]) == 2  # nGPT's, and the baseline's
+    assert len([line for line in lines if line.startswith("  model.alpha_mlp.kind=")]) == 1
 
 
 def test_same_value_twice_is_no_mistake() -> None:

@@ -13,7 +13,7 @@ INTERNALS = ("Traceback", "hydra", "omegaconf", "full_key", "reference_type", "o
 # Arguments after `train`, then what the message must say.
 COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     # Names
-    (["model=ngtp"], ["model=ngtp", "did you mean ngpt", "gpt, ngpt"]),
+    (["model=ngtp"], ["model=ngtp", "did you mean ngpt", "options gpt, "]),
     (["modle=ngpt"], ["modle=ngpt", "did you mean model"]),
     (["train.step=10"], ["train.step=10", "train.steps"]),
     (["lr=1e-3"], ["lr=1e-3", "optim.lr"]),
@@ -36,10 +36,22 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["train.steps="], ["train.steps=:", "empty", "an integer >= 1"]),
     (["train.steps=null"], ["train.steps=null", "an integer >= 1"]),
     (["train.steps=true"], ["train.steps=true", "an integer >= 1"]),
-    (["train.steps='5'"], ["train.steps='5'", "without quotes"]),
+    (["train.steps='5'"], ["train.steps='5'", "write 5 without quotes"]),
+    (["train.steps='-5'"], ["train.steps='-5'", "an integer >= 1\n"]),
+    (["train.steps=" + 5000 * "9"], ["an integer >= 1"]),
+    (["run.overwrite='true'"], ["run.overwrite='true'", "write true without quotes"]),
+    (["optim.betas='[0.9,0.95]'"], ["optim.betas='[0.9,0.95]'", "write [0.9,0.95] without quotes"]),
+    (["run.name=null"], ["run.name=null", "must be text; leave it out", "run.name=auto"]),
+    (["run.root=NULL"], ["run.root=NULL", "must be text; leave it out", "run.root=runs"]),
+    (["run.root=???"], ["run.root=???", "??? stands for no value"]),
+    (["data=local", "data.path=???"], ["data.path=???", "??? stands for no value"]),
+    (["train.steps=???"], ["train.steps=???", "an integer >= 1; ???"]),
     (["optim.lr=fast"], ["optim.lr=fast", "a number > 0 or auto"]),
     (["optim.lr=nan"], ["optim.lr=nan", "finite"]),
     (["optim.lr=inf"], ["optim.lr=inf", "finite"]),
+    (["optim.lr=.inf"], ["optim.lr=.inf", "finite"]),
+    (["optim.lr='0.1'"], ["optim.lr='0.1'", "write 0.1 without quotes"]),
+    (["optim.clip_norm=1" + 400 * "0"], ["a number > 0 or null", "finite"]),
     (["optim.lr=0"], ["optim.lr=0", "a number > 0 or auto"]),
     (["optim.clip_norm=0"], ["optim.clip_norm=0", "a number > 0 or null"]),
     (["optim.betas=0.9"], ["optim.betas=0.9", "[0.9,0.95]"]),
@@ -50,6 +62,11 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["model.vocab_size=0"], ["model.vocab_size=0", "an integer >= 2 or auto"]),
     (["train.precision=fp16"], ["train.precision=fp16", "auto, fp32 or bf16"]),
     (["run.overwrite=yes"], ["run.overwrite=yes", "true or false"]),
+    (["optim.lr=1e300"], ["optim.lr=1e300", "> 0 and <= 1000 or auto"]),
+    (["train.batch_rows=1" + 20 * "0"], ["train.batch_rows=10000", "<= 10000000 or null"]),
+    (["model.n_layers=1" + 20 * "0"], ["model.n_layers=10000", ">= 1 and <= 100000\n"]),
+    (["model.d_model=1" + 13 * "0"], ["model.d_model=10000", ">= 1 and <= 1000000\n"]),
+    (["parallel.timeout=1e300"], ["parallel.timeout=1e300", "<= 10000000"]),
     (["run.seed=99999999999999999999"], ["run.seed=99999999999999999999", "<= 9223372036854775807"]),
     (["data=local", "data.path="], ["data.path=:", "empty"]),
     (["run.name=a/../b"], ["run.name=a/../b", "not a directory name"]),
@@ -65,8 +82,12 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["model=gpt,ngpt"], ["model=gpt,ngpt", "-m"]),
     (["optim.lr=1e-3,3e-3"], ["optim.lr=1e-3,3e-3", "-m"]),
     (["scale", "tiny"], ["scale: no '='", "scale=OPTION", "tiny"]),
-    (["model"], ["model: no '='", "gpt, ngpt"]),
+    (["model"], ["model: no '='", "one of gpt, "]),
     (["train.steps", "=", "5"], ["train.steps: no '='", "without spaces"]),
+    (["optim.lr = 3"], ["optim.lr = 3: a space", "Write optim.lr=3, without spaces"]),
+    (["optim.lr= 3"], ["optim.lr= 3: a space", "Write optim.lr=3, without spaces"]),
+    (["model =gpt"], ["model =gpt: a space", "Write model=gpt, without spaces"]),
+    (["run.name = x"], ["run.name = x: a space", "Write run.name=x, without spaces"]),
     (["+experiment=quickstart"], ["+experiment=quickstart", "Write experiment=quickstart"]),
     (["++train.steps=5"], ["++train.steps=5", "Write train.steps=5"]),
     (["~train.stop_at"], ["~train.stop_at", "Write train.stop_at=VALUE"]),
@@ -76,8 +97,26 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["model=gpt", "model=ngpt"], ["model=ngpt", "given twice", "model=gpt"]),
     # Combinations
     (["model.n_heads=5", "model.d_model=128"], ["model.n_heads=5", "model.d_model=128", "4 or 8"]),
-    (["model.n_heads=3", "model.d_model=1000000000"], ["model.n_heads=3", "2 or 4"]),
+    (["model.n_heads=3", "model.d_model=1000000"], ["model.n_heads=3", "2 or 4"]),
     (["model.d_model=100", "model.n_heads=4"], ["model.d_model=100", "even", "model.d_model=96"]),
+    (["model=normformer", "model.positions=rotary", "model.d_model=100"], ["model.d_model=100", "even"]),
+    (["model=powernorm", "model.group_scaling=3"], ["model.group_scaling=3", "model.d_model=128", "2 or 4"]),
+    (
+        ["model=powernorm", "model.norm=layer", "model.group_scaling=4"],
+        ["model.group_scaling=4, model.norm=layer: model.group_scaling has no effect", "set model.group_scaling=auto"],
+    ),
+    (
+        ["model=powernorm", "model.norm=layer", "model.statistics=synchronised"],
+        ["model.statistics=synchronised, model.norm=layer", "no effect", "model.statistics=per_rank"],
+    ),
+    (
+        ["model=powernorm", "model.norm=pn_v", "model.psi_warmup_steps=5"],
+        ["model.psi_warmup_steps=5, model.norm=pn_v", "no effect", "model.psi_warmup_steps=auto"],
+    ),
+    (
+        ["model.s_qk.kind=fixed", "model.s_qk.scale=2"],
+        ["model.s_qk.scale=2.0, model.s_qk.kind=fixed", "no effect", "model.s_qk.scale=1/sqrt(d)"],
+    ),
     (["model.n_kv_heads=3", "model.n_heads=4"], ["model.n_kv_heads=3", "2 or 4"]),
     (["train.batch_tokens=1000", "model.context=256"], ["train.batch_tokens=1000", "768 or 1024"]),
     (["train.batch_tokens=2048", "train.batch_rows=8"], ["train.batch_rows=8", "train.batch_tokens=2048"]),
@@ -98,6 +137,8 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     # Multirun
     (["-m", "optim.lr=1e-3,fast"], ["optim.lr=fast", "a number > 0 or auto"]),
     (["-m", "optim.lr=interval(0,1)"], ["optim.lr=interval(0,1)", "List the values"]),
+    (["-m", "run.root=null,x"], ["run.root=null", "must be text"]),
+    (["-m", "optim.lr =1,2"], ["optim.lr =1,2: a space"]),
     (["-m", "run.name=a/b", "run.seed=1,2"], ["run.name=a/b/0", "at most one '/'"]),
 ]
 
@@ -107,7 +148,8 @@ FILES: list[tuple[str, str, list[str]]] = [
     ("model/my", "defaults: [gpt]\nqk_nrom: true\n", ["model.qk_nrom=true", "model.qk_norm"]),
     ("model/my", "d_model: 96\n", ["architecture", "- ngpt"]),
     ("model/my", "defaults: [ngpt]\nmodel:\n  d_model: 96\n", ["model.model.d_model=96", "d_model", "@package"]),
-    ("model/my", "defaults: [my]\nd_model: 96\n", []),
+    ("model/my", "defaults: [my]\nd_model: 96\n", ["model=my: builds upon itself: my -> my", "Take my out"]),
+    ("experiment/my", "# @package _global_\ndefaults: [my]\n", ["experiment=my: builds upon itself", "defaults of"]),
     ("model/my", "defaults: [gtp]\n", ["model=gtp", "did you mean gpt"]),
     ("model/my", "defaults: ngpt\n", ["defaults=ngpt", "not a list"]),
     ("model/my", "defaults: [ngpt]\n_target_: os.system\n", ["model._target_=os.system", "no such key"]),
@@ -115,6 +157,26 @@ FILES: list[tuple[str, str, list[str]]] = [
     ("scale/my", "train:\n  steps: 5\n", ["# @package _global_"]),
     ("scale/my", "# @package _global_\ntrain:\n  steps: ten\n", ["train.steps=ten", "an integer >= 1"]),
     ("scale/my", "# @package _global_\ntrain:\n  steps: '5'\n", ["train.steps=5", "without quotes"]),
+    ("recipe/my", "# @package _global_\noptim: {lr: '0.1'}\n", ["optim.lr=0.1", "write 0.1 without quotes"]),
+    ("recipe/my", "# @package _global_\noptim: {lr: .inf}\n", ["optim.lr=inf", "finite"]),
+    ("recipe/my", f"# @package _global_\noptim: {{lr: {5000 * '9'}}}\n", ["cannot be read as YAML"]),
+    ("scale/my", "# @package _global_\nrun:\n  root: ???\n", ["run.root=???", "??? stands for no value"]),
+    ("scale/my", "# @package _global_\nrun: ???\n", ["run=???", "a section"]),
+    ("scale/my", "# @package _global_\nrun: {name: null}\n", ["run.name=null", "must be text"]),
+    ("experiment/my", "# @package _global_\ntrain.steps: 3\n", ["train.steps: only", "Write train: {steps: 3}"]),
+    ("scale/my", "# @package _global_\ntrain.steps: 3\n", ["train.steps: only", "Write train: {steps: 3}"]),
+    ("model/my", "defaults: [ngpt]\ns_qk.init: 3\n", ["s_qk.init: only", "Write s_qk: {init: 3}"]),
+    ("model/my", "defaults: [ngpt]\nmodel.d_model: 96\n", ["model.d_model: only", "Write d_model: 96"]),
+    (
+        "scale/my",
+        "# @package _global_\nlogging:\n  wandb.mode: offline\n",
+        ["logging.wandb.mode: only", "Write logging: {wandb: {mode: offline}}"],
+    ),
+    (
+        "scale/my",
+        "# @package _global_\nlogging.wandb:\n  mode: offline\n",
+        ["logging.wandb.mode: only", "Write logging: {wandb: {mode: offline}}"],
+    ),
     ("scale/my", "# @package _global_\ntrain: 5\n", ["train=5", "a section"]),
     ("scale/my", "# @package _global_\ntrain:\n\tsteps: 5\n", ["line 3", "not valid YAML"]),
     ("scale/my", "# @package _global_\ntrain:\n  steps: 5\n  steps: 6\n", ["line 4", "duplicate key steps"]),
@@ -168,8 +230,28 @@ def test_yaml_file(
     path.write_text(content)
     group, option = name.split("/")
     message = message_of([f"{group}={option}", "--config-dir", str(tmp_path)], capsys)
-    for text in [*says, str(path)] if says else ["defaults"]:
+    for text in [*says, str(path)]:
         assert text in message
+
+
+def test_experiments_that_build_upon_each_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "experiment").mkdir()
+    for name, other in {"a": "b", "b": "c", "c": "b"}.items():
+        (tmp_path / "experiment" / f"{name}.yaml").write_text(f"# @package _global_\ndefaults: [{other}]\n")
+    message = message_of(["experiment=a", "--config-dir", str(tmp_path)], capsys)
+    assert "experiment=b: builds upon itself: b -> c -> b" in message
+    assert f"in the defaults of {tmp_path}/experiment/c.yaml" in message
+
+
+@pytest.mark.parametrize("group", ["experiment", "scale"])
+def test_an_option_that_is_no_file(group: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / group / "directory.yaml").mkdir(parents=True)
+    (tmp_path / group / "link.yaml").symlink_to("/nowhere")
+    for name, reason in {"directory": "Is a directory", "link": "links to /nowhere"}.items():
+        message = message_of([f"{group}={name}", "--config-dir", str(tmp_path)], capsys)
+        assert f"{tmp_path}/{group}/{name}.yaml: cannot be read: " in message
+        assert reason in message
+    assert main(["train", "--config-dir", str(tmp_path), "--cfg", "job"]) == 0  # the others are none the worse
 
 
 @pytest.mark.parametrize(

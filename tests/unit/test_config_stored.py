@@ -46,7 +46,7 @@ def test_stored_keys_may_be_missing_and_integers_are_floats(tmp_path: Path) -> N
     [
         (lambda tree: tree["train"].update(step=5), ["train.step=5", "train.steps"]),
         (lambda tree: tree["train"].update(steps="ten"), ["train.steps=ten", "an integer >= 1"]),
-        (lambda tree: tree["model"].update(name="gtp"), ["model.name=gtp", "gpt, ngpt"]),
+        (lambda tree: tree["model"].update(name="gtp"), ["model.name=gtp", "gpt, gpt_encoder_decoder, ngpt"]),
         (lambda tree: tree["model"].update(bias=True), ["model.bias=true"]),
         (lambda tree: tree.update(train=5), ["train=5"]),
         (lambda tree: tree.update(train=None), ["train=null"]),

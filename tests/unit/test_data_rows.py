@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from ngpt_train.config.keys import DataError
-from ngpt_train.data import LoaderState, Tokens, TrainLoader, validation_rows
+from ngpt_train.data import LoaderState, Rows, Tokens, TrainLoader, validation_rows
 from ngpt_train.data.permutation import shuffled
+from ngpt_train.data.rows import NextToken
 
 CONTEXT = 5
 
@@ -19,6 +20,10 @@ CONTEXT = 5
 def tokens(n: int = 1000, cuts: tuple[int, ...] = (3, 4, 500)) -> Tokens:
     """The ids 0 to n - 1, in shards that end at `cuts`."""
     return Tokens("train", Path("tokens"), np.split(np.arange(n, dtype=np.uint16), cuts))
+
+
+def rows() -> Rows:
+    return NextToken(tokens(), CONTEXT)
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 1000, 4097])
@@ -58,11 +63,11 @@ def test_shuffle_looks_random() -> None:
 
 def test_rows_cover_every_token_as_a_target_once() -> None:
     data = tokens()
-    rows = data.rows(np.arange(data.n_rows(CONTEXT)), CONTEXT)
-    assert rows.dtype == np.int64
-    assert rows.shape == (199, CONTEXT + 1)
-    np.testing.assert_array_equal(rows[:, 1:].ravel(), np.arange(1, 199 * CONTEXT + 1))
-    np.testing.assert_array_equal(rows[:, 0], np.arange(199) * CONTEXT)
+    found = data.rows(np.arange(data.n_rows(CONTEXT)), CONTEXT)
+    assert found.dtype == np.int64
+    assert found.shape == (199, CONTEXT + 1)
+    np.testing.assert_array_equal(found[:, 1:].ravel(), np.arange(1, 199 * CONTEXT + 1))
+    np.testing.assert_array_equal(found[:, 0], np.arange(199) * CONTEXT)
     np.testing.assert_array_equal(data.row(99, CONTEXT), np.arange(495, 501))  # across a shard border
 
 
@@ -70,14 +75,12 @@ def test_too_short_for_a_row() -> None:
     data = tokens(5, cuts=(2,))
     assert data.n_rows(CONTEXT) == 0
     with pytest.raises(DataError, match=r"train split has 5 tokens.*model\.context \+ 1 = 6"):
-        data.check_rows(CONTEXT)
+        NextToken(data, CONTEXT)
 
 
 def steps(n: int, world_size: int, state: LoaderState | None = None) -> tuple[list[torch.Tensor], LoaderState]:
     """Global batches (batch_rows, context + 1) of n steps, put together from all ranks."""
-    loaders = [
-        TrainLoader(tokens(), CONTEXT, 24, 24 // world_size // 2, 7, r, world_size, state) for r in range(world_size)
-    ]
+    loaders = [TrainLoader(rows(), 24, 24 // world_size // 2, 7, r, world_size, state) for r in range(world_size)]
     batches = []
     for _ in range(n):
         items = [next(loader) for loader in loaders]
@@ -110,12 +113,12 @@ def test_batches_do_not_depend_on_ranks_or_restarts() -> None:
 
 def test_batch_must_divide() -> None:
     with pytest.raises(ValueError, match="24 rows"):
-        TrainLoader(tokens(), CONTEXT, 24, 5, seed=0, world_size=2)
+        TrainLoader(rows(), 24, 5, seed=0, world_size=2)
 
 
 def test_validation_rows_are_fixed_and_different() -> None:
-    rows = validation_rows(tokens(), CONTEXT, 50, seed=3)
-    assert len(set(rows.tolist())) == 50
-    np.testing.assert_array_equal(rows, validation_rows(tokens(), CONTEXT, 50, seed=3))
-    assert set(rows.tolist()) != set(validation_rows(tokens(), CONTEXT, 50, seed=4).tolist())
-    np.testing.assert_array_equal(validation_rows(tokens(), CONTEXT, 10_000, seed=3), np.arange(199))
+    chosen = validation_rows(rows(), 50, seed=3)
+    assert len(set(chosen.tolist())) == 50
+    np.testing.assert_array_equal(chosen, validation_rows(rows(), 50, seed=3))
+    assert set(chosen.tolist()) != set(validation_rows(rows(), 50, seed=4).tolist())
+    np.testing.assert_array_equal(validation_rows(rows(), 10_000, seed=3), np.arange(199))

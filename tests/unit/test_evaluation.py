@@ -1,6 +1,7 @@
 """Sampling and the validation set."""
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +9,8 @@ import torch
 
 from ngpt_train.config.architectures import NGPTConfig
 from ngpt_train.config.schema import GenerateConfig
+from ngpt_train.data import Tokens
+from ngpt_train.data.rows import NextToken
 from ngpt_train.distributed import World
 from ngpt_train.evaluation import Validation, generate, unigram_loss, validation
 from ngpt_train.evaluation.generation import sample
@@ -16,17 +19,8 @@ from ngpt_train.models import Decoder, build_model
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 
 
-class Rows:
-    """Tokens of a split as `Validation` reads them."""
-
-    def __init__(self, ids: np.ndarray) -> None:
-        self.ids = ids
-
-    def n_rows(self, context: int) -> int:
-        return (len(self.ids) - 1) // context
-
-    def rows(self, indices: np.ndarray, context: int) -> np.ndarray:
-        return np.stack([self.ids[i * context : i * context + context + 1] for i in indices])
+def rows(ids: np.ndarray) -> NextToken:
+    return NextToken(Tokens("validation", Path("tokens"), [ids.astype(np.uint16)]), context=8)
 
 
 def drawn(config: GenerateConfig, n: int = 4000) -> torch.Tensor:
@@ -71,11 +65,11 @@ def test_validation_is_the_mean_over_all_rows(monkeypatch: pytest.MonkeyPatch) -
     """Chunks of 3 rows for 7 rows: the last one is filled up, and what fills it does not count."""
     monkeypatch.setattr(validation, "CHUNK_TOKENS", 24)
     ids = np.random.default_rng(0).integers(0, 11, 57)
-    check = Validation(Rows(ids), np.full(11, 2), context=8, rows=100)  # type: ignore[arg-type]
+    check = Validation(rows(ids), np.full(11, 2), n_rows=100)
     assert check.chunk == 3
     result = check(model(), World(0, 1, 0, torch.device("cpu")))
-    rows = torch.from_numpy(np.stack([ids[i * 8 : i * 8 + 9] for i in range(7)]))
-    loss_sum, n_tokens = model().loss(rows[:, :-1], rows[:, 1:])
+    whole = torch.from_numpy(np.stack([ids[i * 8 : i * 8 + 9] for i in range(7)]))
+    loss_sum, n_tokens = model().loss(whole[:, :-1], whole[:, 1:])
     assert n_tokens == 56
     assert result["loss"] == pytest.approx(loss_sum.item() / 56, rel=1e-6)
     assert result["ppl"] == pytest.approx(math.exp(result["loss"]))
@@ -83,8 +77,8 @@ def test_validation_is_the_mean_over_all_rows(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unigram_loss() -> None:
-    train, held_out = Rows(np.array([0] + [1, 1, 1, 2] * 20)), Rows(np.array([0] + [1, 2] * 8))
-    check = Validation(held_out, np.ones(3), context=8, rows=10)  # type: ignore[arg-type]
+    train, held_out = rows(np.array([0] + [1, 1, 1, 2] * 20)), rows(np.array([0] + [1, 2] * 8))
+    check = Validation(held_out, np.ones(3), n_rows=10)
     counts = {1: 61 / 83, 2: 21 / 83}
     expected = -(math.log(counts[1]) + math.log(counts[2])) / 2
-    assert unigram_loss(train, check, 3) == pytest.approx(expected)  # type: ignore[arg-type]
+    assert unigram_loss(train, check, 3) == pytest.approx(expected)

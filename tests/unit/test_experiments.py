@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ngpt_train.__main__ import main
-from ngpt_train.config import Config, ConfigError, list_experiments, load_config, to_yaml
+from ngpt_train.config import Config, ConfigError, list_experiments, load_config, to_dict, to_yaml
 from ngpt_train.models import build_model
 from ngpt_train.models.registry import ARCHITECTURES
 
@@ -44,6 +44,12 @@ def formula(model: Any) -> int:
     if model.name == "gpt":
         assert not model.qk_norm
         return embeddings + n_layers * (attention + gated_mlp) + (2 * n_layers + 1) * d
+    if model.name in ("ntransformer", "gpt_encoder_decoder"):
+        n_encoder, ngpt = model.n_encoder_layers, model.name == "ntransformer"
+        # Each block's vectors: nGPT's scales, or two gains; those of cross-attention; and the ends.
+        vectors, of_cross, ends = (3 * d + 2 * ffn, 2 * d, vocabulary) if ngpt else (2 * d, d, 2 * d)
+        blocks = (n_encoder + n_layers) * (attention + gated_mlp + vectors) + n_layers * (attention + of_cross)
+        return 3 * vocabulary * d + blocks + ends
     if model.name == "powernorm":
         return embeddings + n_layers * (attention + gated_mlp) + (2 * n_layers + 1) * 2 * d
     assert (model.name, model.positions, model.bias) == ("normformer", "sinusoidal", True)
@@ -67,6 +73,7 @@ PUBLISHED = {
     "paper/normformer_table2/normformer_1.3b": 1_313_952_512,
     "paper/normformer_table2/gpt3_2.7b_replicated": 2_648_724_480,
     "paper/normformer_table2/normformer_2.7b": 2_649_544_704,
+    "paper/tnt_table2/n_transformer": 325_283_172,
 }
 
 
@@ -99,6 +106,7 @@ def test_all_rows_of_the_tables() -> None:
         "paper/normformer_table2": 16,
         "paper/normformer_table4": 7,
         "paper/powernorm": 4,
+        "paper/tnt_table2": 6,
     }
 
 
@@ -250,13 +258,18 @@ def operations(config: Config) -> tuple[bool, bool, bool, bool]:
 
 def test_powernorm_differs_in_the_norm_alone() -> None:
     norms = ["pn", "pn_v", "batch", "layer"]
-    configs = [resolved(f"paper/powernorm/{norm}") for norm in norms]
-    assert [config.model.norm for config in configs] == norms  # type: ignore[attr-defined]
-    texts = {
-        to_yaml(config).replace(config.run.name, "").replace(f"norm: {norm}\n", "", 1)
-        for norm, config in zip(norms, configs, strict=True)
-    }
-    assert len(texts) == 1
+    configs: list[Any] = [resolved(f"paper/powernorm/{norm}") for norm in norms]
+    assert [config.model.norm for config in configs] == norms
+    own = {config.model.norm: (config.model.psi_warmup_steps, config.model.group_scaling) for config in configs}
+    assert own == {"pn": (2000, 12), "pn_v": (0, 12), "batch": (0, 12), "layer": (0, 0)}  # what each of them uses
+    common = []
+    for config in configs:
+        tree = to_dict(config)
+        for name in ("norm", "psi_warmup_steps", "group_scaling"):
+            del tree["model"][name]
+        del tree["run"]["name"]
+        common.append(tree)
+    assert common[1:] == 3 * common[:1]
 
 
 TABLE = """\

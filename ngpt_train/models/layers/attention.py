@@ -1,4 +1,4 @@
-"""Causal multi-head attention, with grouped key/value heads. One for all architectures."""
+"""Multi-head attention, with grouped key/value heads: causal, in both directions, or to another sequence."""
 
 import torch
 import torch.nn.functional as F
@@ -17,9 +17,15 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, config: ModelConfig, softmax_scale: float, bias: bool = False, in_use: InUse = as_stored
+        self,
+        config: ModelConfig,
+        softmax_scale: float,
+        causal: bool = True,
+        bias: bool = False,
+        in_use: InUse = as_stored,
     ) -> None:
         super().__init__()
+        self.causal = causal
         self.n_heads = config.n_heads
         self.n_kv_heads = config.n_kv_heads or config.n_heads
         self.d_head = config.d_model // config.n_heads
@@ -40,16 +46,16 @@ class Attention(nn.Module):
             if bias is not None:
                 nn.init.zeros_(bias)
 
-    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q `(B, T, H * D)`, k and v `(B, T, H_kv * D)` of x `(B, T, d_model)`."""
+    def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q `(B, T, H * D)` of x `(B, T, d_model)`, k and v `(B, S, H_kv * D)` of memory `(B, S, d_model)`."""
         return (
             linear(x, self.in_use(self.wq, x.dtype), self.bq),
-            linear(x, self.in_use(self.wk, x.dtype), self.bk),
-            linear(x, self.in_use(self.wv, x.dtype), self.bv),
+            linear(memory, self.in_use(self.wk, x.dtype), self.bk),
+            linear(memory, self.in_use(self.wv, x.dtype), self.bv),
         )
 
     def queries_and_keys(self, q: Tensor, k: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
-        """From projections to what is compared: q `(B, T, H, D)`, k `(B, T, H_kv, D)`, same shapes out."""
+        """From projections to what is compared: q `(B, T, H, D)`, k `(B, S, H_kv, D)`, same shapes out."""
         return rotate(q, rope), rotate(k, rope)
 
     def combine(self, heads: Tensor) -> Tensor:
@@ -57,16 +63,20 @@ class Attention(nn.Module):
         y = heads.flatten(2) @ self.in_use(self.wo, heads.dtype)
         return y if self.bo is None else y + self.bo.to(y.dtype)
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
-        """x `(B, T, d_model)` -> `(B, T, d_model)`; mask `(B, 1, T, T)` true where attended, None: causal."""
-        q, k, v = (heads.unflatten(-1, (-1, self.d_head)) for heads in self.project(x))  # (B, T, H, D)
+    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None, memory: Tensor | None = None) -> Tensor:
+        """x `(B, T, d_model)` -> `(B, T, d_model)`, with keys and values from memory `(B, S, d_model)`, if not from x.
+
+        mask: broadcasts to `(B, H, T, S)`, true where attended; None: causal, or everything.
+        """
+        projections = self.project(x, x if memory is None else memory)
+        q, k, v = (heads.unflatten(-1, (-1, self.d_head)) for heads in projections)  # (B, T, H, D)
         q, k = self.queries_and_keys(q, k, rope)
         y = F.scaled_dot_product_attention(
             q.to(x.dtype).transpose(1, 2),  # (B, H, T, D)
             k.to(x.dtype).transpose(1, 2),
             v.to(x.dtype).transpose(1, 2),
             attn_mask=mask,
-            is_causal=mask is None,
+            is_causal=mask is None and self.causal,
             scale=self.softmax_scale,
             enable_gqa=self.n_kv_heads != self.n_heads,
         )

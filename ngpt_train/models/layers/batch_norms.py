@@ -31,6 +31,11 @@ class Batch(NamedTuple):
     statistics: tuple[Tensor, ...]  # each (C,)
     n_tokens: Tensor  # 0-dim: how many they were taken over
 
+    def counts(self) -> Tensor:
+        """1, or 0 where there was nothing but padding, or the pass was not finite: its step is skipped."""
+        finite = torch.stack([statistic.isfinite().all() for statistic in self.statistics]).all()
+        return (finite & (self.n_tokens > 0)).to(self.n_tokens.dtype)
+
 
 class BatchStatisticNorm(nn.Module):
     """gain * x_hat + bias, where x_hat is x divided by statistics over the tokens of the batch, per channel.
@@ -47,7 +52,7 @@ class BatchStatisticNorm(nn.Module):
         self.gain = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size))
         # Sums a tensor over ranks, differentiably. Set from outside where statistics are synchronised.
-        self.over_ranks: Callable[[Tensor], Tensor] = lambda x: x
+        self.over_ranks: Callable[[Tensor], Tensor] = one_rank
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.gain)
@@ -67,7 +72,7 @@ class BatchStatisticNorm(nn.Module):
         if batch is None:
             return
         for running, new in zip(self.statistics().values(), batch.statistics, strict=True):
-            advance_(running, new, 1 - self.alpha_fwd)
+            advance_(running, new, (1 - self.alpha_fwd) * batch.counts())
 
     def over_batch(self, x: Tensor, valid: Tensor | None, before: Before | None) -> tuple[Tensor, Batch]:
         """x_hat `(B, T, C)` in training, and the statistics of the batch."""
@@ -94,8 +99,7 @@ class BatchStatisticNorm(nn.Module):
         weight = x.new_ones(x.shape[:2]) if valid is None else valid.to(x.dtype)
         weighted = x if valid is None else x * weight.unsqueeze(-1)
         total = self.over_ranks(torch.cat([weighted.sum((0, 1)), weight.sum().view(1)]))
-        n_tokens = total[-1].clamp(min=1)
-        return total[:-1] / n_tokens, n_tokens
+        return total[:-1] / total[-1].clamp(min=1), total[-1]
 
 
 class _DivideByPsi(torch.autograd.Function):
@@ -161,13 +165,14 @@ class PowerNorm(BatchStatisticNorm):
         if before is None or batch is None:
             return
         (psi_squared,) = batch.statistics
+        counts = batch.counts()
         if before.psi is None:
-            self.n_warmup += 1
+            self.n_warmup += counts
             used_squared = psi_squared + self.eps
-            advance_(self.psi_squared, psi_squared, 1 / self.n_warmup)
+            advance_(self.psi_squared, psi_squared, counts / self.n_warmup.clamp(min=1))
         else:
             used_squared = before.psi.square()
-            advance_(self.psi_squared, psi_squared, 1 - self.alpha_fwd)  # eq. 10
+            advance_(self.psi_squared, psi_squared, (1 - self.alpha_fwd) * counts)  # eq. 10
         # The mean of x_hat^2, without another pass over x.
         gamma = psi_squared / used_squared
         before.probe.register_hook(partial(self.remember_backward_, gamma, batch.n_tokens * loss_scale))
@@ -175,7 +180,7 @@ class PowerNorm(BatchStatisticNorm):
     @torch.no_grad()
     def remember_backward_(self, gamma: Tensor, n_tokens: Tensor, gradient: Tensor) -> None:
         """eq. 13; gradient: the sum of dL/dx_hat * x_hat over the tokens, n_tokens: times the scale of the loss."""
-        mean = self.over_ranks(gradient) / n_tokens
+        mean = self.over_ranks(gradient) / n_tokens.clamp(min=torch.finfo(n_tokens.dtype).tiny)
         advance_(self.nu, self.nu * (1 - gamma) + mean, 1 - self.alpha_bkw)
 
 
@@ -240,6 +245,11 @@ class PerToken(BatchStatisticNorm):
         return y.to(x.dtype), None
 
 
+def one_rank(x: Tensor) -> Tensor:
+    """The sum over ranks where each takes its own statistics."""
+    return x
+
+
 def advance_(running: Tensor, new: Tensor, share: Tensor | float) -> None:
-    """running + share (new - running), in place; what is not finite is forgotten: the step is skipped anyway."""
+    """running + share (new - running), in place; what is not finite is forgotten."""
     running.copy_(torch.where(new.isfinite(), running + share * (new - running), running))

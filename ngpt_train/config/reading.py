@@ -1,0 +1,43 @@
+"""Reads one YAML file of the configuration."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.config.keys import ConfigError
+
+
+def read_mapping(path: Path) -> dict[Any, Any]:
+    """The content of a YAML file, interpolations unresolved. Raises ConfigError with file and line."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        link = f"it links to {path.readlink()}: " if path.is_symlink() else ""
+        raise ConfigError(f"{path}: cannot be read: {link}{error.strerror or error}") from None
+    return copy.deepcopy(_parsed(path, status.st_mtime_ns, status.st_size))
+
+
+@cache
+def _parsed(path: Path, modified: int, size: int) -> dict[Any, Any]:
+    """A file is read for its options, its defaults and its keys, and parsing is slow: once for each content."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import MarkedYAMLError, YAMLError
+
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
+    except (YAMLError, ValueError) as error:  # a number of thousands of digits is a ValueError, as is broken UTF-8
+        raise ConfigError(f"{path}: cannot be read as YAML in UTF-8: {error}") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a list, but a config file is a mapping of keys to values")
+    return tree

@@ -1,0 +1,97 @@
+"""What every encoder-decoder is: an encoder of the source, a decoder that also attends to it, a head, a loss.
+
+A row holds both: its first `source_context` tokens are the source, the rest goes into the decoder. Where doc_ids
+are given, those below 0 mark padding on either side; nothing attends to it.
+"""
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ngpt_train.config.architectures import GPTEncoderDecoderConfig, NTransformerConfig
+from ngpt_train.models.decoder import IGNORED, Decoder, causal_document_mask
+
+
+class EncoderDecoder(Decoder):
+    """Encoder blocks are called as (h, rope, mask), decoder blocks as (h, rope, mask, memory, memory_mask)."""
+
+    config: NTransformerConfig | GPTEncoderDecoderConfig
+
+    def __init__(
+        self,
+        config: NTransformerConfig | GPTEncoderDecoderConfig,
+        encoder: Iterable[nn.Module],
+        decoder: Iterable[nn.Module],
+    ) -> None:
+        super().__init__(config, decoder)
+        self.source_context = config.source_length(config.context)
+        self.source_embedding = nn.Parameter(torch.empty_like(self.embedding))
+        self.encoder = nn.ModuleList(encoder)
+
+    def blocks(self) -> list[nn.Module]:
+        return [*self.encoder, *self.layers]
+
+    def memory(self, h: Tensor) -> Tensor:
+        """What the decoder attends to, of the encoder's last h `(B, S, d_model)`."""
+        return h
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor | tuple:
+        """Logits `(B, T, V)` of the decoder's positions, or with targets what `loss` returns.
+
+        tokens, targets, doc_ids: `(B, S + T)` integers, S = source_context; targets count from S on.
+        """
+        S = self.source_context
+        if tokens.shape[1] <= S:
+            raise ValueError(f"a row of {tokens.shape[1]} tokens: the first {S} are the source, none is left to decode")
+        dtype = self.compute_dtype or self.embedding.dtype
+        angles_dtype = torch.promote_types(dtype, torch.float32)
+        source, tokens = tokens[:, :S], tokens[:, S:]
+        mask = source_mask = None
+        if doc_ids is not None:
+            source_mask = (doc_ids[:, :S] >= 0)[:, None, None, :]  # (B, 1, 1, S)
+            mask = causal_document_mask(doc_ids[:, S:])  # (B, 1, T, T)
+
+        h = self.embed(source, self.source_embedding).to(dtype)  # (B, S, d_model)
+        rope = self.rope(source, angles_dtype)
+        for block in self.encoder:
+            h = block(h, rope, source_mask)
+        memory = self.memory(h)
+
+        h = self.embed(tokens, self.embedding).to(dtype)  # (B, T, d_model)
+        rope = self.rope(tokens, angles_dtype)
+        for block in self.layers:
+            h = block(h, rope, mask, memory, source_mask)
+        logits = self.head(h)
+        if targets is None:
+            return logits
+        targets = targets[:, S:]
+        loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+        return loss_sum, (targets != IGNORED).sum()
+
+    @torch.no_grad()
+    def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
+        """The prompt but for its last token is the source, as in training, where it is always full; the decoder
+        begins with that last token."""
+        S, context = self.source_context, self.config.context
+        source = prompt[:-1][-S:]
+        padding = prompt.new_zeros(S - len(source))
+        tokens = torch.cat([prompt[-1:], new])[-(context - S) :]
+        row = torch.cat([source, padding, tokens])
+        doc_ids = torch.zeros_like(row)
+        doc_ids[len(source) : S] = -1
+        if not len(source):
+            doc_ids[0] = 0  # something to attend to: token 0 alone
+        return self(row[None], doc_ids=doc_ids[None])[0, -1]
+
+    def flops_per_token(self, context: int, causal: bool = False) -> int:
+        """As for a decoder; of a row of `context` tokens the first S go through the encoder and the keys and values
+        of the cross-attention, the others through the rest. causal halves the decoder's self-attention."""
+        S, T = self.source_context, context - self.source_context
+        cross = sum(p.numel() for name, p in self.layers.named_parameters() if name.endswith(("cross.wk", "cross.wv")))
+        encoder = sum(p.numel() for p in self.encoder.parameters() if p.ndim == 2)
+        decoder = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2) - cross + self.unembedding.numel()
+        attended = len(self.encoder) * S * S + len(self.layers) * (T * T // (2 if causal else 1) + T * S)
+        row = 6 * ((encoder + cross) * S + decoder * T) + 12 * self.config.d_model * attended
+        return row // context

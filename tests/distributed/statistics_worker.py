@@ -1,0 +1,117 @@
+"""The runs of test_statistics.py on this rank, under torchrun: OUT PARALLEL STATISTICS."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ngpt_train.config.schema import Config
+from ngpt_train.evaluation import Validation, validation
+from ngpt_train.models import export_weights
+from ngpt_train.training import build_state, train_step
+from ngpt_train.training.checkpoint import Checkpoints, load_state
+from ngpt_train.training.state import TrainState
+from tests.properties.architectures import SMALL
+from tests.properties.runs import run_config, text_like_rows
+from tests.reference.training import Recipe
+
+STEPS, WARMUP, ROWS, CONTEXT = 6, 3, 4, 16
+RECIPE = Recipe(12, 3e-3, 0.9, 0.95, 1e-6, weight_decay=0.0, clip_norm=1.0, warmup_steps=WARMUP)
+RUNS = {  # norm, activation checkpointing
+    "pn": ("pn", "none"),
+    "pn_v": ("pn_v", "none"),
+    "batch": ("batch", "none"),
+    "pn recomputed": ("pn", "full"),
+    "batch recomputed": ("batch", "full"),
+}
+
+
+def worker_config(run: str, parallel: str, kind: str, micro_rows: int) -> Config:
+    norm, recomputed = RUNS[run]
+    config = run_config(
+        "powernorm", SMALL, RECIPE, rows=ROWS, context=CONTEXT, micro_rows=micro_rows, parallel=parallel
+    )
+    model = replace(config.model, norm=norm, statistics=kind, alpha_fwd=0.8, alpha_bkw=0.93)
+    return replace(config, model=model, train=replace(config.train, activation_checkpointing=recomputed))
+
+
+def batch(step: int) -> list[Tensor]:
+    """tokens, targets and document ids of all rows; the last rows, those of rank 1, are padding for the most part."""
+    tokens, targets = text_like_rows(ROWS, CONTEXT, SMALL.vocab_size, seed=step)
+    doc_ids = (torch.arange(CONTEXT) > 4 + step).long().repeat(ROWS, 1)
+    for row, end in ((1, 14), (2, 5), (3, 7)):
+        doc_ids[row, end:], targets[row, end:] = -1, -100
+    return [tokens, targets, doc_ids]
+
+
+def one_run(state: TrainState, steps: range) -> list[dict[str, Any]]:
+    """What each step leaves on this rank."""
+    found = []
+    for step in steps:
+        before = export_weights(state.model)
+        mine = [part.chunk(state.world.size)[state.world.rank] for part in batch(step)]
+        result = train_step(state, [mine])
+        parameters = {name: p.detach() for name, p in state.model.named_parameters()}
+        found.append(
+            {
+                "before": before,
+                "loss": result.loss.item(),
+                "grad_norm": result.grad_norm.item(),
+                "n_tokens": int(result.n_tokens),
+                # Not through the framework: what this rank itself holds.
+                "held": {n: p.full_tensor() if isinstance(p, DTensor) else p.clone() for n, p in parameters.items()},
+                "statistics": statistics(state),
+            }
+        )
+    return found
+
+
+def statistics(state: TrainState) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.model.statistics().items()}
+
+
+class Rows:
+    """Five rows to validate on: three chunks for two ranks."""
+
+    def __len__(self) -> int:
+        return 5
+
+    def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
+        ids = torch.randint(SMALL.vocab_size, (5, CONTEXT + 1), generator=torch.Generator().manual_seed(0))[indices]
+        return ids[:, :-1], ids[:, 1:]
+
+
+def validate(state: TrainState) -> float:
+    validation.CHUNK_TOKENS = 2 * CONTEXT
+    check = Validation(Rows(), np.full(SMALL.vocab_size, 2), n_rows=5)
+    return check(state.model, state.world)["loss"]
+
+
+def main(out: str, parallel: str, kind: str) -> None:
+    report: dict[str, Any] = {}
+    for run in RUNS:
+        config = worker_config(run, parallel, kind, micro_rows=ROWS // 2)
+        state = build_state(config)
+        report[run] = {"steps": one_run(state, range(STEPS)), "validation": validate(state)}
+        report[run]["after validation"] = statistics(state)
+        directory = Path(out).parent / run
+        kept = Checkpoints(directory, state.world, keep_last=1, keep_every=None).save(state, {}, lambda path: None)
+        again = build_state(config)
+        load_state(kept, again)
+        report[run] |= {"checkpoint": str(kept), "restored": statistics(again)}
+        report[run]["went on"] = one_run(state, range(STEPS, STEPS + 1))
+        report[run]["resumed"] = one_run(again, range(STEPS, STEPS + 1))
+    torch.save(report, f"{out}.{state.world.rank}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], sys.argv[3])
+    # Without the interpreter's farewell, as in equality_worker.py.
+    os._exit(0)

@@ -1,0 +1,110 @@
+"""Running statistics on two ranks: those of all rows together, or each rank's own, and what becomes of them."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ngpt_train.models import build_model, load_weights
+from ngpt_train.training import build_state
+from ngpt_train.training.checkpoint import load_model, load_state
+from tests.distributed.statistics_worker import ROWS, RUNS, STEPS, batch, one_run, validate, worker_config
+
+ROOT = Path(__file__).parents[2]
+runs = pytest.mark.parametrize("run", RUNS)
+Ranks = list[dict[str, Any]]
+
+
+def launch(out: Path, parallel: str, kind: str) -> Ranks:
+    """What each of two ranks reports."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    finished = subprocess.run(
+        [*command, str(ROOT / "tests/distributed/statistics_worker.py"), str(out), parallel, kind],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert finished.returncode == 0, finished.stderr[-4000:]
+    return [torch.load(f"{out}.{rank}") for rank in range(2)]
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def synchronised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch(tmp_path_factory.mktemp(request.param) / "out", request.param, "synchronised")
+
+
+@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+def per_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    return launch(tmp_path_factory.mktemp(request.param) / "out", request.param, "per_rank")
+
+
+def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
+    """Each tensor to `rtol` of its largest entry; 0: bit for bit."""
+    assert actual.keys() == expected.keys()
+    for name, x in expected.items():
+        assert (actual[name] - x).abs().max() <= rtol * x.abs().max(), name
+
+
+@runs
+def test_synchronised_is_one_process(synchronised: Ranks, run: str) -> None:
+    expected = one_run(build_state(worker_config(run, "single", "synchronised", micro_rows=ROWS)), range(STEPS))
+    first, second = (rank[run]["steps"] for rank in synchronised)
+    for here, there, one in zip(first, second, expected, strict=True):
+        for key in ("loss", "grad_norm"):
+            assert here[key] == there[key] == pytest.approx(one[key], rel=1e-6)
+        assert here["n_tokens"] == one["n_tokens"]
+        assert_near(there["statistics"], here["statistics"], 0)
+        assert_near(there["held"], here["held"], 0)
+        assert_near(here["statistics"], one["statistics"], 1e-5)
+
+
+@runs
+def test_per_rank_is_of_the_ranks_own_rows(per_rank: Ranks, run: str) -> None:
+    """Each step again in one process, from the ranks' weights and on one rank's rows."""
+    for rank, report in enumerate(per_rank):
+        model = build_model(worker_config(run, "single", "per_rank", micro_rows=ROWS).model)
+        for step, found in enumerate(report[run]["steps"]):
+            load_weights(model, found["before"])
+            share = torch.tensor(2 / found["n_tokens"])
+            model.begin_step_(step, share)
+            loss, _ = model.loss(*(part.chunk(2)[rank] for part in batch(step)))
+            (loss * share).backward()
+            assert_near(found["statistics"], model.statistics(), 1e-5)
+    for here, there in zip(*(report[run]["steps"] for report in per_rank), strict=True):
+        assert_near(there["held"], here["held"], 0)
+        for name, x in here["statistics"].items():
+            assert name.endswith("n_warmup") or not torch.allclose(there["statistics"][name], x, rtol=1e-3, atol=0)
+
+
+@runs
+def test_a_resume_gives_each_rank_its_own(per_rank: Ranks, run: str) -> None:
+    for report in per_rank:
+        assert_near(report[run]["restored"], report[run]["steps"][-1]["statistics"], 0)
+        (on,), (resumed,) = report[run]["went on"], report[run]["resumed"]
+        assert resumed["loss"] == on["loss"]
+        assert_near(resumed["statistics"], on["statistics"], 0)
+        assert_near(resumed["held"], on["held"], 0)
+
+
+@runs
+def test_one_process_takes_the_mean(per_rank: Ranks, run: str) -> None:
+    """Validation does so on every rank, and puts back what was there."""
+    first, second = (report[run] for report in per_rank)
+    ends = [report["steps"][-1]["statistics"] for report in (first, second)]
+    mean = {name: (x + ends[1][name]) / 2 for name, x in ends[0].items()}
+    state = build_state(worker_config(run, "single", "per_rank", micro_rows=ROWS))
+    load_state(Path(first["checkpoint"]), state)
+    assert_near(state.model.statistics(), mean, 0)
+    alone = build_model(state.config.model)
+    load_model(Path(first["checkpoint"]), alone, state.world)
+    assert_near(alone.statistics(), mean, 0)
+    assert first["validation"] == second["validation"] == pytest.approx(validate(state), rel=1e-6)
+    for report, end in zip((first, second), ends, strict=True):
+        assert_near(report["after validation"], end, 0)
