@@ -63,9 +63,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = getattr(error, "exit_code", None)
         if code is None:
             raise
-        # All ranks of torchrun read the same configuration; one message is enough.
-        if not isinstance(error, ConfigError) or os.environ.get("RANK", "0") == "0":
+        # All ranks of torchrun read the same configuration, and one message is enough; files may differ by node.
+        rank = os.environ.get("RANK", "0")
+        if rank == "0":
             print(f"error: {error}", file=sys.stderr)
+        elif not isinstance(error, ConfigError):
+            print(f"error (rank {rank}): {error}", file=sys.stderr)
         return int(code)
 
 

@@ -114,3 +114,18 @@ def test_a_run_can_be_extended(tmp_path: Path, corpus: Path) -> None:
     train(arguments(tmp_path, corpus, "train.steps=6"))
     assert sorted(records(tmp_path / "runs/test")) == [1, 2, 3, 4, 5, 6]
     assert len(json.loads((tmp_path / "runs/test/run.json").read_text())["starts"]) == 2
+
+
+def test_sigterm_before_the_first_step(tmp_path: Path, corpus: Path) -> None:
+    """From the moment that the directory is a run's, a wish to stop is heard: one step, saved, exit code 0."""
+    process = start(arguments(tmp_path, corpus, "train.steps=1000", "eval.every=0"))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "runs/test: new" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    end = json.loads((tmp_path / "runs/test/exit.json").read_text())
+    assert (end["code"], end["reason"]) == (0, "stopped by SIGTERM")
+    assert (tmp_path / f"runs/test/checkpoints/step_{end['step']:08d}").is_dir()
