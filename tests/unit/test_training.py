@@ -47,7 +47,7 @@ def test_layout() -> None:
     assert resolve_kind("auto", 1, "cuda") == "single"
     assert resolve_kind("auto", 2, "cuda") == "fsdp"
     assert resolve_kind("auto", 2, "cpu") == "ddp"
-    with pytest.raises(ConfigError, match=r"parallel=single.*2 processes"):
+    with pytest.raises(ConfigError, match=r"parallel.kind=single.*2 ranks"):
         resolve_kind("single", 2, "cpu")
 
 

@@ -1,0 +1,222 @@
+"""The encoder-decoder models: the TnT paper's N-Transformer, corrected as in nGPT, and its pre-norm baseline.
+
+The first `source` tokens of a row are the encoder's, the others the decoder's. Document ids below 0 are padding.
+Without `output` the decoder's embedding is the output's too; the encoder's is always its own.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from tests.reference import gpt, ngpt
+from tests.reference.attention import rope, silu, split_heads
+
+Shapes = dict[str, tuple[int, ...]]
+
+
+def complete(scales: ngpt.Scales | None, d: int) -> dict[str, ngpt.Scale]:
+    """nGPT's six scales and alpha_C. One s_qk is that of all attentions."""
+    return {"alpha_cross": ("vector", 0.05, d**-0.5)} | ngpt.complete(scales, d)
+
+
+def shapes(
+    d: int,
+    n_layers: int,
+    n_heads: int,
+    vocab: int,
+    *,
+    n_encoder_layers: int,
+    n_kv_heads: int,
+    d_mlp: int,
+    scales: ngpt.Scales | None = None,
+    tied: bool = False,
+) -> Shapes:
+    def stack(layers: int) -> Shapes:
+        return ngpt.shapes(d, layers, n_heads, vocab, n_kv_heads=n_kv_heads, d_mlp=d_mlp, scales=scales, tied=tied)
+
+    options = complete(scales, d)
+    table = stack(n_layers) | _encoder(stack(n_encoder_layers)) | {"source_embedding": (vocab, d)}
+    for i in range(n_layers):
+        table |= {f"layers.{i}.cross.{name}": table[f"layers.{i}.{name}"] for name in ("wq", "wk", "wv", "wo")}
+        for name, key in (("s_qk", "cross.s_qk"), ("alpha_cross", "alpha_cross")):
+            if options[name][0] != "fixed":
+                table[f"layers.{i}.{key}"] = (d if options[name][0] == "vector" else 1,)
+    return table
+
+
+def baseline_shapes(
+    d: int,
+    n_layers: int,
+    n_heads: int,
+    vocab: int,
+    *,
+    n_encoder_layers: int,
+    n_kv_heads: int,
+    d_mlp: int,
+    qk_norm: bool = False,
+    tied: bool = False,
+) -> Shapes:
+    def stack(layers: int) -> Shapes:
+        return gpt.shapes(d, layers, n_heads, vocab, n_kv_heads=n_kv_heads, d_mlp=d_mlp, qk_norm=qk_norm, tied=tied)
+
+    table = stack(n_layers) | _encoder(stack(n_encoder_layers)) | {"source_embedding": (vocab, d), "norm_encoder": (d,)}
+    for i in range(n_layers):
+        copied = ("wq", "wk", "wv", "wo", *(("q_norm", "k_norm") if qk_norm else ()))
+        table |= {f"layers.{i}.cross.{name}": table[f"layers.{i}.{name}"] for name in copied}
+        table[f"layers.{i}.norm_cross"] = (d,)
+    return table
+
+
+def _encoder(decoder: Shapes) -> Shapes:
+    """The blocks of a decoder under the encoder's names."""
+    return {name.replace("layers.", "encoder."): s for name, s in decoder.items() if name.startswith("layers.")}
+
+
+def random_weights(
+    table: Shapes, seed: int, *, scales: ngpt.Scales | None = None, parametrization: bool = False
+) -> dict[str, Tensor]:
+    """fp64 weights as nGPT's: unit rows, every vector well away from its init, half the alphas negative."""
+    options = complete(scales, table["embedding"][1])
+    return ngpt.random_weights(table, seed, scales=options, parametrization=parametrization)
+
+
+def unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights with every row of every matrix at unit norm."""
+    return {name: ngpt.normalize(x) if x.ndim == 2 else x for name, x in weights.items()}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, visible: Tensor) -> Tensor:
+    """q (B, H, T, d_k), k and v (B, H, S, d_k), visible (B, T, S) -> (B, T, H * d_k)."""
+    scores = (q @ k.transpose(-2, -1) * scale).masked_fill(~visible[:, None], -math.inf)
+    p = torch.exp(scores - scores.amax(-1, keepdim=True))
+    return ((p / p.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(2)
+
+
+def masks(doc_ids: Tensor, source: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Which keys (last dimension) each query sees in the encoder, the decoder and from the decoder in the encoder."""
+    read, written = doc_ids[:, :source], doc_ids[:, source:]
+    s, t = read.shape[1], written.shape[1]
+    real = (read >= 0)[:, None, :]
+    earlier = torch.arange(t)[:, None] >= torch.arange(t)
+    return real.expand(-1, s, -1), earlier & (written[:, :, None] == written[:, None, :]), real.expand(-1, t, -1)
+
+
+def _block(weights: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): x for name, x in weights.items() if name.startswith(prefix)}
+
+
+def _count(weights: dict[str, Tensor], stack: str) -> int:
+    return sum(name.startswith(f"{stack}.") and name.endswith(".w_down") for name in weights)
+
+
+def forward(
+    weights: dict[str, Tensor],
+    tokens: Tensor,
+    *,
+    source: int,
+    n_heads: int,
+    rope_base: float = 10000.0,
+    rope_layout: str = "half",
+    scales: ngpt.Scales | None = None,
+    alpha_sign: str = "positive",
+    qk_norm: bool = True,
+    update: str = "lerp",
+    activation: str = "silu",
+    parametrization: bool = False,
+    doc_ids: Tensor | None = None,
+) -> Tensor:
+    """tokens (B, S + T) -> logits (B, T, V)."""
+    if parametrization:
+        weights = unit_rows(weights)
+    d = weights["embedding"].shape[1]
+    d_k = d // n_heads
+    options = complete(scales, d)
+
+    def effective(w: dict[str, Tensor], name: str) -> Tensor:
+        kind, init, scale = options[name]
+        return torch.full((1,), init, dtype=h.dtype) if kind == "fixed" else w[name] * init / scale
+
+    def attention(w: dict[str, Tensor], h: Tensor, memory: Tensor, visible: Tensor, *, positions: bool) -> Tensor:
+        """Eqs. 4, 5 and 10 to 12; self-attention where the memory is h itself."""
+        s_qk = effective(w, "s_qk").expand(d).view(n_heads, 1, d_k)
+        q, k, v = (split_heads(x @ w[name].T, d_k) for x, name in ((h, "wq"), (memory, "wk"), (memory, "wv")))
+        k, v = (x.repeat_interleave(n_heads // k.shape[1], dim=1) for x in (k, v))
+        if positions:
+            q, k = rope(q, rope_base, rope_layout), rope(k, rope_base, rope_layout)
+        if qk_norm:
+            q, k = ngpt.normalize(q), ngpt.normalize(k)
+        return attend(q * s_qk, k * s_qk, v, d_k**0.5, visible) @ w["wo"]
+
+    def mlp(w: dict[str, Tensor], h: Tensor) -> Tensor:
+        u = h @ w["w_u"].T * effective(w, "s_u")
+        v = h @ w["w_v"].T * effective(w, "s_v") * d**0.5
+        return (u * ngpt.ACTIVATIONS[activation](v)) @ w["w_down"]
+
+    def step(w: dict[str, Tensor], h: Tensor, towards: Tensor, name: str) -> Tensor:
+        """The three updates of Table 1; h is on the sphere already."""
+        alpha = effective(w, name)
+        alpha = {"positive": alpha.abs(), "free": alpha}[alpha_sign]
+        return ngpt.normalize(ngpt.UPDATES[update](h, ngpt.normalize(towards), alpha))
+
+    in_encoder, in_decoder, across = masks(torch.zeros_like(tokens) if doc_ids is None else doc_ids, source)
+    h = weights["source_embedding"][tokens[:, :source]]
+    for i in range(_count(weights, "encoder")):
+        w = _block(weights, f"encoder.{i}.")
+        h = step(w, h, attention(w, h, h, in_encoder, positions=True), "alpha_attn")
+        h = step(w, h, mlp(w, h), "alpha_mlp")
+    memory = h
+    h = weights["embedding"][tokens[:, source:]]
+    for i in range(_count(weights, "layers")):
+        w = _block(weights, f"layers.{i}.")
+        h = step(w, h, attention(w, h, h, in_decoder, positions=True), "alpha_attn")
+        h = step(w, h, attention(_block(w, "cross."), h, memory, across, positions=False), "alpha_cross")
+        h = step(w, h, mlp(w, h), "alpha_mlp")
+    return h @ weights.get("output", weights["embedding"]).T * effective(weights, "s_z")
+
+
+def baseline_forward(
+    weights: dict[str, Tensor],
+    tokens: Tensor,
+    *,
+    source: int,
+    n_heads: int,
+    rope_base: float = 10000.0,
+    rope_layout: str = "half",
+    norm_eps: float = 1e-6,
+    doc_ids: Tensor | None = None,
+) -> Tensor:
+    """tokens (B, S + T) -> logits (B, T, V): eqs. 1, 2, 9 and Table 1, with the gated MLP and RMSNorms of `gpt`."""
+    d_k = weights["embedding"].shape[1] // n_heads
+
+    def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + norm_eps) * gain
+
+    def attention(w: dict[str, Tensor], x: Tensor, memory: Tensor, visible: Tensor, *, positions: bool) -> Tensor:
+        q, k, v = (split_heads(y @ w[name].T, d_k) for y, name in ((x, "wq"), (memory, "wk"), (memory, "wv")))
+        if "q_norm" in w:
+            q, k = rms_norm(q, w["q_norm"]), rms_norm(k, w["k_norm"])
+        if positions:
+            q, k = rope(q, rope_base, rope_layout), rope(k, rope_base, rope_layout)
+        k, v = (y.repeat_interleave(n_heads // k.shape[1], dim=1) for y in (k, v))
+        return attend(q, k, v, d_k**-0.5, visible) @ w["wo"]
+
+    def mlp(w: dict[str, Tensor], x: Tensor) -> Tensor:
+        return (x @ w["w_u"].T * silu(x @ w["w_v"].T)) @ w["w_down"]
+
+    in_encoder, in_decoder, across = masks(torch.zeros_like(tokens) if doc_ids is None else doc_ids, source)
+    h = weights["source_embedding"][tokens[:, :source]]
+    for i in range(_count(weights, "encoder")):
+        w = _block(weights, f"encoder.{i}.")
+        x = rms_norm(h, w["norm_attn"])
+        h = h + attention(w, x, x, in_encoder, positions=True)
+        h = h + mlp(w, rms_norm(h, w["norm_mlp"]))
+    memory = rms_norm(h, weights["norm_encoder"])
+    h = weights["embedding"][tokens[:, source:]]
+    for i in range(_count(weights, "layers")):
+        w = _block(weights, f"layers.{i}.")
+        x = rms_norm(h, w["norm_attn"])
+        h = h + attention(w, x, x, in_decoder, positions=True)
+        h = h + attention(_block(w, "cross."), rms_norm(h, w["norm_cross"]), memory, across, positions=False)
+        h = h + mlp(w, rms_norm(h, w["norm_mlp"]))
+    return rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T
