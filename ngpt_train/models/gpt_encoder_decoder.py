@@ -3,6 +3,8 @@
 (The TnT authors' has neither positions nor cross-attention in its decoder.)
 """
 
+import math
+
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -38,6 +40,13 @@ class GPTEncoderDecoder(EncoderDecoder):
         super().__init__(config, encoder, (GPTDecoderBlock(config) for _ in range(config.n_layers)))
         self.norm_encoder = RMSNorm(config.d_model, config.norm_eps)
         self.norm_final = RMSNorm(config.d_model, config.norm_eps)
+
+    def init_std(self, name: str) -> float:
+        """As gpt.py, with three writes into the residual stream in each block of the decoder."""
+        if not name.endswith((".wo", ".w_down")):
+            return 0.02
+        writes = 2 * len(self.encoder) if name.startswith("encoder.") else 3 * len(self.layers)
+        return 0.02 / math.sqrt(writes)
 
     def memory(self, h: Tensor) -> Tensor:
         return self.norm_encoder(h)

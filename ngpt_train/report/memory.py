@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ngpt_train.config.architectures import EncoderDecoderKeys
 from ngpt_train.config.schema import Config
 from ngpt_train.models import Decoder
 
@@ -59,7 +60,8 @@ def working_items(model: Decoder, kind: str, dtype: torch.dtype, checkpointing: 
     size = dtype.itemsize
     block = max(sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in model.blocks())
     output = model.unembedding.numel()
-    embeddings = model.embedding.numel() + (0 if model.output is None else output)
+    in_blocks = sum(p.numel() for layer in model.blocks() for p in layer.parameters() if p.ndim == 2)
+    embeddings = sum(p.numel() for p in model.parameters() if p.ndim == 2) - in_blocks
     items = []
     if kind == "fsdp":
         # A block at work and the next one on its way, and the gradient before and in fp32 while it is scattered.
@@ -90,15 +92,20 @@ def activation_items(config: Config, model: Decoder, size: int, compiled: bool, 
     # A compiled block kept 0.8 (GPT) to 1.1 (nGPT) times this. An eager one keeps more values, more of them in fp32.
     value_size = size if compiled else size + 2
     block, formula = value_size * values, f"{value_size} x (6 d_model + 3 d_q + 3 d_kv + 3 d_mlp)"
+    # Of a row's tokens the source goes through the encoder's blocks, the rest through the decoder's.
+    source = shape.source_length(shape.context) if isinstance(shape, EncoderDecoderKeys) else 0
+    passed = [(len(model.blocks()) - shape.n_layers) * source, shape.n_layers * (shape.context - source)]
+    tokens_decoded = tokens * (shape.context - source) // shape.context
+    token_blocks = tokens * sum(passed) // shape.context
     if config.train.activation_checkpointing == "full":
-        per_token = shape.n_layers * size * shape.d_model + block
+        activations = token_blocks * size * shape.d_model + tokens * block
         formula = f"micro tokens x (n_layers x {size} d_model + {formula})"
     else:
-        per_token = shape.n_layers * block
+        activations = token_blocks * block
         formula = f"micro tokens x n_layers x {formula}"
     # cross_entropy keeps the log-softmax in fp32, its gradient is as large, and the product's result lives on beside.
     vocab_size = model.unembedding.shape[0]
     return [
-        MemoryItem("activations", tokens * per_token, False, formula),
-        MemoryItem("logits", tokens * vocab_size * (8 + size), False, f"micro tokens x V x (4 + 4 + {size})"),
+        MemoryItem("activations", activations, False, formula),
+        MemoryItem("logits", tokens_decoded * vocab_size * (8 + size), False, f"micro tokens x V x (4 + 4 + {size})"),
     ]

@@ -18,9 +18,10 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     world = World(rank=0, size=1, local_rank=0, device=resolve_device(config.train.device, local_rank=0))
     restored = restore("generate.checkpoint", config.generate.checkpoint, config.train.precision, world)
     tokenizer = restored.tokenizer
-    # A document starts after the end of the one before it.
-    prompt = [tokenizer.eos, *tokenizer.encode_batch([config.generate.prompt])[0].tolist()]
-    tokens = torch.tensor(prompt, device=world.device)
+    prompt = tokenizer.encode_batch([config.generate.prompt])[0].tolist()
+    # A document starts after the end of the one before it; an encoder reads documents from their first token on.
+    bare = prompt and restored.config.data.objective == "prefix_continuation"
+    tokens = torch.tensor(prompt if bare else [tokenizer.eos, *prompt], device=world.device)
     new = generate(restored.model, tokens, config.generate, tokenizer.eos, tokenizer.vocab_size)
-    print(tokenizer.decode([*prompt[1:], *new.tolist()]))
+    print(tokenizer.decode([*prompt, *new.tolist()]))
     return 0
