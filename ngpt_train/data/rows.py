@@ -12,8 +12,8 @@ from torch import Tensor
 from ngpt_train.config.architectures import EncoderDecoderKeys, ModelConfig
 from ngpt_train.config.keys import DataError
 from ngpt_train.data.shards import Tokens, check_length
+from ngpt_train.models.decoder import IGNORED
 
-IGNORED = -100  # target that does not count, as in torch's cross_entropy
 PADDING = -1  # document id of positions that are none
 
 

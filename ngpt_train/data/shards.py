@@ -6,6 +6,7 @@ docs/data.md documents the files.
 from __future__ import annotations
 
 import bisect
+import functools
 import hashlib
 import itertools
 from pathlib import Path
@@ -122,7 +123,11 @@ class Tokens:
         return out
 
     def documents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and length, eos included, of each document, in order."""
+        """Start and length, eos included, of each document, in order. Looked for once: a large split takes minutes."""
+        return self._documents
+
+    @functools.cached_property
+    def _documents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         starts, lengths = [], []
         for shard, ids in enumerate(self._shards):
             if self._offsets is not None:
