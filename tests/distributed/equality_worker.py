@@ -1,25 +1,30 @@
-"""One layout of the run in test_equality.py, under torchrun: OUT MODEL PARALLEL ACCUMULATION STEPS."""
+"""One layout of the run in test_equality.py, under torchrun: OUT MODEL PARALLEL ACCUMULATION."""
 
+import dataclasses
 import hashlib
 import json
 import os
 import sys
 from pathlib import Path
 
+import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ngpt_train.models import export_weights
 from ngpt_train.training import build_state, train_step
-from tests.properties.architectures import SMALL
-from tests.properties.runs import run_config, text_like_rows
+from tests.properties.architectures import ARCHITECTURES, SMALL
+from tests.properties.runs import padded_rows, run_config, text_like_rows
 from tests.reference.training import Recipe
 
 ROWS, CONTEXT = 8, 32
+SIZE = dataclasses.replace(SMALL, source_context=10)
 RECIPES = {
     "gpt": Recipe(24, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=4),
     "normformer": Recipe(24, 6e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=4),
     "ngpt": Recipe(24, 2e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warmup_steps=0),
+    "gpt_encoder_decoder": Recipe(12, 5e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=2),
+    "ntransformer": Recipe(12, 2e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warmup_steps=0),
 }
 
 
@@ -27,36 +32,41 @@ def digest(weights: dict[str, Tensor]) -> str:
     return hashlib.sha256(b"".join(weights[key].numpy().tobytes() for key in sorted(weights))).hexdigest()
 
 
+def batch(name: str, step: int) -> tuple[Tensor, ...]:
+    """The rows of a step, the same for every layout; the last ones count far fewer targets than the first."""
+    if ARCHITECTURES[name].has_encoder:
+        return padded_rows(ROWS, CONTEXT, SIZE, seed=step)
+    return text_like_rows(ROWS, CONTEXT, SIZE.vocab_size, seed=step)
+
+
 def main(out: str, name: str, parallel: str, accumulation: int) -> None:
     # Sinusoids outweigh so narrow an embedding at first; with rotary positions the model learns within the run.
     options = ["model.positions=rotary"] if name == "normformer" else []
     config = run_config(
-        name, SMALL, RECIPES[name], rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel, options=options
+        name, SIZE, RECIPES[name], rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel, options=options
     )
     state = build_state(config)
     rank, size = state.world.rank, state.world.size
-    initial = digest(export_weights(state.model))
+    initial = export_weights(state.model)
     losses, norms, tokens = [], [], []
     for step in range(config.train.steps):
-        # Rank r takes its share of the same rows; the last rows count far fewer targets than the first.
-        rows = text_like_rows(ROWS, CONTEXT, SMALL.vocab_size, seed=step)
-        mine = [part.chunk(size)[rank].chunk(accumulation) for part in rows]
+        mine = [part.chunk(size)[rank].chunk(accumulation) for part in batch(name, step)]
         result = train_step(state, list(zip(*mine, strict=True)))
         losses.append(result.loss.item())
         norms.append(result.grad_norm.item())
         tokens.append(int(result.n_tokens))
     final = export_weights(state.model)
-    off_sphere = max((x.norm(dim=-1) - 1).abs().max().item() for x in final.values() if x.ndim == 2)
     # Not through the framework: what this rank itself holds.
     parameters = {key: p.detach() for key, p in state.model.named_parameters()}
     held = digest({key: p.full_tensor() if isinstance(p, DTensor) else p for key, p in parameters.items()})
     summary = {
-        "initial": initial,
+        "initial": digest(initial),
         "held": held,
         "losses": losses,
         "norms": norms,
         "tokens": tokens,
-        "off_sphere": off_sphere,
+        "unmoved": [key for key, x in final.items() if torch.equal(x, initial[key])],
+        "off_sphere": max((x.norm(dim=-1) - 1).abs().max().item() for x in final.values() if x.ndim == 2),
         "sharded": any(isinstance(p, DTensor) for p in parameters.values()),
     }
     Path(f"{out}.{rank}").write_text(json.dumps(summary))

@@ -1,17 +1,19 @@
-"""One process = DDP = FSDP2: the same batch in other pieces gives the same run."""
+"""One process = DDP = FSDP2: the same batch in other pieces gives the same run.
+
+Caught: gradients summed for averaged, a loss divided per rank or per micro batch, accumulation without no_sync,
+vectors not averaged, a projection of shards' columns, weights drawn per shard, a wrapper whose hooks do not run.
+"""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-WORKER = Path(__file__).with_name("equality_worker.py")
-CLIP_NORM = {"gpt": 1.0, "ngpt": 0.5, "normformer": 1.0}
+from tests.distributed.equality_worker import RECIPES
+from tests.distributed.launch import launch
+from tests.properties.architectures import ARCHITECTURES
+
 LAYOUTS = {  # ranks, parallel, micro batches per rank and step
     "ddp(2)": (2, "ddp", 2),
     "fsdp(2)": (2, "fsdp", 4),
@@ -19,39 +21,33 @@ LAYOUTS = {  # ranks, parallel, micro batches per rank and step
 }
 
 
-def launch(out: Path, name: str, ranks: int, parallel: str, accumulation: int) -> list[dict[str, Any]]:
+def run(out: Path, name: str, ranks: int, parallel: str, accumulation: int) -> list[dict[str, Any]]:
     """What each rank reports."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    finished = subprocess.run(
-        [*command, str(WORKER), str(out), name, parallel, str(accumulation)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return [json.loads(Path(f"{out}.{rank}").read_text()) for rank in range(ranks)]
+    reports = launch("equality_worker.py", out, ranks, name, parallel, str(accumulation))
+    return [json.loads(report.read_text()) for report in reports]
 
 
-@pytest.fixture(scope="module", params=CLIP_NORM)
+@pytest.fixture(scope="module", params=RECIPES)
 def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any]]:
     name = request.param
-    (run,) = launch(tmp_path_factory.mktemp(name) / "single", name, 1, "single", 1)
-    return name, run
+    (report,) = run(tmp_path_factory.mktemp(name) / "single", name, 1, "single", 1)
+    return name, report
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_agree(single: tuple[str, dict[str, Any]], layout: str, tmp_path: Path) -> None:
     name, expected = single
-    ranks = launch(tmp_path / "run", name, *LAYOUTS[layout])
-    for run in ranks:
-        assert run["sharded"] == ("fsdp" in layout)
-        assert run["initial"] == expected["initial"]
-        assert run["held"] == ranks[0]["held"]
-        assert run["tokens"] == expected["tokens"]
-        assert run["losses"] == pytest.approx(expected["losses"], rel=1e-6)
-        assert run["norms"][:8] == pytest.approx(expected["norms"][:8], rel=1e-6)
-        assert name != "ngpt" or run["off_sphere"] < 1e-6
+    ranks = run(tmp_path / "run", name, *LAYOUTS[layout])
+    for report in ranks:
+        assert report["sharded"] == ("fsdp" in layout)
+        assert report["initial"] == expected["initial"]
+        assert report["held"] == ranks[0]["held"]
+        assert report["tokens"] == expected["tokens"]
+        assert report["losses"] == pytest.approx(expected["losses"], rel=1e-6)
+        # Later ones drift by rounding alone, in one process with other micro batches as much as here.
+        compared = 4 if ARCHITECTURES[name].has_encoder else 8
+        assert report["norms"][:compared] == pytest.approx(expected["norms"][:compared], rel=1e-6)
+        assert report["unmoved"] == expected["unmoved"] == []
+        assert not ARCHITECTURES[name].on_sphere or report["off_sphere"] < 1e-6
     assert expected["losses"][-1] < 0.95 * expected["losses"][0]
-    assert max(expected["norms"]) > CLIP_NORM[name]
+    assert max(expected["norms"]) > RECIPES[name].clip_norm

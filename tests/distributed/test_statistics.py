@@ -1,8 +1,5 @@
 """Running statistics on two ranks: those of all rows together, or each rank's own, and what becomes of them."""
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,36 +10,26 @@ from torch import Tensor
 from ngpt_train.models import build_model, load_weights
 from ngpt_train.training import build_state
 from ngpt_train.training.checkpoint import load_model, load_state
+from tests.distributed.launch import launch
 from tests.distributed.statistics_worker import ROWS, RUNS, STEPS, batch, one_run, validate, worker_config
 
-ROOT = Path(__file__).parents[2]
 runs = pytest.mark.parametrize("run", RUNS)
 Ranks = list[dict[str, Any]]
 
 
-def launch(out: Path, parallel: str, kind: str) -> Ranks:
+def run_ranks(out: Path, parallel: str, kind: str) -> Ranks:
     """What each of two ranks reports."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    finished = subprocess.run(
-        [*command, str(ROOT / "tests/distributed/statistics_worker.py"), str(out), parallel, kind],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert finished.returncode == 0, finished.stderr[-4000:]
-    return [torch.load(f"{out}.{rank}") for rank in range(2)]
+    return [torch.load(report) for report in launch("statistics_worker.py", out, 2, parallel, kind)]
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def synchronised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return launch(tmp_path_factory.mktemp(request.param) / "out", request.param, "synchronised")
+    return run_ranks(tmp_path_factory.mktemp(request.param) / "out", request.param, "synchronised")
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
 def per_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return launch(tmp_path_factory.mktemp(request.param) / "out", request.param, "per_rank")
+    return run_ranks(tmp_path_factory.mktemp(request.param) / "out", request.param, "per_rank")
 
 
 def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:

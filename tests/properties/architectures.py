@@ -10,18 +10,22 @@ from torch import Tensor
 
 from ngpt_train.config.architectures import (
     AlphaConfig,
+    EncoderDecoderKeys,
     GPTConfig,
+    GPTEncoderDecoderConfig,
     MLPScaleConfig,
     ModelConfig,
     NGPTConfig,
     NormFormerConfig,
+    NTransformerConfig,
     PowerNormConfig,
     ScaleVectorConfig,
 )
 from ngpt_train.models import Decoder, build_model, export_weights, load_weights
-from tests.reference import gpt, ngpt, normformer, powernorm
+from tests.reference import gpt, ngpt, normformer, ntransformer, powernorm
 
 Shapes = dict[str, tuple[int, ...]]
+Scales = dict[str, tuple[str, float, float]]
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,19 @@ class Architecture:
     forward: Callable[..., Tensor]
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_encoder(self) -> bool:
+        return issubclass(self.config, EncoderDecoderKeys)
+
+    def logits(self, weights: dict[str, Tensor], tokens: Tensor, size: "Size", doc_ids: Tensor | None = None) -> Tensor:
+        """The reference's."""
+        source = {"source": size.source_context} if self.has_encoder else {}
+        return self.forward(weights, tokens, n_heads=size.n_heads, doc_ids=doc_ids, **source)
+
+    @property
+    def on_sphere(self) -> bool:
+        return issubclass(self.config, NGPTConfig)
+
 
 def gpt_with(**options: Any) -> Architecture:
     table = partial(gpt.shapes, qk_norm=options.get("qk_norm", False), tied=options.get("tied_embeddings", False))
@@ -39,23 +56,38 @@ def gpt_with(**options: Any) -> Architecture:
     return Architecture(GPTConfig, table, gpt.random_weights, forward, options)
 
 
-def ngpt_with(scales: dict[str, tuple[str, float, float]] | None = None, **options: Any) -> Architecture:
+def gpt_encoder_decoder_with(**options: Any) -> Architecture:
+    told = {name: options[name] for name in ("rope_layout", "rope_base", "norm_eps") if name in options}
+    qk_norm, tied = options.get("qk_norm", False), options.get("tied_embeddings", False)
+    table = partial(ntransformer.baseline_shapes, qk_norm=qk_norm, tied=tied)
+    forward = partial(ntransformer.baseline_forward, **told)
+    return Architecture(GPTEncoderDecoderConfig, table, gpt.random_weights, forward, options)
+
+
+def spherical(
+    config: type[ModelConfig], reference: Any, scales: Scales | None, options: dict[str, Any]
+) -> Architecture:
     """`scales`: kind, init and scale of those that are not the paper's."""
-    kinds = {"alpha_attn": AlphaConfig, "alpha_mlp": AlphaConfig, "s_u": MLPScaleConfig, "s_v": MLPScaleConfig}
-    chosen = {name: kinds.get(name, ScaleVectorConfig)(*three) for name, three in (scales or {}).items()}
+    kinds = {"s_qk": ScaleVectorConfig, "s_z": ScaleVectorConfig, "s_u": MLPScaleConfig, "s_v": MLPScaleConfig}
+    chosen = {name: kinds.get(name, AlphaConfig)(*three) for name, three in (scales or {}).items()}
     parametrization = options.get("constraint") == "parametrization"
-    told = {
-        name: options[name]
-        for name in ("alpha_sign", "qk_norm", "update", "activation", "rope_layout")
-        if name in options
-    }
+    names = ("alpha_sign", "qk_norm", "update", "activation", "rope_layout", "rope_base")
+    told = {name: options[name] for name in names if name in options}
     return Architecture(
-        NGPTConfig,
-        partial(ngpt.shapes, scales=scales, tied=options.get("tied_embeddings", False)),
-        partial(ngpt.random_weights, scales=scales, parametrization=parametrization),
-        partial(ngpt.forward, scales=scales, parametrization=parametrization, **told),
+        config,
+        partial(reference.shapes, scales=scales, tied=options.get("tied_embeddings", False)),
+        partial(reference.random_weights, scales=scales, parametrization=parametrization),
+        partial(reference.forward, scales=scales, parametrization=parametrization, **told),
         options | chosen,
     )
+
+
+def ngpt_with(scales: Scales | None = None, **options: Any) -> Architecture:
+    return spherical(NGPTConfig, ngpt, scales, options)
+
+
+def ntransformer_with(scales: Scales | None = None, **options: Any) -> Architecture:
+    return spherical(NTransformerConfig, ntransformer, scales, options)
 
 
 def normformer_with(**options: Any) -> Architecture:
@@ -85,8 +117,35 @@ ARCHITECTURES = {
     "ngpt": ngpt_with(),
     "normformer": normformer_with(),
     "powernorm": powernorm_with(),
+    "gpt_encoder_decoder": gpt_encoder_decoder_with(),
+    "gpt_encoder_decoder+qk_norm": gpt_encoder_decoder_with(qk_norm=True),
+    "ntransformer": ntransformer_with(),
 }
 BASELINE = {"post_attn_norm": False, "ffn_norm": False, "head_scale": "none"}
+SCALARS = {
+    "s_qk": ("scalar", 1.0, 0.3),
+    "s_u": ("scalar", 0.5, 1.0),
+    "s_v": ("scalar", 1.2, 0.25),
+    "s_z": ("scalar", 3.0, 0.5),
+    "alpha_attn": ("scalar", 0.05, 0.1),
+    "alpha_mlp": ("scalar", 0.25, 0.1),
+}
+FIXED = {
+    "s_qk": ("fixed", 1.5, 0.3),
+    "s_u": ("fixed", 0.5, 1.0),
+    "s_v": ("fixed", 1.2, 0.25),
+    "s_z": ("fixed", 9.0, 0.5),
+    "alpha_attn": ("fixed", 0.1, 0.1),
+    "alpha_mlp": ("fixed", 0.25, 0.1),
+}
+STARTS = {
+    "s_qk": ("vector", 0.33, 1.0),
+    "s_u": ("vector", 0.1, 0.2),
+    "s_v": ("vector", 0.7, 0.3),
+    "s_z": ("vector", 6.0, 1.0),
+    "alpha_attn": ("vector", 0.1, 0.5),
+    "alpha_mlp": ("vector", 0.2, 0.1),
+}
 # Options, each held to the equations.
 VARIANTS = {
     "gpt tied": gpt_with(tied_embeddings=True),
@@ -100,36 +159,9 @@ VARIANTS = {
     "ngpt interleaved": ngpt_with(rope_layout="interleaved"),
     "ngpt parametrization": ngpt_with(constraint="parametrization", tied_embeddings=True),
     "ngpt unconstrained": ngpt_with(constraint="none"),
-    "ngpt scalars": ngpt_with(
-        {
-            "s_qk": ("scalar", 1.0, 0.3),
-            "s_u": ("scalar", 0.5, 1.0),
-            "s_v": ("scalar", 1.2, 0.25),
-            "s_z": ("scalar", 3.0, 0.5),
-            "alpha_attn": ("scalar", 0.05, 0.1),
-            "alpha_mlp": ("scalar", 0.25, 0.1),
-        }
-    ),
-    "ngpt fixed": ngpt_with(
-        {
-            "s_qk": ("fixed", 1.5, 0.3),
-            "s_u": ("fixed", 0.5, 1.0),
-            "s_v": ("fixed", 1.2, 0.25),
-            "s_z": ("fixed", 9.0, 0.5),
-            "alpha_attn": ("fixed", 0.1, 0.1),
-            "alpha_mlp": ("fixed", 0.25, 0.1),
-        }
-    ),
-    "ngpt starts": ngpt_with(
-        {
-            "s_qk": ("vector", 0.33, 1.0),
-            "s_u": ("vector", 0.1, 0.2),
-            "s_v": ("vector", 0.7, 0.3),
-            "s_z": ("vector", 6.0, 1.0),
-            "alpha_attn": ("vector", 0.1, 0.5),
-            "alpha_mlp": ("vector", 0.2, 0.1),
-        }
-    ),
+    "ngpt scalars": ngpt_with(SCALARS),
+    "ngpt fixed": ngpt_with(FIXED),
+    "ngpt starts": ngpt_with(STARTS),
     "normformer none of them": normformer_with(**BASELINE),
     "normformer post-attention norm": normformer_with(**BASELINE | {"post_attn_norm": True}),
     "normformer ffn norm": normformer_with(**BASELINE | {"ffn_norm": True}),
@@ -139,6 +171,20 @@ VARIANTS = {
     "normformer all, after": normformer_with(head_scale="after", res_scale=True, qkv_norm=True, positions="rotary"),
     "normformer learned": normformer_with(positions="learned", activation="relu2", tied_embeddings=False),
     "normformer no bias": normformer_with(bias=False, res_scale=True),
+    "gpt_encoder_decoder tied": gpt_encoder_decoder_with(tied_embeddings=True, rope_base=50.0, norm_eps=1e-2),
+    "gpt_encoder_decoder interleaved": gpt_encoder_decoder_with(rope_layout="interleaved", qk_norm=True),
+    "ntransformer slerp": ntransformer_with(update="slerp"),
+    "ntransformer riemannian": ntransformer_with(update="riemannian"),
+    "ntransformer free alpha": ntransformer_with(alpha_sign="free"),
+    "ntransformer without qk-norm": ntransformer_with(qk_norm=False),
+    "ntransformer gelu": ntransformer_with(activation="gelu"),
+    "ntransformer tied": ntransformer_with(tied_embeddings=True, rope_base=50.0),
+    "ntransformer interleaved": ntransformer_with(rope_layout="interleaved"),
+    "ntransformer parametrization": ntransformer_with(constraint="parametrization"),
+    "ntransformer unconstrained": ntransformer_with(constraint="none"),
+    "ntransformer scalars": ntransformer_with(SCALARS | {"alpha_cross": ("scalar", 0.15, 0.2)}),
+    "ntransformer fixed": ntransformer_with(FIXED | {"alpha_cross": ("fixed", 0.15, 0.2)}),
+    "ntransformer starts": ntransformer_with(STARTS | {"alpha_cross": ("vector", 0.15, 0.3)}),
 }
 
 
@@ -150,16 +196,26 @@ class Size:
     vocab_size: int
     n_kv_heads: int
     d_mlp: int
+    # Of encoder-decoders alone: depth of the encoder, and how many tokens of a row it reads.
+    n_encoder_layers: int = 3
+    source_context: int = 14
 
 
 SMALL = Size(d_model=32, n_layers=2, n_heads=4, vocab_size=61, n_kv_heads=4, d_mlp=128)
+OF_ENCODERS = ("n_encoder_layers", "source_context")
+
+
+def keys(architecture: Architecture, size: Size) -> dict[str, int]:
+    """The size as keys of the architecture's config."""
+    return {key: x for key, x in vars(size).items() if architecture.has_encoder or key not in OF_ENCODERS}
 
 
 def config(architecture: Architecture, size: Size, context: int = CONTEXT) -> ModelConfig:
-    return architecture.config(**vars(size), **architecture.options | {"context": context})
+    return architecture.config(**keys(architecture, size), **architecture.options | {"context": context})
 
 
 def shapes(architecture: Architecture, size: Size) -> Shapes:
+    encoder = {"n_encoder_layers": size.n_encoder_layers} if architecture.has_encoder else {}
     return architecture.shapes(
         size.d_model,
         size.n_layers,
@@ -167,6 +223,7 @@ def shapes(architecture: Architecture, size: Size) -> Shapes:
         size.vocab_size,
         n_kv_heads=size.n_kv_heads,
         d_mlp=size.d_mlp,
+        **encoder,
     )
 
 
@@ -190,11 +247,43 @@ def export_gradients(model: Decoder) -> dict[str, Tensor]:
     return export_weights(model)
 
 
-def random_batch(size: Size, rows: int, t: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """tokens and targets (rows, t), a quarter of the targets -100, never all."""
+def source_length(architecture: Architecture, size: Size) -> int:
+    """How many tokens of a row come before those that logits are for."""
+    return size.source_context if architecture.has_encoder else 0
+
+
+def random_batch(architecture: Architecture, size: Size, rows: int, t: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """tokens and targets (rows, t), an encoder's source before them: none in it, a quarter of the others -100,
+    never all."""
     generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(size.vocab_size, (rows, t), generator=generator)
-    targets = torch.randint(size.vocab_size, (rows, t), generator=generator)
-    targets[torch.rand(rows, t, generator=generator) < 0.25] = -100
-    targets[0, 0] = 0
+    s = source_length(architecture, size)
+    tokens, targets = (torch.randint(size.vocab_size, (rows, s + t), generator=generator) for _ in range(2))
+    targets[torch.rand(rows, s + t, generator=generator) < 0.25] = -100
+    targets[:, :s] = -100
+    targets[0, s] = 0
     return tokens, targets
+
+
+def documents(architecture: Architecture, size: Size, targets: Tensor, seed: int = 1) -> tuple[Tensor, Tensor]:
+    """targets and document ids of rows with several documents; for an encoder-decoder with padding as well, anywhere
+    in the source and before and after two documents of the decoder."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, s = len(targets), source_length(architecture, size)
+    t = targets.shape[1] - s
+    if not s:
+        return targets, (torch.rand(rows, t, generator=generator) < 0.3).cumsum(1)
+    read = torch.randint(2, (rows, s), generator=generator)
+    read[torch.rand(rows, s, generator=generator) < 0.4] = -1
+    read[:, -1] = read[:, -1].clamp(min=0)  # nobody has nothing to attend to
+    written = torch.arange(t).ge(t // 2).long().repeat(rows, 1)
+    if t > 4:
+        written[0, :2] = -1
+        written[-1, -2:] = -1
+    doc_ids = torch.cat([read, written], 1)
+    return targets.masked_fill(doc_ids < 0, -100), doc_ids
+
+
+def error(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Largest difference relative to the largest expected value (at least `floor`)."""
+    assert actual.shape == expected.shape
+    return ((actual.double() - expected).abs().max() / expected.abs().max().clamp(min=floor)).item()

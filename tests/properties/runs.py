@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
-from tests.properties.architectures import Size
+from tests.properties.architectures import ARCHITECTURES, Size, keys
 from tests.reference.training import Recipe
 
 
@@ -29,7 +29,7 @@ def run_config(
             "scale=debug",
             f"parallel={parallel}",
             "run.seed=3",
-            *(f"model.{key}={value}" for key, value in vars(size).items()),
+            *(f"model.{key}={value}" for key, value in keys(ARCHITECTURES[name], size).items()),
             f"model.context={context}",
             "train.device=cpu",
             f"train.steps={recipe.steps}",
@@ -59,3 +59,16 @@ def text_like_rows(rows: int, context: int, vocab_size: int, seed: int) -> tuple
     ignored = torch.rand(rows, context, generator=generator) < torch.linspace(0, 0.8, rows)[:, None]
     targets[ignored] = -100
     return tokens, targets
+
+
+def padded_rows(rows: int, context: int, size: Size, seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """text_like_rows for an encoder-decoder, with document ids: each row shorter than the one before, and with padding
+    in its source.
+    """
+    tokens, targets = text_like_rows(rows, context, size.vocab_size, seed)
+    lengths = torch.linspace(context, size.source_context + 4, rows).long()
+    doc_ids = torch.where(torch.arange(context) < lengths[:, None], 0, -1)
+    doc_ids[:, 3:6] = -1  # which, unlike padding at the end, the decoder would see
+    targets = targets.masked_fill(doc_ids < 0, -100)
+    targets[:, : size.source_context] = -100
+    return tokens, targets, doc_ids

@@ -21,24 +21,26 @@ from tests.properties.architectures import (
 
 @pytest.mark.parametrize("name", ["wq", "wk", "wo", "w_u", "w_down", "s_u", "wv"])
 def test_length_does_not_matter(name: str) -> None:
-    """What a normalisation follows can be scaled by any positive number."""
+    """What a normalisation follows has any length. Caught: q, k or a suggestion not normalised."""
     assert change_of_logits(name, 7.0) < 1e-12
 
 
 @pytest.mark.parametrize("name", ["alpha_attn", "alpha_mlp"])
 def test_sign_of_alpha_does_not_matter(name: str) -> None:
+    """Caught: the missing |alpha|."""
     assert change_of_logits(name, -1.0) == 0
 
 
 @pytest.mark.parametrize("name", ["s_v", "w_v", "s_qk", "alpha_attn", "alpha_mlp", "s_z", "output"])
 def test_what_does_matter(name: str) -> None:
+    """Caught: s_v left out."""
     assert change_of_logits(name, 1.1) > 1e-3
 
 
 def change_of_logits(name: str, factor: float, architecture: Architecture = ARCHITECTURES["ngpt"]) -> float:
     """Largest change, relative to the largest logit, when `name` is multiplied in every layer."""
     model, weights = jittered(architecture, SMALL)
-    tokens, _ = random_batch(SMALL, 2, 16)
+    tokens, _ = random_batch(ARCHITECTURES["ngpt"], SMALL, 2, 16)
     with torch.no_grad():
         before = model(tokens)
         load_weights(model, {key: x * factor if key.split(".")[-1] == name else x for key, x in weights.items()})
@@ -88,7 +90,7 @@ def test_parametrization_has_the_tangent_gradient() -> None:
 
     Caught: normalisation of the wrong axis, of a detached norm, of some matrices only.
     """
-    tokens, targets = random_batch(SMALL, 2, 16)
+    tokens, targets = random_batch(ARCHITECTURES["ngpt"], SMALL, 2, 16)
     gradients = {}
     _, weights = jittered(ARCHITECTURES["ngpt"], SMALL)
     for name, constraint in (("free", "none"), ("tangent", "parametrization")):
@@ -128,4 +130,5 @@ def test_rope_layouts_are_permutations_of_each_other() -> None:
 
 @pytest.mark.parametrize("name", ["alpha_attn", "alpha_mlp"])
 def test_the_sign_of_a_free_alpha_matters(name: str) -> None:
+    """Caught: |alpha| whatever alpha_sign says."""
     assert change_of_logits(name, -1.0, ngpt_with(alpha_sign="free")) > 1e-3

@@ -45,6 +45,11 @@ def shapes(
     return table
 
 
+def initial_vector(name: str, d: int) -> float:
+    """Stored value at the start: the paper gives alpha_C that of the other two."""
+    return complete(None, d)[name.split(".")[-1]][2]
+
+
 def baseline_shapes(
     d: int,
     n_layers: int,
