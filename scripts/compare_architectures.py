@@ -34,6 +34,12 @@ DECODERS = {
     "GPT, QK-norm": ["model=gpt", "model.qk_norm=true"],
     "nGPT": ["model=ngpt"],
     "NormFormer": ["model=normformer"],
+    "NormFormer without its operations": [
+        "model=normformer",
+        "model.post_attn_norm=false",
+        "model.ffn_norm=false",
+        "model.head_scale=none",
+    ],
     "PowerNorm": ["model=powernorm"],
 }
 ENCODER_DECODERS = {

@@ -37,14 +37,13 @@ def resolve(config: Config, origins: Mapping[str, Origin] | None = None) -> None
     """Replaces, in place, optim.lr, schedule.warmup_steps, run.name, train.batch_rows and batch_tokens,
     model.n_kv_heads, d_mlp and what depends on other keys by their values. Raises ConfigError where there is none."""
     origins = origins or {}
-    model, train, optim = config.model, config.train, config.optim
+    model, optim = config.model, config.optim
     model.n_kv_heads = model.n_heads if model.n_kv_heads is None else model.n_kv_heads
     model.d_mlp = 4 * model.d_model if model.d_mlp is None else model.d_mlp
     _resolve_batch(config, origins)
     if optim.lr == AUTO:
         optim.lr = _table_lr(config)
-    if config.schedule.warmup_steps == AUTO:
-        config.schedule.warmup_steps = auto_warmup(train.steps)
+    _resolve_warmup(config, origins)
     if config.data.objective == AUTO:
         config.data.objective = _objective(model)
     if isinstance(model, EncoderDecoderKeys):
@@ -280,6 +279,17 @@ def _resolve_batch(config: Config, origins: Mapping[str, Origin]) -> None:
         train.batch_rows = train.batch_tokens // context
     assert train.batch_rows is not None
     train.batch_tokens = train.batch_rows * context
+
+
+def _resolve_warmup(config: Config, origins: Mapping[str, Origin]) -> None:
+    """A warmup belongs to the steps it was written for: where fewer were set later, it is auto."""
+    schedule, steps = config.schedule, config.train.steps
+    names = ("schedule.warmup_steps", "train.steps")
+    warmup_origin, steps_origin = (origins.get(name, Origin(-1, "")) for name in names)
+    if schedule.warmup_steps == AUTO or (
+        steps_origin.order > warmup_origin.order and int(schedule.warmup_steps) >= steps
+    ):
+        schedule.warmup_steps = auto_warmup(steps)
 
 
 def _table_lr(config: Config) -> float:

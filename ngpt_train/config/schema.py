@@ -121,7 +121,8 @@ class ScheduleConfig:
     )
     warmup_steps: IntOrAuto = key(
         AUTO,
-        "Linear warmup; auto is min(2000, 10 % of train.steps).",
+        "Linear warmup; auto is min(2000, 10 % of train.steps). One that a file sets is auto where a train.steps "
+        "that is set later leaves no room for it.",
         choices=(AUTO,),
         minimum=0,
         maximum=1_000_000_000,

@@ -194,4 +194,7 @@ def introduce(say: Any, run: RunDirectory, state: TrainState, start: dict[str, A
     )
     for note in state.model.notes():
         say(f"note: {note}")
-    say(f"{config.optim.name}, lr {config.optim.lr:g}, {config.schedule.kind} over {config.train.steps} steps")
+    say(
+        f"{config.optim.name}, lr {config.optim.lr:g}, {config.schedule.kind} over {config.train.steps} steps, "
+        f"{config.schedule.warmup_steps} of them warmup"
+    )

@@ -1,4 +1,4 @@
-"""The runs of test_statistics.py on this rank, under torchrun: OUT PARALLEL STATISTICS."""
+"""Runs of test_statistics.py on this rank, under torchrun: OUT PARALLEL STATISTICS RUN..."""
 
 import os
 import sys
@@ -24,22 +24,30 @@ from tests.reference.training import Recipe
 
 STEPS, WARMUP, ROWS, CONTEXT = 6, 3, 4, 16
 RECIPE = Recipe(12, 3e-3, 0.9, 0.95, 1e-6, weight_decay=0.0, clip_norm=1.0, warmup_steps=WARMUP)
-RUNS = {  # norm, activation checkpointing
-    "pn": ("pn", "none"),
-    "pn_v": ("pn_v", "none"),
-    "batch": ("batch", "none"),
-    "pn recomputed": ("pn", "full"),
-    "batch recomputed": ("batch", "full"),
+RUNS = {  # norm, activation checkpointing, compile
+    "pn": ("pn", "none", False),
+    "pn_v": ("pn_v", "none", False),
+    "batch": ("batch", "none", False),
+    "pn recomputed": ("pn", "full", False),
+    "batch recomputed": ("batch", "full", False),
+}
+COMPILED = {
+    "pn compiled": ("pn", "none", True),
+    "pn_v compiled": ("pn_v", "none", True),
+    "batch compiled, recomputed": ("batch", "full", True),
 }
 
 
 def worker_config(run: str, parallel: str, kind: str, micro_rows: int) -> Config:
-    norm, recomputed = RUNS[run]
+    norm, recomputed, compiled = (RUNS | COMPILED)[run]
+    compiled = compiled and parallel != "single"  # what it is compared with is eager
     config = run_config(
         "powernorm", SMALL, RECIPE, rows=ROWS, context=CONTEXT, micro_rows=micro_rows, parallel=parallel
     )
     model = replace(config.model, norm=norm, statistics=kind, alpha_fwd=0.8, alpha_bkw=0.93)
-    return replace(config, model=model, train=replace(config.train, activation_checkpointing=recomputed))
+    return replace(
+        config, model=model, train=replace(config.train, activation_checkpointing=recomputed, compile=compiled)
+    )
 
 
 def batch(step: int) -> list[Tensor]:
@@ -94,9 +102,9 @@ def validate(state: TrainState) -> float:
     return check(state.model, state.world)["loss"]
 
 
-def main(out: str, parallel: str, kind: str) -> None:
+def main(out: str, parallel: str, kind: str, *runs: str) -> None:
     report: dict[str, Any] = {}
-    for run in RUNS:
+    for run in runs:
         config = worker_config(run, parallel, kind, micro_rows=ROWS // 2)
         state = build_state(config)
         report[run] = {"steps": one_run(state, range(STEPS)), "validation": validate(state)}
@@ -112,6 +120,6 @@ def main(out: str, parallel: str, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3])
+    main(*sys.argv[1:])
     # Without the interpreter's farewell, as in equality_worker.py.
     os._exit(0)

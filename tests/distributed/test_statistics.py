@@ -1,5 +1,6 @@
 """Running statistics on two ranks: those of all rows together, or each rank's own, and what becomes of them."""
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,15 @@ from ngpt_train.models import build_model, load_weights
 from ngpt_train.training import build_state
 from ngpt_train.training.checkpoint import load_model, load_state
 from tests.distributed.launch import launch
-from tests.distributed.statistics_worker import ROWS, RUNS, STEPS, batch, one_run, validate, worker_config
+from tests.distributed.statistics_worker import COMPILED, ROWS, RUNS, STEPS, batch, one_run, validate, worker_config
 
 runs = pytest.mark.parametrize("run", RUNS)
 Ranks = list[dict[str, Any]]
 
 
-def run_ranks(out: Path, parallel: str, kind: str) -> Ranks:
+def run_ranks(out: Path, parallel: str, kind: str, runs: Iterable[str] = RUNS) -> Ranks:
     """What each of two ranks reports."""
-    return [torch.load(report) for report in launch("statistics_worker.py", out, 2, parallel, kind)]
+    return [torch.load(report) for report in launch("statistics_worker.py", out, 2, parallel, kind, *runs)]
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
@@ -41,6 +42,7 @@ def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: fl
 
 @runs
 def test_synchronised_is_one_process(synchronised: Ranks, run: str) -> None:
+    """Caught: a sum over ranks without its gradient, statistics of the rank's own rows."""
     expected = one_run(build_state(worker_config(run, "single", "synchronised", micro_rows=ROWS)), range(STEPS))
     first, second = (rank[run]["steps"] for rank in synchronised)
     for here, there, one in zip(first, second, expected, strict=True):
@@ -52,9 +54,24 @@ def test_synchronised_is_one_process(synchronised: Ranks, run: str) -> None:
         assert_near(here["statistics"], one["statistics"], 1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_compiled_and_synchronised_is_one_process(parallel: str, tmp_path: Path) -> None:
+    """Caught: a collective that the compiled graph drops."""
+    ranks = run_ranks(tmp_path / "out", parallel, "synchronised", COMPILED)
+    for run in COMPILED:
+        expected = one_run(build_state(worker_config(run, "single", "synchronised", micro_rows=ROWS)), range(STEPS))
+        first, second = (rank[run]["steps"] for rank in ranks)
+        for here, there, one in zip(first, second, expected, strict=True):
+            for key in ("loss", "grad_norm"):
+                assert here[key] == there[key] == pytest.approx(one[key], rel=1e-5)
+            assert_near(there["held"], here["held"], 0)
+            assert_near(here["statistics"], one["statistics"], 1e-4)
+
+
 @runs
 def test_per_rank_is_of_the_ranks_own_rows(per_rank: Ranks, run: str) -> None:
-    """Each step again in one process, from the ranks' weights and on one rank's rows."""
+    """Each step again in one process, from the ranks' weights and on one rank's rows. Caught: synchronised ones."""
     for rank, report in enumerate(per_rank):
         model = build_model(worker_config(run, "single", "per_rank", micro_rows=ROWS).model)
         for step, found in enumerate(report[run]["steps"]):
@@ -82,7 +99,7 @@ def test_a_resume_gives_each_rank_its_own(per_rank: Ranks, run: str) -> None:
 
 @runs
 def test_one_process_takes_the_mean(per_rank: Ranks, run: str) -> None:
-    """Validation does so on every rank, and puts back what was there."""
+    """Validation does so on every rank, and puts back what was there. Caught: rank 0's alone."""
     first, second = (report[run] for report in per_rank)
     ends = [report["steps"][-1]["statistics"] for report in (first, second)]
     mean = {name: (x + ends[1][name]) / 2 for name, x in ends[0].items()}

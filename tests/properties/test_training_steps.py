@@ -1,7 +1,7 @@
 """Thirty steps through the step contract against a plain loop in fp64.
 
-Caught: no projection after the step, no clipping or always to 1, warmup t / W, a cosine that counts the warmup or is one
-step off, other betas or eps, decay left out, a loss divided per micro batch.
+Caught: no projection after the step, no clipping or always to 1, warmup t / W, a cosine that counts the warmup or is
+one step off, other betas or eps, decay left out, a loss divided per micro batch.
 """
 
 import pytest

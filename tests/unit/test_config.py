@@ -96,6 +96,22 @@ def test_warmup_is_a_tenth_up_to_2000_steps() -> None:
     assert [warmup(steps) for steps in (1, 500, 20_000, 100_000)] == [0, 50, 2000, 2000]
 
 
+def test_a_warmup_belongs_to_the_steps_it_was_written_for(tmp_path: Path) -> None:
+    """A table's 500 of 1000 steps are auto for 500 steps that are set later; what is set together must fit."""
+    path = tmp_path / "experiment" / "mine.yaml"
+    path.parent.mkdir()
+    path.write_text("# @package _global_\ntrain: {steps: 1000}\nschedule: {warmup_steps: 500}\n")
+
+    def warmup(*overrides: str) -> int | str:
+        return load_config(["model=gpt", "experiment=mine", *overrides], str(tmp_path)).schedule.warmup_steps
+
+    assert [warmup(f"train.steps={steps}") for steps in (2000, 501, 500, 3)] == [500, 500, 50, 0]
+    assert warmup() == warmup("scale=debug") == warmup("train.stop_at=3") == 500
+    for both in (["schedule.warmup_steps=500", "train.steps=500"], ["schedule.warmup_steps=1000"]):
+        with pytest.raises(ConfigError, match="the warmup leaves no step"):
+            warmup(*both)
+
+
 def test_free_text_is_taken_as_it_is() -> None:
     prompt = "def f(x, y=[1]): # it's {a: b}"
     assert load_config([f"generate.prompt={prompt}"]).generate.prompt == prompt
