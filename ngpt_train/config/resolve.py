@@ -210,12 +210,17 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
             "the embedded text reads no path",
             "Choose data=local for text or data=tokens for prepared shards",
         )
-    if config.tokenizer.path is not None and config.tokenizer.kind != "sentencepiece":
+    tokenizer = config.tokenizer
+    if tokenizer.path is not None and tokenizer.kind == "bytes":
         yield (
             ("tokenizer.path", "tokenizer.kind"),
-            "only sentencepiece reads a model file",
-            "Choose tokenizer=sentencepiece, or leave tokenizer.path out",
+            "bytes reads no model file",
+            "Choose tokenizer=sentencepiece or another, or leave tokenizer.path out",
         )
+    if tokenizer.path is None and tokenizer.kind == "hf":
+        yield ("tokenizer.path", "tokenizer.kind"), "no tokenizer.json is named", "Set tokenizer.path=FILE"
+    if tokenizer.eos is not None and tokenizer.kind != "hf":
+        yield ("tokenizer.eos", "tokenizer.kind"), "the tokenizer knows its own", "Leave tokenizer.eos out"
     keep, every = config.checkpoint.keep_every, config.checkpoint.every
     if keep is not None and (every == 0 or keep % every):
         multiple = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"

@@ -166,10 +166,14 @@ class TokenizerConfig:
 
     kind: str = key(
         "sentencepiece",
-        "bytes, sentencepiece (model file, or trained from the corpus), gpt2 (tiktoken); prepared shards bring theirs.",
-        choices=("bytes", "sentencepiece", "gpt2"),
+        "bytes; sentencepiece (model file, or trained from the corpus); llama2, mistral32k (SentencePiece models of "
+        "32,000 pieces); gpt2 (tiktoken); hf (a tokenizer.json). Prepared shards bring theirs.",
+        choices=("bytes", "sentencepiece", "llama2", "mistral32k", "gpt2", "hf"),
     )
-    path: Union[str, None] = key(None, "SentencePiece model file; null trains one from the corpus.")
+    path: Union[str, None] = key(
+        None, "Model file; null trains a SentencePiece model from the corpus, and finds the well-known ones elsewhere."
+    )
+    eos: Union[str, None] = key(None, "hf: piece that ends a document; null takes the usual one, if there is one.")
     vocab_size: int = key(4096, "Pieces of a model trained from the corpus.", minimum=300, maximum=1_000_000)
 
 

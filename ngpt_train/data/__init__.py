@@ -15,7 +15,7 @@ from ngpt_train.data.loader import LoaderState, TrainLoader, validation_rows
 from ngpt_train.data.prepare import prepare_shards
 from ngpt_train.data.rows import Rows, rows_of
 from ngpt_train.data.shards import Tokens
-from ngpt_train.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
+from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
 
 __all__ = [
     "Dataset",

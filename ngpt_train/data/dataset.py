@@ -13,7 +13,7 @@ from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import Config
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.shards import Tokens, map_tokens, open_shards
-from ngpt_train.data.tokenizer import Tokenizer, load_tokenizer, read_tokenizer
+from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from ngpt_train.config.keys import DataError
-from ngpt_train.config.schema import Config, TokenizerConfig
+from ngpt_train.config.schema import Config
 from ngpt_train.data.dataset import FORMAT, MANIFEST, STEMS, cache_directory, fingerprint, read_manifest
 from ngpt_train.data.directory import build_directory, is_filled
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.readers import extension
 from ngpt_train.data.shards import SplitWriter, check_length, dtype_for
 from ngpt_train.data.source import Source, open_source
-from ngpt_train.data.tokenizer import Tokenizer, load_tokenizer, write_tokenizer
+from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_key, write_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +54,12 @@ def prepare_shards(
         return compute_key, out or cache_directory(config) / "tokens" / f"{source.kind}-{compute_key()[:16]}"
 
     if tokenizer is None:
-        compute_key, directory = place(_tokenizer_key(config.tokenizer, hashes))
+        compute_key, directory = place(tokenizer_key(config.tokenizer))
     else:
         # The text that a tokenizer was trained from lies there under the settings of the training.
         compute_key, directory = place([tokenizer.kind, "trained", tokenizer.vocab_size])
         if not is_filled(directory) or read_manifest(directory)["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
-            of_a_file = [tokenizer.fingerprint] if tokenizer.kind == "sentencepiece" else []
+            of_a_file = [tokenizer.fingerprint] if tokenizer.kind in ("sentencepiece", "hf") else []
             compute_key, directory = place([tokenizer.kind, *of_a_file])
     key = compute_key()
     prepared_before = is_filled(directory)
@@ -90,14 +90,6 @@ def _key(config: Config, source: Source, tokenizer_key: list[Any], hashes: FileH
             "shard_tokens": config.data.shard_tokens,
         }
     )
-
-
-def _tokenizer_key(config: TokenizerConfig, hashes: FileHashes) -> list[Any]:
-    if config.kind != "sentencepiece":
-        return [config.kind]
-    if config.path is None:
-        return [config.kind, "trained", config.vocab_size]
-    return [config.kind, _sha256(Path(config.path).expanduser(), hashes)]
 
 
 def _sha256(path: Path, hashes: FileHashes) -> str:

@@ -13,6 +13,7 @@ from typing import IO, Any
 from ngpt_train.config import check_resume, read_yaml, write_yaml
 from ngpt_train.config.keys import AUTO, ConfigError, DataError
 from ngpt_train.config.schema import Config
+from ngpt_train.data import Dataset
 from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints, read_json, write_json
 
 logger = logging.getLogger(__name__)
@@ -58,11 +59,11 @@ class RunDirectory:
         end = self.path / "exit.json"
         return end.is_file() and read_json(end)["reason"] == DONE
 
-    def check(self, config: Config, fingerprint: str | None = None) -> Path | None:
+    def check(self, config: Config, data: Dataset | None = None) -> Path | None:
         """Whether `config` may use the directory; reads only. Returns the checkpoint to continue from, if any.
 
-        fingerprint: of the data, once it is known. Raises ConfigError or DataError where the directory
-        is in use, holds something else, another run, or a run on other data.
+        data: once it is open. Raises ConfigError or DataError where the directory is in use, holds something
+        else, another run, or a run on other data.
         """
         name = f"run.name={config.run.name}"
         self._check_place(config)
@@ -85,15 +86,26 @@ class RunDirectory:
                 f"run.resume=never: {self.path} holds a run. Choose another run.name, "
                 "or run.overwrite=true to delete it."
             )
+        if data is not None:
+            self._check_data(name, data)  # first: another tokenizer has another vocabulary, too
         check_resume(stored, config)
-        if fingerprint is not None and fingerprint != self._last_start()["data_fingerprint"]:
-            raise DataError(
-                f"{name}: the data is not what this run was trained on (fingerprint {fingerprint[:12]} instead of "
-                f"{self._last_start()['data_fingerprint'][:12]}): its text or its tokenizer has changed. "
-                "Restore it, or start another run.name."
-            )
         found = list_checkpoints(self.checkpoints)
         return found[-1] if found else _nothing_found(config, self.checkpoints)
+
+    def _check_data(self, name: str, data: Dataset) -> None:
+        """Raises DataError unless these are the data, and the tokenizer, of the run's last start."""
+        last = self._last_start()
+        if data.tokenizer.fingerprint != last["tokenizer_fingerprint"]:
+            raise DataError(
+                f"{name}: the tokenizer is {data.tokenizer.name} ({data.tokenizer.fingerprint[:12]}), this run was "
+                f"trained with {last['tokenizer']} ({last['tokenizer_fingerprint'][:12]}). Restore it, or start "
+                "another run.name."
+            )
+        if data.fingerprint != last["data_fingerprint"]:
+            raise DataError(
+                f"{name}: the data is not what this run was trained on (fingerprint {data.fingerprint[:12]} instead "
+                f"of {last['data_fingerprint'][:12]}): its text has changed. Restore it, or start another run.name."
+            )
 
     def _check_place(self, config: Config) -> None:
         """Raises ConfigError where the directory can neither be read nor made."""

@@ -12,7 +12,8 @@ from ngpt_train.data.dataset import MANIFEST, read_manifest
 from ngpt_train.report.plan import describe_plan, make_plan
 from ngpt_train.training.checkpoint import write_json
 
-FIXED_VOCABULARIES = {"bytes": 257, "gpt2": 50257}  # GPT-2's without its tokenizer, which may have to be downloaded
+# Known without the model files, which may have to be downloaded.
+FIXED_VOCABULARIES = {"bytes": 257, "gpt2": 50257, "llama2": 32000, "mistral32k": 32000}
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:

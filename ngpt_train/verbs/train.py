@@ -43,7 +43,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             "data: the ranks have read different data (another Python, other files, another cache?). Prepare it once "
             "with `prepare` where all nodes see it, and use data=tokens data.path=DIRECTORY."
         )
-    checkpoint = world.on_main(lambda: run.check(config, data.fingerprint))
+    checkpoint = world.on_main(lambda: run.check(config, data))
     last = config.train.stop_at or config.train.steps
     if checkpoint and step_of(checkpoint) >= last and run.done:
         if world.is_main:

@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from ngpt_train.__main__ import main
+from ngpt_train.config.schema import TokenizerConfig
+from ngpt_train.data import load_tokenizer
+from ngpt_train.data.tokenizers.sentence_piece import train_sentencepiece
 from tests.end_to_end.runs import arguments, records, write_corpus
 
 
@@ -68,6 +71,22 @@ def test_resume_that_changes_the_run(
 def test_resume_on_other_text(directory: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     other = write_corpus(tmp_path / "other.jsonl", seed=1)
     assert "fingerprint" in refused(directory, other, capsys, 3, "train.steps=6")
+
+
+def test_resume_with_another_tokenizer(corpus: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The same kind from another file; both are named."""
+    model = tmp_path / "tokenizer.model"
+    given = ["tokenizer=sentencepiece", f"tokenizer.path={model}"]
+    names = []
+    for pieces in (300, 310):
+        texts = [json.loads(line)["text"] for line in corpus.read_text().splitlines()]
+        model.write_bytes(train_sentencepiece(texts, pieces))
+        names.append(load_tokenizer(TokenizerConfig(path=str(model))).name)
+        if pieces == 300:
+            assert main(["train", *arguments(tmp_path, corpus, *given, "train.steps=1")]) == 0
+    message = refused(tmp_path, corpus, capsys, 3, *given, "train.steps=1", "model.vocab_size=auto")
+    assert f"the tokenizer is {names[1]}" in message
+    assert f"trained with {names[0]}" in message
 
 
 def test_directory_in_use(directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -42,7 +42,8 @@ def test_every_packaged_option_composes() -> None:
     owners |= {"gpt3_125m": "normformer", "gpt3_355m": "normformer"}
     for group in set(GROUPS) - {"experiment"}:
         for path in (config_dir() / group).glob("*.yaml"):
-            needed = ["data.path=x"] if group == "data" and path.stem != "embedded" else []
+            named = (group == "data" and path.stem != "embedded") or path.stem == "hf"
+            needed = [f"{group}.path=x"] if named else []
             owner = owners.get(path.stem, path.stem)
             model = [f"model={owner}"] if group == "recipe" or path.stem in owners else []
             load_config([f"{group}={path.stem}", *needed, *model])

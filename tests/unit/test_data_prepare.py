@@ -18,8 +18,7 @@ import pytest
 
 from ngpt_train.config.keys import ConfigError, DataError
 from ngpt_train.config.schema import Config
-from ngpt_train.data import Dataset, hashes, load_tokenizer, open_dataset, prepare_dataset
-from ngpt_train.data import tokenizer as tokenizer_module
+from ngpt_train.data import Dataset, hashes, load_tokenizer, open_dataset, prepare_dataset, tokenizers
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.verbs import prepare as verb
 
@@ -155,9 +154,9 @@ def test_a_given_tokenizer_needs_no_download(cfg: Config, monkeypatch: pytest.Mo
     def refused(*_: object) -> None:
         raise AssertionError("downloads")
 
-    monkeypatch.setattr(tokenizer_module, "_gpt2_ranks", refused)
+    monkeypatch.setattr(tokenizers, "gpt2_ranks", refused)
     cfg.tokenizer.kind = "gpt2"
-    given = tokenizer_module.GPT2Tokenizer({bytes([i]): i for i in range(256)})
+    given = tokenizers.GPT2Tokenizer({bytes([i]): i for i in range(256)})
     assert open_dataset(cfg, given).tokenizer.fingerprint == given.fingerprint
 
 

@@ -140,7 +140,7 @@ def test_vocabulary_without_reading_text(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_vocabulary_of_a_sentencepiece_file(tmp_path: Path) -> None:
-    from ngpt_train.data.tokenizer import train_sentencepiece
+    from ngpt_train.data.tokenizers.sentence_piece import train_sentencepiece
 
     lines = [f"line {n} of a small corpus, with some words in it" for n in range(400)]
     (tmp_path / "spm.model").write_bytes(train_sentencepiece(lines, 320))

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
+import json
 import random
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import numpy as np
 import pytest
 import sentencepiece
+import tokenizers
 
 from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.data import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
-from ngpt_train.data import tokenizer as module
+from ngpt_train.data.tokenizers import BytesTokenizer, GPT2Tokenizer, HuggingFaceTokenizer, files, pinned
+from ngpt_train.data.tokenizers import gpt2 as gpt2_module
 
 CORPUS = [
     f"def step_{i}(state, batch):\n    for item in batch[{i}:]:\n\tstate.add(item)  # the {i * 37}th\n" * 3
@@ -39,7 +46,7 @@ AWKWARD = [
 def gpt2_like() -> Tokenizer:
     """GPT-2's class on a vocabulary small enough to write down: every byte, then a few merges."""
     tokens = [bytes([i]) for i in range(256)] + [b"th", b"the", b" the", b"  ", b"    ", b"en", b"<|"]
-    return module.GPT2Tokenizer({token: rank for rank, token in enumerate(tokens)})
+    return GPT2Tokenizer({token: rank for rank, token in enumerate(tokens)})
 
 
 @pytest.fixture(scope="module")
@@ -47,9 +54,36 @@ def trained() -> Tokenizer:
     return load_tokenizer(TokenizerConfig(vocab_size=400), CORPUS)
 
 
-@pytest.fixture(params=["bytes", "sentencepiece", "gpt2"])
+def tokenizer_json(special: Sequence[str] = ("<unk>", "</s>"), byte_level: bool = True) -> bytes:
+    """A tokenizer.json as Hugging Face's library writes it, of GPT-2's or of LLaMA's kind."""
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=not byte_level))
+    alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet() if byte_level else []
+    if byte_level:
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    else:
+        tokenizer.normalizer = tokenizers.normalizers.Replace(" ", "▁")
+        steps = tokenizers.decoders
+        tokenizer.decoder = steps.Sequence([steps.Replace("▁", " "), steps.ByteFallback(), steps.Fuse()])
+        special = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=600, special_tokens=list(special), initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    described = json.loads(tokenizer.to_str())
+    described["added_tokens"] = [added for added in described["added_tokens"] if not added["content"].startswith("<0x")]
+    return json.dumps(described).encode()
+
+
+@pytest.fixture(params=["bytes", "sentencepiece", "gpt2", "hf"])
 def tokenizer(request: pytest.FixtureRequest, trained: Tokenizer) -> Tokenizer:
-    return {"bytes": module.BytesTokenizer, "sentencepiece": lambda: trained, "gpt2": gpt2_like}[request.param]()
+    kinds = {
+        "bytes": BytesTokenizer,
+        "sentencepiece": lambda: trained,
+        "gpt2": gpt2_like,
+        "hf": lambda: HuggingFaceTokenizer(tokenizer_json(), None, "here"),
+    }
+    return kinds[request.param]()
 
 
 def test_any_text_comes_back(tokenizer: Tokenizer) -> None:
@@ -146,12 +180,13 @@ def test_gpt2_without_a_network_fails_in_time(monkeypatch: pytest.MonkeyPatch) -
     def refused() -> None:
         raise ConnectionError("no route")
 
+    monkeypatch.setattr(gpt2_module, "PACKAGED", ("no_such_package", "vocab.bpe"))
     monkeypatch.setattr(openai_public, "gpt2", refused)
     with pytest.raises(DataError, match=r"ConnectionError.*TIKTOKEN_CACHE_DIR"):
         load_tokenizer(TokenizerConfig(kind="gpt2"))
 
     monkeypatch.setattr(openai_public, "gpt2", lambda: time.sleep(3))
-    monkeypatch.setattr(module, "DOWNLOAD_SECONDS", 0.2)
+    monkeypatch.setattr(files, "DOWNLOAD_SECONDS", 0.2)
     start = time.monotonic()
     with pytest.raises(DataError, match=r"no answer.*TIKTOKEN_CACHE_DIR"):
         load_tokenizer(TokenizerConfig(kind="gpt2"))
@@ -161,3 +196,112 @@ def test_gpt2_without_a_network_fails_in_time(monkeypatch: pytest.MonkeyPatch) -
 def test_gpt2_ranks_are_kept_in_tiktokens_own_format() -> None:
     first = gpt2_like().model.splitlines()[0]
     assert first == base64.b64encode(b"\0") + b" 0"
+
+
+def test_gpt2_from_a_package_or_a_file(tmp_path: Path) -> None:
+    """GPT-2's own ids; the ranks rebuilt from the merges are those that tiktoken publishes, byte for byte."""
+    packaged = files.package_file(*gpt2_module.PACKAGED)
+    assert packaged is not None
+    for config in (TokenizerConfig(kind="gpt2"), TokenizerConfig(kind="gpt2", path=str(packaged))):
+        tokenizer = load_tokenizer(config)
+        assert (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos) == (gpt2_module.R50K_SHA256, 50257, 50256)
+        assert tokenizer.encode_batch(["Hello world"])[0].tolist() == [15496, 995]
+    ranks = tmp_path / "r50k_base.tiktoken"
+    ranks.write_bytes(tokenizer.model)
+    assert load_tokenizer(TokenizerConfig(kind="gpt2", path=str(ranks))).fingerprint == tokenizer.fingerprint
+    ranks.write_bytes(tokenizer.model[:-20])
+    with pytest.raises(DataError, match=r"r50k_base\.tiktoken: not GPT-2's vocabulary; known are vocab\.bpe"):
+        load_tokenizer(TokenizerConfig(kind="gpt2", path=str(ranks)))
+
+
+def test_mistral32k_from_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = load_tokenizer(TokenizerConfig(kind="mistral32k"))
+    assert (tokenizer.name, tokenizer.kind, tokenizer.vocab_size, tokenizer.eos) == (
+        "mistral32k",
+        "sentencepiece",
+        32000,
+        2,
+    )
+    text = CORPUS[0] + "emoji 😀"
+    assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == text
+    monkeypatch.setattr(pinned, "MISTRAL_FILE", ("no_such_package", "tokenizer.model"))
+    with pytest.raises(DataError, match=r"tokenizer=mistral32k.*mistral-common.*\[tokenizers\]"):
+        load_tokenizer(TokenizerConfig(kind="mistral32k"))
+
+
+def test_llama2_from_the_hub_or_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a model of ours in LLaMA-2's place, whose file is not at hand."""
+    model = foreign_model(**LLAMA)
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(model)
+    with pytest.raises(DataError, match="not the model file that tokenizer=llama2 stands for: sha256"):
+        load_tokenizer(TokenizerConfig(kind="llama2", path=str(file)))
+
+    ours = replace(pinned.PINNED["llama2"], sha256=hashlib.sha256(model).hexdigest())
+    monkeypatch.setitem(pinned.PINNED, "llama2", ours)
+    asked = []
+
+    def hub(*given: str, **more: str) -> str:
+        asked.append((*given, *more.values()))
+        return str(file)
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub)
+    tokenizers_found = [load_tokenizer(TokenizerConfig(kind="llama2", path=path)) for path in (str(file), None)]
+    assert [found.fingerprint for found in tokenizers_found] == [ours.sha256] * 2
+    assert tokenizers_found[0].name == "llama2"
+    assert asked == [pinned.LLAMA2_COPY]
+
+    def refused(*_: str, **__: str) -> str:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", refused)
+    with pytest.raises(DataError, match=r"tokenizer=llama2.*ConnectionError.*tokenizer\.path=FILE.*mistral32k"):
+        load_tokenizer(TokenizerConfig(kind="llama2"))
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: time.sleep(3))
+    monkeypatch.setattr(files, "DOWNLOAD_SECONDS", 0.2)
+    start = time.monotonic()
+    with pytest.raises(DataError, match=r"no answer in 0\.2 s"):
+        load_tokenizer(TokenizerConfig(kind="llama2"))
+    assert time.monotonic() - start < 2
+
+
+def test_hugging_face_of_llamas_kind(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    path.write_bytes(tokenizer_json(byte_level=False))
+    tokenizer = load_tokenizer(TokenizerConfig(kind="hf", path=str(path)))
+    for text in (CORPUS[0], "emoji 😀 é", "</s> <unk>"):
+        (ids,) = tokenizer.encode_batch([text])
+        assert tokenizer.decode(ids) == text
+        assert tokenizer.n_bytes[ids].sum() == len(text.encode())
+        assert tokenizer.eos not in ids
+
+
+def test_which_piece_ends_a_document(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+
+    def load(eos: str | None = None) -> Tokenizer:
+        return load_tokenizer(TokenizerConfig(kind="hf", path=str(path), eos=eos))
+
+    path.write_bytes(tokenizer_json(["<end>", "<pad>"]))
+    assert load("<end>").eos == 0
+    with pytest.raises(DataError, match=r"which piece ends a document\? Set tokenizer.eos .*: '<end>', '<pad>'"):
+        load()
+    with pytest.raises(DataError, match="no special piece 'def'"):
+        load("def")
+    path.write_bytes(tokenizer_json(["</s>", "<|endoftext|>"]))
+    with pytest.raises(DataError, match="which piece ends a document"):
+        load()
+    assert load("<|endoftext|>").eos == 1
+
+
+def test_files_that_are_no_tokenizer_json(tmp_path: Path) -> None:
+    path = tmp_path / "tokenizer.json"
+    config = TokenizerConfig(kind="hf", path=str(path))
+    path.write_text("{}")
+    with pytest.raises(DataError, match=r"tokenizer\.path=.*: not a tokenizer\.json"):
+        load_tokenizer(config)
+    words = tokenizers.Tokenizer(tokenizers.models.WordPiece({"[UNK]": 0, "a": 1}, unk_token="[UNK]"))
+    words.add_special_tokens(["</s>"])
+    path.write_text(words.to_str())
+    with pytest.raises(DataError, match="how many bytes a piece stands for"):
+        load_tokenizer(config)

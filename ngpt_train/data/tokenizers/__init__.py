@@ -1,0 +1,101 @@
+"""Text to token ids and back.
+
+A tokenizer is its kind and the bytes of its model file, so it can be written beside the tokens it
+made (`write_tokenizer`) and read again on a machine that has neither its source nor a network.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.config.keys import DataError
+from ngpt_train.config.schema import TokenizerConfig
+from ngpt_train.data.tokenizers.files import read_file
+from ngpt_train.data.tokenizers.gpt2 import GPT2Tokenizer, gpt2_ranks, parse_ranks
+from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from ngpt_train.data.tokenizers.interface import Tokenizer
+from ngpt_train.data.tokenizers.pinned import PINNED
+from ngpt_train.data.tokenizers.raw_bytes import BytesTokenizer
+from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
+
+__all__ = ["Tokenizer", "load_tokenizer", "read_tokenizer", "tokenizer_key", "write_tokenizer"]
+
+# Where the model lies beside tokens and in checkpoints; `tokenizer.json` is there the description.
+MODEL_FILES = {
+    "bytes": None,
+    "sentencepiece": "tokenizer.model",
+    "gpt2": "tokenizer.tiktoken",
+    "hf": "tokenizer.hf.json",
+}
+
+
+def load_tokenizer(config: TokenizerConfig, corpus: Iterable[str] | None = None) -> Tokenizer:
+    """The tokenizer that the config names; `corpus` is the text for one that is to be trained.
+
+    Raises DataError if it cannot be had or does not fit the corpus.
+    """
+    if config.kind == "bytes":
+        return BytesTokenizer()
+    if config.kind == "gpt2":
+        return GPT2Tokenizer(gpt2_ranks(config.path))
+    if config.kind in PINNED:
+        return SentencePieceTokenizer(PINNED[config.kind].read(config.path), f"tokenizer={config.kind}", config.kind)
+    if config.path is not None:
+        where = f"tokenizer.path={config.path}"
+        if config.kind == "hf":
+            return HuggingFaceTokenizer(read_file(config.path), config.eos, where)
+        return SentencePieceTokenizer(read_file(config.path), where)
+    if corpus is None:
+        raise DataError(
+            "tokenizer.path=null: there is no text here to train a SentencePiece model from; choose the tokenizer "
+            "that made these tokens: tokenizer=gpt2, tokenizer=bytes, or tokenizer=sentencepiece tokenizer.path=FILE"
+        )
+    return SentencePieceTokenizer(train_sentencepiece(corpus, config.vocab_size), "the trained model")
+
+
+def tokenizer_key(config: TokenizerConfig) -> list[Any]:
+    """What decides the tokens of a text, as JSON, without loading or training the tokenizer. Raises DataError."""
+    if config.kind in ("bytes", "gpt2"):  # of GPT-2's there is one
+        return [config.kind]
+    if config.kind in PINNED:
+        return ["sentencepiece", PINNED[config.kind].sha256]
+    if config.path is None:
+        return [config.kind, "trained", config.vocab_size]
+    model = hashlib.sha256(read_file(config.path)).hexdigest()
+    return [config.kind, model] if config.eos is None else [config.kind, model, config.eos]
+
+
+def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
+    """Writes the model file, if the kind has one, into `directory`; returns the JSON that describes the tokenizer."""
+    file = MODEL_FILES[tokenizer.kind]
+    if file is not None:
+        (directory / file).write_bytes(tokenizer.model)
+    return {
+        "kind": tokenizer.kind,
+        "name": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "eos": tokenizer.eos,
+        "file": file,
+        "fingerprint": tokenizer.fingerprint,
+    }
+
+
+def read_tokenizer(directory: Path, entry: dict[str, Any]) -> Tokenizer:
+    """The tokenizer that `write_tokenizer` put into `directory`. Raises DataError if its file is missing or changed."""
+    if entry["kind"] == "bytes":
+        return BytesTokenizer()
+    path = directory / entry["file"]
+    try:
+        model = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: the tokenizer of these tokens cannot be read ({error.strerror})") from None
+    if hashlib.sha256(model).hexdigest() != entry["fingerprint"]:
+        raise DataError(f"{path}: not the tokenizer that made these tokens (its checksum differs); copy it again")
+    if entry["kind"] == "gpt2":
+        return GPT2Tokenizer(parse_ranks(model))
+    if entry["kind"] == "hf":
+        return HuggingFaceTokenizer(model, entry["eos"], str(path))
+    return SentencePieceTokenizer(model, str(path), entry["name"])

@@ -1,0 +1,99 @@
+"""Hugging Face's tokenizer.json."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from ngpt_train.config.keys import DataError
+from ngpt_train.data.tokenizers.gpt2 import byte_of_character
+from ngpt_train.data.tokenizers.interface import Ids
+from ngpt_train.data.tokenizers.sentence_piece import SPACE_SYMBOL
+
+_BYTE = re.compile(r"<0x[0-9A-F]{2}>")
+
+
+class HuggingFaceTokenizer:
+    """A tokenizer.json whose pieces are bytes (byte-level BPE), or text with \u2581 for the space.
+
+    eos: the piece that ends each document, or its id; the file does not say which one does.
+    """
+
+    kind = "hf"
+
+    def __init__(self, model: bytes, eos: str | int | None, where: str):
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise DataError(
+                "tokenizer=hf: the package tokenizers is not installed; pip install 'ngpt-train[tokenizers]'"
+            ) from None
+        try:
+            self._tokenizer = Tokenizer.from_buffer(model)
+            described = json.loads(model)
+        except Exception as error:  # the package raises Exception itself
+            raise DataError(f"{where}: not a tokenizer.json ({error})") from None
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._tokenizer.encode_special_tokens = True  # a text that spells a special piece is text
+        pieces = {i: piece for piece, i in self._tokenizer.get_vocab(with_added_tokens=True).items()}
+        special = {i for i, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
+        self.vocab_size = max(pieces) + 1
+        self.eos = eos if isinstance(eos, int) else _find_eos(eos, {pieces[i]: i for i in special}, where)
+        self.model = model
+        self.fingerprint = hashlib.sha256(model).hexdigest()
+        self.name = f"hf-{self.vocab_size}-{self.fingerprint[:8]}"
+        length = _length_of_pieces(described, where)
+        unknown = (described["model"] or {}).get("unk_token")
+        self.n_bytes = np.zeros(self.vocab_size, np.int64)
+        for i, piece in pieces.items():
+            if i not in special and piece != unknown:
+                self.n_bytes[i] = length(piece)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [np.array(row.ids, np.int32) for row in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+
+
+# What well-known files call it; where none or several of them are there, the user has to say.
+USUAL_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
+
+
+def _find_eos(eos: str | None, special: dict[str, int], where: str) -> int:
+    names = [eos] if eos is not None else [name for name in USUAL_EOS if name in special]
+    if len(names) == 1 and names[0] in special:
+        return special[names[0]]
+    problem = "which piece ends a document?" if eos is None else f"no special piece {eos!r}"
+    listed = ", ".join(map(repr, sorted(special)[:20])) or "none"
+    raise DataError(f"{where}: {problem} Set tokenizer.eos to one of its special pieces: {listed}")
+
+
+def _length_of_pieces(described: dict[str, Any], where: str) -> Callable[[str], int]:
+    """How many bytes of text a piece stands for."""
+    kinds = set(_types(described.get("pre_tokenizer"))) | set(_types(described.get("decoder")))
+    if "ByteLevel" in kinds:
+        characters = byte_of_character().keys()
+        # A piece that was added is text as it is; others are spelled in characters that stand for bytes.
+        return lambda piece: len(piece) if piece and all(c in characters for c in piece) else len(piece.encode())
+    if kinds & {"Metaspace", "ByteFallback"}:
+        return lambda piece: 1 if _BYTE.fullmatch(piece) else len(piece.replace(SPACE_SYMBOL, " ").encode())
+    raise DataError(
+        f"{where}: neither a byte-level tokenizer nor one of SentencePiece's kind, so nobody knows how many bytes "
+        "a piece stands for; bits per byte would be wrong"
+    )
+
+
+def _types(component: Any) -> Iterator[str]:
+    """The kinds of a component of tokenizer.json and of those inside it."""
+    if isinstance(component, dict):
+        yield str(component.get("type"))
+        for inner in (*component.get("pretokenizers", ()), *component.get("decoders", ())):
+            yield from _types(inner)
