@@ -24,9 +24,7 @@ class ModelConfig:
     n_kv_heads: Union[int, None] = key(
         None, "Number of key/value heads (grouped-query attention); null is n_heads.", minimum=1, maximum=1_000_000
     )
-    d_mlp: Union[int, None] = key(
-        None, "Hidden width of the gated MLP; null is 4 * d_model.", minimum=1, maximum=10_000_000
-    )
+    d_mlp: Union[int, None] = key(None, "Hidden width of the MLP; null is 4 * d_model.", minimum=1, maximum=10_000_000)
     vocab_size: IntOrAuto = key(
         AUTO, "Rows of both embeddings; auto takes the tokenizer's.", choices=(AUTO,), minimum=2, maximum=10_000_000
     )

@@ -131,10 +131,10 @@ def _check_keys(
                 order += 1
     for name, value in overrides.values.items():
         if name not in keys:
-            owner = next(owner for owner, schema in architectures().items() if name in schema_keys(schema))
-            raise ConfigError(
-                f"{name}={show(value)}: model={architecture} has no such key\n  It belongs to model={owner}"
+            owners = ", ".join(
+                f"model={owner}" for owner, schema in architectures().items() if name in schema_keys(schema)
             )
+            raise ConfigError(f"{name}={show(value)}: model={architecture} has no such key\n  It belongs to {owners}")
         if not is_interpolation(value):
             check_leaf(name, value, keys, written=overrides.written[name])
         origins[name] = Origin(order, "")

@@ -178,6 +178,12 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
             "the warmup leaves no step at the full learning rate",
             f"Set schedule.warmup_steps below {train.steps}; auto would be {auto_warmup(train.steps)}",
         )
+    if isinstance(model, PowerNormConfig) and int(model.psi_warmup_steps) >= train.steps:
+        yield (
+            ("model.psi_warmup_steps", "train.steps"),
+            "the whole run would be warm-up, which is not causal",
+            f"Set model.psi_warmup_steps below {train.steps}, or choose model.norm=pn_v",
+        )
     if config.schedule.final_lr > lr:
         yield ("schedule.final_lr", "optim.lr"), "ends above the peak", f"Set schedule.final_lr to {lr} or less"
 
@@ -229,6 +235,8 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
 
 def _without_effect(model: ModelConfig) -> Iterator[tuple[str, str]]:
     """(key, key) of model.*: the value of the first leaves the second without an effect."""
+    if isinstance(model, NormFormerConfig) and model.positions != "rotary":
+        yield from (("positions", name) for name in ("rope_base", "rope_layout"))
     if isinstance(model, PowerNormConfig):
         if model.norm != "pn":
             yield from (("norm", name) for name in ("psi_warmup_steps", "alpha_bkw"))

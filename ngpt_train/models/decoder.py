@@ -95,6 +95,10 @@ class Decoder(nn.Module):
 
     # What follows from it.
 
+    def logits(self, h: Tensor) -> Tensor:
+        """W_output h `(B, T, V)`, at least fp32."""
+        return F.linear(h, self.unembedding.to(h.dtype)).to(torch.promote_types(h.dtype, torch.float32))
+
     def forward(self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor | tuple:
         """Logits, or with targets what `loss` returns. One entry, so that DDP's and FSDP2's hooks always run.
 
@@ -107,10 +111,7 @@ class Decoder(nn.Module):
         h = self.embed(tokens, self.embedding).to(dtype)  # (B, T, d_model)
         h = self.stack(h, rope, mask, doc_ids)
         logits = self.head(h)
-        if targets is None:
-            return logits
-        loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return loss_sum, (targets != IGNORED).sum()
+        return logits if targets is None else summed_loss(logits, targets)
 
     @torch.no_grad()
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
@@ -172,6 +173,12 @@ class Decoder(nn.Module):
         matrices = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2) + self.unembedding.numel()
         attention = 12 * self.config.n_layers * self.config.d_model * context
         return 6 * matrices + (attention // 2 if causal else attention)
+
+
+def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Cross-entropy in nats of logits `(B, T, V)` summed over the targets `(B, T)` that count, and their number."""
+    loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    return loss_sum, (targets != IGNORED).sum()
 
 
 def causal_document_mask(doc_ids: Tensor) -> Tensor:

@@ -7,11 +7,10 @@ are given, those below 0 mark padding on either side; nothing attends to it.
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import GPTEncoderDecoderConfig, NTransformerConfig
-from ngpt_train.models.decoder import IGNORED, Decoder, causal_document_mask
+from ngpt_train.models.decoder import Decoder, causal_document_mask, summed_loss
 
 
 class EncoderDecoder(Decoder):
@@ -64,11 +63,7 @@ class EncoderDecoder(Decoder):
         for block in self.layers:
             h = block(h, rope, mask, memory, source_mask)
         logits = self.head(h)
-        if targets is None:
-            return logits
-        targets = targets[:, S:]
-        loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-        return loss_sum, (targets != IGNORED).sum()
+        return logits if targets is None else summed_loss(logits, targets[:, S:])
 
     @torch.no_grad()
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:

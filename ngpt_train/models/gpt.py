@@ -6,7 +6,6 @@ without it is a weak one.
 
 import math
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import GPTConfig
@@ -56,6 +55,4 @@ class GPT(Decoder):
         self.norm_final = RMSNorm(config.d_model, config.norm_eps)
 
     def head(self, h: Tensor) -> Tensor:
-        h = self.norm_final(h)
-        logits = F.linear(h, self.unembedding.to(h.dtype))
-        return logits.to(self.norm_final.gain.dtype)  # (B, T, V)
+        return self.logits(self.norm_final(h))  # (B, T, V)

@@ -5,7 +5,6 @@
 
 import math
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from ngpt_train.config.architectures import GPTEncoderDecoderConfig
@@ -52,6 +51,4 @@ class GPTEncoderDecoder(EncoderDecoder):
         return self.norm_encoder(h)
 
     def head(self, h: Tensor) -> Tensor:
-        h = self.norm_final(h)
-        logits = F.linear(h, self.unembedding.to(h.dtype))
-        return logits.to(self.norm_final.gain.dtype)  # (B, T, V)
+        return self.logits(self.norm_final(h))  # (B, T, V)

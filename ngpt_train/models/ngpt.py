@@ -103,6 +103,8 @@ class NGPTBlock(nn.Module):
     def sphere_step(self, h: Tensor, suggestion: Tensor, alpha: Tensor) -> Tensor:
         """Norm(h + |alpha| (Norm(suggestion) - h)): a step towards the suggestion and back onto the sphere.
 
+        That is model.update=lerp; slerp and riemannian take another step. alpha_sign=free leaves out |.|.
+
         h, suggestion `(B, T, d_model)`, alpha `(d_model,)`. Computed at least in fp32, returned in h's dtype.
         """
         return normalize(self.update(h, normalize(suggestion), alpha.abs() if self.positive else alpha)).to(h.dtype)

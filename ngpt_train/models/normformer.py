@@ -7,7 +7,6 @@ GPT-3's layout.
 import math
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import NormFormerConfig
@@ -94,7 +93,7 @@ class NormFormerBlock(nn.Module):
 class NormFormer(Decoder):
     """Logits = W_output LN(x); positions are added to the embedding unless they are rotary.
 
-    Weights start as the baseline's, so that the arms of a comparison start alike; the authors' code draws
+    Matrices start as the baseline's, so that the arms of a comparison start alike; the authors' code draws
     them by Xavier's and Kaiming's rules.
     """
 
@@ -104,6 +103,14 @@ class NormFormer(Decoder):
         learned = config.positions == "learned"
         self.positions = nn.Parameter(torch.empty(config.context, config.d_model)) if learned else None
         self.rotary = config.positions == "rotary"
+
+    def init_std(self, name: str) -> float:
+        """The embedding, times sqrt(d_model), enters with 0.5, where positions have 0.7 and normed suggestions 1.
+
+        The authors have 1. Being the head's matrix as well, it would then give the token just read so high a logit
+        that the loss starts above ln V.
+        """
+        return 0.5 / math.sqrt(self.config.d_model) if name == "embedding" else super().init_std(name)
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         """sqrt(d_model) E[token] + position, as Vaswani et al. 2017, section 3.4."""
@@ -121,9 +128,7 @@ class NormFormer(Decoder):
         return super().rope(tokens, dtype) if self.rotary else None
 
     def head(self, h: Tensor) -> Tensor:
-        h = self.norm_final(h)
-        logits = F.linear(h, self.unembedding.to(h.dtype))
-        return logits.to(self.norm_final.gain.dtype)  # (B, T, V)
+        return self.logits(self.norm_final(h))  # (B, T, V)
 
 
 def sinusoids(length: int, d_model: int, device: torch.device) -> Tensor:

@@ -4,6 +4,8 @@ The corrected model: the authors' code leaves cross-attention without QK-norm an
 and divides the decoder's scores by sqrt(d_k) where unit vectors want the factor (nGPT, section 2.3.2).
 """
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from ngpt_train.config.architectures import NTransformerConfig
@@ -14,7 +16,10 @@ from ngpt_train.models.ngpt import NGPTAttention, NGPTBlock, Spherical
 
 
 class NTransformerBlock(NGPTBlock):
-    """The decoder's three steps on the sphere: Table 1 of the paper, right column."""
+    """The decoder's three steps on the sphere: Table 1 of the paper, right column.
+
+    Cross-attention is eq. 10 to 12, but for eq. 12's division by sqrt(d_k), see above.
+    """
 
     def __init__(self, config: NTransformerConfig) -> None:
         super().__init__(config)
@@ -37,6 +42,8 @@ class NTransformer(Spherical, EncoderDecoder):
     config: NTransformerConfig
 
     def __init__(self, config: NTransformerConfig) -> None:
-        encoder = (NGPTBlock(config, causal=False) for _ in range(config.n_encoder_layers or config.n_layers))
+        # To the encoder its own depth is the L of an init or scale of 1/L.
+        of_encoder = replace(config, n_layers=config.n_encoder_layers or config.n_layers)
+        encoder = (NGPTBlock(of_encoder, causal=False) for _ in range(of_encoder.n_layers))
         super().__init__(config, encoder, (NTransformerBlock(config) for _ in range(config.n_layers)))
         self.s_z = ScaledParameter(self.embedding.shape[0], config.s_z, config)

@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterable
 from typing import cast
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import PowerNormConfig
@@ -67,7 +66,7 @@ class PowerNormBlock(nn.Module):
 
 
 class PowerNormDecoder(Decoder):
-    """Logits = W_output norm(h). Padding, doc_ids below 0, counts in no statistic."""
+    """Logits = W_output norm(h), where `stack` ends with the norm. Padding, doc_ids below 0, counts in no statistic."""
 
     def __init__(self, config: PowerNormConfig) -> None:
         super().__init__(config, (PowerNormBlock(config) for _ in range(config.n_layers)))
@@ -98,8 +97,7 @@ class PowerNormDecoder(Decoder):
         return h
 
     def head(self, h: Tensor) -> Tensor:
-        logits = F.linear(h, self.unembedding.to(h.dtype))
-        return logits.to(self.norm_final.gain.dtype)  # (B, T, V)
+        return self.logits(h)  # (B, T, V)
 
     def statistics(self) -> dict[str, Tensor]:
         return {

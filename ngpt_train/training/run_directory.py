@@ -213,18 +213,23 @@ def _nothing_found(config: Config, checkpoints: Path) -> Path | None:
     return None
 
 
+# Keys of model.* that weights may go on without: the length of a row, unless positions are learned, and how statistics
+# are gathered in training.
+NOT_IN_WEIGHTS = {"context", "source_context", "psi_warmup_steps", "alpha_fwd", "alpha_bkw", "statistics"}
+
+
 def initial_checkpoint(config: Config) -> Path | None:
     """The checkpoint of run.init_from, whose architecture and size must be the config's; raises DataError."""
     if config.run.init_from is None:
         return None
     checkpoint = find_checkpoint("run.init_from", config.run.init_from)
     stored = read_yaml(checkpoint / "config.yaml").model
+    free = NOT_IN_WEIGHTS - ({"context"} if getattr(config.model, "positions", None) == "learned" else set())
     differing = [
         f"model.{key}: {getattr(stored, key, None)} in the checkpoint, {value} here"
         for key, value in vars(config.model).items()
-        # The context is not part of the weights: a model may go on at another length. A vocabulary that is
-        # still auto is checked again once the tokenizer is known.
-        if key != "context" and value != AUTO and getattr(stored, key, None) != value
+        # A vocabulary that is still auto is checked again once the tokenizer is known.
+        if key not in free and value != AUTO and getattr(stored, key, None) != value
     ]
     if differing:
         raise DataError(

@@ -82,6 +82,22 @@ def test_init_from_takes_the_weights_alone(directory: Path, corpus: Path, tmp_pa
     assert records(tmp_path / "runs/test")[1]["tokens"] == 8 * 64
 
 
+@pytest.mark.parametrize(
+    ("model", "code"),
+    [(["model=ntransformer"], 0), (["model=normformer"], 0), (["model=normformer", "model.positions=learned"], 3)],
+    ids=["source_context", "sinusoidal", "learned"],
+)
+def test_init_from_goes_on_at_another_length(
+    model: list[str], code: int, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the length is one of the weights. Caught: source_context compared, learned positions cut by torch."""
+    given = arguments(tmp_path, corpus, "train.steps=1", *model)
+    assert main(["train", *given]) == 0
+    more = ["run.name=longer", f"run.init_from={tmp_path / 'runs/test'}", "model.context=96"]
+    assert main(["train", *arguments(tmp_path, corpus, "train.steps=1", *model, *more)]) == code
+    assert (code == 0) != ("model.context: 64 in the checkpoint, 96 here" in capsys.readouterr().err)
+
+
 def test_saved_before_evaluated(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation that fails at the end must not cost the run."""
     from ngpt_train.evaluation import Validation

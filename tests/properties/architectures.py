@@ -25,7 +25,7 @@ from ngpt_train.models import Decoder, build_model, export_weights, load_weights
 from tests.reference import gpt, ngpt, normformer, ntransformer, powernorm
 
 Shapes = dict[str, tuple[int, ...]]
-Scales = dict[str, tuple[str, float, float]]
+Scales = dict[str, tuple[str, float | str, float | str]]  # words such as 1/L: of tests without a reference
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,13 @@ class Architecture:
 
 def gpt_with(**options: Any) -> Architecture:
     table = partial(gpt.shapes, qk_norm=options.get("qk_norm", False), tied=options.get("tied_embeddings", False))
-    forward = partial(gpt.forward, rope_layout=options.get("rope_layout", "half"))
+    told = {name: options[name] for name in ("rope_layout", "activation") if name in options}
+    forward = partial(gpt.forward, **told)
     return Architecture(GPTConfig, table, gpt.random_weights, forward, options)
 
 
 def gpt_encoder_decoder_with(**options: Any) -> Architecture:
-    told = {name: options[name] for name in ("rope_layout", "rope_base", "norm_eps") if name in options}
+    told = {name: options[name] for name in ("rope_layout", "rope_base", "norm_eps", "activation") if name in options}
     qk_norm, tied = options.get("qk_norm", False), options.get("tied_embeddings", False)
     table = partial(ntransformer.baseline_shapes, qk_norm=qk_norm, tied=tied)
     forward = partial(ntransformer.baseline_forward, **told)
@@ -149,6 +150,7 @@ STARTS = {
 # Options, each held to the equations.
 VARIANTS = {
     "gpt tied": gpt_with(tied_embeddings=True),
+    "gpt gelu": gpt_with(activation="gelu"),
     "gpt interleaved": gpt_with(rope_layout="interleaved", qk_norm=True),
     "ngpt slerp": ngpt_with(update="slerp"),
     "ngpt riemannian": ngpt_with(update="riemannian"),
@@ -172,6 +174,7 @@ VARIANTS = {
     "normformer learned": normformer_with(positions="learned", activation="relu2", tied_embeddings=False),
     "normformer no bias": normformer_with(bias=False, res_scale=True),
     "gpt_encoder_decoder tied": gpt_encoder_decoder_with(tied_embeddings=True, rope_base=50.0, norm_eps=1e-2),
+    "gpt_encoder_decoder gelu": gpt_encoder_decoder_with(activation="gelu"),
     "gpt_encoder_decoder interleaved": gpt_encoder_decoder_with(rope_layout="interleaved", qk_norm=True),
     "ntransformer slerp": ntransformer_with(update="slerp"),
     "ntransformer riemannian": ntransformer_with(update="riemannian"),

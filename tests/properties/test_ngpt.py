@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngpt_train.models import load_weights
+from ngpt_train.models import build_model, export_weights, load_weights
 from ngpt_train.models.layers.norms import normalize
 from ngpt_train.models.layers.rope import rope_table, rotate
 from ngpt_train.models.ngpt import lerp, riemannian, slerp
@@ -12,9 +12,11 @@ from tests.properties.architectures import (
     ARCHITECTURES,
     SMALL,
     Architecture,
+    config,
     export_gradients,
     jittered,
     ngpt_with,
+    ntransformer_with,
     random_batch,
 )
 
@@ -104,6 +106,33 @@ def test_parametrization_has_the_tangent_gradient() -> None:
             assert (tangent * row).sum(-1).abs().max() < 1e-9 * free.abs().max()
             free = free - (free * row).sum(-1, keepdim=True) * row
         torch.testing.assert_close(tangent, free, rtol=1e-9, atol=1e-9 * free.abs().max().item())
+
+
+@pytest.mark.parametrize("constraint", ["none", "parametrization"])
+def test_only_the_projection_projects(constraint: str) -> None:
+    """Caught: constraint=none, or a parametrization's rows, projected after each step."""
+    model, weights = jittered(ngpt_with(constraint=constraint), SMALL, torch.float32)
+    model.project_()
+    assert all(torch.equal(x, weights[key].float()) for key, x in export_weights(model).items())
+
+
+@pytest.mark.parametrize(
+    ("word", "number"), [("1/L", 1 / 2), ("1/sqrt(d)", 32**-0.5), ("sqrt(d)", 32**0.5), (0.7, 0.7)], ids=str
+)
+def test_words_for_starts_are_numbers(word: float | str, number: float) -> None:
+    """As init in the value in use, as scale in the one that is stored. Caught: 1/(L + 1), d for sqrt(d)."""
+    model = build_model(config(ngpt_with({"alpha_mlp": ("vector", word, 0.5), "s_z": ("vector", 3.0, word)}), SMALL))
+    alpha, s_z = model.layers[0].alpha_mlp, model.s_z  # type: ignore[union-attr]
+    assert alpha().tolist() == pytest.approx([number] * 32)  # type: ignore[operator]
+    assert s_z().tolist() == pytest.approx([3.0] * SMALL.vocab_size)  # type: ignore[operator]
+    assert export_weights(model)["s_z"].tolist() == pytest.approx([number] * SMALL.vocab_size)
+
+
+def test_the_depth_of_an_encoder_is_its_own() -> None:
+    """Caught: 1/L of the decoder's L in the encoder."""
+    model = build_model(config(ntransformer_with({"alpha_attn": ("vector", "1/L", 1.0)}), SMALL))
+    starts = [block.alpha_attn().mean().item() for block in model.blocks()]  # type: ignore[operator]
+    assert starts == pytest.approx([1 / 3] * 3 + [1 / 2] * 2)
 
 
 @pytest.mark.parametrize("layout", ["half", "interleaved"])

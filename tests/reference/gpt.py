@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tests.reference.attention import attention, rope, silu, split_heads
+from tests.reference.attention import attention, gelu, rope, silu, split_heads
 
 
 def shapes(
@@ -57,6 +57,7 @@ def forward(
     rope_base: float = 10000.0,
     rope_layout: str = "half",
     norm_eps: float = 1e-6,
+    activation: str = "silu",
     doc_ids: Tensor | None = None,
 ) -> Tensor:
     """tokens (B, T) -> logits (B, T, V). Without `output` the embeddings are tied."""
@@ -76,5 +77,5 @@ def forward(
         k, v = (x.repeat_interleave(n_heads // k.shape[1], dim=1) for x in (k, v))
         h = h + attention(q, k, v, d_k**-0.5, doc_ids) @ w["wo"]
         x = rms_norm(h, w["norm_mlp"])
-        h = h + (x @ w["w_u"].T * silu(x @ w["w_v"].T)) @ w["w_down"]
+        h = h + (x @ w["w_u"].T * {"silu": silu, "gelu": gelu}[activation](x @ w["w_v"].T)) @ w["w_down"]
     return rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.reference import gpt, ngpt
-from tests.reference.attention import rope, silu, split_heads
+from tests.reference.attention import gelu, rope, silu, split_heads
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -189,6 +189,7 @@ def baseline_forward(
     rope_base: float = 10000.0,
     rope_layout: str = "half",
     norm_eps: float = 1e-6,
+    activation: str = "silu",
     doc_ids: Tensor | None = None,
 ) -> Tensor:
     """tokens (B, S + T) -> logits (B, T, V): eqs. 1, 2, 9 and Table 1, with the gated MLP and RMSNorms of `gpt`."""
@@ -207,7 +208,7 @@ def baseline_forward(
         return attend(q, k, v, d_k**-0.5, visible) @ w["wo"]
 
     def mlp(w: dict[str, Tensor], x: Tensor) -> Tensor:
-        return (x @ w["w_u"].T * silu(x @ w["w_v"].T)) @ w["w_down"]
+        return (x @ w["w_u"].T * {"silu": silu, "gelu": gelu}[activation](x @ w["w_v"].T)) @ w["w_down"]
 
     in_encoder, in_decoder, across = masks(torch.zeros_like(tokens) if doc_ids is None else doc_ids, source)
     h = weights["source_embedding"][tokens[:, :source]]

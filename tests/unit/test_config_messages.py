@@ -110,6 +110,18 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
         ["model.statistics=synchronised, model.norm=layer", "no effect", "model.statistics=per_rank"],
     ),
     (
+        ["model=powernorm", "model.psi_warmup_steps=50", "train.steps=50"],
+        ["model.psi_warmup_steps=50, train.steps=50", "not causal", "below 50"],
+    ),
+    (
+        ["model=normformer", "model.rope_base=500"],
+        ["model.rope_base=500.0, model.positions=sinusoidal", "no effect", "model.rope_base=10000"],
+    ),
+    (
+        ["model=normformer", "model.qk_norm=true"],
+        ["model.qk_norm=true", "belongs to model=gpt, model=gpt_encoder_decoder, model=ngpt, "],
+    ),
+    (
         ["model=powernorm", "model.norm=pn_v", "model.psi_warmup_steps=5"],
         ["model.psi_warmup_steps=5, model.norm=pn_v", "no effect", "model.psi_warmup_steps=auto"],
     ),

@@ -312,7 +312,7 @@ def test_command_line_over_row_over_table(directory: str) -> None:
     other = row("other", "model.context=64")
     assert (type(other.model).__name__, other.scale.name, other.model.n_layers) == ("GPTConfig", "debug", 2)
     assert (other.optim.lr, other.optim.clip_norm, other.train.steps, other.schedule.kind) == (2e-3, 0.5, 7, "linear")
-    over = row("other", "scale=tiny", "model=normformer", "recipe=gpt", "optim.lr=3")
+    over = row("other", "scale=tiny", "model=normformer", "model.rope_base=10000", "recipe=gpt", "optim.lr=3")
     assert (over.model.name, over.scale.name, over.model.n_layers) == ("normformer", "tiny", 4)
     assert (over.optim.lr, over.train.steps, over.schedule.kind) == (3.0, 7, "cosine")
     assert row("plain", "scale=debug").scale.name == "debug"

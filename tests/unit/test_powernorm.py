@@ -16,11 +16,13 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ngpt_train.__main__ import main
+from ngpt_train.config import load_config
 from ngpt_train.config.architectures import PowerNormConfig
 from ngpt_train.evaluation import Validation
 from ngpt_train.models import Decoder, build_model, export_weights, load_weights, named_weights
 from ngpt_train.models.layers.batch_norms import BatchNorm, BatchStatisticNorm, PowerNorm, PowerNormV
 from ngpt_train.training import build_state, train_step
+from ngpt_train.training.checkpoint import load_state
 from ngpt_train.training.state import TrainState
 from tests.distributed.statistics_worker import Rows as FiveRows
 from tests.end_to_end.runs import arguments, numbers, records, write_corpus
@@ -387,6 +389,7 @@ def test_recomputation_changes_nothing(norm: str) -> None:
 @over_the_batch
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 def test_compile_changes_nothing(norm: str, recomputed: str) -> None:
+    """Caught: statistics that a compiled block advances by itself."""
     torch.compiler.reset()
     state = powernorm_state(norm)
     plain = history(state)
@@ -463,6 +466,18 @@ def test_a_bad_batch_is_no_part_of_the_mean_of_the_warm_up() -> None:
     x = 3 * noise(0, 2, 5, 6)
     one_pass(layer, x, dy, warming_up=True)
     assert_near({"psi2": layer.psi_squared}, {"psi2": x.square().mean((0, 1))}, 1e-12)
+
+
+@pytest.mark.parametrize("warming_up", [False, True])
+@pytest.mark.parametrize("kind", [PowerNorm, PowerNormV, BatchNorm])
+def test_nothing_but_padding_is_no_batch(kind: type[BatchStatisticNorm], warming_up: bool) -> None:
+    """Caught: running statistics drawn towards the mean of nothing, which is 0."""
+    layer = layer_of(kind)
+    x, dy = 3 * noise(0, 2, 5, 6), noise(1, 2, 5, 6)
+    one_pass(layer, x, dy, warming_up=warming_up)
+    kept = {name: value.clone() for name, value in layer.statistics().items() if name != "nu"}
+    one_pass(layer, x, torch.zeros_like(dy), torch.zeros(2, 5, dtype=torch.bool), warming_up=warming_up)
+    assert_near({name: layer.statistics()[name] for name in kept}, kept, 0)
 
 
 # Causality.
@@ -544,6 +559,16 @@ def test_the_note_is_said_once(uninterrupted: Path) -> None:
     log = (uninterrupted / "logs/rank_0.log").read_text()
     assert log.count("model.norm=pn uses the statistics of the batch in the first 6 steps") == 1
     assert log.count("note: ") == 1
+
+
+def test_weights_of_another_run_begin_a_warm_up_of_their_own(uninterrupted: Path, corpus: Path, tmp_path: Path) -> None:
+    """On another schedule, too. Caught: passes of the other run's warm-up counted, init_from refused for its steps."""
+    given = [f"run.init_from={uninterrupted}", "model.psi_warmup_steps=3", "model.alpha_fwd=0.8", "train.steps=8"]
+    assert main(["train", *powernorm_arguments(tmp_path, corpus, *given, "train.stop_at=2")]) == 0
+    state = build_state(load_config([*powernorm_arguments(tmp_path, corpus), "model.vocab_size=257"]))
+    load_state(next((tmp_path / "runs/test/checkpoints").glob("step_*2")), state)
+    passes = {value.item() for name, value in statistics(state.model).items() if name.endswith("n_warmup")}
+    assert passes == {2 * 4}  # steps, micro batches
 
 
 def test_resumes_bit_for_bit(uninterrupted: Path, corpus: Path, tmp_path: Path) -> None:

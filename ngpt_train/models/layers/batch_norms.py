@@ -21,7 +21,7 @@ class Before(NamedTuple):
     """What PowerNorm knows before a forward pass, each `(C,)`."""
 
     psi: Tensor | None  # quadratic mean to divide by; None in the warm-up: that of the batch
-    nu: Tensor  # running gradient of the loss in psi^2, in units of the loss that backward is called on
+    nu: Tensor  # running mean of dL/dx_hat * x_hat (Lambda), L in units of the loss that backward is called on
     probe: Tensor  # zeros; backward leaves the sum of dL/dx_hat * x_hat in its gradient
 
 
@@ -124,7 +124,8 @@ class _DivideByPsi(torch.autograd.Function):
 class PowerNorm(BatchStatisticNorm):
     """Algorithm 2: divides by the running quadratic mean psi, and corrects the gradient by its running mean nu.
 
-    In the warm-up psi is the batch's own, and the running one is the mean over the batches so far.
+    psi is sqrt(psi^2 + eps). In the warm-up it is the batch's own, in the backward pass too, where nu corrects as
+    after it, and the running one is the mean over the batches so far.
     nu is kept in units of the summed loss, so that a loss scaled by another number in each step leaves it alone.
     """
 
@@ -179,9 +180,12 @@ class PowerNorm(BatchStatisticNorm):
 
     @torch.no_grad()
     def remember_backward_(self, gamma: Tensor, n_tokens: Tensor, gradient: Tensor) -> None:
-        """eq. 13; gradient: the sum of dL/dx_hat * x_hat over the tokens, n_tokens: times the scale of the loss."""
+        """nu (1 - (1 - alpha_bkw) Gamma) + (1 - alpha_bkw) Lambda: eq. 13.
+
+        gradient: the sum of dL/dx_hat * x_hat over the tokens; n_tokens: times the scale of the loss.
+        """
         mean = self.over_ranks(gradient) / n_tokens.clamp(min=torch.finfo(n_tokens.dtype).tiny)
-        advance_(self.nu, self.nu * (1 - gamma) + mean, 1 - self.alpha_bkw)
+        advance_(self.nu, self.nu * (1 - gamma) + mean, 1 - self.alpha_bkw)  # the same, with Lambda = mean
 
 
 class PowerNormV(BatchStatisticNorm):
