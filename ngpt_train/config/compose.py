@@ -7,6 +7,7 @@ mistake is reported in the words of this package, with the file that holds it.
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -43,6 +44,8 @@ from ngpt_train.config.validate import (
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
+
+_ONE_HYDRA = threading.Lock()  # Hydra's state is global
 
 
 @dataclass
@@ -85,7 +88,7 @@ def compose(arguments: Iterable[str], user_dir: str | None = None) -> Compositio
     chosen = [f"{group}={option}" for group, option in overrides.choices.items()]
     for directory in directories[1:]:
         chosen.append(f"hydra.searchpath=['file://{_quoted(str(directory))}']")
-    with _hydra(str(directories[0]), row_nodes(reached, options, directories)):
+    with _ONE_HYDRA, _hydra(str(directories[0]), row_nodes(reached, options, directories)):
         defaults = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, chosen, RunMode.RUN).defaults
         packages = {default.config_path: default.package or "" for default in defaults if default.config_path}
         choices = {group: option for group, _, option in (path.partition("/") for path in packages) if group in options}

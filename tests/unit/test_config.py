@@ -1,6 +1,7 @@
 """Composition: what the groups, the files and the command line come to."""
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,12 @@ def test_help_shows_the_keys_of_every_architecture(chosen: str) -> None:
         assert architecture == chosen or f"model={architecture}: " in others
     assert len([line for line in lines if line.startswith("  model.qk_norm=")]) == 2  # nGPT's, and the baseline's
     assert len([line for line in lines if line.startswith("  model.alpha_mlp.kind=")]) == 1
+
+
+def test_threads_may_load_at_the_same_time() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        configs = list(pool.map(lambda seed: load_config([f"run.seed={seed}"]), range(8)))
+    assert [config.run.seed for config in configs] == list(range(8))
 
 
 def test_same_value_twice_is_no_mistake() -> None:
