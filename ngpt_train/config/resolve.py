@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 from ngpt_train.config.architectures import (
     EncoderDecoderKeys,
-    ModelConfig,
     NGPTConfig,
     NormFormerConfig,
     PowerNormConfig,
     ScaleVectorConfig,
 )
+from ngpt_train.config.data_conflicts import data_conflicts, objective_of
 from ngpt_train.config.keys import AUTO, ConfigError
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import report, show
@@ -45,7 +45,7 @@ def resolve(config: Config, origins: Mapping[str, Origin] | None = None) -> None
         optim.lr = _table_lr(config)
     _resolve_warmup(config, origins)
     if config.data.objective == AUTO:
-        config.data.objective = _objective(model)
+        config.data.objective = objective_of(model)
     if isinstance(model, EncoderDecoderKeys):
         model.n_encoder_layers = model.n_encoder_layers or model.n_layers
         model.source_context = model.source_length(model.context)
@@ -56,11 +56,6 @@ def resolve(config: Config, origins: Mapping[str, Origin] | None = None) -> None
             model.group_scaling = 0 if model.norm == "layer" else model.n_heads
     if config.run.name == AUTO:
         config.run.name = f"{model.name}-{config.scale.name}-seed{config.run.seed}"
-
-
-def _objective(model: ModelConfig) -> str:
-    """Encoder-decoders continue the beginning of a document, decoders predict every token."""
-    return "prefix_continuation" if isinstance(model, EncoderDecoderKeys) else "next_token"
 
 
 def auto_warmup(steps: int) -> int:
@@ -144,12 +139,6 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
             _nearest_divisors("model.n_kv_heads", n_kv_heads, model.n_heads),
         )
 
-    if config.data.objective != _objective(model):
-        yield (
-            ("data.objective", "model.name"),
-            "the model is not made for this objective",
-            f"Set data.objective={_objective(model)}, or choose another model",
-        )
     if isinstance(model, EncoderDecoderKeys) and model.source_length(model.context) >= model.context:
         yield (
             ("model.source_context", "model.context"),
@@ -208,25 +197,7 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
             f"one process, but there are {world_size} ranks",
             "Set parallel=auto, ddp or fsdp, or use one rank",
         )
-    if config.data.kind != "embedded" and config.data.path is None:
-        yield ("data.path", "data.kind"), "no data is named", "Set data.path=PATH"
-    if config.data.kind == "embedded" and config.data.path is not None:
-        yield (
-            ("data.path", "data.kind"),
-            "the embedded text reads no path",
-            "Choose data=local for text or data=tokens for prepared shards",
-        )
-    tokenizer = config.tokenizer
-    if tokenizer.path is not None and tokenizer.kind == "bytes":
-        yield (
-            ("tokenizer.path", "tokenizer.kind"),
-            "bytes reads no model file",
-            "Choose tokenizer=sentencepiece or another, or leave tokenizer.path out",
-        )
-    if tokenizer.path is None and tokenizer.kind == "hf":
-        yield ("tokenizer.path", "tokenizer.kind"), "no tokenizer.json is named", "Set tokenizer.path=FILE"
-    if tokenizer.eos is not None and tokenizer.kind != "hf":
-        yield ("tokenizer.eos", "tokenizer.kind"), "the tokenizer knows its own", "Leave tokenizer.eos out"
+    yield from data_conflicts(config, world_size)
     keep, every = config.checkpoint.keep_every, config.checkpoint.every
     if keep is not None and (every == 0 or keep % every):
         multiple = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Union
 
 from ngpt_train.config.architectures import ModelConfig
+from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
 from ngpt_train.config.keys import AUTO, BoolOrAuto, FloatOrAuto, IntOrAuto, key
 
 
@@ -129,52 +130,6 @@ class ScheduleConfig:
     )
     final_lr: float = key(0.0, "Learning rate that the schedule ends at.", minimum=0, maximum=1000)
     decay_fraction: float = key(0.2, "wsd: last part of train.steps that decays.", above=0, maximum=1)
-
-
-@dataclass
-class DataConfig:
-    """Where the text or the tokens come from."""
-
-    kind: str = key(
-        "embedded",
-        "embedded: Python's standard library; local: text files; tokens: prepared shards or nanoGPT's train.bin.",
-        choices=("embedded", "local", "tokens"),
-    )
-    path: Union[str, None] = key(
-        None, "File, directory or glob of the text (local) or directory of the shards (tokens)."
-    )
-    objective: str = key(
-        AUTO,
-        "next_token: predict each token of a stretch of text; prefix_continuation: read the beginning of a document, "
-        "predict what follows. auto is what the model is made for.",
-        choices=(AUTO, "next_token", "prefix_continuation"),
-    )
-    text_field: str = key("text", "Field of a jsonl line, or column of a parquet file, that holds the text.")
-    val_fraction: float = key(
-        0.02, "Share of the documents held out for validation, chosen by a hash of the document.", above=0, below=1
-    )
-    out: Union[str, None] = key(None, "Directory that `prepare` writes; null is the cache, keyed by content.")
-    cache: str = key("~/.cache/ngpt_train", "Where `train` keeps the shards and tokenizers that it prepares from text.")
-    shard_tokens: int = key(
-        100_000_000, "Tokens per prepared shard; its last document may exceed them.", minimum=1, maximum=100_000_000_000
-    )
-
-
-@dataclass
-class TokenizerConfig:
-    """Text to ids. The data group chooses it; prepared tokens bring their own."""
-
-    kind: str = key(
-        "sentencepiece",
-        "bytes; sentencepiece (model file, or trained from the corpus); llama2, mistral32k (SentencePiece models of "
-        "32,000 pieces); gpt2 (tiktoken); hf (a tokenizer.json). Prepared shards bring theirs.",
-        choices=("bytes", "sentencepiece", "llama2", "mistral32k", "gpt2", "hf"),
-    )
-    path: Union[str, None] = key(
-        None, "Model file; null trains a SentencePiece model from the corpus, and finds the well-known ones elsewhere."
-    )
-    eos: Union[str, None] = key(None, "hf: piece that ends a document; null takes the usual one, if there is one.")
-    vocab_size: int = key(4096, "Pieces of a model trained from the corpus.", minimum=300, maximum=1_000_000)
 
 
 @dataclass

@@ -1,55 +1,123 @@
-"""Training batches: position k of the run is a row that seed and k decide, for any number of ranks."""
+"""Training batches: row k of the run is the same for any number of ranks, workers and restarts."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TypedDict
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ngpt_train.data.permutation import shuffled
-from ngpt_train.data.rows import Rows
+from ngpt_train.data.prepared import Rows
+from ngpt_train.data.rows import Batch
 
 
-class LoaderState(TypedDict):
-    """Position of the run: rows consumed so far over all ranks. A checkpoint stores it as JSON."""
+class Position(NamedTuple):
+    """Where the data stands after a batch, as far as this rank knows.
+
+    rows: consumed so far over all ranks; data_hash: this rank's summand of it; cursors: by source, of the streams that
+    this rank owns.
+    """
 
     rows: int
+    data_hash: int
+    cursors: dict[str, NDArray[np.int64]]
 
 
-class TrainLoader(Iterator[tuple[list[tuple[Tensor, ...]], LoaderState]]):
+class Reader(Protocol):
+    """This rank's rows of one source."""
+
+    def take(self, numbers: NDArray[np.int64]) -> Batch:
+        """Rows `numbers` (N,) of the source, which are the next ones of this rank."""
+        ...
+
+    def cursors(self) -> dict[str, NDArray[np.int64]]:
+        """What continues after the rows that were taken; -1 where another rank knows."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class PreparedReader:
+    """Rows that are shuffled anew in each epoch and can be read at any number."""
+
+    rows: Rows
+    seed: int
+
+    def take(self, numbers: NDArray[np.int64]) -> Batch:
+        return self.rows.batch(shuffled(numbers, len(self.rows), self.seed))
+
+    def cursors(self) -> dict[str, NDArray[np.int64]]:
+        return {}
+
+    def close(self) -> None:
+        pass
+
+
+class TrainLoader(Iterator[tuple[list[Batch], Position]]):
     """Endless steps of this rank's share of the global batch, each with the position after it.
 
-    Step s takes positions s * batch_rows to (s + 1) * batch_rows - 1 of the shuffled rows; rank r of R the
-    r-th of R equal parts. An item is `(micro_batches, state)`: tuples of int64 tensors (micro_rows, context) on
-    the CPU, tokens and targets and what else the rows have, and the LoaderState that continues after them.
+    Step s has rows s * batch_rows to (s + 1) * batch_rows - 1 of the run; rank r of R those whose number is r modulo R.
+    An item is `(micro_batches, position)`: tuples of int64 arrays (micro_rows, context), tokens and targets and what
+    else the rows have.
     """
 
     def __init__(
         self,
-        rows: Rows,
+        reader: Reader,
         batch_rows: int,
         micro_rows: int,
-        seed: int,
         rank: int = 0,
         world_size: int = 1,
-        state: LoaderState | None = None,
+        state: Mapping[str, Any] | None = None,
     ):
+        """state: what `merged` made of the positions of all ranks."""
         if batch_rows % (world_size * micro_rows) != 0:
             raise ValueError(f"{batch_rows} rows do not divide into {world_size} ranks x micro batches of {micro_rows}")
-        self._source, self._seed = rows, seed
+        self._reader, self._rank, self._world_size = reader, rank, world_size
         self._batch_rows, self._micro_rows = batch_rows, micro_rows
-        share = batch_rows // world_size
-        self._share = np.arange(rank * share, (rank + 1) * share)
-        self._rows = 0 if state is None else state["rows"]
+        self._rows = 0 if state is None else int(state["rows"])
+        self._hash = 0 if state is None or rank else int(state["data_hash"], 16)
 
-    def __next__(self) -> tuple[list[tuple[Tensor, ...]], LoaderState]:
-        indices = shuffled(self._rows + self._share, len(self._source), self._seed)
-        parts = [part.contiguous().split(self._micro_rows) for part in self._source.batch(indices)]
+    def __next__(self) -> tuple[list[Batch], Position]:
+        first = self._rows + (self._rank - self._rows) % self._world_size
         self._rows += self._batch_rows
-        return list(zip(*parts, strict=True)), {"rows": self._rows}
+        numbers = np.arange(first, self._rows, self._world_size)
+        batch = self._reader.take(numbers)
+        self._hash = (self._hash + hash_of_rows(numbers, batch)) % 2**64
+        parts = [np.split(np.ascontiguousarray(part), len(part) // self._micro_rows) for part in batch]
+        return list(zip(*parts, strict=True)), Position(self._rows, self._hash, self._reader.cursors())
+
+    def close(self) -> None:
+        """Ends what reads ahead."""
+        self._reader.close()
+
+
+def hash_of_rows(numbers: NDArray[np.int64], batch: Batch) -> int:
+    """Sum over the rows of a hash of each one's number, tokens and last target, modulo 2^64: whoever adds up the same
+    rows, in any order and grouping, has the same sum."""
+    ids = np.concatenate([batch[0], batch[1][:, -1:]], axis=1).astype("<i4")
+    rows = zip(numbers.tolist(), ids, strict=True)
+    return sum(
+        int.from_bytes(hashlib.blake2b(row.data, digest_size=8, salt=number.to_bytes(8, "little")).digest(), "little")
+        for number, row in rows
+    )
+
+
+def merged(positions: Sequence[Position]) -> dict[str, Any]:
+    """The positions of all ranks after the same step as one, for a checkpoint. JSON."""
+    names = positions[0].cursors
+    cursors = {name: np.max([position.cursors[name] for position in positions], axis=0).tolist() for name in names}
+    return {"rows": positions[0].rows, "data_hash": data_hash(positions), "cursors": cursors}
+
+
+def data_hash(positions: Sequence[Position]) -> str:
+    """Of all rows that were consumed so far, from the positions of all ranks after the same step: 16 hex digits."""
+    return f"{sum(position.data_hash for position in positions) % 2**64:016x}"
 
 
 def validation_rows(rows: Rows, n_rows: int, seed: int) -> NDArray[np.int64]:

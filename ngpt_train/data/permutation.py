@@ -37,6 +37,14 @@ def shuffled(k: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
     return x.astype(np.int64)
 
 
+def keyed_hash(*keys: int) -> int:
+    """A 63-bit number that looks random and depends on all of `keys`, in their order."""
+    h = np.zeros(1, np.uint64)
+    for key in keys:
+        h = _mix(h * MULTIPLIERS[0] + _mix(np.array([key % 2**64], np.uint64)) + GOLDEN)
+    return int(h[0] >> np.uint64(1))
+
+
 def _permute(x: NDArray[np.uint64], n: int, key: NDArray[np.uint64]) -> NDArray[np.uint64]:
     width = math.isqrt(n - 1) + 1
     a, b = np.uint64(width), np.uint64(-(-n // width))

@@ -1,82 +1,59 @@
-"""What a training row is: a stretch of the token sequence, or a document and its continuation."""
+"""What a training row is: a stretch of text, documents that fit together, or a document and its continuation.
+
+A row is written as `context + 1` ids, -1 where there is none: each id but the last is read, each but the first is the
+target of the one before. A document is its ids and then eos, and the eos before it opens it: as a target eos
+ends one document, as an input it begins the next. So every id of every document is a target, its eos included.
+"""
 
 from __future__ import annotations
 
-from typing import Protocol
+from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from ngpt_train.config.architectures import EncoderDecoderKeys, ModelConfig
-from ngpt_train.config.keys import DataError
-from ngpt_train.data.shards import Tokens, check_length
-from ngpt_train.models.decoder import IGNORED
+from ngpt_train.config.architectures import EncoderDecoderKeys
+from ngpt_train.config.batch import IGNORED, PADDING
+from ngpt_train.config.schema import Config
 
-PADDING = -1  # document id of positions that are none
-
-
-class Rows(Protocol):
-    """Numbered rows of `context` tokens each."""
-
-    def __len__(self) -> int: ...
-
-    def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        """tokens, targets and, where rows are padded, document ids of rows `indices` (N,): (N, context) int64 each."""
-        ...
+Batch = tuple[NDArray[np.int64], ...]  # tokens, targets and, where the model needs them, document ids: (N, context)
+NOTHING = -1  # in place of an id where a row is padded
 
 
-def rows_of(tokens: Tokens, model: ModelConfig) -> Rows:
-    """The rows that an architecture is trained on. Raises DataError if the split has none."""
-    if isinstance(model, EncoderDecoderKeys):
-        return PrefixContinuation(tokens, model.context, model.source_length(model.context))
-    return NextToken(tokens, model.context)
+@dataclass(frozen=True)
+class RowFormat:
+    """How the ids of a row become what a model takes.
 
-
-class NextToken:
-    """Row k is the tokens from k * context on, each the target of the one before it."""
-
-    def __init__(self, tokens: Tokens, context: int) -> None:
-        check_length(tokens.split, len(tokens), context, str(tokens.path))
-        self._tokens, self._context = tokens, context
-
-    def __len__(self) -> int:
-        return self._tokens.n_rows(self._context)
-
-    def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        rows = torch.from_numpy(self._tokens.rows(indices, self._context))
-        return rows[:, :-1], rows[:, 1:]
-
-
-class PrefixContinuation:
-    """Row k is the beginning of a document: `source_context` tokens to read, then what follows, to be continued.
-
-    The first token after the source is given to the decoder and never a target, as the TnT authors train.
-    Documents with less than one target are left out, the others are padded or cut to the row.
+    source_context: tokens that an encoder reads, None for a decoder; pads: whether a row may have fewer ids than fit;
+    document_mask: whether attention ends, and positions begin, with each document.
     """
 
-    def __init__(self, tokens: Tokens, context: int, source_context: int) -> None:
-        self._tokens, self._context, self._source = tokens, context, source_context
-        starts, lengths = tokens.documents()
-        long_enough = lengths >= source_context + 2
-        self._starts, self._lengths = starts[long_enough], np.minimum(lengths[long_enough], context + 1)
-        if not len(self):
-            raise DataError(
-                f"{tokens.path}: no document of the {tokens.split} split has model.source_context + 2 = "
-                f"{source_context + 2} tokens (the longest of {len(lengths):,} has {lengths.max(initial=0):,}); "
-                "shorten model.source_context, or add longer documents"
-            )
+    context: int
+    eos: int
+    pads: bool = False
+    document_mask: bool = False
+    source_context: int | None = None
 
-    def __len__(self) -> int:
-        return len(self._starts)
+    def batch(self, ids: NDArray[np.integer]) -> Batch:
+        """ids: (N, context + 1)."""
+        ids = ids.astype(np.int64, copy=False)
+        tokens, targets = ids[:, :-1], ids[:, 1:]
+        if self.source_context is not None:
+            # The first token after the source is given to the decoder and never a target, as the TnT authors train.
+            predicted = (np.arange(self.context) >= self.source_context) & (targets != NOTHING)
+            doc_ids = np.where(tokens != NOTHING, 0, PADDING)
+            return np.maximum(tokens, 0), np.where(predicted, targets, IGNORED), doc_ids
+        read = targets != NOTHING  # an eos that nothing follows opens no document
+        if self.pads:
+            tokens, targets = np.where(read, tokens, 0), np.where(read, targets, IGNORED)
+        if not self.document_mask:
+            return tokens, targets
+        doc_ids = (tokens == self.eos).cumsum(axis=1)
+        return tokens, targets, np.where(read, doc_ids, PADDING) if self.pads else doc_ids
 
-    def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        rows = np.zeros((len(indices), self._context + 1), np.int64)
-        lengths = self._lengths[indices]
-        for row, start, length in zip(rows, self._starts[indices].tolist(), lengths.tolist(), strict=True):
-            self._tokens.read(start, row[:length])
-        position = np.arange(self._context)
-        targets = np.where((position >= self._source) & (position + 1 < lengths[:, None]), rows[:, 1:], IGNORED)
-        doc_ids = np.where(position < lengths[:, None], 0, PADDING)
-        return torch.from_numpy(rows[:, :-1]), torch.from_numpy(targets), torch.from_numpy(doc_ids)
+
+def row_format(config: Config, eos: int) -> RowFormat:
+    """The format that the config asks for."""
+    model, data = config.model, config.data
+    source = model.source_length(model.context) if isinstance(model, EncoderDecoderKeys) else None
+    return RowFormat(model.context, eos, data.pack == "best_fit", data.document_mask, source)

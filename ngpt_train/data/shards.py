@@ -9,6 +9,7 @@ import bisect
 import functools
 import hashlib
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,7 @@ class SplitWriter:
 
 
 class Tokens:
-    """One split as one long sequence of token ids over memory-mapped shards.
+    """One split as one long sequence of token ids over memory-mapped shards, each document with `eos` at its end.
 
     offsets: of each shard the start of each document and the end of the last; without them the documents are
     found by `eos`.
@@ -96,31 +97,16 @@ class Tokens:
         self,
         split: str,
         path: Path,
-        shards: list[NDArray[np.unsignedinteger]],
-        offsets: list[NDArray[np.unsignedinteger]] | None = None,
-        eos: int = -1,
+        shards: Sequence[NDArray[np.integer]],
+        eos: int,
+        offsets: Sequence[NDArray[np.integer]] | None = None,
     ):
-        self.split, self.path = split, path
-        self._shards, self._offsets, self._eos = shards, offsets, eos
+        self.split, self.path, self.eos = split, path, eos
+        self._shards, self._offsets = shards, offsets
         self._starts = list(itertools.accumulate(map(len, shards), initial=0))
 
     def __len__(self) -> int:
         return self._starts[-1]
-
-    def n_rows(self, context: int) -> int:
-        """Rows of `context` targets; every token but the first, and the rest of a row at the end, is a target once."""
-        return max(0, len(self) - 1) // context
-
-    def row(self, index: int, context: int) -> NDArray[np.int64]:
-        """Row `index`: the tokens from index * context, (context + 1,) of them."""
-        return self.rows(np.array([index]), context)[0]
-
-    def rows(self, indices: NDArray[np.int64], context: int) -> NDArray[np.int64]:
-        """Rows `indices` (N,), each in [0, n_rows(context)), as (N, context + 1)."""
-        out = np.empty((len(indices), context + 1), np.int64)
-        for row, index in zip(out, indices.tolist(), strict=True):
-            self.read(index * context, row)
-        return out
 
     def documents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Start and length, eos included, of each document, in order. Looked for once: a large split takes minutes."""
@@ -133,7 +119,7 @@ class Tokens:
             if self._offsets is not None:
                 offsets = self._offsets[shard].astype(np.int64)
             else:
-                ends = np.flatnonzero(ids == self._eos) + 1
+                ends = np.flatnonzero(ids == self.eos) + 1
                 tail = [len(ids)] if not len(ends) or ends[-1] < len(ids) else []
                 offsets = np.concatenate([[0], ends, tail]).astype(np.int64)
             starts.append(offsets[:-1] + self._starts[shard])
@@ -141,9 +127,12 @@ class Tokens:
         return np.concatenate(starts), np.concatenate(lengths)
 
     def read(self, start: int, out: NDArray[np.int64]) -> None:
-        """Fills `out` with the tokens from `start` on."""
-        assert start >= 0
+        """Fills `out` with the tokens from `start` on; before the first there is eos, which opens its document."""
+        assert start >= -1
         assert start + len(out) <= len(self)
+        if start < 0:
+            out[0] = self.eos
+            start, out = 0, out[1:]
         done = 0
         shard = bisect.bisect_right(self._starts, start) - 1
         while done < len(out):
@@ -178,7 +167,7 @@ def open_shards(split: str, directory: Path, manifest: dict[str, Any], hashes: F
         _check_size(path, shard["tokens"] * dtype.itemsize)
         shards.append(map_tokens(path, dtype, manifest["tokenizer"], hashes, shard["sha256"]))
         offsets.append(np.asarray(np.memmap(index, "<u8", mode="r")))
-    return Tokens(split, directory, shards, offsets)
+    return Tokens(split, directory, shards, manifest["tokenizer"]["eos"], offsets)
 
 
 def map_tokens(

@@ -1,0 +1,103 @@
+"""Keys of data.* and tokenizer.* that exclude each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ngpt_train.config.architectures import EncoderDecoderKeys, ModelConfig, PowerNormConfig
+from ngpt_train.config.schema import Config
+
+Conflict = tuple[tuple[str, ...], str, str]  # keys, what is wrong, what to do
+
+
+def objective_of(model: ModelConfig) -> str:
+    """Encoder-decoders continue the beginning of a document, decoders predict every token."""
+    return "prefix_continuation" if isinstance(model, EncoderDecoderKeys) else "next_token"
+
+
+def data_conflicts(config: Config, world_size: int) -> Iterator[Conflict]:
+    """Every conflict, for `world_size` ranks. The config is resolved."""
+    yield from _source_conflicts(config)
+    yield from _row_conflicts(config)
+    yield from _tokenizer_conflicts(config)
+    data = config.data
+    if data.streamed and data.streams % world_size:
+        yield (
+            ("data.streams",),
+            f"{world_size} ranks cannot share the streams evenly",
+            f"Use {near_divisors(data.streams, world_size)} ranks; or, for a new run, data.streams="
+            f"{-(-data.streams // world_size) * world_size}, which gives other rows",
+        )
+
+
+def near_divisors(number: int, wanted: int) -> str:
+    """The divisors of `number` next to `wanted` on either side, in words."""
+    divisors = [n for n in range(1, number + 1) if number % n == 0]
+    below = [n for n in divisors if n < wanted][-1:]
+    return " or ".join(map(str, below + [n for n in divisors if n > wanted][:1]))
+
+
+def _source_conflicts(config: Config) -> Iterator[Conflict]:
+    data = config.data
+    if data.kind in ("local", "tokens") and data.path is None:
+        yield ("data.path", "data.kind"), "no data is named", "Set data.path=PATH"
+    if data.kind == "embedded" and data.path is not None:
+        yield (
+            ("data.path", "data.kind"),
+            "the embedded text reads no path",
+            "Choose data=local for text or data=tokens for prepared shards",
+        )
+    if data.on_hub and data.path is not None:
+        yield (
+            ("data.path", "data.kind"),
+            "a data set of the hub reads no path",
+            "Choose data=local for files, or leave data.path out",
+        )
+    if data.on_hub and data.repo is None:
+        yield ("data.repo", "data.kind"), "no data set is named", "Set data.repo=OWNER/NAME"
+    if not data.on_hub and data.repo is not None:
+        yield ("data.repo", "data.kind"), "the text is not read from the hub", "Choose data=hf, or leave data.repo out"
+    if data.kind == "tokens" and data.streamed:
+        yield (
+            ("data.streaming", "data.kind"),
+            "prepared shards are tokens already",
+            "Leave data.streaming out, or choose data=local",
+        )
+
+
+def _row_conflicts(config: Config) -> Iterator[Conflict]:
+    data, model = config.data, config.model
+    if data.objective != objective_of(model):
+        yield (
+            ("data.objective", "model.name"),
+            "the model is not made for this objective",
+            f"Set data.objective={objective_of(model)}, or choose another model",
+        )
+    if data.objective == "prefix_continuation":
+        for name, value, default in (
+            ("data.pack", data.pack, "concat"),
+            ("data.document_mask", data.document_mask, False),
+        ):
+            if value != default:
+                yield (name, "data.objective"), "a row is one document then", f"Leave {name} out"
+    pads_unseen = data.pack == "best_fit" and not data.document_mask
+    if pads_unseen and isinstance(model, PowerNormConfig) and model.norm != "layer":
+        yield (
+            ("data.pack", "data.document_mask", "model.norm"),
+            "padding would enter the statistics of the batch",
+            "Set data.document_mask=true, or data.pack=concat",
+        )
+
+
+def _tokenizer_conflicts(config: Config) -> Iterator[Conflict]:
+    tokenizer = config.tokenizer
+    if tokenizer.path is not None and tokenizer.kind == "bytes":
+        yield (
+            ("tokenizer.path", "tokenizer.kind"),
+            "bytes reads no model file",
+            "Choose tokenizer=sentencepiece or another, or leave tokenizer.path out",
+        )
+    if tokenizer.path is None and tokenizer.kind == "hf":
+        yield ("tokenizer.path", "tokenizer.kind"), "no tokenizer.json is named", "Set tokenizer.path=FILE"
+    if tokenizer.eos is not None and tokenizer.kind != "hf":
+        yield ("tokenizer.eos", "tokenizer.kind"), "the tokenizer knows its own", "Leave tokenizer.eos out"

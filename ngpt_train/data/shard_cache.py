@@ -1,0 +1,179 @@
+"""A cache of decoded shards on this machine: each fetched and decoded once, by one process, within a bounded disk."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import shutil
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ngpt_train.config.keys import DataError
+from ngpt_train.data.directory import build_directory
+from ngpt_train.data.documents import HEADER, Documents, read_header, write_bad, write_documents
+from ngpt_train.data.hashes import FileHashes, canonical_hash
+
+logger = logging.getLogger(__name__)
+
+
+class FetchError(DataError):
+    """A shard that cannot be reached, which says nothing about its content."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """A part of a data set that is read as a whole. identity: changes with its content."""
+
+    name: str
+    identity: str
+    files: tuple[str, ...]
+
+
+class ShardSource(Protocol):
+    """Where the text of shards comes from. Travels to worker processes."""
+
+    def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
+        """The documents of a shard, in order; `scratch` is a directory for what has to be fetched.
+
+        Raises FetchError where it cannot be reached, DataError where it is faulty.
+        """
+        ...
+
+
+class ShardCache:
+    """Decoded shards below `directory`, at most `limit` bytes of them, the least recently opened deleted first."""
+
+    def __init__(self, directory: Path, limit: float, source: ShardSource, text_field: str, skip_bad: bool) -> None:
+        self._directory, self._limit, self._source = directory, limit, source
+        self._text_field, self._skip_bad = text_field, skip_bad
+
+    def open(self, shard: Shard) -> Documents:
+        """The documents of a shard, which is fetched and decoded unless it is here.
+
+        Raises FetchError where it cannot be reached, DataError where it is faulty, unless bad shards are skipped, or
+        where the disk is full.
+        """
+        target = self._directory / canonical_hash([shard.identity, self._text_field])[:32]
+        for _ in range(2):
+            if not (target / HEADER).exists():
+                self._build(target, shard)
+            try:
+                documents = Documents(target)
+                if documents.header["bad"] is None or self._skip_bad:
+                    self._check(target, documents)
+                    os.utime(target / HEADER)  # last use
+                    return documents
+            except (OSError, ValueError, KeyError) as error:
+                logger.warning("%s: the decoded copy in %s is damaged (%s) and made again", shard.name, target, error)
+            _remove(target)
+        raise DataError(f"{shard.name}: the decoded copy in {target} is damaged again and again; is the disk faulty?")
+
+    def _check(self, target: Path, documents: Documents) -> None:
+        """Raises ValueError where the text is not what was written; computed once per version of the file."""
+        hashes = FileHashes(self._directory)
+        if hashes.sha256(target / "text.bin") != documents.header["sha256"]:
+            raise ValueError("text.bin has another sha256 than when it was written")
+        hashes.save()
+
+    def _build(self, target: Path, shard: Shard) -> None:
+        self._make_room(keep=target)
+
+        def build(directory: Path) -> None:
+            scratch = directory / "fetched"
+            scratch.mkdir()
+            try:
+                write_documents(directory, self._source.documents(shard, scratch))
+            except FetchError:
+                raise
+            except DataError as error:
+                if not self._skip_bad:
+                    raise
+                logger.warning("data.on_bad_shard=skip: %s", error)
+                write_bad(directory, str(error))
+            shutil.rmtree(scratch)
+
+        try:
+            build_directory(target, build)
+        except DataError as error:
+            if not _disk_is_full(error):
+                raise
+            self._make_room(keep=target, everything=True)
+            build_directory(target, build)
+
+    def _make_room(self, keep: Path, everything: bool = False) -> None:
+        """Deletes the least recently opened shards until the rest is below the limit, or all but the latest ones."""
+        found = []
+        for header in self._directory.glob(f"*/{HEADER}"):
+            with contextlib.suppress(OSError, ValueError, KeyError):  # another process deletes, too
+                found.append((header.stat().st_mtime, header.parent, read_header(header.parent)["bytes"]))
+        size = sum(entry[2] for entry in found)
+        for _, directory, n_bytes in sorted(found):
+            if (size <= self._limit and not everything) or directory == keep:
+                continue
+            logger.info("deleting %s, the decoded shard that was opened longest ago", directory)
+            _remove(directory)
+            size -= n_bytes
+
+
+def _disk_is_full(error: BaseException) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _remove(directory: Path) -> None:
+    """Whoever has its files open keeps them; who is about to open them makes them again."""
+    with contextlib.suppress(OSError):
+        (directory / HEADER).unlink()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+class ShardedText:
+    """The training documents of a list of shards, opened when a stream comes to them."""
+
+    # Two windows, because streams do not pass from one to the next at the same moment.
+    WINDOWS_OPEN = 2
+
+    def __init__(self, cache: ShardCache, shards: Sequence[Shard], val_fraction: float, open_shards: int) -> None:
+        self.n_shards = len(shards)
+        self._cache, self._shards, self._val_fraction = cache, shards, val_fraction
+        self._n_open = self.WINDOWS_OPEN * open_shards + 1
+        self._open: dict[int, Documents] = {}
+        self._sizes: dict[int, int] = {}
+        self._announced: set[tuple[int, ...]] = set()
+
+    def n_documents(self, shard: int) -> int:
+        if shard not in self._sizes:
+            self._sizes[shard] = len(self.documents(shard))
+        return self._sizes[shard]
+
+    def document(self, shard: int, index: int) -> str | None:
+        documents = self.documents(shard)
+        return None if documents.places[index] < self._val_fraction else documents.text(index)
+
+    def documents(self, shard: int) -> Documents:
+        """All documents of a shard, those of validation included."""
+        documents = self._open.pop(shard, None)
+        if documents is None:
+            documents = self._cache.open(self._shards[shard])
+            while len(self._open) >= self._n_open:
+                del self._open[next(iter(self._open))]  # opened or read longest ago
+        self._open[shard] = documents
+        return documents
+
+    def soon(self, shards: Sequence[int]) -> None:
+        """Fetches and decodes them in the background; whatever goes wrong there goes wrong again where it counts."""
+        if tuple(shards) in self._announced:
+            return
+        self._announced.add(tuple(shards))
+
+        def fetch() -> None:
+            with contextlib.suppress(Exception):
+                for shard in shards:
+                    self._cache.open(self._shards[shard])
+
+        threading.Thread(target=fetch, name="next shards", daemon=True).start()

@@ -1,0 +1,181 @@
+"""A virtual stream: endless rows of ids from its pieces, and a cursor that continues after any of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngpt_train.config.keys import DataError
+from ngpt_train.data.packing import best_fit
+from ngpt_train.data.pieces import Piece, document_order, n_windows, stream_pieces, window_pieces, window_shards
+from ngpt_train.data.rows import NOTHING
+from ngpt_train.data.tokenizers import Tokenizer
+
+# Documents that best_fit packs together: a stream holds so many, and a resume tokenizes up to so many again.
+PACKED_TOGETHER = 64
+MOST_EMPTY_EPOCHS = 3
+Ids = NDArray[np.integer]
+
+
+class Text(Protocol):
+    """Documents by shard."""
+
+    n_shards: int
+
+    def n_documents(self, shard: int) -> int: ...
+
+    def document(self, shard: int, index: int) -> str | None:
+        """A document; None where training does not read it."""
+        ...
+
+    def soon(self, shards: Sequence[int]) -> None:
+        """These shards are next."""
+        ...
+
+
+class Cursor(NamedTuple):
+    """Where the next row begins: in this document of this piece of the stream's in this window.
+
+    within: the first id of the document that is a target there; for best_fit the row of the documents that are
+    packed together.
+    """
+
+    epoch: int = 0
+    window: int = 0
+    piece: int = 0
+    document: int = 0
+    within: int = 0
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """What, besides the text and the tokenizer, decides the rows of all streams."""
+
+    n_streams: int
+    open_shards: int
+    seed: int
+    context: int
+    rows: str  # concat, best_fit or prefix_continuation
+    shortest: int  # ids of a document below which prefix_continuation leaves it out
+
+
+class Stream:
+    """Stream number `stream` of `settings.n_streams`."""
+
+    def __init__(self, text: Text, tokenizer: Tokenizer, settings: StreamSettings, stream: int) -> None:
+        self.text, self.tokenizer, self.settings, self.stream = text, tokenizer, settings, stream
+
+    def rows(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
+        """Rows of context + 1 ids from the cursor's on, and the cursor of the next. Raises DataError."""
+        kinds: dict[str, Callable[[Cursor], Iterator[tuple[Ids, Cursor]]]] = {
+            "concat": self._concat,
+            "best_fit": self._best_fit,
+            "prefix_continuation": self._beginnings,
+        }
+        return kinds[self.settings.rows](cursor)
+
+    def pieces(self, cursor: Cursor) -> Iterator[tuple[Cursor, Piece]]:
+        """The stream's pieces from the cursor's on, through one epoch after the other."""
+        settings, text = self.settings, self.text
+        epoch, window, skip = cursor.epoch, cursor.window, cursor.piece
+        n = n_windows(text.n_shards, settings.open_shards)
+        last = epoch  # with a piece
+        while True:
+            self._check_epochs(last, epoch)
+            shards = window_shards(text.n_shards, settings.open_shards, epoch, window, settings.seed)
+            pieces = window_pieces([(shard, text.n_documents(shard)) for shard in shards], settings.n_streams)
+            following = (epoch, window + 1) if window + 1 < n else (epoch + 1, 0)
+            text.soon(window_shards(text.n_shards, settings.open_shards, *following, settings.seed))
+            mine = stream_pieces(pieces, settings.n_streams, self.stream, epoch, window, settings.seed)
+            for index in range(skip, len(mine)):
+                last = epoch
+                yield Cursor(epoch, window, index), mine[index]
+            (epoch, window), skip = following, 0
+
+    def documents(self, cursor: Cursor) -> Iterator[tuple[Cursor, Ids]]:
+        """Ids of each training document from the cursor's on, eos at their end, and where it begins.
+
+        Raises DataError where there are none for this stream.
+        """
+        eos = np.array([self.tokenizer.eos])
+        last = cursor.epoch  # with a document
+        for place, piece in self.pieces(cursor):
+            self._check_epochs(last, place.epoch)
+            order = document_order(piece, place.epoch, self.settings.seed)
+            first = cursor.document if place[:3] == cursor[:3] else 0
+            for index in range(first, len(order)):
+                text = self.text.document(piece.shard, order[index])
+                if text is not None:
+                    last = place.epoch
+                    yield place._replace(document=index), np.append(self.tokenizer.encode_batch([text])[0], eos)
+
+    def _check_epochs(self, last: int, epoch: int) -> None:
+        """Of few documents a stream may have none in one epoch and some in the next."""
+        if epoch > last + MOST_EMPTY_EPOCHS:
+            raise DataError(
+                f"data.streams={self.settings.n_streams}: in {MOST_EMPTY_EPOCHS} epochs there is no document for stream "
+                f"{self.stream}. Take fewer streams, or more documents"
+            )
+
+    def _concat(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
+        """Documents one after the other. The last id of a row is the first of the next: a target, then an input."""
+        length = self.settings.context + 1
+        row = np.empty(length, np.int32)
+        filled = 0
+        for place, ids in self.documents(cursor):
+            taken = cursor.within if place[:4] == cursor[:4] else 0
+            if filled == 0:
+                row[0] = ids[taken - 1] if taken else self.tokenizer.eos
+                filled = 1
+            while filled + len(ids) - taken >= length:
+                end = taken + length - filled
+                row[filled:] = ids[taken:end]
+                taken = end
+                yield row.copy(), place._replace(within=taken)
+                row[0] = ids[taken - 1]
+                filled = 1
+            row[filled : filled + len(ids) - taken] = ids[taken:]
+            filled += len(ids) - taken
+
+    def _best_fit(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
+        """Whole documents, packed PACKED_TOGETHER at a time."""
+        group: list[Ids] = []
+        skip = cursor.within
+        start = cursor
+        for place, ids in self.documents(cursor):
+            if len(group) == PACKED_TOGETHER:
+                packed = self._packed(group)
+                for number in range(skip, len(packed)):
+                    last = number + 1 == len(packed)
+                    yield packed[number], place if last else start._replace(within=number + 1)
+                group, skip = [], 0
+            if not group:
+                start = place
+            group.append(ids)
+
+    def _packed(self, documents: list[Ids]) -> list[Ids]:
+        context = self.settings.context
+        rows = []
+        for parts in best_fit([len(ids) for ids in documents], context):
+            row = np.full(context + 1, NOTHING, np.int32)
+            document, start, _ = parts[0]
+            row[0] = documents[document][start - 1] if start else self.tokenizer.eos
+            filled = 1
+            for document, start, size in parts:
+                row[filled : filled + size] = documents[document][start : start + size]
+                filled += size
+            rows.append(row)
+        return rows
+
+    def _beginnings(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
+        """The beginning of each document that is long enough."""
+        length = self.settings.context + 1
+        for place, ids in self.documents(cursor):
+            if len(ids) >= self.settings.shortest:
+                row = np.full(length, NOTHING, np.int32)
+                row[: min(len(ids), length)] = ids[:length]
+                yield row, place._replace(document=place.document + 1)

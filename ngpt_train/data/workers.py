@@ -1,0 +1,184 @@
+"""The rows of virtual streams, tokenized ahead in processes of their own.
+
+Rank r of R owns the streams s with s mod R = r, and worker w of N those of them whose place among them is w mod N. A
+worker makes the rows of its streams in the order in which the rank takes them, each with the cursor after it; a cursor
+counts when its row is taken, so whatever was made ahead is made again after a resume.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import signal
+import traceback
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngpt_train.config.keys import DataError
+from ngpt_train.data.rows import Batch, RowFormat
+from ngpt_train.data.shard_cache import Shard, ShardCache, ShardedText
+from ngpt_train.data.streams import Cursor, Ids, Stream, StreamSettings
+from ngpt_train.data.tokenizers import Tokenizer
+
+BLOCK_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start
+POLL_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class StreamedText:
+    """Text that is tokenized while it is read. Travels to worker processes."""
+
+    cache: ShardCache
+    shards: tuple[Shard, ...]
+    val_fraction: float
+    settings: StreamSettings
+    tokenizer: Tokenizer
+
+    def open(self) -> ShardedText:
+        return ShardedText(self.cache, self.shards, self.val_fraction, self.settings.open_shards)
+
+
+class Streams:
+    """Some of the virtual streams, each opened at its cursor when it is first asked."""
+
+    def __init__(self, text: StreamedText, cursors: NDArray[np.int64]) -> None:
+        self._text, self._shards, self._cursors = text, text.open(), cursors
+        self._rows: dict[int, Iterator[tuple[Ids, Cursor]]] = {}
+
+    def next(self, stream: int) -> tuple[Ids, Cursor]:
+        if stream not in self._rows:
+            opened = Stream(self._shards, self._text.tokenizer, self._text.settings, stream)
+            self._rows[stream] = opened.rows(Cursor(*self._cursors[stream].tolist()))
+        return next(self._rows[stream])
+
+
+class StreamReader:
+    """This rank's rows of a streamed text, in the order of `numbers`, and the cursors after those that were taken.
+
+    numbers: of the rows that the rank will take, without an end; row n is of stream n mod n_streams.
+    workers: processes; 0 tokenizes where the rows are taken. prefetch: blocks that each may be ahead.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        text: StreamedText,
+        form: RowFormat,
+        numbers: Iterable[int],
+        cursors: NDArray[np.int64],
+        share: tuple[int, int],
+        workers: int,
+        prefetch: int,
+    ) -> None:
+        self._name, self._form, self._n_streams = name, form, text.settings.n_streams
+        rank, world_size = share
+        owned = range(rank, self._n_streams, world_size)
+        self._cursors = np.full((self._n_streams, len(Cursor._fields)), -1, np.int64)
+        self._cursors[owned] = cursors[owned]
+        self._worker_of = {stream: place % max(1, workers) for place, stream in enumerate(owned)}
+        self._streams = Streams(text, cursors.copy()) if workers == 0 else None
+        self._workers = [
+            Worker(text, numbers, {s for s in owned if self._worker_of[s] == w}, cursors, prefetch)
+            for w in range(min(workers, len(owned)))
+        ]
+
+    def take(self, numbers: NDArray[np.int64]) -> Batch:
+        """Rows `numbers` (N,), the next ones of this rank."""
+        ids = np.empty((len(numbers), self._form.context + 1), np.int64)
+        for row, number in zip(ids, numbers.tolist(), strict=True):
+            stream = number % self._n_streams
+            made, cursor = (self._streams or self._workers[self._worker_of[stream]]).next(stream)
+            row[:] = made
+            self._cursors[stream] = cursor
+        return self._form.batch(ids)
+
+    def cursors(self) -> dict[str, NDArray[np.int64]]:
+        """(n_streams, 5): of the row after the last one taken; -1 for the streams of other ranks."""
+        return {self._name: self._cursors.copy()}
+
+    def close(self) -> None:
+        for worker in self._workers:
+            worker.close()
+
+
+class Worker:
+    """A process that makes the rows of some streams."""
+
+    def __init__(
+        self, text: StreamedText, numbers: Iterable[int], streams: set[int], cursors: NDArray[np.int64], prefetch: int
+    ) -> None:
+        # Not forked: a child of a process with threads, or with a GPU, may hang.
+        context = multiprocessing.get_context("spawn")
+        self._queue: Any = context.Queue(prefetch)
+        self._process = context.Process(
+            target=_make_rows, args=(text, numbers, streams, cursors, self._queue), name="data worker", daemon=True
+        )
+        self._process.start()
+        self._block: Iterator[tuple[Ids, Any]] = iter(())
+
+    def next(self, stream: int) -> tuple[Ids, Any]:
+        """The next row, which is of `stream`. Raises what was raised in the process."""
+        for row in self._block:
+            return row
+        ids, cursors = self._receive()
+        self._block = zip(ids, cursors, strict=True)
+        return next(self._block)
+
+    def _receive(self) -> tuple[Ids, NDArray[np.int64]]:
+        while True:
+            try:
+                item = self._queue.get(timeout=POLL_SECONDS)
+            except queue.Empty:
+                if not self._process.is_alive():
+                    raise DataError(
+                        f"a data worker ended without a word (exit code {self._process.exitcode}; -9 is often a lack of "
+                        "memory); run the same command again, or with data.workers=0 to see more"
+                    ) from None
+                continue
+            if isinstance(item, Exception):
+                raise item
+            return item
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.join()
+        self._queue.close()
+
+
+def _make_rows(
+    text: StreamedText, numbers: Iterable[int], streams: set[int], cursors: NDArray[np.int64], rows: Any
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the trainer stops its workers
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def send(item: Any) -> None:
+        while parent.is_alive():
+            try:
+                return rows.put(item, timeout=POLL_SECONDS)
+            except queue.Full:
+                continue
+        rows.cancel_join_thread()
+        raise SystemExit  # the trainer was killed
+
+    try:
+        opened = Streams(text, cursors)
+        n_streams, length = text.settings.n_streams, text.settings.context + 1
+        block = 1
+        made: list[tuple[Ids, Cursor]] = []
+        for number in numbers:
+            if number % n_streams not in streams:
+                continue
+            made.append(opened.next(number % n_streams))
+            if len(made) == block:
+                send((np.stack([ids for ids, _ in made]), np.array([cursor for _, cursor in made])))
+                made = []
+                block = min(2 * block, max(1, BLOCK_TOKENS // length))
+    except DataError as error:
+        send(error)
+    except Exception:
+        send(RuntimeError(f"a data worker failed:\n{traceback.format_exc()}"))
