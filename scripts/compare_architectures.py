@@ -23,8 +23,9 @@ from typing import Any
 import torch
 
 from ngpt_train.config import load_config
-from ngpt_train.data import TrainLoader, open_dataset, rows_of
+from ngpt_train.data import TrainLoader, open_dataset, reader_of
 from ngpt_train.training import TrainState, build_state, train_step
+from ngpt_train.training.feed import Feed
 from ngpt_train.training.provenance import git_commit
 from ngpt_train.verbs.train import with_vocabulary
 
@@ -90,9 +91,10 @@ def steps_of(architecture: str, scale: str) -> Iterator[TrainState]:
     config = load_config(overrides(architecture, scale, seed=0))
     data = open_dataset(config)
     state = build_state(with_vocabulary(config, data))
-    loader = TrainLoader(rows_of(data.train, state.config.model), config.train.rows_per_step, state.micro_rows, seed=0)
+    loader = TrainLoader(reader_of(data, state.config), config.train.rows_per_step, state.micro_rows)
+    feed = Feed(loader, state.world.device)
     while True:
-        micro_batches, _ = next(loader)
+        micro_batches, _ = next(feed)
         train_step(state, micro_batches)
         yield state
 

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from ngpt_train.config.architectures import (
     EncoderDecoderKeys,
+    ModelConfig,
     NGPTConfig,
     NormFormerConfig,
     PowerNormConfig,

@@ -14,6 +14,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.shards import Tokens, map_tokens, open_shards
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer
+from ngpt_train.data.workers import StreamedText
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -24,7 +25,7 @@ STEMS = {"train": "train", "validation": "val"}
 class Dataset:
     """Both splits, and what identifies them: the same token ids and tokenizer have the same fingerprint."""
 
-    train: Tokens
+    train: Tokens | StreamedText
     validation: Tokens
     tokenizer: Tokenizer
     fingerprint: str

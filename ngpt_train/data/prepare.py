@@ -22,6 +22,7 @@ from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import Config
 from ngpt_train.data.dataset import FORMAT, MANIFEST, STEMS, cache_directory, fingerprint, read_manifest
 from ngpt_train.data.directory import build_directory, is_filled
+from ngpt_train.data.documents import place_of
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.readers import extension
 from ngpt_train.data.shards import SplitWriter, check_length, dtype_for
@@ -175,11 +176,6 @@ class _Scan:
         )
 
 
-def _split_position(text: bytes) -> float:
-    """A document's place in [0, 1), by its text alone: validation takes those below data.val_fraction."""
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2**64
-
-
 def _placed(source: Source, only: str | None, val_fraction: float) -> Iterator[tuple[str, str]]:
     """(split, text) of every document. A single document, such as one .txt file, is cut: its end validates."""
     if only is not None:
@@ -189,7 +185,7 @@ def _placed(source: Source, only: str | None, val_fraction: float) -> Iterator[t
         return
     for text in source.documents():
         if text:
-            yield "validation" if _split_position(text.encode()) < val_fraction else "train", text
+            yield "validation" if place_of(text.encode()) < val_fraction else "train", text
 
 
 def _scan(source: Source, val_fraction: float, keep_sample: bool) -> _Scan:
@@ -201,7 +197,7 @@ def _scan(source: Source, val_fraction: float, keep_sample: bool) -> _Scan:
             continue
         scan.only = text if scan.n_documents == 0 else None
         data = text.encode()
-        position = _split_position(data)
+        position = place_of(data)
         scan.n_documents += 1
         scan.n_bytes += len(data)
         scan.n_validation += position < val_fraction
@@ -229,7 +225,7 @@ class _Sample:
 
     def add(self, text: str, position: float) -> None:
         for start in range(0, len(text), SAMPLE_PIECE):
-            rank = _split_position(f"{position} {start}".encode())
+            rank = place_of(f"{position} {start}".encode())
             if rank < self._limit:
                 self._pieces.append((rank, text[start : start + SAMPLE_PIECE]))
                 self._size += len(self._pieces[-1][1])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Protocol
 
 import numpy as np
@@ -45,7 +46,7 @@ class NextToken:
         self._tokens, self._form = tokens, form
 
     def __len__(self) -> int:
-        return -(-len(self._tokens) // self._form.context)
+        return math.ceil(len(self._tokens) / self._form.context)
 
     def batch(self, indices: NDArray[np.int64]) -> Batch:
         context = self._form.context
@@ -53,10 +54,10 @@ class NextToken:
         last = len(self._tokens) - context
         for row, index in zip(ids, indices.tolist(), strict=True):
             self._tokens.read(min(index * context, last) - 1, row)
-        batch = self._form.batch(ids)
-        for row in np.flatnonzero(indices * context > last):
-            batch[1][row, : indices[row] * context - last] = IGNORED
-        return batch
+        tokens, targets, *doc_ids = self._form.batch(ids)
+        if (overlap := indices * context - last).max(initial=0) > 0:
+            targets = np.where(np.arange(context) < overlap[:, None], IGNORED, targets)
+        return tokens, targets, *doc_ids
 
 
 class BestFit:

@@ -36,8 +36,8 @@ class RowFormat:
 
     def batch(self, ids: NDArray[np.integer]) -> Batch:
         """ids: (N, context + 1)."""
-        ids = ids.astype(np.int64, copy=False)
-        tokens, targets = ids[:, :-1], ids[:, 1:]
+        wide: NDArray[np.int64] = ids.astype(np.int64, copy=False)
+        tokens, targets = wide[:, :-1], wide[:, 1:]
         if self.source_context is not None:
             # The first token after the source is given to the decoder and never a target, as the TnT authors train.
             predicted = (np.arange(self.context) >= self.source_context) & (targets != NOTHING)

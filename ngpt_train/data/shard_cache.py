@@ -139,8 +139,8 @@ class ShardedText:
     WINDOWS_OPEN = 2
 
     def __init__(self, cache: ShardCache, shards: Sequence[Shard], val_fraction: float, open_shards: int) -> None:
-        self.n_shards = len(shards)
-        self._cache, self._shards, self._val_fraction = cache, shards, val_fraction
+        self.n_shards, self.val_fraction = len(shards), val_fraction
+        self._cache, self._shards = cache, shards
         self._n_open = self.WINDOWS_OPEN * open_shards + 1
         self._open: dict[int, Documents] = {}
         self._sizes: dict[int, int] = {}
@@ -153,7 +153,7 @@ class ShardedText:
 
     def document(self, shard: int, index: int) -> str | None:
         documents = self.documents(shard)
-        return None if documents.places[index] < self._val_fraction else documents.text(index)
+        return None if documents.places[index] < self.val_fraction else documents.text(index)
 
     def documents(self, shard: int) -> Documents:
         """All documents of a shard, those of validation included."""

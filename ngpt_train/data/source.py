@@ -7,6 +7,7 @@ holds more than one file's batch of text in memory.
 from __future__ import annotations
 
 import glob
+import hashlib
 import logging
 import os
 import platform
@@ -16,13 +17,18 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ngpt_train.config.keys import ConfigError, DataError
 from ngpt_train.config.schema import DataConfig
+from ngpt_train.data.hashes import canonical_hash
 from ngpt_train.data.readers import EXTENSIONS, extension, read_file
+from ngpt_train.data.shard_cache import Shard
 
 logger = logging.getLogger(__name__)
 
+DOCUMENTS_SHARD = 1 << 20  # bytes of files of one document that share a shard
+IDENTIFYING = 1 << 16  # bytes at either end of a file
 NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
@@ -48,6 +54,61 @@ def open_source(data: DataConfig) -> Source:
         raise ConfigError("data.path=null: data=local needs the file, directory or glob of the text, as data.path=PATH")
     files = list_files(data.path)
     return Source("local", files, partial(read_file, text_field=data.text_field), {"text_field": data.text_field})
+
+
+@dataclass(frozen=True)
+class LocalText:
+    """Text of files that every machine of the run sees, shard by shard."""
+
+    kind: str
+    text_field: str
+
+    def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
+        for file in shard.files:
+            path = Path(file)
+            yield from _read_library_file(path) if self.kind == "embedded" else read_file(path, self.text_field)
+
+
+def local_shards(data: DataConfig) -> tuple[LocalText, tuple[Shard, ...]]:
+    """The files of `data` (embedded or local) as shards; files of one document share some, in the order of their paths.
+
+    A shard's identity is that of its files: their kind, size, and what they hold at either end.
+    """
+    source = open_source(data)
+    root = Path(os.path.commonpath([file.parent for file in source.files]))
+    groups: list[list[Path]] = [[]]
+    size = 0
+    for file in source.files:
+        if groups[-1] and (size >= DOCUMENTS_SHARD or not _is_a_document(file) or not _is_a_document(groups[-1][-1])):
+            groups.append([])
+            size = 0
+        groups[-1].append(file)
+        size += file.stat().st_size
+    shards = tuple(_shard(group, root, source.settings) for group in groups)
+    return LocalText(data.kind, data.text_field), shards
+
+
+def _is_a_document(file: Path) -> bool:
+    return extension(file).split(".")[1:2] not in (["jsonl"], ["parquet"])
+
+
+def _shard(files: list[Path], root: Path, settings: dict[str, str]) -> Shard:
+    name = str(files[0].relative_to(root)) + (f" to {files[-1].relative_to(root)}" if len(files) > 1 else "")
+    identity = canonical_hash([settings, [_identity(file) for file in files]])
+    return Shard(name, identity, tuple(map(str, files)))
+
+
+def _identity(file: Path) -> list[Any]:
+    """Of a file, without reading all of it. A parquet file keeps the statistics of all of its pages at its end."""
+    try:
+        size = file.stat().st_size
+        with file.open("rb") as opened:
+            digest = hashlib.blake2b(opened.read(IDENTIFYING))
+            opened.seek(max(0, size - IDENTIFYING))
+            digest.update(opened.read())
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+    return [extension(file), size, digest.hexdigest()]
 
 
 def list_files(path: str) -> list[Path]:

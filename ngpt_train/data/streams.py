@@ -117,8 +117,8 @@ class Stream:
         """Of few documents a stream may have none in one epoch and some in the next."""
         if epoch > last + MOST_EMPTY_EPOCHS:
             raise DataError(
-                f"data.streams={self.settings.n_streams}: in {MOST_EMPTY_EPOCHS} epochs there is no document for stream "
-                f"{self.stream}. Take fewer streams, or more documents"
+                f"data.streams={self.settings.n_streams}: in {MOST_EMPTY_EPOCHS} epochs there is no document for "
+                f"stream {self.stream}. Take fewer streams, or more documents"
             )
 
     def _concat(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
@@ -142,12 +142,12 @@ class Stream:
             filled += len(ids) - taken
 
     def _best_fit(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
-        """Whole documents, packed PACKED_TOGETHER at a time."""
+        """Whole documents, packed PACKED_TOGETHER at a time, those of two epochs apart."""
         group: list[Ids] = []
         skip = cursor.within
         start = cursor
         for place, ids in self.documents(cursor):
-            if len(group) == PACKED_TOGETHER:
+            if len(group) == PACKED_TOGETHER or (group and place.epoch > start.epoch):
                 packed = self._packed(group)
                 for number in range(skip, len(packed)):
                     last = number + 1 == len(packed)
@@ -159,7 +159,7 @@ class Stream:
 
     def _packed(self, documents: list[Ids]) -> list[Ids]:
         context = self.settings.context
-        rows = []
+        rows: list[Ids] = []
         for parts in best_fit([len(ids) for ids in documents], context):
             row = np.full(context + 1, NOTHING, np.int32)
             document, start, _ = parts[0]

@@ -135,8 +135,8 @@ class Worker:
             except queue.Empty:
                 if not self._process.is_alive():
                     raise DataError(
-                        f"a data worker ended without a word (exit code {self._process.exitcode}; -9 is often a lack of "
-                        "memory); run the same command again, or with data.workers=0 to see more"
+                        f"a data worker ended without a word (exit code {self._process.exitcode}; -9 is often a "
+                        "lack of memory); run the same command again, or with data.workers=0 to see more"
                     ) from None
                 continue
             if isinstance(item, Exception):

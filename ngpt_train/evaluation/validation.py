@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from ngpt_train.config.batch import IGNORED
 from ngpt_train.data import Rows, validation_rows
 from ngpt_train.distributed import World, averaged_statistics
 from ngpt_train.models import Decoder
-from ngpt_train.models.decoder import IGNORED
 
 # The rows do not depend on run.seed, so that runs with different seeds are measured on the same text.
 SEED = 0
@@ -27,9 +27,10 @@ class Validation:
     """
 
     def __init__(self, rows: Rows, n_bytes: NDArray[np.int64], n_rows: int) -> None:
-        self.batch = rows.batch(validation_rows(rows, n_rows, SEED))  # tokens, targets, ...: (n_rows, context)
-        targets = self.batch[1]
-        self.targets = targets[targets != IGNORED].numpy()  # those that count
+        batch = rows.batch(validation_rows(rows, n_rows, SEED))  # tokens, targets, ...: (n_rows, context)
+        targets = batch[1]
+        self.batch = [torch.from_numpy(part) for part in batch]
+        self.targets = targets[targets != IGNORED]  # those that count
         self.n_rows, context = targets.shape
         self.n_bytes = int(n_bytes[self.targets].sum())
         self.chunk = min(self.n_rows, max(1, CHUNK_TOKENS // context))
@@ -77,6 +78,6 @@ def unigram_loss(train: Rows, validation: Validation, vocab_size: int, sample: i
     first = 0
     while first < len(train) and counts.sum() < sample + vocab_size:
         _, targets, *_ = train.batch(np.arange(first, min(first + 256, len(train))))
-        counts += np.bincount(targets[targets != IGNORED].numpy(), minlength=vocab_size)
+        counts += np.bincount(targets[targets != IGNORED], minlength=vocab_size)
         first += 256
     return float(-np.log(counts / counts.sum())[validation.targets].mean())

@@ -15,10 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import ModelConfig
+from ngpt_train.config.batch import IGNORED
 from ngpt_train.models.layers.rope import Rope, rope_table
 from ngpt_train.models.weights import write_full
-
-IGNORED = -100  # target that does not count, as in torch's cross_entropy
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,20 @@
 """When to step, log, save and evaluate. The only place that asks `step % n`."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
 from ngpt_train.config.keys import DataError
+from ngpt_train.data import Position, data_hash
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
 from ngpt_train.training.signals import StopRequest
 from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import Batch, train_step
 
 Record = dict[str, Any]
-Position = Mapping[str, Any]  # where the data stands after a batch; what a checkpoint keeps of it
 
 
 class Sink(Protocol):
@@ -96,6 +96,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 "lr": result.lr,
                 "grad_norm": float(result.grad_norm),
                 "tokens": int(state.tokens),
+                "data_hash": data_hash(world.gather(position.data_hash)),
                 **parts.meter.read(),
                 "skipped": int(skipped),
             }

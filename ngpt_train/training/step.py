@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from ngpt_train.config.batch import IGNORED
 from ngpt_train.distributed.gradients import average_vectors_, gradient_norm
-from ngpt_train.models.decoder import IGNORED
 from ngpt_train.optim import lr_at
+from ngpt_train.training.feed import to_device
 from ngpt_train.training.state import TrainState
 
 Batch = Sequence[Tensor]  # tokens, targets and optionally document ids, each (micro_rows, context) int64
@@ -66,13 +67,6 @@ def check_batches(micro_batches: Sequence[Batch]) -> None:
     for index, batch in enumerate(micro_batches):
         if found := [str(part.dtype) for part in batch if part.dtype != torch.int64]:
             raise ValueError(f"train_step: micro batch {index} holds {found[0]}; ids are torch.int64 tensors")
-
-
-def to_device(part: Tensor, device: torch.device) -> Tensor:
-    """A copy to a GPU leaves from pinned memory, else the host would wait for it."""
-    if device.type == "cuda" and part.device.type == "cpu":
-        part = part.pin_memory()
-    return part.to(device, non_blocking=True)
 
 
 def accumulating(state: TrainState, last: bool) -> AbstractContextManager:

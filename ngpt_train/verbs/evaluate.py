@@ -26,14 +26,20 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     other_text = given & {"data", "data.kind", "data.path", "experiment"}
     data = config.data if other_text else replace(restored.config.data, **named(config.data, "data", given))
     rows = config.eval.rows if "eval.rows" in given else restored.config.eval.rows
-    dataset = open_dataset(replace(config, model=restored.config.model, data=data), restored.tokenizer)
+    read = replace(
+        config,
+        model=restored.config.model,
+        data=data,
+        eval=replace(config.eval, rows=rows),
+    )
+    dataset = open_dataset(read, restored.tokenizer, world.on_main)
     if dataset.tokenizer.fingerprint != restored.tokenizer.fingerprint:
         raise DataError(
             f"evaluate.checkpoint={config.evaluate.checkpoint}: the model was trained with the tokenizer "
             f"{restored.tokenizer.name}, the tokens at {dataset.path} were made with {dataset.tokenizer.name}. "
             "Prepare the text with the model's tokenizer (tokenizer.path=CHECKPOINT/tokenizer.model)."
         )
-    held_out = rows_of(dataset.validation, restored.config.model)
+    held_out = rows_of(dataset.validation, read)
     validation = Validation(held_out, dataset.tokenizer.n_bytes, rows)
     result = {
         "checkpoint": str(restored.path),

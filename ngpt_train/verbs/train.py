@@ -12,15 +12,28 @@ import torch
 from ngpt_train.config import write_yaml
 from ngpt_train.config.keys import AUTO, DataError
 from ngpt_train.config.schema import Config
-from ngpt_train.data import Dataset, LoaderState, TrainLoader, open_dataset, rows_of, write_tokenizer
+from ngpt_train.data import (
+    Dataset,
+    Position,
+    Tokenizer,
+    Tokens,
+    TrainLoader,
+    merged,
+    open_dataset,
+    read_tokenizer,
+    reader_of,
+    rows_of,
+    write_tokenizer,
+)
 from ngpt_train.distributed import World, join_world, resolve_device, resolve_precision
 from ngpt_train.evaluation import Validation, unigram_loss
 from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
 from ngpt_train.report.curves import plot_run
 from ngpt_train.training import TrainState, build_state
-from ngpt_train.training.checkpoint import Checkpoints, load_model, load_state, step_of, write_json
-from ngpt_train.training.loop import Parts, Position, train
+from ngpt_train.training.checkpoint import Checkpoints, load_model, load_state, read_json, step_of, write_json
+from ngpt_train.training.feed import Feed
+from ngpt_train.training.loop import Parts, train
 from ngpt_train.training.profile import profiled
 from ngpt_train.training.provenance import describe_start
 from ngpt_train.training.run_directory import DONE, RunDirectory, initial_checkpoint
@@ -31,12 +44,15 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     """Returns 0 when the run is done, or was interrupted and saved; raises what the exit codes stand for."""
     stop = StopRequest(config.run.max_time)  # the limit is of the job, and preparing is part of it
     run = RunDirectory(config)
-    if run.check(config) is None:  # before anything slow; reads only
+    checkpoint = run.check(config)  # before anything slow; reads only
+    if checkpoint is None:
         initial_checkpoint(config)
     resolve_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
-    data = open_dataset(config)
-    config = with_vocabulary(config, data)
+    # Preparing may take hours, and no rank waits so long for another; a stream is opened by all of them together.
+    data = None if config.data.streamed else open_dataset(config)
     world = join_world(config)
+    data = data or open_dataset(config, trained_tokenizer(config, checkpoint), world.on_main)
+    config = with_vocabulary(config, data)
     config = with_precision(config, world)
     if len(set(world.gather(data.fingerprint))) > 1:
         raise DataError(
@@ -50,13 +66,20 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             print(f"{run.path}: nothing to do, the run is at step {step_of(checkpoint)} and would end at {last}.")
         return 0
     with stop:  # until everything is written, curves included
-        state, loader = prepare_state(config, world, data, checkpoint)
-        held_out = rows_of(data.validation, config.model)
+        state, feed = prepare_state(config, world, data, checkpoint)
+        held_out = rows_of(data.validation, config)
         validation = Validation(held_out, data.tokenizer.n_bytes, config.eval.rows)
         start = world.on_main(lambda: describe_start(state, data))
         world.on_main(lambda: run.open(config, start, checkpoint))
-        train_in(run, state, loader, validation, data, start, stop)
+        train_in(run, state, feed, validation, data, start, stop)
     return 0
+
+
+def trained_tokenizer(config: Config, checkpoint: Path | None) -> Tokenizer | None:
+    """The tokenizer that the run had trained from its text; None where it is had otherwise."""
+    if checkpoint is None or config.tokenizer.kind != "sentencepiece" or config.tokenizer.path is not None:
+        return None
+    return read_tokenizer(checkpoint, read_json(checkpoint / "tokenizer.json"))
 
 
 def with_vocabulary(config: Config, data: Dataset) -> Config:
@@ -78,33 +101,30 @@ def with_precision(config: Config, world: World) -> Config:
     return replace(config, train=replace(config.train, precision=precision))
 
 
-def prepare_state(
-    config: Config, world: World, data: Dataset, checkpoint: Path | None
-) -> tuple[TrainState, TrainLoader]:
+def prepare_state(config: Config, world: World, data: Dataset, checkpoint: Path | None) -> tuple[TrainState, Feed]:
     """The state and the data at the checkpoint, at run.init_from, or at the very start."""
     state = build_state(config, world)
-    position: LoaderState | None = None
+    position: dict[str, Any] | None = None
     if checkpoint:
-        position = LoaderState(rows=load_state(checkpoint, state)["rows"])
+        position = load_state(checkpoint, state)
     elif initial := initial_checkpoint(config):
         load_model(initial, state.model, world)
         state.model.project_()
     loader = TrainLoader(
-        rows_of(data.train, config.model),
+        reader_of(data, config, world.rank, world.size, position),
         batch_rows=config.train.rows_per_step,
         micro_rows=state.micro_rows,
-        seed=config.run.seed,
         rank=world.rank,
         world_size=world.size,
         state=position,
     )
-    return state, loader
+    return state, Feed(loader, world.device)
 
 
 def train_in(
     run: RunDirectory,
     state: TrainState,
-    loader: TrainLoader,
+    feed: Feed,
     validation: Validation,
     data: Dataset,
     start: dict[str, Any],
@@ -126,7 +146,7 @@ def train_in(
         write_json(directory / "tokenizer.json", write_tokenizer(data.tokenizer, directory))
 
     def save(state: TrainState, position: Position) -> None:
-        say(f"saved {checkpoints.save(state, position, add_files)}")
+        say(f"saved {checkpoints.save(state, merged(world.gather(position)), add_files)}")
 
     last_evaluation: dict[str, Any] = {}
 
@@ -139,14 +159,16 @@ def train_in(
         if world.is_main:
             sinks += build_sinks(config, run.path, start, last, resumed)
         introduce(say, run, state, start, resumed)
-        rows = rows_of(data.train, config.model)
-        unigram = unigram_loss(rows, validation, int(config.model.vocab_size)) if world.is_main else 0.0
-        say(f"a unigram model of the corpus reaches a validation loss of {unigram:.4f}")
+        unigram = ""
+        if world.is_main and isinstance(data.train, Tokens):  # a stream would have to be read for it
+            loss = unigram_loss(rows_of(data.train, config), validation, int(config.model.vocab_size))
+            unigram = f"a unigram model reaches {loss:.4f}"
+            say(f"validation loss: {unigram}")
         flops = state.model.flops_per_token(config.model.context)
         dtype = state.model.compute_dtype or state.model.embedding.dtype
         meter = Meter(flops, world.size, world.device, dtype)
         with profiled(config.train.profile, run.path / "profile", world) as after_step:
-            parts = Parts(loader, evaluate, save, sinks, meter, after_step)
+            parts = Parts(feed, evaluate, save, sinks, meter, after_step)
             interruption = train(state, parts, stop)
         code, reason = 0, interruption or DONE
         if interruption:
@@ -155,7 +177,7 @@ def train_in(
                 "run the same command, without run.overwrite, to continue"
             )
         else:
-            say(f"validation loss {last_evaluation['loss']:.4f}; a unigram model reaches {unigram:.4f}")
+            say("; ".join(filter(None, [f"validation loss {last_evaluation['loss']:.4f}", unigram])))
     except BaseException as error:
         code = getattr(error, "exit_code", 1)
         reason = f"{type(error).__name__}: {error}"
@@ -163,6 +185,7 @@ def train_in(
     finally:
         if world.is_main or code:
             run.finish(code, reason, state.step)  # first: closing wandb may outlast a launcher's patience
+        feed.close()
         close(sinks, reason)
         run.release()
     if world.is_main:

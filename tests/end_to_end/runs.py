@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,21 @@ def write_corpus(path: Path, documents: int = 200, seed: int = 0) -> Path:
             words = [generator.choice(WORDS) for _ in range(generator.randint(20, 60))]
             file.write(json.dumps({"text": " ".join(words) + "."}) + "\n")
     return path
+
+
+def write_parquet_shards(directory: Path, documents: Sequence[int], seed: int = 0) -> Path:
+    """Parquet files of so many documents each, some of them empty, in row groups of 10."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    generator = random.Random(seed)
+    directory.mkdir(parents=True)
+    for number, n in enumerate(documents):
+        lengths = [generator.choice((0, 1, 3, 5, 20)) for _ in range(n)]
+        texts = [" ".join(generator.choice(WORDS) for _ in range(length)) for length in lengths]
+        table = pa.table({"text": pa.array(texts, pa.string()), "source": pa.array(["test"] * n, pa.string())})
+        pq.write_table(table, directory / f"train-{number:05d}.parquet", row_group_size=10)
+    return directory
 
 
 def arguments(directory: Path, corpus: Path, *overrides: str) -> list[str]:

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
+from numpy.typing import NDArray
 
+from ngpt_train.config.architectures import GPTConfig
 from ngpt_train.config.keys import DataError
-from ngpt_train.data import LoaderState, Rows, Tokens, TrainLoader, validation_rows
+from ngpt_train.config.schema import Config
+from ngpt_train.data import Rows, Tokens, TrainLoader, data_hash, merged, rows_of, validation_rows
+from ngpt_train.data.loader import PreparedReader, hash_of_rows
 from ngpt_train.data.permutation import shuffled
-from ngpt_train.data.rows import NextToken
+from ngpt_train.data.prepared import BestFit, NextToken
+from ngpt_train.data.rows import RowFormat
 
-CONTEXT = 5
+CONTEXT, EOS = 5, 4321
 
 
 def tokens(n: int = 1000, cuts: tuple[int, ...] = (3, 4, 500)) -> Tokens:
     """The ids 0 to n - 1, in shards that end at `cuts`."""
-    return Tokens("train", Path("tokens"), np.split(np.arange(n, dtype=np.uint16), cuts))
+    return Tokens("train", Path("tokens"), np.split(np.arange(n, dtype=np.uint16), cuts), EOS)
 
 
 def rows() -> Rows:
-    return NextToken(tokens(), CONTEXT)
+    return NextToken(tokens(), RowFormat(CONTEXT, EOS))
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 1000, 4097])
@@ -61,59 +68,119 @@ def test_shuffle_looks_random() -> None:
     assert abs(np.corrcoef(np.arange(n), orders.mean(axis=0))[0, 1]) < 0.12
 
 
-def test_rows_cover_every_token_as_a_target_once() -> None:
-    data = tokens()
-    found = data.rows(np.arange(data.n_rows(CONTEXT)), CONTEXT)
-    assert found.dtype == np.int64
-    assert found.shape == (199, CONTEXT + 1)
-    np.testing.assert_array_equal(found[:, 1:].ravel(), np.arange(1, 199 * CONTEXT + 1))
-    np.testing.assert_array_equal(found[:, 0], np.arange(199) * CONTEXT)
-    np.testing.assert_array_equal(data.row(99, CONTEXT), np.arange(495, 501))  # across a shard border
+@pytest.mark.parametrize("n", [1000, 996, 6, 9])
+def test_every_token_is_a_target_once(n: int) -> None:
+    """Also those of the last row, which is whole and begins earlier; eos opens the first document."""
+    data = NextToken(tokens(n), RowFormat(CONTEXT, EOS))
+    found, targets = data.batch(np.arange(len(data)))
+    assert found.dtype == targets.dtype == np.int64
+    assert found.shape == targets.shape == (math.ceil(n / CONTEXT), CONTEXT)
+    np.testing.assert_array_equal(targets[targets != -100], np.arange(n))
+    np.testing.assert_array_equal(found[0], [EOS, *range(CONTEXT - 1)])
+    np.testing.assert_array_equal(found[1:, 1:], found[1:, :1] + np.arange(1, CONTEXT))
+    counted = targets != -100
+    np.testing.assert_array_equal(targets[counted][1:], found[counted][1:] + 1)
+    np.testing.assert_array_equal(data.batch(np.array([len(data) - 1, 0]))[1], targets[[-1, 0]])
 
 
 def test_too_short_for_a_row() -> None:
     data = tokens(5, cuts=(2,))
-    assert data.n_rows(CONTEXT) == 0
     with pytest.raises(DataError, match=r"train split has 5 tokens.*model\.context \+ 1 = 6"):
-        NextToken(data, CONTEXT)
+        rows_of(data, Config(model=GPTConfig(context=CONTEXT)))
 
 
-def steps(n: int, world_size: int, state: LoaderState | None = None) -> tuple[list[torch.Tensor], LoaderState]:
-    """Global batches (batch_rows, context + 1) of n steps, put together from all ranks."""
-    loaders = [TrainLoader(rows(), 24, 24 // world_size // 2, 7, r, world_size, state) for r in range(world_size)]
+def documents(seed: int = 0, n: int = 300) -> tuple[Tokens, list[list[int]]]:
+    """Documents of 1 to 30 ids above EOS, and EOS, in two shards."""
+    generator = np.random.default_rng(seed)
+    made = [
+        [*(EOS + 1 + generator.integers(900, size=length)).tolist(), EOS] for length in generator.integers(30, size=n)
+    ]
+    shards = [np.concatenate(part).astype(np.uint16) for part in (made[: n // 3], made[n // 3 :])]
+    offsets = [np.cumsum([0, *map(len, part)]) for part in (made[: n // 3], made[n // 3 :])]
+    return Tokens("train", Path("tokens"), shards, EOS, offsets), made
+
+
+def test_best_fit_cuts_no_document_that_fits() -> None:
+    """Caught: a rest that does not come first in its row; padding that is predicted; a row's last eos that opens."""
+    data, made = documents()
+    context = 12
+    rows = BestFit(data, RowFormat(context, EOS, pads=True, document_mask=True))
+    inputs, targets, doc_ids = rows.batch(np.arange(len(rows)))
+    found: list[list[int]] = []
+    for row, predicted, ids in zip(inputs, targets, doc_ids, strict=True):
+        counted = predicted != -100
+        assert counted.tolist() == sorted(counted.tolist(), reverse=True)
+        assert (ids[~counted] == -1).all()
+        # An id is the input after the one that it is the target of; eos opens the next document.
+        np.testing.assert_array_equal(row[counted][1:], predicted[counted][:-1])
+        np.testing.assert_array_equal(np.diff(ids[counted]), row[counted][1:] == EOS)
+        found += [predicted[ids == number].tolist() for number in np.unique(ids[counted])]
+    whole = [document for document in made if len(document) <= context]
+    assert 0 < len(whole) < len(made)
+    assert Counter(map(tuple, whole)) <= Counter(map(tuple, found))
+    assert sorted(targets[targets != -100].tolist()) == sorted(i for document in made for i in document)
+    assert (targets == -100).mean() < 0.2  # most are longer than a row
+
+
+def test_document_mask_of_stretches() -> None:
+    data, _ = documents()
+    inputs, targets, doc_ids = NextToken(data, RowFormat(12, EOS, document_mask=True)).batch(np.arange(50))
+    plain = NextToken(data, RowFormat(12, EOS)).batch(np.arange(50))
+    np.testing.assert_array_equal(inputs, plain[0])
+    np.testing.assert_array_equal(targets, plain[1])
+    np.testing.assert_array_equal(np.diff(doc_ids), inputs[:, 1:] == EOS)
+
+
+def steps(
+    n: int, world_size: int, state: dict[str, Any] | None = None
+) -> tuple[list[NDArray[np.int64]], dict[str, Any]]:
+    """Global batches (batch_rows, context + 1) of n steps, put together from all ranks, and the state after them."""
+    reader = PreparedReader(rows(), seed=7)
+    loaders = [TrainLoader(reader, 24, 24 // world_size // 2, r, world_size, state) for r in range(world_size)]
     batches = []
     for _ in range(n):
         items = [next(loader) for loader in loaders]
-        assert len({json.dumps(after) for _, after in items}) == 1
-        micro = [pair for micro_batches, _ in items for pair in micro_batches]
-        for inputs, targets in micro:
-            assert inputs.dtype == targets.dtype == torch.int64
-            assert inputs.is_contiguous()
-            assert targets.is_contiguous()
-            assert torch.equal(inputs[:, 1:], targets[:, :-1])
-        batches.append(torch.cat([torch.cat([inputs, targets[:, -1:]], 1) for inputs, targets in micro]))
-        state = items[0][1]
+        batch = np.empty((24, CONTEXT + 1), np.int64)
+        for rank, (micro_batches, _) in enumerate(items):
+            inputs, targets = (np.concatenate(parts) for parts in zip(*micro_batches, strict=True))
+            batch[rank::world_size] = np.concatenate([inputs, targets[:, -1:]], 1)
+            assert all(part.flags.c_contiguous for micro in micro_batches for part in micro)
+        batches.append(batch)
+        state = json.loads(json.dumps(merged([position for _, position in items])))
     assert state is not None
     return batches, state
 
 
 def test_batches_do_not_depend_on_ranks_or_restarts() -> None:
     expected, end = steps(20, world_size=1)
-    assert end == {"rows": 480}  # two epochs of 199 rows and some
+    assert end["rows"] == 480  # two epochs of 200 rows and some
     first, state = steps(7, world_size=4)
-    second, state = steps(4, world_size=2, state=json.loads(json.dumps(state)))
+    second, state = steps(4, world_size=2, state=state)
     third, state = steps(9, world_size=3, state=state)
     assert state == end
     for got, want in zip(first + second + third, expected, strict=True):
-        assert torch.equal(got, want)
-    starts = torch.cat(expected)[:, 0] // CONTEXT
-    for epoch in (starts[:199], starts[199:398]):
-        assert sorted(epoch.tolist()) == list(range(199))
+        np.testing.assert_array_equal(got, want)
+    starts = (np.concatenate(expected)[:, -1] + 1) // CONTEXT - 1
+    for epoch in (starts[:200], starts[200:400]):
+        assert sorted(epoch.tolist()) == list(range(200))
+
+
+def test_data_hash_tells_rows_and_their_order_apart() -> None:
+    """Caught: a hash without the number of the row, or of the targets' last id."""
+    numbers, (tokens_, targets) = np.arange(6), rows().batch(np.arange(6))
+    reference = hash_of_rows(numbers, (tokens_, targets))
+    assert reference == hash_of_rows(numbers[::-1], (tokens_[::-1], targets[::-1]))
+    parts = [hash_of_rows(numbers[part], (tokens_[part], targets[part])) for part in (slice(2), slice(2, 6))]
+    assert data_hash(parts) == data_hash([reference])
+    changed = targets.copy()
+    changed[3, -1] += 1
+    others = [hash_of_rows(numbers, (tokens_, changed)), hash_of_rows(numbers, (tokens_[::-1], targets[::-1]))]
+    assert len({reference % 2**64, *(other % 2**64 for other in others)}) == 3
 
 
 def test_batch_must_divide() -> None:
     with pytest.raises(ValueError, match="24 rows"):
-        TrainLoader(rows(), 24, 5, seed=0, world_size=2)
+        TrainLoader(PreparedReader(rows(), 0), 24, 5, world_size=2)
 
 
 def test_validation_rows_are_fixed_and_different() -> None:
@@ -121,4 +188,4 @@ def test_validation_rows_are_fixed_and_different() -> None:
     assert len(set(chosen.tolist())) == 50
     np.testing.assert_array_equal(chosen, validation_rows(rows(), 50, seed=3))
     assert set(chosen.tolist()) != set(validation_rows(rows(), 50, seed=4).tolist())
-    np.testing.assert_array_equal(validation_rows(rows(), 10_000, seed=3), np.arange(199))
+    np.testing.assert_array_equal(validation_rows(rows(), 10_000, seed=3), np.arange(200))

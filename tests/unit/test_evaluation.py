@@ -10,7 +10,8 @@ import torch
 from ngpt_train.config.architectures import NGPTConfig
 from ngpt_train.config.schema import GenerateConfig
 from ngpt_train.data import Tokens
-from ngpt_train.data.rows import NextToken
+from ngpt_train.data.prepared import NextToken
+from ngpt_train.data.rows import RowFormat
 from ngpt_train.distributed import World
 from ngpt_train.evaluation import Validation, generate, unigram_loss, validation
 from ngpt_train.evaluation.generation import sample
@@ -20,7 +21,7 @@ LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 
 
 def rows(ids: np.ndarray) -> NextToken:
-    return NextToken(Tokens("validation", Path("tokens"), [ids.astype(np.uint16)]), context=8)
+    return NextToken(Tokens("validation", Path("tokens"), [ids.astype(np.uint16)], eos=0), RowFormat(8, eos=0))
 
 
 def drawn(config: GenerateConfig, n: int = 4000) -> torch.Tensor:
@@ -64,11 +65,12 @@ def test_generation_goes_beyond_the_context_and_stops_at_eos() -> None:
 def test_validation_is_the_mean_over_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks of 3 rows for 7 rows: the last one is filled up, and what fills it does not count."""
     monkeypatch.setattr(validation, "CHUNK_TOKENS", 24)
-    ids = np.random.default_rng(0).integers(0, 11, 57)
+    ids = np.random.default_rng(0).integers(0, 11, 56)
     check = Validation(rows(ids), np.full(11, 2), n_rows=100)
     assert check.chunk == 3
     result = check(model(), World(0, 1, 0, torch.device("cpu")))
-    whole = torch.from_numpy(np.stack([ids[i * 8 : i * 8 + 9] for i in range(7)]))
+    opened = np.r_[0, ids]
+    whole = torch.from_numpy(np.stack([opened[i * 8 : i * 8 + 9] for i in range(7)]))
     loss_sum, n_tokens = model().loss(whole[:, :-1], whole[:, 1:])
     assert n_tokens == 56
     assert result["loss"] == pytest.approx(loss_sum.item() / 56, rel=1e-6)
@@ -77,7 +79,7 @@ def test_validation_is_the_mean_over_all_rows(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_unigram_loss() -> None:
-    train, held_out = rows(np.array([0] + [1, 1, 1, 2] * 20)), rows(np.array([0] + [1, 2] * 8))
+    train, held_out = rows(np.array([1, 1, 1, 2] * 20)), rows(np.array([1, 2] * 8))
     check = Validation(held_out, np.ones(3), n_rows=10)
     counts = {1: 61 / 83, 2: 21 / 83}
     expected = -(math.log(counts[1]) + math.log(counts[2])) / 2

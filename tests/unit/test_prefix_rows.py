@@ -9,14 +9,16 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
-from ngpt_train.config.architectures import GPTConfig, NTransformerConfig
+from ngpt_train.config.architectures import GPTConfig, ModelConfig, NTransformerConfig
 from ngpt_train.config.keys import ConfigError, DataError
-from ngpt_train.data import Dataset, Tokens, TrainLoader, open_dataset, rows_of
-from ngpt_train.data.rows import NextToken, PrefixContinuation
+from ngpt_train.config.schema import Config
+from ngpt_train.data import Batch, Dataset, Rows, Tokens, TrainLoader, open_dataset, rows_of
+from ngpt_train.data.loader import PreparedReader
+from ngpt_train.data.prepared import NextToken, PrefixContinuation
+from ngpt_train.data.rows import RowFormat
 from ngpt_train.data.shards import SplitWriter
 from ngpt_train.distributed import World
 from ngpt_train.evaluation import Validation, validation
@@ -43,12 +45,16 @@ def documents(lengths: Sequence[Sequence[int]] = LENGTHS) -> list[list[NDArray[n
 def indexed(shards: list[list[NDArray[np.uint16]]]) -> Tokens:
     """With the index of each shard, as `prepare` writes it."""
     offsets = [np.cumsum([0, *map(len, shard)]).astype("<u8") for shard in shards]
-    return Tokens("train", Path("tokens"), [np.concatenate(shard) for shard in shards], offsets)
+    return Tokens("train", Path("tokens"), [np.concatenate(shard) for shard in shards], EOS, offsets)
 
 
 def searched(shards: list[list[NDArray[np.uint16]]]) -> Tokens:
     """Without, as nanoGPT's files are."""
     return Tokens("train", Path("tokens"), [np.concatenate(shard) for shard in shards], eos=EOS)
+
+
+def beginnings(tokens: Tokens, context: int = CONTEXT, source: int = SOURCE) -> PrefixContinuation:
+    return PrefixContinuation(tokens, RowFormat(context, EOS, source_context=source))
 
 
 @pytest.mark.parametrize("build", [indexed, searched])
@@ -83,14 +89,14 @@ def test_documents_found_by_eos(ids: list[int], expected: list[int]) -> None:
 
 @pytest.mark.parametrize("build", [indexed, searched])
 def test_rows_are_beginnings_of_documents(build: Builder) -> None:
-    rows = PrefixContinuation(build(documents()), CONTEXT, SOURCE)
+    rows = beginnings(build(documents()))
     expected = [x for shard in documents() for x in shard if len(x) >= SOURCE + 2]
     assert [len(x) for x in expected] == [12, 6, 10, 11, 7, 9]  # longer than a row, and with one target
     assert len(rows) == len(expected)
     order = np.array([5, 0, 3, 1, 1, 4, 2])
     tokens, targets, doc_ids = rows.batch(order)
     assert tokens.shape == targets.shape == doc_ids.shape == (7, CONTEXT)
-    assert {x.dtype for x in (tokens, targets, doc_ids)} == {torch.int64}
+    assert {x.dtype for x in (tokens, targets, doc_ids)} == {np.dtype(np.int64)}
     for row, index in enumerate(order):
         document = expected[index].tolist()
         n = min(len(document), CONTEXT)
@@ -114,29 +120,31 @@ def test_shards_on_disk(tmp_path: Path) -> None:
     assert len(shards) > 2
     ids = [np.fromfile(tmp_path / shard["file"], "<u2") for shard in shards]
     offsets = [np.fromfile(tmp_path / shard["index"], "<u8") for shard in shards]
-    found = Tokens("train", tmp_path, ids, offsets)
+    found = Tokens("train", tmp_path, ids, EOS, offsets)
     assert found.documents()[1].tolist() == [len(x) for x in flat]
     for index in range(6):
         for got, want in zip(
-            PrefixContinuation(found, CONTEXT, SOURCE).batch(np.array([index])),
-            PrefixContinuation(indexed(documents()), CONTEXT, SOURCE).batch(np.array([index])),
+            beginnings(found).batch(np.array([index])),
+            beginnings(indexed(documents())).batch(np.array([index])),
             strict=True,
         ):
-            assert torch.equal(got, want)
+            np.testing.assert_array_equal(got, want)
 
 
 def test_no_document_is_long_enough() -> None:
     data = indexed(documents())
-    assert len(PrefixContinuation(data, 20, 10)) == 1
+    assert len(beginnings(data, 20, 10)) == 1
     with pytest.raises(DataError, match=r"train split.*model\.source_context \+ 2 = 13.*longest of 10 has 12"):
-        PrefixContinuation(data, 20, 11)
+        beginnings(data, 20, 11)
 
 
 def test_the_architecture_decides() -> None:
-    data = indexed(documents())
-    assert isinstance(rows_of(data, GPTConfig(context=CONTEXT)), NextToken)
-    assert len(rows_of(data, NTransformerConfig(context=CONTEXT, source_context=8))) == 3
-    assert len(rows_of(data, NTransformerConfig(context=CONTEXT))) == 4  # 6, two thirds of the row
+    def found(model: ModelConfig) -> Rows:
+        return rows_of(indexed(documents()), Config(model=model))
+
+    assert isinstance(found(GPTConfig(context=CONTEXT)), NextToken)
+    assert len(found(NTransformerConfig(context=CONTEXT, source_context=8))) == 3
+    assert len(found(NTransformerConfig(context=CONTEXT))) == 4  # 6, two thirds of the row
     model = load_config(["model=ntransformer", "scale=debug"]).model
     assert isinstance(model, NTransformerConfig)
     assert (model.context, model.source_context, model.n_encoder_layers) == (64, 42, 2)
@@ -158,22 +166,22 @@ def test_what_does_not_go_together(overrides: list[str], message: str) -> None:
 
 def test_batches_carry_the_padding() -> None:
     """Micro batches of all three parts, every document once an epoch, the same for any number of ranks."""
-    rows = PrefixContinuation(indexed(documents()), CONTEXT, SOURCE)
-    loader = TrainLoader(rows, batch_rows=6, micro_rows=2, seed=1)
-    micro_batches, state = next(loader)
-    assert state == {"rows": 6}
-    whole = [torch.cat(parts) for parts in zip(*micro_batches, strict=True)]
+    rows = beginnings(indexed(documents()))
+    loader = TrainLoader(PreparedReader(rows, seed=1), batch_rows=6, micro_rows=2)
+    micro_batches, position = next(loader)
+    assert position.rows == 6
+    whole = [np.concatenate(parts) for parts in zip(*micro_batches, strict=True)]
     assert [len(batch) for batch in micro_batches] == [3, 3, 3]
-    assert all(part.is_contiguous() for batch in micro_batches for part in batch)
+    assert all(part.flags.c_contiguous for batch in micro_batches for part in batch)
     everything = rows.batch(np.arange(6))
     place = {first: row for row, first in enumerate(everything[0][:, 0].tolist())}
     order = [place[first] for first in whole[0][:, 0].tolist()]
     assert sorted(order) == list(range(6))
     for got, want in zip(whole, everything, strict=True):
-        assert torch.equal(got, want[order])
-    second = next(TrainLoader(rows, 6, 1, seed=1, rank=1, world_size=2))[0]
-    for got, want in zip((torch.cat(parts) for parts in zip(*second, strict=True)), whole, strict=True):
-        assert torch.equal(got, want[3:])
+        np.testing.assert_array_equal(got, want[order])
+    second = next(TrainLoader(PreparedReader(rows, seed=1), 6, 1, rank=1, world_size=2))[0]
+    for got, want in zip((np.concatenate(parts) for parts in zip(*second, strict=True)), whole, strict=True):
+        np.testing.assert_array_equal(got, want[1::2])
 
 
 class PaddedSources:
@@ -182,10 +190,10 @@ class PaddedSources:
     def __len__(self) -> int:
         return 7
 
-    def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        generator = torch.Generator().manual_seed(0)
-        tokens, targets = (torch.randint(11, (len(self), CONTEXT), generator=generator)[indices] for _ in range(2))
-        doc_ids = torch.zeros_like(tokens)
+    def batch(self, indices: NDArray[np.int64]) -> Batch:
+        generator = np.random.default_rng(0)
+        tokens, targets = (generator.integers(11, size=(len(self), CONTEXT))[indices] for _ in range(2))
+        doc_ids = np.zeros_like(tokens)
         doc_ids[:, 1] = -1
         targets[:, :SOURCE] = -100
         targets[::2, -3:] = -100
@@ -200,7 +208,7 @@ def test_validation_knows_the_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     check = Validation(PaddedSources(), np.full(11, 2), n_rows=100)
     result = check(model, World(0, 1, 0, torch.device("cpu")))
-    tokens, targets, doc_ids = PaddedSources().batch(np.arange(7))
+    tokens, targets, doc_ids = map(torch.from_numpy, PaddedSources().batch(np.arange(7)))
     loss_sum, n_tokens = model.loss(tokens, targets, doc_ids)
     unpadded, _ = model.loss(tokens, targets)
     assert int(n_tokens) == 7 * 5 - 4 * 3
@@ -238,12 +246,13 @@ def test_run(directory: Path, corpus: Path) -> None:
     assert evaluations[0]["loss"] == pytest.approx(math.log(257), abs=0.4)
     # What counts as a token is a target: at most the 96 of a row's continuation.
     data = dataset(directory, corpus)
+    assert isinstance(data.train, Tokens)
     lengths = data.train.documents()[1]
     assert lengths.min() < 98 < 193 < lengths.max()
     steps = np.diff([0, *(train[step]["tokens"] for step in sorted(train))])
     assert (steps <= 8 * 96).all()
     assert (steps < 8 * 96).any()
-    loader = TrainLoader(PrefixContinuation(data.train, 192, 96), 8, 2, seed=load_config([]).run.seed)
+    loader = TrainLoader(PreparedReader(beginnings(data.train, 192, 96), seed=load_config([]).run.seed), 8, 2)
     expected = [sum(int((targets != -100).sum()) for _, targets, _ in next(loader)[0]) for _ in range(12)]
     assert steps.tolist() == expected
 
@@ -301,6 +310,7 @@ def test_nanogpt_files(tmp_path: Path) -> None:
         tmp_path, tmp_path, "data=tokens", "model=ntransformer", "train.steps=2", "data.val_fraction=0.02"
     )
     data = open_dataset(load_config(given))
-    assert len(PrefixContinuation(data.train, 64, 42)) == long_enough
+    assert isinstance(data.train, Tokens)
+    assert len(beginnings(data.train, 64, 42)) == long_enough
     assert main(["train", *given]) == 0
     assert records(tmp_path / "runs/test")[2]["tokens"] > 0

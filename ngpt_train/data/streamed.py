@@ -1,0 +1,117 @@
+"""A data set whose text is tokenized while it is trained on: its shards are listed, its validation split is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from ngpt_train.config.schema import Config
+from ngpt_train.data.dataset import Dataset, cache_directory
+from ngpt_train.data.hashes import canonical_hash
+from ngpt_train.data.rows import row_format
+from ngpt_train.data.shard_cache import Shard, ShardCache, ShardedText, ShardSource
+from ngpt_train.data.shards import Tokens, check_length
+from ngpt_train.data.source import local_shards
+from ngpt_train.data.streams import StreamSettings
+from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer
+from ngpt_train.data.workers import StreamedText
+
+T = TypeVar("T")
+OnMain = Callable[[Callable[[], Any]], Any]
+# Text that a SentencePiece model is trained from at most.
+SAMPLE_CHARACTERS = 32_000_000
+
+
+def open_streamed(config: Config, on_main: OnMain, tokenizer: Tokenizer | None = None) -> Dataset:
+    """The text that `config.data` names, without reading more of it than the validation split and the tokenizer need.
+
+    on_main: runs a function on one process and returns its result on all; shards are listed and held-out text is read
+    by that one alone. Raises DataError if anything is wrong with the shards or the tokenizer, or if what is held out
+    is shorter than a row.
+    """
+    source, shards = on_main(lambda: list_shards(config))
+    data = config.data
+    cache = ShardCache(
+        cache_directory(config) / "documents",
+        data.cache_gb * 1e9,
+        source,
+        data.text_field,
+        skip_bad=data.on_bad_shard == "skip",
+    )
+    text = ShardedText(cache, shards, data.val_fraction, data.open_shards)
+    if tokenizer is None:
+        tokenizer = on_main(lambda: load_tokenizer(config.tokenizer, corpus=sample(text, SAMPLE_CHARACTERS)))
+        assert tokenizer is not None
+    known = tokenizer
+    held_out = on_main(lambda: validation_tokens(config, text, known))
+    streamed = StreamedText(cache, shards, data.val_fraction, stream_settings(config), tokenizer)
+    fingerprint = canonical_hash(
+        {
+            "tokenizer": tokenizer.fingerprint,
+            "shards": [shard.identity for shard in shards],
+            "text_field": data.text_field,
+            "val_fraction": data.val_fraction,
+        }
+    )
+    manifest = {"source": {"kind": data.kind, **asdict(source), "shards": [shard.name for shard in shards]}}
+    return Dataset(streamed, held_out, tokenizer, fingerprint, Path(data.path or data.repo or data.kind), manifest)
+
+
+def list_shards(config: Config) -> tuple[ShardSource, tuple[Shard, ...]]:
+    """Where the text is, and its parts in their order."""
+    return local_shards(config.data)
+
+
+def stream_settings(config: Config) -> StreamSettings:
+    data, form = config.data, row_format(config, eos=0)
+    beginnings = form.source_context is not None
+    return StreamSettings(
+        n_streams=data.streams,
+        open_shards=data.open_shards,
+        seed=config.run.seed,
+        context=form.context,
+        rows="prefix_continuation" if beginnings else data.pack,
+        shortest=form.source_context + 2 if form.source_context is not None else 0,
+    )
+
+
+def sample(text: ShardedText, characters: int) -> Iterator[str]:
+    """Training documents of the first shards, about so many characters of them."""
+    for shard in range(text.n_shards):
+        for index in range(text.n_documents(shard)):
+            document = text.document(shard, index)
+            if document is not None:
+                characters -= len(document)
+                yield document
+            if characters <= 0:
+                return
+
+
+def validation_tokens(config: Config, text: ShardedText, tokenizer: Tokenizer) -> Tokens:
+    """Held-out documents of the first shards, at most data.open_shards of them, until they make eval.rows rows."""
+    settings = stream_settings(config)
+    ids: list[Any] = []
+    n_tokens = n_documents = 0
+    for document in held_out(text, config.data.open_shards):
+        ids.append(np.append(tokenizer.encode_batch([document])[0], tokenizer.eos))
+        n_tokens += len(ids[-1])
+        n_documents += len(ids[-1]) >= settings.shortest
+        full = n_documents if settings.rows == "prefix_continuation" else n_tokens // settings.context
+        if full >= config.eval.rows:
+            break
+    path = Path(config.data.path or config.data.repo or config.data.kind)
+    check_length("validation", n_tokens, config.model.context, f"the first {config.data.open_shards} shards of {path}")
+    offsets = np.cumsum([0, *map(len, ids)])
+    return Tokens("validation", path, [np.concatenate(ids)], tokenizer.eos, [offsets])
+
+
+def held_out(text: ShardedText, n_shards: int) -> Iterator[str]:
+    for shard in islice(range(text.n_shards), n_shards):
+        documents = text.documents(shard)
+        for index in np.flatnonzero(documents.places < text.val_fraction).tolist():
+            yield documents.text(index)
