@@ -1,0 +1,113 @@
+"""A streamed run that is killed and goes on with other ranks and workers sees the tokens of one that is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.runs import arguments, records, run, start, train, wait_for_step, write_parquet_shards
+from tests.end_to_end.test_torchrun import kill
+
+STREAMED = ("data.streaming=true", "data.streams=24", "data.open_shards=2", "train.batch_rows=24", "train.micro_rows=1")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_parquet_shards(tmp_path_factory.mktemp("text") / "text", (90, 13, 200, 41, 77))
+
+
+def data_hashes(directory: Path) -> dict[int, str]:
+    return {step: record["data_hash"] for step, record in records(directory).items()}
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """Data workers of all trainers below a process."""
+    parents, found = [process.pid], []
+    while parents:
+        listed = subprocess.run(["pgrep", "-P", str(parents.pop())], capture_output=True, text=True, check=False).stdout
+        parents += map(int, listed.split())
+        found += map(int, listed.split())
+    return [pid for pid in found if b"--multiprocessing-fork" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a data worker outlives its trainer"
+        time.sleep(0.1)
+
+
+def test_killed_and_resumed_on_other_ranks(tmp_path: Path, text: Path) -> None:
+    """kill -9 between checkpoints on two ranks with two workers each; then one rank that tokenizes itself."""
+    whole = arguments(tmp_path / "whole", text, *STREAMED, "train.steps=24", "data.workers=0")
+    train(whole)
+    parts = arguments(tmp_path / "parts", text, *STREAMED, "train.steps=24", "checkpoint.every=5")
+    process = start([*parts, "data.workers=2"], ranks=2)
+    directory = tmp_path / "parts/runs/test"
+    wait_for_step(directory, 7)
+    workers = workers_of(process)
+    assert len(workers) == 4
+    kill(process)
+    assert_gone(workers)
+    assert not (directory / "exit.json").exists(), "killed too late to show anything"
+    train([*parts, "data.workers=0"])
+    assert len(json.loads((directory / "run.json").read_text())["starts"]) == 2
+    expected = data_hashes(tmp_path / "whole/runs/test")
+    assert data_hashes(directory) == expected
+    assert len(set(expected.values())) == 24
+    losses = {step: record["loss"] for step, record in records(directory).items()}
+    assert losses == pytest.approx({s: r["loss"] for s, r in records(tmp_path / "whole/runs/test").items()}, rel=1e-4)
+    assert losses[24] < 0.95 * losses[1]
+
+
+@pytest.mark.slow
+def test_many_resumes(tmp_path: Path, text: Path) -> None:
+    """40 batches on 2, 8, 1 and 4 ranks, killed at steps that are no checkpoint's."""
+    train(arguments(tmp_path / "whole", text, *STREAMED, "train.steps=40"))
+    parts = arguments(tmp_path / "parts", text, *STREAMED, "train.steps=40", "checkpoint.every=4")
+    directory = tmp_path / "parts/runs/test"
+    for step, ranks, workers in ((9, 2, 1), (19, 8, 3), (30, 1, 2)):
+        process = start([*parts, f"data.workers={workers}"], ranks)
+        wait_for_step(directory, step)
+        kill(process)
+    train([*parts, "data.workers=1"], ranks=4)
+    assert data_hashes(directory) == data_hashes(tmp_path / "whole/runs/test")
+
+
+def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path) -> None:
+    given = arguments(tmp_path, text, *STREAMED, "train.steps=2000", "data.workers=2")
+    process = start(given)
+    wait_for_step(tmp_path / "runs/test", 3)
+    workers = workers_of(process)
+    assert len(workers) == 2
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does, to all of them
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert_gone(workers)
+
+
+def test_ranks_that_do_not_divide_the_streams(tmp_path: Path, text: Path) -> None:
+    given = arguments(tmp_path, text, *STREAMED, "train.batch_rows=25")
+    finished = run("train", given, ranks=5)
+    assert "data.streams=24: 5 ranks cannot share the streams evenly" in finished.stderr
+    assert "Use 4 or 6 ranks" in finished.stderr
+
+
+def test_error_of_a_worker_names_the_shard(tmp_path: Path) -> None:
+    text = write_parquet_shards(tmp_path / "text", (30, 30, 30))
+    damaged = text / "train-00002.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:-200] + bytes(200))
+    options = [*STREAMED, "data.streams=6", "data.open_shards=1", "data.workers=1", "train.steps=200"]
+    finished = run("train", arguments(tmp_path, text, *options))
+    assert finished.returncode == 3, finished.stdout
+    assert "train-00002.parquet: damaged" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    train([*arguments(tmp_path, text, *options), "data.on_bad_shard=skip"])
+    log = (tmp_path / "runs/test/logs/rank_0.log").read_text()
+    assert "train-00002.parquet" in log
