@@ -31,7 +31,7 @@ from ngpt_train.data.rows import Batch, row_format
 from ngpt_train.data.shards import Tokens
 from ngpt_train.data.streamed import OnMain, open_streamed
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
-from ngpt_train.data.workers import StreamReader
+from ngpt_train.data.workers import Start, StreamReader
 
 __all__ = [
     "Batch",
@@ -100,19 +100,19 @@ def reader_of(
     settings = config.data
     if settings.streams % world_size:
         raise ConfigError(f"data.streams={settings.streams}: {world_size} ranks cannot share the streams evenly")
-    cursors = np.zeros((settings.streams, 5), np.int64)
+    start = Start(np.zeros((settings.streams, 5), np.int64), skipped={})
     rows = 0
     if state is not None:
         rows, stored = state["rows"], state["cursors"].get("text")
         if stored is None or len(stored) != settings.streams:
             raise DataError("the checkpoint does not say where its streams were: it is of a run on other data")
-        cursors = np.array(stored, np.int64)
+        start = Start(np.array(stored, np.int64), state["skipped_shards"])
     return StreamReader(
         "text",
         data.train,
         row_format(config, data.tokenizer.eos),
         range(rows + (rank - rows) % world_size, 2**62, world_size),
-        cursors,
+        start,
         (rank, world_size),
         settings.workers,
         settings.prefetch,

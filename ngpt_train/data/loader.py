@@ -19,12 +19,13 @@ class Position(NamedTuple):
     """Where the data stands after a batch, as far as this rank knows.
 
     rows: consumed so far over all ranks; data_hash: this rank's summand of it; cursors: by source, of the streams that
-    this rank owns.
+    this rank owns; skipped: what is wrong with shards that were left out, by name.
     """
 
     rows: int
     data_hash: int
     cursors: dict[str, NDArray[np.int64]]
+    skipped: dict[str, str]
 
 
 class Reader(Protocol):
@@ -36,6 +37,10 @@ class Reader(Protocol):
 
     def cursors(self) -> dict[str, NDArray[np.int64]]:
         """What continues after the rows that were taken; -1 where another rank knows."""
+        ...
+
+    def skipped(self) -> dict[str, str]:
+        """What is wrong with shards that were left out, by name."""
         ...
 
     def close(self) -> None: ...
@@ -52,6 +57,9 @@ class PreparedReader:
         return self.rows.batch(shuffled(numbers, len(self.rows), self.seed))
 
     def cursors(self) -> dict[str, NDArray[np.int64]]:
+        return {}
+
+    def skipped(self) -> dict[str, str]:
         return {}
 
     def close(self) -> None:
@@ -90,7 +98,8 @@ class TrainLoader(Iterator[tuple[list[Batch], Position]]):
         batch = self._reader.take(numbers)
         self._hash = (self._hash + hash_of_rows(numbers, batch)) % 2**64
         parts = [np.split(np.ascontiguousarray(part), len(part) // self._micro_rows) for part in batch]
-        return list(zip(*parts, strict=True)), Position(self._rows, self._hash, self._reader.cursors())
+        position = Position(self._rows, self._hash, self._reader.cursors(), self._reader.skipped())
+        return list(zip(*parts, strict=True)), position
 
     def close(self) -> None:
         """Ends what reads ahead."""
@@ -113,7 +122,8 @@ def merged(positions: Sequence[Position]) -> dict[str, Any]:
     names = positions[0].cursors
     cursors = {name: np.max([position.cursors[name] for position in positions], axis=0).tolist() for name in names}
     total = data_hash([position.data_hash for position in positions])
-    return {"rows": positions[0].rows, "data_hash": total, "cursors": cursors}
+    skipped = {name: problem for position in positions for name, problem in position.skipped.items()}
+    return {"rows": positions[0].rows, "data_hash": total, "cursors": cursors, "skipped_shards": skipped}
 
 
 def data_hash(summands: Sequence[int]) -> str:

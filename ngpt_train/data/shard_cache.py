@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -93,7 +93,6 @@ class ShardCache:
             except DataError as error:
                 if not self._skip_bad:
                     raise
-                logger.warning("data.on_bad_shard=skip: %s", error)
                 write_bad(directory, str(error))
             shutil.rmtree(scratch)
 
@@ -138,7 +137,16 @@ class ShardedText:
     # Two windows, because streams do not pass from one to the next at the same moment.
     WINDOWS_OPEN = 2
 
-    def __init__(self, cache: ShardCache, shards: Sequence[Shard], val_fraction: float, open_shards: int) -> None:
+    def __init__(
+        self,
+        cache: ShardCache,
+        shards: Sequence[Shard],
+        val_fraction: float,
+        open_shards: int,
+        skipped: Mapping[str, str],
+    ) -> None:
+        """skipped: what is wrong with shards that were left out before, by name; they stay so."""
+        self.skipped = dict(skipped)
         self.n_shards, self.val_fraction = len(shards), val_fraction
         self._cache, self._shards = cache, shards
         self._n_open = self.WINDOWS_OPEN * open_shards + 1
@@ -147,8 +155,14 @@ class ShardedText:
         self._announced: set[tuple[int, ...]] = set()
 
     def n_documents(self, shard: int) -> int:
+        name = self._shards[shard].name
+        if name in self.skipped:
+            return 0
         if shard not in self._sizes:
-            self._sizes[shard] = len(self.documents(shard))
+            documents = self.documents(shard)
+            if problem := documents.header["bad"]:
+                self.skipped[name] = problem
+            self._sizes[shard] = len(documents)
         return self._sizes[shard]
 
     def document(self, shard: int, index: int) -> str | None:

@@ -43,7 +43,7 @@ def open_streamed(config: Config, on_main: OnMain, tokenizer: Tokenizer | None =
         data.text_field,
         skip_bad=data.on_bad_shard == "skip",
     )
-    text = ShardedText(cache, shards, data.val_fraction, data.open_shards)
+    text = ShardedText(cache, shards, data.val_fraction, data.open_shards, skipped={})
     if tokenizer is None:
         tokenizer = on_main(lambda: load_tokenizer(config.tokenizer, corpus=sample(text, SAMPLE_CHARACTERS)))
         assert tokenizer is not None

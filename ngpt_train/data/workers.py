@@ -11,7 +11,7 @@ import multiprocessing
 import queue
 import signal
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,16 +38,29 @@ class StreamedText:
     settings: StreamSettings
     tokenizer: Tokenizer
 
-    def open(self) -> ShardedText:
-        return ShardedText(self.cache, self.shards, self.val_fraction, self.settings.open_shards)
+    def open(self, skipped: Mapping[str, str] | None = None) -> ShardedText:
+        return ShardedText(self.cache, self.shards, self.val_fraction, self.settings.open_shards, skipped or {})
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where all streams (n_streams, 5) begin, and what is wrong with the shards that are left out."""
+
+    cursors: NDArray[np.int64]
+    skipped: dict[str, str]
 
 
 class Streams:
     """Some of the virtual streams, each opened at its cursor when it is first asked."""
 
-    def __init__(self, text: StreamedText, cursors: NDArray[np.int64]) -> None:
-        self._text, self._shards, self._cursors = text, text.open(), cursors
+    def __init__(self, text: StreamedText, start: Start) -> None:
+        self._text, self._cursors = text, start.cursors.copy()
+        self._shards = text.open(start.skipped)
         self._rows: dict[int, Iterator[tuple[Ids, Cursor]]] = {}
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        return self._shards.skipped
 
     def next(self, stream: int) -> tuple[Ids, Cursor]:
         if stream not in self._rows:
@@ -69,7 +82,7 @@ class StreamReader:
         text: StreamedText,
         form: RowFormat,
         numbers: Iterable[int],
-        cursors: NDArray[np.int64],
+        start: Start,
         share: tuple[int, int],
         workers: int,
         prefetch: int,
@@ -78,11 +91,12 @@ class StreamReader:
         rank, world_size = share
         owned = range(rank, self._n_streams, world_size)
         self._cursors = np.full((self._n_streams, len(Cursor._fields)), -1, np.int64)
-        self._cursors[owned] = cursors[owned]
+        self._cursors[owned] = start.cursors[owned]
+        self._skipped = dict(start.skipped)
         self._worker_of = {stream: place % max(1, workers) for place, stream in enumerate(owned)}
-        self._streams = Streams(text, cursors.copy()) if workers == 0 else None
+        self._streams = Streams(text, start) if workers == 0 else None
         self._workers = [
-            Worker(text, numbers, {s for s in owned if self._worker_of[s] == w}, cursors, prefetch)
+            Worker(text, numbers, {s for s in owned if self._worker_of[s] == w}, start, prefetch)
             for w in range(min(workers, len(owned)))
         ]
 
@@ -91,14 +105,18 @@ class StreamReader:
         ids = np.empty((len(numbers), self._form.context + 1), np.int64)
         for row, number in zip(ids, numbers.tolist(), strict=True):
             stream = number % self._n_streams
-            made, cursor = (self._streams or self._workers[self._worker_of[stream]]).next(stream)
-            row[:] = made
-            self._cursors[stream] = cursor
+            maker = self._streams or self._workers[self._worker_of[stream]]
+            row[:], self._cursors[stream] = maker.next(stream)
+            self._skipped |= maker.skipped
         return self._form.batch(ids)
 
     def cursors(self) -> dict[str, NDArray[np.int64]]:
         """(n_streams, 5): of the row after the last one taken; -1 for the streams of other ranks."""
         return {self._name: self._cursors.copy()}
+
+    def skipped(self) -> dict[str, str]:
+        """What is wrong with shards that were left out, by name."""
+        return self._skipped
 
     def close(self) -> None:
         for worker in self._workers:
@@ -109,26 +127,27 @@ class Worker:
     """A process that makes the rows of some streams."""
 
     def __init__(
-        self, text: StreamedText, numbers: Iterable[int], streams: set[int], cursors: NDArray[np.int64], prefetch: int
+        self, text: StreamedText, numbers: Iterable[int], streams: set[int], start: Start, prefetch: int
     ) -> None:
         # Not forked: a child of a process with threads, or with a GPU, may hang.
         context = multiprocessing.get_context("spawn")
         self._queue: Any = context.Queue(prefetch)
         self._process = context.Process(
-            target=_make_rows, args=(text, numbers, streams, cursors, self._queue), name="data worker", daemon=True
+            target=_make_rows, args=(text, numbers, streams, start, self._queue), name="data worker", daemon=True
         )
         self._process.start()
         self._block: Iterator[tuple[Ids, Any]] = iter(())
+        self.skipped: dict[str, str] = {}
 
     def next(self, stream: int) -> tuple[Ids, Any]:
         """The next row, which is of `stream`. Raises what was raised in the process."""
         for row in self._block:
             return row
-        ids, cursors = self._receive()
+        ids, cursors, self.skipped = self._receive()
         self._block = zip(ids, cursors, strict=True)
         return next(self._block)
 
-    def _receive(self) -> tuple[Ids, NDArray[np.int64]]:
+    def _receive(self) -> tuple[Ids, NDArray[np.int64], dict[str, str]]:
         while True:
             try:
                 item = self._queue.get(timeout=POLL_SECONDS)
@@ -149,9 +168,7 @@ class Worker:
         self._queue.close()
 
 
-def _make_rows(
-    text: StreamedText, numbers: Iterable[int], streams: set[int], cursors: NDArray[np.int64], rows: Any
-) -> None:
+def _make_rows(text: StreamedText, numbers: Iterable[int], streams: set[int], start: Start, rows: Any) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the trainer stops its workers
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -166,7 +183,7 @@ def _make_rows(
         raise SystemExit  # the trainer was killed
 
     try:
-        opened = Streams(text, cursors)
+        opened = Streams(text, start)
         n_streams, length = text.settings.n_streams, text.settings.context + 1
         block = 1
         made: list[tuple[Ids, Cursor]] = []
@@ -175,7 +192,8 @@ def _make_rows(
                 continue
             made.append(opened.next(number % n_streams))
             if len(made) == block:
-                send((np.stack([ids for ids, _ in made]), np.array([cursor for _, cursor in made])))
+                cursors = np.array([cursor for _, cursor in made])
+                send((np.stack([ids for ids, _ in made]), cursors, dict(opened.skipped)))
                 made = []
                 block = min(2 * block, max(1, BLOCK_TOKENS // length))
     except DataError as error:

@@ -55,6 +55,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     last = config.train.stop_at or config.train.steps
     skipped = torch.zeros((), dtype=torch.int64, device=world.device)  # since the last record
     skipped_in_a_row = torch.zeros_like(skipped)
+    left_out: set[str] = set()  # shards
 
     def save(position: Position, must: bool) -> None:
         try:
@@ -79,6 +80,10 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         started = time.perf_counter()
         micro_batches, position = next(parts.batches)
         fetched = time.perf_counter()
+        for name in position.skipped.keys() - left_out:
+            for sink in parts.sinks:
+                sink.message(f"warning: data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
+        left_out |= position.skipped.keys()
         with explain_out_of_memory(state.micro_rows):
             result = train_step(state, micro_batches)
         skipped += result.skipped

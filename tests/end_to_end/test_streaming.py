@@ -110,4 +110,6 @@ def test_error_of_a_worker_names_the_shard(tmp_path: Path) -> None:
     assert "Traceback" not in finished.stderr
     train([*arguments(tmp_path, text, *options), "data.on_bad_shard=skip"])
     log = (tmp_path / "runs/test/logs/rank_0.log").read_text()
-    assert "train-00002.parquet" in log
+    assert "leaves out train-00002.parquet" in log
+    state = json.loads(next((tmp_path / "runs/test/checkpoints").glob("*200/state.json")).read_text())
+    assert list(state["data"]["skipped_shards"]) == ["train-00002.parquet"]
