@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ngpt_train.config.architectures import EncoderDecoderKeys, ModelConfig, PowerNormConfig
+from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.schema import Config
 
 Conflict = tuple[tuple[str, ...], str, str]  # keys, what is wrong, what to do
@@ -41,6 +42,19 @@ def _source_conflicts(config: Config) -> Iterator[Conflict]:
     data = config.data
     if data.kind in ("local", "tokens") and data.path is None:
         yield ("data.path", "data.kind"), "no data is named", "Set data.path=PATH"
+    if data.kind == "mixture":
+        sources = mixture_of(data)
+        trains = config.tokenizer.kind == "sentencepiece" and config.tokenizer.path is None
+        if trains and all(source.data.kind != "tokens" for source in sources):
+            yield (
+                ("tokenizer.path", "data.kind"),
+                "no model is trained from a mixture",
+                "Name one that was trained before, or choose another tokenizer",
+            )
+    elif data.mixture is not None:
+        yield ("data.mixture", "data.kind"), "the text is no mixture", "Choose data=mixture, or leave data.mixture out"
+    if data.kind == "mixture" and data.path is not None:
+        yield ("data.path", "data.kind"), "a mixture names the path of each source", "Leave data.path out"
     if data.kind == "embedded" and data.path is not None:
         yield (
             ("data.path", "data.kind"),

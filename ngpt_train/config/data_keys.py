@@ -15,8 +15,8 @@ class DataConfig:
     kind: str = key(
         "embedded",
         "embedded: Python's standard library; local: text files; tokens: prepared shards or nanoGPT's train.bin; "
-        "openwebtext, hf: data sets of the Hugging Face hub.",
-        choices=("embedded", "local", "tokens", "openwebtext", "hf"),
+        "openwebtext, hf: data sets of the Hugging Face hub; mixture: several of these.",
+        choices=("embedded", "local", "tokens", "openwebtext", "hf", "mixture"),
     )
     path: Union[str, None] = key(
         None, "File, directory or glob of the text (local) or directory of the shards (tokens)."
@@ -26,6 +26,11 @@ class DataConfig:
         None, "hf: commit, branch or tag; null is the newest commit. What it was is kept with the run."
     )
     split: str = key("train", "hf: the split of the data set whose files are read.")
+    mixture: Union[str, None] = key(
+        None,
+        "mixture: the sources, as 'NAME WEIGHT KIND WHERE; ...'; KIND is embedded, local, tokens or hf, WHERE a path "
+        "or OWNER/NAME@REVISION. Weights are shares of the rows; all else of data.* holds for every source.",
+    )
     objective: str = key(
         AUTO,
         "next_token: predict each token of a stretch of text; prefix_continuation: read the beginning of a document, "
@@ -87,7 +92,7 @@ class DataConfig:
     @property
     def streamed(self) -> bool:
         """Whether text is tokenized while training."""
-        return self.on_hub if self.streaming == AUTO else bool(self.streaming)
+        return self.on_hub or self.kind == "mixture" if self.streaming == AUTO else bool(self.streaming)
 
 
 @dataclass

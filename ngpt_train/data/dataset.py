@@ -12,6 +12,7 @@ import numpy as np
 from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import Config
 from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.mixture import Mixture
 from ngpt_train.data.shards import Tokens, map_tokens, open_shards
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer
 from ngpt_train.data.workers import StreamedText
@@ -22,10 +23,18 @@ STEMS = {"train": "train", "validation": "val"}
 
 
 @dataclass(frozen=True)
+class Mixed:
+    """The training text of several data sets."""
+
+    mixture: Mixture
+    parts: tuple[Dataset, ...]
+
+
+@dataclass(frozen=True)
 class Dataset:
     """Both splits, and what identifies them: the same token ids and tokenizer have the same fingerprint."""
 
-    train: Tokens | StreamedText
+    train: Tokens | StreamedText | Mixed
     validation: Tokens
     tokenizer: Tokenizer
     fingerprint: str

@@ -19,13 +19,15 @@ class Position(NamedTuple):
     """Where the data stands after a batch, as far as this rank knows.
 
     rows: consumed so far over all ranks; data_hash: this rank's summand of it; cursors: by source, of the streams that
-    this rank owns; skipped: what is wrong with shards that were left out, by name.
+    this rank owns; skipped: what is wrong with shards that were left out, by name; rows_by_source: of a mixture, this
+    rank's rows so far.
     """
 
     rows: int
     data_hash: int
     cursors: dict[str, NDArray[np.int64]]
     skipped: dict[str, str]
+    rows_by_source: dict[str, int]
 
 
 class Reader(Protocol):
@@ -41,6 +43,10 @@ class Reader(Protocol):
 
     def skipped(self) -> dict[str, str]:
         """What is wrong with shards that were left out, by name."""
+        ...
+
+    def rows_by_source(self) -> dict[str, int]:
+        """Of a mixture, the rows of each source that were taken so far."""
         ...
 
     def close(self) -> None: ...
@@ -60,6 +66,9 @@ class PreparedReader:
         return {}
 
     def skipped(self) -> dict[str, str]:
+        return {}
+
+    def rows_by_source(self) -> dict[str, int]:
         return {}
 
     def close(self) -> None:
@@ -98,7 +107,8 @@ class TrainLoader(Iterator[tuple[list[Batch], Position]]):
         batch = self._reader.take(numbers)
         self._hash = (self._hash + hash_of_rows(numbers, batch)) % 2**64
         parts = [np.split(np.ascontiguousarray(part), len(part) // self._micro_rows) for part in batch]
-        position = Position(self._rows, self._hash, self._reader.cursors(), self._reader.skipped())
+        reader = self._reader
+        position = Position(self._rows, self._hash, reader.cursors(), reader.skipped(), reader.rows_by_source())
         return list(zip(*parts, strict=True)), position
 
     def close(self) -> None:

@@ -45,6 +45,12 @@ def keyed_hash(*keys: int) -> int:
     return int(h[0] >> np.uint64(1))
 
 
+def uniform(numbers: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
+    """Numbers in [0, 1) that look random, one for each of `numbers` (N,)."""
+    words = _mix(_mix(np.array([seed % 2**64], np.uint64)) + _mix(numbers.astype(np.uint64) + GOLDEN))
+    return (words >> np.uint64(11)).astype(np.float64) / 2**53
+
+
 def _permute(x: NDArray[np.uint64], n: int, key: NDArray[np.uint64]) -> NDArray[np.uint64]:
     width = math.isqrt(n - 1) + 1
     a, b = np.uint64(width), np.uint64(-(-n // width))

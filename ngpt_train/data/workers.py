@@ -78,7 +78,6 @@ class StreamReader:
 
     def __init__(
         self,
-        name: str,
         text: StreamedText,
         form: RowFormat,
         numbers: Iterable[int],
@@ -87,7 +86,7 @@ class StreamReader:
         workers: int,
         prefetch: int,
     ) -> None:
-        self._name, self._form, self._n_streams = name, form, text.settings.n_streams
+        self._form, self._n_streams = form, text.settings.n_streams
         rank, world_size = share
         owned = range(rank, self._n_streams, world_size)
         self._cursors = np.full((self._n_streams, len(Cursor._fields)), -1, np.int64)
@@ -112,11 +111,14 @@ class StreamReader:
 
     def cursors(self) -> dict[str, NDArray[np.int64]]:
         """(n_streams, 5): of the row after the last one taken; -1 for the streams of other ranks."""
-        return {self._name: self._cursors.copy()}
+        return {"cursors": self._cursors.copy()}
 
     def skipped(self) -> dict[str, str]:
         """What is wrong with shards that were left out, by name."""
         return self._skipped
+
+    def rows_by_source(self) -> dict[str, int]:
+        return {}
 
     def close(self) -> None:
         for worker in self._workers:

@@ -101,7 +101,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 "lr": result.lr,
                 "grad_norm": float(result.grad_norm),
                 "tokens": int(state.tokens),
-                "data_hash": data_hash(world.gather(position.data_hash)),
+                **seen(world.gather(position)),
                 **parts.meter.read(),
                 "skipped": int(skipped),
             }
@@ -122,6 +122,13 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         if _due(state.step, config.eval.every) or state.step == last:
             evaluate()
     return None
+
+
+def seen(positions: Sequence[Position]) -> Record:
+    """Which data all ranks have seen so far: data_hash, and of a mixture the rows of each source."""
+    names = positions[0].rows_by_source
+    rows = {name: sum(position.rows_by_source[name] for position in positions) for name in names}
+    return {"data_hash": data_hash([position.data_hash for position in positions])} | ({"rows": rows} if rows else {})
 
 
 def check_finite(state: TrainState, skipped_in_a_row: int) -> None:

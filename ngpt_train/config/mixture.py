@@ -1,0 +1,72 @@
+"""`data.mixture`: several sources in one line of text, or a line each."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+from typing import NamedTuple
+
+from ngpt_train.config.data_keys import DataConfig
+from ngpt_train.config.keys import ConfigError
+
+KINDS = {
+    "embedded": "",
+    "local": "a file, directory or glob",
+    "tokens": "a directory of shards",
+    "hf": "OWNER/NAME or OWNER/NAME@REVISION",
+}
+FORM = (
+    "Write NAME WEIGHT KIND WHERE, with ; or a line break between sources: "
+    "data.mixture='web 0.7 local web/; books 0.3 tokens books/'"
+)
+
+
+class SourceConfig(NamedTuple):
+    """A source of a mixture: what its rows are called, how many of all they are, where they are from."""
+
+    name: str
+    share: float
+    data: DataConfig
+
+
+def mixture_of(data: DataConfig) -> list[SourceConfig]:
+    """The sources of `data.mixture`, their shares adding up to 1. Raises ConfigError."""
+    lines = [line.strip() for line in re.split(r"[;\n]", data.mixture or "") if line.strip()]
+    if len(lines) < 2:
+        raise ConfigError(f"data.mixture={data.mixture or 'null'}: a mixture has two sources or more\n  {FORM}")
+    sources = [_source(line, data) for line in lines]
+    names = [source.name for source in sources]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"data.mixture: {min(twice)} is the name of two sources\n  {FORM}")
+    total = math.fsum(source.share for source in sources)
+    return [source._replace(share=source.share / total) for source in sources]
+
+
+def _source(line: str, data: DataConfig) -> SourceConfig:
+    name, weight, kind, where = (*line.split(maxsplit=3), "", "", "", "")[:4]
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise _mistake(line, f"a name of letters, digits, - and _ comes first, not {name!r}")
+    try:
+        share = float(weight)
+    except ValueError:
+        share = math.nan
+    if not 0 < share < math.inf:
+        raise _mistake(line, f"a weight above 0 follows the name, not {weight!r}")
+    if kind not in KINDS:
+        raise _mistake(line, f"{kind!r} is none of the kinds {', '.join(KINDS)}")
+    if bool(where) != bool(KINDS[kind]):
+        raise _mistake(line, f"{kind} needs {KINDS[kind]}" if KINDS[kind] else f"{kind} reads no path")
+    own = replace(data, kind=kind, mixture=None, path=None)
+    if kind == "hf":
+        repo, _, revision = where.partition("@")
+        own = replace(own, repo=repo, revision=revision or None)
+    elif where:
+        own = replace(own, path=where)
+    if kind == "tokens":
+        own = replace(own, streaming=False)
+    return SourceConfig(name, share, own)
+
+
+def _mistake(line: str, problem: str) -> ConfigError:
+    return ConfigError(f"data.mixture: in '{line}' {problem}\n  {FORM}")
