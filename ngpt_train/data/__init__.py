@@ -11,16 +11,13 @@ from ngpt_train.config.keys import ConfigError
 from ngpt_train.config.schema import Config
 from ngpt_train.data.dataset import Dataset, cache_directory, open_prepared, open_tokens
 from ngpt_train.data.hashes import FileHashes
-from ngpt_train.data.loader import LoaderState, TrainLoader, validation_rows
+from ngpt_train.data.loader import TrainLoader, validation_rows
 from ngpt_train.data.prepare import prepare_shards
-from ngpt_train.data.rows import Rows, rows_of
 from ngpt_train.data.shards import Tokens
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
 
 __all__ = [
     "Dataset",
-    "LoaderState",
-    "Rows",
     "Tokenizer",
     "Tokens",
     "TrainLoader",
@@ -28,7 +25,6 @@ __all__ = [
     "open_dataset",
     "prepare_dataset",
     "read_tokenizer",
-    "rows_of",
     "validation_rows",
     "write_tokenizer",
 ]
@@ -57,7 +53,5 @@ def prepare_dataset(config: Config, out: Path | None = None, tokenizer: Tokenize
 
 
 def _checked(dataset: Dataset, config: Config, hashes: FileHashes) -> Dataset:
-    for split in (dataset.train, dataset.validation):
-        rows_of(split, config.model)
     hashes.save()
     return dataset
