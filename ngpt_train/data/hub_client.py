@@ -108,7 +108,7 @@ class HubClient:
         if partial.received < partial.file.size:
             headers = {"Range": f"bytes={partial.received}-"} if partial.received else {}
             with self._request(name, url, deadline, headers) as response:
-                if response.status_code != 206:
+                if headers and response.status_code != 206:
                     partial.restart()
                 if response.status_code == 416:
                     raise _PassingProblem("HTTP 416, the rest of the file cannot be had alone")
@@ -134,6 +134,7 @@ class HubClient:
         """What `attempt` gives, tried again until the deadline that it is called with. Raises FetchError."""
         seconds = 60 * self.fetch_minutes
         start = time.monotonic()
+        before = ""
         for n in itertools.count(1):
             try:
                 return attempt(start + seconds)
@@ -144,12 +145,15 @@ class HubClient:
                 patience = seconds if problem.reached or not at_start else min(seconds, CONNECT_SECONDS)
                 passed = time.monotonic() - start
                 if passed + wait >= patience:
+                    history = f" (before: {before})" if before not in ("", str(problem)) else ""
                     asked = f", and the hub asks for {problem.wait:.0f} s more" if problem.wait else ""
+                    attempts = f"{n} attempt{'s' if n > 1 else ''}"
                     raise FetchError(
-                        f"{name}: {problem}; given up after {n} attempt{'s' * (n > 1)} in {passed:.0f} s{asked}. "
+                        f"{name}: {problem}{history}; given up after {attempts} in {passed:.0f} s{asked}. "
                         f"Check the network and {endpoint()}; if it is only slow, set data.fetch_minutes above "
                         f"{self.fetch_minutes:g}; {ELSEWHERE}"
                     ) from None
+                before = str(problem)
                 logger.warning("%s: %s; attempt %d failed, the next one in %.1f s", name, problem, n, wait)
                 time.sleep(wait)
         raise AssertionError("counts for ever")
@@ -206,11 +210,14 @@ class _Partial:
 
     def __init__(self, out: BinaryIO, file: HubFile) -> None:
         self.file, self._out = file, out
-        self.restart()
+        self._begin()
 
     def restart(self) -> None:
         self._out.seek(0)
         self._out.truncate()
+        self._begin()
+
+    def _begin(self) -> None:
         self.received = 0
         self._digest = hashlib.sha256()
         if len(self.file.etag) == 40:
@@ -235,10 +242,12 @@ class _Partial:
 
 def _chunks(response: httpx2.Response, deadline: float) -> Iterator[bytes]:
     """The body as it arrives; a connection that trickles keeps the time limit of each read for ever."""
+    n = 0
     for chunk in response.iter_bytes():
-        yield chunk
         if time.monotonic() > deadline:
-            raise _PassingProblem("not all of it arrived within data.fetch_minutes")
+            raise _PassingProblem(f"slow: the time was up after {n} bytes")
+        yield chunk
+        n += len(chunk)
 
 
 def _headers() -> dict[str, str]:
