@@ -74,19 +74,16 @@ class HubClient:
     def commit(self, revision: str | None) -> str:
         """The commit that a branch, tag or commit stands for; null is the newest. Raises FetchError."""
         path = f"/revision/{quote(revision, safe='')}" if revision is not None else ""
-        info, _ = self._json(f"{endpoint()}/api/datasets/{self.repo}{path}", f"data.revision={revision or 'null'}")
-        return info["sha"]
+        url = f"{endpoint()}/api/datasets/{self.repo}{path}"
+        return self._json(url, f"data.revision={revision or 'null'}", lambda info: str(info["sha"]))[0]
 
     def files(self, commit: str) -> dict[str, HubFile]:
         """All files of a commit, by their path. Raises FetchError."""
-        found = {}
+        found: dict[str, HubFile] = {}
         url: str | None = f"{endpoint()}/api/datasets/{self.repo}/tree/{commit}?recursive=true"
         while url is not None:
-            entries, url = self._json(url, "the list of its files")
-            for entry in entries:
-                if entry["type"] == "file":
-                    stored = entry.get("lfs") or entry
-                    found[entry["path"]] = HubFile(stored["size"], stored["oid"])
+            files, url = self._json(url, "the list of its files", _files)
+            found |= files
         return found
 
     def download(self, commit: str, path: str, file: HubFile, target: Path) -> None:
@@ -116,16 +113,16 @@ class HubClient:
                     partial.write(chunk)
         partial.check()
 
-    def _json(self, url: str, what: str) -> tuple[Any, str | None]:
-        """The answer, and the address of its next page. Raises FetchError."""
+    def _json(self, url: str, what: str, parse: Callable[[Any], T]) -> tuple[T, str | None]:
+        """What the answer says, and the address of its next page. Raises FetchError."""
 
-        def attempt(deadline: float) -> tuple[Any, str | None]:
+        def attempt(deadline: float) -> tuple[T, str | None]:
             with self._request(f"{self.repo}, {what}", url, deadline, {}) as response:
                 body = b"".join(_chunks(response, deadline))
             try:
                 following = response.links.get("next", {}).get("url")
-                return json.loads(body), following and _at_endpoint(following)
-            except ValueError:
+                return parse(json.loads(body)), following and _at_endpoint(following)
+            except (ValueError, LookupError, TypeError, AttributeError):
                 raise _PassingProblem(f"what answers at {endpoint()} is no hub", reached=False) from None
 
         return self._persist(f"{self.repo}, {what}", attempt, at_start=True)
@@ -177,7 +174,7 @@ class HubClient:
             raise FetchError(
                 f"{name}: HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids requests to the hub; unset it; {ELSEWHERE}"
             ) from None
-        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+        except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError) as error:
             raise _PassingProblem(f"no connection to {endpoint()} ({error})", reached=False) from None
         except httpx2.TimeoutException:
             raise _PassingProblem(f"nothing arrived for {timeout:.3g} s") from None
@@ -238,6 +235,12 @@ class _Partial:
         if (found := self._digest.hexdigest()) != self.file.etag:
             self.restart()
             raise _PassingProblem(f"what arrived has the hash {found}, not {self.file.etag}")
+
+
+def _files(entries: list[dict[str, Any]]) -> dict[str, HubFile]:
+    """The files of a page of a tree, which has its directories as well."""
+    stored = {entry["path"]: entry.get("lfs") or entry for entry in entries if entry["type"] == "file"}
+    return {path: HubFile(int(file["size"]), str(file["oid"])) for path, file in stored.items()}
 
 
 def _chunks(response: httpx2.Response, deadline: float) -> Iterator[bytes]:

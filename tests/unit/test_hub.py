@@ -240,9 +240,13 @@ def test_offline(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert len(hub.requests) == n_requests
 
 
-def test_another_server_is_no_hub(hub: Hub) -> None:
-    hub.api_faults += 100 * [hub_server.status(200)]
-    with pytest.raises(FetchError, match="no hub"):
+@pytest.mark.parametrize("body", [b"<html>Log in to the network", b'{"error": null}', b'["sha"]', b"\xff"])
+def test_another_server_is_no_hub(hub: Hub, body: bytes) -> None:
+    def another(handler: hub_server.Handler, data: bytes, start: int) -> None:
+        handler.answer(200, body)
+
+    hub.api_faults += 100 * [another]
+    with pytest.raises(FetchError, match=f"what answers at {hub.address} is no hub"):
         list_hub(options())
 
 
