@@ -385,6 +385,22 @@ def test_waits_grow(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert waits == [(0, 1), (0, 2), (0, 4), (0, 8), (0, 16), (0, 32), (0, 60), (0, 60), (0, 60)]
 
 
+def test_a_body_without_an_end_does_not_fill_the_disk(hub: Hub, tmp_path: Path) -> None:
+    listing = list_hub(options())
+    sent = 0
+
+    def endless(handler: hub_server.Handler, data: bytes, start: int) -> None:
+        nonlocal sent
+        handler.start(200, {"Connection": "close"})
+        while sent < 1 << 27:
+            handler.send(bytes(1 << 16))
+            sent += 1 << 16
+
+    hub.faults.append(endless)
+    assert read(listing, tmp_path / "scratch") == next(iter(TEXTS.values()))
+    assert sent < 1 << 26, "more than buffers hold"
+
+
 @pytest.mark.parametrize(("code", "part"), [(401, "HF_TOKEN"), (403, "accept the terms"), (404, "data.repo")])
 def test_refusals_are_final(hub: Hub, tmp_path: Path, code: int, part: str) -> None:
     listing = list_hub(options(fetch_minutes=10))
