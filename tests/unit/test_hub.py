@@ -124,6 +124,12 @@ def test_new_content_is_a_new_identity(hub: Hub, tmp_path: Path) -> None:
     assert [a.identity == b.identity for a, b in zip(before, after, strict=True)] == [False, True, True]
 
 
+def test_equal_content_is_decoded_once_unless_it_is_read_in_another_way(hub: Hub) -> None:
+    hub.files = {name: b"{}" for name in ("a.jsonl", "b.jsonl", "c.jsonl.gz")}
+    a, b, c = (shard.identity for shard in list_hub(options()).shards)
+    assert a == b != c
+
+
 OWT = [f"plain_text/train-{i:05d}-of-00080.parquet" for i in range(3)]
 SEVERAL = ["a/train-0.parquet", "a/test-0.parquet", "b/train/0.jsonl.zst", "b/validation/0.jsonl.gz", "constraints.csv"]
 NO_SPLIT = ["data/CC-MAIN-2013-20/000_00000.parquet", "sample/10BT/000.parquet", "trained/on.parquet", "LICENSE.txt"]
