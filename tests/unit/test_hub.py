@@ -125,7 +125,7 @@ def test_new_content_is_a_new_identity(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_equal_content_is_decoded_once_unless_it_is_read_in_another_way(hub: Hub) -> None:
-    hub.files = {name: b"{}" for name in ("a.jsonl", "b.jsonl", "c.jsonl.gz")}
+    hub.files = dict.fromkeys(("a.jsonl", "b.jsonl", "c.jsonl.gz"), b"{}")
     a, b, c = (shard.identity for shard in list_hub(options()).shards)
     assert a == b != c
 
