@@ -71,6 +71,8 @@ def _source_conflicts(config: Config) -> Iterator[Conflict]:
         yield ("data.repo", "data.kind"), "no data set is named", "Set data.repo=OWNER/NAME"
     if not data.on_hub and data.repo is not None:
         yield ("data.repo", "data.kind"), "the text is not read from the hub", "Choose data=hf, or leave data.repo out"
+    if not data.on_hub and data.files is not None:
+        yield ("data.files", "data.kind"), "the text is not read from the hub", "Choose data=hf, or set data.path=GLOB"
     if data.kind == "tokens" and data.streamed:
         yield (
             ("data.streaming", "data.kind"),

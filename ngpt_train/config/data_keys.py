@@ -25,7 +25,12 @@ class DataConfig:
     revision: Union[str, None] = key(
         None, "hf: commit, branch or tag; null is the newest commit. What it was is kept with the run."
     )
-    split: str = key("train", "hf: the split of the data set whose files are read.")
+    split: str = key(
+        "train", "hf: the split that is read: files with its name as a word of their path; all where no file names one."
+    )
+    files: Union[str, None] = key(
+        None, "hf: glob of the files that are read in place of a split, such as sample/10BT/*; a * matches / as well."
+    )
     mixture: Union[str, None] = key(
         None,
         "mixture: the sources, as 'NAME WEIGHT KIND WHERE; ...'; KIND is embedded, local, tokens or hf, WHERE a path "
@@ -77,7 +82,7 @@ class DataConfig:
         50.0, "Decoded text of streamed shards that data.cache holds at most, in GB.", above=0, maximum=1_000_000
     )
     fetch_minutes: float = key(
-        10.0, "Minutes of retries after which a shard that cannot be fetched ends the run.", above=0, maximum=100_000
+        10.0, "Minutes that fetching a shard may take, retries included, before the run ends.", above=0, maximum=100_000
     )
     out: Union[str, None] = key(None, "Directory that `prepare` writes; null is the cache, keyed by content.")
     cache: str = key("~/.cache/ngpt_train", "Where `train` keeps the shards and tokenizers that it prepares from text.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,6 +12,7 @@ import numpy as np
 from ngpt_train.config.schema import Config
 from ngpt_train.data.dataset import Dataset, cache_directory
 from ngpt_train.data.hashes import canonical_hash
+from ngpt_train.data.hub import HubText, list_hub
 from ngpt_train.data.rows import row_format
 from ngpt_train.data.shard_cache import Shard, ShardCache, ShardedText, ShardSource
 from ngpt_train.data.shards import Tokens, check_length
@@ -58,12 +58,16 @@ def open_streamed(config: Config, on_main: OnMain, tokenizer: Tokenizer | None =
             "val_fraction": data.val_fraction,
         }
     )
-    manifest = {"source": {"kind": data.kind, **asdict(source), "shards": [shard.name for shard in shards]}}
+    commit = source.commit if isinstance(source, HubText) else None
+    manifest = {"source": {"kind": data.kind, "revision": commit, "shards": [shard.name for shard in shards]}}
     return Dataset(streamed, held_out, tokenizer, fingerprint, Path(data.path or data.repo or data.kind), manifest)
 
 
 def list_shards(config: Config) -> tuple[ShardSource, tuple[Shard, ...]]:
     """Where the text is, and its parts in their order."""
+    if config.data.on_hub:
+        listing = list_hub(config.data)
+        return listing.source, listing.shards
     return local_shards(config.data)
 
 

@@ -41,10 +41,11 @@ def test_every_packaged_option_composes() -> None:
     # Sizes of one paper, for which the other recipes have no learning rate.
     owners = {"tnt": "ntransformer", "tnt_baseline": "gpt_encoder_decoder"}
     owners |= {"gpt3_125m": "normformer", "gpt3_355m": "normformer"}
+    keys = {"data/local": ["data.path=x"], "data/tokens": ["data.path=x"], "data/hf": ["data.repo=a/b"]}
+    keys |= {"tokenizer/hf": ["tokenizer.path=x"], "data/mixture": ["data.mixture=a 1 local x; b 1 tokens y"]}
     for group in set(GROUPS) - {"experiment"}:
         for path in (config_dir() / group).glob("*.yaml"):
-            named = (group == "data" and path.stem != "embedded") or path.stem == "hf"
-            needed = [f"{group}.path=x"] if named else []
+            needed = keys.get(f"{group}/{path.stem}", [])
             owner = owners.get(path.stem, path.stem)
             model = [f"model={owner}"] if group == "recipe" or path.stem in owners else []
             load_config([f"{group}={path.stem}", *needed, *model])

@@ -1,0 +1,138 @@
+"""Data sets of the Hugging Face hub: which files of which commit, and the documents of each."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+
+from ngpt_train.config.keys import ConfigError, DataError
+from ngpt_train.config.schema import DataConfig
+from ngpt_train.data.hub_client import HubClient, HubFile, endpoint
+from ngpt_train.data.readers import EXTENSIONS, extension, read_file
+from ngpt_train.data.shard_cache import Shard
+
+logger = logging.getLogger(__name__)
+
+# In a repository a .txt file is a licence or a list as often as it is text.
+KINDS = tuple(ending for ending in EXTENSIONS if not ending.startswith(".txt"))
+USUAL_SPLITS = ("train", "validation", "valid", "val", "dev", "test")
+
+
+@dataclass(frozen=True)
+class HubText:
+    """The text of files of one commit of a data set. Travels to worker processes."""
+
+    repo: str
+    commit: str
+    files: dict[str, HubFile]
+    text_field: str
+    fetch_minutes: float
+
+    def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
+        """The documents of a shard, in order; its file lies in `scratch` as long as they are read.
+
+        Raises FetchError where it cannot be reached, or not within `fetch_minutes`, DataError where it is faulty,
+        OSError where `scratch` is full.
+        """
+        client = HubClient(self.repo, self.fetch_minutes)
+        for path in shard.files:
+            target = scratch / f"file{extension(Path(path))}"
+            try:
+                client.download(self.commit, path, self.files[path], target)
+                yield from self._read(target, f"{self.repo}@{self.commit}:{path}")
+            finally:
+                target.unlink(missing_ok=True)
+
+    def _read(self, target: Path, name: str) -> Iterator[str]:
+        try:
+            yield from read_file(target, self.text_field)
+        except DataError as error:
+            raise DataError(
+                f"{str(error).replace(str(target), name)}. The file is as it is on the hub; "
+                "data.on_bad_shard=skip goes on without such files"
+            ) from None
+
+
+@dataclass(frozen=True)
+class HubListing:
+    """What a data set was when a run looked at it: its commit, and its shards in the order of their paths."""
+
+    commit: str
+    shards: tuple[Shard, ...]
+    source: HubText
+
+
+def list_hub(data: DataConfig) -> HubListing:
+    """The files that data.repo, data.revision, data.split and data.files name. Asks the hub: for one rank alone.
+
+    Raises ConfigError unless data.repo is a name, FetchError where the hub cannot be reached or refuses, DataError
+    where none of the files is meant or can be read.
+    """
+    if data.repo is None or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", data.repo):
+        raise ConfigError(
+            f"data.repo={'null' if data.repo is None else data.repo}: expected OWNER/NAME, as in the address "
+            f"{endpoint()}/datasets/OWNER/NAME of the data set"
+        )
+    client = HubClient(data.repo, data.fetch_minutes)
+    commit = client.commit(data.revision)
+    listed = client.files(commit)
+    paths = _chosen(sorted(listed), data)
+    files = {path: listed[path] for path in paths}
+    size = sum(file.size for file in files.values())
+    logger.info("%s@%s: %d files, %.2f GB", data.repo, commit, len(files), size / 1e9)
+    sorts = sorted({f"{PurePosixPath(path).parent}/*{extension(Path(path))}" for path in paths})
+    if len(sorts) > 1:
+        logger.warning(
+            "%s: read as one text are %s%s; data.files=GLOB chooses among them",
+            data.repo,
+            ", ".join(sorts[:5]),
+            f" and {len(sorts) - 5} more" if len(sorts) > 5 else "",
+        )
+    shards = tuple(
+        # Equal files are equal shards, whatever they are called; the extension decides how they are read.
+        Shard(f"{data.repo}@{commit}:{path}", f"{file.etag}:{file.size}:{extension(Path(path))}", (path,))
+        for path, file in files.items()
+    )
+    return HubListing(commit, shards, HubText(data.repo, commit, files, data.text_field, data.fetch_minutes))
+
+
+def _chosen(paths: list[str], data: DataConfig) -> list[str]:
+    """Those of the paths that are read. Raises DataError if there are none.
+
+    With data.files, those that match it. Otherwise a file belongs to a split if its path has the name of the split as
+    a word of its own, as in plain_text/train-00000-of-00080.parquet, data/train/1.jsonl or train2.jsonl; where no
+    path names a usual split, all files are the train split.
+    """
+    readable = [path for path in paths if extension(Path(path)) in KINDS]
+    if not readable:
+        endings = Counter(PurePosixPath(path).suffix or PurePosixPath(path).name for path in paths)
+        listed = ", ".join(f"{n} {ending}" for ending, n in endings.most_common(8)) or "nothing"
+        raise DataError(
+            f"data.repo={data.repo}: none of its files ends in {', '.join(KINDS)} (there are: {listed}). `prepare` "
+            "reads other formats, through the library `datasets`; train on what it writes with data=tokens"
+        )
+    if data.files is not None:
+        if found := [path for path in readable if fnmatchcase(path, data.files)]:
+            return found
+        raise DataError(f"data.files={data.files}: matches no file of {data.repo}, such as {readable[0]}")
+    if found := [path for path in readable if _names(path, data.split)]:
+        return found
+    named = [split for split in USUAL_SPLITS if any(_names(path, split) for path in readable)]
+    if data.split == "train" and not named:
+        return readable
+    raise DataError(
+        f"data.split={data.split}: no file of {data.repo} has that word in its path (there are: "
+        f"{', '.join(named) or 'files without a split, which are train'}; such as {readable[0]}); choose another "
+        "data.split, or the files with data.files=GLOB"
+    )
+
+
+def _names(path: str, split: str) -> bool:
+    """Whether a split is a word of the path; a word ends where letters or digits do."""
+    before, after = (r"\d" if end.isdigit() else r"[^\W\d_]" for end in (split[:1], split[-1:]))
+    return re.search(f"(?<!{before}){re.escape(split)}(?!{after})", path, re.IGNORECASE) is not None

@@ -1,0 +1,283 @@
+"""Requests to the hub: each bounded in time, what may pass tried again until a deadline, what arrives verified.
+
+The session, the token and the addresses are those of huggingface_hub. Its own downloads are not used because a run
+cannot bound them: listings have no time limit at all, failed requests are repeated with waits as long as a server
+likes, and a connection that still trickles is never given up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import email.utils
+import hashlib
+import itertools
+import json
+import logging
+import os
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
+from urllib.parse import quote, urlsplit
+
+from ngpt_train.config.keys import DataError
+from ngpt_train.data.shard_cache import FetchError
+
+if TYPE_CHECKING:
+    import httpx2
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Seconds before the second attempt at most; doubled with each. Somewhere below, so that ranks do not return together.
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+# A machine without a network is told so at the start of a run; later an outage is waited for.
+CONNECT_SECONDS = 10.0
+# Not random's own generator: ranks that are seeded alike would come back at the same moment.
+JITTER = random.SystemRandom()
+ELSEWHERE = "text that is on this machine needs no network: data=local, data=tokens, data=embedded"
+
+
+class HubFile(NamedTuple):
+    """Size and content of a file, as listed. etag: sha256 of a large file, git's blob id (SHA-1) of a small one."""
+
+    size: int
+    etag: str
+
+
+class _PassingProblem(Exception):
+    """What may be gone at the next attempt. wait: the seconds that the server asks for."""
+
+    def __init__(self, problem: str, wait: float = 0.0, reached: bool = True) -> None:
+        super().__init__(problem)
+        self.wait, self.reached = wait, reached
+
+
+def endpoint() -> str:
+    """Where the hub is: HF_ENDPOINT as it is now, which huggingface_hub reads only once. Raises DataError."""
+    address = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    if urlsplit(address).scheme not in ("http", "https"):
+        raise DataError(f"HF_ENDPOINT={address}: no address; it begins with https://, or unset it for the public hub")
+    return address
+
+
+@dataclass(frozen=True)
+class HubClient:
+    """One data set of the hub. fetch_minutes: how long each listing and each file may take, retries included."""
+
+    repo: str
+    fetch_minutes: float
+
+    def commit(self, revision: str | None) -> str:
+        """The commit that a branch, tag or commit stands for; null is the newest. Raises FetchError."""
+        path = f"/revision/{quote(revision, safe='')}" if revision is not None else ""
+        url = f"{endpoint()}/api/datasets/{self.repo}{path}"
+        return self._json(url, f"data.revision={revision or 'null'}", lambda info: str(info["sha"]))[0]
+
+    def files(self, commit: str) -> dict[str, HubFile]:
+        """All files of a commit, by their path. Raises FetchError."""
+        found: dict[str, HubFile] = {}
+        url: str | None = f"{endpoint()}/api/datasets/{self.repo}/tree/{commit}?recursive=true"
+        while url is not None:
+            files, url = self._json(url, "the list of its files", _files)
+            found |= files
+        return found
+
+    def download(self, commit: str, path: str, file: HubFile, target: Path) -> None:
+        """Writes a file of a commit to `target`, where a broken transfer is continued.
+
+        Raises FetchError where it cannot be reached or is not what was listed, OSError where `target` cannot be
+        written.
+        """
+        from huggingface_hub import hf_hub_url
+
+        url = hf_hub_url(self.repo, path, repo_type="dataset", revision=commit, endpoint=endpoint())
+        name = f"{self.repo}@{commit}:{path}"
+        logger.info("fetching %s (%.0f MB)", name, file.size / 1e6)
+        with target.open("wb") as out:
+            partial = _Partial(out, file)
+            self._persist(name, lambda deadline: self._receive(name, url, partial, deadline))
+
+    def _receive(self, name: str, url: str, partial: _Partial, deadline: float) -> None:
+        if partial.received < partial.file.size:
+            headers = {"Range": f"bytes={partial.received}-"} if partial.received else {}
+            with self._request(name, url, deadline, headers) as response:
+                if headers and response.status_code != 206:
+                    partial.restart()
+                if response.status_code == 416:
+                    raise _PassingProblem("HTTP 416, the rest of the file cannot be had alone")
+                for chunk in _chunks(response, deadline):
+                    partial.write(chunk)
+        partial.check()
+
+    def _json(self, url: str, what: str, parse: Callable[[Any], T]) -> tuple[T, str | None]:
+        """What the answer says, and the address of its next page. Raises FetchError."""
+
+        def attempt(deadline: float) -> tuple[T, str | None]:
+            with self._request(f"{self.repo}, {what}", url, deadline, {}) as response:
+                body = b"".join(_chunks(response, deadline))
+            try:
+                following = response.links.get("next", {}).get("url")
+                return parse(json.loads(body)), following and _at_endpoint(following)
+            except (ValueError, LookupError, TypeError, AttributeError):
+                raise _PassingProblem(f"what answers at {endpoint()} is no hub", reached=False) from None
+
+        return self._persist(f"{self.repo}, {what}", attempt, at_start=True)
+
+    def _persist(self, name: str, attempt: Callable[[float], T], at_start: bool = False) -> T:
+        """What `attempt` gives, tried again until the deadline that it is called with. Raises FetchError."""
+        seconds = 60 * self.fetch_minutes
+        start = time.monotonic()
+        before = ""
+        for n in itertools.count(1):
+            try:
+                return attempt(start + seconds)
+            except _PassingProblem as problem:
+                # Tenths of the deadline, so that the last wait does not give away much of it.
+                longest = min(FIRST_WAIT * 2 ** min(n - 1, 10), LONGEST_WAIT, seconds / 10)
+                wait = problem.wait + JITTER.uniform(0, longest)
+                patience = seconds if problem.reached or not at_start else min(seconds, CONNECT_SECONDS)
+                passed = time.monotonic() - start
+                if passed + wait >= patience:
+                    history = f" (before: {before})" if before not in ("", str(problem)) else ""
+                    asked = f", and the hub asks for {problem.wait:.0f} s more" if problem.wait else ""
+                    attempts = f"{n} attempt{'s' if n > 1 else ''}"
+                    raise FetchError(
+                        f"{name}: {problem}{history}; given up after {attempts} in {passed:.0f} s{asked}. "
+                        f"Check the network and {endpoint()}; if it is only slow, set data.fetch_minutes above "
+                        f"{self.fetch_minutes:g}; {ELSEWHERE}"
+                    ) from None
+                before = str(problem)
+                logger.warning("%s: %s; attempt %d failed, the next one in %.1f s", name, problem, n, wait)
+                time.sleep(wait)
+        raise AssertionError("counts for ever")
+
+    @contextlib.contextmanager
+    def _request(self, name: str, url: str, deadline: float, headers: dict[str, str]) -> Iterator[httpx2.Response]:
+        """A response to read from. Raises _PassingProblem, also while it is read, or FetchError."""
+        import httpx2
+        from huggingface_hub import constants, get_session
+        from huggingface_hub.errors import OfflineModeIsEnabled
+
+        timeout = min(constants.HF_HUB_DOWNLOAD_TIMEOUT, max(deadline - time.monotonic(), 0.1))
+        try:
+            with get_session().stream(
+                "GET", url, headers=_headers() | headers, timeout=timeout, follow_redirects=True
+            ) as response:
+                if response.status_code >= 400 and response.status_code != 416:
+                    self._refused(name, response)
+                yield response
+        except OfflineModeIsEnabled:
+            raise FetchError(
+                f"{name}: HF_HUB_OFFLINE (or TRANSFORMERS_OFFLINE) forbids requests to the hub; unset it; {ELSEWHERE}"
+            ) from None
+        except (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.ProxyError) as error:
+            raise _PassingProblem(f"no connection to {endpoint()} ({error})", reached=False) from None
+        except httpx2.TimeoutException:
+            raise _PassingProblem(f"nothing arrived for {timeout:.3g} s") from None
+        except httpx2.HTTPError as error:
+            raise _PassingProblem(f"the connection broke ({error or type(error).__name__})") from None
+
+    def _refused(self, name: str, response: httpx2.Response) -> None:
+        """Raises what an error status stands for. Messages name no address: those of redirects are signed."""
+        status, code = response.status_code, response.headers.get("X-Error-Code")
+        said = f"HTTP {status} {response.headers.get('X-Error-Message') or response.reason_phrase}".rstrip()
+        if status in (408, 425, 429) or status >= 500:
+            raise _PassingProblem(said, wait=_wait_asked_for(response))
+        page = f"{endpoint()}/datasets/{self.repo}"
+        token = "the token that was sent gives no access" if "authorization" in _headers() else "no token was sent"
+        if code == "RevisionNotFound":
+            fix = f"no such commit, branch or tag; check data.revision at {page}"
+        elif code == "EntryNotFound":
+            fix = "the file is gone; a new run can take another data.revision"
+        elif code == "GatedRepo" or status == 403:
+            fix = f"{token}; accept the terms at {page} and set HF_TOKEN to a token of that account"
+        elif status == 401:
+            fix = f"{token}; check data.repo, and set HF_TOKEN if the data set is private or gated"
+        else:
+            fix = f"check data.repo, whose page would be {page}"
+        raise FetchError(f"{name}: {said}; {fix}")
+
+
+class _Partial:
+    """A file while it arrives, and the hash of what has."""
+
+    def __init__(self, out: BinaryIO, file: HubFile) -> None:
+        self.file, self._out = file, out
+        self._begin()
+
+    def restart(self) -> None:
+        self._out.seek(0)
+        self._out.truncate()
+        self._begin()
+
+    def _begin(self) -> None:
+        self.received = 0
+        self._digest = hashlib.sha256()
+        if len(self.file.etag) == 40:
+            self._digest = hashlib.sha1(b"blob %d\0" % self.file.size, usedforsecurity=False)
+
+    def write(self, chunk: bytes) -> None:
+        self.received += len(chunk)
+        if self.received > self.file.size:  # stops what would otherwise fill the disk
+            self.restart()
+            raise _PassingProblem(f"more than the {self.file.size} bytes of the file arrived")
+        self._out.write(chunk)
+        self._digest.update(chunk)
+
+    def check(self) -> None:
+        self._out.flush()
+        if self.received < self.file.size:
+            raise _PassingProblem(f"the connection ended after {self.received} of {self.file.size} bytes")
+        if (found := self._digest.hexdigest()) != self.file.etag:
+            self.restart()
+            raise _PassingProblem(f"what arrived has the hash {found}, not {self.file.etag}")
+
+
+def _files(entries: list[dict[str, Any]]) -> dict[str, HubFile]:
+    """The files of a page of a tree, which has its directories as well."""
+    stored = {entry["path"]: entry.get("lfs") or entry for entry in entries if entry["type"] == "file"}
+    return {path: HubFile(int(file["size"]), str(file["oid"])) for path, file in stored.items()}
+
+
+def _chunks(response: httpx2.Response, deadline: float) -> Iterator[bytes]:
+    """The body as it arrives; a connection that trickles keeps the time limit of each read for ever."""
+    n = 0
+    for chunk in response.iter_bytes():
+        if time.monotonic() > deadline:
+            raise _PassingProblem(f"slow: the time was up after {n} bytes")
+        yield chunk
+        n += len(chunk)
+
+
+def _headers() -> dict[str, str]:
+    """Not huggingface_hub's own headers: to build them it asks the hub for a list, and keeps that in HF_HOME."""
+    from huggingface_hub import constants, get_token
+
+    # A compressed body could not be continued from the byte where it broke off.
+    headers = {"accept-encoding": "identity", "user-agent": "ngpt-train"}
+    if not constants.HF_HUB_DISABLE_IMPLICIT_TOKEN and (token := get_token()):
+        headers["authorization"] = f"Bearer {token}"
+    return headers
+
+
+def _wait_asked_for(response: httpx2.Response) -> float:
+    """Seconds of a Retry-After or, at the hub's rate limit, RateLimit header; 0 without one."""
+    from huggingface_hub.utils import parse_ratelimit_headers
+
+    value = response.headers.get("Retry-After", "").strip()
+    if value.isdecimal():
+        return float(value)
+    with contextlib.suppress(ValueError, TypeError):
+        return max(0.0, email.utils.parsedate_to_datetime(value).timestamp() - time.time())
+    limit = parse_ratelimit_headers(response.headers) if response.status_code == 429 else None
+    return float(limit.reset_in_seconds) if limit is not None and limit.remaining == 0 else 0.0
+
+
+def _at_endpoint(url: str) -> str:
+    """The address of a next page. A mirror may pass on that of the hub itself, to which no token of its is sent."""
+    parts = urlsplit(url)
+    return url if url.startswith(f"{endpoint()}/") else f"{endpoint()}{parts.path}?{parts.query}"
