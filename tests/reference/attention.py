@@ -13,7 +13,7 @@ def positions_in(doc_ids: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, base: float, layout: str = "half", doc_ids: Tensor | None = None) -> Tensor:
-    """Turn the i-th pair of position t by the angle t * base^(-2i/d_k), t counted in each document. `x`: (B, H, T, d_k).
+    """Turn the i-th pair of position t by the angle t * base^(-2i/d_k), for x (B, H, T, d_k). Each document has its t = 0.
 
     The i-th pair is (i, i + d_k/2) in the layout half, (2i, 2i + 1) in the layout interleaved.
     """
