@@ -13,7 +13,8 @@ def positions_in(doc_ids: Tensor) -> Tensor:
 
 
 def rope(x: Tensor, base: float, layout: str = "half", doc_ids: Tensor | None = None) -> Tensor:
-    """Turn the i-th pair of position t by the angle t * base^(-2i/d_k), for x (B, H, T, d_k). Each document has its t = 0.
+    """Turn the i-th pair of position t by the angle t * base^(-2i/d_k). `x`: (B, H, T, d_k); t is 0 where a document
+    begins.
 
     The i-th pair is (i, i + d_k/2) in the layout half, (2i, 2i + 1) in the layout interleaved.
     """
