@@ -76,5 +76,7 @@ def _backward(
 
 def run_torchs_kernel_on_cpus() -> None:
     """varlen_attn has no kernel for CPUs. With these, all that torch puts around its own is run as on a GPU."""
+    import torch.nn.attention.varlen  # registers them
+
     torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", _forward)
     torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu", _backward)

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 
 class Varlen(Protocol):
@@ -101,6 +100,8 @@ def varlen_kernel(device: torch.device, d_head: int, dtype: torch.dtype) -> Varl
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # here, because it imports triton
+
     # torch 2.11 does not have the word, and takes grouped heads without it.
     grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
     causal = (-1, 0)  # how far it sees to the left, where -1 is all the way, and to the right
