@@ -86,7 +86,8 @@ def test_documents_are_alone(name: str, size: Size, kind: str, monkeypatch: pyte
 @kinds
 @pytest.mark.parametrize("name", ["gpt", "ngpt", "normformer", "normformer learned", "powernorm"])
 def test_nothing_sees_padding(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: padding as part of the document before it, where that has targets after it; in PowerNorm's statistics."""
+    """What it computes itself is finite. Caught: padding in PowerNorm's statistics, or in no sequence of a kernel, which
+    leaves there whatever was in memory."""
     through(kind, monkeypatch)
     # In training. Two of them: a forward pass advances running statistics.
     models = [jittered(DECODERS[name], SMALL)[0] for _ in range(2)]
