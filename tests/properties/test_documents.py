@@ -25,12 +25,12 @@ kinds = pytest.mark.parametrize("kind", ["mask", "varlen"])
 
 
 def rows(size: Size, lengths: list[list[int]] = LENGTHS, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """tokens, targets and doc_ids `(B, T)`. Ids begin anywhere, and the last of a row may be the first of the next."""
+    """tokens, targets and doc_ids `(B, T)`. Ids begin anywhere; the last of the second row is the first of the third."""
     generator = torch.Generator().manual_seed(seed)
     tokens, targets = (torch.randint(size.vocab_size, (len(lengths), T), generator=generator) for _ in range(2))
     doc_ids = torch.full_like(tokens, -1)
     for row, of_row in enumerate(lengths):
-        ids = torch.arange(len(of_row)).repeat_interleave(torch.tensor(of_row)) + (3 if row == 1 else 0)
+        ids = torch.arange(len(of_row)).repeat_interleave(torch.tensor(of_row)) + (3 if row == 0 else 0)
         doc_ids[row, : len(ids)] = ids
     return tokens, targets.masked_fill(doc_ids < 0, -100), doc_ids
 
@@ -86,8 +86,8 @@ def test_documents_are_alone(name: str, size: Size, kind: str, monkeypatch: pyte
 @kinds
 @pytest.mark.parametrize("name", ["gpt", "ngpt", "normformer", "normformer learned", "powernorm"])
 def test_nothing_sees_padding(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it computes itself is finite. Caught: padding in PowerNorm's statistics, or in no sequence of a kernel, which
-    leaves there whatever was in memory."""
+    """What it computes itself is finite. Caught: padding in PowerNorm's statistics; in no sequence, where a kernel
+    leaves whatever was in memory."""
     through(kind, monkeypatch)
     # In training. Two of them: a forward pass advances running statistics.
     models = [jittered(DECODERS[name], SMALL)[0] for _ in range(2)]
