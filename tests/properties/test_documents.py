@@ -25,7 +25,7 @@ kinds = pytest.mark.parametrize("kind", ["mask", "varlen"])
 
 
 def rows(size: Size, lengths: list[list[int]] = LENGTHS, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """tokens, targets and doc_ids `(B, T)`. Ids begin anywhere; the last of the second row is the first of the third."""
+    """tokens, targets, doc_ids `(B, T)`. Ids begin anywhere; the last of the second row is the first of the third."""
     generator = torch.Generator().manual_seed(seed)
     tokens, targets = (torch.randint(size.vocab_size, (len(lengths), T), generator=generator) for _ in range(2))
     doc_ids = torch.full_like(tokens, -1)
