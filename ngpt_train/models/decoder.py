@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ngpt_train.config.architectures import ModelConfig
 from ngpt_train.config.batch import IGNORED
+from ngpt_train.models.layers.documents import Mask, document_mask, positions_in_documents
 from ngpt_train.models.layers.rope import Rope, rope_table
 from ngpt_train.models.weights import write_full
 
@@ -54,6 +55,10 @@ class Decoder(nn.Module):
         """The first hidden state `(B, T, d_model)` of tokens `(B, T)` from an embedding `(V, d_model)`."""
         return F.embedding(tokens, table)
 
+    def add_positions(self, h: Tensor, positions: Tensor) -> Tensor:
+        """h `(B, T, d_model)` with what tells positions, `(T,)` or `(B, T)`; here attention's rotation does."""
+        return h
+
     def blocks(self) -> list[nn.Module]:
         """What is compiled, recomputed and sharded as one."""
         return list(self.layers)
@@ -86,7 +91,7 @@ class Decoder(nn.Module):
         """What whoever reads the training loss has to know."""
         return []
 
-    def stack(self, h: Tensor, rope: Rope | None, mask: Tensor | None, doc_ids: Tensor | None) -> Tensor:
+    def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
         """The blocks, one after the other: h `(B, T, d_model)` -> the same."""
         for block in self.layers:
             h = block(h, rope, mask)
@@ -101,13 +106,17 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor | tuple:
         """Logits, or with targets what `loss` returns. One entry, so that DDP's and FSDP2's hooks always run.
 
-        tokens, targets, doc_ids: `(B, T)` integers. Tokens attend to earlier tokens, of the same
-        document only where doc_ids are given; below 0 they mark padding. Returns logits `(B, T, V)`, at least fp32.
+        tokens, targets, doc_ids: `(B, T)` integers. Tokens attend to earlier tokens. Where doc_ids are given each
+        document is as if alone, see layers/documents.py. Returns logits `(B, T, V)`, at least fp32.
         """
         dtype = self.compute_dtype or self.embedding.dtype
         rope = self.rope(tokens, torch.promote_types(dtype, torch.float32))
-        mask = None if doc_ids is None else causal_document_mask(doc_ids)
-        h = self.embed(tokens, self.embedding).to(dtype)  # (B, T, d_model)
+        positions, mask = torch.arange(tokens.shape[1], device=tokens.device), None
+        if doc_ids is not None:
+            positions = positions_in_documents(doc_ids)
+            rope = None if rope is None else rope.at(positions)
+            mask = document_mask(doc_ids, self.config.d_model // self.config.n_heads, dtype)
+        h = self.add_positions(self.embed(tokens, self.embedding), positions).to(dtype)  # (B, T, d_model)
         h = self.stack(h, rope, mask, doc_ids)
         logits = self.head(h)
         return logits if targets is None else summed_loss(logits, targets)
@@ -118,7 +127,7 @@ class Decoder(nn.Module):
         return self(torch.cat([prompt, new])[None, -self.config.context :])[0, -1]
 
     def rope(self, tokens: Tensor, dtype: torch.dtype) -> Rope | None:
-        """The rotary angles of a row's positions; None where positions are told otherwise."""
+        """The rotary angles of a row's places; None where positions are told otherwise."""
         config = self.config
         interleaved = config.rope_layout == "interleaved"
         d_head = config.d_model // config.n_heads
@@ -178,10 +187,3 @@ def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Cross-entropy in nats of logits `(B, T, V)` summed over the targets `(B, T)` that count, and their number."""
     loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     return loss_sum, (targets != IGNORED).sum()
-
-
-def causal_document_mask(doc_ids: Tensor) -> Tensor:
-    """`(B, 1, T, T)`, true where query t may see key s: s <= t and both of one document. doc_ids `(B, T)`."""
-    T = doc_ids.shape[1]
-    same = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
-    return same & torch.ones(T, T, dtype=torch.bool, device=doc_ids.device).tril()

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import GPTEncoderDecoderConfig, NTransformerConfig
-from ngpt_train.models.decoder import Decoder, causal_document_mask, summed_loss
+from ngpt_train.models.decoder import Decoder, summed_loss
+from ngpt_train.models.layers.documents import causal_document_mask
 
 
 class EncoderDecoder(Decoder):

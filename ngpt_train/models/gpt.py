@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ngpt_train.config.architectures import GPTConfig
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.attention import Attention
+from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.norms import RMSNorm
 from ngpt_train.models.layers.rope import Rope, rotate
@@ -41,7 +42,7 @@ class GPTBlock(nn.Module):
         self.norm_mlp = RMSNorm(config.d_model, config.norm_eps)
         self.mlp = MLP(config, config.activation)
 
-    def forward(self, h: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+    def forward(self, h: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
         h = h + self.attention(self.norm_attn(h), rope, mask)
         h = h + self.mlp(self.norm_mlp(h))
         return h  # (B, T, d_model)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ngpt_train.config.architectures import NGPTConfig
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.attention import Attention
+from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.matrix import InUse, as_stored, unit_rows
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.norms import normalize, normalize_rows_
@@ -109,7 +110,7 @@ class NGPTBlock(nn.Module):
         """
         return normalize(self.update(h, normalize(suggestion), alpha.abs() if self.positive else alpha)).to(h.dtype)
 
-    def forward(self, h: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+    def forward(self, h: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
         h = self.sphere_step(h, self.attention(h, rope, mask), self.alpha_attn())  # eq. 10
         h = self.sphere_step(h, self.mlp(h), self.alpha_mlp())  # eq. 11
         return h  # (B, T, d_model)

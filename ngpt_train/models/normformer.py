@@ -7,11 +7,13 @@ GPT-3's layout.
 import math
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import NormFormerConfig
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.attention import Attention
+from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.norms import LayerNorm
 from ngpt_train.models.layers.rope import Rope
@@ -84,7 +86,7 @@ class NormFormerBlock(nn.Module):
         self.mlp = NormFormerMLP(config)
         self.res_scale = LearnedScale(config.d_model) if config.res_scale else nn.Identity()
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
         x = x + self.norm_post_attn(self.attention(self.norm_attn(x), rope, mask))
         x = self.res_scale(x) + self.mlp(self.norm_mlp(x))
         return x  # (B, T, d_model)
@@ -113,16 +115,18 @@ class NormFormer(Decoder):
         return 0.5 / math.sqrt(self.config.d_model) if name == "embedding" else super().init_std(name)
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        return super().embed(tokens, table) * math.sqrt(self.config.d_model)
+
+    def add_positions(self, h: Tensor, positions: Tensor) -> Tensor:
         """sqrt(d_model) E[token] + position, as Vaswani et al. 2017, section 3.4."""
-        T, d_model = tokens.shape[1], self.config.d_model
-        h = super().embed(tokens, table) * math.sqrt(d_model)
+        T, d_model = h.shape[1:]
         if self.rotary:
             return h
         if self.positions is None:
-            return h + sinusoids(T, d_model, tokens.device).to(h.dtype)
+            return h + sinusoids(T, d_model, h.device).to(h.dtype)[positions]
         if len(self.positions) < T:
             raise ValueError(f"a row of {T} tokens: model.positions=learned knows {len(self.positions)} positions")
-        return h + self.positions[:T]
+        return h + F.embedding(positions, self.positions)
 
     def rope(self, tokens: Tensor, dtype: torch.dtype) -> Rope | None:
         return super().rope(tokens, dtype) if self.rotary else None

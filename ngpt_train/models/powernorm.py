@@ -26,6 +26,7 @@ from ngpt_train.models.layers.batch_norms import (
     PowerNorm,
     PowerNormV,
 )
+from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.rope import Rope
 
@@ -54,7 +55,7 @@ class PowerNormBlock(nn.Module):
         self,
         h: Tensor,
         rope: Rope | None,
-        mask: Tensor | None,
+        mask: Mask,
         valid: Tensor | None,
         before: tuple[Before | None, Before | None],
     ) -> tuple[Tensor, tuple[Batch | None, Batch | None]]:
@@ -82,7 +83,7 @@ class PowerNormDecoder(Decoder):
                 if isinstance(norm, PowerNorm):
                     norm.n_warmup.zero_()
 
-    def stack(self, h: Tensor, rope: Rope | None, mask: Tensor | None, doc_ids: Tensor | None) -> Tensor:
+    def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
         """The blocks and the last norm; advances the running statistics in training."""
         valid = None if doc_ids is None else doc_ids >= 0
         warming_up = self.step < self.warmup_steps

@@ -268,13 +268,16 @@ def random_batch(architecture: Architecture, size: Size, rows: int, t: int, seed
 
 
 def documents(architecture: Architecture, size: Size, targets: Tensor, seed: int = 1) -> tuple[Tensor, Tensor]:
-    """targets and document ids of rows with several documents; for an encoder-decoder with padding as well, anywhere
-    in the source and before and after two documents of the decoder."""
+    """targets and document ids of rows with several documents, the last of them padded; an encoder-decoder has padding
+    anywhere in the source and before and after two documents of the decoder."""
     generator = torch.Generator().manual_seed(seed)
     rows, s = len(targets), source_length(architecture, size)
     t = targets.shape[1] - s
     if not s:
-        return targets, (torch.rand(rows, t, generator=generator) < 0.3).cumsum(1)
+        doc_ids = (torch.rand(rows, t, generator=generator) < 0.3).cumsum(1)
+        if t > 4:
+            doc_ids[-1, -3:] = -1
+        return targets.masked_fill(doc_ids < 0, -100), doc_ids
     read = torch.randint(2, (rows, s), generator=generator)
     read[torch.rand(rows, s, generator=generator) < 0.4] = -1
     read[:, -1] = read[:, -1].clamp(min=0)  # nobody has nothing to attend to

@@ -6,15 +6,23 @@ import torch
 from torch import Tensor
 
 
-def rope(x: Tensor, base: float, layout: str = "half") -> Tensor:
-    """Turn the i-th pair of position t by the angle t * base^(-2i/d_k). `x`: (B, H, T, d_k).
+def positions_in(doc_ids: Tensor) -> Tensor:
+    """(B, T): how many tokens of its own document precede each token; doc_ids do not decrease, and end with -1."""
+    same = doc_ids[:, :, None] == doc_ids[:, None, :]
+    return same.tril(-1).sum(-1)
+
+
+def rope(x: Tensor, base: float, layout: str = "half", doc_ids: Tensor | None = None) -> Tensor:
+    """Turn the i-th pair of position t by the angle t * base^(-2i/d_k). `x`: (B, H, T, d_k); t is 0 where a document
+    begins.
 
     The i-th pair is (i, i + d_k/2) in the layout half, (2i, 2i + 1) in the layout interleaved.
     """
     t, d_k = x.shape[-2:]
     # Angles in fp64 whatever x is: rounding them to fp32 first would be an error of the reference.
     frequency = base ** (-2 * torch.arange(d_k // 2, dtype=torch.float64) / d_k)
-    angle = torch.arange(t, dtype=torch.float64)[:, None] * frequency
+    positions = torch.arange(t) if doc_ids is None else positions_in(doc_ids)[:, None]
+    angle = positions[..., None] * frequency  # (T, d_k / 2), or (B, 1, T, d_k / 2)
     cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
     pairs = {
         "half": (slice(None, d_k // 2), slice(d_k // 2, None)),

@@ -73,7 +73,7 @@ def forward(
         q, k, v = (split_heads(x @ w[name].T, d_k) for name in ("wq", "wk", "wv"))
         if "q_norm" in w:
             q, k = rms_norm(q, w["q_norm"]), rms_norm(k, w["k_norm"])
-        q, k = rope(q, rope_base, rope_layout), rope(k, rope_base, rope_layout)
+        q, k = (rope(x, rope_base, rope_layout, doc_ids) for x in (q, k))
         k, v = (x.repeat_interleave(n_heads // k.shape[1], dim=1) for x in (k, v))
         h = h + attention(q, k, v, d_k**-0.5, doc_ids) @ w["wo"]
         x = rms_norm(h, w["norm_mlp"])

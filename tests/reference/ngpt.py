@@ -167,7 +167,7 @@ def forward(
         q, k, v = (split_heads(h @ w[name].T, d_k) for name in ("wq", "wk", "wv"))
         # Keys are repeated before s_qk, so that with grouped queries each query head has a vector of its own.
         k, v = (x.repeat_interleave(n_heads // k.shape[1], dim=1) for x in (k, v))
-        q, k = rope(q, rope_base, rope_layout), rope(k, rope_base, rope_layout)
+        q, k = (rope(x, rope_base, rope_layout, doc_ids) for x in (q, k))
         if qk_norm:
             q, k = normalize(q), normalize(k)
         q, k = q * s_qk, k * s_qk  # eqs. 15 and 16

@@ -6,7 +6,7 @@ Which of its operations a model has is seen from the names of its weights.
 import torch
 from torch import Tensor
 
-from tests.reference.attention import attention, gelu, rope, split_heads
+from tests.reference.attention import attention, gelu, positions_in, rope, split_heads
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -114,15 +114,16 @@ def forward(
     norm_eps: float = 1e-5,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
-    """tokens (B, T) -> logits (B, T, V). Positions count from the start of the row, whatever `doc_ids` says."""
+    """tokens (B, T) -> logits (B, T, V)."""
     embedding = weights["embedding"]
     d, t = embedding.shape[1], tokens.shape[1]
     d_k = d // n_heads
     x = embedding[tokens] * d**0.5
+    place = torch.arange(t) if doc_ids is None else positions_in(doc_ids)
     if positions == "sinusoidal":
-        x = x + sinusoids(t, d).to(x.dtype)
+        x = x + sinusoids(t, d).to(x.dtype)[place]
     elif positions == "learned":
-        x = x + weights["positions"][:t]
+        x = x + weights["positions"][place]
     else:
         assert positions == "rotary"
 
@@ -142,7 +143,7 @@ def forward(
         q, k, v = (norm(f"norm_{name}", y @ w[f"w{name}"].T + w.get(f"b{name}", 0)) for name in "qkv")
         q, k, v = (split_heads(z, d_k) for z in (q, k, v))
         if positions == "rotary":
-            q, k = rope(q, rope_base, rope_layout), rope(k, rope_base, rope_layout)
+            q, k = (rope(z, rope_base, rope_layout, doc_ids) for z in (q, k))
         k, v = (z.repeat_interleave(n_heads // k.shape[1], dim=1) for z in (k, v))
         heads = scale_heads(attention(q, k, v, d_k**-0.5, doc_ids), "before")
         out = scale_heads(heads @ w["wo"] + w.get("bo", 0), "after")

@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import ModelConfig
+from ngpt_train.models.layers.documents import Mask, Packed
 from ngpt_train.models.layers.matrix import InUse, as_stored
 from ngpt_train.models.layers.rope import Rope, rotate
 
@@ -63,24 +64,34 @@ class Attention(nn.Module):
         y = heads.flatten(2) @ self.in_use(self.wo, heads.dtype)
         return y if self.bo is None else y + self.bo.to(y.dtype)
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Tensor | None, memory: Tensor | None = None) -> Tensor:
-        """x `(B, T, d_model)` -> `(B, T, d_model)`, with keys and values from memory `(B, S, d_model)`, if not from x.
-
-        mask: broadcasts to `(B, H, T, S)`, true where attended; None: causal, or everything.
-        """
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, memory: Tensor | None = None) -> Tensor:
+        """x `(B, T, d_model)` -> the same shape, with keys and values from memory `(B, S, d_model)`, if not from x."""
         projections = self.project(x, x if memory is None else memory)
         q, k, v = (heads.unflatten(-1, (-1, self.d_head)) for heads in projections)  # (B, T, H, D)
         q, k = self.queries_and_keys(q, k, rope)
-        y = F.scaled_dot_product_attention(
-            q.to(x.dtype).transpose(1, 2),  # (B, H, T, D)
-            k.to(x.dtype).transpose(1, 2),
-            v.to(x.dtype).transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None and self.causal,
-            scale=self.softmax_scale,
-            enable_gqa=self.n_kv_heads != self.n_heads,
-        )
-        return self.combine(y.transpose(1, 2))
+        q, k, v = (heads.to(x.dtype) for heads in (q, k, v))
+        return self.combine(attend(q, k, v, self.softmax_scale, self.causal, mask))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Mask) -> Tensor:
+    """softmax(scale q k^T) v: q `(B, T, H, D)`, k and v `(B, S, H_kv, D)` -> `(B, T, H, D)`.
+
+    causal: without a mask each query sees the keys up to its own position; a mask says so itself.
+    """
+    if isinstance(mask, Packed):
+        assert causal
+        y = mask.attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)  # (B T, H, D)
+        return y.unflatten(0, q.shape[:2])
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2),  # (B, H, T, D)
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None and causal,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return y.transpose(1, 2)
 
 
 def linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:

@@ -7,11 +7,15 @@ from torch import Tensor
 
 
 class Rope(NamedTuple):
-    """cos and sin of the angles, each `(T, 1, D/2)`, and which dimensions turn together."""
+    """cos and sin of the angles, each `(T, 1, D/2)` or `(B, T, 1, D/2)`, and which dimensions turn together."""
 
     cos: Tensor
     sin: Tensor
     interleaved: bool  # pairs (2i, 2i + 1); else (i, i + D/2), as Hugging Face's Llama has it
+
+    def at(self, positions: Tensor) -> "Rope":
+        """The angles of positions `(B, T)`, out of those of 0, 1, 2, ..."""
+        return Rope(self.cos[positions], self.sin[positions], self.interleaved)
 
 
 def rope_table(
