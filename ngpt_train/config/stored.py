@@ -156,6 +156,8 @@ def _is_harmless(name: str, stored: Config, new: Config) -> bool:
     if name == "model.vocab_size":
         # auto becomes the tokenizer's number later, when the tokenizers are compared as well.
         return AUTO in (stored.model.vocab_size, new.model.vocab_size)
+    if name == "data.revision":
+        return new.data.revision is None  # the run's own is taken
     if name == "data.objective":
         return stored.data.objective == AUTO  # of a run from before there was a choice
     if name == "train.precision":

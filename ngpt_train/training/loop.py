@@ -102,6 +102,9 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 "grad_norm": float(result.grad_norm),
                 "tokens": int(state.tokens),
                 **seen(world.gather(position)),
+                **(
+                    {"padding": 1 - int(state.tokens) / (state.step * tokens)} if config.data.pack == "best_fit" else {}
+                ),
                 **parts.meter.read(),
                 "skipped": int(skipped),
             }
@@ -122,6 +125,12 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         if _due(state.step, config.eval.every) or state.step == last:
             evaluate()
     return None
+
+
+def padding(state: TrainState, tokens_per_step: int) -> Record:
+    """Share of all positions so far that no target counts at, where rows are padded."""
+    pads = state.config.data.pack == "best_fit"
+    return {"padding": 1 - int(state.tokens) / (state.step * tokens_per_step)} if pads else {}
 
 
 def seen(positions: Sequence[Position]) -> Record:
