@@ -27,6 +27,7 @@ VERBS = {
     "prepare": "Tokenize a corpus into shards that train reads.",
     "evaluate": "Validation loss of a checkpoint.",
     "generate": "Sample text from a checkpoint.",
+    "bench": "Measure the parts of a run: `bench data`.",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
 }
 USAGE = """\
@@ -79,6 +80,8 @@ def _run(arguments: list[str]) -> int:
     verb, *rest = arguments
     if verb not in VERBS:
         raise ConfigError(_unknown_verb(verb))
+    if verb == "bench" and rest and "=" not in rest[0] and not rest[0].startswith("-"):
+        rest = [f"bench.what={rest[0]}", *rest[1:]]
     line = _parse(rest)
     if line.help:
         from ngpt_train.config.help import help_text

@@ -81,7 +81,7 @@ def check_verb(config: Config, verb: str) -> None:
         raise ConfigError("data.kind=tokens: there is nothing to prepare\n  Choose text: data=embedded or data=local")
     if verb == "plan":
         check(config, config.plan.world_size)
-    out = getattr(getattr(config, verb), "out", None) if verb in ("plan", "evaluate") else None
+    out = getattr(getattr(config, verb), "out", None) if verb in ("plan", "evaluate", "bench") else None
     if out is not None:
         path = Path(out).expanduser()
         if path.is_dir():

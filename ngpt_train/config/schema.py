@@ -243,6 +243,14 @@ class PlanConfig:
 
 
 @dataclass
+class BenchConfig:
+    """Times of the parts of a run, side by side with others' (`bench`)."""
+
+    what: str = key("data", "What is measured: data (from text to batches).", choices=("data",))
+    out: Union[str, None] = key(None, "JSON file for the entries; null prints only.")
+
+
+@dataclass
 class Config:
     """The whole configuration of a run."""
 
@@ -262,3 +270,4 @@ class Config:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
+    bench: BenchConfig = field(default_factory=BenchConfig)

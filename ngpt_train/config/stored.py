@@ -56,6 +56,7 @@ _HARMLESS = (
     "generate.",
     "evaluate.",
     "plan.",
+    "bench.",
 )
 
 

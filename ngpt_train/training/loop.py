@@ -102,9 +102,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 "grad_norm": float(result.grad_norm),
                 "tokens": int(state.tokens),
                 **seen(world.gather(position)),
-                **(
-                    {"padding": 1 - int(state.tokens) / (state.step * tokens)} if config.data.pack == "best_fit" else {}
-                ),
+                **padding(state, tokens),
                 **parts.meter.read(),
                 "skipped": int(skipped),
             }

@@ -16,7 +16,7 @@ FLOORS = [
     {"models", "data", "optim"},
     {"distributed"},
     {"training"},
-    {"evaluation", "observe", "report", "interop"},
+    {"evaluation", "observe", "report", "interop", "bench"},
     {"verbs", "__main__"},
 ]
 FLOOR = {part: level for level, parts in enumerate(FLOORS) for part in parts}

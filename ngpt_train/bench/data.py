@@ -1,0 +1,161 @@
+"""How fast text becomes batches: beside the `datasets` library with the same tokenizer, and nanoGPT's way of reading.
+
+All on one core, rows of the config's context, in batches of 8. The text is `data.path`, or the embedded corpus, as
+parquet files in a temporary directory.
+"""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngpt_train.bench.interleaved import Entry, interleaved, once
+from ngpt_train.config.schema import Config
+from ngpt_train.data import TrainLoader, merged, open_dataset, prepare_dataset, reader_of
+from ngpt_train.data.source import open_source
+from ngpt_train.data.tokenizers import Tokenizer
+
+BATCH_ROWS = 8
+SHARDS = 8
+TOKENS = 1_000_000  # of streamed text a round
+PREPARED_TOKENS = 20_000_000
+ROUNDS = 5
+
+
+def bench(config: Config) -> Iterator[Entry]:
+    """Entries of streaming, prepared shards, and the time to the first batch."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        with tempfile.TemporaryDirectory() as directory:
+            yield from _bench(config, Path(directory))
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _bench(config: Config, directory: Path) -> Iterator[Entry]:
+    files = write_parquet(config, directory / "text")
+    local = replace(config.data, kind="local", path=str(files), cache=str(directory / "cache"), text_field="text")
+    for kind in dict.fromkeys((config.tokenizer.kind, "gpt2")):
+        described = replace(config.tokenizer, kind=kind, path=config.tokenizer.path if kind != "gpt2" else None)
+        streamed = replace(
+            config, tokenizer=described, data=replace(local, streaming=True, workers=0, open_shards=SHARDS)
+        )
+        yield from streaming(streamed, files)
+    prepared = replace(config, data=replace(local, streaming=False), tokenizer=described)
+    shards = directory / "shards"
+    prepare_dataset(prepared, shards)
+    tokens = replace(prepared, data=replace(prepared.data, kind="tokens", path=str(shards)))
+    yield from reading(tokens)
+    yield from starting(tokens, streamed)
+
+
+def write_parquet(config: Config, directory: Path) -> Path:
+    """The text of the config as SHARDS parquet files in row groups of 100."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    documents = [text for text in open_source(config.data).documents() if text]
+    directory.mkdir()
+    for number in range(SHARDS):
+        table = pa.table({"text": pa.array(documents[number::SHARDS], pa.large_string())})
+        pq.write_table(table, directory / f"train-{number}.parquet", row_group_size=100)
+    return directory
+
+
+def batches_of(config: Config) -> Callable[[int], float]:
+    """Reads batches of the config's data until so many tokens are there; goes on where the last call stopped."""
+    data = open_dataset(config)
+    loader = TrainLoader(reader_of(data, config), BATCH_ROWS, BATCH_ROWS)
+
+    def read(n_tokens: int) -> float:
+        done = 0
+        while done < n_tokens:
+            micro_batches, _ = next(loader)
+            done += micro_batches[0][0].size
+        return done
+
+    return read
+
+
+def streaming(config: Config, files: Path) -> Iterator[Entry]:
+    read = batches_of(config)
+    name = f"streaming, {config.tokenizer.kind}"
+    tokenizer = open_dataset(config).tokenizer
+    theirs = datasets_batches(files, tokenizer, config.model.context)
+
+    def datasets_read() -> float:
+        done = 0
+        while done < TOKENS:
+            done += next(theirs)[0].size
+        return done
+
+    beside = f"datasets, {config.tokenizer.kind}"
+    yield from interleaved({beside: datasets_read, name: lambda: read(TOKENS)}, beside, ROUNDS, "tokens")
+
+
+def datasets_batches(files: Path, tokenizer: Tokenizer, context: int) -> Iterator[tuple[NDArray[np.int64], ...]]:
+    """Batches as one writes them with the `datasets` library: stream, tokenize, concatenate, cut."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    shards = sorted(map(str, files.glob("*.parquet")))
+    rows: list[list[int]] = []
+    buffer: list[int] = []
+    while True:
+        for example in datasets.load_dataset("parquet", data_files=shards, split="train", streaming=True):
+            buffer += tokenizer.encode_batch([example["text"]])[0].tolist()
+            buffer.append(tokenizer.eos)
+            while len(buffer) > context:
+                rows.append(buffer[: context + 1])
+                del buffer[:context]
+                if len(rows) == BATCH_ROWS:
+                    batch = np.array(rows, np.int64)
+                    yield batch[:, :-1], batch[:, 1:]
+                    rows = []
+
+
+def reading(config: Config) -> Iterator[Entry]:
+    read = batches_of(config)
+    [shard] = itertools.islice(sorted(Path(str(config.data.path)).glob("train-*.bin")), 1)
+    ids = np.memmap(shard, "<u2" if open_dataset(config).tokenizer.vocab_size <= 1 << 16 else "<u4", mode="r")
+    generator = np.random.default_rng(0)
+    context = config.model.context
+
+    def nanogpt_read() -> float:
+        """Random stretches of a file of ids, as nanoGPT's get_batch takes them."""
+        done = 0
+        while done < PREPARED_TOKENS:
+            starts = generator.integers(len(ids) - context, size=BATCH_ROWS)
+            inputs = np.stack([ids[i : i + context].astype(np.int64) for i in starts])
+            targets = np.stack([ids[i + 1 : i + 1 + context].astype(np.int64) for i in starts])
+            done += inputs.size + 0 * targets.size
+        return done
+
+    runs = {"nanoGPT's reader": nanogpt_read, "prepared shards": lambda: read(PREPARED_TOKENS)}
+    yield from interleaved(runs, "nanoGPT's reader", ROUNDS, "tokens")
+
+
+def starting(prepared: Config, streamed: Config) -> Iterator[Entry]:
+    """Opening and the first batch, at the beginning and deep in the run; the imports of a new process apart."""
+    for name, config in (("prepared", prepared), ("streamed", streamed)):
+        yield once(f"{name}: first batch", lambda config=config: next(first_batches(config)), 3)
+        batches = first_batches(config)
+        for _ in range(200):
+            _, position = next(batches)
+        state = merged([position])
+        yield once(f"{name}: first batch after a resume", lambda c=config, s=state: next(first_batches(c, s)), 3)
+        del batches
+        gc.collect()
+
+
+def first_batches(config: Config, state: dict | None = None) -> TrainLoader:
+    return TrainLoader(reader_of(open_dataset(config), config, state=state), BATCH_ROWS, BATCH_ROWS, state=state)

@@ -1,0 +1,70 @@
+"""Times of things that do the same, taken in turn, so that a machine's moods fall on all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of a benchmark. spread: quartiles of the ratio, or of median_ms where there is nothing to compare with;
+    ratio: of the time to that of `relative_to`, the median over rounds."""
+
+    name: str
+    median_ms: float
+    spread: tuple[float, float]
+    ratio: float | None = None
+    relative_to: str | None = None
+    rate: float | None = None
+    unit: str | None = None
+
+    def json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def interleaved(
+    runs: Mapping[str, Callable[[], float]], relative_to: str, rounds: int, unit: str = "units"
+) -> list[Entry]:
+    """Runs each of `runs` once a round, the first round untimed. A run returns how many units it did, for the rate."""
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    units: dict[str, float] = {}
+    for number in range(rounds + 1):
+        for name, run in runs.items():
+            started = time.perf_counter()
+            units[name] = run()
+            if number:
+                seconds[name].append((time.perf_counter() - started) / units[name])
+    entries = []
+    for name, taken in seconds.items():
+        ratios = [one / other for one, other in zip(taken, seconds[relative_to], strict=True)]
+        entries.append(
+            Entry(
+                name,
+                1e3 * statistics.median(taken) * units[name],
+                quartiles(ratios),
+                statistics.median(ratios),
+                relative_to,
+                1 / statistics.median(taken),
+                f"{unit}/s",
+            )
+        )
+    return entries
+
+
+def once(name: str, run: Callable[[], object], rounds: int) -> Entry:
+    """A time with nothing beside it."""
+    taken = []
+    for _ in range(rounds):
+        started = time.perf_counter()
+        run()
+        taken.append(1e3 * (time.perf_counter() - started))
+    return Entry(name, statistics.median(taken), quartiles(taken))
+
+
+def quartiles(values: list[float]) -> tuple[float, float]:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
