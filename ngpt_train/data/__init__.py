@@ -11,15 +11,14 @@ from ngpt_train.config.keys import ConfigError
 from ngpt_train.config.schema import Config
 from ngpt_train.data.dataset import Dataset, cache_directory, open_prepared, open_tokens
 from ngpt_train.data.hashes import FileHashes
-from ngpt_train.data.loader import LoaderState, TrainLoader, validation_rows
+from ngpt_train.data.loader import TrainLoader
 from ngpt_train.data.prepare import prepare_shards
-from ngpt_train.data.rows import Rows, rows_of
+from ngpt_train.data.prepared import Rows, rows_of
 from ngpt_train.data.shards import Tokens
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
 
 __all__ = [
     "Dataset",
-    "LoaderState",
     "Rows",
     "Tokenizer",
     "Tokens",
@@ -29,7 +28,6 @@ __all__ = [
     "prepare_dataset",
     "read_tokenizer",
     "rows_of",
-    "validation_rows",
     "write_tokenizer",
 ]
 
@@ -58,6 +56,6 @@ def prepare_dataset(config: Config, out: Path | None = None, tokenizer: Tokenize
 
 def _checked(dataset: Dataset, config: Config, hashes: FileHashes) -> Dataset:
     for split in (dataset.train, dataset.validation):
-        rows_of(split, config.model)
+        rows_of(split, config)
     hashes.save()
     return dataset

@@ -1,25 +1,31 @@
-"""Where documents come from: an ordered list of files and a way to read one.
+"""Where documents come from: an ordered list of shards and a way to read one.
 
-A source can be read again and again, whole or file by file, always in the same order; nothing here
-holds more than one file's batch of text in memory.
+A source can be read again and again, always in the same order; nothing here holds more than a batch of
+documents in memory.
 """
 
 from __future__ import annotations
 
 import glob
+import importlib
 import logging
 import os
 import platform
 import sysconfig
+import tempfile
 import tokenize
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ngpt_train.config.keys import ConfigError, DataError
 from ngpt_train.config.schema import DataConfig
+from ngpt_train.data.datasets_library import DatasetsText
 from ngpt_train.data.readers import EXTENSIONS, extension, read_file
+from ngpt_train.data.shard_cache import Shard, ShardSource
+from ngpt_train.data.units import FilePart, Hash, Unit, cut_files
 
 logger = logging.getLogger(__name__)
 
@@ -27,27 +33,81 @@ NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pa
 
 
 @dataclass(frozen=True)
+class LocalText:
+    """Reads files, or parts of them. Travels to worker processes."""
+
+    read: Callable[..., Iterator[str]]
+
+    def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
+        """The documents of a shard's files, in order. Raises DataError where they are faulty."""
+        if isinstance(shard, FilePart):
+            yield from self.read(Path(shard.files[0]), part=shard.part)
+            return
+        for file in shard.files:
+            yield from self.read(Path(file))
+
+
+@dataclass(frozen=True)
 class Source:
-    """Text as files in a fixed order. `settings` is what, besides their bytes, decides the documents."""
+    """Text in a fixed order: files of this machine, or shards from elsewhere whose identity is known.
+
+    settings: what, besides their content, decides the documents; revision: the commit on the hub.
+    """
 
     kind: str
-    files: list[Path]
-    read: Callable[[Path], Iterator[str]]
+    reader: ShardSource
     settings: dict[str, str]
+    files: list[Path] = field(default_factory=list)
+    shards: tuple[Shard, ...] = ()
+    revision: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [str(file) for file in self.files] or [shard.name for shard in self.shards]
+
+    @property
+    def is_one_document(self) -> bool:
+        """Whether that is known without reading."""
+        return len(self.files) == 1 and extension(self.files[0]).startswith(".txt")
+
+    def content(self, sha256: Hash) -> list[list[str]]:
+        """What identifies the text: of local files their bytes, wherever they lie. Raises what `sha256` raises."""
+        if self.files:
+            return [[extension(file), sha256(file)] for file in self.files]
+        return [[shard.identity] for shard in self.shards]
+
+    def units(self, sha256: Hash) -> list[Unit]:
+        """The text in units, in order. Raises what `sha256` raises."""
+        return cut_files(self.files, sha256) if self.files else [Unit(shard, 1) for shard in self.shards]
 
     def documents(self) -> Iterator[str]:
-        for file in self.files:
-            yield from self.read(file)
+        """All documents. Raises DataError where one cannot be read."""
+        with tempfile.TemporaryDirectory() as scratch:
+            for shard in self.shards or [Shard(str(file), "", (str(file),)) for file in self.files]:
+                yield from self.reader.documents(shard, Path(scratch))
 
 
 def open_source(data: DataConfig) -> Source:
-    """The text that `data.kind` (embedded or local) names. Lists files, reads none."""
+    """The text that `data` names. Lists files or shards, reads none. Raises ConfigError and DataError."""
     if data.kind == "embedded":
         return _embedded()
+    if data.on_hub:
+        return _hub(data)
     if data.path is None:
         raise ConfigError("data.path=null: data=local needs the file, directory or glob of the text, as data.path=PATH")
-    files = list_files(data.path)
-    return Source("local", files, partial(read_file, text_field=data.text_field), {"text_field": data.text_field})
+    reader = LocalText(partial(read_file, text_field=data.text_field))
+    return Source("local", reader, {"text_field": data.text_field}, list_files(data.path))
+
+
+def _hub(data: DataConfig) -> Source:
+    """Plain parquet or jsonl files are fetched as they are; the datasets library reads everything else."""
+    hub: Any = importlib.import_module("ngpt_train.data.hub")
+    listing = hub.list_hub(data)
+    settings = {"repo": str(data.repo), "split": data.split, "text_field": data.text_field}
+    if listing.shards:
+        return Source(data.kind, hub.HubText(data, listing), settings, shards=listing.shards, revision=listing.revision)
+    reader = DatasetsText(str(data.repo), listing.revision, data.split, data.text_field)
+    return Source(data.kind, reader, settings, shards=(reader.shard,), revision=listing.revision)
 
 
 def list_files(path: str) -> list[Path]:
@@ -94,7 +154,7 @@ def _embedded() -> Source:
         raise DataError(
             f"data=embedded: this Python keeps no .py files in {library}; use another one, or data=local data.path=PATH"
         )
-    return Source("embedded", sorted(files), _read_library_file, {"python": platform.python_version()})
+    return Source("embedded", LocalText(_read_library_file), {"python": platform.python_version()}, sorted(files))
 
 
 def _read_library_file(path: Path) -> Iterator[str]:
