@@ -20,7 +20,7 @@ class DataConfig:
     )
     path: Union[str, None] = key(
         None,
-        "File, directory or glob of the text (local); directory of the shards, or Megatron's files without .bin (tokens).",
+        "File, directory or glob of the text (local); directory of shards, or Megatron's file without .bin (tokens).",
     )
     repo: Union[str, None] = key(None, "hf: the data set on the hub, as OWNER/NAME.")
     revision: Union[str, None] = key(

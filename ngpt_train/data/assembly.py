@@ -23,6 +23,7 @@ class Assembly:
     def __init__(self, directory: Path, journal: Journal, header: dict[str, Any]) -> None:
         """Goes on after the last entry of the journal, if its header is this one, else begins anew."""
         self._directory, self._journal, self._header = directory, journal, header
+        self._text: bytes
         self._reset()
         entries = journal.entries() if journal.header() == header else []
         try:

@@ -29,14 +29,17 @@ class DatasetsText:
     def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
         """The split's rows, in order, as they arrive. Raises FetchError or DataError."""
         where = f"data.repo={self.repo}"
-        rows = self._open(where)
         number = 0
-        iterator = iter(rows)
+        rows = iter(self._open(where))
+
+        def place() -> str:
+            return f"{where}, {self.split}, row {number}"
+
         while True:
             try:
-                row = next(iterator, None)
+                row = next(rows, None)
             except Exception as error:  # the library passes on what any of its readers raises
-                raise _unreadable(f"{where}, {self.split}, after row {number}", error) from error
+                raise _unreadable(f"{place()} or the next", error) from error
             if row is None:
                 return
             number += 1
@@ -46,7 +49,7 @@ class DatasetsText:
                     f"{where}: no column {self.text_field!r} (there are: {listed}); "
                     "set data.text_field to the column that holds the text"
                 )
-            yield checked_text(row[self.text_field], lambda: f"{where}, {self.split}, row {number}", self.text_field)
+            yield checked_text(row[self.text_field], place, self.text_field)
 
     def _open(self, where: str) -> Any:
         import datasets
@@ -60,6 +63,6 @@ class DatasetsText:
 def _unreadable(where: str, error: Exception) -> DataError:
     kind = FetchError if isinstance(error, (OSError, TimeoutError)) else DataError
     return kind(
-        f"{where}: the datasets library cannot read it ({type(error).__name__}: {error}). Check data.repo, data.revision "
-        "and data.split, or download the text and use data=local data.path=PATH"
+        f"{where}: the datasets library cannot read it ({type(error).__name__}: {error}). Check data.repo, "
+        "data.revision and data.split, or download the text and use data=local data.path=PATH"
     )

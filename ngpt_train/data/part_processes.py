@@ -13,7 +13,7 @@ import shutil
 import signal
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -44,7 +44,7 @@ def parts_in_order(
     processes: int,
     scratch: Path,
     heard: Heard,
-) -> Iterator[tuple[int, Part]]:
+) -> Generator[tuple[int, Part], None, None]:
     """(unit, part) of all units from `start` on: a unit, and how many of its documents are done.
 
     directory: holds the tokenizer of `tokenizer_entry`; scratch: a directory for what waits. heard: told of each part
@@ -69,7 +69,7 @@ def parts_in_order(
 
 def _collect(
     units: Sequence[Unit], start: tuple[int, int], workers: list[_Process], heard: Heard
-) -> Iterator[tuple[int, Part]]:
+) -> Generator[tuple[int, Part], None, None]:
     waiting: dict[int, deque[Path | Exception | None]] = {}  # what each unit has made; None is its end
     following, failed = start[0], False
     turn = start[0]

@@ -72,16 +72,16 @@ class Preparation:
                 journal = Journal(directory, [unit.shard.identity for unit in units])
                 header, tokenizer = self._begin(directory, journal, key, single)
                 assembly = Assembly(directory, journal, header)
-                try:
-                    self._assemble(assembly, units, directory, Tokenizing(
-                        self._source.reader, tokenizer, header["dtype"], self._config.data.val_fraction, single
-                    ), header, key)  # fmt: skip
-                finally:
-                    assembly.close()
-                    worth_keeping = assembly.keeps_something
-                if single or assembly.counts.documents != 1:
-                    break
-            self._finish(directory, assembly, header, key)
+                tokenizing = Tokenizing(
+                    self._source.reader, tokenizer, header["dtype"], self._config.data.val_fraction, single
+                )
+                with contextlib.closing(assembly):
+                    try:
+                        self._assemble(assembly, units, directory, tokenizing, header, key)
+                        if single or assembly.counts.documents != 1:
+                            return self._finish(directory, assembly, header, key)
+                    finally:
+                        worth_keeping = assembly.keeps_something
         except BaseException:
             if not worth_keeping:
                 clear(directory)
@@ -144,16 +144,17 @@ class Preparation:
         with (
             tempfile.TemporaryDirectory(prefix=WAITING, dir=directory, ignore_cleanup_errors=True) as waiting,
             Progress("preparing", sizes, start[0]) as progress,
+            contextlib.closing(
+                parts_in_order(
+                    units, start, tokenizing, directory, header["tokenizer"], processes, Path(waiting), progress.heard
+                )
+            ) as parts,
         ):
-            parts = parts_in_order(
-                units, start, tokenizing, directory, header["tokenizer"], processes, Path(waiting), progress.heard
-            )
-            with contextlib.closing(parts):
-                for unit, part in parts:
-                    progress.at(unit)
-                    if assembly.add(unit, part):
-                        self._check_unchanged(key)
-                        assembly.record()
+            for unit, part in parts:
+                progress.at(unit)
+                if assembly.add(unit, part):
+                    self._check_unchanged(key)
+                    assembly.record()
 
     def _check_unchanged(self, key: str) -> None:
         if self._compute_key() != key:

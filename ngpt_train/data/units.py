@@ -5,6 +5,7 @@ The cuts decide who reads what, and nothing that is written.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,10 @@ from ngpt_train.data.hashes import canonical_hash
 from ngpt_train.data.readers import extension
 from ngpt_train.data.shard_cache import Shard
 
-# Bytes of a unit: enough that its start costs nothing, little enough that all processes end together.
-UNIT_BYTES = 1 << 24
+# Bytes of text in a unit: enough that its start costs nothing, little enough that all processes end together.
+UNIT_BYTES = 1 << 23
+# What text is compressed to, roughly.
+COMPRESSED = 1 / 3
 
 
 class Hash(Protocol):
@@ -24,7 +27,7 @@ class Hash(Protocol):
 
 @dataclass(frozen=True)
 class Unit:
-    """A shard of text and its size, in bytes as far as they are known: the progress is counted in it."""
+    """A shard of text, and its size among the units: roughly bytes where that is known, else the same for all."""
 
     shard: Shard
     size: int
@@ -51,8 +54,8 @@ def cut_files(files: Sequence[Path], sha256: Hash) -> list[Unit]:
         group, size = [], 0
 
     for file in files:
-        n_bytes = file.stat().st_size
-        if n_bytes > UNIT_BYTES and (parts := _parts(file, n_bytes)):
+        n_bytes = _text_size(file)
+        if n_bytes > UNIT_BYTES and (parts := _parts(file)):
             end_group()
             content = sha256(file)
             for part, part_size in parts:
@@ -67,11 +70,17 @@ def cut_files(files: Sequence[Path], sha256: Hash) -> list[Unit]:
     return units
 
 
-def _parts(file: Path, n_bytes: int) -> list[tuple[tuple[int, int], int]]:
+def _text_size(file: Path) -> int:
+    plain = file.suffix.lower() in (".txt", ".jsonl", ".py")
+    return round(file.stat().st_size / (1 if plain else COMPRESSED))
+
+
+def _parts(file: Path) -> list[tuple[tuple[int, int], int]]:
     """Each with its size; empty where the file is read as a whole."""
     if extension(file) == ".jsonl":
+        n_bytes = file.stat().st_size
         starts = [*range(0, n_bytes, UNIT_BYTES), n_bytes]
-        return [((start, end), end - start) for start, end in zip(starts, starts[1:], strict=False)]
+        return [((start, end), end - start) for start, end in itertools.pairwise(starts)]
     return _row_groups(file) if extension(file) == ".parquet" else []
 
 
@@ -87,8 +96,8 @@ def _row_groups(file: Path) -> list[tuple[tuple[int, int], int]]:
     start = size = 0
     for group in range(footer.num_row_groups):
         columns = [footer.row_group(group).column(i) for i in range(footer.num_columns)]
-        size += sum(column.total_compressed_size for column in columns)
-        if size >= UNIT_BYTES // 3 or group + 1 == footer.num_row_groups:  # text is compressed to about a third
+        size += round(sum(column.total_compressed_size for column in columns) / COMPRESSED)
+        if size >= UNIT_BYTES or group + 1 == footer.num_row_groups:
             parts.append(((start, group + 1), size))
             start, size = group + 1, 0
     return parts
