@@ -153,13 +153,15 @@ def _work(
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends its processes
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what is parallel
+    tokenizing = None
     try:
         while True:
             number, shard, skip = connection.recv()
             try:
-                reader, dtype, val_fraction, single = settings
-                tokenizer = read_tokenizer(directory, tokenizer_entry)
-                tokenizing = Tokenizing(reader, tokenizer, dtype, val_fraction, single)
+                if tokenizing is None:
+                    reader, dtype, val_fraction, single = settings
+                    tokenizer = read_tokenizer(directory, tokenizer_entry)
+                    tokenizing = Tokenizing(reader, tokenizer, dtype, val_fraction, single)
                 own = scratch / f"{number}"
                 own.mkdir()
                 for k, part in enumerate(tokenizing.parts(shard, skip, own)):
