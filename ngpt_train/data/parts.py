@@ -97,7 +97,8 @@ class Tokenizing:
         if not self.single:
             return [("validation" if held_out else "train", text, len(data))]
         first, second = halves(text, self.val_fraction)
-        return [("train", first, len(first.encode())), ("validation", second, len(second.encode()))]
+        held_out_bytes = len(second.encode())
+        return [("train", first, len(data) - held_out_bytes), ("validation", second, held_out_bytes)]
 
 
 @dataclass

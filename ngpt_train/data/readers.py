@@ -101,10 +101,12 @@ def _read_txt(path: Path, file: BinaryIO) -> Iterator[str]:
     data = file.read()
     try:
         # A byte order mark at the start of a file names its encoding and is no text.
-        yield data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(_not_utf8(f"{path}, line {line}", data, error)) from None
+    del data  # as large as the text
+    yield text
 
 
 def _read_jsonl(path: Path, file: BinaryIO, text_field: str, part: tuple[int, int] | None) -> Iterator[str]:
