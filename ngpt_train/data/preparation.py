@@ -59,9 +59,8 @@ class Preparation:
 
         Leaves nothing there if it fails before a shard is finished. Raises DataError.
         """
-        for left in directory.glob(f"{WAITING}*"):
-            shutil.rmtree(left, ignore_errors=True)
-        worth_keeping = False
+        _remove_waiting(directory)
+        worth_keeping = (directory / JOURNAL).exists()
         try:
             key = self._compute_key()
             logger.info("preparing %s: reading %s files", self._where, f"{len(self._source.names):,}")
@@ -188,7 +187,13 @@ class Preparation:
             "splits": splits,
         }
         (directory / JOURNAL).unlink()
+        _remove_waiting(directory)
         (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _remove_waiting(directory: Path) -> None:
+    for left in directory.glob(f"{WAITING}*"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def sha256_of(path: Path, hashes: FileHashes) -> str:

@@ -15,7 +15,7 @@ BAR_SECONDS = 0.2
 
 
 class Progress:
-    """Counts text and estimates when it ends. sizes: of the units, which need not be bytes of text.
+    """Counts text and estimates when it ends. sizes: of the units, roughly bytes of text, or 1 for each.
 
     done: units that an earlier start has finished.
     """
@@ -56,12 +56,12 @@ class Progress:
         self._unit = unit
 
     def fraction(self) -> float | None:
-        """Of the text that this start has to do; None before anything tells how much text there is."""
+        """Of the text that this start has to do; None while nothing tells how much text there is."""
         finished = sum(self._sizes[self._first : self._unit])
         text = sum(self._text[self._first : self._unit])
-        if not finished or not text:
-            return None
-        return min(1.0, self.bytes / (text / finished * self._left))
+        if finished and text:
+            return min(1.0, self.bytes / (text / finished * self._left))
+        return min(1.0, self.bytes / self._left) if max(self._sizes) > 1 else None
 
     def _report(self) -> None:
         seconds = max(1e-9, time.monotonic() - self._start)

@@ -27,7 +27,7 @@ class Hash(Protocol):
 
 @dataclass(frozen=True)
 class Unit:
-    """A shard of text, and its size among the units: roughly bytes where that is known, else the same for all."""
+    """A shard of text, and its size: roughly bytes of text where that is known, else 1."""
 
     shard: Shard
     size: int

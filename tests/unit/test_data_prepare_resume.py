@@ -69,7 +69,7 @@ def config(corpus: Path, **data: Any) -> Config:
 
 
 def content(directory: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in directory.iterdir()}
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
 
 
 def test_any_number_of_processes_writes_the_same(corpus: Path, tmp_path: Path) -> None:
@@ -205,6 +205,16 @@ def test_what_a_kill_left_is_used_where_it_fits(
     assert written == content(prepare_dataset(cfg, tmp_path / "fresh").path)
 
 
+def test_a_failure_before_anything_is_read_keeps_what_a_kill_left(corpus: Path, tmp_path: Path) -> None:
+    assert prepare_killed(corpus, tmp_path / "out", 1, records=2)[0] == -signal.SIGKILL
+    left = content(tmp_path / ".out.partial")
+    cfg = config(corpus)
+    cfg.tokenizer.kind, cfg.tokenizer.path = "sentencepiece", str(corpus / "a.jsonl")
+    with pytest.raises(DataError, match="not a SentencePiece model"):
+        prepare_dataset(cfg, tmp_path / "out")
+    assert content(tmp_path / ".out.partial") == left
+
+
 def test_damage_to_what_a_kill_left(corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     expected = content(prepare_dataset(config(corpus), tmp_path / "whole").path)
     assert prepare_killed(corpus, tmp_path / "out", 1, records=6)[0] == -signal.SIGKILL
@@ -314,14 +324,16 @@ def test_the_datasets_library_goes_on_in_order(tmp_path: Path) -> None:
 def test_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("ngpt_train.data.progress.LINE_SECONDS", 0.0)
-    with Progress("preparing", [10, 20, 30, 40], done=1) as progress:
+    with Progress("preparing", [1, 1]) as unknown:
+        unknown.heard(0, 1, 4)
+        assert unknown.fraction() is None
+    with Progress("preparing", [10_000_000, 20_000_000, 30_000_000, 40_000_000], done=1) as progress:
         progress.heard(1, 3, 4_000_000)
-        assert progress.fraction() is None
+        assert progress.fraction() == pytest.approx(4 / 90)
         progress.heard(2, 1, 1_000_000)
         progress.at(2)
         progress.heard(2, 1, 4_000_000)
         assert progress.fraction() == pytest.approx(0.5)  # 9 of 18 MB
-    assert "preparing: 4,000,000" not in caplog.text
     assert "preparing: 55 %, 5 documents, 9.0 MB, " in caplog.text
     assert caplog.text.rstrip().endswith("left")
 
