@@ -82,8 +82,8 @@ class Source:
 
     def documents(self) -> Iterator[str]:
         """All documents. Raises DataError where one cannot be read."""
-        with tempfile.TemporaryDirectory() as scratch:
-            for shard in self.shards or [Shard(str(file), "", (str(file),)) for file in self.files]:
+        for shard in self.shards or [Shard(str(file), "", (str(file),)) for file in self.files]:
+            with tempfile.TemporaryDirectory() as scratch:
                 yield from self.reader.documents(shard, Path(scratch))
 
 
