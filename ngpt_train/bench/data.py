@@ -6,13 +6,14 @@ parquet files in a temporary directory.
 
 from __future__ import annotations
 
-import gc
 import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -147,15 +148,16 @@ def reading(config: Config) -> Iterator[Entry]:
 def starting(prepared: Config, streamed: Config) -> Iterator[Entry]:
     """Opening and the first batch, at the beginning and deep in the run; the imports of a new process apart."""
     for name, config in (("prepared", prepared), ("streamed", streamed)):
-        yield once(f"{name}: first batch", lambda config=config: next(first_batches(config)), 3)
-        batches = first_batches(config)
+        yield once(f"{name}: first batch", partial(first_batch, config), 3)
+        batches = batches_from(config)
         for _ in range(200):
             _, position = next(batches)
-        state = merged([position])
-        yield once(f"{name}: first batch after a resume", lambda c=config, s=state: next(first_batches(c, s)), 3)
-        del batches
-        gc.collect()
+        yield once(f"{name}: first batch after a resume", partial(first_batch, config, merged([position])), 3)
 
 
-def first_batches(config: Config, state: dict | None = None) -> TrainLoader:
+def first_batch(config: Config, state: dict[str, Any] | None = None) -> None:
+    next(batches_from(config, state))
+
+
+def batches_from(config: Config, state: dict[str, Any] | None = None) -> TrainLoader:
     return TrainLoader(reader_of(open_dataset(config), config, state=state), BATCH_ROWS, BATCH_ROWS, state=state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Union
 
-from ngpt_train.config.keys import AUTO, BoolOrAuto, key
+from ngpt_train.config.keys import AUTO, BoolOrAuto, IntOrAuto, key
 
 
 @dataclass
@@ -19,7 +19,8 @@ class DataConfig:
         choices=("embedded", "local", "tokens", "openwebtext", "hf", "mixture"),
     )
     path: Union[str, None] = key(
-        None, "File, directory or glob of the text (local) or directory of the shards (tokens)."
+        None,
+        "File, directory or glob of the text (local); directory of shards, or Megatron's file without .bin (tokens).",
     )
     repo: Union[str, None] = key(None, "hf: the data set on the hub, as OWNER/NAME.")
     revision: Union[str, None] = key(
@@ -88,6 +89,14 @@ class DataConfig:
     cache: str = key("~/.cache/ngpt_train", "Where `train` keeps the shards and tokenizers that it prepares from text.")
     shard_tokens: int = key(
         100_000_000, "Tokens per prepared shard; its last document may exceed them.", minimum=1, maximum=100_000_000_000
+    )
+
+    prepare_workers: IntOrAuto = key(
+        AUTO,
+        "Processes that tokenize text for shards, which they do not change; auto: one for each CPU.",
+        choices=(AUTO,),
+        minimum=1,
+        maximum=1024,
     )
 
     @property

@@ -44,6 +44,7 @@ _HARMLESS = (
     "data.cache",
     "data.cache_gb",
     "data.workers",
+    "data.prepare_workers",
     "data.prefetch",
     "data.on_bad_shard",
     "data.fetch_minutes",

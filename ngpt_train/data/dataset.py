@@ -1,4 +1,4 @@
-"""A data set on disk: what `prepare` wrote, or nanoGPT's train.bin and val.bin, checked and opened."""
+"""A data set on disk: what `prepare` wrote, nanoGPT's files or Megatron's, checked and opened."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import numpy as np
 from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import Config
 from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.megatron import find_megatron, open_megatron
 from ngpt_train.data.mixture import Mixture
 from ngpt_train.data.shards import Tokens, map_tokens, open_shards
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer
@@ -83,13 +84,18 @@ def open_prepared(directory: Path, hashes: FileHashes) -> Dataset:
 
 
 def open_tokens(config: Config, hashes: FileHashes, tokenizer: Tokenizer | None = None) -> Dataset:
-    """Opens `data.path`, a directory of prepared shards or of nanoGPT's train.bin and val.bin.
+    """Opens `data.path`: a directory of prepared shards or of nanoGPT's train.bin and val.bin, or Megatron's files.
 
-    Prepared shards bring their tokenizer; nanoGPT's files need `tokenizer`, or the one that `config.tokenizer` names.
+    Prepared shards bring their tokenizer; the others need `tokenizer`, or the one that `config.tokenizer` names.
+    Raises DataError if they are damaged or of another tokenizer.
     """
     directory = Path(config.data.path or "").expanduser()
     if (directory / MANIFEST).exists():
         return open_prepared(directory, hashes)
+    if (files := find_megatron(directory)) is not None:
+        tokenizer = tokenizer or load_tokenizer(config.tokenizer)
+        splits = open_megatron(files, tokenizer, hashes, config.data.val_fraction)
+        return _foreign("megatron", directory, tokenizer, splits)
     return _open_nanogpt(directory, config, hashes, tokenizer)
 
 
@@ -100,28 +106,27 @@ def _open_nanogpt(directory: Path, config: Config, hashes: FileHashes, tokenizer
     if missing:
         raise DataError(
             f"data.path={config.data.path}: not a directory with {MANIFEST}, which `prepare` writes, nor with "
-            f"nanoGPT's train.bin and val.bin (missing: {', '.join(missing)})"
+            f"nanoGPT's train.bin and val.bin (missing: {', '.join(missing)}), nor Megatron's .bin and .idx"
         )
     for file in files.values():
         size = file.stat().st_size
         if size == 0 or size % 2:
             raise DataError(f"{file}: {size} bytes, which is no number of uint16 ids; copy it again")
     tokenizer = tokenizer or load_tokenizer(config.tokenizer)
-    entry = {"kind": tokenizer.kind, "name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos}
-    tokens, splits = {}, {}
+    splits = {}
     for split, file in files.items():
-        ids = map_tokens(file, np.dtype("<u2"), entry, hashes)
-        tokens[split] = Tokens(split, directory, [ids], eos=tokenizer.eos)
-        splits[split] = {"tokens": len(tokens[split]), "sha256": hashes.tokens(file, "<u2")[0]}
-    found = fingerprint(tokenizer.fingerprint, splits)
-    manifest = {
-        "source": {"kind": "nanogpt"},
-        "dtype": "<u2",
-        "tokenizer": entry,
-        "fingerprint": found,
-        "splits": splits,
-    }
-    return Dataset(tokens["train"], tokens["validation"], tokenizer, found, directory, manifest)
+        ids = map_tokens(file, np.dtype("<u2"), {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size}, hashes)
+        splits[split] = (Tokens(split, directory, [ids], tokenizer.eos), hashes.tokens(file, "<u2")[0])
+    return _foreign("nanogpt", directory, tokenizer, splits)
+
+
+def _foreign(kind: str, path: Path, tokenizer: Tokenizer, splits: dict[str, tuple[Tokens, str]]) -> Dataset:
+    """Of files that say nothing of their tokenizer; `splits` are tokens and what identifies their ids."""
+    entry = {"kind": tokenizer.kind, "name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos}
+    described = {split: {"tokens": len(tokens), "sha256": sha256} for split, (tokens, sha256) in splits.items()}
+    found = fingerprint(tokenizer.fingerprint, described)
+    manifest = {"source": {"kind": kind}, "tokenizer": entry, "fingerprint": found, "splits": described}
+    return Dataset(splits["train"][0], splits["validation"][0], tokenizer, found, path, manifest)
 
 
 def _damaged(path: Path, error: Exception) -> DataError:

@@ -19,11 +19,12 @@ from ngpt_train.config.keys import DataError
 logger = logging.getLogger(__name__)
 
 
-def build_directory(target: Path, build: Callable[[Path], None]) -> None:
+def build_directory(target: Path, build: Callable[[Path], None], resumable: bool = False) -> None:
     """Makes `target` out of what `build` writes into the directory that it is given.
 
-    If another process is building `target`, waits for it; if `target` is there then, does nothing. A
-    failure or a kill leaves no `target`, and a failure nothing at all.
+    If another process is building `target`, waits for it; if `target` is there then, does nothing. A failure or a
+    kill leaves no `target`, and a failure nothing at all. resumable: what is in the hidden directory after a failure
+    or a kill is given to the next `build`, which may use it; an empty one goes.
     Raises DataError if the disk cannot be written, and whatever `build` raises.
     """
     missing = [parent for parent in target.parents if not parent.exists()]
@@ -34,7 +35,8 @@ def build_directory(target: Path, build: Callable[[Path], None]) -> None:
                 for stale in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
                     shutil.rmtree(stale)
             if not is_filled(target):
-                _build(target, build)
+                # Without locks another process may be at work: each then has a directory of its own.
+                _build(target, build, resumable and locked)
     except BaseException as error:
         for parent in missing:
             with contextlib.suppress(OSError):
@@ -51,10 +53,11 @@ def is_filled(target: Path) -> bool:
     return target.exists() and not (target.is_dir() and not any(target.iterdir()))
 
 
-def _build(target: Path, build: Callable[[Path], None]) -> None:
-    partial = target.with_name(f".{target.name}.partial-{uuid.uuid4().hex[:12]}")
+def _build(target: Path, build: Callable[[Path], None], resumable: bool) -> None:
+    name = f".{target.name}.partial"
+    partial = target.with_name(name if resumable else f"{name}-{uuid.uuid4().hex[:12]}")
     try:
-        partial.mkdir()
+        partial.mkdir(exist_ok=resumable)
         build(partial)
         for path in [*partial.iterdir(), partial]:
             sync(path)
@@ -66,7 +69,8 @@ def _build(target: Path, build: Callable[[Path], None]) -> None:
                 raise
         sync(target.parent)
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        if not resumable or (partial.is_dir() and not any(partial.iterdir())):
+            shutil.rmtree(partial, ignore_errors=True)
 
 
 @contextlib.contextmanager

@@ -67,6 +67,14 @@ class HubListing:
     source: HubText
 
 
+class NoPlainFiles(DataError):
+    """A data set whose files only the datasets library reads, at this commit."""
+
+    def __init__(self, message: str, commit: str) -> None:
+        super().__init__(message)
+        self.commit = commit
+
+
 def list_hub(data: DataConfig) -> HubListing:
     """The files that data.repo, data.revision, data.split and data.files name. Asks the hub: for one rank alone.
 
@@ -81,7 +89,7 @@ def list_hub(data: DataConfig) -> HubListing:
     client = HubClient(data.repo, data.fetch_minutes)
     commit = client.commit(data.revision)
     listed = client.files(commit)
-    paths = _chosen(sorted(listed), data)
+    paths = _chosen(sorted(listed), data, commit)
     files = {path: listed[path] for path in paths}
     size = sum(file.size for file in files.values())
     logger.info("%s@%s: %d files, %.2f GB", data.repo, commit, len(files), size / 1e9)
@@ -101,7 +109,7 @@ def list_hub(data: DataConfig) -> HubListing:
     return HubListing(commit, shards, HubText(data.repo, commit, files, data.text_field, data.fetch_minutes))
 
 
-def _chosen(paths: list[str], data: DataConfig) -> list[str]:
+def _chosen(paths: list[str], data: DataConfig, commit: str) -> list[str]:
     """Those of the paths that are read. Raises DataError if there are none.
 
     With data.files, those that match it. Otherwise a file belongs to a split if its path has the name of the split as
@@ -112,9 +120,10 @@ def _chosen(paths: list[str], data: DataConfig) -> list[str]:
     if not readable:
         endings = Counter(PurePosixPath(path).suffix or PurePosixPath(path).name for path in paths)
         listed = ", ".join(f"{n} {ending}" for ending, n in endings.most_common(8)) or "nothing"
-        raise DataError(
+        raise NoPlainFiles(
             f"data.repo={data.repo}: none of its files ends in {', '.join(KINDS)} (there are: {listed}). `prepare` "
-            "reads other formats, through the library `datasets`; train on what it writes with data=tokens"
+            "reads other formats, through the library `datasets`; train on what it writes with data=tokens",
+            commit,
         )
     if data.files is not None:
         if found := [path for path in readable if fnmatchcase(path, data.files)]:

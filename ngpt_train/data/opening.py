@@ -49,6 +49,7 @@ def open_dataset(
 def prepare_dataset(config: Config, out: Path | None = None, tokenizer: Tokenizer | None = None) -> Dataset:
     """Prepares the text that `config.data` names in `out`, by default the cache, unless it is there; opens it."""
     hashes = FileHashes(cache_directory(config))
+    config = replace(config, data=replace(config.data, streaming=False))
     return _checked(open_prepared(prepare_shards(config, hashes, out, tokenizer), hashes), config, hashes)
 
 

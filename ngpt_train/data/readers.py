@@ -9,7 +9,7 @@ import gzip
 import io
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,18 +26,20 @@ def extension(path: Path) -> str:
     return max((ending for ending in EXTENSIONS if name.endswith(ending)), key=len, default="")
 
 
-def read_file(path: Path, text_field: str) -> Iterator[str]:
+def read_file(path: Path, text_field: str, part: tuple[int, int] | None = None) -> Iterator[str]:
     """Yields the documents of one file in order; a .txt file is one document.
 
+    part: of a large file, the rows of these row groups (parquet) or the lines that begin at these bytes (jsonl that
+    is not compressed).
     Raises DataError if the file cannot be read, is damaged, is not UTF-8 or lacks `text_field`.
     """
     kind = extension(path).split(".")[1]
     try:
         if kind == "parquet":
-            yield from _read_parquet(path, text_field)
+            yield from _read_parquet(path, text_field, part)
         else:
             with _open(path) as file:
-                yield from _read_txt(path, file) if kind == "txt" else _read_jsonl(path, file, text_field)
+                yield from _read_txt(path, file) if kind == "txt" else _read_jsonl(path, file, text_field, part)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: damaged or incomplete ({error}); copy or download it again") from None
     except OSError as error:
@@ -99,33 +101,57 @@ def _read_txt(path: Path, file: BinaryIO) -> Iterator[str]:
     data = file.read()
     try:
         # A byte order mark at the start of a file names its encoding and is no text.
-        yield data.decode("utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         raise DataError(_not_utf8(f"{path}, line {line}", data, error)) from None
+    del data  # as large as the text
+    yield text
 
 
-def _read_jsonl(path: Path, file: BinaryIO, text_field: str) -> Iterator[str]:
+def _read_jsonl(path: Path, file: BinaryIO, text_field: str, part: tuple[int, int] | None) -> Iterator[str]:
+    start, end = part or (0, None)
+    position = start
+    if start > 0:
+        file.seek(start - 1)
+        position += len(file.readline()) - 1  # the rest of a line that began in the part before
+
+    def where() -> str:
+        return f"{path}, line {_line_number(path, start) + number}"
+
     for number, line in enumerate(file, 1):
-        where = f"{path}, line {number}"
+        if end is not None and position >= end:
+            return
+        position += len(line)
         if not line.strip():
             continue
         try:
-            record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            record = json.loads(line.decode("utf-8-sig" if number == 1 and start == 0 else "utf-8"))
         except UnicodeDecodeError as error:
-            raise DataError(_not_utf8(where, line, error)) from None
+            raise DataError(_not_utf8(where(), line, error)) from None
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{where}: not JSON ({error}); a .jsonl file holds one JSON object a line") from None
+            raise DataError(f"{where()}: not JSON ({error}); a .jsonl file holds one JSON object a line") from None
         if not isinstance(record, dict):
             raise DataError(
-                f"{where}: a JSON {type(record).__name__}; expected an object with the field {text_field!r}"
+                f"{where()}: a JSON {type(record).__name__}; expected an object with the field {text_field!r}"
             )
         if text_field not in record:
-            raise DataError(f"{where}: {_no_field('field', text_field, list(record))}")
-        yield _text(record[text_field], where, text_field)
+            raise DataError(f"{where()}: {_no_field('field', text_field, list(record))}")
+        yield checked_text(record[text_field], where, text_field)
 
 
-def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
+def _line_number(path: Path, start: int) -> int:
+    """How many lines begin before byte `start`; counted when a message needs it."""
+    if start == 0:
+        return 0
+    lines = 1
+    with path.open("rb") as file:
+        while (left := start - 1 - file.tell()) > 0:
+            lines += file.read(min(left, 1 << 24)).count(b"\n")
+    return lines
+
+
+def _read_parquet(path: Path, text_field: str, part: tuple[int, int] | None) -> Iterator[str]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -133,31 +159,36 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str]:
         with pq.ParquetFile(path) as file:
             if text_field not in file.schema_arrow.names:
                 raise DataError(f"{path}: {_no_field('column', text_field, file.schema_arrow.names)}")
-            number = 0
-            for batch in file.iter_batches(batch_size=256, columns=[text_field]):
+            first, end = part or (0, file.num_row_groups)
+            number = sum(file.metadata.row_group(group).num_rows for group in range(first))
+
+            def where() -> str:
+                return f"{path}, row {number}"
+
+            for batch in file.iter_batches(256, row_groups=range(first, end), columns=[text_field]):
                 for value in batch.column(0):
                     number += 1
-                    where = f"{path}, row {number}"
                     try:
                         text = value.as_py()
                     except UnicodeDecodeError as error:
-                        raise DataError(_not_utf8(where, error.object, error)) from None
-                    yield _text(text, where, text_field)
+                        raise DataError(_not_utf8(where(), error.object, error)) from None
+                    yield checked_text(text, where, text_field)
     except pa.ArrowException as error:
         raise DataError(f"{path}: damaged, incomplete or no parquet file ({error})") from None
 
 
-def _text(value: object, where: str, text_field: str) -> str:
+def checked_text(value: object, where: Callable[[], str], text_field: str) -> str:
+    """`value`, if it is text that can be stored. Raises DataError that begins with `where()`."""
     if not isinstance(value, str):
         raise DataError(
-            f"{where}: {text_field!r} holds {type(value).__name__}, expected a string; "
+            f"{where()}: {text_field!r} holds {type(value).__name__}, expected a string; "
             "choose another data.text_field or correct the file"
         )
     try:
         value.encode()  # JSON can spell half of a surrogate pair, which is no character
     except UnicodeEncodeError as error:
         raise DataError(
-            f"{where}: {text_field!r} holds an unpaired surrogate (\\u{ord(value[error.start]):04x} at character "
+            f"{where()}: {text_field!r} holds an unpaired surrogate (\\u{ord(value[error.start]):04x} at character "
             f"{error.start}), which no encoding can store; correct the file"
         ) from None
     return value

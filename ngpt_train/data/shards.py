@@ -1,13 +1,9 @@
-"""Token shards: how a split is written, and how it is read as one sequence of ids.
-
-docs/data.md documents the files.
-"""
+"""Token shards: how a split is read as one sequence of ids. docs/data.md documents the files."""
 
 from __future__ import annotations
 
 import bisect
 import functools
-import hashlib
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,72 +14,6 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.keys import DataError
 from ngpt_train.data.hashes import FileHashes
-
-
-def dtype_for(vocab_size: int) -> str:
-    """Little-endian type of the stored ids."""
-    return "<u2" if vocab_size <= 1 << 16 else "<u4"
-
-
-class SplitWriter:
-    """Writes documents into `<stem>-00000.bin`, `<stem>-00000.idx`, ...
-
-    A shard ends with the document that brings it to `shard_tokens`, so every document is whole. Memory
-    grows with the number of documents of one shard, not with their length.
-    """
-
-    def __init__(self, directory: Path, stem: str, dtype: str, shard_tokens: int):
-        self._directory, self._stem = directory, stem
-        self._dtype = np.dtype(dtype)
-        self._shard_tokens = shard_tokens
-        self._split_hash = hashlib.sha256()
-        self._shards: list[dict[str, Any]] = []
-        self._open()
-
-    def add(self, ids: NDArray[np.integer], n_bytes: int) -> None:
-        """Appends one document of `n_bytes` bytes of text; `ids` end with eos."""
-        data = ids.astype(self._dtype).tobytes()
-        self._file.write(data)
-        self._hash.update(data)
-        self._split_hash.update(data)
-        self._offsets.append(self._offsets[-1] + len(ids))
-        self._bytes += n_bytes
-        if self._offsets[-1] >= self._shard_tokens:
-            self._close()
-            self._open()
-
-    def finish(self) -> dict[str, Any]:
-        """Closes the last shard; returns the split's part of the manifest."""
-        self._close()
-        totals = {name: sum(shard[name] for shard in self._shards) for name in ("tokens", "documents", "bytes")}
-        return {**totals, "sha256": self._split_hash.hexdigest(), "shards": self._shards}
-
-    def _open(self) -> None:
-        self._path = self._directory / f"{self._stem}-{len(self._shards):05d}.bin"
-        self._file = self._path.open("wb")
-        self._hash = hashlib.sha256()
-        self._offsets = [0]
-        self._bytes = 0
-
-    def _close(self) -> None:
-        self._file.close()
-        if len(self._offsets) == 1:  # the document before was the last
-            self._path.unlink()
-            return
-        offsets = np.array(self._offsets, "<u8").tobytes()
-        index = self._path.with_suffix(".idx")
-        index.write_bytes(offsets)
-        self._shards.append(
-            {
-                "file": self._path.name,
-                "tokens": self._offsets[-1],
-                "documents": len(self._offsets) - 1,
-                "bytes": self._bytes,
-                "sha256": self._hash.hexdigest(),
-                "index": index.name,
-                "index_sha256": hashlib.sha256(offsets).hexdigest(),
-            }
-        )
 
 
 class Tokens:

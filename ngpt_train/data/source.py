@@ -1,114 +1,114 @@
-"""Where documents come from: an ordered list of files and a way to read one.
+"""Where documents come from: an ordered list of shards and a way to read one.
 
-A source can be read again and again, whole or file by file, always in the same order; nothing here
-holds more than one file's batch of text in memory.
+A source can be read again and again, always in the same order; nothing here holds more than a batch of
+documents in memory.
 """
 
 from __future__ import annotations
 
 import glob
-import hashlib
 import logging
 import os
 import platform
 import sysconfig
+import tempfile
 import tokenize
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from ngpt_train.config.keys import ConfigError, DataError
 from ngpt_train.config.schema import DataConfig
-from ngpt_train.data.hashes import canonical_hash
+from ngpt_train.data.datasets_library import DatasetsText
+from ngpt_train.data.hub import NoPlainFiles, list_hub
 from ngpt_train.data.readers import EXTENSIONS, extension, read_file
-from ngpt_train.data.shard_cache import Shard
+from ngpt_train.data.shard_cache import Shard, ShardSource
+from ngpt_train.data.units import FilePart, Hash, Unit, cut_files
 
 logger = logging.getLogger(__name__)
 
-DOCUMENTS_SHARD = 1 << 20  # bytes of files of one document that share a shard
-IDENTIFYING = 1 << 16  # bytes at either end of a file
 NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 
 
 @dataclass(frozen=True)
-class Source:
-    """Text as files in a fixed order. `settings` is what, besides their bytes, decides the documents."""
+class LocalText:
+    """Reads files, or parts of them. Travels to worker processes."""
 
-    kind: str
-    files: list[Path]
-    read: Callable[[Path], Iterator[str]]
-    settings: dict[str, str]
+    read: Callable[..., Iterator[str]]
 
-    def documents(self) -> Iterator[str]:
-        for file in self.files:
-            yield from self.read(file)
-
-
-def open_source(data: DataConfig) -> Source:
-    """The text that `data.kind` (embedded or local) names. Lists files, reads none."""
-    if data.kind == "embedded":
-        return _embedded()
-    if data.path is None:
-        raise ConfigError("data.path=null: data=local needs the file, directory or glob of the text, as data.path=PATH")
-    files = list_files(data.path)
-    return Source("local", files, partial(read_file, text_field=data.text_field), {"text_field": data.text_field})
+    def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
+        """The documents of a shard's files, in order. Raises DataError where they are faulty."""
+        if isinstance(shard, FilePart):
+            yield from self.read(Path(shard.files[0]), part=shard.part)
+            return
+        for file in shard.files:
+            yield from self.read(Path(file))
 
 
 @dataclass(frozen=True)
-class LocalText:
-    """Text of files that every machine of the run sees, shard by shard."""
+class Source:
+    """Text in a fixed order: files of this machine, or shards from elsewhere whose identity is known.
+
+    settings: what, besides their content, decides the documents; revision: the commit on the hub.
+    """
 
     kind: str
-    text_field: str
+    reader: ShardSource
+    settings: dict[str, str]
+    files: list[Path] = field(default_factory=list)
+    shards: tuple[Shard, ...] = ()
+    revision: str | None = None
 
-    def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
-        for file in shard.files:
-            path = Path(file)
-            yield from _read_library_file(path) if self.kind == "embedded" else read_file(path, self.text_field)
+    @property
+    def names(self) -> list[str]:
+        return [str(file) for file in self.files] or [shard.name for shard in self.shards]
 
+    @property
+    def is_one_document(self) -> bool:
+        """Whether that is known without reading."""
+        return len(self.files) == 1 and extension(self.files[0]).startswith(".txt")
 
-def local_shards(data: DataConfig) -> tuple[LocalText, tuple[Shard, ...]]:
-    """The files of `data` (embedded or local) as shards; files of one document share some, in the order of their paths.
+    def content(self, sha256: Hash) -> list[list[str]]:
+        """What identifies the text: of local files their bytes, wherever they lie. Raises what `sha256` raises."""
+        if self.files:
+            return [[extension(file), sha256(file)] for file in self.files]
+        return [[shard.identity] for shard in self.shards]
 
-    A shard's identity is that of its files: their kind, size, and what they hold at either end.
-    """
-    source = open_source(data)
-    root = Path(os.path.commonpath([file.parent for file in source.files]))
-    groups: list[list[Path]] = [[]]
-    size = 0
-    for file in source.files:
-        if groups[-1] and (size >= DOCUMENTS_SHARD or not _is_a_document(file) or not _is_a_document(groups[-1][-1])):
-            groups.append([])
-            size = 0
-        groups[-1].append(file)
-        size += file.stat().st_size
-    shards = tuple(_shard(group, root, source.settings) for group in groups)
-    return LocalText(data.kind, data.text_field), shards
+    def units(self, sha256: Hash) -> list[Unit]:
+        """The text in units, in order. Raises what `sha256` raises."""
+        return cut_files(self.files, sha256) if self.files else [Unit(shard, 1) for shard in self.shards]
 
-
-def _is_a_document(file: Path) -> bool:
-    return extension(file).split(".")[1:2] not in (["jsonl"], ["parquet"])
-
-
-def _shard(files: list[Path], root: Path, settings: dict[str, str]) -> Shard:
-    name = str(files[0].relative_to(root)) + (f" to {files[-1].relative_to(root)}" if len(files) > 1 else "")
-    identity = canonical_hash([settings, [_identity(file) for file in files]])
-    return Shard(name, identity, tuple(map(str, files)))
+    def documents(self) -> Iterator[str]:
+        """All documents. Raises DataError where one cannot be read."""
+        for shard in self.shards or [Shard(str(file), "", (str(file),)) for file in self.files]:
+            with tempfile.TemporaryDirectory() as scratch:
+                yield from self.reader.documents(shard, Path(scratch))
 
 
-def _identity(file: Path) -> list[Any]:
-    """Of a file, without reading all of it. A parquet file keeps the statistics of all of its pages at its end."""
+def open_source(data: DataConfig) -> Source:
+    """The text that `data` names. Lists files or shards, reads none. Raises ConfigError and DataError."""
+    if data.kind == "embedded":
+        return _embedded()
+    if data.on_hub:
+        return _hub(data)
+    if data.path is None:
+        raise ConfigError("data.path=null: data=local needs the file, directory or glob of the text, as data.path=PATH")
+    reader = LocalText(partial(read_file, text_field=data.text_field))
+    return Source("local", reader, {"text_field": data.text_field}, list_files(data.path))
+
+
+def _hub(data: DataConfig) -> Source:
+    """Plain parquet or jsonl files are fetched as they are; the datasets library reads everything else."""
+    settings = {"repo": str(data.repo), "split": data.split, "text_field": data.text_field}
     try:
-        size = file.stat().st_size
-        with file.open("rb") as opened:
-            digest = hashlib.blake2b(opened.read(IDENTIFYING))
-            opened.seek(max(0, size - IDENTIFYING))
-            digest.update(opened.read())
-    except OSError as error:
-        raise DataError(f"{file}: cannot be read ({error.strerror})") from None
-    return [extension(file), size, digest.hexdigest()]
+        listing = list_hub(data)
+    except NoPlainFiles as error:
+        if data.streamed:
+            raise
+        reader = DatasetsText(str(data.repo), error.commit, data.split, data.text_field)
+        return Source(data.kind, reader, settings, shards=(reader.shard,), revision=error.commit)
+    return Source(data.kind, listing.source, settings, shards=listing.shards, revision=listing.commit)
 
 
 def list_files(path: str) -> list[Path]:
@@ -155,7 +155,7 @@ def _embedded() -> Source:
         raise DataError(
             f"data=embedded: this Python keeps no .py files in {library}; use another one, or data=local data.path=PATH"
         )
-    return Source("embedded", sorted(files), _read_library_file, {"python": platform.python_version()})
+    return Source("embedded", LocalText(_read_library_file), {"python": platform.python_version()}, sorted(files))
 
 
 def _read_library_file(path: Path) -> Iterator[str]:

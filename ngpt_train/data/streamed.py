@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,13 +13,13 @@ import numpy as np
 from ngpt_train.config.schema import Config
 from ngpt_train.data.dataset import Dataset, cache_directory
 from ngpt_train.data.hashes import canonical_hash
-from ngpt_train.data.hub import HubText, list_hub
+from ngpt_train.data.local_shards import local_shards
 from ngpt_train.data.rows import row_format
-from ngpt_train.data.shard_cache import Shard, ShardCache, ShardedText, ShardSource
+from ngpt_train.data.shard_cache import ShardCache, ShardedText
 from ngpt_train.data.shards import Tokens, check_length
-from ngpt_train.data.source import local_shards
+from ngpt_train.data.source import Source, open_source
 from ngpt_train.data.streams import StreamSettings
-from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer
+from ngpt_train.data.tokenizers import Tokenizer, encode_document, load_tokenizer
 from ngpt_train.data.workers import StreamedText
 
 T = TypeVar("T")
@@ -34,12 +35,13 @@ def open_streamed(config: Config, on_main: OnMain, tokenizer: Tokenizer | None =
     by that one alone. Raises DataError if anything is wrong with the shards or the tokenizer, or if what is held out
     is shorter than a row.
     """
-    source, shards = on_main(lambda: list_shards(config))
+    source = on_main(lambda: list_shards(config))
+    shards = source.shards
     data = config.data
     cache = ShardCache(
         cache_directory(config) / "documents",
         data.cache_gb * 1e9,
-        source,
+        source.reader,
         data.text_field,
         skip_bad=data.on_bad_shard == "skip",
     )
@@ -58,17 +60,14 @@ def open_streamed(config: Config, on_main: OnMain, tokenizer: Tokenizer | None =
             "val_fraction": data.val_fraction,
         }
     )
-    commit = source.commit if isinstance(source, HubText) else None
-    manifest = {"source": {"kind": data.kind, "revision": commit, "shards": [shard.name for shard in shards]}}
+    manifest = {"source": {"kind": data.kind, "revision": source.revision, "shards": source.names}}
     return Dataset(streamed, held_out, tokenizer, fingerprint, Path(data.path or data.repo or data.kind), manifest)
 
 
-def list_shards(config: Config) -> tuple[ShardSource, tuple[Shard, ...]]:
+def list_shards(config: Config) -> Source:
     """Where the text is, and its parts in their order."""
-    if config.data.on_hub:
-        listing = list_hub(config.data)
-        return listing.source, listing.shards
-    return local_shards(config.data)
+    source = open_source(config.data)
+    return source if source.shards else replace(source, shards=local_shards(source.files, source.settings))
 
 
 def stream_settings(config: Config) -> StreamSettings:
@@ -102,7 +101,7 @@ def validation_tokens(config: Config, text: ShardedText, tokenizer: Tokenizer) -
     ids: list[Any] = []
     n_tokens = n_documents = 0
     for document in held_out(text, config.data.open_shards):
-        ids.append(np.append(tokenizer.encode_batch([document])[0], tokenizer.eos))
+        ids.append(np.append(encode_document(tokenizer, document), tokenizer.eos))
         n_tokens += len(ids[-1])
         n_documents += len(ids[-1]) >= settings.shortest
         full = n_documents if settings.rows == "prefix_continuation" else n_tokens // settings.context

@@ -13,7 +13,7 @@ from ngpt_train.config.keys import DataError
 from ngpt_train.data.packing import best_fit
 from ngpt_train.data.pieces import Piece, document_order, n_windows, stream_pieces, window_pieces, window_shards
 from ngpt_train.data.rows import NOTHING
-from ngpt_train.data.tokenizers import Tokenizer
+from ngpt_train.data.tokenizers import Tokenizer, encode_document
 
 # Documents that best_fit packs together: a stream holds so many, and a resume tokenizes up to so many again.
 PACKED_TOGETHER = 64
@@ -111,7 +111,7 @@ class Stream:
                 text = self.text.document(piece.shard, order[index])
                 if text is not None:
                     last = place.epoch
-                    yield place._replace(document=index), np.append(self.tokenizer.encode_batch([text])[0], eos)
+                    yield place._replace(document=index), np.append(encode_document(self.tokenizer, text), eos)
 
     def _check_epochs(self, last: int, epoch: int) -> None:
         """Of few documents a stream may have none in one epoch and some in the next."""

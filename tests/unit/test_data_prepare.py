@@ -1,4 +1,4 @@
-"""Text to shards and back: nothing lost, nothing half-written, every fault found before anything is on disk."""
+"""Text to shards and back: nothing lost, nothing half-written, every fault found."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ import pytest
 
 from ngpt_train.config.keys import ConfigError, DataError
 from ngpt_train.config.schema import Config
-from ngpt_train.data import Dataset, hashes, load_tokenizer, open_dataset, prepare_dataset, tokenizers
+from ngpt_train.data import Dataset, Tokens, hashes, load_tokenizer, open_dataset, prepare_dataset, tokenizers
 from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.preparation import Preparation
 from ngpt_train.verbs import prepare as verb
 
 EOS = 256
@@ -58,6 +59,12 @@ def snapshot(directory: Path) -> dict[str, int]:
     return {str(path.relative_to(directory)): path.stat().st_mtime_ns for path in directory.rglob("*")}
 
 
+def ids_of(tokens: Tokens) -> np.ndarray:
+    ids = np.empty(len(tokens), np.int64)
+    tokens.read(0, ids)
+    return ids
+
+
 def split_documents(dataset: Dataset, split: str) -> list[str]:
     """The documents of a split, read as docs/data.md describes the files and in no other way."""
     texts = []
@@ -86,10 +93,7 @@ def test_every_document_once_in_one_split(cfg: Config, shard_tokens: int) -> Non
     assert all(shard["tokens"] >= shard_tokens for shard in shards[:-1])
 
     stream = np.concatenate([np.append(np.frombuffer(text.encode(), np.uint8).astype(int), EOS) for text in train])
-    assert len(dataset.train) == len(stream)
-    n_rows = dataset.train.n_rows(32)
-    rows = dataset.train.rows(np.arange(n_rows), 32)
-    np.testing.assert_array_equal(rows[:, 1:].ravel(), stream[1 : n_rows * 32 + 1])
+    np.testing.assert_array_equal(ids_of(dataset.train), stream)
 
 
 def test_split_depends_on_the_text_alone(cfg: Config, tmp_path: Path) -> None:
@@ -260,7 +264,7 @@ def test_a_single_text_file(cfg: Config, tmp_path: Path, kind: str) -> None:
     cfg.data.val_fraction, cfg.model.context = 0.1, 16
     cfg.tokenizer.kind, cfg.tokenizer.vocab_size = kind, 300
     data = open_dataset(cfg)
-    parts = [data.tokenizer.decode(split.row(0, len(split) - 1).tolist()) for split in (data.train, data.validation)]
+    parts = [data.tokenizer.decode(ids_of(split).tolist()) for split in (data.train, data.validation)]
     assert "".join(parts) == text
     assert parts[1].startswith("line ")
     assert len(parts[1]) == pytest.approx(0.1 * len(text), abs=30)
@@ -275,16 +279,13 @@ def test_suggested_val_fraction_works(cfg: Config) -> None:
 
 
 def test_a_file_that_changes_meanwhile(cfg: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    from ngpt_train.data import prepare
+    assemble = Preparation._assemble
 
-    write_splits = prepare._write_splits
-
-    def write_then_change(*args: Any) -> Any:
-        splits = write_splits(*args)
+    def assemble_then_change(*args: Any) -> None:
+        assemble(*args)
         last_line_broken(cfg)
-        return splits
 
-    monkeypatch.setattr(prepare, "_write_splits", write_then_change)
+    monkeypatch.setattr(Preparation, "_assemble", assemble_then_change)
     with pytest.raises(DataError, match="changed while it was read"):
         open_dataset(cfg)
     assert not (tmp_path / "cache").exists()
@@ -305,8 +306,8 @@ def run_prepare(cfg: Config, patch: str = "") -> subprocess.Popen[str]:
 def test_a_killed_prepare_leaves_nothing_that_looks_complete(cfg: Config, tmp_path: Path) -> None:
     killed = run_prepare(
         cfg,
-        "import os, signal; from ngpt_train.data import prepare\n"
-        "prepare.write_tokenizer = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
+        "import os, signal; from ngpt_train.data import preparation\n"
+        "preparation.fingerprint = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
     )
     killed.communicate()
     assert killed.returncode == -signal.SIGKILL
@@ -320,8 +321,8 @@ def test_a_killed_prepare_leaves_nothing_that_looks_complete(cfg: Config, tmp_pa
 
 def test_two_processes_prepare_once(cfg: Config, tmp_path: Path) -> None:
     slow = (
-        "import time; from ngpt_train.data import prepare; write = prepare._write_splits\n"
-        "prepare._write_splits = lambda *args: (time.sleep(1), write(*args))[1]"
+        "import time; from ngpt_train.data.preparation import Preparation; write = Preparation._assemble\n"
+        "Preparation._assemble = lambda *args: (time.sleep(1), write(*args))[1]"
     )
     processes = [run_prepare(cfg, slow) for _ in range(2)]
     results = [process.communicate() for process in processes]
@@ -396,12 +397,11 @@ def test_nanogpt_files(cfg: Config, tmp_path: Path) -> None:
         open_dataset(cfg)
     for split, stem in (("train", "train"), ("validation", "val")):
         tokens = getattr(prepared, split)
-        ids = tokens.rows(np.arange(1), len(tokens) - 1)[0]
-        ids.astype(np.uint16).tofile(directory / f"{stem}.bin")
+        ids_of(tokens).astype(np.uint16).tofile(directory / f"{stem}.bin")
     dataset = open_dataset(cfg)
     # The same ids with the same tokenizer are the same data, whatever file they are in.
     assert dataset.fingerprint == prepared.fingerprint
-    np.testing.assert_array_equal(dataset.train.row(3, 32), prepared.train.row(3, 32))
+    np.testing.assert_array_equal(ids_of(dataset.train), ids_of(prepared.train))
 
     cfg.tokenizer.kind = "sentencepiece"
     with pytest.raises(DataError, match=r"tokenizer\.path=null.*choose the tokenizer that made these tokens"):
@@ -422,20 +422,20 @@ def test_nanogpt_files(cfg: Config, tmp_path: Path) -> None:
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
-    from ngpt_train.data.shards import SplitWriter, dtype_for
+    from ngpt_train.data.shard_writer import SplitWriter, dtype_for
 
     assert dtype_for(65_536) == "<u2"
     writer = SplitWriter(tmp_path, "train", dtype_for(65_537), shard_tokens=10)
-    writer.add(np.array([65_536, 1]), n_bytes=3)
+    writer.add(np.array([65_536, 1]), lengths=np.array([2]), sizes=np.array([3]))
     assert writer.finish()["tokens"] == 2
     assert (tmp_path / "train-00000.bin").read_bytes() == b"\x00\x00\x01\x00\x01\x00\x00\x00"
 
 
 def test_sample_is_bounded_and_repeatable() -> None:
-    from ngpt_train.data.prepare import SAMPLE_PIECE, _Sample
+    from ngpt_train.data.sample import SAMPLE_PIECE, Sample
 
     def draw(limit: int) -> list[str]:
-        sample = _Sample(limit)
+        sample = Sample(limit)
         for i in range(200):
             sample.add(f"{i} " * 20_000, i / 200)
         return sample.texts()

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import io
 import json
+import pickle
 import random
 import time
 from collections.abc import Sequence
@@ -22,7 +23,15 @@ import tokenizers
 from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.data import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
-from ngpt_train.data.tokenizers import BytesTokenizer, GPT2Tokenizer, HuggingFaceTokenizer, files, pinned
+from ngpt_train.data.tokenizers import (
+    BytesTokenizer,
+    GPT2Tokenizer,
+    HuggingFaceTokenizer,
+    encode_document,
+    files,
+    long_documents,
+    pinned,
+)
 from ngpt_train.data.tokenizers import gpt2 as gpt2_module
 
 CORPUS = [
@@ -98,6 +107,62 @@ def test_any_text_comes_back(tokenizer: Tokenizer) -> None:
     assert tokenizer.decode([tokenizer.eos]) == ""
     alone = tokenizer.encode_batch(texts[5:6])[0]
     np.testing.assert_array_equal(alone, ids[5])
+
+
+def long_texts() -> list[str]:
+    """With spaces, with lines alone, with neither, and with nothing but space."""
+    text = "".join(CORPUS[:40]) + " ".join(AWKWARD[2:6]) * 20
+    no_spaces = text.replace(" ", "")
+    return [text, no_spaces, no_spaces.replace("\n", ""), " " * 5000, "\n" * 5000, "é😀" * 2000, "a  b\n" * 900]
+
+
+def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_documents, "STRETCH", 997)
+    monkeypatch.setattr(long_documents, "SEARCHED", 200)
+
+
+def test_long_documents_are_encoded_in_stretches(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = [tokenizer.encode_batch([text])[0] for text in long_texts()]
+    for text, ids in zip(long_texts(), plain, strict=True):
+        np.testing.assert_array_equal(encode_document(tokenizer, text), ids)
+    short_stretches(monkeypatch)
+    for text, ids in zip(long_texts(), plain, strict=True):
+        found = encode_document(tokenizer, text)
+        assert tokenizer.decode(found.tolist()) == text
+        assert len(found) <= len(ids) + 4 * len(text) // 700
+    np.testing.assert_array_equal(encode_document(tokenizer, long_texts()[0]), plain[0])
+
+
+@pytest.mark.parametrize("kind", ["llama", "mistral32k", "hf"])
+def test_a_space_before_each_text_is_not_put_before_each_stretch(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Models that encode `text` as ` text`, and take the space away when they decode."""
+    if kind == "llama":
+        (tmp_path / "model").write_bytes(foreign_model(**LLAMA))
+        tokenizer = load_tokenizer(TokenizerConfig(path=str(tmp_path / "model")))
+    elif kind == "hf":
+        described = json.loads(tokenizer_json(byte_level=False))
+        replaced = described["normalizer"]
+        described["normalizer"] = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": "▁"}, replaced]}
+        described["decoder"]["decoders"].append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+        tokenizer = HuggingFaceTokenizer(json.dumps(described).encode(), None, "here")
+    else:
+        tokenizer = load_tokenizer(TokenizerConfig(kind="mistral32k"))
+    texts = [text.replace("▁", "") for text in long_texts()]
+    plain = [tokenizer.encode_batch([text])[0] for text in texts]
+    short_stretches(monkeypatch)
+    for text in texts:
+        assert tokenizer.decode(encode_document(tokenizer, text).tolist()) == text
+    if kind != "hf":  # the one here is trained without words, and has pieces that span them
+        np.testing.assert_array_equal(encode_document(tokenizer, texts[0]), plain[0])
+
+
+def test_a_copy_in_another_process_encodes_alike(tokenizer: Tokenizer) -> None:
+    copy = pickle.loads(pickle.dumps(tokenizer))
+    assert (copy.fingerprint, copy.eos, copy.vocab_size) == (tokenizer.fingerprint, tokenizer.eos, tokenizer.vocab_size)
+    for ids, again in zip(tokenizer.encode_batch(AWKWARD), copy.encode_batch(AWKWARD), strict=True):
+        np.testing.assert_array_equal(ids, again)
 
 
 def test_stored_beside_the_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:

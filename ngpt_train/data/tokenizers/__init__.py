@@ -17,11 +17,12 @@ from ngpt_train.data.tokenizers.files import read_file
 from ngpt_train.data.tokenizers.gpt2 import GPT2Tokenizer, gpt2_ranks, parse_ranks
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.data.tokenizers.interface import Tokenizer
+from ngpt_train.data.tokenizers.long_documents import encode_document
 from ngpt_train.data.tokenizers.pinned import PINNED
 from ngpt_train.data.tokenizers.raw_bytes import BytesTokenizer
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
 
-__all__ = ["Tokenizer", "load_tokenizer", "read_tokenizer", "tokenizer_key", "write_tokenizer"]
+__all__ = ["Tokenizer", "encode_document", "load_tokenizer", "read_tokenizer", "tokenizer_key", "write_tokenizer"]
 
 # Where the model lies beside tokens and in checkpoints; `tokenizer.json` is there the description.
 MODEL_FILES = {

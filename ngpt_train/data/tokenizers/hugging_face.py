@@ -55,7 +55,13 @@ class HuggingFaceTokenizer:
             if i not in special and piece != unknown:
                 self.n_bytes[i] = length(piece)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The package's own pickle forgets that special pieces are text here.
+        return HuggingFaceTokenizer, (self.model, self.eos, self.name)
+
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        if len(texts) == 1:  # a batch is given to threads
+            return [np.array(self._tokenizer.encode(texts[0], add_special_tokens=False).ids, np.int32)]
         encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(row.ids, np.int32) for row in encoded]
 

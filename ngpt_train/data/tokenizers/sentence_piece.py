@@ -39,7 +39,8 @@ class SentencePieceTokenizer:
         self._space_symbol = self._space_symbol_ids()
 
     def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        ids = self._processor.encode(list(texts), out_type=int)
+        # A list is given to threads, which are not worth it for one text.
+        ids = [self._processor.encode(texts[0])] if len(texts) == 1 else self._processor.encode(list(texts))
         if self._space_symbol is not None:
             for i, text in enumerate(texts):
                 if SPACE_SYMBOL in text:
