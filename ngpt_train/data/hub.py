@@ -70,7 +70,7 @@ class HubListing:
 class NoPlainFiles(DataError):
     """A data set whose files only the datasets library reads, at this commit."""
 
-    def __init__(self, message: str, commit: str) -> None:
+    def __init__(self, message: str, commit: str | None) -> None:
         super().__init__(message)
         self.commit = commit
 

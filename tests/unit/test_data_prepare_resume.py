@@ -22,9 +22,10 @@ import pyarrow.parquet as pq
 import pytest
 
 from ngpt_train.config.keys import DataError
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config, DataConfig
 from ngpt_train.data import prepare_dataset, units
 from ngpt_train.data.datasets_library import DatasetsText
+from ngpt_train.data.hub import HubListing, NoPlainFiles
 from ngpt_train.data.progress import Progress
 from ngpt_train.data.shard_cache import Shard
 from ngpt_train.data.source import LocalText, open_source
@@ -100,7 +101,7 @@ def test_parts_of_files_hold_every_document_once(corpus: Path) -> None:
 KILLED = """
 import json, logging, multiprocessing, os, signal, sys
 from pathlib import Path
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config, DataConfig
 from ngpt_train.data import assembly, prepare_dataset, units
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -283,8 +284,11 @@ def test_formats_of_the_datasets_library(corpus: Path, tmp_path: Path, monkeypat
     pa_csv.write_csv(pa.table({"text": texts, "n": range(len(texts))}), tmp_path / "csv" / "train.csv")
     cfg = config(corpus)
     cfg.data.kind, cfg.data.path, cfg.data.repo = "hf", None, str(tmp_path / "csv")
-    hub = SimpleNamespace(list_hub=lambda data: SimpleNamespace(shards=(), revision=None))
-    monkeypatch.setitem(sys.modules, "ngpt_train.data.hub", hub)
+
+    def no_plain_files(data: DataConfig) -> HubListing:
+        raise NoPlainFiles("csv alone", commit=None)
+
+    monkeypatch.setattr("ngpt_train.data.source.list_hub", no_plain_files)
     out = prepare_dataset(cfg, tmp_path / "out")
     assert out.manifest["source"]["documents"] == len(texts)
     assert out.manifest["source"]["bytes"] == sum(map(len, texts))
@@ -301,8 +305,9 @@ def test_formats_of_the_datasets_library(corpus: Path, tmp_path: Path, monkeypat
 
     cfg.data.split = "train"
     files = tuple(Shard(path.name, f"etag {path.name}", (str(path),)) for path in sorted(corpus.glob("c*.jsonl")))
-    hub.list_hub = lambda data: SimpleNamespace(shards=files, revision="79d93d78")
-    hub.HubText = lambda data, listing: open_source(config(corpus).data).reader
+    reader = open_source(config(corpus).data).reader
+    listing = SimpleNamespace(shards=files, commit="79d93d78", source=reader)
+    monkeypatch.setattr("ngpt_train.data.source.list_hub", lambda data: listing)
     shards = prepare_dataset(cfg, tmp_path / "shards")
     assert shards.manifest["source"]["revision"] == "79d93d78"
     assert shards.manifest["source"]["files"] == ["c0.jsonl", "c1.jsonl", "c2.jsonl"]

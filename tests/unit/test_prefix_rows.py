@@ -19,7 +19,7 @@ from ngpt_train.data import Batch, Dataset, Rows, Tokens, TrainLoader, open_data
 from ngpt_train.data.loader import PreparedReader
 from ngpt_train.data.prepared import NextToken, PrefixContinuation
 from ngpt_train.data.rows import RowFormat
-from ngpt_train.data.shards import SplitWriter
+from ngpt_train.data.shard_writer import SplitWriter
 from ngpt_train.distributed import World
 from ngpt_train.evaluation import Validation, validation
 from ngpt_train.models import build_model
@@ -115,7 +115,7 @@ def test_shards_on_disk(tmp_path: Path) -> None:
     writer = SplitWriter(tmp_path, "train", "<u2", shard_tokens=15)
     flat = [x for shard in documents() for x in shard]
     for document in flat:
-        writer.add(document, 1)
+        writer.add(document, np.array([len(document)]), np.array([1]))
     shards = writer.finish()["shards"]
     assert len(shards) > 2
     ids = [np.fromfile(tmp_path / shard["file"], "<u2") for shard in shards]
