@@ -23,6 +23,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.data import TrainLoader, merged, open_dataset, prepare_dataset, reader_of
 from ngpt_train.data.source import open_source
 from ngpt_train.data.tokenizers import Tokenizer
+from ngpt_train.data.tokenizers.gpt2 import parse_ranks
 
 BATCH_ROWS = 8
 SHARDS = 8
@@ -107,13 +108,14 @@ def datasets_batches(files: Path, tokenizer: Tokenizer, context: int) -> Iterato
     """Batches as one writes them with the `datasets` library: stream, tokenize, concatenate, cut."""
     import datasets
 
+    encode = plain_encoder(tokenizer)
     datasets.disable_progress_bars()
     shards = sorted(map(str, files.glob("*.parquet")))
     rows: list[list[int]] = []
     buffer: list[int] = []
     while True:
         for example in datasets.load_dataset("parquet", data_files=shards, split="train", streaming=True):
-            buffer += tokenizer.encode_batch([example["text"]])[0].tolist()
+            buffer += encode(example["text"])
             buffer.append(tokenizer.eos)
             while len(buffer) > context:
                 rows.append(buffer[: context + 1])
@@ -122,6 +124,26 @@ def datasets_batches(files: Path, tokenizer: Tokenizer, context: int) -> Iterato
                     batch = np.array(rows, np.int64)
                     yield batch[:, :-1], batch[:, 1:]
                     rows = []
+
+
+def plain_encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
+    """The tokenizer's own library, called as its documentation says."""
+    if tokenizer.kind == "sentencepiece":
+        import sentencepiece
+
+        return sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model).encode
+    if tokenizer.kind == "gpt2":
+        import tiktoken
+        from tiktoken_ext.openai_public import r50k_pat_str
+
+        encoding = tiktoken.Encoding(
+            "gpt2",
+            pat_str=r50k_pat_str,
+            mergeable_ranks=parse_ranks(tokenizer.model),
+            special_tokens={"<|endoftext|>": tokenizer.eos},
+        )
+        return encoding.encode_ordinary
+    return lambda text: tokenizer.encode_batch([text])[0].tolist()
 
 
 def reading(config: Config) -> Iterator[Entry]:

@@ -45,6 +45,11 @@ def keyed_hash(*keys: int) -> int:
     return int(h[0] >> np.uint64(1))
 
 
+def keyed_order(n: int, *keys: int) -> list[int]:
+    """The numbers below n in an order that looks random and depends on all of `keys`; for an n that fits in memory."""
+    return np.argsort(uniform(np.arange(n), keyed_hash(*keys)), kind="stable").tolist()
+
+
 def uniform(numbers: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
     """Numbers in [0, 1) that look random, one for each of `numbers` (N,)."""
     words = _mix(_mix(np.array([seed % 2**64], np.uint64)) + _mix(numbers.astype(np.uint64) + GOLDEN))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ngpt_train.data.permutation import keyed_hash, shuffled
+from ngpt_train.data.permutation import keyed_hash, keyed_order, shuffled
 
 # A window has at least so many pieces for each stream, so that streams stay together to within a fraction of a window.
 PIECES_PER_STREAM = 4
@@ -37,26 +37,22 @@ def window_shards(n_shards: int, open_shards: int, epoch: int, window: int, seed
     return shuffled(places + epoch * n_shards, n_shards, seed).tolist()
 
 
-def window_pieces(sizes: Iterable[tuple[int, int]], n_streams: int) -> list[Piece]:
-    """All pieces of a window, in the order of its shards. sizes: (shard, its documents)."""
+def window_pieces(sizes: Iterable[tuple[int, int]], n_streams: int, epoch: int, window: int, seed: int) -> list[Piece]:
+    """All pieces of a window, shuffled. sizes: (shard, its documents)."""
     sizes = list(sizes)
     step = max(1, sum(n for _, n in sizes) // (n_streams * PIECES_PER_STREAM))
-    return [Piece(shard, first, min(first + step, n)) for shard, n in sizes for first in range(0, n, step)]
+    pieces = [Piece(shard, first, min(first + step, n)) for shard, n in sizes for first in range(0, n, step)]
+    return [pieces[i] for i in keyed_order(len(pieces), seed, epoch, window)]
 
 
-def stream_pieces(pieces: list[Piece], n_streams: int, stream: int, epoch: int, window: int, seed: int) -> list[Piece]:
-    """Those of a window's pieces that one stream reads, in its order.
+def first_place(n_streams: int, stream: int, epoch: int, window: int, seed: int) -> int:
+    """Where among a window's pieces those of a stream begin; it has every `n_streams`-th from there.
 
     Which stream begins is drawn anew for each window, so that none is short of pieces in all of them.
     """
-    if not pieces:
-        return []
-    key = keyed_hash(seed, epoch, window)
-    mine = np.arange((stream - key) % n_streams, len(pieces), n_streams)
-    return [pieces[i] for i in shuffled(mine, len(pieces), key)]
+    return (stream - keyed_hash(seed, epoch, window)) % n_streams
 
 
 def document_order(piece: Piece, epoch: int, seed: int) -> list[int]:
     """The documents of a piece in the order in which they are read, by their numbers in the shard."""
-    n = piece.last - piece.first
-    return (piece.first + shuffled(np.arange(n), n, keyed_hash(seed, epoch, *piece))).tolist()
+    return [piece.first + i for i in keyed_order(piece.last - piece.first, seed, epoch, *piece)]

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.keys import DataError
 from ngpt_train.data.packing import best_fit
-from ngpt_train.data.pieces import Piece, document_order, n_windows, stream_pieces, window_pieces, window_shards
+from ngpt_train.data.pieces import Piece, document_order, first_place, n_windows, window_pieces, window_shards
 from ngpt_train.data.rows import NOTHING
 from ngpt_train.data.tokenizers import Tokenizer, encode_document
 
@@ -63,11 +63,44 @@ class StreamSettings:
     shortest: int  # ids of a document below which prefix_continuation leaves it out
 
 
+class Windows:
+    """The pieces of the windows that streams are in, found once for all of them."""
+
+    KEPT = 3  # streams do not pass from one to the next at the same moment
+
+    def __init__(self, text: Text, settings: StreamSettings) -> None:
+        self._text, self._settings = text, settings
+        self._pieces: dict[tuple[int, int], list[Piece]] = {}
+
+    def pieces(self, epoch: int, window: int) -> list[Piece]:
+        """All pieces of a window; announces the shards of the next."""
+        if (epoch, window) not in self._pieces:
+            sizes = [(shard, self._text.n_documents(shard)) for shard in self._shards(epoch, window)]
+            if len(self._pieces) == self.KEPT:
+                del self._pieces[min(self._pieces)]
+            settings = self._settings
+            self._pieces[epoch, window] = window_pieces(sizes, settings.n_streams, epoch, window, settings.seed)
+            self._text.soon(self._shards(*self.after(epoch, window)))
+        return self._pieces[epoch, window]
+
+    def after(self, epoch: int, window: int) -> tuple[int, int]:
+        """Epoch and window of the next."""
+        last = window + 1 == n_windows(self._text.n_shards, self._settings.open_shards)
+        return (epoch + 1, 0) if last else (epoch, window + 1)
+
+    def _shards(self, epoch: int, window: int) -> list[int]:
+        return window_shards(self._text.n_shards, self._settings.open_shards, epoch, window, self._settings.seed)
+
+
 class Stream:
     """Stream number `stream` of `settings.n_streams`."""
 
-    def __init__(self, text: Text, tokenizer: Tokenizer, settings: StreamSettings, stream: int) -> None:
+    def __init__(
+        self, text: Text, tokenizer: Tokenizer, settings: StreamSettings, stream: int, windows: Windows | None = None
+    ) -> None:
+        """windows: shared with other streams."""
         self.text, self.tokenizer, self.settings, self.stream = text, tokenizer, settings, stream
+        self.windows = windows or Windows(text, settings)
 
     def rows(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
         """Rows of context + 1 ids from the cursor's on, and the cursor of the next. Raises DataError."""
@@ -80,21 +113,17 @@ class Stream:
 
     def pieces(self, cursor: Cursor) -> Iterator[tuple[Cursor, Piece]]:
         """The stream's pieces from the cursor's on, through one epoch after the other."""
-        settings, text = self.settings, self.text
+        settings = self.settings
         epoch, window, skip = cursor.epoch, cursor.window, cursor.piece
-        n = n_windows(text.n_shards, settings.open_shards)
         last = epoch  # with a piece
         while True:
             self._check_epochs(last, epoch)
-            shards = window_shards(text.n_shards, settings.open_shards, epoch, window, settings.seed)
-            pieces = window_pieces([(shard, text.n_documents(shard)) for shard in shards], settings.n_streams)
-            following = (epoch, window + 1) if window + 1 < n else (epoch + 1, 0)
-            text.soon(window_shards(text.n_shards, settings.open_shards, *following, settings.seed))
-            mine = stream_pieces(pieces, settings.n_streams, self.stream, epoch, window, settings.seed)
+            place = first_place(settings.n_streams, self.stream, epoch, window, settings.seed)
+            mine = self.windows.pieces(epoch, window)[place :: settings.n_streams]
             for index in range(skip, len(mine)):
                 last = epoch
                 yield Cursor(epoch, window, index), mine[index]
-            (epoch, window), skip = following, 0
+            (epoch, window), skip = self.windows.after(epoch, window), 0
 
     def documents(self, cursor: Cursor) -> Iterator[tuple[Cursor, Ids]]:
         """Ids of each training document from the cursor's on, eos at their end, and where it begins.

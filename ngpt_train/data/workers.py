@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from ngpt_train.config.keys import DataError
 from ngpt_train.data.rows import Batch, RowFormat
 from ngpt_train.data.shard_cache import Shard, ShardCache, ShardedText
-from ngpt_train.data.streams import Cursor, Ids, Stream, StreamSettings
+from ngpt_train.data.streams import Cursor, Ids, Stream, StreamSettings, Windows
 from ngpt_train.data.tokenizers import Tokenizer
 
 BLOCK_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start
@@ -56,6 +56,7 @@ class Streams:
     def __init__(self, text: StreamedText, start: Start) -> None:
         self._text, self._cursors = text, start.cursors.copy()
         self._shards = text.open(start.skipped)
+        self._windows = Windows(self._shards, text.settings)
         self._rows: dict[int, Iterator[tuple[Ids, Cursor]]] = {}
 
     @property
@@ -64,7 +65,8 @@ class Streams:
 
     def next(self, stream: int) -> tuple[Ids, Cursor]:
         if stream not in self._rows:
-            opened = Stream(self._shards, self._text.tokenizer, self._text.settings, stream)
+            text = self._text
+            opened = Stream(self._shards, text.tokenizer, text.settings, stream, self._windows)
             self._rows[stream] = opened.rows(Cursor(*self._cursors[stream].tolist()))
         return next(self._rows[stream])
 

@@ -19,7 +19,7 @@ from ngpt_train.config import load_config
 from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import Config
 from ngpt_train.data import Dataset, TrainLoader, merged, open_dataset, reader_of
-from ngpt_train.data.pieces import Piece, stream_pieces, window_pieces, window_shards
+from ngpt_train.data.pieces import Piece, document_order, first_place, window_pieces, window_shards
 from ngpt_train.data.streams import Cursor, Stream
 from ngpt_train.data.workers import StreamedText
 from tests.end_to_end.runs import write_parquet_shards
@@ -197,12 +197,17 @@ def test_best_fit_cuts_no_document_that_fits(text: Path) -> None:
 
 @pytest.mark.parametrize("n_documents", [[7], [0, 5, 1000], [1] * 30])
 def test_pieces_are_a_partition(n_documents: list[int]) -> None:
-    pieces = window_pieces(enumerate(n_documents), STREAMS)
+    orders = []
     for epoch in range(3):
-        dealt = [piece for s in range(STREAMS) for piece in stream_pieces(pieces, STREAMS, s, epoch, 0, seed=3)]
-        assert sorted(dealt) == sorted(pieces)
-    covered = [(piece.shard, i) for piece in sorted(pieces) for i in range(piece.first, piece.last)]
-    assert covered == [(shard, i) for shard, n in enumerate(n_documents) for i in range(n)]
+        pieces = window_pieces(enumerate(n_documents), STREAMS, epoch, 0, seed=3)
+        orders.append(pieces)
+        firsts = [first_place(STREAMS, stream, epoch, 0, seed=3) for stream in range(STREAMS)]
+        assert sorted(firsts) == list(range(STREAMS))
+        covered = [(piece.shard, i) for piece in sorted(pieces) for i in range(piece.first, piece.last)]
+        assert covered == [(shard, i) for shard, n in enumerate(n_documents) for i in range(n)]
+        for piece in pieces:
+            assert sorted(document_order(piece, epoch, seed=3)) == list(range(piece.first, piece.last))
+    assert orders[0] != orders[1] != orders[2]
 
 
 def test_windows_are_a_partition() -> None:
