@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.data.permutation import shuffled
+from ngpt_train.data.permutation import GOLDEN, mix, shuffled
 from ngpt_train.data.prepared import Rows
 from ngpt_train.data.rows import Batch
 
@@ -118,13 +118,18 @@ class TrainLoader(Iterator[tuple[list[Batch], Position]]):
 
 def hash_of_rows(numbers: NDArray[np.int64], batch: Batch) -> int:
     """Sum over the rows of a hash of each one's number, tokens and last target, modulo 2^64: whoever adds up the same
-    rows, in any order and grouping, has the same sum."""
-    ids = np.concatenate([batch[0], batch[1][:, -1:]], axis=1).astype("<i4")
-    rows = zip(numbers.tolist(), ids, strict=True)
-    return sum(
-        int.from_bytes(hashlib.blake2b(row.data, digest_size=8, salt=number.to_bytes(8, "little")).digest(), "little")
-        for number, row in rows
-    )
+    rows, in any order and grouping, has the same sum.
+
+    A row's ids are multiplied with fixed words that look random: two rows that differ have the same hash once in 2^63.
+    """
+    tokens, last = batch[0].view(np.uint64), batch[1][:, -1].astype(np.uint64)
+    words = _words(tokens.shape[1] + 1)
+    return int(mix(tokens @ words[:-1] + last * words[-1] + mix(numbers.astype(np.uint64) + GOLDEN)).sum())
+
+
+@functools.cache
+def _words(n: int) -> NDArray[np.uint64]:
+    return mix(np.arange(1, n + 1, dtype=np.uint64) * GOLDEN)
 
 
 def merged(positions: Sequence[Position]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def shuffled(k: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
     position = k.astype(np.uint64)
     epoch, x = position // np.uint64(n), position % np.uint64(n)
     # Arrays throughout: numpy wraps them modulo 2**64 in silence, as meant here, but warns for scalars.
-    key = _mix(_mix(np.array([seed % 2**64], np.uint64)) + epoch * GOLDEN)
+    key = mix(mix(np.array([seed % 2**64], np.uint64)) + epoch * GOLDEN)
     x = _permute(x, n, key)
     while (outside := x >= n).any():
         x[outside] = _permute(x[outside], n, key[outside])
@@ -39,10 +39,14 @@ def shuffled(k: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
 
 def keyed_hash(*keys: int) -> int:
     """A 63-bit number that looks random and depends on all of `keys`, in their order."""
-    h = np.zeros(1, np.uint64)
+    h = 0
     for key in keys:
-        h = _mix(h * MULTIPLIERS[0] + _mix(np.array([key % 2**64], np.uint64)) + GOLDEN)
-    return int(h[0] >> np.uint64(1))
+        # As `mix`, in Python's own integers, which for single numbers are much faster.
+        h = (h * int(MULTIPLIERS[0]) + key + int(GOLDEN)) % 2**64
+        h = (h ^ (h >> 30)) * int(MULTIPLIERS[0]) % 2**64
+        h = (h ^ (h >> 27)) * int(MULTIPLIERS[1]) % 2**64
+        h ^= h >> 31
+    return h >> 1
 
 
 def keyed_order(n: int, *keys: int) -> list[int]:
@@ -52,7 +56,7 @@ def keyed_order(n: int, *keys: int) -> list[int]:
 
 def uniform(numbers: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
     """Numbers in [0, 1) that look random, one for each of `numbers` (N,)."""
-    words = _mix(_mix(np.array([seed % 2**64], np.uint64)) + _mix(numbers.astype(np.uint64) + GOLDEN))
+    words = mix(mix(np.array([seed % 2**64], np.uint64)) + mix(numbers.astype(np.uint64) + GOLDEN))
     return (words >> np.uint64(11)).astype(np.float64) / 2**53
 
 
@@ -61,15 +65,15 @@ def _permute(x: NDArray[np.uint64], n: int, key: NDArray[np.uint64]) -> NDArray[
     a, b = np.uint64(width), np.uint64(-(-n // width))
     left, right = x // b, x % b
     for i in range(ROUNDS):
-        key = _mix(key + GOLDEN)
+        key = mix(key + GOLDEN)
         if i % 2 == 0:
-            left = (left + _mix(key + right * GOLDEN) % a) % a
+            left = (left + mix(key + right * GOLDEN) % a) % a
         else:
-            right = (right + _mix(key + left * GOLDEN) % b) % b
+            right = (right + mix(key + left * GOLDEN) % b) % b
     return left * b + right
 
 
-def _mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
     """A bijection of 64-bit words in which each input bit flips half of the output bits (splitmix64's finaliser)."""
     x = (x ^ (x >> np.uint64(30))) * MULTIPLIERS[0]
     x = (x ^ (x >> np.uint64(27))) * MULTIPLIERS[1]

@@ -140,7 +140,7 @@ class Stream:
                 text = self.text.document(piece.shard, order[index])
                 if text is not None:
                     last = place.epoch
-                    yield place._replace(document=index), np.append(encode_document(self.tokenizer, text), eos)
+                    yield place._replace(document=index), np.concatenate((encode_document(self.tokenizer, text), eos))
 
     def _check_epochs(self, last: int, epoch: int) -> None:
         """Of few documents a stream may have none in one epoch and some in the next."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ngpt_train.config.schema import Config
+from ngpt_train.data import Batch
 from ngpt_train.evaluation import Validation, validation
 from ngpt_train.models import export_weights
 from ngpt_train.training import build_state, train_step
@@ -91,8 +92,8 @@ class Rows:
     def __len__(self) -> int:
         return 5
 
-    def batch(self, indices: NDArray[np.int64]) -> tuple[Tensor, ...]:
-        ids = torch.randint(SMALL.vocab_size, (5, CONTEXT + 1), generator=torch.Generator().manual_seed(0))[indices]
+    def batch(self, indices: NDArray[np.int64]) -> Batch:
+        ids = np.random.default_rng(0).integers(SMALL.vocab_size, size=(5, CONTEXT + 1))[indices]
         return ids[:, :-1], ids[:, 1:]
 
 
