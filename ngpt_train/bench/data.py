@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
@@ -24,6 +25,7 @@ from ngpt_train.data import TrainLoader, merged, open_dataset, prepare_dataset, 
 from ngpt_train.data.source import open_source
 from ngpt_train.data.tokenizers import Tokenizer
 from ngpt_train.data.tokenizers.gpt2 import parse_ranks
+from ngpt_train.data.workers import StreamedText
 
 BATCH_ROWS = 8
 SHARDS = 8
@@ -58,6 +60,7 @@ def _bench(config: Config, directory: Path) -> Iterator[Entry]:
     tokens = replace(prepared, data=replace(prepared.data, kind="tokens", path=str(shards)))
     yield from reading(tokens)
     yield from starting(tokens, streamed)
+    yield from memory(streamed)
 
 
 def write_parquet(config: Config, directory: Path) -> Path:
@@ -73,12 +76,12 @@ def write_parquet(config: Config, directory: Path) -> Path:
     return directory
 
 
-def batches_of(config: Config) -> Callable[[int], float]:
+def batches_of(config: Config) -> Callable[[float], float]:
     """Reads batches of the config's data until so many tokens are there; goes on where the last call stopped."""
     data = open_dataset(config)
     loader = TrainLoader(reader_of(data, config), BATCH_ROWS, BATCH_ROWS)
 
-    def read(n_tokens: int) -> float:
+    def read(n_tokens: float) -> float:
         done = 0
         while done < n_tokens:
             micro_batches, _ = next(loader)
@@ -175,6 +178,29 @@ def starting(prepared: Config, streamed: Config) -> Iterator[Entry]:
         for _ in range(200):
             _, position = next(batches)
         yield once(f"{name}: first batch after a resume", partial(first_batch, config, merged([position])), 3)
+
+
+def memory(config: Config) -> Iterator[Entry]:
+    """Resident memory while an epoch of the text is streamed, by a tokenizer that costs no time."""
+    quick = replace(config, tokenizer=replace(config.tokenizer, kind="bytes", path=None))
+    data = open_dataset(quick)
+    assert isinstance(data.train, StreamedText)
+    text = data.train.open()
+    n_bytes = sum(text.documents(shard).header["bytes"] for shard in range(text.n_shards))
+    read = batches_of(quick)
+    resident = []
+    started = time.perf_counter()
+    for _ in range(10):
+        read(n_bytes / 10)
+        resident.append(resident_mb())
+    taken = 1e3 * (time.perf_counter() - started)
+    yield Entry("streaming an epoch, bytes", taken, (taken, taken), memory_mb=(resident[0], resident[-1]))
+
+
+def resident_mb() -> float:
+    """Without the pages of files, which the system takes back as it likes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("RssAnon:"))
 
 
 def first_batch(config: Config, state: dict[str, Any] | None = None) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 @dataclass(frozen=True)
 class Entry:
     """One line of a benchmark. spread: quartiles of the ratio, or of median_ms where there is nothing to compare with;
-    ratio: of the time to that of `relative_to`, the median over rounds."""
+    ratio: of the time to that of `relative_to`, the median over rounds; memory_mb: resident after a tenth and at the
+    end, of runs that are about memory."""
 
     name: str
     median_ms: float
@@ -21,6 +22,7 @@ class Entry:
     relative_to: str | None = None
     rate: float | None = None
     unit: str | None = None
+    memory_mb: tuple[float, float] | None = None
 
     def json(self) -> dict[str, Any]:
         return asdict(self)

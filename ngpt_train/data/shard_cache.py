@@ -165,6 +165,9 @@ class ShardedText:
             self._sizes[shard] = len(documents)
         return self._sizes[shard]
 
+    def name(self, shard: int) -> str:
+        return self._shards[shard].name
+
     def document(self, shard: int, index: int) -> str | None:
         documents = self.documents(shard)
         return None if documents.places[index] < self.val_fraction else documents.text(index)

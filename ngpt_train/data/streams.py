@@ -32,6 +32,8 @@ class Text(Protocol):
         """A document; None where training does not read it."""
         ...
 
+    def name(self, shard: int) -> str: ...
+
     def soon(self, shards: Sequence[int]) -> None:
         """These shards are next."""
         ...
@@ -140,7 +142,17 @@ class Stream:
                 text = self.text.document(piece.shard, order[index])
                 if text is not None:
                     last = place.epoch
-                    yield place._replace(document=index), np.concatenate((encode_document(self.tokenizer, text), eos))
+                    ids = self._encode(text, piece.shard, order[index])
+                    yield place._replace(document=index), np.concatenate((ids, eos))
+
+    def _encode(self, text: str, shard: int, index: int) -> Ids:
+        try:
+            return encode_document(self.tokenizer, text)
+        except Exception as error:  # whatever the tokenizer's library raises
+            raise DataError(
+                f"{self.text.name(shard)}, document {index} of those with text: the tokenizer {self.tokenizer.name} "
+                f"fails on it ({type(error).__name__}: {error}). Correct or remove the document"
+            ) from error
 
     def _check_epochs(self, last: int, epoch: int) -> None:
         """Of few documents a stream may have none in one epoch and some in the next."""

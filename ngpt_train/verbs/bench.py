@@ -31,4 +31,6 @@ def line(entry: Entry) -> str:
     ratio = "" if entry.ratio is None else f"{entry.ratio:.2f}"
     spread = f"{entry.spread[0]:.4g} to {entry.spread[1]:.4g}"
     rate = "" if entry.rate is None else f"{entry.rate / 1e6:.2f} M{entry.unit}"
+    if entry.memory_mb is not None:
+        rate = f"{entry.memory_mb[0]:.0f} MB resident after a tenth, {entry.memory_mb[1]:.0f} MB at the end"
     return f"{entry.name:<44} {ratio:>6}  {spread:>15}  {entry.median_ms:>9.4g} ms  {rate}"

@@ -21,6 +21,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.data import Dataset, TrainLoader, merged, open_dataset, reader_of
 from ngpt_train.data.pieces import Piece, document_order, first_place, window_pieces, window_shards
 from ngpt_train.data.streams import Cursor, Stream
+from ngpt_train.data.tokenizers.raw_bytes import BytesTokenizer
 from ngpt_train.data.workers import StreamedText
 from tests.end_to_end.runs import write_parquet_shards
 
@@ -189,7 +190,7 @@ def test_best_fit_cuts_no_document_that_fits(text: Path) -> None:
     assert n_targets == sum((len(document) + 1) * n for document, n in whole.items())
     assert n_padding / n_ids < 0.3  # of few documents for each stream
     form = reader_of(data, config)
-    tokens, targets = form.take(np.arange(ROWS))
+    tokens, targets = form.take(np.arange(20 * ROWS))
     assert ((targets == -100) | (targets < 257)).all()
     assert (tokens >= 0).all()
     assert (targets == -100).any()
@@ -228,6 +229,16 @@ def test_first_rows_need_one_window(text: Path) -> None:
     opened.soon = lambda shards: None  # type: ignore[method-assign]
     next(Stream(opened, data.train.tokenizer, data.train.settings, 0).rows(Cursor()))
     assert len(set((text.parent / "cache" / "documents").glob("*/header.json"))) <= 4 < len(SHARDS)
+
+
+def test_tokenizer_that_fails_names_the_document(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: BytesTokenizer, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        raise RuntimeError("too strange")
+
+    data = open_dataset(streamed(text))
+    monkeypatch.setattr(BytesTokenizer, "encode_batch", fails)
+    with pytest.raises(DataError, match=r"train-0000\d\.parquet, document \d+ .*bytes fails on it .*too strange"):
+        reader_of(data, streamed(text)).take(np.arange(1))
 
 
 def test_more_streams_than_documents(tmp_path: Path) -> None:
