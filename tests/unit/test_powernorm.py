@@ -373,7 +373,7 @@ def test_validation_is_by_the_running_statistics(norm: str) -> None:
     assert state.model.training
     assert_near(state.model.statistics(), {name: kept[name] for name in state.model.statistics()}, 0)
     state.model.eval()
-    loss, n_tokens = state.model.loss(*FiveRows().batch(np.arange(5)))
+    loss, n_tokens = state.model.loss(*map(torch.from_numpy, FiveRows().batch(np.arange(5))))
     assert found == pytest.approx(loss.item() / int(n_tokens), rel=1e-6)
 
 
