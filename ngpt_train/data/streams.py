@@ -68,7 +68,7 @@ class StreamSettings:
 class Windows:
     """The pieces of the windows that streams are in, found once for all of them."""
 
-    KEPT = 3  # streams do not pass from one to the next at the same moment
+    KEPT = 16  # of little text, streams with more and with less of it are epochs apart
 
     def __init__(self, text: Text, settings: StreamSettings) -> None:
         self._text, self._settings = text, settings
