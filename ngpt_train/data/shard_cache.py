@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,8 +26,9 @@ class FetchError(DataError):
     """A shard that cannot be reached, which says nothing about its content."""
 
 
-# Of a shard that is damaged, or that other processes delete to make room, each time that it was made.
-MOST_ATTEMPTS = 5
+MOST_ATTEMPTS = 5  # of a shard that is damaged, or deleted, each time that it was made
+# Seconds after it was opened within which no shard is deleted: another process may be about to read it.
+RECENT = 60.0
 
 
 @dataclass(frozen=True)
@@ -67,10 +69,10 @@ class ShardCache:
             if not (target / HEADER).exists():
                 self._build(target, shard)
             try:
+                os.utime(target / HEADER)  # last use
                 documents = Documents(target)
                 if documents.header["bad"] is None or self._skip_bad:
                     self._check(target, documents)
-                    os.utime(target / HEADER)  # last use
                     return documents
             except (OSError, ValueError, KeyError, TypeError) as error:
                 logger.warning("%s: the decoded copy in %s is damaged (%s) and made again", shard.name, target, error)
@@ -110,7 +112,10 @@ class ShardCache:
             build_directory(target, build)
 
     def _make_room(self, keep: Path, everything: bool = False) -> None:
-        """Deletes the least recently opened shards until the rest is below the limit; everything: all but `keep`."""
+        """Deletes the least recently opened shards until the rest is below the limit, but none that was just opened.
+
+        everything: all but `keep`.
+        """
         found = []
         for header in self._directory.glob(f"*/{HEADER}"):
             if header.parent.name.startswith("."):  # one that a process is making
@@ -119,8 +124,9 @@ class ShardCache:
                 n_bytes = sum(file.stat().st_size for file in header.parent.iterdir())
                 found.append((header.stat().st_mtime, header.parent, n_bytes))
         size = sum(entry[2] for entry in found)
-        for _, directory, n_bytes in sorted(found):
-            if (size <= self._limit and not everything) or directory == keep:
+        for opened, directory, n_bytes in sorted(found):
+            unneeded = size > self._limit and time.time() - opened > RECENT
+            if directory == keep or not (unneeded or everything):
                 continue
             logger.info("deleting %s, the decoded shard that was opened longest ago", directory)
             _remove(directory)

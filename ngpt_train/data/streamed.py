@@ -108,7 +108,11 @@ def validation_tokens(config: Config, text: ShardedText, tokenizer: Tokenizer) -
         if full >= config.eval.rows:
             break
     path = Path(config.data.path or config.data.repo or config.data.kind)
-    check_length("validation", n_tokens, config.model.context, f"the first {config.data.open_shards} shards of {path}")
+    faulty = [bad for n in range(min(text.n_shards, config.data.open_shards)) if (bad := text.documents(n).header["bad"])]
+    where = f"the first {config.data.open_shards} shards of {path}"
+    if faulty:
+        where += f" ({len(faulty)} left out as faulty, such as {faulty[0]})"
+    check_length("validation", n_tokens, config.model.context, where)
     offsets = np.cumsum([0, *map(len, ids)])
     return Tokens("validation", path, [np.concatenate(ids)], tokenizer.eos, [offsets])
 
