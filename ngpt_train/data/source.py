@@ -141,7 +141,9 @@ def list_files(path: str) -> list[Path]:
 def _visible_files(directory: Path) -> Iterator[Path]:
     for file in directory.rglob("*"):
         # A link to nothing is listed, so that it is missed.
-        if (file.is_file() or not file.exists()) and not any(part.startswith(".") for part in file.relative_to(directory).parts):
+        if (file.is_file() or not file.exists()) and not any(
+            part.startswith(".") for part in file.relative_to(directory).parts
+        ):
             yield file
 
 

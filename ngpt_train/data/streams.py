@@ -63,6 +63,12 @@ class StreamSettings:
     shortest: int  # ids of a document below which prefix_continuation leaves it out
 
 
+def with_eos(tokenizer: Tokenizer, text: str) -> Ids:
+    """Ids of a document, eos at their end, in as few bytes as they need: each stream holds one, however long it is."""
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    return np.concatenate((encode_document(tokenizer, text), [tokenizer.eos]), dtype=dtype, casting="unsafe")
+
+
 class Windows:
     """The pieces of the windows that streams are in, found once for all of them."""
 
@@ -130,7 +136,6 @@ class Stream:
 
         Raises DataError where there are none for this stream.
         """
-        eos = np.array([self.tokenizer.eos])
         last = cursor.epoch  # with a document
         for place, piece in self.pieces(cursor):
             self._check_epochs(last, place.epoch)
@@ -140,7 +145,7 @@ class Stream:
                 text = self.text.document(piece.shard, order[index])
                 if text is not None:
                     last = place.epoch
-                    yield place._replace(document=index), np.concatenate((encode_document(self.tokenizer, text), eos))
+                    yield place._replace(document=index), with_eos(self.tokenizer, text)
 
     def _check_epochs(self, last: int, epoch: int) -> None:
         """Of few documents a stream may have none in one epoch and some in the next."""
