@@ -108,9 +108,8 @@ def validation_tokens(config: Config, text: ShardedText, tokenizer: Tokenizer) -
         if full >= config.eval.rows:
             break
     path = Path(config.data.path or config.data.repo or config.data.kind)
-    faulty = [
-        bad for n in range(min(text.n_shards, config.data.open_shards)) if (bad := text.documents(n).header["bad"])
-    ]
+    headers = [text.documents(shard).header for shard in range(min(text.n_shards, config.data.open_shards))]
+    faulty = [header["bad"] for header in headers if header["bad"] is not None]
     where = f"the first {config.data.open_shards} shards of {path}"
     if faulty:
         where += f" ({len(faulty)} left out as faulty, such as {faulty[0]})"

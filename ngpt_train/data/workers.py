@@ -142,7 +142,7 @@ class Worker:
         )
         self._process.start()
         # The worker's end of the pipe: while it is open here, a worker that is killed within a block has no end.
-        self._queue._writer.close()
+        self._queue._writer.close()  # type: ignore[attr-defined]
         # At the exit of a trainer that did not close it: multiprocessing's own SIGTERM is ignored.
         self._kill = Finalize(self, self._process.kill, exitpriority=0)
         self._block: Iterator[tuple[Ids, Any]] = iter(())
@@ -184,10 +184,10 @@ class Worker:
 
 
 def _make_rows(text: StreamedText, numbers: Iterable[int], streams: set[int], start: Start, rows: Any) -> None:
-    # Ctrl-C reaches the whole terminal, and SIGTERM often all processes of a job: the trainer, which may still need rows
+    # Ctrl-C reaches the whole terminal, and SIGTERM often all processes of a job. The trainer, which may need more rows
     # to end its step, stops its workers.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
