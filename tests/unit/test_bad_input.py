@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import Config
-from ngpt_train.data import open_dataset, reader_of, shard_cache
+from ngpt_train.data import open_dataset, reader_of, shard_cache, units
 from ngpt_train.data.documents import HEADER, Documents, read_header
 from ngpt_train.data.loader import Reader
 from ngpt_train.data.shard_cache import FetchError, Shard, ShardCache
@@ -571,10 +571,11 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from ngpt_train.config.keys import DataError
-from ngpt_train.data import open_dataset
+from ngpt_train.data import open_dataset, units
 from tests.unit.test_bad_input import config
 if __name__ == "__main__":
     way, text, cache, workers = sys.argv[1:]
+    units.UNIT_BYTES = 500_000  # so that there is work for two processes
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
     try:
         open_dataset(config(text, Path(cache), way, prepare_workers=int(workers)))
@@ -612,7 +613,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_disk_that_is_full(small_disk: Path, tmp_path: Path, way: str) -> None:
+def test_a_disk_that_is_full(small_disk: Path, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a process of `prepare` meets it. Caught: its traceback; what is half-made and keeps the disk full."""
+    monkeypatch.setattr(units, "UNIT_BYTES", 500_000)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_bytes(lines(texts(9000)))
     for workers in (1, 2):
