@@ -3,7 +3,7 @@
 text.bin    the UTF-8 text of all documents, one after the other
 ends.bin    where each ends in it, <u8
 places.bin  each one's place in [0, 1), <f8: those below data.val_fraction are held out
-header.json number of documents, bytes, sha256 of text.bin, and what was wrong with a shard that is skipped
+header.json number of documents, bytes, sha256 of these three, and what was wrong with a shard that is skipped
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 HEADER = "header.json"
+CHECKED = ("text.bin", "ends.bin", "places.bin")
 
 
 def place_of(text: bytes) -> float:
@@ -40,9 +41,13 @@ def write_documents(directory: Path, texts: Iterable[str]) -> None:
             size += len(data)
             ends.append(size)
             places.append(place_of(data))
-    np.array(ends, "<u8").tofile(directory / "ends.bin")
-    np.array(places, "<f8").tofile(directory / "places.bin")
-    header = {"documents": len(ends), "bytes": size, "empty": n_empty, "sha256": digest.hexdigest(), "bad": None}
+    sha256 = {"text.bin": digest.hexdigest()}
+    for name, numbers in (("ends.bin", np.array(ends, "<u8")), ("places.bin", np.array(places, "<f8"))):
+        data = numbers.tobytes()
+        # Not tofile, which says nothing of a full disk.
+        (directory / name).write_bytes(data)
+        sha256[name] = hashlib.sha256(data).hexdigest()
+    header = {"documents": len(ends), "bytes": size, "empty": n_empty, "sha256": sha256, "bad": None}
     write_header(directory, header)
 
 

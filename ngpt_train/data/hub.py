@@ -14,7 +14,7 @@ from ngpt_train.config.keys import ConfigError, DataError
 from ngpt_train.config.schema import DataConfig
 from ngpt_train.data.hub_client import HubClient, HubFile, endpoint
 from ngpt_train.data.readers import EXTENSIONS, extension, read_file
-from ngpt_train.data.shard_cache import Shard
+from ngpt_train.data.shard_cache import FetchError, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +51,8 @@ class HubText:
     def _read(self, target: Path, name: str) -> Iterator[str]:
         try:
             yield from read_file(target, self.text_field)
+        except FetchError:  # of the copy on this machine
+            raise
         except DataError as error:
             raise DataError(
                 f"{str(error).replace(str(target), name)}. The file is as it is on the hub; "

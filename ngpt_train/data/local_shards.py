@@ -25,22 +25,23 @@ def local_shards(files: list[Path], settings: dict[str, str]) -> tuple[Shard, ..
     root = Path(os.path.commonpath([file.parent for file in files]))
     groups: list[list[Path]] = [[]]
     size = 0
+    identities = {file: _identity(file) for file in files}
     for file in files:
         if groups[-1] and (size >= DOCUMENTS_SHARD or not _is_a_document(file) or not _is_a_document(groups[-1][-1])):
             groups.append([])
             size = 0
         groups[-1].append(file)
-        size += file.stat().st_size
-    return tuple(_shard(group, root, settings) for group in groups)
+        size += identities[file][1]
+    return tuple(_shard(group, root, settings, [identities[file] for file in group]) for group in groups)
 
 
 def _is_a_document(file: Path) -> bool:
     return extension(file).split(".")[1:2] not in (["jsonl"], ["parquet"])
 
 
-def _shard(files: list[Path], root: Path, settings: dict[str, str]) -> Shard:
+def _shard(files: list[Path], root: Path, settings: dict[str, str], identities: list[list[Any]]) -> Shard:
     name = str(files[0].relative_to(root)) + (f" to {files[-1].relative_to(root)}" if len(files) > 1 else "")
-    identity = canonical_hash([settings, [_identity(file) for file in files]])
+    identity = canonical_hash([settings, identities])
     return Shard(name, identity, tuple(map(str, files)))
 
 

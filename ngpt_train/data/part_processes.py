@@ -173,7 +173,7 @@ def _work(
                 connection.send((number, None, 0, 0))
             except (BrokenPipeError, ConnectionError):
                 raise
-            except DataError as error:
+            except (DataError, OSError) as error:  # such as of a full disk
                 connection.send((number, error, 0, 0))
             except Exception:
                 problem = RuntimeError(f"a process of `prepare` failed:\n{traceback.format_exc()}")

@@ -1,6 +1,7 @@
 """Documents out of one local file: text, jsonl or parquet, plain or compressed.
 
-Whatever is wrong with a file is a `DataError` that says where; nothing is skipped on the way.
+Whatever is wrong with a file is a `DataError` that says where, a `FetchError` where the system cannot read it; nothing
+is skipped on the way.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ngpt_train.config.keys import DataError
+from ngpt_train.data.shard_cache import FetchError
 
 COMPRESSIONS = (".gz", ".zst")
 # Parquet compresses its own pages.
@@ -31,7 +33,7 @@ def read_file(path: Path, text_field: str, part: tuple[int, int] | None = None) 
 
     part: of a large file, the rows of these row groups (parquet) or the lines that begin at these bytes (jsonl that
     is not compressed).
-    Raises DataError if the file cannot be read, is damaged, is not UTF-8 or lacks `text_field`.
+    Raises FetchError if the file cannot be read, DataError if it is damaged, is not UTF-8 or lacks `text_field`.
     """
     kind = extension(path).split(".")[1]
     try:
@@ -43,10 +45,14 @@ def read_file(path: Path, text_field: str, part: tuple[int, int] | None = None) 
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: damaged or incomplete ({error}); copy or download it again") from None
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from None
+        if error.errno is None:  # pyarrow's own, for pages that it cannot decode
+            raise DataError(f"{path}: damaged or incomplete ({error}); copy or download it again") from None
+        raise FetchError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _open(path: Path) -> BinaryIO:
+    if path.suffix.lower() in COMPRESSIONS and path.stat().st_size == 0:
+        raise EOFError("it has no bytes")  # which both formats take for no text, and is what a failed copy leaves
     if path.name.lower().endswith(".gz"):
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if path.name.lower().endswith(".zst"):

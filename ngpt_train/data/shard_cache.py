@@ -8,6 +8,7 @@ import logging
 import os
 import shutil
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Protocol
 
 from ngpt_train.config.keys import DataError
 from ngpt_train.data.directory import build_directory
-from ngpt_train.data.documents import HEADER, Documents, read_header, write_bad, write_documents
+from ngpt_train.data.documents import CHECKED, HEADER, Documents, write_bad, write_documents
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 
 logger = logging.getLogger(__name__)
@@ -23,6 +24,11 @@ logger = logging.getLogger(__name__)
 
 class FetchError(DataError):
     """A shard that cannot be reached, which says nothing about its content."""
+
+
+MOST_ATTEMPTS = 5  # of a shard that is damaged, or deleted, each time that it was made
+# Seconds after it was opened within which no shard is deleted: another process may be about to read it.
+RECENT = 60.0
 
 
 @dataclass(frozen=True)
@@ -59,16 +65,16 @@ class ShardCache:
         where the disk is full.
         """
         target = self._directory / canonical_hash([shard.identity, self._text_field])[:32]
-        for _ in range(2):
+        for _ in range(MOST_ATTEMPTS):
             if not (target / HEADER).exists():
                 self._build(target, shard)
             try:
+                os.utime(target / HEADER)  # last use
                 documents = Documents(target)
                 if documents.header["bad"] is None or self._skip_bad:
                     self._check(target, documents)
-                    os.utime(target / HEADER)  # last use
                     return documents
-            except (OSError, ValueError, KeyError) as error:
+            except (OSError, ValueError, KeyError, TypeError) as error:
                 logger.warning("%s: the decoded copy in %s is damaged (%s) and made again", shard.name, target, error)
             _remove(target)
         raise DataError(f"{shard.name}: the decoded copy in {target} is damaged again and again; is the disk faulty?")
@@ -76,8 +82,9 @@ class ShardCache:
     def _check(self, target: Path, documents: Documents) -> None:
         """Raises ValueError where the text is not what was written; computed once per version of the file."""
         hashes = FileHashes(self._directory)
-        if hashes.sha256(target / "text.bin") != documents.header["sha256"]:
-            raise ValueError("text.bin has another sha256 than when it was written")
+        for name in CHECKED:
+            if hashes.sha256(target / name) != documents.header["sha256"][name]:
+                raise ValueError(f"{name} has another sha256 than when it was written")
         hashes.save()
 
     def _build(self, target: Path, shard: Shard) -> None:
@@ -105,14 +112,21 @@ class ShardCache:
             build_directory(target, build)
 
     def _make_room(self, keep: Path, everything: bool = False) -> None:
-        """Deletes the least recently opened shards until the rest is below the limit, or all but the latest ones."""
+        """Deletes the least recently opened shards until the rest is below the limit, but none that was just opened.
+
+        everything: all but `keep`.
+        """
         found = []
         for header in self._directory.glob(f"*/{HEADER}"):
-            with contextlib.suppress(OSError, ValueError, KeyError):  # another process deletes, too
-                found.append((header.stat().st_mtime, header.parent, read_header(header.parent)["bytes"]))
+            if header.parent.name.startswith("."):  # one that a process is making
+                continue
+            with contextlib.suppress(OSError):  # another process deletes, too
+                n_bytes = sum(file.stat().st_size for file in header.parent.iterdir())
+                found.append((header.stat().st_mtime, header.parent, n_bytes))
         size = sum(entry[2] for entry in found)
-        for _, directory, n_bytes in sorted(found):
-            if (size <= self._limit and not everything) or directory == keep:
+        for opened, directory, n_bytes in sorted(found):
+            unneeded = size > self._limit and time.time() - opened > RECENT
+            if directory == keep or not (unneeded or everything):
                 continue
             logger.info("deleting %s, the decoded shard that was opened longest ago", directory)
             _remove(directory)

@@ -140,7 +140,9 @@ def list_files(path: str) -> list[Path]:
 
 def _visible_files(directory: Path) -> Iterator[Path]:
     for file in directory.rglob("*"):
-        if file.is_file() and not any(part.startswith(".") for part in file.relative_to(directory).parts):
+        hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
+        # A link to nothing is listed, so that it is missed.
+        if not hidden and (file.is_file() or not file.exists()):
             yield file
 
 

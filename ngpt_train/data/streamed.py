@@ -18,8 +18,8 @@ from ngpt_train.data.rows import row_format
 from ngpt_train.data.shard_cache import ShardCache, ShardedText
 from ngpt_train.data.shards import Tokens, check_length
 from ngpt_train.data.source import Source, open_source
-from ngpt_train.data.streams import StreamSettings
-from ngpt_train.data.tokenizers import Tokenizer, encode_document, load_tokenizer
+from ngpt_train.data.streams import StreamSettings, with_eos
+from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer
 from ngpt_train.data.workers import StreamedText
 
 T = TypeVar("T")
@@ -101,14 +101,19 @@ def validation_tokens(config: Config, text: ShardedText, tokenizer: Tokenizer) -
     ids: list[Any] = []
     n_tokens = n_documents = 0
     for document in held_out(text, config.data.open_shards):
-        ids.append(np.append(encode_document(tokenizer, document), tokenizer.eos))
+        ids.append(with_eos(tokenizer, document))
         n_tokens += len(ids[-1])
         n_documents += len(ids[-1]) >= settings.shortest
         full = n_documents if settings.rows == "prefix_continuation" else n_tokens // settings.context
         if full >= config.eval.rows:
             break
     path = Path(config.data.path or config.data.repo or config.data.kind)
-    check_length("validation", n_tokens, config.model.context, f"the first {config.data.open_shards} shards of {path}")
+    headers = [text.documents(shard).header for shard in range(min(text.n_shards, config.data.open_shards))]
+    faulty = [header["bad"] for header in headers if header["bad"] is not None]
+    where = f"the first {config.data.open_shards} shards of {path}"
+    if faulty:
+        where += f" ({len(faulty)} left out as faulty, such as {faulty[0]})"
+    check_length("validation", n_tokens, config.model.context, where)
     offsets = np.cumsum([0, *map(len, ids)])
     return Tokens("validation", path, [np.concatenate(ids)], tokenizer.eos, [offsets])
 

@@ -65,6 +65,12 @@ class StreamSettings:
     shortest: int  # ids of a document below which prefix_continuation leaves it out
 
 
+def with_eos(tokenizer: Tokenizer, text: str) -> Ids:
+    """Ids of a document, eos at their end, in as few bytes as they need: each stream holds one, however long it is."""
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    return np.concatenate((encode_document(tokenizer, text), [tokenizer.eos]), dtype=dtype, casting="unsafe")
+
+
 class Windows:
     """The pieces of the windows that streams are in, found once for all of them."""
 
@@ -132,7 +138,6 @@ class Stream:
 
         Raises DataError where there are none for this stream.
         """
-        eos = np.array([self.tokenizer.eos])
         last = cursor.epoch  # with a document
         for place, piece in self.pieces(cursor):
             self._check_epochs(last, place.epoch)
@@ -142,12 +147,11 @@ class Stream:
                 text = self.text.document(piece.shard, order[index])
                 if text is not None:
                     last = place.epoch
-                    ids = self._encode(text, piece.shard, order[index])
-                    yield place._replace(document=index), np.concatenate((ids, eos))
+                    yield place._replace(document=index), self._encode(text, piece.shard, order[index])
 
     def _encode(self, text: str, shard: int, index: int) -> Ids:
         try:
-            return encode_document(self.tokenizer, text)
+            return with_eos(self.tokenizer, text)
         except Exception as error:  # whatever the tokenizer's library raises
             raise DataError(
                 f"{self.text.name(shard)}, document {index} of those with text: the tokenizer {self.tokenizer.name} "

@@ -13,6 +13,7 @@ import signal
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing.util import Finalize
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,10 @@ class Worker:
             target=_make_rows, args=(text, numbers, streams, start, self._queue), name="data worker", daemon=True
         )
         self._process.start()
+        # The worker's end of the pipe: while it is open here, a worker that is killed within a block has no end.
+        self._queue._writer.close()  # type: ignore[attr-defined]
+        # At the exit of a trainer that did not close it: multiprocessing's own SIGTERM is ignored.
+        self._kill = Finalize(self, self._process.kill, exitpriority=0)
         self._block: Iterator[tuple[Ids, Any]] = iter(())
         self.skipped: dict[str, str] = {}
 
@@ -157,23 +162,32 @@ class Worker:
                 item = self._queue.get(timeout=POLL_SECONDS)
             except queue.Empty:
                 if not self._process.is_alive():
-                    raise DataError(
-                        f"a data worker ended without a word (exit code {self._process.exitcode}; -9 is often a "
-                        "lack of memory); run the same command again, or with data.workers=0 to see more"
-                    ) from None
+                    raise self._died() from None
                 continue
+            except (EOFError, OSError):  # after all of its blocks, or within one
+                raise self._died() from None
             if isinstance(item, Exception):
                 raise item
             return item
 
+    def _died(self) -> DataError:
+        self._process.join(10)
+        return DataError(
+            f"a data worker ended without a word (exit code {self._process.exitcode}; -9 is often a lack of memory); "
+            "run the same command again, or with data.workers=0 to see more"
+        )
+
     def close(self) -> None:
-        self._process.terminate()
+        self._kill()
         self._process.join()
         self._queue.close()
 
 
 def _make_rows(text: StreamedText, numbers: Iterable[int], streams: set[int], start: Start, rows: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the trainer stops its workers
+    # Ctrl-C reaches the whole terminal, and SIGTERM often all processes of a job. The trainer, which may need more rows
+    # to end its step, stops its workers.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 

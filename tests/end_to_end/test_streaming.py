@@ -22,6 +22,14 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_parquet_shards(tmp_path_factory.mktemp("text") / "text", (90, 13, 200, 41, 77))
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A run of 24 steps that nothing happens to."""
+    directory = tmp_path_factory.mktemp("whole")
+    train(arguments(directory, text, *STREAMED, "train.steps=24", "data.workers=0"))
+    return directory / "runs/test"
+
+
 def data_hashes(directory: Path) -> dict[int, str]:
     return {step: record["data_hash"] for step, record in records(directory).items()}
 
@@ -43,10 +51,8 @@ def assert_gone(pids: list[int]) -> None:
         time.sleep(0.1)
 
 
-def test_killed_and_resumed_on_other_ranks(tmp_path: Path, text: Path) -> None:
+def test_killed_and_resumed_on_other_ranks(tmp_path: Path, text: Path, whole: Path) -> None:
     """kill -9 between checkpoints on two ranks with two workers each; then one rank that tokenizes itself."""
-    whole = arguments(tmp_path / "whole", text, *STREAMED, "train.steps=24", "data.workers=0")
-    train(whole)
     parts = arguments(tmp_path / "parts", text, *STREAMED, "train.steps=24", "checkpoint.every=5")
     process = start([*parts, "data.workers=2"], ranks=2)
     directory = tmp_path / "parts/runs/test"
@@ -58,12 +64,40 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, text: Path) -> None:
     assert not (directory / "exit.json").exists(), "killed too late to show anything"
     train([*parts, "data.workers=0"])
     assert len(json.loads((directory / "run.json").read_text())["starts"]) == 2
-    expected = data_hashes(tmp_path / "whole/runs/test")
+    expected = data_hashes(whole)
     assert data_hashes(directory) == expected
     assert len(set(expected.values())) == 24
     losses = {step: record["loss"] for step, record in records(directory).items()}
-    assert losses == pytest.approx({s: r["loss"] for s, r in records(tmp_path / "whole/runs/test").items()}, rel=1e-4)
+    assert losses == pytest.approx({s: r["loss"] for s, r in records(whole).items()}, rel=1e-4)
     assert losses[24] < 0.95 * losses[1]
+
+
+@pytest.mark.parametrize("victim", ["rank", "worker"])
+def test_one_process_is_killed(tmp_path: Path, text: Path, whole: Path, victim: str) -> None:
+    """kill -9, as a lack of memory does. Caught: others that wait for it for ever, or live on without a trainer."""
+    ranks = 2 if victim == "rank" else 1
+    given = arguments(tmp_path, text, *STREAMED, "train.steps=24", "checkpoint.every=5", "data.workers=1")
+    # Steps that are slow enough, and few enough blocks made ahead, for the loss of a process to be felt.
+    process = start([*given, "data.prefetch=1"], ranks)
+    directory = tmp_path / "runs/test"
+    wait_for_step(directory, 5)
+    workers = workers_of(process)
+    assert len(workers) == ranks
+    killed = workers[0]
+    if victim == "rank":
+        stat = Path(f"/proc/{killed}/stat").read_text()
+        killed = int(stat.rsplit(")", 1)[1].split()[1])  # its parent
+    os.kill(killed, signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    if directory.joinpath("exit.json").exists() and json.loads((directory / "exit.json").read_text())["code"] == 0:
+        pytest.skip("the run was over before it was killed")
+    assert process.returncode != 0
+    if victim == "worker":
+        assert process.returncode == 3, output
+        assert "a data worker ended without a word (exit code -9" in output
+    assert_gone(workers)
+    train(given)
+    assert data_hashes(directory) == data_hashes(whole)
 
 
 @pytest.mark.slow
@@ -80,15 +114,18 @@ def test_many_resumes(tmp_path: Path, text: Path) -> None:
     assert data_hashes(directory) == data_hashes(tmp_path / "whole/runs/test")
 
 
-def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path, number: signal.Signals) -> None:
+    """To all processes at once, as Ctrl-C and many launchers do. Caught: a worker that ends before the trainer has."""
     given = arguments(tmp_path, text, *STREAMED, "train.steps=2000", "data.workers=2")
     process = start(given)
     wait_for_step(tmp_path / "runs/test", 3)
     workers = workers_of(process)
     assert len(workers) == 2
-    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C does, to all of them
+    os.killpg(process.pid, number)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
+    assert "saved at step" in output
     assert_gone(workers)
 
 
