@@ -51,8 +51,8 @@ def _source(line: str, data: DataConfig) -> SourceConfig:
         share = float(weight)
     except ValueError:
         share = math.nan
-    if not 0 < share < math.inf:
-        raise _mistake(line, f"a weight above 0 follows the name, not {weight!r}")
+    if not 0 < share <= 1e9:
+        raise _mistake(line, f"a weight above 0 and up to 1e9 follows the name, not {weight!r}")
     if kind not in KINDS:
         raise _mistake(line, f"{kind!r} is none of the kinds {', '.join(KINDS)}")
     if bool(where) != bool(KINDS[kind]):

@@ -100,7 +100,11 @@ class MixtureReader:
         return dict(zip(self._mixture.names, sums, strict=True))
 
     def skipped(self) -> dict[str, str]:
-        return {name: problem for reader in self._readers for name, problem in reader.skipped().items()}
+        return {
+            f"{name}/{shard}": problem
+            for name, reader in zip(self._mixture.names, self._readers, strict=True)
+            for shard, problem in reader.skipped().items()
+        }
 
     def close(self) -> None:
         for reader in self._readers:

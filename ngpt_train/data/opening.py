@@ -66,7 +66,10 @@ def _open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) 
     sources = mixture_of(config.data)
     parts: dict[str, Dataset] = {}
     for source in sorted(sources, key=lambda source: source.data.kind != "tokens"):
-        part = open_dataset(replace(config, data=source.data), tokenizer, on_main)
+        try:
+            part = open_dataset(replace(config, data=source.data), tokenizer, on_main)
+        except DataError as error:
+            raise DataError(f"data.mixture, source {source.name}: {error}") from error
         tokenizer = tokenizer or part.tokenizer
         if part.tokenizer.fingerprint != tokenizer.fingerprint:
             raise DataError(

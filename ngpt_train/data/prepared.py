@@ -68,6 +68,12 @@ class BestFit:
         starts, lengths = tokens.documents()
         parts: list[tuple[int, int]] = []
         ends = [0]
+        last = np.empty(1, np.int64)
+        tokens.read(len(tokens) - 1, last)
+        if last[0] != tokens.eos:  # of a file that ends within a document: no eos would open the document beside it
+            parts += [(s, min(form.context, len(tokens) - s)) for s in range(starts[-1], len(tokens), form.context)]
+            ends += range(1, len(parts) + 1)
+            starts, lengths = starts[:-1], lengths[:-1]
         for first in range(0, len(lengths), PACKED_TOGETHER):
             for row in best_fit(lengths[first : first + PACKED_TOGETHER].tolist(), form.context):
                 parts += [(starts[first + part.document] + part.start, part.size) for part in row]

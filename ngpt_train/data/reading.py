@@ -64,7 +64,8 @@ def _reader_of_source(
     assert not isinstance(data.train, Mixed)
     streams = config.data.streams
     cursors = _stored(state, f"{prefix}cursors", streams, len(Cursor._fields))
-    skipped = {} if state is None else state["skipped_shards"]
+    left_out = {} if state is None else state["skipped_shards"]
+    skipped = {shard.removeprefix(prefix): problem for shard, problem in left_out.items() if shard.startswith(prefix)}
     return StreamReader(
         data.train,
         row_format(config, data.tokenizer.eos),

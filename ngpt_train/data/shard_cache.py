@@ -184,6 +184,8 @@ class ShardedText:
 
     def document(self, shard: int, index: int) -> str | None:
         documents = self.documents(shard)
+        if documents.header["bad"] is not None:
+            raise DataError(f"{self.name(shard)} was read before and is faulty now: {documents.header['bad']}")
         return None if documents.places[index] < self.val_fraction else documents.text(index)
 
     def documents(self, shard: int) -> Documents:

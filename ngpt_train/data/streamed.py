@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from ngpt_train.config.schema import Config
 from ngpt_train.data.dataset import Dataset, cache_directory
-from ngpt_train.data.hashes import canonical_hash
+from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.local_shards import local_shards
 from ngpt_train.data.rows import row_format
 from ngpt_train.data.shard_cache import ShardCache, ShardedText
@@ -67,7 +66,12 @@ def open_streamed(config: Config, on_main: OnMain, tokenizer: Tokenizer | None =
 def list_shards(config: Config) -> Source:
     """Where the text is, and its parts in their order."""
     source = open_source(config.data)
-    return source if source.shards else replace(source, shards=local_shards(source.files, source.settings))
+    if source.shards:
+        return source
+    hashes = FileHashes(cache_directory(config))
+    shards = local_shards(source.files, source.settings, hashes)
+    hashes.save()
+    return replace(source, shards=shards)
 
 
 def stream_settings(config: Config) -> StreamSettings:
@@ -96,21 +100,29 @@ def sample(text: ShardedText, characters: int) -> Iterator[str]:
 
 
 def validation_tokens(config: Config, text: ShardedText, tokenizer: Tokenizer) -> Tokens:
-    """Held-out documents of the first shards, at most data.open_shards of them, until they make eval.rows rows."""
+    """Held-out documents of the first shards until they make eval.rows rows; of data.open_shards, or of more where
+    these make none."""
     settings = stream_settings(config)
     ids: list[Any] = []
     n_tokens = n_documents = 0
-    for document in held_out(text, config.data.open_shards):
-        ids.append(with_eos(tokenizer, document))
-        n_tokens += len(ids[-1])
-        n_documents += len(ids[-1]) >= settings.shortest
-        full = n_documents if settings.rows == "prefix_continuation" else n_tokens // settings.context
-        if full >= config.eval.rows:
+    faulty: list[str] = []
+    full = 0
+    for shard in range(text.n_shards):
+        if (problem := text.documents(shard).header["bad"]) is not None:
+            faulty.append(problem)
+        for document in held_out(text, shard):
+            ids.append(with_eos(tokenizer, document))
+            n_tokens += len(ids[-1])
+            n_documents += len(ids[-1]) >= settings.shortest
+            full = n_documents if settings.rows == "prefix_continuation" else (n_tokens - 1) // settings.context
+            if full >= config.eval.rows:
+                break
+        if full >= config.eval.rows or (full and shard + 1 >= config.data.open_shards):
             break
     path = Path(config.data.path or config.data.repo or config.data.kind)
-    headers = [text.documents(shard).header for shard in range(min(text.n_shards, config.data.open_shards))]
-    faulty = [header["bad"] for header in headers if header["bad"] is not None]
-    where = f"the first {config.data.open_shards} shards of {path}"
+    where = f"{path}, streamed"
+    if n_tokens == 0 and text.n_shards == 1:
+        where += " (data.streaming=false cuts a single document in two)"
     if faulty:
         where += f" ({len(faulty)} left out as faulty, such as {faulty[0]})"
     check_length("validation", n_tokens, config.model.context, where)
@@ -118,8 +130,7 @@ def validation_tokens(config: Config, text: ShardedText, tokenizer: Tokenizer) -
     return Tokens("validation", path, [np.concatenate(ids)], tokenizer.eos, [offsets])
 
 
-def held_out(text: ShardedText, n_shards: int) -> Iterator[str]:
-    for shard in islice(range(text.n_shards), n_shards):
-        documents = text.documents(shard)
-        for index in np.flatnonzero(documents.places < text.val_fraction).tolist():
-            yield documents.text(index)
+def held_out(text: ShardedText, shard: int) -> Iterator[str]:
+    documents = text.documents(shard)
+    for index in np.flatnonzero(documents.places < text.val_fraction).tolist():
+        yield documents.text(index)

@@ -158,11 +158,11 @@ class Stream:
                 f"fails on it ({type(error).__name__}: {error}). Correct or remove the document"
             ) from error
 
-    def _check_epochs(self, last: int, epoch: int) -> None:
+    def _check_epochs(self, last: int, epoch: int, kind: str = "") -> None:
         """Of few documents a stream may have none in one epoch and some in the next."""
         if epoch > last + MOST_EMPTY_EPOCHS:
             raise DataError(
-                f"data.streams={self.settings.n_streams}: in {MOST_EMPTY_EPOCHS} epochs there is no document for "
+                f"data.streams={self.settings.n_streams}: in {MOST_EMPTY_EPOCHS} epochs there is no document{kind} for "
                 f"stream {self.stream}. Take fewer streams, or more documents"
             )
 
@@ -219,8 +219,11 @@ class Stream:
     def _beginnings(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
         """The beginning of each document that is long enough."""
         length = self.settings.context + 1
+        last = cursor.epoch  # with a row
         for place, ids in self.documents(cursor):
+            self._check_epochs(last, place.epoch, f" of {self.settings.shortest} tokens (model.source_context + 2)")
             if len(ids) >= self.settings.shortest:
+                last = place.epoch
                 row = np.full(length, NOTHING, np.int32)
                 row[: min(len(ids), length)] = ids[:length]
                 yield row, place._replace(document=place.document + 1)

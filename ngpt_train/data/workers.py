@@ -8,8 +8,10 @@ counts when its row is taken, so whatever was made ahead is made again after a r
 from __future__ import annotations
 
 import multiprocessing
+import os
 import queue
 import signal
+import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -140,7 +142,12 @@ class Worker:
         self._process = context.Process(
             target=_make_rows, args=(text, numbers, streams, start, self._queue), name="data worker", daemon=True
         )
-        self._process.start()
+        # Until it ignores them itself: an interrupt of a process that starts would leave this one writing to nobody.
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        try:
+            self._process.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         # The worker's end of the pipe: while it is open here, a worker that is killed within a block has no end.
         self._queue._writer.close()  # type: ignore[attr-defined]
         # At the exit of a trainer that did not close it: multiprocessing's own SIGTERM is ignored.
@@ -188,33 +195,35 @@ def _make_rows(text: StreamedText, numbers: Iterable[int], streams: set[int], st
     # to end its step, stops its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
+    threading.Thread(target=_end_with_trainer, daemon=True).start()
+    made: list[tuple[Ids, Cursor]] = []
 
-    def send(item: Any) -> None:
-        while parent.is_alive():
-            try:
-                return rows.put(item, timeout=POLL_SECONDS)
-            except queue.Full:
-                continue
-        rows.cancel_join_thread()
-        raise SystemExit  # the trainer was killed
+    def send() -> None:
+        cursors = np.array([cursor for _, cursor in made])
+        rows.put((np.stack([ids for ids, _ in made]), cursors, dict(opened.skipped)))
+        made.clear()
 
     try:
         opened = Streams(text, start)
         n_streams, length = text.settings.n_streams, text.settings.context + 1
         block = 1
-        made: list[tuple[Ids, Cursor]] = []
         for number in numbers:
             if number % n_streams not in streams:
                 continue
             made.append(opened.next(number % n_streams))
             if len(made) == block:
-                cursors = np.array([cursor for _, cursor in made])
-                send((np.stack([ids for ids, _ in made]), cursors, dict(opened.skipped)))
-                made = []
+                send()
                 block = min(2 * block, max(1, BLOCK_TOKENS // length))
-    except DataError as error:
-        send(error)
-    except Exception:
-        send(RuntimeError(f"a data worker failed:\n{traceback.format_exc()}"))
+    except Exception as error:
+        if made:
+            send()  # rows before the fault are as good as ever
+        known = isinstance(error, DataError)
+        rows.put(error if known else RuntimeError(f"a data worker failed:\n{traceback.format_exc()}"))
+
+
+def _end_with_trainer() -> None:
+    """Ends this process when its trainer is gone, whatever it is doing."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)

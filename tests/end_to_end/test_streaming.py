@@ -129,6 +129,19 @@ def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path, number: si
     assert_gone(workers)
 
 
+def test_interrupted_while_workers_start(tmp_path: Path, text: Path) -> None:
+    """Caught: an interrupt that ends a worker before it has read what its trainer is writing to it."""
+    process = start(arguments(tmp_path, text, *STREAMED, "train.steps=2000", "data.workers=2", "tokenizer=gpt2"))
+    deadline = time.monotonic() + 60
+    while not (workers := workers_of(process)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode in (0, 130), output
+    assert_gone(workers)
+
+
 def test_ranks_that_do_not_divide_the_streams(tmp_path: Path, text: Path) -> None:
     given = arguments(tmp_path, text, *STREAMED, "train.batch_rows=25")
     finished = run("train", given, ranks=5)

@@ -122,6 +122,17 @@ def test_best_fit_cuts_no_document_that_fits() -> None:
     assert (targets == -100).mean() < 0.2  # most are longer than a row
 
 
+@pytest.mark.parametrize("length", [1, 5, 12, 13, 40])
+def test_best_fit_of_a_file_that_ends_within_a_document(length: int) -> None:
+    """Caught: an id of it that the eos of another document overwrites."""
+    _, made = documents(n=40)
+    ids = np.r_[np.concatenate(made), np.arange(length) + 2 * EOS].astype(np.uint16)
+    data = Tokens("train", Path("tokens"), [ids], EOS)
+    rows = BestFit(data, RowFormat(12, EOS, pads=True))
+    targets = rows.batch(np.arange(len(rows)))[1]
+    assert sorted(targets[targets != -100].tolist()) == sorted(ids.tolist())
+
+
 def test_document_mask_of_stretches() -> None:
     data, _ = documents()
     inputs, targets, doc_ids = NextToken(data, RowFormat(12, EOS, document_mask=True)).batch(np.arange(50))

@@ -48,6 +48,21 @@ def test_mixture(text: Path) -> None:
     np.testing.assert_array_equal(rows_mixed, rows_alone[: len(rows_mixed)])
 
 
+def test_a_shard_that_one_source_skips_stays_in_the_others(text: Path) -> None:
+    """Of the same name. Caught: names of skipped shards that do not say of which source."""
+    other = write_parquet_shards(text.parent / "other", SHARDS, seed=9)
+    damaged = other / "train-00002.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    alone = streamed(text, "data.on_bad_shard=skip")
+    mixture = f"web 1 local {text}; other 1 local {other}"
+    config = replace(alone, data=replace(alone.data, kind="mixture", path=None, mixture=mixture))
+    expected, end = batches(config, [(20, 1, 0)])
+    assert list(end["skipped_shards"]) == ["other/train-00002.parquet"]
+    found, state = batches(config, [(7, 2, 0), (13, 1, 0)])
+    np.testing.assert_array_equal(np.stack(found), np.stack(expected))
+    assert state == end
+
+
 def test_sources_with_other_tokenizers(text: Path) -> None:
     config = streamed(text)
     gpt2 = replace(config, tokenizer=replace(config.tokenizer, kind="gpt2"))
@@ -64,7 +79,7 @@ def test_sources_with_other_tokenizers(text: Path) -> None:
     [
         ("web 1 local web/", "two sources or more"),
         ("web 1 local web/; web 2 local b/", "web is the name of two sources"),
-        ("web 0 local web/; b 2 local b/", "a weight above 0 follows the name, not '0'"),
+        ("web 0 local web/; b 2 local b/", "a weight above 0 and up to 1e9 follows the name, not '0'"),
         ("web 1 files web/; b 2 local b/", "'files' is none of the kinds"),
         ("web 1 local; b 2 local b/", "local needs a file, directory or glob"),
         ("web 1 embedded here; b 2 local b/", "embedded reads no path"),

@@ -20,6 +20,7 @@ from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import Config
 from ngpt_train.data import Dataset, TrainLoader, merged, open_dataset, reader_of
 from ngpt_train.data.pieces import Piece, document_order, first_place, window_pieces, window_shards
+from ngpt_train.data.streamed import stream_settings
 from ngpt_train.data.streams import Cursor, Stream
 from ngpt_train.data.tokenizers.raw_bytes import BytesTokenizer
 from ngpt_train.data.workers import StreamedText
@@ -239,6 +240,22 @@ def test_tokenizer_that_fails_names_the_document(text: Path, monkeypatch: pytest
     monkeypatch.setattr(BytesTokenizer, "encode_batch", fails)
     with pytest.raises(DataError, match=r"train-0000\d\.parquet, document \d+ .*bytes fails on it .*too strange"):
         reader_of(data, streamed(text)).take(np.arange(1))
+
+
+def test_no_document_is_long_enough_to_continue(text: Path) -> None:
+    """Caught: a stream that looks for one for ever."""
+    config = streamed(text, "model=ntransformer", "model.source_context=4")
+    settings = replace(stream_settings(config), shortest=10_000)
+    data = open_dataset(config).train
+    assert isinstance(data, StreamedText)
+    with pytest.raises(DataError, match=r"in 3 epochs there is no document of 10000 tokens"):
+        next(Stream(data.open(), data.tokenizer, settings, 0).rows(Cursor()))
+
+
+def test_validation_looks_further_where_the_first_shards_have_none(tmp_path: Path) -> None:
+    write_parquet_shards(tmp_path / "text", (0, 1, 0, 60))
+    validation = open_dataset(streamed(tmp_path / "text", streams=2)).validation
+    assert len(validation) > CONTEXT
 
 
 def test_more_streams_than_documents(tmp_path: Path) -> None:
