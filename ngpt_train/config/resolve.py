@@ -77,8 +77,9 @@ def check_verb(config: Config, verb: str) -> None:
         raise ConfigError(
             f"{verb}.checkpoint=null: no checkpoint is named\n  For example {verb}.checkpoint=runs/quickstart"
         )
-    if verb == "prepare" and config.data.kind == "tokens":
-        raise ConfigError("data.kind=tokens: there is nothing to prepare\n  Choose text: data=embedded or data=local")
+    if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
+        problem = "nothing to prepare" if config.data.kind == "tokens" else "one source at a time is prepared"
+        raise ConfigError(f"data.kind={config.data.kind}: {problem}\n  Choose text: data=embedded, local or hf")
     if verb == "plan":
         check(config, config.plan.world_size)
     out = getattr(getattr(config, verb), "out", None) if verb in ("plan", "evaluate", "bench") else None

@@ -278,6 +278,10 @@ def test_an_option_that_is_no_file(group: str, tmp_path: Path, capsys: pytest.Ca
         (["plan", "plan.out=/"], ["plan.out=/", "is a directory"]),
         (["plan", "scale=debug", "plan.world_size=3"], ["train.batch_rows=8", "3 ranks", "6 or 9"]),
         (["prepare", "data=tokens", "data.path=x"], ["data.kind=tokens", "nothing to prepare"]),
+        (
+            ["prepare", "data=mixture", "data.mixture=a 1 local x; b 1 local y"],
+            ["data.kind=mixture", "one source at a time"],
+        ),
         (["generate", "generate.prompt=\udce9t\udce9"], ["generate.prompt=", "not UTF-8"]),
         (["train", "--config-dir"], ["--config-dir DIR"]),
     ],
