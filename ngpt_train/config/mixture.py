@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -41,6 +42,37 @@ def mixture_of(data: DataConfig) -> list[SourceConfig]:
         raise ConfigError(f"data.mixture: {min(twice)} is the name of two sources\n  {FORM}")
     total = math.fsum(source.share for source in sources)
     return [source._replace(share=source.share / total) for source in sources]
+
+
+def is_commit(revision: str) -> bool:
+    """Whether this is no branch or tag, which may move."""
+    return re.fullmatch("[0-9a-f]{40}", revision) is not None
+
+
+def commits_of(data: DataConfig) -> dict[str, str | None]:
+    """The revisions of data sets of the hub, by the name of the source; without a mixture under an empty name."""
+    if data.kind == "mixture":
+        return {source.name: source.data.revision for source in mixture_of(data)}
+    return {"": data.revision}
+
+
+def with_commits(data: DataConfig, commits: Mapping[str, str | None]) -> DataConfig:
+    """`data` with these commits, named as `commits_of` does, where it says nothing or a branch, which moves."""
+
+    def commit(revision: str | None, name: str) -> str | None:
+        return revision if revision and is_commit(revision) else commits.get(name) or revision
+
+    if data.on_hub:
+        return replace(data, revision=commit(data.revision, ""))
+    if data.kind != "mixture":
+        return data
+    parts = re.split(r"(\s*[;\n]\s*)", data.mixture or "")
+    for index, line in enumerate(parts):
+        name, _, kind, where = (*line.split(maxsplit=3), "", "", "", "")[:4]
+        revision = where.partition("@")[2]
+        if kind == "hf" and (found := commit(revision, name)):
+            parts[index] = f"{line.rstrip().removesuffix(f'@{revision}')}@{found}"
+    return replace(data, mixture="".join(parts))
 
 
 def _source(line: str, data: DataConfig) -> SourceConfig:

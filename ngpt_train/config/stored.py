@@ -11,6 +11,7 @@ from typing import Any
 
 from ngpt_train.config.atomic import write_atomically
 from ngpt_train.config.keys import AUTO, ConfigError, DataError
+from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import all_keys, any_of, architectures, build, check_leaf, flatten, schema_keys, show
@@ -158,8 +159,9 @@ def _is_harmless(name: str, stored: Config, new: Config) -> bool:
     if name == "model.vocab_size":
         # auto becomes the tokenizer's number later, when the tokenizers are compared as well.
         return AUTO in (stored.model.vocab_size, new.model.vocab_size)
-    if name == "data.revision":
-        return new.data.revision is None  # the run's own is taken
+    if name in ("data.revision", "data.mixture"):  # a branch is the commit that the run began with
+        value = getattr(with_commits(new.data, commits_of(stored.data)), name.removeprefix("data."))
+        return value == getattr(stored.data, name.removeprefix("data."))
     if name == "data.objective":
         return stored.data.objective == AUTO  # of a run from before there was a choice
     if name == "train.precision":

@@ -42,6 +42,14 @@ class Dataset:
     path: Path
     manifest: dict[str, Any]
 
+    @property
+    def commits(self) -> dict[str, str | None]:
+        """Of data sets of the hub, as `config.mixture.commits_of` names them."""
+        source = self.manifest["source"]
+        if source["kind"] != "mixture":
+            return {"": source.get("revision")}
+        return {name: part.get("revision") for name, part in source["sources"].items()}
+
 
 def cache_directory(config: Config) -> Path:
     return Path(config.data.cache).expanduser()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections import Counter
@@ -10,7 +11,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
+from ngpt_train.config.atomic import write_atomically
 from ngpt_train.config.keys import ConfigError, DataError
+from ngpt_train.config.mixture import is_commit
 from ngpt_train.config.schema import DataConfig
 from ngpt_train.data.hub_client import HubClient, HubFile, endpoint
 from ngpt_train.data.readers import EXTENSIONS, extension, read_file
@@ -79,6 +82,7 @@ class NoPlainFiles(DataError):
 
 def list_hub(data: DataConfig) -> HubListing:
     """The files that data.repo, data.revision, data.split and data.files name. Asks the hub: for one rank alone.
+    Where it fails, a commit whose list is in data.cache is known.
 
     Raises ConfigError unless data.repo is a name, FetchError where the hub cannot be reached or refuses, DataError
     where none of the files is meant or can be read.
@@ -88,9 +92,8 @@ def list_hub(data: DataConfig) -> HubListing:
             f"data.repo={'null' if data.repo is None else data.repo}: expected OWNER/NAME, as in the address "
             f"{endpoint()}/datasets/OWNER/NAME of the data set"
         )
-    client = HubClient(data.repo, data.fetch_minutes)
-    commit = client.commit(data.revision)
-    listed = client.files(commit)
+    kept = Path(data.cache).expanduser() / "hub"
+    commit, listed = _files(HubClient(data.repo, data.fetch_minutes), data.revision, kept)
     paths = _chosen(sorted(listed), data, commit)
     files = {path: listed[path] for path in paths}
     size = sum(file.size for file in files.values())
@@ -109,6 +112,37 @@ def list_hub(data: DataConfig) -> HubListing:
         for path, file in files.items()
     )
     return HubListing(commit, shards, HubText(data.repo, commit, files, data.text_field, data.fetch_minutes))
+
+
+def _files(client: HubClient, revision: str | None, kept: Path) -> tuple[str, dict[str, HubFile]]:
+    """A revision's commit and all its files. Lists are kept: what is in a commit never changes, so a run that goes on
+    with the one it began with can do without the hub where its text is on this machine."""
+
+    def place(commit: str) -> Path:
+        return kept / f"{client.repo.replace('/', '--')}@{commit}.json"
+
+    try:
+        commit = client.commit(revision)
+        listed = client.files(commit)
+    except FetchError as error:
+        known = _read_list(place(revision)) if revision and is_commit(revision) else None
+        if revision is None or known is None:
+            raise
+        logger.warning("%s; going on with the list of files of before", error)
+        return revision, known
+    try:
+        kept.mkdir(parents=True, exist_ok=True)
+        write_atomically(place(commit), json.dumps(listed).encode())
+    except OSError as error:
+        logger.warning("%s: the list of files is not kept (%s)", place(commit), error.strerror)
+    return commit, listed
+
+
+def _read_list(path: Path) -> dict[str, HubFile] | None:
+    try:
+        return {name: HubFile(int(size), str(etag)) for name, (size, etag) in json.loads(path.read_bytes()).items()}
+    except (OSError, ValueError, TypeError, AttributeError):  # none, or damaged: the hub is asked
+        return None
 
 
 def _chosen(paths: list[str], data: DataConfig, commit: str) -> list[str]:

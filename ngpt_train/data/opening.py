@@ -87,7 +87,8 @@ def _open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) 
     ids, offsets = zip(*beginnings, strict=True)
     validation = Tokens("validation", path, ids, tokenizer.eos, offsets)
     fingerprint = canonical_hash([mixture.names, mixture.shares, [parts[name].fingerprint for name in mixture.names]])
-    manifest = {"source": {"kind": "mixture", **{name: part.manifest["source"] for name, part in parts.items()}}}
+    described = {name: part.manifest["source"] for name, part in parts.items()}
+    manifest = {"source": {"kind": "mixture", "sources": described}}
     mixed = Mixed(mixture, tuple(parts[name] for name in mixture.names))
     return Dataset(mixed, validation, tokenizer, fingerprint, path, manifest)
 

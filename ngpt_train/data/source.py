@@ -139,11 +139,20 @@ def list_files(path: str) -> list[Path]:
 
 
 def _visible_files(directory: Path) -> Iterator[Path]:
-    for file in directory.rglob("*"):
-        hidden = any(part.startswith(".") for part in file.relative_to(directory).parts)
-        # A link to nothing is listed, so that it is missed.
-        if not hidden and (file.is_file() or not file.exists()):
-            yield file
+    """Links to directories are followed, but for those to one that they lie in."""
+
+    def unreadable(error: OSError) -> None:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror})")
+
+    for folder, folders, names in os.walk(directory, onerror=unreadable, followlinks=True):
+        here = Path(folder)
+        around = {here.resolve(), *here.resolve().parents}
+        folders[:] = [name for name in folders if not name.startswith(".") and (here / name).resolve() not in around]
+        for name in names:
+            file = here / name
+            # A link to nothing is listed, so that it is missed.
+            if not name.startswith(".") and (file.is_file() or not file.exists()):
+                yield file
 
 
 def _embedded() -> Source:

@@ -6,7 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ngpt_train.config.keys import DataError
 from ngpt_train.data import Position, TrainLoader
+from ngpt_train.data.rows import Batch
+from ngpt_train.models.layers.documents import check_room
 
 
 class Feed(Iterator[tuple[list[list[Tensor]], Position]]):
@@ -27,12 +30,24 @@ class Feed(Iterator[tuple[list[list[Tensor]], Position]]):
 
     def _fetch(self) -> "_Step":
         micro_batches, position = next(self._loader)
+        if self._device.type == "cuda":
+            _check_room(micro_batches)
         return _Step(
             [[to_device(torch.from_numpy(part), self._device) for part in batch] for batch in micro_batches], position
         )
 
     def close(self) -> None:
         self._loader.close()
+
+
+def _check_room(micro_batches: list[Batch]) -> None:
+    """Here, where it costs no wait: the device could end the run by an assertion only."""
+    for _, _, *doc_ids in micro_batches:
+        for ids in doc_ids:
+            try:
+                check_room(torch.from_numpy(ids))
+            except ValueError as error:
+                raise DataError(str(error)) from None
 
 
 class _Step(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 
 from ngpt_train.config import read_yaml, write_yaml
 from ngpt_train.config.keys import AUTO, DataError
+from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.schema import Config
 from ngpt_train.data import (
     Dataset,
@@ -48,15 +49,16 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     if checkpoint is None:
         initial_checkpoint(config)
     resolve_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
-    if checkpoint is not None and config.data.revision is None:  # the commit that the run began with
-        config = with_revision(config, read_yaml(checkpoint / "config.yaml").data.revision)
+    if checkpoint is not None:
+        stored = read_yaml(checkpoint / "config.yaml")
+        config = replace(config, data=with_commits(config.data, commits_of(stored.data)))  # those that it began with
     # Preparing may take hours, and no rank waits so long for another; a stream is opened by all of them together.
     data = None if config.data.streamed else open_dataset(config)
     world = join_world(config)
     data = data or open_dataset(config, trained_tokenizer(config, checkpoint), world.on_main)
     config = with_vocabulary(config, data)
     config = with_precision(config, world)
-    config = with_revision(config, data.manifest["source"].get("revision"))
+    config = replace(config, data=with_commits(config.data, data.commits))
     if len(set(world.gather(data.fingerprint))) > 1:
         raise DataError(
             "data: the ranks have read different data (another Python, other files, another cache?). Prepare it once "
@@ -96,11 +98,6 @@ def with_vocabulary(config: Config, data: Dataset) -> Config:
             f"Use model.vocab_size=auto, or at least {needed}."
         )
     return config
-
-
-def with_revision(config: Config, revision: str | None) -> Config:
-    """The config with the commit of a data set of the hub, so that a resume reads the same files."""
-    return replace(config, data=replace(config.data, revision=revision)) if config.data.on_hub else config
 
 
 def with_precision(config: Config, world: World) -> Config:

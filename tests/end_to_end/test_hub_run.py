@@ -58,6 +58,19 @@ def test_killed_while_the_server_fails(hub: Hub, text: Path, tmp_path: Path) -> 
     assert len(fetched) <= len(hub.files) + 6, "a shard was fetched by two processes"
 
 
+def test_a_mixture_goes_on_with_its_commits(hub: Hub, text: Path, tmp_path: Path) -> None:
+    """Also where the hub cannot be asked. Caught: a branch that is resolved again, and other text with it."""
+    given = on_hub(tmp_path, "data=mixture", f"data.mixture=web 2 hf someone/pages@main; here 1 local {text}")
+    given = [argument for argument in given if not argument.startswith("data.repo=")]
+    train([*given, "train.stop_at=4"])
+    directory = tmp_path / "runs/test"
+    assert f"someone/pages@{hub_server.COMMIT}; here" in (directory / "config.yaml").read_text()
+    hub.revisions["main"] = "f" * 40
+    hub.api_faults += [hub_server.status(404)]
+    train(given)
+    assert not hub.api_faults
+
+
 def test_unreachable_shard_ends_the_run(hub: Hub, tmp_path: Path) -> None:
     hub.faults += [hub_server.status(503)] * 100
     finished = run("train", on_hub(tmp_path, "data.fetch_minutes=0.05"))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ngpt_train.distributed.layouts import recomputed
 from ngpt_train.models import Decoder
 from ngpt_train.models.layers import documents
-from ngpt_train.models.layers.documents import packed, positions_in_documents, varlen_kernel
+from ngpt_train.models.layers.documents import check_room, packed, positions_in_documents, varlen_kernel
 from tests.properties.architectures import ARCHITECTURES, SMALL, VARIANTS, Size, jittered
 from tests.reference.varlen import run_torchs_kernel_on_cpus, varlen
 
@@ -136,6 +136,9 @@ def test_room_for_documents() -> None:
     one_more[0, -1] = 64
     with pytest.raises(RuntimeError, match="more than 128 documents in a batch of 2 rows of 256 tokens"):
         packed(one_more, varlen)
+    with pytest.raises(ValueError, match="holds 129 documents, and the GPU's kernels have room for 128"):
+        check_room(one_more)
+    check_room(doc_ids)
     one_more[1] = 0
     assert packed(one_more, varlen).boundaries.tolist() == [*range(0, 253, 4), 255, 256] + [512] * 63
     assert len(packed(torch.zeros(3, 8192, dtype=torch.long), varlen).boundaries) == 3 * 256 + 1

@@ -38,6 +38,7 @@ from ngpt_train.data import open_dataset, reader_of, shard_cache, units
 from ngpt_train.data.documents import HEADER, Documents, read_header
 from ngpt_train.data.loader import Reader
 from ngpt_train.data.shard_cache import FetchError, Shard, ShardCache
+from ngpt_train.data.source import list_files
 from ngpt_train.data.workers import StreamReader
 
 ROOT = Path(__file__).parents[2]
@@ -237,6 +238,19 @@ def test_empty_text_is_refused(tmp_path: Path, way: str) -> None:
     (tmp_path / "text" / "a.jsonl").write_bytes(lines(["", ""]))
     with pytest.raises(DataError, match=r"no text|validation split has 0 tokens"):
         open_dataset(config(tmp_path / "text", tmp_path / "cache", way))
+
+
+def test_directories_that_are_linked_are_read(tmp_path: Path) -> None:
+    """Caught: a part of the text that is missing without a word, and an endless search."""
+    text, elsewhere = tmp_path / "text", tmp_path / "elsewhere"
+    text.mkdir()
+    (elsewhere / "deeper").mkdir(parents=True)
+    (elsewhere / "deeper" / "b.txt").write_text("b")
+    (text / "a.txt").write_text("a")
+    (text / "linked").symlink_to(elsewhere)
+    (elsewhere / "deeper" / "up").symlink_to(elsewhere)
+    (text / "itself").symlink_to(".")
+    assert list_files(str(text)) == [text / "a.txt", text / "linked" / "deeper" / "b.txt"]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -65,6 +65,7 @@ def known_to(address: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HF_ENDPOINT", address)
+    monkeypatch.setenv("HOME", str(home))  # where lists of files are kept
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(home / "no-token"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.3)
@@ -226,6 +227,24 @@ def test_listing_is_tried_again(hub: Hub, caplog: pytest.LogCaptureFixture) -> N
     assert len(warnings_in(caplog)) == 4
     assert "HTTP 503" in caplog.text
     assert "attempt 4 failed, the next one in" in caplog.text
+
+
+def test_list_of_a_commit_is_kept(hub: Hub, tmp_path: Path) -> None:
+    """Where the hub fails, a run that goes on can do without. Caught: a branch taken for its commit of before, a list
+    that hides what the hub says now, half a list."""
+    kept = {"cache": str(tmp_path)}
+    first = list_hub(options(**kept))
+    hub.api_faults += [hub_server.status(404)] * 2
+    assert list_hub(options(revision=COMMIT, **kept)) == first
+    with pytest.raises(FetchError):
+        list_hub(options(revision="main", **kept))
+    hub.revisions |= {"main": "f" * 40, "f" * 40: "f" * 40}
+    assert list_hub(options(revision="main", **kept)).commit == "f" * 40
+    [file] = (tmp_path / "hub").glob(f"*@{COMMIT}.json")
+    file.write_bytes(file.read_bytes()[:-5])
+    hub.api_faults += [hub_server.status(404)]
+    with pytest.raises(FetchError):
+        list_hub(options(revision=COMMIT, **kept))
 
 
 def test_no_network(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,6 +33,7 @@ from ngpt_train.data.tokenizers import (
     pinned,
 )
 from ngpt_train.data.tokenizers import gpt2 as gpt2_module
+from ngpt_train.data.tokenizers.gpt2 import parse_ranks
 
 CORPUS = [
     f"def step_{i}(state, batch):\n    for item in batch[{i}:]:\n\tstate.add(item)  # the {i * 37}th\n" * 3
@@ -277,6 +278,31 @@ def test_gpt2_from_a_package_or_a_file(tmp_path: Path) -> None:
     ranks.write_bytes(tokenizer.model[:-20])
     with pytest.raises(DataError, match=r"r50k_base\.tiktoken: not GPT-2's vocabulary; known are vocab\.bpe"):
         load_tokenizer(TokenizerConfig(kind="gpt2", path=str(ranks)))
+
+
+def test_gpt2_words_found_without_looking_ahead_are_gpt2s() -> None:
+    """Runs of any whitespace before and after anything: the ids are those of the pattern that looks ahead.
+
+    Catches a pattern in another order, a run cut elsewhere, Unicode's spaces or control characters taken for others.
+    """
+    tokenizer = load_tokenizer(TokenizerConfig(kind="gpt2"))
+    assert isinstance(tokenizer, GPT2Tokenizer)
+    published, quick = tokenizer._encoding, tokenizer._quick
+    rng = random.Random(0)
+    spaces = [" ", " ", " ", "\n", "\n", "\t", "\r", "\v", "\f"]
+    others = ["a", "B", "é", "日", "1", "²", "'", "s", "'ll", "!", "…", "\x1c", "\x1f", "\x07", "\u200b", "\ufeff"]
+    wide = ["\x85", "\xa0", "\u1680", "\u2003", "\u2028", "\u202f", "\u205f", "\u3000", "\0"]
+    for number in range(20_000):
+        alphabet = spaces + others * (number % 2) + wide * (number % 5 == 0) + ["word", "."]
+        text = "".join(rng.choices(alphabet, k=rng.randrange(13)))
+        assert tokenizer._encode(text).tolist() == published.encode_ordinary(text), repr(text)
+    # A run and its zero byte are one word there: no token of whitespace may merge otherwise than alone.
+    ranks = parse_ranks(tokenizer.model)
+    assert [token for token in ranks if b"\0" in token] == [b"\0"]
+    whitespace = {token: rank for token, rank in ranks.items() if token.isspace()}
+    assert len(whitespace) > 5
+    for token, rank in whitespace.items():
+        assert quick.encode_ordinary(token.decode() + "\0") == [rank, ranks[b"\0"]]
 
 
 def test_mistral32k_from_its_package(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,19 +68,32 @@ def causal_document_mask(doc_ids: Tensor) -> Tensor:
 
 
 def packed(doc_ids: Tensor, kernel: Varlen) -> Packed:
-    """The host does not know how many documents there are, so there is room for a fixed number of them, 64 a row or
-    one for each 32 tokens. More would cost what varlen is to save: a kernel starts threads, and has memory in its
-    backward pass, for each sequence, be it empty. Rows may share the room, but no batch may need more."""
+    """The host does not know how many documents there are, so there is room for a fixed number of them. Rows may share
+    it, but no batch may need more; `check_room` says so on the host before."""
     B, T = doc_ids.shape
-    room = B * min(T, max(64, T // 32))
+    room = room_for_documents(B, T)
     place = torch.arange(B * T, device=doc_ids.device)
     boundaries = torch.where(starts(doc_ids).flatten(), place, B * T).sort().values
     boundaries = F.pad(boundaries, (0, 1), value=B * T)[: room + 1]
-    torch._assert_async(
-        boundaries[-1] == B * T,
-        f"more than {room} documents in a batch of {B} rows of {T} tokens, which is too short for document_mask",
-    )
+    torch._assert_async(boundaries[-1] == B * T, f"more than {room} documents in a batch of {B} rows of {T} tokens")
     return Packed(kernel, boundaries.to(torch.int32), longest=T)
+
+
+def room_for_documents(B: int, T: int) -> int:
+    """In a batch of varlen attention: 64 a row, or one for each 32 tokens. More would cost what varlen is to save: a
+    kernel starts threads, and has memory in its backward pass, for each sequence, be it empty."""
+    return B * min(T, max(64, T // 32))
+
+
+def check_room(doc_ids: Tensor) -> None:
+    """Raises ValueError where there are more documents than `packed` has room for. doc_ids: on the CPU."""
+    B, T = doc_ids.shape
+    found, room = int(starts(doc_ids).sum()), room_for_documents(B, T)
+    if found > room:
+        raise ValueError(
+            f"data.document_mask=true: a batch of {B} rows of {T} tokens holds {found} documents, and the GPU's "
+            f"kernels have room for {room}. Join the short documents, or set data.document_mask=false"
+        )
 
 
 @lru_cache
