@@ -1,4 +1,4 @@
-"""Without a GPU, Triton's kernels run in its interpreter. They look when they are imported, which is later than this."""
+"""Without a GPU, Triton runs kernels in its interpreter, if it is told to before they are imported."""
 
 import os
 
