@@ -1,0 +1,148 @@
+"""The step on the sphere: Triton's kernels and the hand-written gradients against autograd of the formula in fp64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ngpt_train.kernels import sphere_step as plain
+from ngpt_train.kernels.dispatch import chosen
+from ngpt_train.kernels.sphere_step import reference, sphere_step
+from tests.kernels.poison import poisoned
+
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """h on the sphere, x of any length, alpha of either sign, and two gradients of the result."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*size: int) -> Tensor:
+        return torch.randn(size, generator=generator, dtype=torch.float64)
+
+    d = shape[-1]
+    h = torch.nn.functional.normalize(normal(*shape), dim=-1)
+    x = normal(*shape) * torch.exp(normal(*shape[:-1], 1))
+    return [t.to(dtype) for t in (h, x)] + [
+        (0.3 * normal(d) + 0.2).to(torch.promote_types(dtype, torch.float32)),
+        *(t.to(dtype) for t in (normal(*shape), normal(*shape))),
+    ]
+
+
+def gradients(out: tuple[Tensor, ...], arguments: list[Tensor], g: list[Tensor]) -> list[Tensor]:
+    return [*out, *torch.autograd.grad(out, arguments, g)]
+
+
+def expected(h: Tensor, x: Tensor, alpha: Tensor, *g: Tensor) -> list[Tensor]:
+    wide = [t.double().requires_grad_() for t in (h, x, alpha)]
+    out = reference(*wide)
+    return [out, out, *torch.autograd.grad(out, wide, sum(one.double() for one in g))]
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    assert found.shape == wanted.shape
+    return float((found.detach().double() - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 64), (7, 1024), (2, 3, 1280), (5, 77), (1, 1, 1), (9, 333)])
+def test_kernel(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a missing term or factor of any gradient, a mask, rows or programs left out, the second gradient lost."""
+    poisoned(monkeypatch)
+    h, x, alpha, *g = inputs(shape, dtype)
+    arguments = [t.requires_grad_() for t in (h, x, alpha)]
+    with chosen("triton"):
+        out = sphere_step(*arguments)
+        found = gradients(out, arguments, g)
+    for one, other in zip(found, expected(h, x, alpha, *g), strict=True):
+        if shape[-1] > 1 or other.norm() > 1e-9:  # on a sphere of one dimension nothing moves
+            assert error(one, other) < TOLERANCE[dtype]
+    assert [t.dtype for t in found] == [dtype] * 4 + [torch.float32]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_gradients_by_hand(dtype: torch.dtype) -> None:
+    """Of the path without Triton. Caught: the same, and rounding to the dtype of the input on the way."""
+    h, x, alpha, *g = inputs((4, 5, 96), dtype)
+    arguments = [t.requires_grad_() for t in (h, x, alpha)]
+    found = gradients(sphere_step(*arguments), arguments, g)
+    for one, other in zip(found, expected(h, x, alpha, *g), strict=True):
+        assert error(one, other) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_strided_input(kernels: str) -> None:
+    """Slices, transposes and broadcast gradients. Caught: a stride that is taken for the width."""
+    h, x, alpha, *g = inputs((6, 4, 80), torch.float32)
+    h = torch.cat([h, h], -1)[..., :80]
+    x = x.transpose(0, 1).contiguous().transpose(0, 1)
+    g = [g[0][:, :1].expand(6, 4, 80), g[1].permute(2, 0, 1).contiguous().permute(1, 2, 0)]
+    arguments = [t.requires_grad_() for t in (h, x, alpha)]
+    with chosen(kernels):
+        found = gradients(sphere_step(*arguments), arguments, g)
+    for one, other in zip(found, expected(h, x, alpha, *g), strict=True):
+        assert error(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("used", [0, 1])
+def test_one_output_may_go_nowhere(kernels: str, used: int) -> None:
+    """Caught: a gradient that is not there and is read, or taken for the other one twice."""
+    h, x, alpha, *g = inputs((3, 64), torch.float32)
+    arguments = [t.requires_grad_() for t in (h, x, alpha)]
+    with chosen(kernels):
+        found = torch.autograd.grad(sphere_step(*arguments)[used], arguments, g[used])
+    for one, other in zip(found, expected(h, x, alpha, g[used])[2:], strict=True):
+        assert error(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_rows_of_zeros_and_extreme_lengths(kernels: str) -> None:
+    """A direction that is not there is no NaN. Caught: a length that is not bounded from below."""
+    h, x, alpha, *g = inputs((5, 64), torch.float32)
+    x = x.clone()
+    x[0], x[1], x[2] = 0, 1e-17 * x[1], 1e17 * x[2]
+    h[3] = 0
+    arguments = [t.requires_grad_() for t in (h, x, alpha)]
+    with chosen(kernels):
+        found = gradients(sphere_step(*arguments), arguments, g)
+    for one, other in zip(found, expected(h, x, alpha, *g), strict=True):
+        assert torch.isfinite(one).all()
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=1e-6)
+
+
+def test_kernel_and_formula_have_one_bound() -> None:
+    h, x, alpha = inputs((1, 8), torch.float64)[:3]
+    out = reference(h, torch.zeros_like(x), alpha)
+    assert math.isclose(float(out.norm()), 1, rel_tol=1e-12)
+    assert plain.SHORTEST == 1e-12
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_compiled_and_recomputed(kernels: str) -> None:
+    """Without a break of the graph. Caught: an operator that the compiler cannot see through or past."""
+    h, x, alpha, *g = inputs((3, 4, 64), torch.float32)
+    arguments = [t.requires_grad_() for t in (h, x, alpha)]
+
+    def step(h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
+        h, read = sphere_step(h, x.sin(), alpha)
+        return (h + read.cos()) * g[0]
+
+    with chosen(kernels):
+        eager = gradients((step(*arguments),), arguments, g[1:])
+        compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+        for run in (compiled, lambda *a: checkpoint(step, *a, use_reentrant=False)):
+            for one, other in zip(gradients((run(*arguments),), arguments, g[1:]), eager, strict=True):
+                torch.testing.assert_close(one, other)
+
+
+def test_operators_are_registered_as_torch_asks() -> None:
+    from ngpt_train.kernels.gpu.sphere_step import sphere_step_backward, sphere_step_forward
+
+    h, x, alpha, *g = inputs((3, 64), torch.float32)
+    torch.library.opcheck(sphere_step_forward, (h, x, alpha))
+    _, r_x, r_u = sphere_step_forward(h, x, alpha)
+    for too in (None, g[1]):
+        torch.library.opcheck(sphere_step_backward, (g[0], too, h, x, alpha, r_x, r_u))
