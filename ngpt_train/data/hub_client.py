@@ -145,10 +145,10 @@ class HubClient:
                     history = f" (before: {before})" if before not in ("", str(problem)) else ""
                     asked = f", and the hub asks for {problem.wait:.0f} s more" if problem.wait else ""
                     attempts = f"{n} attempt{'s' if n > 1 else ''}"
+                    slow = f" if it is only slow, set data.fetch_minutes above {self.fetch_minutes:g};"
                     raise FetchError(
                         f"{name}: {problem}{history}; given up after {attempts} in {passed:.0f} s{asked}. "
-                        f"Check the network and {endpoint()}; if it is only slow, set data.fetch_minutes above "
-                        f"{self.fetch_minutes:g}; {ELSEWHERE}"
+                        f"Check the network and {endpoint()};{slow if patience == seconds else ''} {ELSEWHERE}"
                     ) from None
                 before = str(problem)
                 logger.warning("%s: %s; attempt %d failed, the next one in %.1f s", name, problem, n, wait)

@@ -129,30 +129,40 @@ def list_files(path: str) -> list[Path]:
         if not found:
             raise DataError(f"data.path={path}: no such file or directory, and no file matches it as a pattern")
     candidates = {file for match in found for file in (_visible_files(match) if match.is_dir() else [match])}
-    files = sorted(file for file in candidates if extension(file))
-    if not files:
+    # A link to nothing is listed, so that it is missed.
+    readable = [file for file in candidates if extension(file) and (file.is_file() or not file.exists())]
+    if not readable:
         raise DataError(f"data.path={path}: holds no text; read are files that end in {allowed}")
-    ignored = sorted(candidates - set(files))
-    if ignored:
+    if ignored := sorted(candidates - set(readable)):
         logger.warning("data.path=%s: %d other files are not read, such as %s", path, len(ignored), ignored[0])
+    # What is there under several names is read once, under its own if that is among them.
+    by_place = {file.resolve(): file for file in sorted(readable, key=lambda file: (not file.is_symlink(), file))}
+    files = sorted(by_place.values())
+    if again := sorted(set(readable) - set(files)):
+        logger.warning(
+            "data.path=%s: %d links to files that are read anyway are left out, such as %s", path, len(again), again[0]
+        )
     return files
 
 
 def _visible_files(directory: Path) -> Iterator[Path]:
-    """Links to directories are followed, but for those to one that they lie in."""
-
-    def unreadable(error: OSError) -> None:
-        raise DataError(f"{error.filename}: cannot be read ({error.strerror})")
-
-    for folder, folders, names in os.walk(directory, onerror=unreadable, followlinks=True):
-        here = Path(folder)
-        around = {here.resolve(), *here.resolve().parents}
-        folders[:] = [name for name in folders if not name.startswith(".") and (here / name).resolve() not in around]
-        for name in names:
-            file = here / name
-            # A link to nothing is listed, so that it is missed.
-            if not name.startswith(".") and (file.is_file() or not file.exists()):
-                yield file
+    """Of a directory and those in it; then of those that it has links to, each once."""
+    seen: set[Path] = set()
+    directories, links = [directory], list[Path]()
+    while directories or links:
+        here = directories.pop() if directories else links.pop(0)
+        if here.resolve() in seen:
+            continue
+        seen.add(here.resolve())
+        try:
+            entries = sorted(path for path in here.iterdir() if not path.name.startswith("."))
+        except OSError as error:
+            raise DataError(f"{here}: cannot be read ({error.strerror})") from None
+        for entry in entries:
+            if entry.is_dir():
+                (links if entry.is_symlink() else directories).append(entry)
+            else:
+                yield entry
 
 
 def _embedded() -> Source:

@@ -1,5 +1,6 @@
 """`train`: from a config to a finished, or cleanly interrupted, run directory."""
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,8 @@ from ngpt_train.training.provenance import describe_start
 from ngpt_train.training.run_directory import DONE, RunDirectory, initial_checkpoint
 from ngpt_train.training.signals import StopRequest
 
+logger = logging.getLogger(__name__)
+
 
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Returns 0 when the run is done, or was interrupted and saved; raises what the exit codes stand for."""
@@ -50,8 +53,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         initial_checkpoint(config)
     resolve_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
     if checkpoint is not None:
-        stored = read_yaml(checkpoint / "config.yaml")
-        config = replace(config, data=with_commits(config.data, commits_of(stored.data)))  # those that it began with
+        config = with_first_commits(config, read_yaml(checkpoint / "config.yaml"))
     # Preparing may take hours, and no rank waits so long for another; a stream is opened by all of them together.
     data = None if config.data.streamed else open_dataset(config)
     world = join_world(config)
@@ -78,6 +80,17 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         world.on_main(lambda: run.open(config, start, checkpoint))
         train_in(run, state, feed, validation, data, start, stop)
     return 0
+
+
+def with_first_commits(config: Config, stored: Config) -> Config:
+    """The config with the commits, of data sets of the hub, that the run began with, where it does not name others."""
+    data = with_commits(config.data, commits_of(stored.data))
+    for name, commit in commits_of(data).items():
+        if commit != (asked := commits_of(config.data)[name]):
+            logger.info(
+                "data.revision=%s%s: the run goes on with %s, as it began", asked, name and f" of {name}", commit
+            )
+    return replace(config, data=data)
 
 
 def trained_tokenizer(config: Config, checkpoint: Path | None) -> Tokenizer | None:

@@ -67,8 +67,10 @@ def test_a_mixture_goes_on_with_its_commits(hub: Hub, text: Path, tmp_path: Path
     assert f"someone/pages@{hub_server.COMMIT}; here" in (directory / "config.yaml").read_text()
     hub.revisions["main"] = "f" * 40
     hub.api_faults += [hub_server.status(404)]
-    train(given)
+    finished = run("train", given)
+    assert finished.returncode == 0, finished.stderr
     assert not hub.api_faults
+    assert f"data.revision=main of web: the run goes on with {hub_server.COMMIT}, as it began" in finished.stderr
 
 
 def test_unreachable_shard_ends_the_run(hub: Hub, tmp_path: Path) -> None:

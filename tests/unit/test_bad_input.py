@@ -240,8 +240,8 @@ def test_empty_text_is_refused(tmp_path: Path, way: str) -> None:
         open_dataset(config(tmp_path / "text", tmp_path / "cache", way))
 
 
-def test_directories_that_are_linked_are_read(tmp_path: Path) -> None:
-    """Caught: a part of the text that is missing without a word, and an endless search."""
+def test_directories_that_are_linked_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Caught: a part of the text that is missing without a word, or there twice; an endless search."""
     text, elsewhere = tmp_path / "text", tmp_path / "elsewhere"
     text.mkdir()
     (elsewhere / "deeper").mkdir(parents=True)
@@ -251,6 +251,19 @@ def test_directories_that_are_linked_are_read(tmp_path: Path) -> None:
     (elsewhere / "deeper" / "up").symlink_to(elsewhere)
     (text / "itself").symlink_to(".")
     assert list_files(str(text)) == [text / "a.txt", text / "linked" / "deeper" / "b.txt"]
+    # Two that point at each other, a link that sorts before its target, a file under two names.
+    for name, other in (("v1", "v2"), ("v2", "v1")):
+        (text / name).mkdir()
+        (text / name / "c.txt").write_text(name)
+        (text / name / "other").symlink_to(text / other)
+    (text / "latest").symlink_to("v1")
+    (text / "Again.txt").symlink_to("a.txt")
+    names = ["a.txt", "linked/deeper/b.txt", "v1/c.txt", "v2/c.txt"]
+    assert [str(file.relative_to(text)) for file in list_files(str(text))] == names
+    assert "1 links to files that are read anyway are left out, such as" in caplog.text
+    os.mkfifo(text / "pipe.jsonl")
+    assert len(list_files(str(text))) == 4
+    assert "1 other files are not read, such as" in caplog.text
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -77,7 +77,7 @@ def _find_eos(eos: str | None, special: dict[str, int], where: str) -> int:
     names = [eos] if eos is not None else [name for name in USUAL_EOS if name in special]
     if len(names) == 1 and names[0] in special:
         return special[names[0]]
-    problem = "which piece ends a document?" if eos is None else f"no special piece {eos!r}"
+    problem = "which piece ends a document?" if eos is None else f"no special piece {eos!r}."
     listed = ", ".join(map(repr, sorted(special)[:20])) or "none"
     raise DataError(f"{where}: {problem} Set tokenizer.eos to one of its special pieces: {listed}")
 
