@@ -8,6 +8,7 @@ from torch import Tensor
 from ngpt_train.config.batch import IGNORED
 
 BLOCK = 4096  # columns at once
+NUM_WARPS = 8
 
 
 @triton.jit
@@ -74,5 +75,5 @@ def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, z_loss: floa
         ignored=IGNORED,
         gradient=gradient,
         block=min(BLOCK, triton.next_power_of_2(n_vocab)),
-        num_warps=8,
+        num_warps=NUM_WARPS,
     )
