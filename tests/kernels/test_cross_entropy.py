@@ -7,13 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.config.batch import IGNORED
 from ngpt_train.kernels import cross_entropy, dispatch
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_forward, reference
 from ngpt_train.kernels.gpu import cross_entropy as gpu
+from tests.kernels.seen import Seen
 
 IMPLEMENTATIONS = ("torch", "triton")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
@@ -229,7 +229,7 @@ def test_only_gradients_that_are_needed(implementation, needed: tuple[int, ...])
     every = torch.autograd.grad(reference(h64, matrix64, targets, scale64), (h64, matrix64, scale64))
     for i, tensor in enumerate(tensors):
         tensor.requires_grad_(i in needed)
-    with Seen() as seen:
+    with Seen(linear_cross_entropy_forward) as seen:
         loss = linear_cross_entropy(h, matrix, targets, scale)
         gradients = torch.autograd.grad(loss, [tensors[i] for i in needed])
     for i, gradient in zip(needed, gradients, strict=True):
@@ -242,7 +242,7 @@ def test_no_grad_computes_the_loss_alone(implementation) -> None:
     """Catches an evaluation that pays for the gradients of parameters."""
     h, matrix, targets, scale = draw((9,), 64, 101)
     loss = linear_cross_entropy(h, matrix, targets, scale).detach()
-    with torch.no_grad(), Seen() as seen:
+    with torch.no_grad(), Seen(linear_cross_entropy_forward) as seen:
         alone = linear_cross_entropy(h, matrix, targets, scale)
     assert torch.equal(alone, loss)
     assert seen.products == 2
@@ -256,54 +256,52 @@ def test_backward_twice(implementation) -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, (h, matrix, scale)), strict=True))
 
 
-class Seen(TorchDispatchMode):
-    """Counts matrix products, refuses what makes the host wait for the device, and remembers the largest tensor."""
-
-    WAITS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.products, self.largest = 0, 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        name, kwargs = function._schema.name.removeprefix("aten::"), kwargs or {}
-        if function is torch.ops.ngpt_train.linear_cross_entropy_forward.default:
-            with self:  # a mode sees the operation as one call: look inside
-                return linear_cross_entropy_forward._init_fn(*args, **kwargs)
-        assert name not in self.WAITS, f"{name} waits for the device"
-        if name.startswith("index"):
-            indices = args[1] if isinstance(args[1], list) else []
-            assert all(i is None or i.dtype not in (torch.bool, torch.uint8) for i in indices), "index by a mask"
-        assert kwargs.get("device") is None or name != "_to_copy", "a copy to another device"
-        self.products += name in ("mm", "addmm", "addmm_", "bmm")
-        out = function(*args, **kwargs)
-        if isinstance(out, Tensor):
-            self.largest = max(self.largest, out.numel())
-        return out
-
-
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_host_never_waits(dtype: torch.dtype, z_loss: float) -> None:
     """Catches .item(), boolean masks and nonzero: each would stall the GPU's queue once per chunk."""
     h, matrix, targets, scale = draw((23,), 64, 101, dtype)
-    with dispatch.chosen("torch"), Seen() as seen:
+    with dispatch.chosen("torch"), Seen(linear_cross_entropy_forward) as seen:
         linear_cross_entropy(h, matrix, targets, scale, z_loss).backward()
     assert seen.products == 5 * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_values(dtype: torch.dtype) -> None:
+    """Catches what a mode does not see: on the meta device there are no values that a host could ask for."""
+    h, matrix, targets, scale = (t.detach().to("meta") for t in draw((23,), 64, 101, dtype))
+    with dispatch.chosen("torch"):
+        outputs = linear_cross_entropy_forward._init_fn(h, matrix, targets, scale, 0.01, True, True, True)
+    assert [t.shape for t in outputs] == [(), h.shape, matrix.shape, scale.shape]
 
 
 def test_the_refusals_refuse() -> None:
     """Catches a Seen that sees nothing."""
     x = torch.arange(3.0)
     for waits in (lambda: x.sum().item(), x.nonzero, lambda: x[x > 1], lambda: x.masked_select(x > 1)):
-        with pytest.raises(AssertionError, match=r"waits|mask"), Seen():
+        with pytest.raises(AssertionError, match=r"waits|mask"), Seen(linear_cross_entropy_forward):
             waits()
+
+
+WAITS = [lambda t: t.sum().item(), lambda t: t[t > 1], lambda t: t.nonzero(), lambda t: bool(t.any()), Tensor.cpu]
+
+
+@pytest.mark.parametrize("waits", WAITS)
+def test_the_refusals_refuse_inside_the_operation(waits, monkeypatch) -> None:
+    """Catches a Seen that takes the operation for one call. A copy to the CPU only the meta device can show here."""
+    inner = cross_entropy._cross_entropy_
+    monkeypatch.setattr(cross_entropy, "_cross_entropy_", lambda *args, **kw: (waits(args[0]), inner(*args, **kw)))
+    with pytest.raises(Exception, match="meta"):
+        test_without_values(torch.float32)
+    if waits is not Tensor.cpu:
+        with pytest.raises(AssertionError, match=r"waits|mask"):
+            test_the_host_never_waits(torch.float32, 0.0)
 
 
 def test_all_logits_are_never_held(implementation) -> None:
     """Catches a copy of N x V logits or of their gradient."""
     h, matrix, targets, scale = draw((40,), 4, 300, torch.bfloat16)
-    with Seen() as seen:
+    with Seen(linear_cross_entropy_forward) as seen:
         linear_cross_entropy(h, matrix, targets, scale).backward()
     assert seen.largest <= 2 * 5 * 320  # a chunk has 5 x 320 with its padding; the interpreter copies its bytes
     assert seen.products == 8 * 3
