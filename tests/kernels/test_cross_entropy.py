@@ -86,9 +86,6 @@ def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None, z_lo
         assert error(gradient, expected_gradient) <= tolerance
 
 
-# Values.
-
-
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_reference_is_torchs_cross_entropy(scaled: bool, z_loss: float) -> None:
@@ -217,9 +214,6 @@ def test_deterministic(implementation) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
-# What is computed, and when.
-
-
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_only_gradients_that_are_needed(implementation, needed: tuple[int, ...]) -> None:
     """Catches a frozen output embedding, or scale, whose gradient is paid for, and one that spoils the others."""
@@ -234,8 +228,7 @@ def test_only_gradients_that_are_needed(implementation, needed: tuple[int, ...])
         gradients = torch.autograd.grad(loss, [tensors[i] for i in needed])
     for i, gradient in zip(needed, gradients, strict=True):
         assert error(gradient, every[i]) <= 1e-5
-    n_chunks = 2
-    assert seen.products == n_chunks * (1 + (0 in needed) + (1 in needed or 2 in needed))
+    assert seen.products == 2 * (1 + (0 in needed) + (1 in needed or 2 in needed))
 
 
 def test_no_grad_computes_the_loss_alone(implementation) -> None:
@@ -305,9 +298,6 @@ def test_all_logits_are_never_held(implementation) -> None:
         linear_cross_entropy(h, matrix, targets, scale).backward()
     assert seen.largest <= 2 * 5 * 320  # a chunk has 5 x 320 with its padding; the interpreter copies its bytes
     assert seen.products == 8 * 3
-
-
-# In company.
 
 
 def test_compiled(implementation) -> None:
