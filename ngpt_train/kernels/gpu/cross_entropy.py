@@ -1,0 +1,79 @@
+"""Cross-entropy of rows of logits and its gradient, written over them. Formulas: kernels/cross_entropy.py."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ngpt_train.config.batch import IGNORED
+
+BLOCK = 4096  # columns at once
+NUM_WARPS = 8
+
+
+@triton.jit
+def cross_entropy_kernel(
+    logits_ptr,
+    targets_ptr,
+    losses_ptr,
+    n_vocab,
+    stride,
+    z_loss,
+    ignored: tl.constexpr,
+    gradient: tl.constexpr,
+    block: tl.constexpr,
+):
+    """One program per row. Columns from n_vocab to stride are padding, which the gradient overwrites with 0."""
+    row = tl.program_id(0).to(tl.int64)  # row * stride passes 2^31
+    logits_ptr += row * stride
+    target = tl.load(targets_ptr + row)
+    counts = target != ignored
+    inside = (target >= 0) & (target < n_vocab)
+    # Read before the first pass: its reductions keep all threads together, so none of them has begun to overwrite.
+    target_logit = tl.load(logits_ptr + tl.where(inside, target, 0)).to(tl.float32)
+
+    largest = float("-inf")
+    total = 0.0
+    for start in range(0, n_vocab, block):
+        columns = start + tl.arange(0, block)
+        # The mask is stride, a multiple of 16 for every n_vocab, so that loads stay wide.
+        z = tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
+        z = tl.where(columns < n_vocab, z, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(z, 0))
+        total = total * tl.exp(largest - new_largest) + tl.sum(tl.exp(z - new_largest), 0)
+        largest = new_largest
+
+    lse = largest + tl.log(total)
+    loss = tl.where(inside, lse - target_logit + z_loss * lse * lse, float("nan"))
+    tl.store(losses_ptr + row, tl.where(counts, loss, 0.0))
+
+    if gradient:
+        factor = 1.0 + 2.0 * z_loss * lse
+        for start in range(0, n_vocab, block):
+            columns = start + tl.arange(0, block)
+            z = tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)
+            dz = factor * tl.exp(z - lse) - tl.where(columns == target, 1.0, 0.0)
+            dz = tl.where((columns < n_vocab) & counts, dz, 0.0)
+            tl.store(logits_ptr + columns, dz.to(logits_ptr.dtype.element_ty), mask=columns < stride)
+
+
+def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, z_loss: float, gradient: bool) -> None:
+    """Writes the losses of logits `(N, V)` to losses `(N,)` fp32, and dz over the logits if gradient.
+
+    logits: fp32, bf16 or fp16, in rows that may be longer than V; what lies between V and their end is overwritten.
+    """
+    n_rows, n_vocab = logits.shape
+    assert logits.stride(1) == targets.stride(0) == losses.stride(0) == 1
+    assert losses.dtype == torch.float32
+    cross_entropy_kernel[(n_rows,)](
+        logits,
+        targets,
+        losses,
+        n_vocab,
+        logits.stride(0),
+        z_loss,
+        ignored=IGNORED,
+        gradient=gradient,
+        block=min(BLOCK, triton.next_power_of_2(n_vocab)),
+        num_warps=NUM_WARPS,
+    )
