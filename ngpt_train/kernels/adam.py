@@ -39,7 +39,8 @@ def reference(
     """As `adam_rows_`: torch's fused AdamW, then the division, in the weight's dtype."""
     torch._fused_adamw_(
         [weight],
-        [gradient.to(weight.dtype, copy=grad_scale is not None)],  # torch's would write the scaled gradient back
+        # torch's would take the weight's strides for the gradient's, and write the scaled gradient back.
+        [gradient.to(weight.dtype, memory_format=torch.contiguous_format, copy=grad_scale is not None)],
         [exp_avg],
         [exp_avg_sq],
         [],

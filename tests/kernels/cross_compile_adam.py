@@ -1,8 +1,10 @@
-"""Compiles the Adam kernel for A100 and H100 without a GPU: registers, spills, bytes. Run as a program."""
+"""Compiles the Adam kernel for A100 and H100 without a GPU: registers, spills, bytes. Run as a program: D..."""
 
+import json
 import os
 import re
 import subprocess
+import sys
 import tempfile
 from typing import NamedTuple
 
@@ -69,7 +71,7 @@ def assembled(ptx: str, capability: int) -> tuple[int, int]:
 
 if __name__ == "__main__":
     for capability in (80, 90):
-        for d in (64, 1000, 1024, 1280, 2048, 4096, 8192):
+        for d in map(int, sys.argv[1:]):
             for gradient in ("fp32", "bf16"):
-                print(f"sm_{capability} d={d} g={gradient} {geometry(d)}", compile_adam(d, capability, gradient))
-    print("no copy", compile_adam(1024, 90, copy=False))
+                case = {"capability": capability, "d": d, "gradient": gradient}
+                print(json.dumps(case | compile_adam(**case)._asdict()))

@@ -51,7 +51,7 @@ def adam_rows_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    if found_inf is not None:
+    if found_inf is not None:  # noqa: SIM102 - `and` would load from None
         if tl.load(found_inf) != 0:
             return
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # rows * d may pass 2^31
