@@ -1,4 +1,4 @@
-"""The run of test_row_adam.py on this rank, under torchrun: OUT PARALLEL."""
+"""The run of test_sharded_rows.py on this rank, under torchrun: OUT PARALLEL."""
 
 import os
 

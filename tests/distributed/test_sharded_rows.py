@@ -10,7 +10,7 @@ from tests.distributed.launch import launch
 
 
 def reports(out: Path, ranks: int, parallel: str) -> list[dict[str, Any]]:
-    return [torch.load(path, weights_only=False) for path in launch("row_adam_worker.py", out, ranks, parallel)]
+    return [torch.load(path, weights_only=False) for path in launch("sharded_rows_worker.py", out, ranks, parallel)]
 
 
 def test_shards_equal_one_process(tmp_path: Path) -> None:
