@@ -25,6 +25,7 @@ SHAPES = [(1, 64), (37, 64), (21, 50), (5, 1000), (3, 1024), (2, 1280), (1, 1), 
 shapes = pytest.mark.parametrize(("rows", "d"), SHAPES, ids=[f"{rows}x{d}" for rows, d in SHAPES])
 OPTIONS = {"lr": 3e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-3, "weight_decay": 0.3, "unit_rows": True}
 State = dict[str, Tensor]
+MARGIN = 7.0  # of memory around what a step may write
 
 
 @pytest.fixture(autouse=True)
@@ -66,12 +67,15 @@ def error(actual: Tensor, expected: Tensor) -> float:
 
 
 def moved(state: State, gradient: Tensor, step: int, scale: float | None = None, **options: Any) -> State:
-    """A copy of `state` after the step."""
-    state = {name: x.clone() for name, x in state.items()}
+    """A copy of `state` after the step, which has written nowhere else."""
+    margins = {name: x.new_full((32, x.shape[1]), MARGIN) for name, x in state.items()}
+    buffers = {name: torch.cat([margins[name], x, margins[name]]) for name, x in state.items()}
+    state = {name: x[32:-32] for name, x in buffers.items()}
     number = torch.tensor(float(step))
     grad_scale = None if scale is None else torch.tensor(scale)
     adam_rows_(gradient=gradient, step=number, grad_scale=grad_scale, **{"found_inf": None} | state | options)
     assert number == step, "who calls counts the steps"
+    assert all((x[:32] == MARGIN).all() and (x[-32:] == MARGIN).all() for x in buffers.values())
     return state
 
 
