@@ -25,17 +25,19 @@ SHAPES = [(1, 64), (37, 64), (21, 50), (5, 1000), (3, 1024), (2, 1280), (1, 1), 
 shapes = pytest.mark.parametrize(("rows", "d"), SHAPES, ids=[f"{rows}x{d}" for rows, d in SHAPES])
 OPTIONS = {"lr": 3e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-3, "weight_decay": 0.3, "unit_rows": True}
 State = dict[str, Tensor]
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 MARGIN = 7.0  # of memory around what a step may write
 
 
 @pytest.fixture(autouse=True)
 def on_triton() -> Iterator[None]:
-    with dispatch.chosen("triton"):
+    with dispatch.chosen("triton"), torch.device(DEVICE):
         yield
 
 
 def matrix(rows: int, d: int, seed: int, scale: float = 1.0) -> Tensor:
-    return scale * torch.randn(rows, d, generator=torch.Generator().manual_seed(seed))
+    draw = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(rows, d, generator=draw, device="cpu").to(DEVICE)
 
 
 def started(rows: int, d: int) -> State:
@@ -231,6 +233,7 @@ def test_refused(name: str, tensor: Tensor) -> None:
 )
 def test_what_the_kernel_does_not_know_runs_in_torch(weight: Tensor) -> None:
     """Caught: fp64 weights moved by a kernel of fp32."""
+    weight = weight.to(DEVICE)
     state = {"weight": weight, "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
     gradient = torch.linspace(-1, 1, weight.numel(), dtype=weight.dtype).view_as(weight)
     expected = formula(state, gradient, 1, 1.0, **OPTIONS)["weight"]
@@ -255,11 +258,10 @@ def test_opcheck() -> None:
 def test_compiled() -> None:
     """Caught: a graph break, changes lost between graph and memory."""
 
+    number, scale, found = torch.tensor(2.0), torch.tensor(1.5), torch.zeros(())
+
     def step(weight: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
-        scale, found = torch.tensor(1.5), torch.zeros(())
-        adam_rows_(
-            weight, gradient, exp_avg, exp_avg_sq, torch.tensor(2.0), grad_scale=scale, found_inf=found, **OPTIONS
-        )
+        adam_rows_(weight, gradient, exp_avg, exp_avg_sq, number, grad_scale=scale, found_inf=found, **OPTIONS)
 
     gradient = matrix(3, 24, 3)
     eager, compiled = started(3, 24), started(3, 24)
@@ -269,6 +271,7 @@ def test_compiled() -> None:
         assert torch.equal(compiled[name], x), name
 
 
+@pytest.mark.skipif(not dispatch.interpreted(), reason="counts in the interpreter")
 @pytest.mark.parametrize(("copy", "dtype", "expected"), [(False, torch.float32, 28), (True, torch.bfloat16, 28)])
 def test_each_byte_once(copy: bool, dtype: torch.dtype, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The addresses that the interpreter's loads and stores touch. w, g, m, v are read once and w, m, v and the copy
@@ -289,21 +292,20 @@ def test_each_byte_once(copy: bool, dtype: torch.dtype, expected: int, monkeypat
             at = np.setdiff1d(at, inside)
         touched[kind, "numbers"] += 4 * at.size
 
-    load, store = interpreter._interpreter.load, interpreter._interpreter.store
+    real = interpreter._interpreter
 
     class Counting:
         def __getattr__(self, name: str) -> Any:
-            return getattr(_real, name)
+            return getattr(real, name)
 
         def load(self, at, mask, *rest):
             note("load", at, mask)
-            return load(at, mask, *rest)
+            return real.load(at, mask, *rest)
 
         def store(self, at, value, mask):
             note("store", at, mask)
-            return store(at, value, mask)
+            return real.store(at, value, mask)
 
-    _real = interpreter._interpreter
     monkeypatch.setattr(interpreter, "_interpreter", Counting())
     adam_rows_(
         gradient=gradient,

@@ -20,6 +20,7 @@ from tests.properties.architectures import ARCHITECTURES, SMALL, VARIANTS, Size,
 from tests.properties.runs import padded_rows, run_config, text_like_rows
 from tests.reference.training import Recipe
 
+pytestmark = pytest.mark.skipif(not dispatch.interpreted(), reason="models are on the CPU, as the interpreter")
 ROWS, T = 4, 24
 DEBUG = Size(d_model=64, n_layers=2, n_heads=2, vocab_size=256, n_kv_heads=2, d_mlp=256)
 SPHERE = Recipe(20, 2e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warmup_steps=0)
