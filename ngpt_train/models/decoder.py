@@ -27,6 +27,7 @@ class ParameterGroup:
 
     names: list[str]
     decay: bool
+    unit_rows: bool  # after a step every row is divided by its length: what project_ does
 
 
 class Decoder(nn.Module):
@@ -75,6 +76,11 @@ class Decoder(nn.Module):
         """
         writes_residual = name.endswith((".wo", ".w_down"))
         return 0.02 / math.sqrt(2 * self.config.n_layers) if writes_residual else 0.02
+
+    @property
+    def projects(self) -> bool:
+        """Whether project_ divides every row of every matrix by its length; it does that or nothing."""
+        return False
 
     def project_(self) -> None:
         """Re-imposes the architecture's constraint on its weights, in place; here there is none."""
@@ -164,8 +170,8 @@ class Decoder(nn.Module):
         """
         shapes = {name: parameter.ndim for name, parameter in self.named_parameters()}
         return [
-            ParameterGroup([name for name, ndim in shapes.items() if ndim >= 2], decay=self.decays),
-            ParameterGroup([name for name, ndim in shapes.items() if ndim < 2], decay=False),
+            ParameterGroup([name for name, ndim in shapes.items() if ndim >= 2], self.decays, self.projects),
+            ParameterGroup([name for name, ndim in shapes.items() if ndim < 2], decay=False, unit_rows=False),
         ]
 
     def n_params(self) -> int:

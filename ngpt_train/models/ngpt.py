@@ -133,9 +133,13 @@ class Spherical(Decoder):
     def init_std(self, name: str) -> float:
         return 1 / math.sqrt(self.config.d_model)
 
+    @property
+    def projects(self) -> bool:
+        return self.config.constraint == "projection"
+
     def project_(self) -> None:
         """Section 2.6, item 2: every matrix and every embedding, along the embedding dimension."""
-        if self.config.constraint == "projection":
+        if self.projects:
             for parameter in self.parameters():
                 if parameter.ndim == 2:
                     normalize_rows_(parameter)

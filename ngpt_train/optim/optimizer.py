@@ -6,14 +6,18 @@ import torch
 from torch import nn
 
 from ngpt_train.config.schema import OptimConfig
+from ngpt_train.kernels import dispatch
+from ngpt_train.kernels.adam import unsupported
 from ngpt_train.models import ParameterGroup
+from ngpt_train.optim.row_adam import RowAdam
 
 
 def build_optimizer(model: nn.Module, groups: list[ParameterGroup], config: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer over `model`'s parameters, in torch's fused form (one pass over memory, on CPUs too).
 
     `groups` names the parameters as `model.named_parameters()` does. The learning rate is set before
-    each step from the schedule. Moments have the dtype of the weights, fp32.
+    each step from the schedule. Moments have the dtype of the weights, fp32. Where Triton runs it is
+    RowAdam, which does the model's projection as well.
     """
     parameters = dict(model.named_parameters())
     assert sorted(parameters) == sorted(name for group in groups for name in group.names)
@@ -25,6 +29,17 @@ def build_optimizer(model: nn.Module, groups: list[ParameterGroup], config: Opti
         for group in groups
     ]
     beta1, beta2 = config.betas
+    matrices = [parameter for parameter in parameters.values() if parameter.ndim == 2]
+    unknown = next((reason for matrix in matrices if (reason := unsupported(matrix))), None)
+    if dispatch.runs_on_triton("adam", *matrices, unsupported=unknown):
+        return RowAdam(
+            arguments,
+            unit_rows=[group.unit_rows for group in groups],
+            lr=0.0,
+            betas=(beta1, beta2),
+            eps=config.eps,
+            decoupled_weight_decay=config.name == "adamw",
+        )
     optimizer = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
     # The rate is 0 until the schedule sets it: a step that forgot to would be seen at once.
     return optimizer(arguments, lr=0.0, betas=(beta1, beta2), eps=config.eps, fused=True)

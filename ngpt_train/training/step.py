@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ngpt_train.config.batch import IGNORED
 from ngpt_train.distributed.gradients import average_vectors_, gradient_norm
-from ngpt_train.optim import lr_at
+from ngpt_train.optim import RowAdam, lr_at
 from ngpt_train.training.feed import to_device
 from ngpt_train.training.state import TrainState
 
@@ -55,7 +55,8 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
     skipped = ~torch.isfinite(grad_norm)
     lr = lr_at(state.step, config.schedule, float(config.optim.lr), config.train.steps)
     apply_gradients(state, grad_norm, skipped, lr)
-    state.model.project_()
+    if not isinstance(state.optimizer, RowAdam):  # which leaves every row projected
+        state.model.project_()
     state.step += 1
     state.tokens += n_tokens
     return StepResult(loss, grad_norm, n_tokens, skipped, lr)

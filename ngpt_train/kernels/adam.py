@@ -1,0 +1,117 @@
+"""Adam and the projection onto the sphere, in one pass over the rows of a matrix.
+
+With t the steps including this one, per element, after g <- g / grad_scale:
+
+    m <- beta1 m + (1 - beta1) g              exp_avg
+    v <- beta2 v + (1 - beta2) g^2            exp_avg_sq
+    w <- (1 - lr lambda) w                    decoupled weight decay
+    w <- w - lr m_hat / (sqrt(v_hat) + eps)   m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t)
+    w <- w / max(||w||, 1e-12)                per row, if unit_rows
+
+Bytes per parameter: r w, g, m, v; w w, m, v, that is 28 for fp32 gradients and 2 more for a copy in bf16. A projection
+in a pass of its own would add 12.
+"""
+
+import torch
+from torch import Tensor
+
+from ngpt_train.kernels import dispatch
+
+WIDEST = 8192  # columns
+
+
+def reference(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    unit_rows: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    copy: Tensor | None = None,
+) -> None:
+    """As `adam_rows_`: torch's fused AdamW, then the division, in the weight's dtype."""
+    torch._fused_adamw_(
+        [weight],
+        # torch's would take the weight's strides for the gradient's, and write the scaled gradient back.
+        [gradient.to(weight.dtype, memory_format=torch.contiguous_format, copy=grad_scale is not None)],
+        [exp_avg],
+        [exp_avg_sq],
+        [],
+        [step],
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+        grad_scale=grad_scale,
+        found_inf=found_inf,
+    )
+    skipped = torch.zeros_like(step) if found_inf is None else found_inf
+    if unit_rows:
+        length = torch.linalg.vector_norm(weight, dim=-1, keepdim=True).clamp_min_(1e-12)
+        weight.div_(torch.where(skipped != 0, 1.0, length))
+    if copy is not None:
+        copy.copy_(torch.where(skipped != 0, copy, weight))
+
+
+@torch.no_grad()
+def adam_rows_(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    unit_rows: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    copy: Tensor | None = None,
+) -> None:
+    """Moves `weight` and its moments, in place, without waiting for the device.
+
+    weight, exp_avg, exp_avg_sq `(rows, d)` fp32, contiguous; gradient `(rows, d)` fp32, bf16 or fp16, with any strides;
+    copy `(rows, d)` bf16, contiguous, receives the new weight. step, grad_scale, found_inf 0-dim fp32 on the device, lr
+    a number or such a tensor. Where found_inf is not 0 nothing is written. `step` counts this step and is not changed:
+    who counts leaves it where found_inf is 1. Raises ValueError for shapes and strides that do not fit.
+    """
+    written = {"weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "copy": copy}
+    for name, tensor in (written | {"gradient": gradient}).items():
+        if tensor is None:
+            continue
+        if tensor.ndim != 2 or tensor.shape != weight.shape:
+            raise ValueError(f"adam_rows_: {name} {tuple(tensor.shape)} beside weight {tuple(weight.shape)}, (rows, d)")
+        if name in written and not tensor.is_contiguous():
+            raise ValueError(f"adam_rows_: {name} has strides {tensor.stride()}; what is written is contiguous")
+    if not dispatch.runs_on_triton("adam", weight, gradient, unsupported=unsupported(weight)):
+        reference(
+            weight, gradient, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay, unit_rows, grad_scale,
+            found_inf, copy,
+        )  # fmt: skip
+        return
+    from ngpt_train.kernels.gpu import adam
+
+    number, on_device = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
+    adam.adam_rows_(
+        weight, gradient, exp_avg, exp_avg_sq, copy, step, number, on_device, beta1, beta2, eps, weight_decay,
+        unit_rows, grad_scale, found_inf,
+    )  # fmt: skip
+
+
+def unsupported(weight: Tensor) -> str | None:
+    """What the kernel does not know about a weight, in a word for the log."""
+    if weight.dtype != torch.float32:
+        return f"weights in {weight.dtype}"
+    return f"rows of {weight.shape[-1]}" if weight.shape[-1] > WIDEST else None

@@ -1,0 +1,144 @@
+"""Triton kernel of kernels/adam.py: each of w, g, m, v is read once, each of w, m, v (and the copy) is written once.
+
+A program holds one row, or a few where rows are short, so a row's length is known before the row is stored.
+"""
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ELEMENTS = 1024  # of a program, where a row has fewer
+
+
+@triton.jit
+def minus_expm1(x):
+    """1 - exp(x) for x <= 0. Near 0 the difference would lose all digits: there, eight terms of the series."""
+    # -x (1 + x/2 (1 + x/3 (1 + ...)))
+    series = 1.0 + x / 7.0 * (1.0 + x / 8.0)
+    series = 1.0 + x / 5.0 * (1.0 + x / 6.0 * series)
+    series = 1.0 + x / 3.0 * (1.0 + x / 4.0 * series)
+    series = -x * (1.0 + x / 2.0 * series)
+    return tl.where(x > -0.5, series, 1.0 - tl.exp(x))
+
+
+@triton.jit
+def adam_rows_kernel(
+    weight,  # (rows, d) fp32, as the moments
+    gradient,  # (rows, d) fp32, bf16 or fp16, any strides
+    exp_avg,
+    exp_avg_sq,
+    copy,  # (rows, d) bf16, or None
+    step,
+    lr,  # a number, or a pointer to one
+    grad_scale,  # a pointer or None
+    found_inf,  # a pointer or None
+    rows,
+    d,
+    gradient_row,
+    gradient_column,
+    beta2,
+    share1,  # 1 - beta1, rounded once: in fp32, 1 - 0.999 has four right digits
+    share2,
+    log_beta1,
+    log_beta2,
+    eps,
+    weight_decay,
+    LR_ON_DEVICE: tl.constexpr,
+    UNIT_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    if found_inf is not None:  # noqa: SIM102 - `and` would load from None
+        if tl.load(found_inf) != 0:
+            return
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # rows * d may pass 2^31
+    column = tl.arange(0, COLUMNS)[None, :]
+    inside = (row < rows) & (column < d)
+    at = row * d + column
+    w = tl.load(weight + at, mask=inside, other=0.0)
+    g = tl.load(gradient + row * gradient_row + column * gradient_column, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(exp_avg + at, mask=inside, other=0.0)
+    v = tl.load(exp_avg_sq + at, mask=inside, other=0.0)
+
+    if grad_scale is not None:
+        g = g / tl.load(grad_scale)
+    if LR_ON_DEVICE:
+        lr = tl.load(lr).to(tl.float32)
+    t = tl.load(step)
+    m += share1 * (g - m)
+    v = beta2 * v + share2 * g * g
+    tl.store(exp_avg + at, m, mask=inside)
+    tl.store(exp_avg_sq + at, v, mask=inside)
+    correction1 = minus_expm1(t * log_beta1)
+    correction2 = minus_expm1(t * log_beta2)
+    w *= 1.0 - lr * weight_decay
+    w -= lr / correction1 * m / (tl.sqrt(v) / tl.sqrt(correction2) + eps)
+    if UNIT_ROWS:
+        length = tl.sqrt(tl.sum(w * w, axis=1, keep_dims=True))
+        w = w / tl.where(length < 1e-12, 1e-12, length)  # tl.maximum would drop a NaN
+    tl.store(weight + at, w, mask=inside)
+    if copy is not None:
+        tl.store(copy + at, w.to(copy.dtype.element_ty), mask=inside)
+
+
+def geometry(d: int) -> tuple[int, int, int]:
+    """Rows and columns of a program, and its warps: at most 16 elements of each tensor a thread."""
+    columns = triton.next_power_of_2(d)
+    rows = max(1, ELEMENTS // columns)
+    return rows, columns, min(16, max(4, columns // 256))
+
+
+@torch.library.custom_op("ngpt_train::adam_rows_", mutates_args=("weight", "exp_avg", "exp_avg_sq", "copy"))
+def adam_rows_(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    copy: Tensor | None,
+    step: Tensor,
+    lr: float,
+    lr_on_device: Tensor | None,  # counts where it is given
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    unit_rows: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    rows, d = weight.shape
+    if weight.numel() == 0:  # a rank's share may be no row
+        return
+    rows_each, columns, num_warps = geometry(d)
+    adam_rows_kernel[(triton.cdiv(rows, rows_each),)](
+        weight,
+        gradient,
+        exp_avg,
+        exp_avg_sq,
+        copy,
+        step,
+        lr if lr_on_device is None else lr_on_device,
+        grad_scale,
+        found_inf,
+        rows,
+        d,
+        *gradient.stride(),
+        beta2,
+        1 - beta1,
+        1 - beta2,
+        math.log(beta1) if beta1 else -math.inf,
+        math.log(beta2) if beta2 else -math.inf,
+        eps,
+        weight_decay,
+        LR_ON_DEVICE=lr_on_device is not None,
+        UNIT_ROWS=unit_rows,
+        ROWS=rows_each,
+        COLUMNS=columns,
+        num_warps=num_warps,
+    )
+
+
+adam_rows_.register_fake(lambda *_: None)

@@ -1,0 +1,105 @@
+"""The run of test_sharded_rows.py on this rank, under torchrun: OUT PARALLEL."""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+
+from ngpt_train.kernels import dispatch
+from ngpt_train.optim import RowAdam
+from ngpt_train.training import build_state, train_step
+from tests.properties.architectures import SMALL
+from tests.properties.runs import run_config, text_like_rows
+from tests.reference.training import Recipe
+
+STEPS, ROWS, CONTEXT = 3, 4, 16
+RECIPE = Recipe(12, 2e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warmup_steps=0)
+SHAPES = {"one row": (1, 16), "five rows": (5, 16), "eight rows": (8, 24)}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.detach().full_tensor() if isinstance(tensor, DTensor) else tensor.detach().clone()
+
+
+def collectives(step: Callable[[], None]) -> int:
+    with CommDebugMode() as counted:
+        step()
+    return counted.get_total_counts()
+
+
+def of_a_model(parallel: str) -> dict[str, Any]:
+    """Three steps of nGPT, whose vocabulary does not divide by two."""
+    config = run_config("ngpt", SMALL, RECIPE, rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel)
+    state = build_state(config)
+    assert isinstance(state.optimizer, RowAdam)
+    state.model.project_ = lambda: sys.exit("a second pass over the rows")
+    found: list[int] = []
+    step = state.optimizer.step
+    state.optimizer.step = lambda: found.append(collectives(step))
+    rank, size = state.world.rank, state.world.size
+    losses = []
+    for index in range(STEPS):
+        batch = text_like_rows(ROWS, CONTEXT, SMALL.vocab_size, seed=index)
+        losses.append(train_step(state, [[part.chunk(size)[rank] for part in batch]]).loss.item())
+    parameters = dict(state.model.named_parameters())
+    moments = {
+        f"{name}.{key}": whole(x) for name, p in parameters.items() for key, x in state.optimizer.state[p].items()
+    }
+    return {
+        "losses": losses,
+        "collectives": found,
+        "weights": {name: whole(p) for name, p in parameters.items()} | moments,
+        "sharded": any(isinstance(p, DTensor) for p in parameters.values()),
+    }
+
+
+def of_matrices(sharded: bool) -> dict[str, Any]:
+    """Three steps and one that is skipped; of the first matrix the second rank holds no row."""
+    draw = torch.Generator().manual_seed(0)
+    module = nn.ParameterDict(
+        {name: nn.Parameter(torch.randn(shape, generator=draw)) for name, shape in SHAPES.items()}
+    )
+    mesh = init_device_mesh("cpu", (2,)) if sharded else None
+    if mesh is not None:
+        fully_shard(module, mesh=mesh)
+    parameters = dict(module.named_parameters())
+    optimizer = RowAdam([{"params": list(parameters.values())}], [True], lr=0.1, betas=(0.9, 0.95))
+    before: dict[str, Tensor] = {}
+    for step in range(4):
+        for name, parameter in parameters.items():
+            gradient = torch.randn(SHAPES[name], generator=draw)
+            parameter.grad = gradient if mesh is None else distribute_tensor(gradient, mesh, [Shard(0)])
+        optimizer.grad_scale = torch.tensor(2.0)
+        optimizer.found_inf = torch.tensor(float(step == 3))
+        before = {name: whole(p) for name, p in parameters.items()}
+        optimizer.step()
+    after = {name: whole(p) for name, p in parameters.items()}
+    return {
+        "weights": after,
+        "steps": [optimizer.state[p]["step"].item() for p in parameters.values()],
+        "unchanged by the skipped step": all(torch.equal(after[name], x) for name, x in before.items()),
+        "rows held": [len(p.to_local() if isinstance(p, DTensor) else p) for p in parameters.values()],
+        "counted": collectives(lambda: [whole(p) for p in parameters.values()]),  # that the counter sees something
+    }
+
+
+def main(out: str, parallel: str) -> None:
+    dispatch.choose("triton")
+    report = {"model": of_a_model(parallel), "matrices": of_matrices(parallel == "fsdp")}
+    torch.save(report, f"{out}.{os.environ['RANK']}")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
+    # Without the interpreter's farewell, as in equality_worker.py.
+    os._exit(0)
