@@ -1,14 +1,12 @@
 """How kernels over rows are launched."""
 
-import functools
-
 import torch
+import triton
 from torch import Tensor
 
-# Programs that walk over rows, for each multiprocessor: enough to hide the latency of memory, and few partial sums.
-PROGRAMS_PER_SM = 4
-# In Triton's interpreter: a number that does not divide most others.
-PROGRAMS_INTERPRETED = 3
+from ngpt_train.kernels.dispatch import interpreted
+
+INTERPRETED = 3  # programs in the interpreter: few, because they run one after the other, but more than one
 
 
 def as_rows(x: Tensor) -> Tensor:
@@ -17,18 +15,17 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 
 
-def programs(n_rows: int, device: torch.device) -> int:
-    """Programs that share `n_rows` rows between them."""
-    return max(
-        1, min(n_rows, PROGRAMS_PER_SM * _multiprocessors(device) if device.type == "cuda" else PROGRAMS_INTERPRETED)
-    )
-
-
 def warps(block: int) -> int:
-    """For a row of `block` elements that is held in registers: 8 elements a thread or more."""
+    """For a row of `block` elements that is held in registers: 8 elements a thread, which are 16 bytes of bf16."""
     return max(1, min(16, block // 256))
 
 
-@functools.cache
-def _multiprocessors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+def programs(rows: int, column_blocks: int, warps_per_sm: int, num_warps: int, device: torch.device) -> int:
+    """Number of programs that share `rows` for each block of columns: about as many as run at once, and at most `rows`.
+
+    Each walks over many rows, so that it reads a vector once, and leaves one partial sum of the vector's gradient.
+    """
+    if interpreted():
+        return min(rows, INTERPRETED)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return min(rows, triton.cdiv(processors * warps_per_sm // num_warps, column_blocks))

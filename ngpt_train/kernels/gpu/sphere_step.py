@@ -12,6 +12,8 @@ from torch import Tensor
 from ngpt_train.kernels.gpu.launch import as_rows, programs, warps
 from ngpt_train.kernels.sphere_step import SHORTEST
 
+WARPS_PER_SM = 32  # with 64 registers a thread, which backward needs
+
 
 @torch.library.custom_op("ngpt_train::sphere_step_forward", mutates_args=())
 def sphere_step_forward(h: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,9 +46,9 @@ def sphere_step_backward(
     N, D = h_rows.shape
     dh = torch.empty(h.shape, dtype=h.dtype, device=h.device)
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    n_programs = programs(N, h.device)
-    dalpha = torch.empty(n_programs, D, dtype=torch.float32, device=h.device)
     block = triton.next_power_of_2(D)
+    n_programs = programs(N, 1, WARPS_PER_SM, warps(block), h.device)
+    dalpha = torch.empty(n_programs, D, dtype=torch.float32, device=h.device)
     _backward[(n_programs,)](
         g_rows, too_rows, h_rows, x_rows, alpha.contiguous(), r_x, r_u, dh, dx, dalpha,
         g_rows.stride(0), too_rows.stride(0), h_rows.stride(0), x_rows.stride(0), N, D, n_programs,

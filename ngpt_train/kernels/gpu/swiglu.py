@@ -1,0 +1,129 @@
+"""Triton kernels of SwiGLU with scale vectors; the formulas are in kernels/swiglu.py.
+
+A program has one block of columns, reads s_u and s_v there once, and walks over every n-th row.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ngpt_train.kernels.gpu.launch import programs
+
+BLOCK = 1024  # columns of a program: 8 a thread, which are 16 bytes of bf16
+COLUMNS_PER_WARP = 256
+FORWARD_WARPS_PER_SM, BACKWARD_WARPS_PER_SM = 32, 24  # as many as their registers leave room for
+
+
+@triton.jit
+def forward_kernel(uv_ptr, s_u_ptr, s_v_ptr, y_ptr, N, M, uv_stride, BLOCK: tl.constexpr):
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < M
+    if s_u_ptr is not None:
+        s_u = tl.load(s_u_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        s_v = tl.load(s_v_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    for row in range(tl.program_id(1), N, tl.num_programs(1)):
+        u_ptr = uv_ptr + tl.cast(row, tl.int64) * uv_stride
+        u = tl.load(u_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(u_ptr + M + columns, mask=inside, other=0.0).to(tl.float32)
+        if s_u_ptr is not None:
+            u *= s_u
+            v *= s_v
+        tl.store(y_ptr + tl.cast(row, tl.int64) * M + columns, u * v * tl.sigmoid(v), mask=inside)
+
+
+@triton.jit
+def backward_kernel(
+    dy_ptr, uv_ptr, s_u_ptr, s_v_ptr, d_uv_ptr, partial_ptr, N, M, dy_stride, uv_stride, BLOCK: tl.constexpr
+):
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < M
+    ds_u = tl.zeros((BLOCK,), tl.float32)
+    ds_v = tl.zeros((BLOCK,), tl.float32)
+    if s_u_ptr is not None:
+        s_u = tl.load(s_u_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        s_v = tl.load(s_v_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    for row in range(tl.program_id(1), N, tl.num_programs(1)):
+        u_ptr = uv_ptr + tl.cast(row, tl.int64) * uv_stride
+        du_ptr = d_uv_ptr + tl.cast(row, tl.int64) * 2 * M
+        g = tl.load(dy_ptr + tl.cast(row, tl.int64) * dy_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        u = tl.load(u_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        v = tl.load(u_ptr + M + columns, mask=inside, other=0.0).to(tl.float32)
+        x = v
+        if s_u_ptr is not None:
+            x = s_v * v
+        sigma = tl.sigmoid(x)
+        silu = x * sigma
+        du = g * silu  # but for s_u
+        dx = g * u * (sigma + silu * (1 - sigma))  # but for s_u
+        if s_u_ptr is not None:
+            ds_u += du * u
+            du *= s_u
+            dx *= s_u
+            ds_v += dx * v
+            dx *= s_v
+        tl.store(du_ptr + columns, du, mask=inside)
+        tl.store(du_ptr + M + columns, dx, mask=inside)
+    if s_u_ptr is not None:
+        partial_ptr += tl.program_id(1) * 2 * M
+        tl.store(partial_ptr + columns, ds_u, mask=inside)
+        tl.store(partial_ptr + M + columns, ds_v, mask=inside)
+
+
+@torch.library.custom_op("ngpt_train::swiglu_forward", mutates_args=())
+def swiglu_forward(uv: Tensor, s_u: Tensor | None, s_v: Tensor | None) -> Tensor:
+    """y `(..., m)` of uv `(..., 2 m)`, s_u and s_v `(m,)` or None."""
+    rows = as_rows(uv)  # (N, 2 m)
+    N, M = rows.shape[0], rows.shape[1] // 2
+    y = torch.empty((*uv.shape[:-1], M), dtype=uv.dtype, device=uv.device)
+    block, num_warps, column_blocks = blocks_of(M)
+    grid = (column_blocks, programs(N, column_blocks, FORWARD_WARPS_PER_SM, num_warps, uv.device))
+    s_u, s_v = contiguous(s_u), contiguous(s_v)
+    forward_kernel[grid](rows, s_u, s_v, y, N, M, rows.stride(0), BLOCK=block, num_warps=num_warps)
+    return y
+
+
+@swiglu_forward.register_fake
+def _(uv: Tensor, s_u: Tensor | None, s_v: Tensor | None) -> Tensor:
+    return uv.new_empty((*uv.shape[:-1], uv.shape[-1] // 2))
+
+
+@torch.library.custom_op("ngpt_train::swiglu_backward", mutates_args=())
+def swiglu_backward(dy: Tensor, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None) -> tuple[Tensor, Tensor]:
+    """d_uv, as uv `(..., 2 m)`, and fp32 [ds_u, ds_v] `(2, m)`, which is `(2, 0)` where there are no vectors."""
+    rows, dy_rows = as_rows(uv), as_rows(dy)
+    N, M = dy_rows.shape
+    d_uv = torch.empty(uv.shape, dtype=uv.dtype, device=uv.device)
+    block, num_warps, column_blocks = blocks_of(M)
+    sharers = programs(N, column_blocks, BACKWARD_WARPS_PER_SM, num_warps, uv.device)
+    # (programs, 2, m)
+    partial = torch.empty((sharers, 2, 0 if s_u is None else M), dtype=torch.float32, device=uv.device)
+    s_u, s_v = contiguous(s_u), contiguous(s_v)
+    backward_kernel[(column_blocks, sharers)](
+        dy_rows, rows, s_u, s_v, d_uv, partial, N, M, dy_rows.stride(0), rows.stride(0), BLOCK=block,
+        num_warps=num_warps,
+    )  # fmt: skip
+    return d_uv, partial.sum(0)
+
+
+@swiglu_backward.register_fake
+def _(dy: Tensor, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None) -> tuple[Tensor, Tensor]:
+    d_s = uv.new_empty((2, 0 if s_u is None else dy.shape[-1]), dtype=torch.float32)
+    return uv.new_empty(uv.shape), d_s
+
+
+def blocks_of(M: int) -> tuple[int, int, int]:
+    """Columns of a program, its warps, and how many such blocks hold M columns."""
+    block = min(BLOCK, max(32, triton.next_power_of_2(M)))
+    return block, max(1, block // COLUMNS_PER_WARP), triton.cdiv(M, block)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """`(N, columns)`, with each row contiguous; a copy only where the strides leave no other way."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def contiguous(vector: Tensor | None) -> Tensor | None:
+    """Effective scales may be one number, expanded."""
+    return None if vector is None else vector.contiguous()

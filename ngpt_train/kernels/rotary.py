@@ -1,0 +1,212 @@
+"""Rotary positions of packed queries, keys and values, with nGPT's norm of each head and scale of q.
+
+q' = t Norm(R q), k' = Norm(R k): eq. 15 and 16 of nGPT, where t = s_qk^2, because only the product of q and k counts;
+R turns pairs of dimensions by their token's angle, Norm(x) = x / max(||x||, 1e-12). GPT has neither Norm nor t. With
+p = R q, r = 1 / max(||p||, 1e-12), n = r p and g = dL/dq':
+
+    dt = sum_tokens g n                 e = t g
+    dp = r (e - n (n . e))              but r e where ||p|| < 1e-12
+    dq = R^T dp
+
+and the same for k with t = 1. Nothing but the packed product is kept; t may be near 0, so n is not had from q'.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ngpt_train.kernels import dispatch
+
+EPS = 1e-12
+Layout = tuple[int, int, bool, bool]  # n_heads, n_kv_heads, interleaved, normalized
+
+
+def rotary(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    interleaved: bool,
+    normalized: bool,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q' `(B, T, n_heads, D)` and k' `(B, T, n_kv_heads, D)`, contiguous, and v, as k', a view; all in qkv's dtype.
+
+    qkv `(B, T, (n_heads + 2 n_kv_heads) D)`: the heads of q, of k, of v. cos, sin: fp32, `(T, 1, D/2)`, or
+    `(B, T, 1, D/2)` where rows differ. interleaved: pairs (2i, 2i + 1) turn together; else (i, i + D/2). normalized:
+    each head of q' (before scale) and k' has length 1. scale `(n_heads D,)` fp32: times q', after all else. Computed
+    at least in fp32. Raises ValueError for other shapes.
+    """
+    D = 2 * cos.shape[-1]
+    expected = (*qkv.shape[:2], (n_heads + 2 * n_kv_heads) * D)
+    if qkv.shape != expected:
+        raise ValueError(f"rotary: qkv {tuple(qkv.shape)} must be {expected}")
+    B, T = qkv.shape[:2]
+    if cos.shape != sin.shape or cos.shape not in ((T, 1, D // 2), (B, T, 1, D // 2)):
+        raise ValueError(f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit {B} rows of {T} tokens")
+    if scale is not None and scale.shape != (n_heads * D,):
+        raise ValueError(f"rotary: scale {tuple(scale.shape)} must have shape ({n_heads * D},)")
+    tensors = [qkv, cos, sin] if scale is None else [qkv, cos, sin, scale]
+    layout = n_heads, n_kv_heads, interleaved, normalized
+    on_triton = dispatch.runs_on_triton("rotary", *tensors)
+    if torch.compiler.is_compiling() and not on_triton:
+        return reference(qkv, cos, sin, *layout, scale)  # the compiler makes few passes of it by itself
+    return Rotary.apply(qkv, cos, sin, scale, layout, on_triton)
+
+
+def reference(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    interleaved: bool,
+    normalized: bool,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """As `rotary`, in plain PyTorch."""
+    q, k, v = heads_of(qkv, n_heads, n_kv_heads)
+    turned = []
+    for x in (q, k):
+        first, second = pairs(x.to(torch.promote_types(x.dtype, torch.float32)), interleaved)
+        both = first * cos - second * sin, second * cos + first * sin
+        x = torch.stack(both, dim=-1).flatten(-2) if interleaved else torch.cat(both, dim=-1)
+        turned.append(F.normalize(x, dim=-1, eps=EPS) if normalized else x)
+    q, k = turned
+    if scale is not None:
+        q = q * scale.view(n_heads, -1)
+    return q.to(qkv.dtype), k.to(qkv.dtype), v
+
+
+def heads_of(qkv: Tensor, n_heads: int, n_kv_heads: int) -> tuple[Tensor, ...]:
+    """Views q `(B, T, n_heads, D)`, k and v `(B, T, n_kv_heads, D)` of qkv."""
+    sizes = [n_heads, n_kv_heads, n_kv_heads]
+    return qkv.unflatten(-1, (sum(sizes), -1)).split(sizes, dim=2)
+
+
+def pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
+    """Views of the first and of the second of each pair, `(..., D/2)`."""
+    return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
+
+
+class Rotary(torch.autograd.Function):
+    """By the kernels of gpu/rotary.py, or else by hand: autograd would keep, read and write far more."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, layout: Layout, on_triton: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(qkv, cos, sin, scale)
+        ctx.layout, ctx.on_triton = layout, on_triton
+        if on_triton:
+            from ngpt_train.kernels.gpu.rotary import rotary_forward
+
+            q, k = rotary_forward(qkv, cos, sin, scale, *layout)
+        else:
+            q, k = forward_by_hand(qkv, cos, sin, scale, *layout)
+        n_heads, n_kv_heads, *_ = layout
+        return q, k, heads_of(qkv, n_heads, n_kv_heads)[2]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor | None, ...]:
+        qkv, cos, sin, scale = ctx.saved_tensors
+        if ctx.on_triton:
+            from ngpt_train.kernels.gpu.rotary import rotary_backward
+
+            d_qkv, d_scale = rotary_backward(dq, dk, dv, qkv, cos, sin, scale, *ctx.layout)
+        else:
+            d_qkv, d_scale = backward_by_hand(dq, dk, dv, qkv, cos, sin, scale, *ctx.layout)
+        return d_qkv, None, None, None if scale is None else d_scale, None, None
+
+
+def forward_by_hand(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: Tensor | None,
+    n_heads: int,
+    n_kv_heads: int,
+    interleaved: bool,
+    normalized: bool,
+) -> tuple[Tensor, Tensor]:
+    """q' and k'."""
+    q, k, _ = heads_of(qkv.to(torch.promote_types(qkv.dtype, torch.float32)), n_heads, n_kv_heads)
+    q, k = (turned(x, cos, sin, interleaved) for x in (q, k))
+    if normalized:
+        for x in (q, k):
+            x.mul_(reciprocal(norms(x)))
+    if scale is not None:
+        q.mul_(scale.view(n_heads, -1))
+    return q.to(qkv.dtype), k.to(qkv.dtype)
+
+
+def backward_by_hand(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    scale: Tensor | None,
+    n_heads: int,
+    n_kv_heads: int,
+    interleaved: bool,
+    normalized: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """d_qkv, and the gradient of scale.
+
+    dq = r (f - q r^2 (q . f)) with f = R^T (t g), which is the module's formula with R^T carried through. Since q . f =
+    p . (t g), one product p g serves dt as well.
+    """
+    compute = torch.promote_types(qkv.dtype, torch.float32)
+    d_qkv, d_scale = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), None
+    *d_qk, d_v = heads_of(d_qkv, n_heads, n_kv_heads)
+    *qk, _ = heads_of(qkv.to(compute), n_heads, n_kv_heads)
+    d_v.copy_(dv)
+    for x, dx, g, t in zip(qk, d_qk, (dq.to(compute), dk.to(compute)), (scale, None), strict=True):
+        norm = norms(x) if normalized else None  # (B, T, H, 1), of p as well
+        r = None if norm is None else reciprocal(norm)
+        radial = None  # n . e
+        if t is None:
+            f = turned(g, cos, sin, interleaved, back=True)
+            if r is not None:
+                radial = (x * f).sum(-1, keepdim=True).mul_(r)
+        else:
+            t = t.view(n_heads, -1)
+            ng = turned(x, cos, sin, interleaved).mul_(g)
+            if r is not None:
+                ng.mul_(r)
+            d_scale = ng.sum((0, 1)).flatten()
+            radial = ng.mul_(t).sum(-1, keepdim=True)
+            e = torch.mul(g, t, out=ng)  # memory that is there already
+            f = turned(e, cos, sin, interleaved, back=True)
+        if norm is None or r is None or radial is None:
+            dx.copy_(f)
+        else:
+            radial.mul_(-r.square()).masked_fill_(norm < EPS, 0)
+            torch.addcmul(f.mul_(r), x, radial, out=dx)
+    return d_qkv, d_scale
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool = False) -> Tensor:
+    """R x, or R^T x, of x `(B, T, H, D)`: a new, contiguous tensor."""
+    whole = cos.repeat_interleave(2, dim=-1) if interleaved else torch.cat([cos, cos], dim=-1)  # (..., 1, D)
+    y = torch.mul(x, whole, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    (first, second), (y_first, y_second) = pairs(x, interleaved), pairs(y, interleaved)
+    y_first.addcmul_(second, sin, value=1 if back else -1)
+    y_second.addcmul_(first, sin, value=-1 if back else 1)
+    return y
+
+
+def norms(x: Tensor) -> Tensor:
+    """Of the last dimension, which stays."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+
+
+def reciprocal(norm: Tensor) -> Tensor:
+    return norm.clamp_min(EPS).reciprocal_()

@@ -1,0 +1,175 @@
+"""SwiGLU with scale vectors: the Triton kernels and the plain formula."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ngpt_train.kernels import dispatch
+from ngpt_train.kernels.swiglu import reference, swiglu
+
+pytest.importorskip("triton")
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+@pytest.fixture
+def on_triton() -> Iterator[None]:
+    with dispatch.chosen("triton"):
+        yield
+
+
+@pytest.fixture
+def poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What nobody writes is NaN."""
+    empty = torch.empty
+
+    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
+        values = empty(*args, **kwargs)
+        return values.fill_(torch.nan) if values.is_floating_point() else values
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: poisoned(x.shape, dtype=x.dtype, device=x.device))
+
+
+def inputs(shape: tuple[int, ...], dtype: torch.dtype, scaled: bool = True) -> list[Tensor]:
+    """uv of y's shape, and the vectors, of about the size they have in a trained model."""
+    m = shape[-1]
+    uv = torch.randn(*shape[:-1], 2 * m, device=DEVICE).to(dtype).requires_grad_()
+    vectors = [torch.randn(m, device=DEVICE) * 0.3 + 1, torch.randn(m, device=DEVICE) * 0.5 + 1.5]
+    return [uv, *(vector.requires_grad_() for vector in vectors)] if scaled else [uv]
+
+
+def error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+def compare(arguments: list[Tensor], dy: Tensor) -> None:
+    """Output and all gradients against autograd of the formula in fp64."""
+    exact = [x.detach().double().requires_grad_() for x in arguments]
+    y, expected = swiglu(*arguments), reference(*exact)
+    assert (y.shape, y.dtype) == (expected.shape, arguments[0].dtype)
+    assert error(y, expected) <= TOLERANCE[y.dtype]
+    gradients = torch.autograd.grad(y, arguments, dy)
+    for x, found, right in zip(arguments, gradients, torch.autograd.grad(expected, exact, dy.double()), strict=True):
+        assert (found.shape, found.dtype) == (x.shape, x.dtype)
+        assert error(found, right) <= TOLERANCE[found.dtype]
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 1), (1, 37), (2, 3, 64), (7, 1024), (2, 2, 1280), (3, 2500)], ids=str)
+@pytest.mark.usefixtures("on_triton", "poison")
+def test_matches_fp64(shape: tuple[int, ...], dtype: torch.dtype, scaled: bool) -> None:
+    """Catches a wrong sign, factor, mask or offset, and columns, rows or partial sums that nobody writes."""
+    torch.manual_seed(0)
+    compare(inputs(shape, dtype, scaled), torch.randn(shape, device=DEVICE).to(dtype))
+
+
+@pytest.mark.usefixtures("on_triton", "poison")
+def test_strides() -> None:
+    """Catches a row or column stride taken for granted: of uv, of dy, of vectors that are one number, expanded."""
+    torch.manual_seed(1)
+    wide = torch.randn(2, 3, 300, device=DEVICE)
+    one = torch.full((1,), 1.25, device=DEVICE).expand(70).requires_grad_()
+    number = torch.randn(1, device=DEVICE).expand(2, 3, 70)
+    for uv in (wide[..., 7:147], wide.movedim(-1, 0)[:140].movedim(0, -1).contiguous().transpose(0, 1), wide[..., ::2]):
+        uv = uv[..., :140].detach().requires_grad_()
+        for dy in (number, wide[..., 150:220], wide[..., 150:290:2]):
+            compare(
+                [uv, one, torch.rand(70, device=DEVICE).requires_grad_()], dy.reshape(-1, 70).view(*uv.shape[:2], 70)
+            )
+
+
+@pytest.mark.usefixtures("on_triton", "poison")
+def test_extreme_values() -> None:
+    """Catches an overflow of exp, and 0 * inf, far out on either side of SiLU; and a division by zero at 0."""
+    v = torch.tensor([0.0, -0.0, 30.0, -30.0, 100.0, -100.0, 1e4, -1e4], device=DEVICE)
+    uv = torch.cat([torch.ones_like(v), v])[None].requires_grad_()
+    ones = [torch.ones_like(v).requires_grad_() for _ in range(2)]
+    compare([uv, *ones], torch.ones_like(v)[None])
+    zeros = torch.zeros(4, 16, device=DEVICE, requires_grad=True)
+    y = swiglu(zeros)
+    (gradient,) = torch.autograd.grad(y.sum(), zeros)
+    assert y.eq(0).all()
+    assert gradient.eq(0).all()
+
+
+@pytest.mark.usefixtures("on_triton")
+def test_no_rows() -> None:
+    """Catches a launch, or a partial sum, that supposes at least one row."""
+    uv, s_u, s_v = inputs((0, 8), torch.float32)
+    gradients = torch.autograd.grad(swiglu(uv, s_u, s_v).sum(), (uv, s_u, s_v))
+    assert [g.shape for g in gradients] == [(0, 16), (8,), (8,)]
+    assert gradients[1].eq(0).all()
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.usefixtures("on_triton")
+def test_compiled_and_recomputed(scaled: bool) -> None:
+    """Catches a graph break, a fake kernel with another shape or dtype, and state that a recomputation misses."""
+    torch.manual_seed(2)
+    arguments, dy = inputs((2, 5, 96), torch.bfloat16, scaled), torch.randn(2, 5, 96, device=DEVICE).bfloat16()
+    compiled = torch.compile(swiglu, backend="aot_eager", fullgraph=True)
+
+    def recomputed(*inputs: Tensor) -> Tensor:
+        return checkpoint(swiglu, *inputs, use_reentrant=False)
+
+    plain = swiglu(*arguments)
+    expected = [plain, *torch.autograd.grad(plain, arguments, dy)]
+    for way in (compiled, recomputed):
+        y = way(*arguments)
+        assert all(map(torch.equal, [y, *torch.autograd.grad(y, arguments, dy)], expected))
+
+
+@pytest.mark.usefixtures("on_triton")
+def test_saves_its_inputs_only() -> None:
+    """Catches an activation that is kept for the backward pass."""
+    arguments, saved = inputs((4, 32), torch.bfloat16), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
+        swiglu(*arguments)
+    assert [x.data_ptr() for x in saved] == [x.data_ptr() for x in arguments]
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_operators(scaled: bool) -> None:
+    """Catches a schema or a fake kernel that does not say what the operator does, and an output that is an input."""
+    from ngpt_train.kernels.gpu.swiglu import swiglu_backward, swiglu_forward
+
+    uv, *vectors = (x.detach() for x in inputs((2, 3, 40), torch.bfloat16, scaled))
+    s_u, s_v = vectors or (None, None)
+    torch.library.opcheck(swiglu_forward, (uv, s_u, s_v))
+    torch.library.opcheck(swiglu_backward, (uv[..., :40], uv, s_u, s_v))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_reference(dtype: torch.dtype) -> None:
+    """Catches u and v swapped, or the vectors, in what the kernel is compared with; and arithmetic in bf16."""
+    uv, s_u, s_v = (x.detach().to(dtype) for x in inputs((3, 5), torch.float64))
+    u, v = (uv.double()[:, part] for part in (slice(5), slice(5, 10)))
+    x = s_v.double() * v
+    expected = s_u.double() * u * x / (1 + (-x).exp())
+    y = reference(uv, s_u, s_v)
+    assert y.dtype == dtype
+    assert torch.equal(y, expected.to(dtype)) or error(y, expected) <= 1e-15
+    assert error(reference(uv), u * v / (1 + (-v).exp())) <= (1e-15 if dtype == torch.float64 else 4e-3)
+
+
+def test_torch_path() -> None:
+    """Catches an fp64 model that is computed in less, also where kernels=triton, and a CPU model sent to Triton."""
+    arguments = [x.detach().double().requires_grad_() for x in inputs((3, 6), torch.float32)]
+    assert torch.autograd.gradcheck(swiglu, arguments)
+    with dispatch.chosen("triton"):
+        assert swiglu(*arguments).dtype == torch.float64
+    assert "SwiGLU" not in type(swiglu(torch.ones(2, 4, requires_grad=True)).grad_fn).__name__
+
+
+def test_refusals() -> None:
+    """Catches shapes that would broadcast, or read beyond a vector."""
+    uv, s = torch.ones(2, 8), torch.ones(4)
+    for arguments in ((torch.ones(2, 7),), (uv, s), (uv, None, s), (uv, s[:1], s), (uv, s, s[:3])):
+        with pytest.raises(ValueError, match="swiglu"):
+            swiglu(*arguments)
