@@ -13,7 +13,7 @@ from typing import Any
 class Entry:
     """One line of a benchmark. spread: quartiles of the ratio, or of median_ms where there is nothing to compare with;
     ratio: of the time to that of `relative_to`, the median over rounds; memory_mb: resident after a tenth and at the
-    end, of runs that are about memory."""
+    end, of runs that are about memory; memory_gb: a GPU's peak; activations_mb: kept for the backward pass."""
 
     name: str
     median_ms: float
@@ -23,23 +23,30 @@ class Entry:
     rate: float | None = None
     unit: str | None = None
     memory_mb: tuple[float, float] | None = None
+    mfu: float | None = None
+    memory_gb: float | None = None
+    activations_mb: float | None = None
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
 
 
 def interleaved(
-    runs: Mapping[str, Callable[[], float]], relative_to: str, rounds: int, unit: str = "units"
+    runs: Mapping[str, Callable[[], float]],
+    relative_to: str,
+    rounds: int,
+    unit: str = "units",
+    clock: Callable[[], float] = time.perf_counter,
 ) -> list[Entry]:
     """Runs each of `runs` once a round, the first round untimed. A run returns how many units it did, for the rate."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     units: dict[str, float] = {}
     for number in range(rounds + 1):
         for name, run in runs.items():
-            started = time.perf_counter()
+            started = clock()
             units[name] = run()
             if number:
-                seconds[name].append((time.perf_counter() - started) / units[name])
+                seconds[name].append((clock() - started) / units[name])
     entries = []
     for name, taken in seconds.items():
         ratios = [one / other for one, other in zip(taken, seconds[relative_to], strict=True)]

@@ -152,7 +152,9 @@ class KernelsConfig:
     """Which implementation of the fused operations the models use."""
 
     kind: str = key(
-        AUTO, "torch: plain PyTorch, the reference. auto: the fastest there is, today torch.", choices=(AUTO, "torch")
+        AUTO,
+        "torch: plain PyTorch, the reference; triton: kernels for GPUs since Ampere; auto: triton where it runs.",
+        choices=(AUTO, "triton", "torch"),
     )
 
 
@@ -246,7 +248,11 @@ class PlanConfig:
 class BenchConfig:
     """Times of the parts of a run, side by side with others' (`bench`)."""
 
-    what: str = key("data", "What is measured: data (from text to batches).", choices=("data",))
+    what: str = key(
+        "data",
+        "What is measured: data (from text to batches), step (an optimizer step, GPT's beside the model's).",
+        choices=("data", "step"),
+    )
     out: Union[str, None] = key(None, "JSON file for the entries; null prints only.")
 
 

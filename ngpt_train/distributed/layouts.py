@@ -1,6 +1,7 @@
 """From a single-device model to one that trains in a world: checkpointing -> compile -> FSDP2 or DDP."""
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from ngpt_train.config.keys import AUTO, ConfigError
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
+from ngpt_train.kernels import dispatch
 from ngpt_train.models import Decoder, build_model
 
 # Running statistics are each rank's own. torch 2.13 has renamed the option, and warns of the older name.
@@ -56,6 +58,7 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     wraps it. Weights are fp32 and the same for every layout and world size.
     """
     kind = resolve_kind(config.parallel.kind, world.size, world.device.type)
+    choose_kernels(config.kernels.kind)
     with torch.device("meta") if kind == "fsdp" else world.device:
         model = build_model(config.model, config.run.seed)
     precision = resolve_precision(config.train.precision, world.device.type)
@@ -75,6 +78,14 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     if kind == "ddp":
         return model, replicate(model, world, torch.zeros(micro_rows, config.model.context, dtype=torch.long))
     return model, model
+
+
+def choose_kernels(kernels: str) -> None:
+    """Which kernels this process uses. Raises ConfigError where they cannot run."""
+    try:
+        dispatch.choose(kernels)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,6 +115,8 @@ def shard(model: Decoder, world: World) -> None:
     gradients are averaged apart (gradients.py). The embeddings are gathered in fp32 and cast at use,
     as on a single device, so that the gradient of a repeated token adds up in fp32.
     """
+    # FSDP2 warns of blocks whose output is a view, as nGPT's are: a change in place would lose its hook. There is none.
+    warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
     whole = set(vectors(model))
     blocks = MixedPrecisionPolicy(

@@ -64,7 +64,7 @@ def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = N
     unsupported: an option of the architecture that it does not know. Where a kernel would run but for that, or for a
     dtype, the log says so, once.
     """
-    if _choice == "torch" or (_choice == "auto" and not _on_gpu(tensors[0])):
+    if _choice == "torch" or (_choice == "auto" and not (tensors[0].is_cuda and _gpu_suits())):
         return False
     if unsupported is None and any(tensor.dtype not in DTYPES for tensor in tensors):
         unsupported = f"{next(t.dtype for t in tensors if t.dtype not in DTYPES)}"
@@ -73,10 +73,14 @@ def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = N
     return unsupported is None
 
 
-def _on_gpu(tensor: Tensor) -> bool:
-    return tensor.is_cuda and why_no_triton() is None and not interpreted()
+# Both are asked while a model is compiled, too, and no part of what is compiled.
+@torch.compiler.assume_constant_result
+@functools.cache
+def _gpu_suits() -> bool:
+    return why_no_triton() is None and not interpreted()
 
 
+@torch.compiler.assume_constant_result
 @functools.cache
 def _say_once(operation: str, unsupported: str) -> None:
     logger.warning("kernels: %s runs in plain PyTorch, because its kernel does not know %s", operation, unsupported)

@@ -9,6 +9,7 @@ import hashlib
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,9 +17,28 @@ from torch import Tensor, nn
 
 from ngpt_train.config.architectures import ModelConfig
 from ngpt_train.config.batch import IGNORED
+from ngpt_train.kernels.cross_entropy import linear_cross_entropy
 from ngpt_train.models.layers.documents import Mask, document_mask, positions_in_documents
 from ngpt_train.models.layers.rope import Rope, rope_table
-from ngpt_train.models.weights import write_full
+from ngpt_train.models.weights import stacked_parameters, write_full
+
+
+class Head(NamedTuple):
+    """Logits = scale * (matrix h): h `(B, T, d_model)`, matrix `(V, d_model)` as it is stored, scale `(V,)` or None."""
+
+    h: Tensor
+    matrix: Tensor
+    scale: Tensor | None = None
+
+    def logits(self) -> Tensor:
+        """`(B, T, V)`, at least fp32."""
+        logits = F.linear(self.h, self.matrix.to(self.h.dtype)).to(torch.promote_types(self.h.dtype, torch.float32))
+        return logits if self.scale is None else logits * self.scale
+
+    def loss(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Cross-entropy in nats summed over the targets `(B, T)` that count, without the logits, and their number."""
+        loss_sum = linear_cross_entropy(self.h, self.matrix, targets, self.scale)
+        return loss_sum, (targets != IGNORED).sum()
 
 
 @dataclass(frozen=True)
@@ -64,8 +84,8 @@ class Decoder(nn.Module):
         """What is compiled, recomputed and sharded as one."""
         return list(self.layers)
 
-    def head(self, h: Tensor) -> Tensor:
-        """Logits `(B, T, V)`, at least fp32, of the last block's h `(B, T, d_model)`."""
+    def head(self, h: Tensor) -> "Head":
+        """What the logits are made of, from the last block's h `(B, T, d_model)`."""
         raise NotImplementedError
 
     def init_std(self, name: str) -> float:
@@ -99,15 +119,14 @@ class Decoder(nn.Module):
 
     def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
         """The blocks, one after the other: h `(B, T, d_model)` -> the same."""
-        for block in self.layers:
-            h = block(h, rope, mask)
+        return self.through(self.layers, h, rope, mask)
+
+    def through(self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any) -> Tensor:
+        for block in blocks:
+            h = block(h, *arguments)
         return h
 
     # What follows from it.
-
-    def logits(self, h: Tensor) -> Tensor:
-        """W_output h `(B, T, V)`, at least fp32."""
-        return F.linear(h, self.unembedding.to(h.dtype)).to(torch.promote_types(h.dtype, torch.float32))
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor | tuple:
         """Logits, or with targets what `loss` returns. One entry, so that DDP's and FSDP2's hooks always run.
@@ -124,8 +143,8 @@ class Decoder(nn.Module):
             mask = document_mask(doc_ids, self.config.d_model // self.config.n_heads, dtype)
         h = self.add_positions(self.embed(tokens, self.embedding), positions).to(dtype)  # (B, T, d_model)
         h = self.stack(h, rope, mask, doc_ids)
-        logits = self.head(h)
-        return logits if targets is None else summed_loss(logits, targets)
+        head = self.head(h)
+        return head.logits() if targets is None else head.loss(targets)
 
     @torch.no_grad()
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
@@ -153,14 +172,17 @@ class Decoder(nn.Module):
         for module in self.modules():
             if callable(reset := getattr(module, "reset_parameters", None)):
                 reset()
-        for name, parameter in self.named_parameters():
-            if parameter.ndim < 2:
-                continue
-            digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-            values = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            write_full(parameter, values.normal_(std=self.init_std(name), generator=generator))
+        for parameter, parts in stacked_parameters(self):
+            if parameter.ndim >= 2:
+                drawn = [self.drawn(seed, name, (rows, *parameter.shape[1:])) for name, rows in parts.items()]
+                write_full(parameter, torch.cat(drawn))
         self.project_()
+
+    def drawn(self, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
+        digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+        values = torch.empty(shape, dtype=torch.float32, device="cpu")
+        return values.normal_(std=self.init_std(name), generator=generator)
 
     def parameter_groups(self) -> list[ParameterGroup]:
         """Matrices, embeddings included, may decay; gains and scale vectors never.
@@ -187,9 +209,3 @@ class Decoder(nn.Module):
         matrices = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2) + self.unembedding.numel()
         attention = 12 * self.config.n_layers * self.config.d_model * context
         return 6 * matrices + (attention // 2 if causal else attention)
-
-
-def summed_loss(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Cross-entropy in nats of logits `(B, T, V)` summed over the targets `(B, T)` that count, and their number."""
-    loss_sum = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
-    return loss_sum, (targets != IGNORED).sum()

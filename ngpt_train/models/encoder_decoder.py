@@ -5,12 +5,14 @@ are given, those below 0 mark padding on either side; nothing attends to it.
 """
 
 from collections.abc import Iterable
+from typing import cast
 
 import torch
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import GPTEncoderDecoderConfig, NTransformerConfig
-from ngpt_train.models.decoder import Decoder, summed_loss
+from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import causal_document_mask
 
 
@@ -55,16 +57,12 @@ class EncoderDecoder(Decoder):
 
         h = self.embed(source, self.source_embedding).to(dtype)  # (B, S, d_model)
         rope = self.rope(source, angles_dtype)
-        for block in self.encoder:
-            h = block(h, rope, source_mask)
-        memory = self.memory(h)
+        memory = self.memory(self.through(self.encoder, h, rope, source_mask))
 
         h = self.embed(tokens, self.embedding).to(dtype)  # (B, T, d_model)
         rope = self.rope(tokens, angles_dtype)
-        for block in self.layers:
-            h = block(h, rope, mask, memory, source_mask)
-        logits = self.head(h)
-        return logits if targets is None else summed_loss(logits, targets[:, S:])
+        head = self.head(self.through(self.layers, h, rope, mask, memory, source_mask))
+        return head.logits() if targets is None else head.loss(targets[:, S:])
 
     @torch.no_grad()
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
@@ -85,7 +83,8 @@ class EncoderDecoder(Decoder):
         """As for a decoder; of a row of `context` tokens the first S go through the encoder and the keys and values
         of the cross-attention, the others through the rest. causal halves the decoder's self-attention."""
         S, T = self.source_context, context - self.source_context
-        cross = sum(p.numel() for name, p in self.layers.named_parameters() if name.endswith(("cross.wk", "cross.wv")))
+        d_kv = cast(Attention, self.layers[0].cross).d_kv
+        cross = len(self.layers) * 2 * d_kv * self.config.d_model  # W_k and W_v
         encoder = sum(p.numel() for p in self.encoder.parameters() if p.ndim == 2)
         decoder = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2) - cross + self.unembedding.numel()
         attended = len(self.encoder) * S * S + len(self.layers) * (T * T // (2 if causal else 1) + T * S)

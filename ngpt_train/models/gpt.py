@@ -9,7 +9,7 @@ import math
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import GPTConfig
-from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.mlp import MLP
@@ -26,10 +26,16 @@ class GPTAttention(Attention):
         self.q_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
 
-    def queries_and_keys(self, q: Tensor, k: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
+    def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        if self.q_norm is None:
+            return super().heads(qkv, rope)
+        return self.compared(*self.split(qkv), rope)
+
+    def compared(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (x.unflatten(-1, (-1, self.d_head)) for x in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, rope), rotate(k, rope)
+        return rotate(q, rope), rotate(k, rope), v
 
 
 class GPTBlock(nn.Module):
@@ -55,5 +61,5 @@ class GPT(Decoder):
         super().__init__(config, (GPTBlock(config) for _ in range(config.n_layers)))
         self.norm_final = RMSNorm(config.d_model, config.norm_eps)
 
-    def head(self, h: Tensor) -> Tensor:
-        return self.logits(self.norm_final(h))  # (B, T, V)
+    def head(self, h: Tensor) -> Head:
+        return Head(self.norm_final(h), self.unembedding)

@@ -8,6 +8,7 @@ import math
 from torch import Tensor
 
 from ngpt_train.config.architectures import GPTEncoderDecoderConfig
+from ngpt_train.models.decoder import Head
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.models.gpt import GPTAttention, GPTBlock
 from ngpt_train.models.layers.norms import RMSNorm
@@ -50,5 +51,5 @@ class GPTEncoderDecoder(EncoderDecoder):
     def memory(self, h: Tensor) -> Tensor:
         return self.norm_encoder(h)
 
-    def head(self, h: Tensor) -> Tensor:
-        return self.logits(self.norm_final(h))  # (B, T, V)
+    def head(self, h: Tensor) -> Head:
+        return Head(self.norm_final(h), self.unembedding)

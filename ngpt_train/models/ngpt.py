@@ -6,21 +6,29 @@ are the paper's ablations (Tables 4 to 6) and variants (sections 2.2.2, A.2, A.3
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import NGPTConfig
-from ngpt_train.models.decoder import Decoder
+from ngpt_train.kernels.rotary import rotary
+from ngpt_train.kernels.scaled_linear import scaled_swiglu
+from ngpt_train.kernels.sphere_step import sphere_step
+from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.matrix import InUse, as_stored, unit_rows
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.norms import normalize, normalize_rows_
-from ngpt_train.models.layers.rope import Rope, rotate
+from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.layers.scale import ScaledParameter
+
+# h two times: attention or the MLP reads one, the next step on the sphere moves the other, and in the backward pass
+# their gradients reach `sphere_step` apart, which saves adding them up.
+Twice = tuple[Tensor, Tensor]
 
 
 def lerp(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
@@ -61,17 +69,23 @@ class NGPTAttention(Attention):
         self.qk_norm = config.qk_norm
         self.s_qk = ScaledParameter(config.d_model, config.s_qk, config)
 
-    def queries_and_keys(self, q: Tensor, k: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor]:
+    def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """Norm(rope(q)) s_qk and Norm(rope(k)) s_qk: eq. 15 and 16.
 
         Only the product of q and k counts, so both factors s_qk go to q: the same function, one pass
         less, and right for grouped keys, which have fewer heads than s_qk.
         """
-        s_qk = self.s_qk().view(self.n_heads, self.d_head)
-        q, k = rotate(q, rope), rotate(k, rope)
+        if rope is None or not self.qk_norm:
+            return self.compared(*self.split(qkv), rope)
+        heads = self.n_heads, self.n_kv_heads
+        return rotary(qkv, rope.cos, rope.sin, *heads, rope.interleaved, normalized=True, scale=self.s_qk().square())
+
+    def compared(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The same, step by step: of two sequences there is no rotation (model.qk_norm=false: no Norm)."""
+        q, k, v = super().compared(q, k, v, rope)
         if self.qk_norm:
             q, k = normalize(q), normalize(k)
-        return q * s_qk.square(), k
+        return q * self.s_qk().view(self.n_heads, self.d_head).square(), k, v
 
 
 class NGPTMLP(MLP):
@@ -83,10 +97,14 @@ class NGPTMLP(MLP):
         self.s_v = ScaledParameter(self.d_mlp, config.s_v, config)
         self.sqrt_d_model = math.sqrt(config.d_model)
 
-    def gated(self, u: Tensor, v: Tensor) -> Tensor:
+    def gated(self, x: Tensor, w_uv: Tensor) -> Tensor:
         """eq. 20 and 21. v is a product of unit vectors, with entries near 1 / sqrt(d_model), where SiLU
         would be linear: sqrt(d_model) brings them back to order 1."""
-        return self.s_u() * u * self.activation(self.s_v() * self.sqrt_d_model * v)
+        s_u, s_v = self.s_u(), self.s_v() * self.sqrt_d_model
+        if self.activation is F.silu:
+            return scaled_swiglu(x, w_uv, s_u, s_v)
+        u, v = F.linear(x, w_uv).chunk(2, dim=-1)
+        return s_u * u * self.activation(s_v * v)
 
 
 class NGPTBlock(nn.Module):
@@ -101,19 +119,24 @@ class NGPTBlock(nn.Module):
         self.update = UPDATES[config.update]
         self.positive = config.alpha_sign == "positive"
 
-    def sphere_step(self, h: Tensor, suggestion: Tensor, alpha: Tensor) -> Tensor:
+    def sphere_step(self, h: Tensor, suggestion: Tensor, alpha: Tensor) -> Twice:
         """Norm(h + |alpha| (Norm(suggestion) - h)): a step towards the suggestion and back onto the sphere.
 
         That is model.update=lerp; slerp and riemannian take another step. alpha_sign=free leaves out |.|.
 
         h, suggestion `(B, T, d_model)`, alpha `(d_model,)`. Computed at least in fp32, returned in h's dtype.
         """
-        return normalize(self.update(h, normalize(suggestion), alpha.abs() if self.positive else alpha)).to(h.dtype)
+        alpha = alpha.abs() if self.positive else alpha
+        if self.update is lerp:
+            return sphere_step(h, suggestion, alpha)
+        h = normalize(self.update(h, normalize(suggestion), alpha)).to(h.dtype)
+        return h, h
 
-    def forward(self, h: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
-        h = self.sphere_step(h, self.attention(h, rope, mask), self.alpha_attn())  # eq. 10
-        h = self.sphere_step(h, self.mlp(h), self.alpha_mlp())  # eq. 11
-        return h  # (B, T, d_model)
+    def forward(self, twice: Twice, rope: Rope | None, mask: Mask) -> Twice:
+        h, x = twice
+        h, x = self.sphere_step(h, self.attention(x, rope, mask), self.alpha_attn())  # eq. 10
+        h, x = self.sphere_step(h, self.mlp(x), self.alpha_mlp())  # eq. 11
+        return h, x  # (B, T, d_model)
 
 
 class Spherical(Decoder):
@@ -127,8 +150,15 @@ class Spherical(Decoder):
         h = super().embed(tokens, table)
         return normalize(h) if self.config.constraint == "parametrization" else h
 
-    def head(self, h: Tensor) -> Tensor:
-        return F.linear(h, matrices(self.config)(self.unembedding, h.dtype)) * self.s_z()  # eq. 3, (B, T, V)
+    def through(self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any) -> Tensor:
+        twice = h, h
+        for block in blocks:
+            twice = block(twice, *arguments)
+        return twice[1]
+
+    def head(self, h: Tensor) -> Head:
+        parametrized = self.config.constraint == "parametrization"
+        return Head(h, normalize(self.unembedding) if parametrized else self.unembedding, self.s_z())  # eq. 3
 
     def init_std(self, name: str) -> float:
         return 1 / math.sqrt(self.config.d_model)

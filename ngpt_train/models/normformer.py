@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import NormFormerConfig
-from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.mlp import MLP
@@ -47,11 +47,11 @@ class HeadScaleAttention(Attention):
         norms = [LayerNorm(width, config.norm_eps) if config.qkv_norm else None for width in widths]
         self.norm_q, self.norm_k, self.norm_v = norms
 
-    def project(self, x: Tensor, memory: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = super().project(x, memory)
-        if self.norm_q is not None and self.norm_k is not None and self.norm_v is not None:
-            q, k, v = self.norm_q(q), self.norm_k(k), self.norm_v(v)
-        return q, k, v
+    def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        if self.norm_q is None or self.norm_k is None or self.norm_v is None:
+            return super().heads(qkv, rope)
+        q, k, v = self.split(qkv)
+        return self.compared(self.norm_q(q), self.norm_k(k), self.norm_v(v), rope)
 
     def combine(self, heads: Tensor) -> Tensor:
         """The scale comes before W_o in the paper; the authors' code has it after, on W_o's output cut into heads."""
@@ -131,8 +131,8 @@ class NormFormer(Decoder):
     def rope(self, tokens: Tensor, dtype: torch.dtype) -> Rope | None:
         return super().rope(tokens, dtype) if self.rotary else None
 
-    def head(self, h: Tensor) -> Tensor:
-        return self.logits(self.norm_final(h))  # (B, T, V)
+    def head(self, h: Tensor) -> Head:
+        return Head(self.norm_final(h), self.unembedding)
 
 
 def sinusoids(length: int, d_model: int, device: torch.device) -> Tensor:

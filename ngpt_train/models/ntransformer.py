@@ -12,7 +12,7 @@ from ngpt_train.config.architectures import NTransformerConfig
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.layers.scale import ScaledParameter
-from ngpt_train.models.ngpt import NGPTAttention, NGPTBlock, Spherical
+from ngpt_train.models.ngpt import NGPTAttention, NGPTBlock, Spherical, Twice
 
 
 class NTransformerBlock(NGPTBlock):
@@ -27,13 +27,14 @@ class NTransformerBlock(NGPTBlock):
         self.alpha_cross = ScaledParameter(config.d_model, config.alpha_cross, config)
 
     def forward(  # type: ignore[override]
-        self, h: Tensor, rope: Rope | None, mask: Tensor | None, memory: Tensor, memory_mask: Tensor | None
-    ) -> Tensor:
-        h = self.sphere_step(h, self.attention(h, rope, mask), self.alpha_attn())
+        self, twice: Twice, rope: Rope | None, mask: Tensor | None, memory: Tensor, memory_mask: Tensor | None
+    ) -> Twice:
+        h, x = twice
+        h, x = self.sphere_step(h, self.attention(x, rope, mask), self.alpha_attn())
         # Positions of two sequences have no distance, so no rotation here.
-        h = self.sphere_step(h, self.cross(h, None, memory_mask, memory), self.alpha_cross())
-        h = self.sphere_step(h, self.mlp(h), self.alpha_mlp())
-        return h  # (B, T, d_model)
+        h, x = self.sphere_step(h, self.cross(x, None, memory_mask, memory), self.alpha_cross())
+        h, x = self.sphere_step(h, self.mlp(x), self.alpha_mlp())
+        return h, x  # (B, T, d_model)
 
 
 class NTransformer(Spherical, EncoderDecoder):

@@ -15,7 +15,7 @@ from typing import cast
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import PowerNormConfig
-from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.batch_norms import (
     Batch,
@@ -97,8 +97,8 @@ class PowerNormDecoder(Decoder):
         self.norm_final.remember_(before, batch, self.loss_scale)
         return h
 
-    def head(self, h: Tensor) -> Tensor:
-        return self.logits(h)  # (B, T, V)
+    def head(self, h: Tensor) -> Head:
+        return Head(h, self.unembedding)
 
     def statistics(self) -> dict[str, Tensor]:
         return {

@@ -28,7 +28,9 @@ def write_full(parameter: Tensor, values: Tensor) -> None:
 def export_weights(model: nn.Module) -> dict[str, Tensor]:
     """Copies of all weights, full and unsharded, by canonical name; a collective call when sharded."""
     return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone() for name, p in named_weights(model)
+        name: part.clone()
+        for parameter, parts in stacked_parameters(model)
+        for name, part in zip(map(canonical, parts), _cut(parameter, parts), strict=True)
     }
 
 
@@ -38,23 +40,52 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     Raises DataError that names every missing or unknown name and every wrong shape; the model is
     then unchanged. Raises ValueError for a model on `meta`, which has no values.
     """
-    parameters = dict(named_weights(model))
-    if any(parameter.is_meta for parameter in parameters.values()):
+    if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("load_weights: the model is on meta; give it memory first, with model.to_empty(device=...)")
-    problems = [f"missing: {name} {tuple(parameters[name].shape)}" for name in parameters if name not in weights]
-    problems += [f"unknown: {name} {tuple(weights[name].shape)}" for name in weights if name not in parameters]
+    wanted = {
+        canonical(path): (rows, *parameter.shape[1:])
+        for parameter, parts in stacked_parameters(model)
+        for path, rows in parts.items()
+    }
+    problems = [f"missing: {name} {shape}" for name, shape in wanted.items() if name not in weights]
+    problems += [f"unknown: {name} {tuple(weights[name].shape)}" for name in weights if name not in wanted]
     problems += [
-        f"{name} has shape {tuple(weights[name].shape)}, the model wants {tuple(parameter.shape)}"
-        for name, parameter in parameters.items()
-        if name in weights and weights[name].shape != parameter.shape
+        f"{name} has shape {tuple(weights[name].shape)}, the model wants {shape}"
+        for name, shape in wanted.items()
+        if name in weights and tuple(weights[name].shape) != shape
     ]
     if problems:
         raise DataError("These weights do not fit the model:\n  " + "\n  ".join(problems))
-    for name, parameter in parameters.items():
-        write_full(parameter, weights[name])
+    for parameter, parts in stacked_parameters(model):
+        write_full(parameter, torch.cat([weights[canonical(path)] for path in parts]))
 
 
-def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The model's parameters under their canonical names."""
+def export_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """As `export_weights`, of the gradients that there are."""
+    return {
+        name: part.clone()
+        for parameter, parts in stacked_parameters(model)
+        if parameter.grad is not None
+        for name, part in zip(map(canonical, parts), _cut(parameter.grad, parts), strict=True)
+    }
+
+
+def stacked_parameters(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[str, int]]]:
+    """The model's parameters, each with the paths of the matrices (or vectors) that lie one below the other in it, and
+    their rows: of most the one that it is."""
+    stacked = {
+        f"{place}.{name}".lstrip("."): {f"{place}.{part}".lstrip("."): rows for part, rows in parts.items()}
+        for place, module in model.named_modules()
+        for name, parts in getattr(module, "stacked", {}).items()
+    }
     for path, parameter in model.named_parameters():
-        yield _NOT_IN_NAME.sub("", path).lstrip("."), parameter
+        yield parameter, stacked.get(path, {path: len(parameter)})
+
+
+def canonical(path: str) -> str:
+    return _NOT_IN_NAME.sub("", path).lstrip(".")
+
+
+def _cut(tensor: Tensor, parts: Mapping[str, int]) -> tuple[Tensor, ...]:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().split(list(parts.values()))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ngpt_train.bench.interleaved import Entry
+from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.training.checkpoint import write_json
 from ngpt_train.training.provenance import git_commit
@@ -14,11 +15,9 @@ from ngpt_train.training.provenance import git_commit
 
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Prints a table of entries; writes them to bench.out as JSON."""
-    from ngpt_train.bench.data import bench
-
     entries = []
     print(f"{'':<44} {'ratio':>6}  {'spread':>15}  {'median':>12}  rate", flush=True)
-    for entry in bench(config):
+    for entry in entries_of(config, overrides):
         print(line(entry), flush=True)
         entries.append(entry.json())
     if config.bench.out is not None:
@@ -27,10 +26,30 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     return 0
 
 
+def entries_of(config: Config, overrides: Sequence[str]) -> Iterator[Entry]:
+    """What bench.what names; its parts are imported here, because most need little of the others' packages."""
+    if config.bench.what == "step":
+        from ngpt_train.bench import step
+
+        # GPT first, the measure; the other is the config's own model, or nGPT.
+        others = [override for override in overrides if not override.startswith("model=")]
+        names = ["gpt", config.model.name if config.model.name != "gpt" else "ngpt"]
+        return step.bench({name: load_config([*others, f"model={name}"], world_size=1) for name in names})
+    from ngpt_train.bench import data
+
+    return data.bench(config)
+
+
 def line(entry: Entry) -> str:
     ratio = "" if entry.ratio is None else f"{entry.ratio:.2f}"
     spread = f"{entry.spread[0]:.4g} to {entry.spread[1]:.4g}"
-    rate = "" if entry.rate is None else f"{entry.rate / 1e6:.2f} M{entry.unit}"
+    rate = "" if entry.rate is None else f"{entry.rate / 1e6:.4g} M{entry.unit}"
+    if entry.mfu is not None:
+        rate += f", MFU {entry.mfu:.1%}"
+    if entry.memory_gb is not None:
+        rate += f", {entry.memory_gb:.1f} GB at the most"
+    if entry.activations_mb is not None:
+        rate += f", {entry.activations_mb:.0f} MB of activations"
     if entry.memory_mb is not None:
         rate = f"{entry.memory_mb[0]:.0f} MB resident after a tenth, {entry.memory_mb[1]:.0f} MB at the end"
     return f"{entry.name:<44} {ratio:>6}  {spread:>15}  {entry.median_ms:>9.4g} ms  {rate}"

@@ -40,6 +40,7 @@ def collectives(step: Callable[[], None]) -> int:
 def of_a_model(parallel: str) -> dict[str, Any]:
     """Three steps of nGPT, whose vocabulary does not divide by two."""
     config = run_config("ngpt", SMALL, RECIPE, rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel)
+    config.kernels.kind = "triton"
     state = build_state(config)
     assert isinstance(state.optimizer, RowAdam)
     state.model.project_ = lambda: sys.exit("a second pass over the rows")

@@ -19,7 +19,7 @@ from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
 from ngpt_train.config.architectures import PowerNormConfig
 from ngpt_train.evaluation import Validation
-from ngpt_train.models import Decoder, build_model, export_weights, load_weights, named_weights
+from ngpt_train.models import Decoder, build_model, export_gradients, export_weights, load_weights
 from ngpt_train.models.layers.batch_norms import BatchNorm, BatchStatisticNorm, PowerNorm, PowerNormV
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.checkpoint import load_state
@@ -64,8 +64,8 @@ def padded_batch(seed: int) -> Rows:
 
 
 def gradients(model: Decoder) -> dict[str, Tensor]:
-    found = {name: p.grad.clone() for name, p in named_weights(model) if p.grad is not None}
-    assert found.keys() == dict(named_weights(model)).keys()
+    found = export_gradients(model)
+    assert found.keys() == export_weights(model).keys()
     return found
 
 

@@ -7,6 +7,8 @@ from torch import Tensor
 
 from ngpt_train.models.layers.norms import normalize
 
+# Of a module: parameters that hold several, one below the other, with the names and rows of these.
+Stacked = dict[str, dict[str, int]]
 InUse = Callable[[Tensor, torch.dtype], Tensor]  # (stored matrix, dtype of the product) -> matrix in use
 
 

@@ -1,0 +1,104 @@
+"""What an optimizer step costs: two architectures in turn in one process, on tokens drawn at random.
+
+A step is all of it: forward, backward, clipping, optimizer and projection. On GPUs it is timed to its end; on CPUs what
+counts is the time that the process was computing, because others disturb the clock on the wall.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ngpt_train.bench.interleaved import Entry, interleaved
+from ngpt_train.config.keys import AUTO
+from ngpt_train.config.schema import Config
+from ngpt_train.observe.meters import Meter
+from ngpt_train.training import TrainState, build_state, train_step
+
+ROUNDS = 10
+VOCAB_SIZE = 32_000  # the paper's
+WARM_UP = 3
+
+
+def bench(configs: Mapping[str, Config], rounds: int = ROUNDS) -> Iterator[Entry]:
+    """One entry for each config, compared with the first. Needs no data; the configs are of one batch and context."""
+    states = {name: build_state(with_vocabulary(config)) for name, config in configs.items()}
+    runs = {name: steps_of(state) for name, state in states.items()}
+    for run in runs.values():
+        for _ in range(WARM_UP):
+            run()
+    on_cpu = next(iter(states.values())).world.device.type == "cpu"
+    clock = time.process_time if on_cpu else time.perf_counter
+    first = next(iter(configs))
+    for entry in interleaved(runs, first, rounds, "tokens", clock):
+        state = states[entry.name]
+        activations = saved_activations(state) / 1e6
+        yield replace(entry, mfu=mfu(state, entry), activations_mb=activations, memory_gb=peak_memory(runs[entry.name]))
+
+
+def with_vocabulary(config: Config) -> Config:
+    """There is no tokenizer here to ask for its size."""
+    size = VOCAB_SIZE if config.model.vocab_size == AUTO else config.model.vocab_size
+    return replace(config, model=replace(config.model, vocab_size=size))
+
+
+def tokens_of(state: TrainState) -> list[tuple[Tensor, Tensor]]:
+    """The micro batches of a step: `(micro_rows, context)` each, of this rank."""
+    config, world = state.config, state.world
+    vocab_size = int(config.model.vocab_size)
+    generator = torch.Generator().manual_seed(world.rank)
+    n_micro = config.train.rows_per_step // (state.micro_rows * world.size)
+    rows = torch.randint(vocab_size, (n_micro, state.micro_rows, config.model.context + 1), generator=generator)
+    rows = rows.to(world.device)
+    return [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+
+
+def steps_of(state: TrainState) -> Callable[[], float]:
+    """A step to its end; gives the tokens of it over all ranks."""
+    micro_batches = tokens_of(state)
+
+    def run() -> float:
+        result = train_step(state, micro_batches)
+        return float(result.n_tokens)  # waits for the device
+
+    return run
+
+
+def saved_activations(state: TrainState) -> int:
+    """Bytes that a forward pass over one micro batch keeps for the backward pass, weights left out."""
+    weights = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss, _ = state.forward(*tokens_of(state)[0])
+    loss.backward()
+    state.optimizer.zero_grad(set_to_none=True)
+    return sum(kept.values())
+
+
+def mfu(state: TrainState, entry: Entry) -> float | None:
+    """(6 weights + 12 L d_model T) tokens/s over the peak of all devices, as PaLM counts; None where it is not known."""
+    config = state.config
+    flops = state.model.flops_per_token(config.model.context)
+    dtype = state.model.compute_dtype or torch.float32
+    peak = Meter(flops, state.world.size, state.world.device, dtype).peak
+    return None if peak is None or entry.rate is None else flops * entry.rate / peak
+
+
+def peak_memory(run: Callable[[], float]) -> float | None:
+    """GB of tensors at the most during a step, both architectures' weights included; None on CPUs."""
+    if not torch.cuda.is_available():
+        return None
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    return torch.cuda.max_memory_allocated() / 1e9
