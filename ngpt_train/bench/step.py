@@ -87,7 +87,7 @@ def saved_activations(state: TrainState) -> int:
 
 
 def mfu(state: TrainState, entry: Entry) -> float | None:
-    """(6 weights + 12 L d_model T) tokens/s over the peak of all devices, as PaLM counts; None where it is not known."""
+    """(6 weights + 12 L d_model T) tokens/s over the peak of all devices, as PaLM counts; None where not known."""
     config = state.config
     flops = state.model.flops_per_token(config.model.context)
     dtype = state.model.compute_dtype or torch.float32
