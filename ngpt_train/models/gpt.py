@@ -9,6 +9,7 @@ import math
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import GPTConfig
+from ngpt_train.kernels.dispatch import falls_back
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
@@ -29,6 +30,7 @@ class GPTAttention(Attention):
     def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.q_norm is None:
             return super().heads(qkv, rope)
+        falls_back("rotary", qkv, "GPT's model.qk_norm=true")
         return self.compared(*self.split(qkv), rope)
 
     def compared(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:

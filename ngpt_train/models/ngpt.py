@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import NGPTConfig
+from ngpt_train.kernels.dispatch import falls_back
 from ngpt_train.kernels.rotary import rotary
 from ngpt_train.kernels.scaled_linear import scaled_swiglu
 from ngpt_train.kernels.sphere_step import sphere_step
@@ -75,13 +76,14 @@ class NGPTAttention(Attention):
         Only the product of q and k counts, so both factors s_qk go to q: the same function, one pass
         less, and right for grouped keys, which have fewer heads than s_qk.
         """
-        if rope is None or not self.qk_norm:
-            return self.compared(*self.split(qkv), rope)
+        if rope is None:
+            return self.compared(*self.split(qkv), None)
         heads = self.n_heads, self.n_kv_heads
-        return rotary(qkv, rope.cos, rope.sin, *heads, rope.interleaved, normalized=True, scale=self.s_qk().square())
+        return rotary(qkv, rope.cos, rope.sin, *heads, rope.interleaved, self.qk_norm, scale=self.s_qk().square())
 
     def compared(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         """The same, step by step: of two sequences there is no rotation (model.qk_norm=false: no Norm)."""
+        falls_back("rotary", q, "queries without a rotation, as in cross-attention")
         q, k, v = super().compared(q, k, v, rope)
         if self.qk_norm:
             q, k = normalize(q), normalize(k)
@@ -103,6 +105,7 @@ class NGPTMLP(MLP):
         s_u, s_v = self.s_u(), self.s_v() * self.sqrt_d_model
         if self.activation is F.silu:
             return scaled_swiglu(x, w_uv, s_u, s_v)
+        falls_back("swiglu", x, f"model.activation={self.activation.__name__}")
         u, v = F.linear(x, w_uv).chunk(2, dim=-1)
         return s_u * u * self.activation(s_v * v)
 
@@ -129,6 +132,7 @@ class NGPTBlock(nn.Module):
         alpha = alpha.abs() if self.positive else alpha
         if self.update is lerp:
             return sphere_step(h, suggestion, alpha)
+        falls_back("sphere_step", h, f"model.update={self.update.__name__}")
         h = normalize(self.update(h, normalize(suggestion), alpha)).to(h.dtype)
         return h, h
 

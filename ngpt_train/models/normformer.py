@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import NormFormerConfig
+from ngpt_train.kernels.dispatch import falls_back
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
@@ -50,6 +51,8 @@ class HeadScaleAttention(Attention):
     def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
         if self.norm_q is None or self.norm_k is None or self.norm_v is None:
             return super().heads(qkv, rope)
+        if rope is not None:
+            falls_back("rotary", qkv, "model.qkv_norm=true")
         q, k, v = self.split(qkv)
         return self.compared(self.norm_q(q), self.norm_k(k), self.norm_v(v), rope)
 

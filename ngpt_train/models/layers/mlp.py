@@ -7,14 +7,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import ModelConfig
+from ngpt_train.kernels.dispatch import falls_back
 from ngpt_train.kernels.swiglu import swiglu
 from ngpt_train.models.layers.attention import linear
 from ngpt_train.models.layers.matrix import InUse, Stacked, as_stored
 
+
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu": F.gelu,  # the exact one, not tanh's approximation
-    "relu2": lambda x: F.relu(x).square(),
+    "relu2": relu2,
 }
 
 
@@ -55,6 +61,7 @@ class MLP(nn.Module):
         uv = F.linear(x, w_uv)
         if self.activation is F.silu:
             return swiglu(uv)
+        falls_back("swiglu", uv, f"model.activation={self.activation.__name__}")
         u, v = uv.chunk(2, dim=-1)
         return u * self.activation(v)
 

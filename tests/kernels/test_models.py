@@ -1,0 +1,48 @@
+"""Models on Triton's kernels are the models in plain PyTorch."""
+
+import pytest
+import torch
+
+from ngpt_train.kernels import dispatch
+from ngpt_train.kernels.dispatch import chosen
+from ngpt_train.models import export_gradients
+from tests.properties.architectures import ARCHITECTURES, VARIANTS, Size, error, jittered, random_batch
+
+NGPTS = ["slerp", "free alpha", "without qk-norm", "gelu", "interleaved", "parametrization", "scalars", "fixed"]
+TINY = Size(d_model=32, n_layers=1, n_heads=2, vocab_size=48, n_kv_heads=1, d_mlp=40, source_context=4)
+
+
+OPTIONS = ["gpt tied", "gpt gelu", *(f"ngpt {option}" for option in NGPTS)]
+
+
+@pytest.mark.parametrize("name", [*ARCHITECTURES, *OPTIONS])
+def test_fused_is_plain(name: str) -> None:
+    """Logits, loss and every gradient in fp32. Caught: a kernel that is told another scale, layout or option."""
+    architecture = (ARCHITECTURES | VARIANTS)[name]
+    found = {}
+    for kernels in ("torch", "triton"):
+        model, _ = jittered(architecture, TINY, torch.float32)
+        tokens, targets = random_batch(architecture, TINY, 2, 9)
+        with chosen(kernels):
+            loss, _ = model.loss(tokens, targets)
+            loss.backward()
+            found[kernels] = {"logits": model(tokens).detach(), "loss": loss.detach(), **export_gradients(model)}
+    assert found["triton"].keys() == found["torch"].keys()
+    largest = max(x.abs().max().item() for x in found["torch"].values())
+    for key, expected in found["torch"].items():
+        assert error(found["triton"][key], expected, floor=1e-3 * largest) < 1e-4, key
+    assert not torch.equal(found["triton"]["loss"], torch.zeros(()))
+
+
+def test_what_has_no_kernel_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Caught: a silent way round a kernel, a line in the log for each call, one where nobody asked for kernels."""
+    dispatch._say_once.cache_clear()
+    for kernels, lines in (("torch", []), ("auto", []), ("triton", ["sphere_step", "swiglu"])):
+        with chosen(kernels):
+            for option in ("slerp", "gelu", "slerp"):
+                model, _ = jittered(VARIANTS[f"ngpt {option}"], TINY, torch.float32)
+                model(torch.zeros(1, 3, dtype=torch.long))
+        said = [record.getMessage() for record in caplog.records]
+        assert [line.split()[1] for line in said] == lines
+    assert "does not know model.update=slerp" in said[0]
+    assert "does not know model.activation=gelu" in said[1]
