@@ -1,9 +1,8 @@
 """Memory of one rank, item by item, worked out without running anything.
 
 Weights, gradients and moments are exact. The rest depends on when the device allocates and frees, and is an
-estimate. Beside the counted peak of eager steps of GPT and nGPT its total was 16 % too low to 18 % too high. At debug
-and tiny, where the logits weigh most, it was 9 % too low (nGPT) to 30 % too high (NormFormer) over all architectures,
-10 % to 39 % too high where activations are recomputed.
+estimate: what steps of all architectures keep for the backward pass was counted to be 0.6 (NormFormer in bf16) to 1.2
+times the activations given here.
 """
 
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ import torch
 
 from ngpt_train.config.architectures import EncoderDecoderKeys
 from ngpt_train.config.schema import Config
+from ngpt_train.kernels.cross_entropy import GPU_ROWS
 from ngpt_train.models import Decoder
 
 
@@ -91,8 +91,8 @@ def activation_items(config: Config, model: Decoder, size: int, compiled: bool, 
     d_mlp = shape.d_mlp or 4 * shape.d_model
     # Input, its norm or the suggestion, and sum of both halves; q, k, v before and after; attention's y; u, v, hidden.
     values = 6 * shape.d_model + 3 * d_q + 3 * d_kv + 3 * d_mlp
-    # A compiled block kept 0.8 (GPT) to 1.1 (nGPT) times this. An eager one keeps more values, more of them in fp32.
-    value_size = size if compiled else size + 2
+    # A compiled block kept 0.95 (GPT) to 1.15 (nGPT) times this; an eager one in bf16 keeps most of it in fp32.
+    value_size = size if compiled else 4
     block, formula = value_size * values, f"{value_size} x (6 d_model + 3 d_q + 3 d_kv + 3 d_mlp)"
     # Of a row's tokens the source goes through the encoder's blocks, the rest through the decoder's.
     source = shape.source_length(shape.context) if isinstance(shape, EncoderDecoderKeys) else 0
@@ -105,9 +105,11 @@ def activation_items(config: Config, model: Decoder, size: int, compiled: bool, 
     else:
         activations = token_blocks * block
         formula = f"micro tokens x n_layers x {formula}"
-    # cross_entropy keeps the log-softmax in fp32, its gradient is as large, and the product's result lives on beside.
-    vocab_size = model.unembedding.shape[0]
+    # The loss keeps its gradients instead of logits, which it makes for some tokens at a time.
+    vocab_size, chunk = model.unembedding.shape[0], min(tokens_decoded, GPU_ROWS)
+    gradients = 4 * vocab_size * shape.d_model + size * tokens_decoded * shape.d_model
+    formula_of_loss = f"4 x V x d_model + {size} x micro tokens x d_model + {size} x {chunk} x V"
     return [
         MemoryItem("activations", activations, False, formula),
-        MemoryItem("logits", tokens_decoded * vocab_size * (8 + size), False, f"micro tokens x V x (4 + 4 + {size})"),
+        MemoryItem("loss", gradients + size * chunk * vocab_size, False, formula_of_loss),
     ]

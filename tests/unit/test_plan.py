@@ -69,7 +69,7 @@ def test_memory_of_each_layout() -> None:
     assert memory(fsdp)["Adam's moments"] == (n - vectors) + 8 * vectors  # 8 bytes over 8 ranks
     assert memory(fsdp)["gathered embeddings"] == 8 * 2 * 32000 * 1024
     assert memory(fsdp)["activations"] == memory(single)["activations"] == 4 * 4096 * 24 * 2 * 24 * 1024
-    assert memory(single)["logits"] == 4 * 4096 * 32000 * 10
+    assert memory(single)["loss"] == 4 * 32000 * 1024 + 2 * 4 * 4096 * 1024 + 2 * 4096 * 32000
     for made in (single, ddp, fsdp):
         assert made["memory_per_rank"]["total"] == sum(memory(made).values())
     full = plan("model=ngpt", "train.activation_checkpointing=full", "train.micro_rows=4")

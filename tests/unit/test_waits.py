@@ -1,0 +1,62 @@
+"""The host does not wait for the device between log points."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ngpt_train.kernels.cross_entropy import linear_cross_entropy_forward
+from ngpt_train.training import build_state, train_step
+from tests.properties.architectures import ARCHITECTURES, SMALL
+from tests.properties.runs import padded_rows, run_config, text_like_rows
+from tests.reference.training import Recipe
+
+ROWS, T = 4, 16
+RECIPE = Recipe(20, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=1.0, warmup_steps=0)
+# What on a GPU ends in a copy to the host: a number of it, or a size that depends on values.
+WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2", "item"}
+
+
+class Waits(TorchDispatchMode):
+    """Counts them by name. Only tensors that would be on the device count; here all are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is linear_cross_entropy_forward._opoverload:
+            with self:  # one call to whoever does not look inside
+                return linear_cross_entropy_forward._init_fn(*args, **kwargs)
+        name = func.overloadpacket.__name__
+        by_mask = name.startswith("index") and any(
+            isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8)
+            for index in (args[1] if isinstance(args[1], (list, tuple)) else [])
+        )
+        if name in WAITS or by_mask:
+            self.seen.append(name)
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "+" not in name])
+def test_a_step_waits_for_nothing(name: str) -> None:
+    """Forward, backward, clipping, optimizer and projection. Caught: .item(), a branch on a tensor, a boolean index."""
+    architecture = ARCHITECTURES[name]
+    config = run_config(name, SMALL, RECIPE, rows=ROWS, context=T, micro_rows=ROWS // 2, parallel="single")
+    state = build_state(config)
+    for step in range(2):
+        if architecture.has_encoder:
+            batch = padded_rows(ROWS, T, SMALL, step)
+        else:
+            batch = text_like_rows(ROWS, T, SMALL.vocab_size, step)
+        micro_batches = list(zip(*(part.split(ROWS // 2) for part in batch), strict=True))
+        with Waits() as waits:
+            result = train_step(state, micro_batches)
+        assert waits.seen == []
+    with Waits() as waits:  # that the counter sees something
+        assert result.loss.item() > 0
+        result.loss[None][result.loss[None] > 0].sum()
+    assert waits.seen == ["_local_scalar_dense", "index"]
