@@ -73,12 +73,18 @@ def test_gradients_by_hand(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
-def test_strided_input(kernels: str) -> None:
-    """Slices, transposes and broadcast gradients. Caught: a stride that is taken for the width."""
+@pytest.mark.parametrize("first", [0, 1])
+def test_strided_input(kernels: str, first: int) -> None:
+    """Slices, transposes and broadcast gradients. Caught: a stride that is taken for the width, or for another's."""
     h, x, alpha, *g = inputs((6, 4, 80), torch.float32)
     h = torch.cat([h, h], -1)[..., :80]
     x = x.transpose(0, 1).contiguous().transpose(0, 1)
-    g = [g[0][:, :1].expand(6, 4, 80), g[1].permute(2, 0, 1).contiguous().permute(1, 2, 0)]
+    slices = [torch.cat([one, one, one], -1)[..., :80] for one in g]  # whose rows are not copied together
+    g = (
+        [slices[0], g[1].permute(2, 0, 1).contiguous().permute(1, 2, 0)]
+        if first
+        else [g[0].expand(6, 4, 80), slices[1]]
+    )
     arguments = [t.requires_grad_() for t in (h, x, alpha)]
     with chosen(kernels):
         found = gradients(sphere_step(*arguments), arguments, g)
