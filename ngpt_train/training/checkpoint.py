@@ -196,10 +196,21 @@ def verify(checkpoint: Path, world: World) -> None:
         )
 
 
+def check_names(checkpoint: Path, weights: Mapping[str, Any]) -> None:
+    """Raises DataError where the checkpoint's weights are not called as the model's are."""
+    known = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    if missing := [name for name in weights if f"model.{name}" not in known]:
+        raise DataError(
+            f"The checkpoint {checkpoint} has no {missing[0]}: another version of ngpt-train wrote it, which called its "
+            "weights otherwise. Go on with that version, or begin a new run."
+        )
+
+
 def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     """Puts weights, moments and counters into `state`; returns the position in the data. A collective call."""
     verify(checkpoint, state.world)
     model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
+    check_names(checkpoint, model)
     tensors: dict[str, Any] = {
         "model": model,
         "optimizer": optimizer,
@@ -222,6 +233,7 @@ def load_model(checkpoint: Path, model: Decoder, world: World) -> None:
         "model": get_model_state_dict(model),
         "statistics": _room_for_all_ranks(checkpoint, model),
     }
+    check_names(checkpoint, tensors["model"])
     with _quiet():
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
     _set_statistics(model, tensors["statistics"], world)

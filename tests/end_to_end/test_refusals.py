@@ -4,8 +4,10 @@ import fcntl
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch.distributed.checkpoint as dcp
 
 from ngpt_train.__main__ import main
 from ngpt_train.config.schema import TokenizerConfig
@@ -167,6 +169,22 @@ def test_damaged_checkpoint(directory: Path, corpus: Path, capsys: pytest.Captur
     shutil.rmtree(file.parent)
     assert main(["train", *arguments(directory, corpus, "train.steps=6", "checkpoint.every=2")]) == 0
     assert sorted(records(directory / "runs/test")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_weights_of_another_version(
+    directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caught: a traceback from deep inside where a checkpoint calls its weights otherwise."""
+    read = dcp.FileSystemReader.read_metadata
+
+    def without_wqkv(self: dcp.FileSystemReader) -> Any:
+        metadata = read(self)
+        del metadata.state_dict_metadata["model.layers.1.attention.wqkv"]
+        return metadata
+
+    monkeypatch.setattr(dcp.FileSystemReader, "read_metadata", without_wqkv)
+    message = refused(directory, corpus, capsys, 3, "train.steps=6")
+    assert "has no layers.1.attention.wqkv: another version of ngpt-train wrote it" in message
 
 
 @pytest.mark.parametrize(
