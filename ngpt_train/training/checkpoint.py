@@ -201,7 +201,7 @@ def check_names(checkpoint: Path, weights: Mapping[str, Any]) -> None:
     known = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     if missing := [name for name in weights if f"model.{name}" not in known]:
         raise DataError(
-            f"The checkpoint {checkpoint} has no {missing[0]}: another version of ngpt-train wrote it, which called its "
+            f"The checkpoint {checkpoint} has no {missing[0]}: another version of ngpt-train wrote it, which called "
             "weights otherwise. Go on with that version, or begin a new run."
         )
 
