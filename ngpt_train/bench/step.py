@@ -24,7 +24,7 @@ VOCAB_SIZE = 32_000  # the paper's
 WARM_UP = 3
 
 
-def bench(configs: Mapping[str, Config], rounds: int = ROUNDS) -> Iterator[Entry]:
+def bench(configs: Mapping[str, Config]) -> Iterator[Entry]:
     """One entry for each config, compared with the first. Needs no data; the configs are of one batch and context."""
     states = {name: build_state(with_vocabulary(config)) for name, config in configs.items()}
     runs = {name: steps_of(state) for name, state in states.items()}
@@ -34,7 +34,7 @@ def bench(configs: Mapping[str, Config], rounds: int = ROUNDS) -> Iterator[Entry
     on_cpu = next(iter(states.values())).world.device.type == "cpu"
     clock = time.process_time if on_cpu else time.perf_counter
     first = next(iter(configs))
-    for entry in interleaved(runs, first, rounds, "tokens", clock):
+    for entry in interleaved(runs, first, ROUNDS, "tokens", clock):
         state = states[entry.name]
         activations = saved_activations(state) / 1e6
         yield replace(entry, mfu=mfu(state, entry), activations_mb=activations, memory_gb=peak_memory(runs[entry.name]))

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ngpt_train.__main__ import main
-from ngpt_train.bench import data
+from ngpt_train.bench import data, step
 from ngpt_train.bench.interleaved import interleaved
 from ngpt_train.config import load_config
 from ngpt_train.data import TrainLoader, open_dataset, reader_of
@@ -56,6 +56,22 @@ def test_bench_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert entries[name]["median_ms"] > 0
     assert entries["streaming an epoch, bytes"]["memory_mb"][1] > 0
     assert not list(Path(data.tempfile.gettempdir()).glob("tmp*/shards/manifest.json")), "left behind"
+
+
+def test_bench_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of GPT and the config's model, which train on the same batch size. Caught: two runs of one architecture."""
+    monkeypatch.setattr(step, "ROUNDS", 2)
+    out = tmp_path / "result.json"
+    size = ["scale=debug", "model.context=16", "train.batch_rows=4", "train.device=cpu", "model.vocab_size=64"]
+    for given, name in (([], "ngpt"), (["model=normformer"], "normformer")):
+        assert main(["bench", "step", *size, *given, f"bench.out={out}"]) == 0
+        first, second = json.loads(out.read_text())["entries"]
+        assert (first["name"], first["ratio"], second["name"], second["relative_to"]) == ("gpt", 1, name, "gpt")
+        assert second["spread"][0] <= second["ratio"] <= second["spread"][1]
+        assert second["rate"] == pytest.approx(64 / second["median_ms"] * 1e3)
+        assert first["activations_mb"] != second["activations_mb"] > 0
+        assert first["mfu"] is None, "the peak of a CPU is guessed"
+    assert f"{'normformer':<44}" in capsys.readouterr().out
 
 
 def test_both_sides_read_the_same_ids(tmp_path: Path) -> None:
