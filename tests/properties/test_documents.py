@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ngpt_train.distributed.layouts import recomputed
 from ngpt_train.models import Decoder
+from ngpt_train.kernels import attention
 from ngpt_train.models.layers import documents
 from ngpt_train.models.layers.documents import check_room, packed, positions_in_documents, varlen_kernel
 from tests.properties.architectures import ARCHITECTURES, SMALL, VARIANTS, Size, jittered
@@ -176,7 +177,7 @@ def test_what_the_kernels_are_told(package: str, size: Size, monkeypatch: pytest
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     choose = varlen_kernel.__wrapped__
     kernel = choose(torch.device("cuda", 0), 64, torch.bfloat16)
-    assert kernel is {"torch": documents.torch_varlen, "flash_attn": documents.flash_varlen}[package]
+    assert kernel is {"torch": attention.torch_varlen, "flash_attn": documents.flash_varlen}[package]
 
     model, _ = jittered(DECODERS["ngpt"], size)
     tokens, targets, doc_ids = rows(size)
@@ -206,7 +207,7 @@ def test_blocks_compile_whole(name: str, kind: str, monkeypatch: pytest.MonkeyPa
     Caught: a number of documents that is part of the graph, a kernel that is looked up while tracing.
     """
     if kind == "varlen":  # as torch has it, which to the compiler is one operation
-        monkeypatch.setattr(documents, "varlen_kernel", lambda *_: documents.torch_varlen)
+        monkeypatch.setattr(documents, "varlen_kernel", lambda *_: attention.torch_varlen)
     eager, compiled = (jittered(DECODERS[name], SMALL)[0] for _ in range(2))
     torch.compiler.reset()
     for block in compiled.blocks():
