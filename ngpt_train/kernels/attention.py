@@ -35,6 +35,7 @@ LARGEST_VARLEN_HEAD = 192  # larger ones have no backward pass on some GPUs
 
 _choice = "auto"
 _flash: Flash | None = None  # what flash_attn stands for, if chosen
+_said: set[str] = set()
 
 
 class Packed(NamedTuple):
@@ -199,6 +200,8 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # Said while a model is compiled, too, and no part of what is compiled.
 @torch.compiler.assume_constant_result
-@functools.cache
 def _say_once(backend: str, why: str) -> None:
-    logger.info("attention: %s (%s)", backend, why)
+    line = f"attention: {backend} ({why})"
+    if line not in _said:
+        _said.add(line)
+        logger.info("%s", line)
