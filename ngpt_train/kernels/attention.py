@@ -67,8 +67,7 @@ def choose(attention: str, device: torch.device, d_head: int, dtype: torch.dtype
         try:
             found = flash.find(device, d_head, dtype)
         except NoKernel as error:
-            fix = "Install what is missing (the extra [flash] is flash-attn 2), or use kernels.attention=auto"
-            raise ValueError(f"kernels.attention=flash_attn: {error}. {fix}") from None
+            raise ValueError(f"kernels.attention=flash_attn: {error}. Use kernels.attention=auto") from None
     if attention == "flex" and device.type != "cuda":
         raise ValueError("kernels.attention=flex: it has no backward pass on CPUs. Use kernels.attention=auto")
     _choice, _flash = attention, found
@@ -151,7 +150,7 @@ def find_varlen(device: torch.device, d_head: int, dtype: torch.dtype) -> tuple[
     try:
         installed = flash.find(device, d_head, dtype)
     except NoKernel as error:
-        return torch_varlen, "torch's varlen for documents", f"kernels.attention=auto, {error}"
+        return torch_varlen, "torch's varlen for documents", f"kernels.attention=auto: {error}"
     return installed.varlen, f"flash-attn {installed.version}'s varlen for documents", "kernels.attention=auto"
 
 

@@ -70,8 +70,8 @@ def find(device: torch.device, d_head: int, dtype: torch.dtype) -> Flash:
             check_suits(device, d_head, dtype, LARGEST_HEAD[version])
             return load(version)
         except (NoKernel, ImportError) as error:
-            found.append(f"flash-attn {version}: {error}")
-    raise NoKernel("; ".join(found))
+            found.append(f"{version}: {error}")
+    raise NoKernel(f"no flash-attn for this GPU is installed; the extra [flash] is version 2 ({'; '.join(found)})")
 
 
 def by_speed(capability: tuple[int, int]) -> tuple[int, ...]:

@@ -190,13 +190,19 @@ def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
         ("flash_attn", GPU, 64, torch.float32, "bf16 or fp16, and train.precision asks for float32"),
         ("flash_attn", GPU, 20, BF16, "heads of a multiple of 8 up to 256, and these are of 20"),
         ("flash_attn", GPU, 320, BF16, "up to 256, and these are of 320"),
-        ("flash_attn", GPU, 64, BF16, "flash-attn 2: flash_attn is there without its functions"),
+        (
+            "flash_attn",
+            GPU,
+            64,
+            BF16,
+            r"is version 2 \(2: flash_attn is there without its functions",
+        ),
     ]
     for *arguments, message in cases:
-        with pytest.raises(ValueError, match=f"kernels.attention=flash_attn: .*{message}.*use kernels.attention=auto"):
+        with pytest.raises(ValueError, match=f"kernels.attention=flash_attn: .*{message}.*Use kernels.attention=auto"):
             choose(*arguments)
     install(monkeypatch, capability=(9, 0))
-    each = "flash-attn 3: .*flash_attn_interface.*; flash-attn 4: .*; flash-attn 2: .*flash_attn.*the extra .flash."
+    each = r"no flash-attn for this GPU is installed.*3: .*flash_attn_interface.*; 4: .*; 2: .*flash_attn"
     with pytest.raises(ValueError, match=each):
         choose("flash_attn", GPU, 64, BF16)
     install(monkeypatch, "2", capability=(7, 5))
@@ -268,7 +274,7 @@ def test_why_torchs_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, capability=(8, 0))
     kernel, name, why = module.find_varlen(GPU, 64, BF16)
     assert (kernel, name) == (module.torch_varlen, "torch's varlen for documents")
-    assert why.startswith("kernels.attention=auto, flash-attn 2: ")
+    assert why.startswith("kernels.attention=auto: no flash-attn for this GPU is installed")
 
 
 @pytest.mark.parametrize("backend", ["auto", "flex", "varlen", "2", "3"])
