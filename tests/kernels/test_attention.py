@@ -1,13 +1,16 @@
 """Attention, whatever computes it, is the softmax by hand in fp64; the choice is told, made and said as documented."""
 
+import functools
 import logging
 import math
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 from ngpt_train.config import ConfigError
 from ngpt_train.config.architectures import NGPTConfig
@@ -67,8 +70,6 @@ def take(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
         choose("flash_attn", GPU, D, BF16)
     elif backend == "flex":
         # Its formula has gradients on a CPU too, where it refuses them for want of a kernel.
-        from torch.nn.attention import flex_attention
-
         monkeypatch.setattr(flex_attention, "_validate_device", lambda *_: None)
         choose("flex", GPU, D, BF16)
     elif backend == "varlen":
@@ -324,10 +325,25 @@ def test_version_4_in_a_compiled_block(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flex_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: a compilation for each layer."""
+    """Apart from blocks, as on a GPU. Caught: a compilation for each layer, or for the documents of each batch."""
+    take("flex", monkeypatch)
+    torch.compiler.reset()
     module._compiled.cache_clear()
-    compiled: list[object] = []
-    monkeypatch.setattr(torch, "compile", lambda function, **_: compiled.append(function) or object())
-    assert module._compiled(len) is module._compiled(len)
-    assert compiled == [len]
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    compiled = module._compiled(flex_attention.flex_attention)
+    assert compiled is module._compiled(flex_attention.flex_attention)
+
+    def blocks(visible: Any, B: int, T: int, device: torch.device) -> Blocks:
+        return Blocks(module._compiled(flex_attention.create_block_mask)(visible, B, None, T, T, device=device))
+
+    monkeypatch.setattr("ngpt_train.models.layers.documents.blocks", blocks)
+    for seed in range(3):
+        doc_ids = documents(seed)
+        inputs = heads_of(*doc_ids.shape, doc_ids.shape[1], (4, 4), seed)
+        q, k, v, _ = inputs
+        with torch._dynamo.config.patch(error_on_recompile=seed > 0):
+            mask = document_mask(doc_ids, D, BF16)
+            assert isinstance(mask, Blocks)
+            y = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask.mask, scale=SCALE)
+        assert_equal(y.transpose(1, 2), softmax_attention(q, k, v, SCALE, visible_in(doc_ids)), inputs)
     module._compiled.cache_clear()
