@@ -156,6 +156,13 @@ class KernelsConfig:
         "torch: plain PyTorch, the reference; triton: kernels for GPUs since Ampere; auto: triton where it runs.",
         choices=(AUTO, "triton", "torch"),
     )
+    attention: str = key(
+        AUTO,
+        "sdpa: torch's scaled_dot_product_attention, document masks as booleans; flash_attn: the package flash-attn "
+        "(2, 3 or 4), on GPUs; flex: document masks by flex_attention, on GPUs; auto: sdpa, and document masks by "
+        "varlen kernels where they run.",
+        choices=(AUTO, "sdpa", "flash_attn", "flex"),
+    )
 
 
 @dataclass

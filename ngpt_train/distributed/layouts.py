@@ -17,7 +17,7 @@ from ngpt_train.config.keys import AUTO, ConfigError
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
-from ngpt_train.kernels import dispatch
+from ngpt_train.kernels import attention, dispatch
 from ngpt_train.models import Decoder, build_model
 
 # Running statistics are each rank's own. torch 2.13 has renamed the option, and warns of the older name.
@@ -58,10 +58,10 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     wraps it. Weights are fp32 and the same for every layout and world size.
     """
     kind = resolve_kind(config.parallel.kind, world.size, world.device.type)
-    choose_kernels(config.kernels.kind)
+    precision = resolve_precision(config.train.precision, world.device.type)
+    choose_kernels(config, world.device, precision)
     with torch.device("meta") if kind == "fsdp" else world.device:
         model = build_model(config.model, config.run.seed)
-    precision = resolve_precision(config.train.precision, world.device.type)
     model.compute_dtype = None if precision == torch.float32 else precision
     if world.size > 1 and isinstance(config.model, PowerNormConfig) and config.model.statistics == "synchronised":
         synchronise_statistics(model)
@@ -80,10 +80,12 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     return model, model
 
 
-def choose_kernels(kernels: str) -> None:
+def choose_kernels(config: Config, device: torch.device, precision: torch.dtype) -> None:
     """Which kernels this process uses. Raises ConfigError where they cannot run."""
+    d_head = config.model.d_model // config.model.n_heads
     try:
-        dispatch.choose(kernels)
+        dispatch.choose(config.kernels.kind)
+        attention.choose(config.kernels.attention, device, d_head, precision)
     except ValueError as error:
         raise ConfigError(str(error)) from None
 

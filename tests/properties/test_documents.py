@@ -1,18 +1,18 @@
 """A document in a packed row is as if alone, whatever stands around it and however attention is computed."""
 
 import random
-import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from ngpt_train.distributed.layouts import recomputed
+from ngpt_train.kernels.attention import find_varlen, torch_varlen
 from ngpt_train.models import Decoder
 from ngpt_train.models.layers import documents
-from ngpt_train.models.layers.documents import check_room, packed, positions_in_documents, varlen_kernel
+from ngpt_train.models.layers.documents import check_room, packed, positions_in_documents
 from tests.properties.architectures import ARCHITECTURES, SMALL, VARIANTS, Size, jittered
+from tests.reference.flash_attn import GPU, install
 from tests.reference.varlen import run_torchs_kernel_on_cpus, varlen
 
 GROUPED = Size(24, 3, 6, 31, n_kv_heads=2, d_mlp=50)
@@ -144,39 +144,16 @@ def test_room_for_documents() -> None:
     assert len(packed(torch.zeros(3, 8192, dtype=torch.long), varlen).boundaries) == 3 * 256 + 1
 
 
-def flash_attns(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    dropout_p: float = 0.0,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-) -> Tensor:
-    """Stands in for flash_attn.flash_attn_varlen_func (2.7), with the arguments that we have a use for."""
-    assert causal
-    assert cu_seqlens_q is cu_seqlens_k
-    assert max_seqlen_q == max_seqlen_k
-    assert softmax_scale is not None
-    return varlen(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale)
-
-
-@pytest.mark.parametrize("package", ["torch", "flash_attn"])
+@pytest.mark.parametrize("package", ["torch", "2", "3", "4"])
 @pytest.mark.parametrize("size", [SMALL, GROUPED], ids=["small", "grouped"])
 def test_what_the_kernels_are_told(package: str, size: Size, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which kernel a GPU gets, and that it gets scale, causality and grouped heads. (It does not run here.)
 
     Caught: a scale that is not handed on, the words of one package given to the other.
     """
-    installed = SimpleNamespace(flash_attn_varlen_func=flash_attns) if package == "flash_attn" else None
-    monkeypatch.setitem(sys.modules, "flash_attn", installed)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    choose = varlen_kernel.__wrapped__
-    kernel = choose(torch.device("cuda", 0), 64, torch.bfloat16)
-    assert kernel is {"torch": documents.torch_varlen, "flash_attn": documents.flash_varlen}[package]
+    install(monkeypatch, *([] if package == "torch" else [package]))
+    kernel, name, _ = find_varlen.__wrapped__(GPU, 64, torch.bfloat16)
+    assert name == ("torch's" if package == "torch" else f"flash-attn {package}'s") + " varlen for documents"
 
     model, _ = jittered(DECODERS["ngpt"], size)
     tokens, targets, doc_ids = rows(size)
@@ -187,15 +164,20 @@ def test_what_the_kernels_are_told(package: str, size: Size, monkeypatch: pytest
 
 
 def test_where_there_is_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    choose, gpu = varlen_kernel.__wrapped__, torch.device("cuda", 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
-    assert choose(gpu, 128, torch.float16) is not None
-    assert choose(torch.device("cpu"), 64, torch.bfloat16) is None
-    assert choose(gpu, 64, torch.float32) is None
-    assert choose(gpu, 20, torch.bfloat16) is None
-    assert choose(gpu, 256, torch.bfloat16) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (7, 5))
-    assert choose(gpu, 64, torch.bfloat16) is None
+    """Caught: a kernel where it has no backward pass, or none at all."""
+    install(monkeypatch, capability=(8, 0))
+
+    def found(device: torch.device, d_head: int, dtype: torch.dtype) -> bool:
+        return find_varlen.__wrapped__(device, d_head, dtype)[0] is not None
+
+    assert found(GPU, 128, torch.float16)
+    assert found(GPU, 192, torch.bfloat16)
+    assert not found(torch.device("cpu"), 64, torch.bfloat16)
+    assert not found(GPU, 64, torch.float32)
+    assert not found(GPU, 20, torch.bfloat16)
+    assert not found(GPU, 256, torch.bfloat16)
+    install(monkeypatch, capability=(7, 5))
+    assert not found(GPU, 64, torch.bfloat16)
 
 
 @kinds
@@ -206,7 +188,7 @@ def test_blocks_compile_whole(name: str, kind: str, monkeypatch: pytest.MonkeyPa
     Caught: a number of documents that is part of the graph, a kernel that is looked up while tracing.
     """
     if kind == "varlen":  # as torch has it, which to the compiler is one operation
-        monkeypatch.setattr(documents, "varlen_kernel", lambda *_: documents.torch_varlen)
+        monkeypatch.setattr(documents, "varlen_kernel", lambda *_: torch_varlen)
     eager, compiled = (jittered(DECODERS[name], SMALL)[0] for _ in range(2))
     torch.compiler.reset()
     for block in compiled.blocks():

@@ -1,4 +1,4 @@
-"""What a varlen kernel computes, sequence by sequence (the signature is that of models/layers/documents.py)."""
+"""What a varlen kernel computes, sequence by sequence (the signature is that of kernels/flash.py)."""
 
 import torch
 from torch import Tensor

@@ -53,7 +53,7 @@ def test_imports_point_one_way() -> None:
 def test_torch_alone(module: str) -> None:
     # What torch itself imports where it happens to be installed does not count.
     program = (
-        f"import sys, torch, torch.distributed.checkpoint; before = set(sys.modules); import {module}; "
+        f"import sys, torch, torch._dynamo, torch.distributed.checkpoint; before = set(sys.modules); import {module}; "
         f"print(sorted((set(sys.modules) - before) & set({OPTIONAL})))"
     )
     found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)

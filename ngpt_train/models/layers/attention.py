@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.architectures import ModelConfig
+from ngpt_train.kernels.attention import Mask, attention
 from ngpt_train.kernels.rotary import rotary
-from ngpt_train.models.layers.documents import Mask, Packed
 from ngpt_train.models.layers.matrix import InUse, Stacked, as_stored
 from ngpt_train.models.layers.rope import Rope, rotate
 
@@ -80,28 +80,7 @@ class Attention(nn.Module):
             k, v = F.linear(memory, of_memory).chunk(2, dim=-1)
             q, k, v = self.compared(F.linear(x, of_x), k, v, rope)
         q, k, v = (heads.to(x.dtype) for heads in (q, k, v))
-        return self.combine(attend(q, k, v, self.softmax_scale, self.causal, mask))
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Mask) -> Tensor:
-    """softmax(scale q k^T) v: q `(B, T, H, D)`, k and v `(B, S, H_kv, D)` -> `(B, T, H, D)`.
-
-    causal: without a mask each query sees the keys up to its own position; a mask says so itself.
-    """
-    if isinstance(mask, Packed):
-        assert causal
-        y = mask.attention(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), scale)  # (B T, H, D)
-        return y.unflatten(0, q.shape[:2])
-    y = F.scaled_dot_product_attention(
-        q.transpose(1, 2),  # (B, H, T, D)
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        attn_mask=mask,
-        is_causal=mask is None and causal,
-        scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
-    )
-    return y.transpose(1, 2)
+        return self.combine(attention(q, k, v, self.softmax_scale, self.causal, mask))
 
 
 def linear(x: Tensor, matrix: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,43 +3,17 @@
 doc_ids `(B, T)` name the document of each token: they do not decrease along a row, and -1 is padding. Padding is
 treated as one document more, so that what it computes is finite; nothing else sees it.
 
-Attention takes a `Mask`. GPUs have kernels for sequences of any length laid end to end (varlen), which do no work for
-pairs of tokens in two documents; elsewhere a boolean mask says the same. All of this is computed once per forward
-pass, on the device, and the host waits for none of it.
+Attention takes a `Mask`: what a varlen kernel of GPUs needs to know, or where there is none a boolean mask or blocks
+that say the same (kernels/attention.py). All of this is computed once per forward pass, on the device, and the host
+waits for none of it.
 """
-
-from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-
-class Varlen(Protocol):
-    """Causal softmax(scale q k^T) v within each sequence: q `(N, H, D)`, k, v `(N, H_kv, D)` -> `(N, H, D)`.
-
-    Sequence i is the tokens from boundaries[i] to boundaries[i + 1], none where both are the same; `longest` is at
-    least the length of each.
-    """
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor: ...
-
-
-class Packed(NamedTuple):
-    """The rows of a batch laid end to end, cut into documents."""
-
-    kernel: Varlen
-    boundaries: Tensor  # int32, where documents begin and the last one ends; then that end again, to a fixed length
-    longest: int
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        return self.kernel(q, k, v, self.boundaries, self.longest, scale)
-
-
-# Which keys a query sees: those where a boolean tensor that broadcasts to (B, H, T, S) is true; those before it in its
-# document; None: all, or those before it where the attention is causal.
-Mask = Tensor | Packed | None
+from ngpt_train.kernels.attention import Blocks, Mask, Packed, blocks, varlen_kernel, wants_blocks
+from ngpt_train.kernels.flash import Varlen
 
 
 def starts(doc_ids: Tensor) -> Tensor:
@@ -57,7 +31,9 @@ def positions_in_documents(doc_ids: Tensor) -> Tensor:
 def document_mask(doc_ids: Tensor, d_head: int, dtype: torch.dtype) -> Mask:
     """Each token sees itself and what comes before it in its document; d_head and dtype of the q, k and v to come."""
     kernel = varlen_kernel(doc_ids.device, d_head, dtype)
-    return causal_document_mask(doc_ids) if kernel is None else packed(doc_ids, kernel)
+    if kernel is not None:
+        return packed(doc_ids, kernel)
+    return document_blocks(doc_ids) if wants_blocks() else causal_document_mask(doc_ids)
 
 
 def causal_document_mask(doc_ids: Tensor) -> Tensor:
@@ -65,6 +41,16 @@ def causal_document_mask(doc_ids: Tensor) -> Tensor:
     T = doc_ids.shape[1]
     same = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
     return same & torch.ones(T, T, dtype=torch.bool, device=doc_ids.device).tril()
+
+
+def document_blocks(doc_ids: Tensor) -> Blocks:
+    """As `causal_document_mask`, without its `(T, T)`."""
+
+    def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
+        return (s <= t) & (doc_ids[b, t] == doc_ids[b, s])
+
+    B, T = doc_ids.shape
+    return blocks(visible, B, T, doc_ids.device)
 
 
 def packed(doc_ids: Tensor, kernel: Varlen) -> Packed:
@@ -94,36 +80,3 @@ def check_room(doc_ids: Tensor) -> None:
             f"data.document_mask=true: a batch of {B} rows of {T} tokens holds {found} documents, and the GPU's "
             f"kernels have room for {room}. Join the short documents, or set data.document_mask=false"
         )
-
-
-@lru_cache
-def varlen_kernel(device: torch.device, d_head: int, dtype: torch.dtype) -> Varlen | None:
-    """flash-attn's kernel if the package is installed, else torch's own; None where neither runs.
-
-    They are for half precision on GPUs since Ampere. Heads above 192 have no backward pass on some of those.
-    """
-    suits = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) and d_head % 8 == 0 and d_head <= 192
-    if not suits or torch.cuda.get_device_capability(device) < (8, 0):
-        return None
-    try:
-        import flash_attn  # noqa: F401
-    except ImportError:
-        return torch_varlen
-    return flash_varlen
-
-
-def torch_varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
-    from torch.nn.attention.varlen import varlen_attn  # here, because it imports triton
-
-    # torch 2.11 does not have the word, and takes grouped heads without it.
-    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
-    causal = (-1, 0)  # how far it sees to the left, where -1 is all the way, and to the right
-    y = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, scale=scale, window_size=causal, **grouped)
-    assert isinstance(y, Tensor)
-    return y
-
-
-def flash_varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
-    from flash_attn import flash_attn_varlen_func
-
-    return flash_attn_varlen_func(q, k, v, boundaries, boundaries, longest, longest, softmax_scale=scale, causal=True)

@@ -1,0 +1,206 @@
+"""softmax(scale q k^T) v, and what computes it: `kernels.attention=auto|sdpa|flash_attn|flex`.
+
+    rows of one document          auto, sdpa, flex  torch's scaled_dot_product_attention ("sdpa")
+                                  flash_attn        the package's flash_attn_func
+    rows of several documents     auto              a varlen kernel where one runs, else the boolean mask
+                                  sdpa              the boolean mask
+                                  flash_attn        the package's flash_attn_varlen_func
+                                  flex              torch's flex_attention
+    any other boolean mask        all               sdpa with that mask
+
+A varlen kernel computes sequences laid end to end, and does no work for pairs of tokens in two of them: flash-attn's
+if the package is installed, else torch's own. flex_attention skips the blocks of the mask that are all false. The
+boolean mask is computed whole, and runs everywhere.
+
+The scale is always told, because nGPT's is sqrt(D) and each of these would take 1/sqrt(D).
+"""
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ngpt_train.kernels import flash
+from ngpt_train.kernels.flash import Flash, NoKernel, Varlen
+
+logger = logging.getLogger(__name__)
+
+CHOICES = ("auto", "sdpa", "flash_attn", "flex")
+LARGEST_VARLEN_HEAD = 192  # larger ones have no backward pass on some GPUs
+
+_choice = "auto"
+_flash: Flash | None = None  # what flash_attn stands for, if chosen
+_said: set[str] = set()
+
+
+class Packed(NamedTuple):
+    """The rows of a batch laid end to end, cut into documents."""
+
+    kernel: Varlen
+    boundaries: Tensor  # int32, where documents begin and the last one ends; then that end again, to a fixed length
+    longest: int
+
+
+class Blocks(NamedTuple):
+    """A mask as flex_attention takes it: which blocks are to be computed, and what is visible in them."""
+
+    mask: Any  # torch.nn.attention.flex_attention.BlockMask
+
+
+# Which keys a query sees: those where a boolean tensor that broadcasts to (B, H, T, S) is true; those before it in its
+# document; those that the blocks say; None: all, or those before it where the attention is causal.
+Mask = Tensor | Packed | Blocks | None
+
+
+def choose(attention: str, device: torch.device, d_head: int, dtype: torch.dtype) -> None:
+    """For this process, from now on, for heads of d_head in that dtype on that device. Raises ValueError."""
+    global _choice, _flash
+    if attention not in CHOICES:
+        raise ValueError(f"kernels.attention={attention}: allowed are {', '.join(CHOICES)}")
+    found = None
+    if attention == "flash_attn":
+        try:
+            found = flash.find(device, d_head, dtype)
+        except NoKernel as error:
+            raise ValueError(f"kernels.attention=flash_attn: {error}. Use kernels.attention=auto") from None
+    if attention == "flex" and device.type != "cuda":
+        raise ValueError("kernels.attention=flex: it has no backward pass on CPUs. Use kernels.attention=auto")
+    _choice, _flash = attention, found
+
+
+@contextlib.contextmanager
+def chosen(attention: str, device: torch.device, d_head: int, dtype: torch.dtype) -> Iterator[None]:
+    """As `choose`, for a while."""
+    global _choice, _flash
+    before = _choice, _flash
+    choose(attention, device, d_head, dtype)
+    try:
+        yield
+    finally:
+        _choice, _flash = before
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Mask = None) -> Tensor:
+    """softmax(scale q k^T) v: q `(B, T, H, D)`, k and v `(B, S, H_kv, D)` -> `(B, T, H, D)`, all of one dtype.
+
+    causal: without a mask each query sees the keys up to its own position, and T = S; a mask says so itself.
+    """
+    if isinstance(mask, Packed):
+        y = mask.kernel(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask.boundaries, mask.longest, scale)
+        return y.unflatten(0, q.shape[:2])  # (B T, H, D) -> (B, T, H, D)
+    if isinstance(mask, Blocks):
+        return flex(q, k, v, scale, mask)
+    if mask is None and causal and q.shape[1] != k.shape[1]:
+        # The kernels disagree which keys these queries see.
+        raise ValueError(f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys")
+    if mask is None and _flash is not None:
+        _say_once(f"flash-attn {_flash.version}", "kernels.attention=flash_attn")
+        return _flash.dense(q, k, v, scale, causal)
+    if mask is None:
+        _say_once("sdpa", f"kernels.attention={_choice}, and rows are whole")
+    else:
+        _say_once("sdpa with a boolean mask", "other kernels take none")
+    return sdpa(q, k, v, scale, causal, mask)
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+    y = F.scaled_dot_product_attention(
+        q.transpose(1, 2),  # (B, H, T, D)
+        k.transpose(1, 2),
+        v.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=mask is None and causal,
+        scale=scale,
+        enable_gqa=q.shape[2] != k.shape[2],
+    )
+    return y.transpose(1, 2)
+
+
+# Documents: what the mask of a forward pass is to be is asked once, outside of what is compiled.
+
+
+def varlen_kernel(device: torch.device, d_head: int, dtype: torch.dtype) -> Varlen | None:
+    """What computes documents laid end to end; None where a mask does it."""
+    if _choice == "flex":
+        _say_once("flex_attention for documents", "kernels.attention=flex")
+        return None
+    if _choice == "sdpa":
+        _say_once("a boolean mask for documents", "kernels.attention=sdpa")
+        return None
+    if _flash is not None:
+        _say_once(f"flash-attn {_flash.version}'s varlen for documents", "kernels.attention=flash_attn")
+        return _flash.varlen
+    kernel, name, why = find_varlen(device, d_head, dtype)
+    _say_once(name, why)
+    return kernel
+
+
+@functools.lru_cache
+def find_varlen(device: torch.device, d_head: int, dtype: torch.dtype) -> tuple[Varlen | None, str, str]:
+    """The kernel of kernels.attention=auto, its name, and why it is that."""
+    try:
+        flash.check_suits(device, d_head, dtype, LARGEST_VARLEN_HEAD)
+    except NoKernel as error:
+        return None, "a boolean mask for documents", f"kernels.attention=auto would take varlen, but {error}"
+    try:
+        installed = flash.find(device, d_head, dtype)
+    except NoKernel as error:
+        return torch_varlen, "torch's varlen for documents", f"kernels.attention=auto: {error}"
+    return installed.varlen, f"flash-attn {installed.version}'s varlen for documents", "kernels.attention=auto"
+
+
+def torch_varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # here, because it imports triton
+
+    # torch 2.11 does not have the word, and takes grouped heads without it.
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    causal = (-1, 0)  # how far it sees to the left, where -1 is all the way, and to the right
+    y = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, scale=scale, window_size=causal, **grouped)
+    assert isinstance(y, Tensor)
+    return y
+
+
+def wants_blocks() -> bool:
+    """Whether document masks are flex_attention's."""
+    return _choice == "flex"
+
+
+def blocks(visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], B: int, T: int, device: torch.device) -> Blocks:
+    """visible(b, h, t, s): of integers, whether in row b, head h, query t sees key s; the same for all heads."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    # Uncompiled it would write out all of (B, T, T).
+    create = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
+    return Blocks(create(visible, B, None, T, T, device=device))
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Blocks) -> Tensor:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # In a compiled block it is compiled with that. On a CPU it is the plain formula, for tests.
+    apart = q.is_cuda and not torch.compiler.is_compiling()
+    run = _compiled(flex_attention) if apart else cast(Callable[..., Any], flex_attention)
+    grouped = q.shape[2] != k.shape[2]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
+    y = run(q, k, v, block_mask=mask.mask, scale=scale, enable_gqa=grouped)
+    assert isinstance(y, Tensor)
+    return y.transpose(1, 2)
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=False)
+
+
+# Said while a model is compiled, too, and no part of what is compiled.
+@torch.compiler.assume_constant_result
+def _say_once(backend: str, why: str) -> None:
+    line = f"attention: {backend} ({why})"
+    if line not in _said:
+        _said.add(line)
+        logger.info("%s", line)

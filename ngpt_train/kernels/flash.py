@@ -1,0 +1,115 @@
+"""The package flash-attn, which is three: its major versions are installed, and imported, under names of their own.
+
+    2  flash_attn               GPUs since Ampere       gives y
+    3  flash_attn_interface     Hopper                  gives y, before its first release (y, log-sum-exp)
+    4  flash_attn.cute          Hopper and Blackwell    gives (y, log-sum-exp)
+
+Several may be installed side by side, and a directory flash_attn says nothing: version 4 alone brings one without
+functions, and there are builds of 2 that hold the files of 4 without what those need. So a version is there if its
+functions can be imported. Their order of arguments differs, their names do not.
+"""
+
+import importlib
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+PACKAGES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
+# Heads with a backward pass on each GPU that a version is taken for.
+LARGEST_HEAD = {2: 192, 3: 256, 4: 128}
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+class NoKernel(ValueError):
+    """Why there is none, in words that end with no full stop."""
+
+
+class Dense(Protocol):
+    """softmax(scale q k^T) v: q `(B, T, H, D)`, k and v `(B, S, H_kv, D)` -> `(B, T, H, D)`; causal wants T = S."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor: ...
+
+
+class Varlen(Protocol):
+    """Causal softmax(scale q k^T) v within each sequence: q `(N, H, D)`, k, v `(N, H_kv, D)` -> `(N, H, D)`.
+
+    Sequence i is the tokens from boundaries[i] to boundaries[i + 1], none where both are the same; `longest` is at
+    least the length of each.
+    """
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor: ...
+
+
+class Flash(NamedTuple):
+    """One of the versions, called as attention.py calls a kernel."""
+
+    version: int
+    dense: Dense
+    varlen: Varlen
+
+
+def check_suits(device: torch.device, d_head: int, dtype: torch.dtype, largest_head: int) -> None:
+    """Raises NoKernel where the kernels of flash-attn, torch's copy of them included, do not run."""
+    if device.type != "cuda":
+        raise NoKernel(f"its kernels are for GPUs, and this runs on a {device.type.upper()}")
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        raise NoKernel("its kernels are for GPUs since Ampere, and this one is older")
+    if dtype not in DTYPES:
+        raise NoKernel(f"it computes in bf16 or fp16, and train.precision asks for {dtype}".replace("torch.", ""))
+    if d_head % 8 or d_head > largest_head:
+        raise NoKernel(f"it takes heads of a multiple of 8 up to {largest_head}, and these are of {d_head}")
+
+
+def find(device: torch.device, d_head: int, dtype: torch.dtype) -> Flash:
+    """The fastest version that is installed and runs there. Raises NoKernel, with what was found."""
+    check_suits(device, d_head, dtype, max(LARGEST_HEAD.values()))
+    found = []
+    for version in by_speed(torch.cuda.get_device_capability(device)):
+        try:
+            check_suits(device, d_head, dtype, LARGEST_HEAD[version])
+            return load(version)
+        except (NoKernel, ImportError) as error:
+            found.append(f"{version}: {error}")
+    raise NoKernel(f"no flash-attn for this GPU is installed; the extra [flash] is version 2 ({'; '.join(found)})")
+
+
+def by_speed(capability: tuple[int, int]) -> tuple[int, ...]:
+    """The versions with a backward pass on such a GPU, the fastest first."""
+    if capability < (9, 0):
+        return (2,)
+    return (3, 4, 2) if capability < (10, 0) else (4, 2)
+
+
+def load(version: int) -> Flash:
+    """Raises ImportError."""
+    package = importlib.import_module(PACKAGES[version])
+    try:
+        of_rows, of_sequences = package.flash_attn_func, package.flash_attn_varlen_func
+    except AttributeError as error:
+        raise ImportError(f"{PACKAGES[version]} is there without its functions: {error}") from None
+    if version == 4:  # it generates its code when called, which the compiler cannot trace
+        of_rows, of_sequences = torch.compiler.disable(of_rows), torch.compiler.disable(of_sequences)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:
+        return _output(of_rows(q, k, v, softmax_scale=scale, causal=causal))
+
+    def varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+        y = of_sequences(
+            q,
+            k,
+            v,
+            cu_seqlens_q=boundaries,
+            cu_seqlens_k=boundaries,
+            max_seqlen_q=longest,
+            max_seqlen_k=longest,
+            softmax_scale=scale,
+            causal=True,
+        )
+        return _output(y)
+
+    return Flash(version, dense, varlen)
+
+
+def _output(y: Any) -> Tensor:
+    return y[0] if isinstance(y, tuple) else y
