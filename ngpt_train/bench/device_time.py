@@ -37,19 +37,22 @@ def copy_ceiling(device: torch.device, gigabytes: float = 4.0) -> float:
     return 1e-9 * rate(copy)
 
 
-def product_ceiling(device: torch.device, n: int, k: int, m: int, transposed: bool = False) -> float:
-    """FLOP/s of a bf16 product `(n, k) (k, m)` of random numbers; transposed: the second is stored as `(m, k)`."""
-    a = torch.randn(n, k, device=device).to(torch.bfloat16)
-    b = torch.randn(m, k, device=device).to(torch.bfloat16).t() if transposed else None
-    if b is None:
-        b = torch.randn(k, m, device=device).to(torch.bfloat16)
+def product_seconds(device: torch.device, n: int, k: int, m: int, stored: str = "nn") -> float:
+    """Of a bf16 product `(n, k) (k, m)` of random numbers. stored: n as it is, t as the transpose, for each factor."""
+
+    def factor(rows: int, columns: int, how: str) -> torch.Tensor:
+        if how == "t":
+            return torch.randn(columns, rows, device=device, dtype=torch.bfloat16).t()
+        return torch.randn(rows, columns, device=device, dtype=torch.bfloat16)
+
+    a, b = factor(n, k, stored[0]), factor(k, m, stored[1])
     out = torch.empty(n, m, dtype=torch.bfloat16, device=device)
 
     def product() -> float:
         torch.mm(a, b, out=out)
-        return 2 * n * k * m
+        return 1
 
-    return rate(product)
+    return 1 / rate(product)
 
 
 def rate(run: Run) -> float:

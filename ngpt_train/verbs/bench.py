@@ -16,7 +16,7 @@ from ngpt_train.training.provenance import git_commit
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Prints a table of entries; writes them to bench.out as JSON."""
     entries = []
-    print(f"{'':<44} {'ratio':>6}  {'spread':>15}  {'median':>12}  rate", flush=True)
+    print(f"{'':<58} {'ratio':>6}  {'spread':>15}  {'median':>12}  rate", flush=True)
     for entry in entries_of(config, overrides):
         print(line(entry), flush=True)
         entries.append(entry.json())
@@ -69,4 +69,4 @@ def line(entry: Entry) -> str:
         rate += f", error {entry.error:.1e}"
     if entry.memory_mb is not None:
         rate = f"{entry.memory_mb[0]:.0f} MB resident after a tenth, {entry.memory_mb[1]:.0f} MB at the end"
-    return f"{entry.name:<44} {ratio:>6}  {spread:>15}  {entry.median_ms:>9.4g} ms  {rate}"
+    return f"{entry.name:<58} {ratio:>6}  {spread:>15}  {entry.median_ms:>9.4g} ms  {rate}"

@@ -34,9 +34,8 @@ def test_bench_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
             ours, eager = (entries[f"{operation}, d 64{label}: {who}"] for who in ("ours", "eager"))
             assert ours["relative_to"] == eager["name"]
             assert 0 < ours["error"] < 1e-5
-            assert eager["ratio"] == 1 and ours["ratio"] > 0 and ours["median_ms"] > 0
-    both, forward = (entries[f"swiglu, d 64, {label}: eager"] for label in ("forward and backward", "forward"))
-    assert both["median_ms"] > forward["median_ms"]
+            assert eager["ratio"] == 1
+            assert min(ours["ratio"], ours["median_ms"]) > 0
 
 
 def test_a_wrong_kernel_is_never_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
