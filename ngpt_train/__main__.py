@@ -27,7 +27,7 @@ VERBS = {
     "prepare": "Tokenize a corpus into shards that train reads.",
     "evaluate": "Validation loss of a checkpoint.",
     "generate": "Sample text from a checkpoint.",
-    "bench": "Measure the parts of a run: `bench data`, `step`, `kernels` or `gpu`.",
+    "bench": "Measure the parts of a run: `bench data`, `step`, `kernels`, `attention`, ...",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
 }
 USAGE = """\

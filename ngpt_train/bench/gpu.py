@@ -3,9 +3,10 @@
     python -m ngpt_train bench gpu --budget 520 --out DIR          # one GPU since Ampere, in under 9 minutes
     python -m ngpt_train.bench.gpu --device cpu --scale debug --budget 60
 
-In this order: versions, ceilings (copies and matrix products), kernels (right, then fast), steps of GPT and nGPT in
-turn. What the budget has no time for is skipped, and said to be. DIR receives bench.json, written after each part, and
-caches.tar.gz, what torch.compile and Triton compiled: where it lies in DIR already, that is not compiled again.
+In this order: versions, ceilings (copies and matrix products), attention, kernels (right, then fast), steps of GPT and
+nGPT in turn. What the budget has no time for is skipped, and said to be. DIR receives bench.json, written after each
+part, and caches.tar.gz, what torch.compile and Triton compiled: where it lies in DIR already, that is not compiled
+again.
 """
 
 from __future__ import annotations
@@ -27,16 +28,16 @@ from typing import Any
 
 import torch
 
-from ngpt_train.bench import gpu_steps, kernels
+from ngpt_train.bench import attention, gpu_steps, kernels
 from ngpt_train.bench.device_time import copy_ceiling, product_seconds
 from ngpt_train.bench.gpu_steps import Measured
-from ngpt_train.bench.interleaved import Entry
+from ngpt_train.bench.gpu_tables import kernel_line, print_tables, step_line
 from ngpt_train.kernels import dispatch
 from ngpt_train.training.checkpoint import write_json
 from ngpt_train.training.provenance import git_commit
 
 RESERVE = 15.0  # seconds of the budget that the caches and the table take
-KERNELS_SHARE = 0.25  # of the budget, at the most
+ATTENTION_SHARE, KERNELS_SHARE = 0.08, 0.25  # of the budget, at the most
 TOKENS = 32_768  # of the products that are timed: a step of 8 rows of 4096
 CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 MFU = (
@@ -47,6 +48,7 @@ SCALES: dict[str, tuple[list[kernels.Shape], kernels.Sizes]] = {
     "paper": (kernels.SHAPES, kernels.ON_GPU),
     "debug": ([(64, 256, 32)], kernels.Sizes(2, 64, 512, 3)),
 }
+ATTENTION = {"paper": attention.ON_GPU, "debug": [(2, 2, 64, 32)]}
 
 
 class Protocol:
@@ -140,6 +142,17 @@ class Protocol:
         self.found["ceilings"][f"{size} products, ms"] = 1e3 * total
         self.say(f"{size}: products of a step of {TOKENS} tokens: {1e3 * total:.1f} ms")
 
+    def attention(self) -> None:
+        until = min(self.deadline, time.monotonic() + ATTENTION_SHARE * self.budget)
+        for shape in ATTENTION[self.scale]:
+            if time.monotonic() > until:
+                self.skip(f"attention, {shape[2]} tokens")
+                continue
+            for entry in attention.bench(self.device, [shape], 5, self.say):
+                assert entry.rate is not None
+                self.say(f"{entry.name}: {1e3 * entry.median_ms:.0f} us, {entry.rate / 1e12:.3g} TFLOP/s")
+                self.found["entries"].append(entry.json())
+
     def kernels(self) -> None:
         """Raises KernelError where one is wrong: times of it would mean nothing."""
         until = min(self.deadline, time.monotonic() + KERNELS_SHARE * self.budget)
@@ -205,13 +218,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     protocol = Protocol(arguments.scale, torch.device(arguments.device), arguments.budget, arguments.out)
     with compile_caches(arguments.out / "caches.tar.gz"):
         code = run(protocol)
-    table(protocol)
+    print_tables(protocol.device_name, protocol.found, protocol.steps)
     protocol.say(f"{arguments.out / 'bench.json'}: {'FAILED' if code else 'all checks passed'}")
     return code
 
 
 def run(protocol: Protocol) -> int:
-    parts: list[Callable[[], None]] = [protocol.versions, protocol.ceilings, protocol.kernels, protocol.rows]
+    parts: list[Callable[[], None]] = [protocol.versions, protocol.ceilings]
+    parts += [protocol.attention, protocol.kernels, protocol.rows]
     code = 0
     for part in parts:
         try:
@@ -247,43 +261,6 @@ def compile_caches(archive: Path) -> Iterator[None]:
                 for part in CACHES.values():
                     if Path(directory, part).exists():
                         stored.add(Path(directory, part), part)
-
-
-def table(protocol: Protocol) -> None:
-    """The steps, last, so that the end of the log says what counts."""
-    head = ["variant", "row", "tokens", "step ms", "tokens/s", "MFU causal", "MFU", "peak GB", "ratio", "predicted ms"]
-    lines = [[*head, "gap"]]
-    for one in protocol.steps:
-        entry = one.entry
-        numbers = [f"{one.tokens}", f"{entry.median_ms:.1f}", f"{entry.rate:.0f}"]
-        numbers += [shown(one.mfu_causal, ".1%"), shown(one.mfu, ".1%"), shown(one.memory_gb, ".1f")]
-        numbers += [f"{entry.ratio:.3f}", shown(one.predicted_ms, ".0f"), shown(one.gap, "+.0%")]
-        lines.append([one.variant, one.row, *numbers])
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    print(f"\n{protocol.device_name}, torch {torch.__version__}" + ("" if protocol.found["is_gpu"] else ": NOT A GPU"))
-    for line in lines:
-        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
-    for what in protocol.found["skipped"]:
-        print(f"{what}: skipped (budget)")
-    for text in protocol.found["problems"]:
-        print(f"FAILED: {text}")
-
-
-def kernel_line(entry: Entry) -> str:
-    text = f"{entry.name}: {1e3 * entry.median_ms:.0f} us, {entry.ratio:.2f} of eager's time"
-    if entry.gb_per_s is not None:
-        text += f", {entry.gb_per_s:.0f} GB/s"
-    return text if entry.of_ceiling is None else f"{text}, {entry.of_ceiling:.0%} of a copy's"
-
-
-def step_line(one: Measured) -> str:
-    text = f"{one.row}, {one.variant}: {one.entry.median_ms:.1f} ms, {one.entry.rate:.0f} tokens/s, "
-    text += f"{one.entry.ratio:.3f} of GPT's time ({one.entry.spread[0]:.3f} to {one.entry.spread[1]:.3f})"
-    return f"{text}, loss {one.first_loss:.3f} -> {one.last_loss:.3f}"
-
-
-def shown(value: float | None, how: str) -> str:
-    return "-" if value is None else format(value, how)
 
 
 def version_of(package: str) -> str | None:

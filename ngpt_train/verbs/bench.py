@@ -35,6 +35,16 @@ def entries_of(config: Config, overrides: Sequence[str]) -> Iterator[Entry]:
         others = [override for override in overrides if not override.startswith("model=")]
         names = ["gpt", config.model.name if config.model.name != "gpt" else "ngpt"]
         return step.bench({name: load_config([*others, f"model={name}"], world_size=1) for name in names})
+    if config.bench.what == "checkpoint":
+        from ngpt_train.bench import checkpoint
+
+        return checkpoint.bench(config)
+    if config.bench.what == "attention":
+        from ngpt_train.bench import attention
+        from ngpt_train.distributed import resolve_device
+
+        device = resolve_device(config.train.device, 0)
+        return attention.bench(device, attention.ON_GPU if device.type == "cuda" else attention.ON_CPU, rounds=10)
     if config.bench.what == "kernels":
         from ngpt_train.bench import kernels
         from ngpt_train.distributed import resolve_device
