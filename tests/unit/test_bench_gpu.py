@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from ngpt_train.__main__ import main
-from ngpt_train.bench import gpu, gpu_steps, gpu_tables, kernels
+from ngpt_train.bench import device_time, gpu, gpu_steps, gpu_tables, kernels
 from ngpt_train.bench.gpu_steps import Row
+from ngpt_train.bench.interleaved import by
 from ngpt_train.kernels import dispatch
 
 SMALL = ["--device", "cpu", "--scale", "debug"]
@@ -139,6 +140,24 @@ def test_losses_by_kernels_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     problems = gpu_steps.problems(state, [2.0, 1.0], gpu_steps.tokens_of(state)[0])
     assert len(problems) == 1
     assert "by kernels" in problems[0]
+
+
+@pytest.mark.parametrize("stored", ["nn", "nt", "tn"])
+def test_timed_products(stored: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A transposed factor has the shape of one that is not."""
+    monkeypatch.setattr(device_time, "on_device", by(time.perf_counter))
+    assert device_time.product_seconds(torch.device("cpu"), 8, 4, 2, stored) > 0
+
+
+def test_products_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product is forgotten or counted for another number of layers: at 1 TFLOP/s they take 6 weights tokens ps."""
+    monkeypatch.setattr(gpu, "product_seconds", lambda device, n, k, m, stored: 2e-12 * n * k * m)
+    protocol = gpu.Protocol("paper", torch.device("cpu"), 60, tmp_path)
+    protocol.found["ceilings"] = {}
+    protocol.products("0.5b")
+    weights = 24 * (4 * 1024**2 + 3 * 1024 * 4096) + 1024 * 32_000
+    assert protocol.found["ceilings"]["0.5b products, ms"] == pytest.approx(6e-9 * weights * gpu.TOKENS)
+    assert protocol.found["ceilings"]["0.5b down, TFLOP/s"]["by weight"] == pytest.approx(1)
 
 
 def test_kernel_table() -> None:
