@@ -18,7 +18,7 @@ from ngpt_train.bench.interleaved import Entry, interleaved
 from ngpt_train.bench.step import steps_of, with_vocabulary
 from ngpt_train.config.schema import Config
 from ngpt_train.training import build_state
-from ngpt_train.training.checkpoint import Checkpoints, load_state, verify
+from ngpt_train.training.checkpoint import Checkpoints, load_state
 
 ROUNDS = 5
 SAVE, LOAD = "checkpoint, save", "checkpoint, load"
@@ -38,9 +38,7 @@ def bench(config: Config, rounds: int = ROUNDS) -> Iterator[Entry]:
             return checkpoints.save(state, {}, lambda _: None)
 
         def load() -> None:
-            checkpoint = Path(directory, f"step_{state.step:08d}")
-            verify(checkpoint, state.world)
-            load_state(checkpoint, state)
+            load_state(Path(directory, f"step_{state.step:08d}"), state)
 
         def load_beside() -> None:
             read = torch.load(beside, map_location=state.world.device)
