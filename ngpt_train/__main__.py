@@ -27,7 +27,7 @@ VERBS = {
     "prepare": "Tokenize a corpus into shards that train reads.",
     "evaluate": "Validation loss of a checkpoint.",
     "generate": "Sample text from a checkpoint.",
-    "bench": "Measure the parts of a run: `bench data`.",
+    "bench": "Measure the parts of a run: `bench data`, `step`, `kernels`, `attention`, ...",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
 }
 USAGE = """\
@@ -80,6 +80,10 @@ def _run(arguments: list[str]) -> int:
     verb, *rest = arguments
     if verb not in VERBS:
         raise ConfigError(_unknown_verb(verb))
+    if verb == "bench" and rest[:1] == ["gpu"]:  # it has options of its own, and needs no configuration
+        from ngpt_train.bench import gpu
+
+        return gpu.main(rest[1:])
     if verb == "bench" and rest and "=" not in rest[0] and not rest[0].startswith("-"):
         rest = [f"bench.what={rest[0]}", *rest[1:]]
     line = _parse(rest)

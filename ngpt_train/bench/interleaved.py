@@ -13,7 +13,9 @@ from typing import Any
 class Entry:
     """One line of a benchmark. spread: quartiles of the ratio, or of median_ms where there is nothing to compare with;
     ratio: of the time to that of `relative_to`, the median over rounds; memory_mb: resident after a tenth and at the
-    end, of runs that are about memory; memory_gb: a GPU's peak; activations_mb: kept for the backward pass."""
+    end, of runs that are about memory; memory_gb: a GPU's peak; activations_mb: kept for the backward pass; gb_per_s:
+    the bytes that have to be moved at the least, over the time; of_ceiling: that, of what a plain copy reaches on the
+    same device; error: relative, the largest of all outputs and gradients, against fp64."""
 
     name: str
     median_ms: float
@@ -26,27 +28,45 @@ class Entry:
     mfu: float | None = None
     memory_gb: float | None = None
     activations_mb: float | None = None
+    gb_per_s: float | None = None
+    of_ceiling: float | None = None
+    error: float | None = None
 
     def json(self) -> dict[str, Any]:
         return asdict(self)
 
 
+Run = Callable[[], float]  # does something; returns how many units of it, for the rate
+Measure = Callable[[Run], tuple[float, float]]  # calls a run once; its seconds and units
+
+
+def by(clock: Callable[[], float]) -> Measure:
+    def measure(run: Run) -> tuple[float, float]:
+        started = clock()
+        units = run()
+        return clock() - started, units
+
+    return measure
+
+
+WALL = by(time.perf_counter)
+
+
 def interleaved(
-    runs: Mapping[str, Callable[[], float]],
+    runs: Mapping[str, Run],
     relative_to: str,
     rounds: int,
     unit: str = "units",
-    clock: Callable[[], float] = time.perf_counter,
+    measure: Measure = WALL,
 ) -> list[Entry]:
-    """Runs each of `runs` once a round, the first round untimed. A run returns how many units it did, for the rate."""
+    """Runs each of `runs` once a round, the first round untimed."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     units: dict[str, float] = {}
     for number in range(rounds + 1):
         for name, run in runs.items():
-            started = clock()
-            units[name] = run()
+            taken_by_run, units[name] = measure(run)
             if number:
-                seconds[name].append((clock() - started) / units[name])
+                seconds[name].append(taken_by_run / units[name])
     entries = []
     for name, taken in seconds.items():
         ratios = [one / other for one, other in zip(taken, seconds[relative_to], strict=True)]

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ngpt_train.bench.interleaved import Entry, interleaved
+from ngpt_train.bench.interleaved import Entry, by, interleaved
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.observe.meters import Meter
@@ -34,7 +34,7 @@ def bench(configs: Mapping[str, Config]) -> Iterator[Entry]:
     on_cpu = next(iter(states.values())).world.device.type == "cpu"
     clock = time.process_time if on_cpu else time.perf_counter
     first = next(iter(configs))
-    for entry in interleaved(runs, first, ROUNDS, "tokens", clock):
+    for entry in interleaved(runs, first, ROUNDS, "tokens", by(clock)):
         state = states[entry.name]
         activations = saved_activations(state) / 1e6
         yield replace(entry, mfu=mfu(state, entry), activations_mb=activations, memory_gb=peak_memory(runs[entry.name]))

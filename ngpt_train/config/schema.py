@@ -257,8 +257,10 @@ class BenchConfig:
 
     what: str = key(
         "data",
-        "What is measured: data (from text to batches), step (an optimizer step, GPT's beside the model's).",
-        choices=("data", "step"),
+        "What is measured: data (from text to batches), step (an optimizer step, GPT's beside the model's), kernels "
+        "(each fused operation beside plain PyTorch), attention (torch's implementations of it), checkpoint (saving, "
+        "loading). `bench gpu` takes options of its own: `bench gpu --help`.",
+        choices=("data", "step", "kernels", "attention", "checkpoint"),
     )
     out: Union[str, None] = key(None, "JSON file for the entries; null prints only.")
 

@@ -1,7 +1,6 @@
 """Which implementation of a fused operation runs: `kernels=auto|triton|torch`."""
 
 import contextlib
-import functools
 import importlib.util
 import logging
 import os
@@ -17,6 +16,7 @@ OLDEST = (8, 0)  # compute capability: Ampere
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _choice = "auto"
+_said: set[str] = set()
 
 
 def choose(kernels: str) -> None:
@@ -78,14 +78,16 @@ def falls_back(operation: str, tensor: Tensor, option: str) -> None:
     runs_on_triton(operation, tensor, unsupported=option)
 
 
-# Both are asked while a model is compiled, too, and no part of what is compiled.
+# Both are called while a model is compiled, too, and are no part of what is compiled. (A functools.cache would be
+# passed over there, and its function compiled.)
 @torch.compiler.assume_constant_result
-@functools.cache
 def _gpu_suits() -> bool:
     return why_no_triton() is None and not interpreted()
 
 
 @torch.compiler.assume_constant_result
-@functools.cache
 def _say_once(operation: str, unsupported: str) -> None:
-    logger.warning("kernels: %s runs in plain PyTorch, because its kernel does not know %s", operation, unsupported)
+    line = f"kernels: {operation} runs in plain PyTorch, because its kernel does not know {unsupported}"
+    if line not in _said:
+        _said.add(line)
+        logger.warning("%s", line)

@@ -16,7 +16,7 @@ from ngpt_train.training.provenance import git_commit
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Prints a table of entries; writes them to bench.out as JSON."""
     entries = []
-    print(f"{'':<44} {'ratio':>6}  {'spread':>15}  {'median':>12}  rate", flush=True)
+    print(f"{'':<58} {'ratio':>6}  {'spread':>15}  {'median':>12}  rate", flush=True)
     for entry in entries_of(config, overrides):
         print(line(entry), flush=True)
         entries.append(entry.json())
@@ -35,6 +35,27 @@ def entries_of(config: Config, overrides: Sequence[str]) -> Iterator[Entry]:
         others = [override for override in overrides if not override.startswith("model=")]
         names = ["gpt", config.model.name if config.model.name != "gpt" else "ngpt"]
         return step.bench({name: load_config([*others, f"model={name}"], world_size=1) for name in names})
+    if config.bench.what == "checkpoint":
+        from ngpt_train.bench import checkpoint
+
+        return checkpoint.bench(config)
+    if config.bench.what == "attention":
+        from ngpt_train.bench import attention
+        from ngpt_train.distributed import resolve_device
+
+        device = resolve_device(config.train.device, 0)
+        return attention.bench(device, attention.ON_GPU if device.type == "cuda" else attention.ON_CPU, rounds=10)
+    if config.bench.what == "kernels":
+        from ngpt_train.bench import kernels
+        from ngpt_train.distributed import resolve_device, resolve_precision
+        from ngpt_train.distributed.layouts import choose_kernels
+
+        device = resolve_device(config.train.device, 0)
+        choose_kernels(config, device, resolve_precision(config.train.precision, device.type))
+        shapes, model = kernels.SHAPES, config.model
+        if any(override.startswith(("scale=", "model.d_model=", "experiment=")) for override in overrides):
+            shapes = [(model.d_model, model.d_mlp or 4 * model.d_model, model.d_model // model.n_heads)]
+        return kernels.bench(device, shapes, kernels.ON_GPU if device.type == "cuda" else kernels.ON_CPU)
     from ngpt_train.bench import data
 
     return data.bench(config)
@@ -48,8 +69,14 @@ def line(entry: Entry) -> str:
         rate += f", MFU {entry.mfu:.1%}"
     if entry.memory_gb is not None:
         rate += f", {entry.memory_gb:.1f} GB at the most"
+    if entry.gb_per_s is not None:
+        rate += f", {entry.gb_per_s:.0f} GB/s"
+    if entry.of_ceiling is not None:
+        rate += f", {entry.of_ceiling:.0%} of a copy's"
     if entry.activations_mb is not None:
         rate += f", {entry.activations_mb:.0f} MB of activations"
+    if entry.error is not None:
+        rate += f", error {entry.error:.1e}"
     if entry.memory_mb is not None:
         rate = f"{entry.memory_mb[0]:.0f} MB resident after a tenth, {entry.memory_mb[1]:.0f} MB at the end"
-    return f"{entry.name:<44} {ratio:>6}  {spread:>15}  {entry.median_ms:>9.4g} ms  {rate}"
+    return f"{entry.name:<58} {ratio:>6}  {spread:>15}  {entry.median_ms:>9.4g} ms  {rate}"

@@ -49,7 +49,9 @@ def test_imports_point_one_way() -> None:
     assert "models" in imports(PACKAGE / "training/state.py"), "the walk sees nothing"
 
 
-@pytest.mark.parametrize("module", ["ngpt_train.models", "ngpt_train.training", "scripts.gpu_smoke"])
+@pytest.mark.parametrize(
+    "module", ["ngpt_train.models", "ngpt_train.training", "ngpt_train.bench.gpu", "scripts.gpu_smoke"]
+)
 def test_torch_alone(module: str) -> None:
     # What torch itself imports where it happens to be installed does not count.
     program = (

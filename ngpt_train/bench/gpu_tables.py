@@ -1,0 +1,69 @@
+"""What `bench gpu` prints: a line as soon as something is measured, and all of it in tables at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ngpt_train.bench.gpu_steps import Measured
+from ngpt_train.bench.interleaved import Entry
+
+
+def print_tables(device_name: str, found: dict[str, Any], steps: Sequence[Measured]) -> None:
+    """found: what bench.json holds."""
+    print(f"\n{device_name}, torch {torch.__version__}" + ("" if found["is_gpu"] else ": NOT A GPU"))
+    for table in (kernel_table(found["entries"]), step_table(steps)):
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        print()
+        for line in table:
+            print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    for what in found["skipped"]:
+        print(f"{what}: skipped (budget)")
+    for text in found["problems"]:
+        print(f"FAILED: {text}")
+
+
+def kernel_table(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Times of ours, over those of plain PyTorch in eager mode and compiled."""
+    times = {entry["name"]: entry["median_ms"] for entry in entries}
+    lines = [["operation", "error", "us", "GB/s", "of a copy's", "/ eager", "/ compiled"]]
+    for entry in entries:
+        what, _, who = entry["name"].rpartition(": ")
+        if who != "ours":
+            continue
+        compiled = times.get(f"{what}: compiled")
+        numbers = [f"{entry['error']:.1e}", f"{1e3 * entry['median_ms']:.0f}", shown(entry["gb_per_s"], ".0f")]
+        numbers += [shown(entry["of_ceiling"], ".0%"), f"{entry['ratio']:.2f}"]
+        lines.append([what, *numbers, shown(None if compiled is None else entry["median_ms"] / compiled, ".2f")])
+    return lines
+
+
+def step_table(steps: Sequence[Measured]) -> list[list[str]]:
+    head = ["variant", "row", "tokens", "step ms", "tokens/s", "MFU causal", "MFU", "peak GB", "ratio", "predicted ms"]
+    lines = [[*head, "gap"]]
+    for one in steps:
+        entry = one.entry
+        numbers = [f"{one.tokens}", f"{entry.median_ms:.1f}", f"{entry.rate:.0f}"]
+        numbers += [shown(one.mfu_causal, ".1%"), shown(one.mfu, ".1%"), shown(one.memory_gb, ".1f")]
+        numbers += [f"{entry.ratio:.3f}", shown(one.predicted_ms, ".0f"), shown(one.gap, "+.0%")]
+        lines.append([one.variant, one.row, *numbers])
+    return lines
+
+
+def kernel_line(entry: Entry) -> str:
+    text = f"{entry.name}: {1e3 * entry.median_ms:.0f} us, {entry.ratio:.2f} of eager's time"
+    if entry.gb_per_s is not None:
+        text += f", {entry.gb_per_s:.0f} GB/s"
+    return text if entry.of_ceiling is None else f"{text}, {entry.of_ceiling:.0%} of a copy's"
+
+
+def step_line(one: Measured) -> str:
+    text = f"{one.row}, {one.variant}: {one.entry.median_ms:.1f} ms, {one.entry.rate:.0f} tokens/s, "
+    text += f"{one.entry.ratio:.3f} of GPT's time ({one.entry.spread[0]:.3f} to {one.entry.spread[1]:.3f})"
+    return f"{text}, loss {one.first_loss:.3f} -> {one.last_loss:.3f}"
+
+
+def shown(value: float | None, how: str) -> str:
+    return "-" if value is None else format(value, how)
