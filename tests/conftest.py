@@ -5,3 +5,9 @@ import os
 # The models here are tiny: a second thread gains nothing, and where the machine is busy the threads of one process,
 # waiting for each other, make it slower by an order of magnitude. Inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+# Without a GPU, Triton runs kernels in its interpreter, if it is told to before it is imported; torch does that late.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
