@@ -155,7 +155,7 @@ class Spherical(Decoder):
         return normalize(h) if self.config.constraint == "parametrization" else h
 
     def through(self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any) -> Tensor:
-        twice = h, h
+        twice = h, h.view_as(h)  # as the blocks give it on: one compiled graph serves them all
         for block in blocks:
             twice = block(twice, *arguments)
         return twice[1]
