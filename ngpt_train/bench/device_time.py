@@ -27,7 +27,8 @@ def on_device(run: Run) -> tuple[float, float]:
 
 def copy_ceiling(device: torch.device, gigabytes: float = 4.0) -> float:
     """GB/s, read and written, of a large copy within the GPU: what no kernel that moves memory exceeds by much."""
-    source = torch.zeros(int(gigabytes * 2**30) // 2, dtype=torch.bfloat16, device=device)
+    # Not of zeros, which some devices move faster.
+    source = torch.empty(int(gigabytes * 2**30) // 2, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
 
     def copy() -> float:

@@ -51,7 +51,7 @@ def keyed_hash(*keys: int) -> int:
 
 def keyed_order(n: int, *keys: int) -> list[int]:
     """The numbers below n in an order that looks random and depends on all of `keys`; for an n that fits in memory."""
-    if n == 1:  # a piece of a long document, as most are
+    if n == 1:  # nothing to order
         return [0]
     return np.argsort(uniform(np.arange(n), keyed_hash(*keys)), kind="stable").tolist()
 

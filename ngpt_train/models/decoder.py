@@ -84,7 +84,7 @@ class Decoder(nn.Module):
         """What is compiled, recomputed and sharded as one."""
         return list(self.layers)
 
-    def head(self, h: Tensor) -> "Head":
+    def head(self, h: Tensor) -> Head:
         """What the logits are made of, from the last block's h `(B, T, d_model)`."""
         raise NotImplementedError
 

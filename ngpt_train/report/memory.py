@@ -1,8 +1,8 @@
 """Memory of one rank, item by item, worked out without running anything.
 
 Weights, gradients and moments are exact. The rest depends on when the device allocates and frees, and is an
-estimate: what steps of all architectures keep for the backward pass was counted to be 0.6 (NormFormer in bf16) to 1.2
-times the activations given here.
+estimate: what GPT, nGPT, NormFormer and PowerNorm keep for the backward pass was counted to be 0.6 (NormFormer in
+bf16) to 1.2 times the activations given here.
 """
 
 from dataclasses import dataclass

@@ -58,7 +58,7 @@ def check(architecture: Architecture, case: str, dtype: torch.dtype, packed: boo
         targets, doc_ids = documents(architecture, size, targets)
     small, large = (1e-12, 1e-12) if dtype == torch.float64 else (1e-6, 1e-5)
     if architecture.has_encoder:
-        small, large = 3 * small, 6 * large  # rounding adds up over two stacks
+        small, large = 3 * small, 3 * large  # rounding adds up over two stacks
 
     for x in weights.values():
         x.requires_grad_()
@@ -83,6 +83,7 @@ def check(architecture: Architecture, case: str, dtype: torch.dtype, packed: boo
     largest = max(x.grad.abs().max().item() for x in weights.values())  # type: ignore[union-attr]
     scalar_s_u = {key for key, x in weights.items() if key.endswith("s_u") and x.numel() == 1}
     vanishes = {key for key in weights if key.endswith((".bk", "norm_k.bias"))} | scalar_s_u
-    floors = {key: largest if key in vanishes else 1e-4 * largest for key in weights}
+    least = 1e-3 if architecture.has_encoder else 1e-4  # cross-attention's norms have gradients of 3e-4 of the largest
+    floors = {key: largest if key in vanishes else least * largest for key in weights}
     errors = {key: error(gradients[key], x.grad, floors[key]) for key, x in weights.items()}  # type: ignore[arg-type]
     assert max(errors.values()) < large, {key: f"{e:.1e}" for key, e in errors.items() if e >= large}
