@@ -1,6 +1,7 @@
 """From a single-device model to one that trains in a world: checkpointing -> compile -> FSDP2 or DDP."""
 
 import inspect
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
+from ngpt_train.kernels.log import say_once
 from ngpt_train.models import Decoder, build_model
 
 # Running statistics are each rank's own. torch 2.13 has renamed the option, and warns of the older name.
@@ -88,6 +90,7 @@ def choose_kernels(config: Config, device: torch.device, precision: torch.dtype)
         attention.choose(config.kernels.attention, device, d_head, precision)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    say_once(logging.INFO, dispatch.described(device))
 
 
 def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -27,15 +27,13 @@ from torch import Tensor
 
 from ngpt_train.kernels import flash
 from ngpt_train.kernels.flash import Flash, NoKernel, Varlen
-
-logger = logging.getLogger(__name__)
+from ngpt_train.kernels.log import say_once
 
 CHOICES = ("auto", "sdpa", "flash_attn", "flex")
 LARGEST_VARLEN_HEAD = 192  # larger ones have no backward pass on some GPUs
 
 _choice = "auto"
 _flash: Flash | None = None  # what flash_attn stands for, if chosen
-_said: set[str] = set()
 
 
 class Packed(NamedTuple):
@@ -99,12 +97,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask:
         # The kernels disagree which keys these queries see.
         raise ValueError(f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys")
     if mask is None and _flash is not None:
-        _say_once(f"flash-attn {_flash.version}", "kernels.attention=flash_attn")
+        _say(f"flash-attn {_flash.version}", "kernels.attention=flash_attn")
         return _flash.dense(q, k, v, scale, causal)
     if mask is None:
-        _say_once("sdpa", f"kernels.attention={_choice}, and rows are whole")
+        _say("sdpa", f"kernels.attention={_choice}, and rows are whole")
     else:
-        _say_once("sdpa with a boolean mask", "other kernels take none")
+        _say("sdpa with a boolean mask", "other kernels take none")
     return sdpa(q, k, v, scale, causal, mask)
 
 
@@ -127,16 +125,16 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tens
 def varlen_kernel(device: torch.device, d_head: int, dtype: torch.dtype) -> Varlen | None:
     """What computes documents laid end to end; None where a mask does it."""
     if _choice == "flex":
-        _say_once("flex_attention for documents", "kernels.attention=flex")
+        _say("flex_attention for documents", "kernels.attention=flex")
         return None
     if _choice == "sdpa":
-        _say_once("a boolean mask for documents", "kernels.attention=sdpa")
+        _say("a boolean mask for documents", "kernels.attention=sdpa")
         return None
     if _flash is not None:
-        _say_once(f"flash-attn {_flash.version}'s varlen for documents", "kernels.attention=flash_attn")
+        _say(f"flash-attn {_flash.version}'s varlen for documents", "kernels.attention=flash_attn")
         return _flash.varlen
     kernel, name, why = find_varlen(device, d_head, dtype)
-    _say_once(name, why)
+    _say(name, why)
     return kernel
 
 
@@ -197,10 +195,5 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=False)
 
 
-# Said while a model is compiled, too, and no part of what is compiled.
-@torch.compiler.assume_constant_result
-def _say_once(backend: str, why: str) -> None:
-    line = f"attention: {backend} ({why})"
-    if line not in _said:
-        _said.add(line)
-        logger.info("%s", line)
+def _say(backend: str, why: str) -> None:
+    say_once(logging.INFO, f"attention: {backend} ({why})")

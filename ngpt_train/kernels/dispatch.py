@@ -1,6 +1,7 @@
 """Which implementation of a fused operation runs: `kernels=auto|triton|torch`."""
 
 import contextlib
+import functools
 import importlib.util
 import logging
 import os
@@ -9,14 +10,13 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-logger = logging.getLogger(__name__)
+from ngpt_train.kernels.log import say_once
 
 CHOICES = ("auto", "triton", "torch")
 OLDEST = (8, 0)  # compute capability: Ampere
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _choice = "auto"
-_said: set[str] = set()
 
 
 def choose(kernels: str) -> None:
@@ -27,6 +27,15 @@ def choose(kernels: str) -> None:
     if kernels == "triton" and (reason := why_no_triton()):
         raise ValueError(f"kernels=triton: {reason}. Use kernels=auto or kernels=torch")
     _choice = kernels
+
+
+def described(device: torch.device) -> str:
+    """What runs on that device, and why: a line for the log."""
+    reason = None
+    if _choice == "auto":
+        reason = _why_not_by_itself() if device.type == "cuda" else f"this runs on a {device.type.upper()}"
+    runs = "plain PyTorch" if reason or _choice == "torch" else "Triton's where there are some"
+    return f"kernels: {runs} (kernels={_choice}{': ' + reason if reason else ''})"
 
 
 @contextlib.contextmanager
@@ -69,7 +78,8 @@ def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = N
     if unsupported is None and any(tensor.dtype not in DTYPES for tensor in tensors):
         unsupported = f"{next(t.dtype for t in tensors if t.dtype not in DTYPES)}"
     if unsupported is not None:
-        _say_once(operation, unsupported)
+        reason = f"because its kernel does not know {unsupported}"
+        say_once(logging.WARNING, f"kernels: {operation} runs in plain PyTorch, {reason}")
     return unsupported is None
 
 
@@ -78,16 +88,12 @@ def falls_back(operation: str, tensor: Tensor, option: str) -> None:
     runs_on_triton(operation, tensor, unsupported=option)
 
 
-# Both are called while a model is compiled, too, and are no part of what is compiled. (A functools.cache would be
-# passed over there, and its function compiled.)
+# Asked while a model is compiled, too, and no part of what is compiled.
 @torch.compiler.assume_constant_result
 def _gpu_suits() -> bool:
-    return why_no_triton() is None and not interpreted()
+    return _why_not_by_itself() is None
 
 
-@torch.compiler.assume_constant_result
-def _say_once(operation: str, unsupported: str) -> None:
-    line = f"kernels: {operation} runs in plain PyTorch, because its kernel does not know {unsupported}"
-    if line not in _said:
-        _said.add(line)
-        logger.warning("%s", line)
+@functools.cache  # every operation asks, and finding packages takes longer than most of them
+def _why_not_by_itself() -> str | None:
+    return "Triton's interpreter is for tests" if interpreted() else why_no_triton()

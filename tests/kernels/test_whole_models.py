@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ngpt_train.bench.step import saved_activations
-from ngpt_train.kernels import dispatch
+from ngpt_train.kernels import log
 from ngpt_train.kernels.dispatch import chosen
 from ngpt_train.models import export_gradients
 from ngpt_train.training import build_state
@@ -40,7 +40,7 @@ def test_fused_is_plain(name: str) -> None:
 
 def test_what_has_no_kernel_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     """Caught: a silent way round a kernel, a line in the log for each call, one where nobody asked for kernels."""
-    dispatch._said.clear()
+    log._said.clear()
     for kernels, lines in (("torch", []), ("auto", []), ("triton", ["sphere_step", "swiglu"])):
         with chosen(kernels):
             for option in ("slerp", "gelu", "slerp"):
@@ -71,7 +71,7 @@ def test_what_has_no_kernel_compiles(option: str) -> None:
     """Without a break of the graph. Caught: a line in the log that the compiler stumbles over."""
     model, _ = jittered(VARIANTS[f"ngpt {option}"], TINY, torch.float32)
     tokens = torch.zeros(1, 3, dtype=torch.long)
-    dispatch._said.clear()
+    log._said.clear()
     with chosen("triton"):
         eager = model(tokens)
         for block in model.layers:
