@@ -119,7 +119,8 @@ def linear_cross_entropy_forward(
     losses = h.new_empty(n_rows, dtype=dtype)
     dh = torch.empty_like(rows_of_h, memory_format=torch.contiguous_format) if need_h else h.new_empty(0)
     sum_needed = need_matrix or need_scale
-    dweight = torch.zeros_like(weight, dtype=dtype, memory_format=torch.contiguous_format) if sum_needed else None
+    new = torch.empty_like if n_rows else torch.zeros_like
+    dweight = new(weight, dtype=dtype, memory_format=torch.contiguous_format) if sum_needed else None
 
     chunk = GPU_ROWS if h.is_cuda else CPU_ROWS
     width = -(-n_vocab // ALIGNMENT) * ALIGNMENT if on_triton else n_vocab
@@ -137,7 +138,7 @@ def linear_cross_entropy_forward(
         if need_h:
             torch.mm(logits, weight, out=dh[here])
         if dweight is not None:
-            _add_product_(dweight, logits.t(), x)
+            _add_product_(dweight, logits.t(), x, keep=int(start > 0))
     del buffer  # what follows takes memory of its own
 
     dmatrix = dscale = None
@@ -189,11 +190,13 @@ def _cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, z_loss: flo
         logits.copy_(z)
 
 
-def _add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a b, with the sum in total's dtype."""
+def _add_product_(total: Tensor, a: Tensor, b: Tensor, keep: int) -> None:
+    """total <- keep total + a b, with the sum in total's dtype; where keep is 0, what total held is not read."""
     if a.dtype == total.dtype:
-        total.addmm_(a, b)
+        total.addmm_(a, b, beta=keep)
     elif total.is_cuda:
-        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    else:  # CPUs have no product of another dtype than its factors
+        torch.addmm(total, a, b, beta=keep, out_dtype=total.dtype, out=total)
+    elif keep:  # CPUs have no product of another dtype than its factors
         total.add_(torch.mm(a, b))
+    else:
+        total.copy_(torch.mm(a, b))

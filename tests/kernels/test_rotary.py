@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -43,19 +43,6 @@ CASES = [
 def way(request: pytest.FixtureRequest) -> Iterator[str]:
     with dispatch.chosen(request.param):
         yield request.param
-
-
-@pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody writes is NaN."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        values = empty(*args, **kwargs)
-        return values.fill_(torch.nan) if values.is_floating_point() else values
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: poisoned(x.shape, dtype=x.dtype, device=x.device))
 
 
 def angles(case: Case, interleaved: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

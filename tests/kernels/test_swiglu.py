@@ -1,7 +1,6 @@
 """SwiGLU with scale vectors: the Triton kernels and the plain formula."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
@@ -20,19 +19,6 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 def on_triton() -> Iterator[None]:
     with dispatch.chosen("triton"):
         yield
-
-
-@pytest.fixture
-def poison(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What nobody writes is NaN."""
-    empty = torch.empty
-
-    def poisoned(*args: Any, **kwargs: Any) -> Tensor:
-        values = empty(*args, **kwargs)
-        return values.fill_(torch.nan) if values.is_floating_point() else values
-
-    monkeypatch.setattr(torch, "empty", poisoned)
-    monkeypatch.setattr(torch, "empty_like", lambda x, **kwargs: poisoned(x.shape, dtype=x.dtype, device=x.device))
 
 
 def inputs(shape: tuple[int, ...], dtype: torch.dtype, scaled: bool = True) -> list[Tensor]:
