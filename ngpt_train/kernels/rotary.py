@@ -11,12 +11,13 @@ p = R q, r = 1 / max(||p||, 1e-12), n = r p and g = dL/dq':
 and the same for k with t = 1. Nothing but the packed product is kept; t may be near 0, so n is not had from q'.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.kernels import dispatch
 
@@ -53,8 +54,12 @@ def rotary(
     tensors = [qkv, cos, sin] if scale is None else [qkv, cos, sin, scale]
     layout = n_heads, n_kv_heads, interleaved, normalized
     on_triton = dispatch.runs_on_triton("rotary", *tensors)
-    if torch.compiler.is_compiling() and not on_triton:
-        return reference(qkv, cos, sin, *layout, scale)  # the compiler makes few passes of it by itself
+    if torch.compiler.is_compiling() and not on_triton:  # the compiler makes few passes of the formula by itself
+        if not normalized:
+            return reference(qkv, cos, sin, *layout, scale)
+        # It would keep rotated heads beside the product, which attention keeps anyway; making them anew is no slower.
+        again = checkpoint(reference, qkv, cos, sin, *layout, scale, use_reentrant=False, preserve_rng_state=False)
+        return cast(tuple[Tensor, Tensor, Tensor], again)
     return Rotary.apply(qkv, cos, sin, scale, layout, on_triton)
 
 
