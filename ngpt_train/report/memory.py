@@ -91,7 +91,7 @@ def activation_items(config: Config, model: Decoder, size: int, compiled: bool, 
     d_mlp = shape.d_mlp or 4 * shape.d_model
     # Input, its norm or the suggestion, and sum of both halves; q, k, v before and after; attention's y; u, v, hidden.
     values = 6 * shape.d_model + 3 * d_q + 3 * d_kv + 3 * d_mlp
-    # A compiled block kept 0.95 (GPT) to 1.15 (nGPT) times this; an eager one in bf16 keeps most of it in fp32.
+    # A compiled block kept 0.93 (GPT) and 0.95 (nGPT) times this; an eager one in bf16 keeps most of it in fp32.
     value_size = size if compiled else 4
     block, formula = value_size * values, f"{value_size} x (6 d_model + 3 d_q + 3 d_kv + 3 d_mlp)"
     # Of a row's tokens the source goes through the encoder's blocks, the rest through the decoder's.
