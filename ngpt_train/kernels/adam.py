@@ -40,7 +40,7 @@ def reference(
     torch._fused_adamw_(
         [weight],
         # torch's would take the weight's strides for the gradient's, and write the scaled gradient back.
-        [gradient.to(weight.dtype, memory_format=torch.contiguous_format, copy=grad_scale is not None)],
+        [gradient.to(weight.dtype, copy=grad_scale is not None).contiguous()],
         [exp_avg],
         [exp_avg_sq],
         [],

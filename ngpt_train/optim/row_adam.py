@@ -66,7 +66,8 @@ class RowAdam(torch.optim.Adam):
                     maximize=False,
                 )
                 continue
-            torch._foreach_add_(steps, 1 if found_inf is None else 1 - found_inf)
+            # A list: of a single tensor torch would ask the device for the number.
+            torch._foreach_add_(steps, 1 if found_inf is None else [1 - found_inf] * len(steps))
             for weight, gradient, exp_avg, exp_avg_sq, step in zip(
                 parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True
             ):

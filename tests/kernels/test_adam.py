@@ -50,11 +50,11 @@ def started(rows: int, d: int) -> State:
 
 
 def formula(
-    state: State, gradient: Tensor, step: int, scale: float, *, lr, beta1, beta2, eps, weight_decay, unit_rows
+    state: State, gradient: Tensor, step: int, scale: float | None, *, lr, beta1, beta2, eps, weight_decay, unit_rows
 ) -> State:
     """The docstring's lines, in fp64."""
     w, m, v = (state[name].double() for name in ("weight", "exp_avg", "exp_avg_sq"))
-    g = gradient.double() / scale
+    g = gradient.double() / (1.0 if scale is None else scale)
     m = beta1 * m + (1 - beta1) * g
     v = beta2 * v + (1 - beta2) * g**2
     w = w - lr * weight_decay * w
@@ -148,19 +148,22 @@ def test_a_copy_in_bf16(kernels: str) -> None:
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced"])
-def test_gradients_of_any_kind(kernels: str, dtype: torch.dtype, layout: str) -> None:
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "expanded"])
+@pytest.mark.parametrize("grad_scale", [None, 1.7])
+def test_gradients_of_any_kind(kernels: str, dtype: torch.dtype, layout: str, grad_scale: float | None) -> None:
     """Caught: the weight's strides taken for the gradient's; moments in bf16; a gradient that the step changes."""
     gradient = matrix(11, 40, 3, 0.05).to(dtype)
     if layout == "transposed":
         gradient = gradient.T.contiguous().T
     if layout == "sliced":
         gradient = torch.cat([gradient, gradient.flip(0)], 1)[:, :40]
+    if layout == "expanded":
+        gradient = gradient[:, :1].expand(11, 40)
     before, state = gradient.clone(), started(11, 40)
     with dispatch.chosen(kernels):
-        actual = moved(state, gradient, 3, 1.7, **OPTIONS)
+        actual = moved(state, gradient, 3, grad_scale, **OPTIONS)
     assert torch.equal(gradient, before)
-    for name, x in formula(state, gradient, 3, 1.7, **OPTIONS).items():
+    for name, x in formula(state, gradient, 3, grad_scale, **OPTIONS).items():
         assert error(actual[name], x) <= 1e-6, name
 
 
