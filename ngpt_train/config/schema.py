@@ -106,6 +106,14 @@ class OptimConfig:
     weight_decay: float = key(
         0.1, "Decoupled weight decay of the matrices; nGPT takes only 0.", minimum=0, maximum=1000
     )
+    z_loss: float = key(
+        0.0,
+        "Adds this times logsumexp(logits)^2 to a target's loss in training, for example 1e-4, which keeps logits from "
+        "drifting; 0: none. The losses of metrics.jsonl and of validations are without it; train records have its "
+        "part as z_loss.",
+        minimum=0,
+        maximum=1000,
+    )
     clip_norm: Union[float, None] = key(
         1.0, "Largest global gradient norm; larger gradients are scaled down to it. null: no clipping.", above=0
     )

@@ -65,6 +65,7 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     with torch.device("meta") if kind == "fsdp" else world.device:
         model = build_model(config.model, config.run.seed)
     model.compute_dtype = None if precision == torch.float32 else precision
+    model.z_loss = config.optim.z_loss
     if world.size > 1 and isinstance(config.model, PowerNormConfig) and config.model.statistics == "synchronised":
         synchronise_statistics(model)
     if config.train.activation_checkpointing == "full":
@@ -150,8 +151,7 @@ def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
     tokens = tokens.to(world.device)
     was_training = model.training
     model.eval()
-    loss_sum, _ = ddp(tokens, tokens)
-    loss_sum.backward()
+    ddp(tokens, tokens).total.backward()
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     return ddp

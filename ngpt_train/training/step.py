@@ -25,6 +25,7 @@ class StepResult(NamedTuple):
     n_tokens: Tensor  # valid targets of the step, over all ranks
     skipped: Tensor  # True where a gradient was not finite and weights and moments were left alone
     lr: float
+    z_loss: Tensor | None  # optim.z_loss * logsumexp(logits)^2, mean over the same targets; None where it is 0
 
 
 def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
@@ -43,12 +44,16 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
     share = world.size / n_tokens.clamp(min=1).to(torch.float64)
     state.model.begin_step_(state.step, share)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    total_sum = torch.zeros_like(loss_sum) if config.optim.z_loss else None
     for index, batch in enumerate(batches):
         with accumulating(state, last=index == len(batches) - 1):
-            micro_loss, _ = state.forward(*batch)
-            (micro_loss * share.to(micro_loss.dtype)).backward()
-        loss_sum += micro_loss.detach()
+            total, _, cross_entropy = state.forward(*batch)
+            (total * share.to(total.dtype)).backward()
+        loss_sum += cross_entropy
+        if total_sum is not None:
+            total_sum += total.detach()
     loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)
+    z_loss = None if total_sum is None else world.sum_(total_sum) / n_tokens.clamp(min=1) - loss
 
     average_vectors_(state.model, world)
     grad_norm = gradient_norm(state.model.parameters(), world)
@@ -59,7 +64,7 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
         state.model.project_()
     state.step += 1
     state.tokens += n_tokens
-    return StepResult(loss, grad_norm, n_tokens, skipped, lr)
+    return StepResult(loss, grad_norm, n_tokens, skipped, lr, z_loss)
 
 
 def check_batches(micro_batches: Sequence[Batch]) -> None:

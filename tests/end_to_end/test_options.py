@@ -7,7 +7,7 @@ import torch
 
 from ngpt_train.config import load_config
 from ngpt_train.training import build_state, train_step
-from tests.end_to_end.runs import arguments, numbers, train
+from tests.end_to_end.runs import arguments, numbers, records, train
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,17 @@ def test_activation_checkpointing(
     for step, (loss, norm, _, _) in recomputed.items():
         assert loss == plain[step][0]
         assert norm == pytest.approx(plain[step][1], rel=1e-14)  # fsdp adds the squares in another order
+
+
+def test_z_loss(tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]]) -> None:
+    """Caught: a column that is missing, or is there where the option is off; losses that contain it."""
+    train(arguments(tmp_path, corpus, "train.steps=6", "optim.z_loss=0.01"))
+    found = records(tmp_path / "runs/test")
+    assert found[1]["loss"] == plain[1][0]
+    assert found[6]["loss"] == pytest.approx(plain[6][0], rel=0.1)
+    assert found[6]["loss"] != plain[6][0]
+    assert all(0.01 < record["z_loss"] < 1 for record in found.values())
+    assert all("z_loss" not in record for record in records(tmp_path / "runs/test", "eval").values())
 
 
 @pytest.mark.slow

@@ -41,11 +41,21 @@ class Waits(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "+" not in name])
-def test_a_step_waits_for_nothing(name: str) -> None:
+def test_a_step_waits_for_nothing(name: str, z_loss: float) -> None:
     """Forward, backward, clipping, optimizer and projection. Caught: .item(), a branch on a tensor, a boolean index."""
     architecture = ARCHITECTURES[name]
-    config = run_config(name, SMALL, RECIPE, rows=ROWS, context=T, micro_rows=ROWS // 2, parallel="single")
+    config = run_config(
+        name,
+        SMALL,
+        RECIPE,
+        rows=ROWS,
+        context=T,
+        micro_rows=ROWS // 2,
+        parallel="single",
+        options=[f"optim.z_loss={z_loss}"],
+    )
     state = build_state(config)
     for step in range(2):
         if architecture.has_encoder:
