@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from ngpt_train.config.architectures import PowerNormConfig
 from ngpt_train.config.keys import AUTO, ConfigError
 from ngpt_train.config.schema import Config
+from ngpt_train.distributed.compile_cache import keep_compiled
 from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
@@ -72,6 +73,7 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
         for block in model.blocks():
             block.forward = recomputed(block.forward)
     if resolve_compile(config.train.compile, world.device.type):
+        keep_compiled(config)
         for block in model.blocks():
             block.compile(dynamic=False)
     if kind == "fsdp":

@@ -67,6 +67,22 @@ def test_bf16_is_close(
 
 
 @pytest.mark.slow
+def test_the_next_start_compiles_nothing(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two ranks that share a cache. Caught: a directory that is named too late, or by what changes from one process
+    to the next, such as a path of the run."""
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    found = []
+    for name in ("first", "second"):
+        options = ["model=gpt", "train.steps=2", "train.compile=true", "parallel=ddp", f"run.name={name}"]
+        train(arguments(tmp_path, corpus, *options), ranks=2)
+        compiled = tmp_path.glob("cache/compiled/*/inductor/fxgraph/**/*")
+        found.append({path: path.stat().st_mtime_ns for path in compiled if path.is_file()})
+    assert len(found[0]) >= 2  # forward and backward
+    assert found[1] == found[0]
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_blocks_are_really_compiled(recompute: str) -> None:
     """torch.compile gives up in silence on a function that it does not like: one graph for all blocks, not none."""
