@@ -76,6 +76,11 @@ class TrainConfig:
         choices=(AUTO, "fp32", "bf16"),
     )
     compile: BoolOrAuto = key(AUTO, "torch.compile each block; auto: on GPUs only.", choices=(AUTO,))
+    cuda_graphs: bool = key(
+        False,
+        "Record each compiled block as a CUDA graph, which is launched as one: for models so small that the GPU waits "
+        "for launches. One process, on a GPU. It has not run on one yet.",
+    )
     activation_checkpointing: str = key(
         "none", "full recomputes each block in the backward pass to save memory.", choices=("none", "full")
     )

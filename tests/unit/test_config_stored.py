@@ -114,6 +114,7 @@ def resumed(*changes: str) -> Config:
         ["train.stop_at=100"],
         ["run.name=other", "run.root=x", "run.resume=must", "run.max_time=1", "run.init_from=x"],
         ["train.micro_rows=2", "train.compile=true", "train.activation_checkpointing=full", "train.device=cpu"],
+        ["train.cuda_graphs=true"],
         ["parallel=ddp", "kernels=torch", "parallel.timeout=5"],
         ["checkpoint.every=7", "checkpoint.keep_last=9", "eval.every=3", "logging.every=1"],
         ["logging.tensorboard=true", "logging.wandb.mode=offline", "data.cache=x", "train.profile=true"],
