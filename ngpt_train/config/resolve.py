@@ -218,10 +218,12 @@ def _cuda_graph_conflicts(config: Config, world_size: int) -> Iterator[tuple[tup
         fix = f"Set train.compile=true, {without}"
         yield ("train.cuda_graphs", "train.compile"), "only compiled blocks are recorded", fix
     if kind in ("ddp", "fsdp") or world_size > 1:
-        problem = f"only one process that is not wrapped can record graphs, this is one of {world_size}"
+        problem = "only one process, without DDP and FSDP2" + (
+            f", and there are {world_size}" if world_size > 1 else ""
+        )
         yield ("train.cuda_graphs", "parallel.kind"), problem, f"Use one rank and parallel=single, {without}"
     if isinstance(model, PowerNormConfig) and model.norm != "layer":
-        problem = "statistics of the batch leave the graphs in the middle of a pass, which nobody has thought through"
+        problem = "statistics of the batch leave the graphs in the middle of a pass, which is not supported"
         yield ("train.cuda_graphs", "model.norm"), problem, f"Set model.norm=layer, {without}"
 
 

@@ -23,6 +23,14 @@ from ngpt_train.models.layers.rope import Rope, rope_table
 from ngpt_train.models.weights import stacked_parameters, write_full
 
 
+class Loss(NamedTuple):
+    """Of the targets that count (not -100), 0-dim."""
+
+    total: Tensor  # what is differentiated: the summed cross-entropy and in training z_loss * logsumexp(logits)^2
+    n_tokens: Tensor  # how many they are
+    cross_entropy: Tensor  # their sum in nats, without gradient
+
+
 class Head(NamedTuple):
     """Logits = scale * (matrix h): h `(B, T, d_model)`, matrix `(V, d_model)` as it is stored, scale `(V,)` or None."""
 
@@ -35,18 +43,10 @@ class Head(NamedTuple):
         logits = F.linear(self.h, self.matrix.to(self.h.dtype)).to(torch.promote_types(self.h.dtype, torch.float32))
         return logits if self.scale is None else logits * self.scale
 
-    def loss(self, targets: Tensor, z_loss: float) -> "Loss":
+    def loss(self, targets: Tensor, z_loss: float) -> Loss:
         """Of the targets `(B, T)`, without the logits."""
         total, cross_entropy = linear_cross_entropy(self.h, self.matrix, targets, self.scale, z_loss)
         return Loss(total, (targets != IGNORED).sum(), cross_entropy)
-
-
-class Loss(NamedTuple):
-    """Of the targets that count (not -100), 0-dim."""
-
-    total: Tensor  # what is differentiated: the summed cross-entropy and in training z_loss * logsumexp(logits)^2
-    n_tokens: Tensor  # how many they are
-    cross_entropy: Tensor  # their sum in nats, without gradient
 
 
 @dataclass(frozen=True)

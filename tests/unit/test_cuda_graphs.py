@@ -90,7 +90,9 @@ def test_where_it_does_not_fit(options: list[str], says: list[str]) -> None:
 
 def test_several_ranks() -> None:
     """Caught: parallel=auto, which is ddp or fsdp on several ranks."""
-    with pytest.raises(ConfigError, match=r"train\.cuda_graphs=true, parallel\.kind=auto: .*one of 2"):
+    with pytest.raises(
+        ConfigError, match=r"train\.cuda_graphs=true, parallel\.kind=auto: only one process.*there are 2"
+    ):
         load_config(["train.cuda_graphs=true"], world_size=2)
 
 
