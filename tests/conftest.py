@@ -1,12 +1,17 @@
 """Set-up of all tests."""
 
 import os
+import tempfile
 
 # The models here are tiny: a second thread gains nothing, and where the machine is busy the threads of one process,
 # waiting for each other, make it slower by an order of magnitude. Inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+
+# What tests compile is not the user's.
+for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+    os.environ.setdefault(variable, os.path.join(tempfile.gettempdir(), f"ngpt_train_tests_{os.getuid()}", variable))
 
 # Without a GPU, Triton runs kernels in its interpreter, if it is told to before it is imported; torch does that late.
 if not torch.cuda.is_available():

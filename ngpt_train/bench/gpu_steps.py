@@ -279,8 +279,8 @@ def problems(state: TrainState, losses: list[float], micro_batch: tuple[Tensor, 
 def _loss(model: Decoder, micro_batch: tuple[Tensor, Tensor], kernels: str) -> float:
     """Per token, of the first row; not compiled, so that nothing is compiled for it."""
     with dispatch.chosen(kernels), torch.compiler.set_stance("force_eager"):
-        loss_sum, count = model(*(part[:1] for part in micro_batch))
-    return float(loss_sum / count)
+        loss_sum, n_tokens = model.loss(*(part[:1] for part in micro_batch))
+    return float(loss_sum / n_tokens)
 
 
 def _finite(value: float) -> bool:

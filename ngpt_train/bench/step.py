@@ -80,7 +80,7 @@ def saved_activations(state: TrainState) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss, _ = state.forward(*tokens_of(state)[0])
+        loss = state.forward(*tokens_of(state)[0]).total
     loss.backward()
     state.optimizer.zero_grad(set_to_none=True)
     return sum(kept.values())

@@ -86,7 +86,10 @@ class DataConfig:
         10.0, "Minutes that fetching a shard may take, retries included, before the run ends.", above=0, maximum=100_000
     )
     out: Union[str, None] = key(None, "Directory that `prepare` writes; null is the cache, keyed by content.")
-    cache: str = key("~/.cache/ngpt_train", "Where `train` keeps the shards and tokenizers that it prepares from text.")
+    cache: str = key(
+        "~/.cache/ngpt_train",
+        "Where `train` keeps the shards and tokenizers that it prepares from text, and what torch.compile compiles.",
+    )
     shard_tokens: int = key(
         100_000_000, "Tokens per prepared shard; its last document may exceed them.", minimum=1, maximum=100_000_000_000
     )

@@ -161,6 +161,8 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
             yield (key, f"model.{switch}"), f"{key} has no effect then", fix
 
     yield from _batch_conflicts(config, world_size)
+    if train.cuda_graphs:
+        yield from _cuda_graph_conflicts(config, world_size)
     if train.stop_at is not None and train.stop_at > train.steps:
         yield ("train.stop_at", "train.steps"), "stops after the end", f"Set train.stop_at to {train.steps} or less"
     if warmup >= train.steps:
@@ -204,6 +206,25 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
     if keep is not None and (every == 0 or keep % every):
         multiple = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"
         yield ("checkpoint.keep_every", "checkpoint.every"), "no checkpoint is written at these steps", multiple
+
+
+def _cuda_graph_conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], str, str]]:
+    """What CUDA graphs need, and what distributed/cuda_graphs.py has not thought through."""
+    kind, model, without = config.parallel.kind, config.model, "or train.cuda_graphs=false"
+    if config.train.device == "cpu":
+        fix = f"Set train.device=cuda, {without}"
+        yield ("train.cuda_graphs", "train.device"), "CPUs have no CUDA graphs", fix
+    if config.train.compile is False:
+        fix = f"Set train.compile=true, {without}"
+        yield ("train.cuda_graphs", "train.compile"), "only compiled blocks are recorded", fix
+    if kind in ("ddp", "fsdp") or world_size > 1:
+        problem = "only one process, without DDP and FSDP2" + (
+            f", and there are {world_size}" if world_size > 1 else ""
+        )
+        yield ("train.cuda_graphs", "parallel.kind"), problem, f"Use one rank and parallel=single, {without}"
+    if isinstance(model, PowerNormConfig) and model.norm != "layer":
+        problem = "statistics of the batch leave the graphs in the middle of a pass, which is not supported"
+        yield ("train.cuda_graphs", "model.norm"), problem, f"Set model.norm=layer, {without}"
 
 
 def _without_effect(model: ModelConfig) -> Iterator[tuple[str, str]]:

@@ -76,6 +76,11 @@ class TrainConfig:
         choices=(AUTO, "fp32", "bf16"),
     )
     compile: BoolOrAuto = key(AUTO, "torch.compile each block; auto: on GPUs only.", choices=(AUTO,))
+    cuda_graphs: bool = key(
+        False,
+        "Record each compiled block as a CUDA graph, which is launched as one: for models so small that the GPU waits "
+        "for launches. One process, on a GPU. It has not run on one yet.",
+    )
     activation_checkpointing: str = key(
         "none", "full recomputes each block in the backward pass to save memory.", choices=("none", "full")
     )
@@ -105,6 +110,14 @@ class OptimConfig:
     eps: float = key(1e-8, "Adam's epsilon.", above=0, maximum=1)
     weight_decay: float = key(
         0.1, "Decoupled weight decay of the matrices; nGPT takes only 0.", minimum=0, maximum=1000
+    )
+    z_loss: float = key(
+        0.0,
+        "Adds this times logsumexp(logits)^2 to a target's loss in training, for example 1e-4, which keeps logits from "
+        "drifting; 0: none. The losses of metrics.jsonl and of validations are without it; train records have its "
+        "part as z_loss.",
+        minimum=0,
+        maximum=1000,
     )
     clip_norm: Union[float, None] = key(
         1.0, "Largest global gradient norm; larger gradients are scaled down to it. null: no clipping.", above=0

@@ -37,6 +37,7 @@ _HARMLESS = (
     "train.micro_rows",
     "train.device",
     "train.compile",
+    "train.cuda_graphs",
     "train.activation_checkpointing",
     "train.profile",
     "optim.lr_table",

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from ngpt_train.config.architectures import PowerNormConfig
 from ngpt_train.config.keys import AUTO, ConfigError
 from ngpt_train.config.schema import Config
+from ngpt_train.distributed.compile_cache import keep_compiled
+from ngpt_train.distributed.cuda_graphs import begin_graphs_anew, check_cuda_graphs
 from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
@@ -62,17 +64,23 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     kind = resolve_kind(config.parallel.kind, world.size, world.device.type)
     precision = resolve_precision(config.train.precision, world.device.type)
     choose_kernels(config, world.device, precision)
+    if config.train.cuda_graphs:
+        check_cuda_graphs(world.device)
     with torch.device("meta") if kind == "fsdp" else world.device:
         model = build_model(config.model, config.run.seed)
     model.compute_dtype = None if precision == torch.float32 else precision
+    model.z_loss = config.optim.z_loss
     if world.size > 1 and isinstance(config.model, PowerNormConfig) and config.model.statistics == "synchronised":
         synchronise_statistics(model)
     if config.train.activation_checkpointing == "full":
         for block in model.blocks():
             block.forward = recomputed(block.forward)
     if resolve_compile(config.train.compile, world.device.type):
+        keep_compiled(config)
         for block in model.blocks():
-            block.compile(dynamic=False)
+            block.compile(dynamic=False, mode="reduce-overhead" if config.train.cuda_graphs else None)
+    if config.train.cuda_graphs:
+        begin_graphs_anew(model)
     if kind == "fsdp":
         shard(model, world)
         model.to_empty(device=world.device)
@@ -150,8 +158,7 @@ def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
     tokens = tokens.to(world.device)
     was_training = model.training
     model.eval()
-    loss_sum, _ = ddp(tokens, tokens)
-    loss_sum.backward()
+    ddp(tokens, tokens).total.backward()
     model.zero_grad(set_to_none=True)
     model.train(was_training)
     return ddp

@@ -4,8 +4,9 @@ For a hidden state h, the output embedding W `(V, d)`, nGPT's scale s_z `(V,)` a
 
     z = s_z W h        lse = log(sum_v exp(z_v))        loss = lse - z_t + c lse^2
 
-where c is `z_loss`. s_z multiplies rows of W, so it is folded into them: W' = diag(s_z) W in fp32, z = W' h, and the
-logits need no pass of their own for it. Gradients of the summed loss, with p = softmax(z) and e_t the unit vector of t:
+where c is `z_loss`, whose term is summed apart: it trains, and what is reported stays the cross-entropy. s_z multiplies
+rows of W, so it is folded into them: W' = diag(s_z) W in fp32, z = W' h, and the logits need no pass of their own for
+it. Gradients of the summed loss, with p = softmax(z) and e_t the unit vector of t:
 
     dz = (1 + 2 c lse) p - e_t        dh = W'^T dz        dW' = sum over tokens of dz h^T
     dW = diag(s_z) dW'                ds_z = rowsum(dW' * W)
@@ -43,24 +44,26 @@ def reference(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None =
 
 def linear_cross_entropy(
     h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0
-) -> Tensor:
-    """The summed cross-entropy, in nats, of the logits scale * (matrix h).
+) -> tuple[Tensor, Tensor]:
+    """(loss, cross_entropy): sums, in nats, over the targets of the logits scale * (matrix h).
 
     h: `(..., d)` in the dtype of the products; fp32, bf16, fp16 or fp64.
     matrix: `(V, d)`, the output embedding as stored; a copy is cast to h's dtype after scaling.
     targets: `(...)` int64 in [0, V), or IGNORED where a token does not count.
     scale: `(V,)`; None is 1.
-    z_loss: adds z_loss * logsumexp(logits)^2 for every target that counts.
+    z_loss: adds z_loss * logsumexp(logits)^2 to the loss for every target that counts.
 
-    Returns a 0-dim sum in fp32, fp64 for fp64 h. Gradients have the dtype and shape of what they belong to; sums over
-    tokens are in fp32 at least. Never waits for the device. A target outside the vocabulary raises as torch's gather
-    does; in the Triton kernel, which cannot raise, it makes the loss NaN. Raises ValueError where shapes do not fit.
+    Both are 0-dim, in fp32, fp64 for fp64 h. The cross-entropy is the loss without the z-loss's term, and without
+    gradients. Gradients have the dtype and shape of what they belong to; sums over tokens are in fp32 at least. Never
+    waits for the device. A target outside the vocabulary raises as torch's gather does; in the Triton kernel, which
+    cannot raise, it makes the loss NaN. Raises ValueError where shapes do not fit.
     """
     if h.shape[:-1] != targets.shape or h.shape[-1:] != matrix.shape[1:]:
         raise ValueError(f"h {tuple(h.shape)}, matrix {tuple(matrix.shape)}, targets {tuple(targets.shape)} do not fit")
     if scale is not None and scale.shape != matrix.shape[:1]:
         raise ValueError(f"scale {tuple(scale.shape)} and matrix {tuple(matrix.shape)} do not fit")
-    return _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, torch.is_grad_enabled())
+    loss, cross_entropy = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, torch.is_grad_enabled())
+    return loss, loss.detach() if cross_entropy is None else cross_entropy
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -73,18 +76,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: Tensor | None,
         z_loss: float,
         grad_enabled: bool,
-    ) -> Tensor:
+    ) -> tuple[Tensor, Tensor | None]:
         # grad_enabled comes from outside, because here it is always off; needs_input_grad does not ask for it.
         need_h, need_matrix, _, need_scale, *_ = (grad_enabled and needed for needed in ctx.needs_input_grad)
-        loss, dh, dmatrix, dscale = linear_cross_entropy_forward(
+        cross_entropy, z_term, dh, dmatrix, dscale = linear_cross_entropy_forward(
             h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale
         )
         ctx.save_for_backward(dh, dmatrix, dscale)
-        return loss
+        if z_loss == 0:
+            return cross_entropy, None
+        ctx.mark_non_differentiable(cross_entropy)
+        return cross_entropy + z_term, cross_entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor, _: Any) -> tuple[Tensor | None, ...]:
         # Out of place, so that a second backward of a retained graph is right too.
         need_h, need_matrix, _, need_scale, *_ = ctx.needs_input_grad
         dh, dmatrix, dscale = ctx.saved_tensors
@@ -108,8 +114,9 @@ def linear_cross_entropy_forward(
     need_h: bool,
     need_matrix: bool,
     need_scale: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The summed loss and its gradients by h, matrix and scale; an empty tensor for one that is not needed."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The summed cross-entropy, the summed term of the z-loss, and the gradients of both together by h, matrix and
+    scale; an empty tensor for what is not needed."""
     dtype = torch.promote_types(h.dtype, torch.float32)
     on_triton = runs_on_triton("linear_cross_entropy", h)  # asked here: a compiled graph does not look inside
     weight = (matrix if scale is None else scale[:, None] * matrix).to(h.dtype)  # W', (V, d)
@@ -117,6 +124,7 @@ def linear_cross_entropy_forward(
     n_rows, n_vocab = len(rows_of_h), len(weight)
 
     losses = h.new_empty(n_rows, dtype=dtype)
+    z_terms = h.new_empty(n_rows if z_loss else 0, dtype=dtype)
     dh = torch.empty_like(rows_of_h, memory_format=torch.contiguous_format) if need_h else h.new_empty(0)
     sum_needed = need_matrix or need_scale
     new = torch.empty_like if n_rows else torch.zeros_like
@@ -134,7 +142,8 @@ def linear_cross_entropy_forward(
             from ngpt_train.kernels.gpu.cross_entropy import cross_entropy_
         else:
             cross_entropy_ = _cross_entropy_
-        cross_entropy_(logits, rows_of_targets[here], losses[here], z_loss, gradient=need_h or sum_needed)
+        gradient = need_h or sum_needed
+        cross_entropy_(logits, rows_of_targets[here], losses[here], z_terms[here], z_loss, gradient)
         if need_h:
             torch.mm(logits, weight, out=dh[here])
         if dweight is not None:
@@ -149,6 +158,7 @@ def linear_cross_entropy_forward(
         dmatrix = (dweight if scale is None else dweight.mul_(scale[:, None])).to(matrix.dtype)
     return (
         losses.sum(),  # one sum at the end: the size of the chunks does not change its order
+        z_terms.sum() if z_loss else z_terms,
         dh.view(h.shape) if need_h else dh,
         h.new_empty(0) if dmatrix is None else dmatrix,
         h.new_empty(0) if dscale is None else dscale,
@@ -165,17 +175,22 @@ def _(
     need_h: bool,
     need_matrix: bool,
     need_scale: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dtype = torch.promote_types(h.dtype, torch.float32)
     return (
-        h.new_empty((), dtype=torch.promote_types(h.dtype, torch.float32)),
+        h.new_empty((), dtype=dtype),
+        h.new_empty(() if z_loss else 0, dtype=dtype),
         h.new_empty(h.shape if need_h else 0),
         matrix.new_empty(matrix.shape) if need_matrix else h.new_empty(0),
         scale.new_empty(scale.shape) if need_scale and scale is not None else h.new_empty(0),
     )
 
 
-def _cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, z_loss: float, gradient: bool) -> None:
-    """Writes the losses of logits `(N, V)` to losses `(N,)`, and dz over the logits if gradient; else they are lost."""
+def _cross_entropy_(
+    logits: Tensor, targets: Tensor, losses: Tensor, z_terms: Tensor, z_loss: float, gradient: bool
+) -> None:
+    """Writes the cross-entropies of logits `(N, V)` to losses `(N,)`, c lse^2 to z_terms, `(N,)` or empty where c is 0,
+    and dz over the logits if gradient; else they are lost."""
     counts = (targets != IGNORED)[:, None]
     index = targets[:, None].where(counts, 0)  # (N, 1)
     z = logits.to(losses.dtype)  # for fp32 and fp64 the logits themselves
@@ -183,7 +198,9 @@ def _cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, z_loss: flo
     largest = z.amax(1, keepdim=True)
     total = z.sub_(largest).exp_().sum(1, keepdim=True)
     lse = largest + total.log()
-    losses.copy_((lse - target_logits + z_loss * lse.square()).where(counts, 0).squeeze(1))
+    losses.copy_((lse - target_logits).where(counts, 0).squeeze(1))
+    if z_loss:
+        z_terms.copy_((z_loss * lse.square()).where(counts, 0).squeeze(1))
     if gradient:
         z.mul_(((1 + 2 * z_loss * lse) / total).where(counts, 0))
         z.scatter_(1, index, z.gather(1, index) - counts.to(z.dtype))

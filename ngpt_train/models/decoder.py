@@ -23,6 +23,14 @@ from ngpt_train.models.layers.rope import Rope, rope_table
 from ngpt_train.models.weights import stacked_parameters, write_full
 
 
+class Loss(NamedTuple):
+    """Of the targets that count (not -100), 0-dim."""
+
+    total: Tensor  # what is differentiated: the summed cross-entropy and in training z_loss * logsumexp(logits)^2
+    n_tokens: Tensor  # how many they are
+    cross_entropy: Tensor  # their sum in nats, without gradient
+
+
 class Head(NamedTuple):
     """Logits = scale * (matrix h): h `(B, T, d_model)`, matrix `(V, d_model)` as it is stored, scale `(V,)` or None."""
 
@@ -35,10 +43,10 @@ class Head(NamedTuple):
         logits = F.linear(self.h, self.matrix.to(self.h.dtype)).to(torch.promote_types(self.h.dtype, torch.float32))
         return logits if self.scale is None else logits * self.scale
 
-    def loss(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Cross-entropy in nats summed over the targets `(B, T)` that count, without the logits, and their number."""
-        loss_sum = linear_cross_entropy(self.h, self.matrix, targets, self.scale)
-        return loss_sum, (targets != IGNORED).sum()
+    def loss(self, targets: Tensor, z_loss: float) -> Loss:
+        """Of the targets `(B, T)`, without the logits."""
+        total, cross_entropy = linear_cross_entropy(self.h, self.matrix, targets, self.scale, z_loss)
+        return Loss(total, (targets != IGNORED).sum(), cross_entropy)
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class Decoder(nn.Module):
         self.config = config
         # dtype of the activations and matrix products; None is that of the weights.
         self.compute_dtype: torch.dtype | None = None
+        self.z_loss = 0.0  # what logsumexp(logits)^2 counts in the loss of a target; in training mode only
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         self.layers = nn.ModuleList(blocks)
         self.output = None if config.tied_embeddings else nn.Parameter(torch.empty_like(self.embedding))
@@ -129,7 +138,7 @@ class Decoder(nn.Module):
     # What follows from it.
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor | tuple:
-        """Logits, or with targets what `loss` returns. One entry, so that DDP's and FSDP2's hooks always run.
+        """Logits, or with targets their `Loss`. One entry, so that DDP's and FSDP2's hooks always run.
 
         tokens, targets, doc_ids: `(B, T)` integers. Tokens attend to earlier tokens. Where doc_ids are given each
         document is as if alone, see layers/documents.py. Returns logits `(B, T, V)`, at least fp32.
@@ -144,7 +153,7 @@ class Decoder(nn.Module):
         h = self.add_positions(self.embed(tokens, self.embedding), positions).to(dtype)  # (B, T, d_model)
         h = self.stack(h, rope, mask, doc_ids)
         head = self.head(h)
-        return head.logits() if targets is None else head.loss(targets)
+        return head.logits() if targets is None else head.loss(targets, self.z_loss if self.training else 0.0)
 
     @torch.no_grad()
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
@@ -159,8 +168,10 @@ class Decoder(nn.Module):
         return rope_table(tokens.shape[1], d_head, config.rope_base, interleaved, tokens.device, dtype)
 
     def loss(self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Summed cross-entropy in nats and the number of targets that count (not -100), both 0-dim."""
-        return self(tokens, targets, doc_ids)
+        """Summed cross-entropy in nats, in training mode with the z-loss, and the number of targets that count (not
+        -100), both 0-dim."""
+        total, n_tokens, _ = self(tokens, targets, doc_ids)
+        return total, n_tokens
 
     @torch.no_grad()
     def init_weights_(self, seed: int) -> None:

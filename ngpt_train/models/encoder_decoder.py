@@ -40,7 +40,7 @@ class EncoderDecoder(Decoder):
         return h
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor | tuple:
-        """Logits `(B, T, V)` of the decoder's positions, or with targets what `loss` returns.
+        """Logits `(B, T, V)` of the decoder's positions, or with targets their `Loss`.
 
         tokens, targets, doc_ids: `(B, S + T)` integers, S = source_context; targets count from S on.
         """
@@ -62,7 +62,7 @@ class EncoderDecoder(Decoder):
         h = self.embed(tokens, self.embedding).to(dtype)  # (B, T, d_model)
         rope = self.rope(tokens, angles_dtype)
         head = self.head(self.through(self.layers, h, rope, mask, memory, source_mask))
-        return head.logits() if targets is None else head.loss(targets[:, S:])
+        return head.logits() if targets is None else head.loss(targets[:, S:], self.z_loss if self.training else 0.0)
 
     @torch.no_grad()
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:

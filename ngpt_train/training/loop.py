@@ -98,6 +98,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 "kind": "train",
                 "step": state.step,
                 "loss": loss,
+                **({} if result.z_loss is None else {"z_loss": float(result.z_loss)}),
                 "lr": result.lr,
                 "grad_norm": float(result.grad_norm),
                 "tokens": int(state.tokens),

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ngpt_train.config.batch import IGNORED
+from ngpt_train.distributed.cuda_graphs import hold_gradients
 from ngpt_train.distributed.gradients import average_vectors_, gradient_norm
 from ngpt_train.optim import RowAdam, lr_at
 from ngpt_train.training.feed import to_device
@@ -25,6 +26,7 @@ class StepResult(NamedTuple):
     n_tokens: Tensor  # valid targets of the step, over all ranks
     skipped: Tensor  # True where a gradient was not finite and weights and moments were left alone
     lr: float
+    z_loss: Tensor | None  # optim.z_loss * logsumexp(logits)^2, mean over the same targets; None where it is 0
 
 
 def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
@@ -42,13 +44,19 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
     # DDP and FSDP2 average gradients over ranks where the step's loss is a sum over them.
     share = world.size / n_tokens.clamp(min=1).to(torch.float64)
     state.model.begin_step_(state.step, share)
+    if config.train.cuda_graphs:
+        hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
+    total_sum = torch.zeros_like(loss_sum) if config.optim.z_loss else None
     for index, batch in enumerate(batches):
         with accumulating(state, last=index == len(batches) - 1):
-            micro_loss, _ = state.forward(*batch)
-            (micro_loss * share.to(micro_loss.dtype)).backward()
-        loss_sum += micro_loss.detach()
+            total, _, cross_entropy = state.forward(*batch)
+            (total * share.to(total.dtype)).backward()
+        loss_sum += cross_entropy
+        if total_sum is not None:
+            total_sum += total.detach()
     loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)
+    z_loss = None if total_sum is None else world.sum_(total_sum) / n_tokens.clamp(min=1) - loss
 
     average_vectors_(state.model, world)
     grad_norm = gradient_norm(state.model.parameters(), world)
@@ -59,7 +67,7 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
         state.model.project_()
     state.step += 1
     state.tokens += n_tokens
-    return StepResult(loss, grad_norm, n_tokens, skipped, lr)
+    return StepResult(loss, grad_norm, n_tokens, skipped, lr, z_loss)
 
 
 def check_batches(micro_batches: Sequence[Batch]) -> None:
@@ -79,7 +87,7 @@ def accumulating(state: TrainState, last: bool) -> AbstractContextManager:
 
 
 def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: float) -> None:
-    """Clips and steps in one pass over memory, and drops the gradients.
+    """Clips and steps in one pass over memory, and drops the gradients, or where graphs are recorded zeroes them.
 
     torch's fused optimizers divide gradients by `grad_scale` and leave weights, moments and step
     count alone where `found_inf` is 1. It is how GradScaler drives them; here it clips without a
@@ -93,4 +101,4 @@ def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: f
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
+    optimizer.zero_grad(set_to_none=not state.config.train.cuda_graphs)  # they hold theirs: distributed/cuda_graphs.py

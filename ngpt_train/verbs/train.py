@@ -238,4 +238,5 @@ def introduce(say: Any, run: RunDirectory, state: TrainState, start: dict[str, A
     say(
         f"{config.optim.name}, lr {config.optim.lr:g}, {config.schedule.kind} over {config.train.steps} steps, "
         f"{config.schedule.warmup_steps} of them warmup"
+        + (f", z-loss {config.optim.z_loss:g}, which the losses below leave out" if config.optim.z_loss else "")
     )

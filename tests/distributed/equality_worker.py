@@ -42,17 +42,20 @@ def batch(name: str, step: int) -> tuple[Tensor, ...]:
 def main(out: str, name: str, parallel: str, accumulation: int) -> None:
     # Sinusoids outweigh so narrow an embedding at first; with rotary positions the model learns within the run.
     options = ["model.positions=rotary"] if name == "normformer" else []
+    options += ["optim.z_loss=0.01"] if name == "gpt" else []
     config = run_config(
         name, SIZE, RECIPES[name], rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel, options=options
     )
     state = build_state(config)
     rank, size = state.world.rank, state.world.size
     initial = export_weights(state.model)
-    losses, norms, tokens = [], [], []
+    losses, z_losses, norms, tokens = [], [], [], []
     for step in range(config.train.steps):
         mine = [part.chunk(size)[rank].chunk(accumulation) for part in batch(name, step)]
         result = train_step(state, list(zip(*mine, strict=True)))
         losses.append(result.loss.item())
+        if result.z_loss is not None:
+            z_losses.append(result.z_loss.item())
         norms.append(result.grad_norm.item())
         tokens.append(int(result.n_tokens))
     final = export_weights(state.model)
@@ -63,6 +66,7 @@ def main(out: str, name: str, parallel: str, accumulation: int) -> None:
         "initial": digest(initial),
         "held": held,
         "losses": losses,
+        "z_losses": z_losses,
         "norms": norms,
         "tokens": tokens,
         "unmoved": [key for key, x in final.items() if torch.equal(x, initial[key])],

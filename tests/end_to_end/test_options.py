@@ -7,7 +7,7 @@ import torch
 
 from ngpt_train.config import load_config
 from ngpt_train.training import build_state, train_step
-from tests.end_to_end.runs import arguments, numbers, train
+from tests.end_to_end.runs import arguments, numbers, records, train
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,17 @@ def test_activation_checkpointing(
     for step, (loss, norm, _, _) in recomputed.items():
         assert loss == plain[step][0]
         assert norm == pytest.approx(plain[step][1], rel=1e-14)  # fsdp adds the squares in another order
+
+
+def test_z_loss(tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]]) -> None:
+    """Caught: a column that is missing, or is there where the option is off; losses that contain it."""
+    train(arguments(tmp_path, corpus, "train.steps=6", "optim.z_loss=0.01"))
+    found = records(tmp_path / "runs/test")
+    assert found[1]["loss"] == plain[1][0]
+    assert found[6]["loss"] == pytest.approx(plain[6][0], rel=0.1)
+    assert found[6]["loss"] != plain[6][0]
+    assert all(0.01 < record["z_loss"] < 1 for record in found.values())
+    assert all("z_loss" not in record for record in records(tmp_path / "runs/test", "eval").values())
 
 
 @pytest.mark.slow
@@ -53,6 +64,22 @@ def test_bf16_is_close(
     assert low != plain
     for step, (loss, _, _, _) in low.items():
         assert loss == pytest.approx(plain[step][0], rel=5e-3)
+
+
+@pytest.mark.slow
+def test_the_next_start_compiles_nothing(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two ranks that share a cache. Caught: a directory that is named too late, or by what changes from one process
+    to the next, such as a path of the run."""
+    for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
+        monkeypatch.delenv(variable, raising=False)
+    found = []
+    for name in ("first", "second"):
+        options = ["model=gpt", "train.steps=2", "train.compile=true", "parallel=ddp", f"run.name={name}"]
+        train(arguments(tmp_path, corpus, *options), ranks=2)
+        compiled = tmp_path.glob("cache/compiled/*/inductor/fxgraph/**/*")
+        found.append({path: path.stat().st_mtime_ns for path in compiled if path.is_file()})
+    assert len(found[0]) >= 2  # forward and backward
+    assert found[1] == found[0]
 
 
 @pytest.mark.slow

@@ -146,8 +146,8 @@ def test_numerical_stop(tmp_path: Path, corpus: Path, monkeypatch: pytest.Monkey
     forward = Decoder.forward
 
     def poisoned(self: Decoder, tokens, targets=None, doc_ids=None):  # type: ignore[no-untyped-def]
-        loss_sum, n_tokens = forward(self, tokens, targets, doc_ids)
-        return (loss_sum * float("nan") if self.training and loss_sum.requires_grad else loss_sum), n_tokens
+        loss = forward(self, tokens, targets, doc_ids)
+        return loss._replace(total=loss.total * float("nan")) if self.training and loss.total.requires_grad else loss
 
     monkeypatch.setattr(Decoder, "forward", poisoned)
     assert main(["train", *arguments(tmp_path, corpus, "checkpoint.every=5")]) == 4

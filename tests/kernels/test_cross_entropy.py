@@ -1,6 +1,6 @@
 """The output embedding and the cross-entropy in chunks, in Triton's interpreter and in plain PyTorch, against fp64."""
 
-import functools
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.config.batch import IGNORED
 from ngpt_train.kernels import cross_entropy, dispatch
-from ngpt_train.kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_forward, reference
+from ngpt_train.kernels.cross_entropy import linear_cross_entropy_forward, reference
 from ngpt_train.kernels.gpu import cross_entropy as gpu
 from tests.kernels.seen import Seen
 
@@ -38,6 +38,11 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
 def implementation(request: pytest.FixtureRequest):
     with dispatch.chosen(request.param):
         yield request.param
+
+
+def linear_cross_entropy(*args: Any) -> Tensor:
+    """The loss, which has the gradients."""
+    return cross_entropy.linear_cross_entropy(*args)[0]
 
 
 def draw(leading: tuple[int, ...], d: int, n_vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple:
@@ -98,6 +103,27 @@ def test_against_fp64(implementation, leading, d, n_vocab, dtype, scaled, z_loss
     """Catches a wrong term, sign, mask or stride in the loss or in any gradient, and a chunk left out."""
     h, matrix, targets, scale = draw(leading, d, n_vocab, dtype)
     check(h, matrix, targets, scale if scaled else None, z_loss, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("leading", "d", "n_vocab"), SHAPES)
+def test_the_cross_entropy_is_told_apart(implementation, leading, d, n_vocab, dtype) -> None:
+    """Catches a z-loss in what is reported as the cross-entropy, one left out of the loss, of a target that does not
+    count, or of one chunk, and a cross-entropy that has gradients."""
+    h, matrix, targets, scale = draw(leading, d, n_vocab, dtype)
+    alone, same = cross_entropy.linear_cross_entropy(h, matrix, targets, scale)
+    assert alone.requires_grad
+    assert not same.requires_grad
+    assert torch.equal(alone, same)
+    loss, told = cross_entropy.linear_cross_entropy(h, matrix, targets, scale, 0.5)
+    assert torch.equal(told, alone)
+    assert not told.requires_grad
+    h64, matrix64, scale64 = in_fp64(h, matrix, scale)
+    expected = [reference(h64, matrix64, targets, scale64, z_loss) for z_loss in (0.0, 0.5)]
+    assert error(loss.double() - told.double(), expected[1] - expected[0]) <= TOLERANCE[dtype]
+    assert loss.requires_grad
+    with torch.no_grad():
+        assert not cross_entropy.linear_cross_entropy(h, matrix, targets, scale, 0.5)[0].requires_grad
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
@@ -259,7 +285,7 @@ def test_without_values(dtype: torch.dtype) -> None:
     h, matrix, targets, scale = (t.detach().to("meta") for t in draw((23,), 64, 101, dtype))
     with dispatch.chosen("torch"):
         outputs = linear_cross_entropy_forward._init_fn(h, matrix, targets, scale, 0.01, True, True, True)
-    assert [t.shape for t in outputs] == [(), h.shape, matrix.shape, scale.shape]
+    assert [t.shape for t in outputs] == [(), (), h.shape, matrix.shape, scale.shape]
 
 
 def test_the_refusals_refuse() -> None:
@@ -315,20 +341,19 @@ def test_compiled(implementation) -> None:
 def test_recomputed(implementation) -> None:
     """Catches gradients that hang on something beside what autograd saves."""
     h, matrix, targets, scale = draw((9,), 64, 101)
-    function = functools.partial(linear_cross_entropy, z_loss=0.01)
-    direct = torch.autograd.grad(function(h, matrix, targets, scale), (h, matrix, scale))
+    direct = torch.autograd.grad(linear_cross_entropy(h, matrix, targets, scale, 0.01), (h, matrix, scale))
     recomputed = torch.autograd.grad(
-        checkpoint(function, h, matrix, targets, scale, use_reentrant=False), (h, matrix, scale)
+        checkpoint(linear_cross_entropy, h, matrix, targets, scale, 0.01, use_reentrant=False), (h, matrix, scale)
     )
     assert all(torch.equal(a, b) for a, b in zip(direct, recomputed, strict=True))
 
 
 @pytest.mark.parametrize("needed", [(True, True, True), (True, False, False), (False, True, False)])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_opcheck(implementation, scaled: bool, needed: tuple[bool, bool, bool]) -> None:
+@pytest.mark.parametrize(("scaled", "z_loss"), [(False, 0.01), (True, 0.01), (True, 0.0)])
+def test_opcheck(implementation, scaled: bool, z_loss: float, needed: tuple[bool, bool, bool]) -> None:
     """Catches an operation that changes an argument, aliases one, or whose fake kernel is wrong."""
     h, matrix, targets, scale = (t.detach() for t in draw((2, 4), 64, 101, torch.bfloat16))
-    arguments = (h, matrix, targets, scale if scaled else None, 0.01, *needed[:2], needed[2] and scaled)
+    arguments = (h, matrix, targets, scale if scaled else None, z_loss, *needed[:2], needed[2] and scaled)
     torch.library.opcheck(linear_cross_entropy_forward, arguments)
 
 

@@ -50,7 +50,9 @@ def nan_in_one_gradient(state: TrainState) -> Iterator[None]:
 
 @contextmanager
 def infinite_loss(state: TrainState) -> Iterator[None]:
-    handle = state.forward.register_forward_hook(lambda module, inputs, output: (output[0] * torch.inf, output[1]))
+    handle = state.forward.register_forward_hook(
+        lambda module, inputs, output: output._replace(total=output.total * torch.inf)
+    )
     yield
     handle.remove()
 

@@ -51,14 +51,16 @@ def chosen_anew() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
+@pytest.mark.parametrize(("kernels", "z_loss"), [("torch", 0.0), ("torch", 1e-2), ("triton", 1e-2)])
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "+" not in name])
-def test_a_step_waits_for_nothing(name: str, kernels: str) -> None:
+def test_a_step_waits_for_nothing(name: str, kernels: str, z_loss: float) -> None:
     """Forward, backward, clipping, optimizer and projection. Caught: .item(), a branch on a tensor, a boolean index, a
     tensor where torch wants a number."""
     architecture = ARCHITECTURES[name]
-    config = run_config(name, TINY, RECIPE, rows=ROWS, context=T, micro_rows=ROWS // 2, parallel="single")
-    config.kernels.kind = kernels
+    options = [f"optim.z_loss={z_loss}", f"kernels={kernels}"]
+    config = run_config(
+        name, TINY, RECIPE, rows=ROWS, context=T, micro_rows=ROWS // 2, parallel="single", options=options
+    )
     state = build_state(config)
     for step in range(2):  # the first one also makes the moments
         if architecture.has_encoder:

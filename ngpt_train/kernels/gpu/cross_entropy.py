@@ -16,6 +16,7 @@ def cross_entropy_kernel(
     logits_ptr,
     targets_ptr,
     losses_ptr,
+    z_terms_ptr,
     n_vocab,
     stride,
     z_loss,
@@ -23,7 +24,9 @@ def cross_entropy_kernel(
     gradient: tl.constexpr,
     block: tl.constexpr,
 ):
-    """One program per row. Columns from n_vocab to stride are padding, which the gradient overwrites with 0."""
+    """One program per row. Columns from n_vocab to stride are padding, which the gradient overwrites with 0.
+
+    z_terms_ptr is None where z_loss is 0."""
     row = tl.program_id(0).to(tl.int64)  # row * stride passes 2^31
     logits_ptr += row * stride
     target = tl.load(targets_ptr + row)
@@ -44,8 +47,10 @@ def cross_entropy_kernel(
         largest = new_largest
 
     lse = largest + tl.log(total)
-    loss = tl.where(inside, lse - target_logit + z_loss * lse * lse, float("nan"))
+    loss = tl.where(inside, lse - target_logit, float("nan"))
     tl.store(losses_ptr + row, tl.where(counts, loss, 0.0))
+    if z_terms_ptr is not None:
+        tl.store(z_terms_ptr + row, tl.where(counts, z_loss * lse * lse, 0.0))
 
     if gradient:
         factor = 1.0 + 2.0 * z_loss * lse
@@ -57,18 +62,22 @@ def cross_entropy_kernel(
             tl.store(logits_ptr + columns, dz.to(logits_ptr.dtype.element_ty), mask=columns < stride)
 
 
-def cross_entropy_(logits: Tensor, targets: Tensor, losses: Tensor, z_loss: float, gradient: bool) -> None:
-    """Writes the losses of logits `(N, V)` to losses `(N,)` fp32, and dz over the logits if gradient.
+def cross_entropy_(
+    logits: Tensor, targets: Tensor, losses: Tensor, z_terms: Tensor, z_loss: float, gradient: bool
+) -> None:
+    """Writes the cross-entropies of logits `(N, V)` to losses `(N,)` fp32, z_loss * logsumexp^2 to z_terms, fp32 `(N,)`
+    or empty where z_loss is 0, and dz over the logits if gradient.
 
     logits: fp32, bf16 or fp16, in rows that may be longer than V; what lies between V and their end is overwritten.
     """
     n_rows, n_vocab = logits.shape
-    assert logits.stride(1) == targets.stride(0) == losses.stride(0) == 1
-    assert losses.dtype == torch.float32
+    assert logits.stride(1) == targets.stride(0) == losses.stride(0) == z_terms.stride(0) == 1
+    assert losses.dtype == z_terms.dtype == torch.float32
     cross_entropy_kernel[(n_rows,)](
         logits,
         targets,
         losses,
+        z_terms if z_loss else None,
         n_vocab,
         logits.stride(0),
         z_loss,

@@ -1,0 +1,70 @@
+"""Where torch.compile keeps what it has compiled, so that the next start need not."""
+
+import fcntl
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+from ngpt_train.config.schema import Config
+from ngpt_train.kernels.log import say_once
+
+# The part of the directory that each variable names: torch's own compilations, and those of Triton's kernels.
+VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+LEAST_FREE = 10**9  # bytes; torch ends a run where a file of its cache cannot be written
+
+
+def keep_compiled(config: Config) -> None:
+    """Points torch.compile, from now on, at `data.cache`/compiled, but where its environment variables are set.
+
+    torch's own default is a directory of /tmp, which does not outlive a container or a reboot. It stays where the other
+    cannot be used, and the log says so. For this process and those that it starts.
+    """
+    # torch sets the first variable to its default as soon as torch._dynamo is imported.
+    own = {"TORCHINDUCTOR_CACHE_DIR": default_cache_dir()}
+    unset = [name for name in VARIABLES if os.environ.get(name) in (None, own.get(name))]
+    if not unset:
+        return
+    directory = Path(config.data.cache).expanduser().absolute() / "compiled" / machine()
+    if problem := unusable(directory):
+        line = f"data.cache: {directory} {problem}; torch.compile keeps what it compiles where torch does by default"
+        say_once(logging.WARNING, line)
+        return
+    os.environ |= {name: str(directory / VARIABLES[name]) for name in unset}
+    say_once(logging.INFO, f"torch.compile keeps what it compiles in {directory}")
+
+
+def machine() -> str:
+    """What compiled code must have been compiled for. torch's own keys know its version and the GPU, but not the CPU,
+    for whose own instructions (-march=native) it compiles."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
+        kinds = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
+        cpu = "\n".join(line for line in first if line.startswith(kinds))
+    except OSError:
+        cpu = platform.processor()
+    python = f"py{'.'.join(platform.python_version_tuple()[:2])}"
+    return f"torch{torch.__version__}-{python}-{platform.machine()}-{hashlib.sha256(cpu.encode()).hexdigest()[:8]}"
+
+
+def unusable(directory: Path) -> str | None:
+    """Why torch cannot keep its files in `directory`, which is made; None where it can."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"written")
+            file.flush()
+            fcntl.flock(file, fcntl.LOCK_EX)  # which not every network's file system has, and torch does
+    except OSError as error:
+        return f"cannot be written ({error.strerror})"
+    if os.statvfs(directory).f_flag & os.ST_NOEXEC:
+        return "is mounted noexec, so that nothing compiled there runs"
+    if shutil.disk_usage(directory).free < LEAST_FREE:
+        return f"has less than {LEAST_FREE / 1e9:g} GB left"
+    return None
