@@ -37,15 +37,6 @@ def sphere_step(h: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
     return _SphereStep.apply(h, x, alpha, runs_on_triton("sphere_step", h, x, alpha))
 
 
-def again(h: Tensor) -> Tensor:
-    """h once more, not copied, for a compiled block to give on beside h.
-
-    Of plain views among its outputs torch.compile knows one gradient, and autograd adds up theirs outside of the
-    graph, in a pass of its own: 8 bytes an element. What a split gives it takes for a tensor of its own.
-    """
-    return h.split(h.shape[-1], dim=-1)[0]
-
-
 class _SphereStep(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, x: Tensor, alpha: Tensor, triton: bool) -> tuple[Tensor, Tensor]:
@@ -59,7 +50,9 @@ class _SphereStep(torch.autograd.Function):
         else:
             out, r_x, r_u = _forward(h, x, alpha)
             ctx.save_for_backward(h, x, alpha, r_x, r_u, out)  # which whoever reads it keeps anyway
-        return out, again(out)
+        # The same memory. A plain view torch.compile does not take for an output of its own: autograd adds up both
+        # gradients outside of the graph, which costs 8 bytes an element. What a split gives it does.
+        return out, out.split(out.shape[-1], dim=-1)[0]
 
     @staticmethod
     @once_differentiable

@@ -17,7 +17,7 @@ from ngpt_train.config.architectures import NGPTConfig
 from ngpt_train.kernels.dispatch import falls_back
 from ngpt_train.kernels.rotary import rotary
 from ngpt_train.kernels.scaled_linear import scaled_swiglu
-from ngpt_train.kernels.sphere_step import again, sphere_step
+from ngpt_train.kernels.sphere_step import sphere_step
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
@@ -155,7 +155,8 @@ class Spherical(Decoder):
         return normalize(h) if self.config.constraint == "parametrization" else h
 
     def through(self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any) -> Tensor:
-        twice = h, again(h)  # as the blocks give it on: one compiled graph serves them all
+        # As compiled blocks give it on, so that one graph serves them all: without gradients they give one tensor.
+        twice = h, h.view_as(h) if torch.is_grad_enabled() else h
         for block in blocks:
             twice = block(twice, *arguments)
         return twice[1]
