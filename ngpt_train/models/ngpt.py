@@ -155,7 +155,8 @@ class Spherical(Decoder):
         return normalize(h) if self.config.constraint == "parametrization" else h
 
     def through(self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any) -> Tensor:
-        twice = h, h.view_as(h)  # as the blocks give it on: one compiled graph serves them all
+        # As compiled blocks give it on, so that one graph serves them all: without gradients they give one tensor.
+        twice = h, h.view_as(h) if torch.is_grad_enabled() else h
         for block in blocks:
             twice = block(twice, *arguments)
         return twice[1]

@@ -85,7 +85,8 @@ def test_the_next_start_compiles_nothing(tmp_path: Path, corpus: Path, monkeypat
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_blocks_are_really_compiled(recompute: str) -> None:
-    """torch.compile gives up in silence on a function that it does not like: one graph for all blocks, not none."""
+    """torch.compile gives up in silence on a function that it does not like: one graph for all blocks, not none, and
+    one more without gradients."""
     torch._dynamo.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
@@ -94,4 +95,7 @@ def test_blocks_are_really_compiled(recompute: str) -> None:
     rows = torch.randint(0, 97, (2, 65))
     train_step(state, [(rows[:, :-1], rows[:, 1:])])
     assert counters["stats"]["unique_graphs"] == 1
+    with torch.no_grad():
+        state.model(rows[:, :-1])
+    assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]

@@ -143,6 +143,23 @@ def test_compiled_and_recomputed(kernels: str) -> None:
                 torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_compiled_gradients_arrive_apart(kernels: str, backend: str) -> None:
+    """Caught: outputs that are one tensor, or one a view of the other, whose gradients autograd adds up outside of the
+    compiled graph, which gets zeros for the second; a copy."""
+    h, x, alpha, *g = inputs((3, 64), torch.float32)
+    arguments = [t.requires_grad_() for t in (h, x, alpha)]
+    torch.compiler.reset()
+    with chosen(kernels):
+        out, too = torch.compile(sphere_step, backend=backend, fullgraph=True)(*arguments)
+    assert out is not too
+    assert out.data_ptr() == too.data_ptr()
+    assert out.grad_fn is too.grad_fn
+    for one, other in zip(gradients((out, too), arguments, g), expected(h, x, alpha, *g), strict=True):
+        assert error(one, other) < 1e-5
+
+
 def test_operators_are_registered_as_torch_asks() -> None:
     from ngpt_train.kernels.gpu.sphere_step import sphere_step_backward, sphere_step_forward
 

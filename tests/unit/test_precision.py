@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy_forward
+from ngpt_train.kernels.dispatch import chosen
 from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.norms import RMSNorm
@@ -122,6 +123,15 @@ def test_layouts_agree_in_bf16(name: str) -> None:
     assert losses["fsdp"] == pytest.approx(losses["single"], rel=1e-6)
 
 
+def assert_near(near: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
+    """Each gradient to 5 % of its norm."""
+    assert near.keys() == exact.keys()
+    largest = max(x.norm() for x in exact.values())
+    for key, x in exact.items():
+        # A gradient that is nothing but rounding is compared on the scale of the others.
+        assert (near[key] - x).norm() < 5e-2 * x.norm().clamp(min=1e-3 * largest), key
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_bf16_is_near_fp32(name: str) -> None:
     """The same weights: logits to 1 %, each gradient to 5 % of its norm. Caught: a hidden state of eight bits."""
@@ -137,22 +147,29 @@ def test_bf16_is_near_fp32(name: str) -> None:
     (exact_logits, near_logits), (exact, near) = logits, gradients
     assert (near_logits - exact_logits).norm() < 1e-2 * exact_logits.norm()
     assert not torch.equal(near_logits, exact_logits), "nothing was computed in bf16"
-    largest = max(x.norm() for x in exact.values())
-    for key, x in exact.items():
-        # A gradient that is nothing but rounding is compared on the scale of the others.
-        assert (near[key] - x).norm() < 5e-2 * x.norm().clamp(min=1e-3 * largest), key
+    assert_near(near, exact)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt", "ngpt", "normformer", "powernorm", "ntransformer"])
-def test_compiled_bf16_stays_near_over_24_blocks(name: str) -> None:
-    """Inductor keeps in fp32 what eager rounds between operations, block after block: logits to 5 %, loss to 1e-2.
+@pytest.mark.parametrize(
+    ("name", "kernels"),
+    [
+        *((name, "torch") for name in ("gpt", "ngpt", "normformer", "powernorm", "ntransformer")),
+        ("gpt", "triton"),
+        ("ngpt", "triton"),
+    ],
+)
+def test_compiled_bf16_stays_near_over_24_blocks(name: str, kernels: str) -> None:
+    """Inductor keeps in fp32 what eager rounds between operations, block after block: logits and each gradient to 5 %,
+    loss to 1e-2.
 
-    Caught: a norm that takes another path when it is compiled.
+    Caught: a norm that takes another path when it is compiled; an operation of ours whose output or gradient the
+    compiler takes for another's.
     """
     size = replace(WIDE, n_layers=24, n_encoder_layers=24)
-    batch = random_batch(ARCHITECTURES[name], size, 4, 64)
-    logits, losses = [], []
+    # Triton's interpreter takes a second for every few tokens.
+    batch = random_batch(ARCHITECTURES[name], size, *((4, 64) if kernels == "torch" else (2, 12)))
+    logits, losses, gradients = [], [], []
     for compiled in (False, True):
         model = build_model(config(ARCHITECTURES[name], size))
         model.compute_dtype = torch.bfloat16
@@ -160,10 +177,14 @@ def test_compiled_bf16_stays_near_over_24_blocks(name: str) -> None:
         for block in model.blocks():
             if compiled:
                 block.compile(dynamic=False)
-        loss, n_tokens = model.loss(*batch)
-        loss.backward()
+        with chosen(kernels):
+            loss, n_tokens = model.loss(*batch)
+            loss.backward()
+            with torch.no_grad():
+                logits.append(model.eval()(batch[0]))
         losses.append(loss.item() / int(n_tokens))
-        with torch.no_grad():
-            logits.append(model.eval()(batch[0]))
+        gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
     assert losses[1] == pytest.approx(losses[0], abs=1e-2)
     assert (logits[1] - logits[0]).norm() < 5e-2 * logits[0].norm()
+    assert not torch.equal(logits[1], logits[0]), "nothing was compiled"
+    assert_near(gradients[1], gradients[0])
