@@ -33,6 +33,7 @@ Way = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, T, H, D) -> the 
 ON_GPU: list[Shape] = [(8, 16, 4096, 64), (8, 16, 1024, 64), (8, 16, 8192, 64)]
 ON_CPU: list[Shape] = [(2, 6, 256, 64)]
 PICKED = "as torch picks"
+COMPILED = "flex"
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -44,9 +45,14 @@ DOCUMENTS_PER_TOKEN = 1 / 1024
 
 
 def bench(
-    device: torch.device, shapes: Sequence[Shape], rounds: int, say: Callable[[str], None] = print
+    device: torch.device,
+    shapes: Sequence[Shape],
+    rounds: int,
+    say: Callable[[str], None] = print,
+    compiled_until: float = math.inf,
 ) -> Iterator[Entry]:
-    """Entries of the forward pass and of both, for each shape and way that runs here."""
+    """Entries of the forward pass and of both, for each shape and way that runs here. compiled_until: of
+    time.monotonic; what takes long to compile is left out later."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     measure = on_device if device.type == "cuda" else by(time.process_time)
     for B, H, T, D in shapes:
@@ -55,7 +61,12 @@ def bench(
         say(f"attention, {T} tokens: torch picks {picked(*qkv)}")
         doc_ids = documents(B, T, device)
         pairs = {"": B * T * T / 2, "documents, ": sum(n * n / 2 for n in lengths(doc_ids))}
-        ways = {name: way for name, way in ways_of(doc_ids, D, dtype, say).items() if works(name, way, qkv, T, say)}
+        ways = {}
+        for name, way in ways_of(doc_ids, D, dtype, say).items():
+            if name.endswith(COMPILED) and time.monotonic() > compiled_until:
+                say(f"attention, {T} tokens: {name} skipped (budget)")
+            elif works(name, way, qkv, T, say):
+                ways[name] = way
         for label, backward in (("forward", False), ("forward and backward", True)):
             calls = {}
             for name, way in ways.items():
@@ -73,7 +84,7 @@ def ways_of(doc_ids: Tensor, d_head: int, dtype: torch.dtype, say: Callable[[str
     ways |= {name: by_sdpa([backend]) for name, backend in BACKENDS.items() if name != "math" or T <= MATH_TOKENS}
     for prefix, ids in (("", torch.zeros_like(doc_ids)), ("documents, ", doc_ids)):
         ways[f"{prefix}torch's varlen"] = by_mask(partial(packed, ids, torch_varlen))
-        ways[f"{prefix}flex"] = by_mask(partial(document_blocks, ids))
+        ways[f"{prefix}{COMPILED}"] = by_mask(partial(document_blocks, ids))
     try:
         installed = flash.find(device, d_head, dtype)
     except flash.NoKernel as error:

@@ -19,11 +19,11 @@ from ngpt_train.bench.gpu_steps import (
     Place,
     Row,
     Variant,
-    build_pair,
+    build,
+    compiled_pair,
     describe,
     first_row_loss,
     halving_rows,
-    make_config,
     measured,
     peak_memory,
     timed,
@@ -33,7 +33,6 @@ from ngpt_train.bench.public_style import PublicSteps, PublicStyle, as_public
 from ngpt_train.config.architectures import NGPTConfig
 from ngpt_train.config.keys import AUTO
 from ngpt_train.models.weights import export_weights
-from ngpt_train.training import build_state
 from ngpt_train.training.batch import resolve_micro_rows
 
 WARM_UP = 2  # the first compiles
@@ -55,7 +54,7 @@ def run_public_style(row: Row, place: Place, say: Callable[[str], None]) -> list
 
     def measure(micro_rows: int | str) -> list[Measured]:
         assert isinstance(micro_rows, int)
-        ngpt = Variant(build_state(make_config("ngpt", row, place.device, min(ours, 2 * micro_rows))))
+        ngpt = build("ngpt", row, place, min(ours, 2 * micro_rows))
         public, problems = public_steps(ngpt, micro_rows, row)
         runs: dict[str, Run] = {"ngpt": ngpt, PUBLIC_STYLE: public}
         _, entry = timed(runs, "ngpt", place, WARM_UP, PUBLIC_ROUNDS, 1)
@@ -87,16 +86,9 @@ def public_steps(ngpt: Variant, micro_rows: int, row: Row) -> tuple[PublicSteps,
 
 
 def ablation_pair(row: Row, place: Place, say: Callable[[str], None]) -> dict[str, Variant]:
-    """What ablations are timed beside, compiled. Raises as `run_public_style`."""
+    """What ablations are timed beside. Raises as `run_public_style`."""
     place.check_time_for(row, 2 * WARM_UP)
-
-    def build(micro_rows: int | str) -> dict[str, Variant]:
-        pair = build_pair(row, place, micro_rows)
-        for variant in pair.values():
-            variant()
-        return pair
-
-    return halving_rows(row, AUTO, build, say)
+    return halving_rows(row, AUTO, lambda micro_rows: compiled_pair(row, place, micro_rows), say)
 
 
 def run_ablation(ablation: Ablation, pair: Mapping[str, Variant], row: Row, place: Place) -> Measured:

@@ -17,7 +17,9 @@ OLDEST = (8, 0)  # compute capability: Ampere
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _choice = "auto"
-_without: frozenset[str] = frozenset()  # operations whose kernels do not run, whatever the choice
+# Operations whose kernels do not run, whatever the choice. Of a dict's keys, unlike a set's, torch.compile knows which
+# the compiled code depends on, and compiles again for those only.
+_without: dict[str, bool] = {}
 
 
 def choose(kernels: str) -> None:
@@ -45,7 +47,7 @@ def chosen(kernels: str, without: str | None = None) -> Iterator[None]:
     global _without
     before = _choice, _without
     choose(kernels)
-    _without = frozenset() if without is None else frozenset({without})
+    _without = {} if without is None else {without: True}
     try:
         yield
     finally:

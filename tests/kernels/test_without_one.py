@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
+from ngpt_train.bench import gpu_steps
 from ngpt_train.bench.gpu_predictions import OPERATIONS
 from ngpt_train.bench.gpu_steps import Row, Variant, make_config
 from ngpt_train.kernels import dispatch
@@ -28,6 +29,7 @@ KERNELS = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_step_without_one(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that no operation has leaves nothing out; another goes with it; the moments are Adam's of before."""
+    monkeypatch.setitem(gpu_steps.SIZES, "debug", (16, 1, 1, 32, 48))  # the interpreter is slow
     called = set()
 
     def seen(name: str, run: Any, *given: Any, **more: Any) -> Any:
@@ -51,11 +53,12 @@ def test_a_step_without_one(operation: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert ablated.state.model is full.state.model
     assert isinstance(ablated.state.optimizer, RowAdam) == (operation != "adam")
     assert max((p.norm(dim=-1) - 1).abs().max() for p in full.state.model.parameters() if p.ndim == 2) < 1e-5
-    assert dispatch._without == frozenset()
+    assert dispatch._without == {}
 
 
 def test_what_is_compiled_follows() -> None:
-    """The first choice stays in the compiled code, so that all that is compared is one thing."""
+    """The first choice stays in the compiled code, so that all that is compared is one thing; what it does not depend
+    on is compiled again, which takes a GPU's time."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         x = x + 1 if dispatch.runs_on_triton("swiglu", x) else x - 1
@@ -64,9 +67,9 @@ def test_what_is_compiled_follows() -> None:
     counter = CompileCounter()
     compiled = torch.compile(function, backend=counter, dynamic=False)
     for _ in range(2):
-        for without, expected in ((None, 2), ("swiglu", -2), ("rotary", 3)):
+        for without, expected in ((None, 2), ("swiglu", -2), ("rotary", 3), ("adam", 2)):
             with dispatch.chosen("triton", without):
                 assert compiled(torch.zeros(1)).item() == expected
         with dispatch.chosen("torch"):
             assert compiled(torch.zeros(1)).item() == -3
-    assert counter.frame_count == 4, "what was compiled is compiled again"
+    assert counter.frame_count == 4

@@ -227,6 +227,19 @@ def test_what_is_wrong_with_a_run() -> None:
     assert "off the sphere" in gpu_steps.problems(state, [2.0, 1.0], batch)[0]
 
 
+def test_weights_drawn_on_the_device() -> None:
+    """They are of another distribution than in training, or training draws its own that way from then on."""
+    place = gpu_steps.Place("cpu", "CPU", time.monotonic() + 60, preparation=0)
+    drawn = gpu_steps.Decoder.drawn
+    for name in gpu_steps.PAIR:
+        found = gpu_steps.build(name, Row("debug", 32), place, 8).state.model
+        expected = gpu_steps.build_state(gpu_steps.make_config(name, Row("debug", 32), "cpu", 8)).model
+        for ours, other in zip(found.parameters(), expected.parameters(), strict=True):
+            assert ours.std().item() == pytest.approx(other.std().item(), rel=0.05)
+            assert torch.equal(ours, other) == (ours.ndim == 1)
+    assert gpu_steps.Decoder.drawn is drawn
+
+
 def test_losses_by_kernels_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both losses are of one path."""
     state = gpu_steps.build_state(gpu_steps.make_config("gpt", Row("debug", 32), "cpu", 8))
