@@ -75,7 +75,7 @@ class Protocol:
         self.steps: list[Measured] = []
         self.doing = "versions"  # what is cut off, if it comes to that
         self.found: dict[str, Any] = {"what": "gpu", "scale": scale, "is_gpu": on_gpu, "device": name, "mfu": MFU}
-        self.found |= {"ceilings": {}, "entries": [], "skipped": [], "cut_off": [], "problems": []}
+        self.found |= {"ceilings": {}, "entries": [], "skipped": [], "cut_off": [], "problems": [], "log": []}
 
     def parts(self) -> list[Callable[[], None]]:
         """Named as they are called in the log."""
@@ -86,6 +86,7 @@ class Protocol:
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.started:6.1f} s  {text}", flush=True)
+        self.found["log"].append(text)
 
     def skip(self, what: str) -> None:
         self.say(f"{what}: skipped (budget)")
@@ -125,13 +126,20 @@ class Protocol:
             self.found["ceilings"] = ceilings(self.device, self.say)
 
     def checks(self) -> None:
-        """Raises KernelError where a kernel is wrong: times of it would mean nothing."""
+        """Raises KernelError, once all are checked, where one is wrong: times of it would mean nothing."""
         shapes, sizes = SCALES[self.scale]
         self.cases = [case for shape in shapes for case in kernels.cases_of(self.device, shape, sizes)]
+        wrong = []
         for case in self.cases:
             with self.going_on(f"check of {case.name}"):
                 self.in_time()
-                self.errors[case.name] = kernels.check(case, self.say)
+                try:
+                    self.errors[case.name] = kernels.check(case, self.say)
+                except kernels.KernelError as error:
+                    self.problem(str(error))
+                    wrong.append(case.name)
+        if wrong:
+            raise kernels.KernelError(f"nothing is timed, because of {'; '.join(wrong)}")
 
     def kernel_times(self) -> None:
         until = self.share(KERNELS_SHARE)

@@ -39,6 +39,7 @@ WITHOUT: dict[str, dict[str, float]] = {
 PUBLIC_MS = {"H100": 819.0}  # 40,000 tokens/s
 ABLATED: Size = ("0.5b", 4096)
 KNOWN = [(r"NVIDIA H100 80GB HBM3", "H100"), (r"(NVIDIA )?A100-SXM4-80GB", "A100")]
+NO_SLOWER_THAN_H100 = r"NVIDIA (H100 80GB HBM3|G?H200.*|G?B[23]00.*)"
 
 
 def without(operation: str) -> str:
@@ -66,5 +67,6 @@ def predicted_ms(size: Size, variant: str, device_name: str) -> float | None:
 
 
 def expected_seconds(size: Size, device_name: str) -> float:
-    """Of GPT's step, for planning: what is not predicted is taken to be as slow as an A100; 0 for other sizes."""
-    return STEPS[predicted_for(device_name) or "A100"].get(size, (0.0, 0.0, 0.0))[0] / 1e3
+    """Of GPT's step, for planning: what is not known is taken to be as slow as an A100; 0 for other sizes."""
+    key = "H100" if re.fullmatch(NO_SLOWER_THAN_H100, device_name) else "A100"
+    return STEPS[key].get(size, (0.0, 0.0, 0.0))[0] / 1e3

@@ -25,7 +25,7 @@ from ngpt_train.bench import (
     gpu_tables,
     kernels,
 )
-from ngpt_train.bench.gpu_predictions import OPERATIONS, PUBLIC_STYLE, predicted_ms, without
+from ngpt_train.bench.gpu_predictions import OPERATIONS, PUBLIC_STYLE, expected_seconds, predicted_ms, without
 from ngpt_train.bench.gpu_steps import Row
 from ngpt_train.bench.interleaved import by
 from ngpt_train.kernels import dispatch
@@ -80,7 +80,7 @@ def test_the_whole_protocol(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert result["torch has F.linear_cross_entropy"] == hasattr(torch.nn.functional, "linear_cross_entropy")
     assert result["torch has addmm with out_dtype"].startswith("no: "), "a CPU has none"
     assert "MATH" in result["order of attention's backends"]
-    assert "attention, 16 tokens: torch picks " in printed
+    assert "attention, 16 tokens: torch picks FLASH_ATTENTION" in result["log"]
     assert "attention, 16 tokens: documents, flex does not run here: NotImplementedError" in printed
     assert "attention, 16 tokens: flash-attn does not run here: its kernels are for GPUs" in printed
     entries = {entry["name"]: entry for entry in result["entries"]}
@@ -177,17 +177,20 @@ def test_torch_is_all_it_takes(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("quick")
 def test_a_wrong_kernel_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are printed of kernels that compute something else."""
+    """Times are printed of kernels that compute something else; of two that are wrong one is told."""
 
     def wrong(*given: Any) -> None:
         kernels.adam.reference(*given)
         given[0].mul_(1.001)
 
+    right = kernels.sphere_step.sphere_step
     monkeypatch.setattr(kernels.adam, "adam_rows_", wrong)
+    monkeypatch.setattr(kernels.sphere_step, "sphere_step", lambda h, x, alpha: right(h, x, 1.01 * alpha))
     assert gpu.main([*SMALL, "--out", str(tmp_path)]) == 4
     result = found(tmp_path)
     assert result["entries"] == []
-    assert "adam_rows_, d 64 is wrong" in result["problems"][0]
+    assert "sphere_step, d 64 is wrong" in result["problems"][0]
+    assert "adam_rows_, d 64 is wrong" in result["problems"][1]
 
 
 @pytest.mark.usefixtures("quick")
@@ -294,6 +297,9 @@ def test_predictions_are_of_known_hardware() -> None:
     assert predicted_ms(("0.5b", 1024), without("swiglu"), h100) is None
     assert predicted_ms(size, PUBLIC_STYLE, h100) == pytest.approx(1e3 * 8 * 4096 / 40_000, rel=1e-3)
     assert predicted_ms(size, "gpt", "NVIDIA H100 PCIe") is predicted_ms(("debug", 64), "gpt", h100) is None
+    assert predicted_ms(size, "gpt", "NVIDIA H200") is None
+    devices = {h100: 0.239, "NVIDIA H200": 0.239, a100: 0.597, "NVIDIA H100 PCIe": 0.597}
+    assert {name: expected_seconds(size, name) for name in devices} == pytest.approx(devices)
 
 
 def test_what_a_torch_lacks_is_said() -> None:
