@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ngpt_train.bench.gpu_comparisons import public_steps
+from ngpt_train.bench.gpu_steps import Place, Row, build
 from ngpt_train.bench.public_style import PublicSteps, PublicStyle, as_public
 from ngpt_train.config.architectures import NGPTConfig
 from ngpt_train.models import build_model
@@ -67,3 +69,17 @@ def test_steps_stay_on_the_sphere() -> None:
             dim = 0 if name.endswith(("out.weight", "down.weight")) else 1
             torch.testing.assert_close(parameter.norm(dim=dim), torch.ones(parameter.shape[1 - dim]))
     assert run.losses[1] < run.losses[0]
+
+
+def test_same_steps() -> None:
+    """What is timed learns otherwise: another rate or share of a micro batch, no projection."""
+    row = Row("debug", 32)
+    ngpt = build("ngpt", row, Place("cpu", "CPU", 0, 0), 8)
+    public, problems = public_steps(ngpt, 2, row)
+    assert problems == []
+    for _ in range(5):
+        assert public() == ngpt() == 8 * 32
+    assert ngpt.losses[-1] < 0.9 * ngpt.losses[0]
+    torch.testing.assert_close(
+        torch.stack(public.losses).double(), torch.stack(ngpt.losses).double(), rtol=1e-3, atol=0
+    )
