@@ -3,43 +3,41 @@
     python -m ngpt_train bench gpu --budget 520 --out DIR          # one GPU since Ampere, in under 9 minutes
     python -m ngpt_train.bench.gpu --device cpu --scale debug --budget 60
 
-In this order: versions, ceilings (copies and matrix products), attention, kernels (right, then fast), steps of GPT and
-nGPT in turn. What the budget has no time for is skipped, and said to be. DIR receives bench.json, written after each
-part, and caches.tar.gz, what torch.compile and Triton compiled: where it lies in DIR already, that is not compiled
-again.
+In this order: versions; ceilings (copies and matrix products); whether the kernels are right; steps of GPT and nGPT in
+turn at 0.5B and 1B, and nGPT's beside public code's way; attention; how fast the kernels are; steps at other contexts;
+nGPT's steps without one kernel after the other. What the budget has no time for is skipped, and said to be; what is
+still going on shortly before its end is cut off. DIR receives bench.json, written after each part, and caches.tar.gz,
+what torch.compile and Triton compiled: where it lies in DIR already, that is not compiled again.
+
+Exit codes: 0; 1 where a part failed or a run was found wrong; 4 where a kernel is wrong; 5 where a part was cut off.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import platform
-import subprocess
 import sys
-import tarfile
-import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ngpt_train.bench import attention, gpu_steps, kernels
-from ngpt_train.bench.device_time import copy_ceiling, product_seconds
-from ngpt_train.bench.gpu_steps import Measured
+from ngpt_train.bench.device_facts import facts
+from ngpt_train.bench.gpu_budget import ending_in_time
+from ngpt_train.bench.gpu_caches import compile_caches
+from ngpt_train.bench.gpu_ceilings import ceilings
+from ngpt_train.bench.gpu_comparisons import ABLATIONS, ablation_pair, run_ablation, run_public_style
+from ngpt_train.bench.gpu_predictions import PUBLIC_STYLE
+from ngpt_train.bench.gpu_steps import Measured, OutOfTimeError, Place, Row
 from ngpt_train.bench.gpu_tables import kernel_line, print_tables, step_line
-from ngpt_train.kernels import dispatch
 from ngpt_train.training.checkpoint import write_json
-from ngpt_train.training.provenance import git_commit
 
-RESERVE = 15.0  # seconds of the budget that the caches and the table take
-ATTENTION_SHARE, KERNELS_SHARE = 0.08, 0.25  # of the budget, at the most
-TOKENS = 32_768  # of the products that are timed: a step of 8 rows of 4096
-CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+ATTENTION_SHARE, KERNELS_SHARE = 0.1, 0.15  # of the budget, at the most
 MFU = (
     "FLOPs per token * tokens/s / peak of dense bf16 products; FLOPs per token: 6 weights + 12 L d T (mfu), "
     "6 weights + 6 L d T (mfu_causal); null where the peak is not known"
@@ -49,6 +47,16 @@ SCALES: dict[str, tuple[list[kernels.Shape], kernels.Sizes]] = {
     "debug": ([(64, 256, 32)], kernels.Sizes(2, 64, 512, 3)),
 }
 ATTENTION = {"paper": attention.ON_GPU, "debug": [(2, 2, 64, 32)]}
+# The most telling first: later ones may find no time left.
+HEADLINES = {"paper": [Row("0.5b", 4096), Row("1b", 4096)], "debug": [Row("debug", 64)]}
+OTHER_ROWS = {
+    "paper": [Row("0.5b", 1024), Row("0.5b", 8192), Row("1b", 1024), Row("1b", 8192)],
+    "debug": [Row("debug", 128)],
+}
+PREPARATION = {"paper": 45.0, "debug": 1.0}  # see Place
+# Each kernel left out is compiled anew. Torch's limit is for programs that would compile without end, and it would go
+# on in eager mode, at another speed, without a word.
+COMPILING: dict[str, Any] = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 
 
 class Protocol:
@@ -57,153 +65,166 @@ class Protocol:
     def __init__(self, scale: str, device: torch.device, budget: float, out: Path) -> None:
         self.scale, self.device, self.out = scale, device, out
         self.started = time.monotonic()
-        self.deadline = self.started + budget - min(RESERVE, budget / 4)
         self.budget = budget
+        self.deadline = self.started + budget - reserved(budget)
         on_gpu = device.type == "cuda"
-        self.device_name = torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()})"
-        self.ceiling: float | None = None  # GB/s
+        name = torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()})"
+        self.place = Place(device.type, name, self.deadline, PREPARATION[scale])
+        self.cases: list[kernels.Case] = []
+        self.errors: dict[str, float] = {}  # of those that are right
         self.steps: list[Measured] = []
-        self.found: dict[str, Any] = {"what": "gpu", "scale": scale, "is_gpu": on_gpu, "mfu": MFU}
-        self.found |= {"entries": [], "skipped": [], "problems": []}
+        self.doing = "versions"  # what is cut off, if it comes to that
+        self.found: dict[str, Any] = {"what": "gpu", "scale": scale, "is_gpu": on_gpu, "device": name, "mfu": MFU}
+        self.found |= {"ceilings": {}, "entries": [], "skipped": [], "cut_off": [], "problems": [], "log": []}
+
+    def parts(self) -> list[Callable[[], None]]:
+        """Named as they are called in the log."""
+        return [
+            *(self.versions, self.ceilings, self.checks, self.headlines, self.public_style, self.attention),
+            *(self.kernel_times, self.other_rows, self.ablations),
+        ]
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self.started:6.1f} s  {text}", flush=True)
+        self.found["log"].append(text)
 
     def skip(self, what: str) -> None:
         self.say(f"{what}: skipped (budget)")
         self.found["skipped"].append(what)
 
+    def cut_off(self) -> None:
+        """What is going on will not be finished."""
+        self.say(f"{self.doing}: cut off (budget)")
+        self.found["cut_off"].append(self.doing)
+
     def problem(self, text: str) -> None:
         self.say(f"FAILED: {text}")
         self.found["problems"].append(text)
 
-    def late(self) -> bool:
-        return time.monotonic() > self.deadline
+    def late(self, until: float | None = None) -> bool:
+        return time.monotonic() > min(self.deadline, until or self.deadline)
+
+    def share(self, of_budget: float) -> float:
+        return time.monotonic() + of_budget * self.budget
 
     def write(self) -> None:
-        write_json(self.out / "bench.json", self.found)
+        write_json(self.out / "bench.json", dict(self.found))
+
+    def print_tables(self) -> None:
+        print_tables(self.found, self.steps)
 
     def versions(self) -> None:
-        about = {
-            "device": self.device_name,
-            "commit": git_commit(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": version_of("triton"),
-            "cudnn": torch.backends.cudnn.version(),
-            "driver, SM clock, power": driver(),
-            "kernels": dispatch.why_no_triton() or "triton",
-        }
+        about = facts(self.device)
         self.found |= about
-        for name, value in about.items():
+        for name, value in {"device": self.place.name, **about}.items():
             self.say(f"{name}: {value}")
         if self.device.type != "cuda":
             self.say("THIS IS NOT A GPU: nothing below says anything about one")
 
     def ceilings(self) -> None:
-        if self.device.type != "cuda":
-            return
-        self.ceiling = copy_ceiling(self.device)
-        self.say(f"copy within the device: {self.ceiling:.0f} GB/s")
-        n = 8192
-        flops = 2 * n**3 / product_seconds(self.device, n, n, n)
-        self.say(f"bf16 product of {n}^3: {flops / 1e12:.0f} TFLOP/s")
-        self.found["ceilings"] = {"copy_gb_per_s": self.ceiling, "product_tflop_per_s": flops / 1e12}
-        for size in ("0.5b", "1b"):
-            self.products(size)
+        if self.device.type == "cuda":
+            self.found["ceilings"] = ceilings(self.device, self.say)
 
-    def products(self, size: str) -> None:
-        """The matrix products of a step. W_o and W_down are stored transposed, as d_model is what they write."""
-        d, n_layers, _, m, vocab = gpu_steps.SIZES[size]
-        shapes = [("qkv", d, 3 * d, False, n_layers), ("o", d, d, True, n_layers), ("o as nn.Linear", d, d, False, 0)]
-        shapes += [
-            ("gate and up", d, 2 * m, False, n_layers),
-            ("down", m, d, True, n_layers),
-            ("head", d, vocab, False, 1),
-        ]
-        total = 0.0
-        for name, d_in, d_out, transposed, times in shapes:
-            if self.late():
-                self.skip(f"products of {size}, {name}")
-                return
-            seconds = {
-                "forward": product_seconds(self.device, TOKENS, d_in, d_out, "nn" if transposed else "nt"),
-                "by input": product_seconds(self.device, TOKENS, d_out, d_in, "nt" if transposed else "nn"),
-                "by weight": product_seconds(
-                    self.device, *((d_in, TOKENS, d_out) if transposed else (d_out, TOKENS, d_in)), "tn"
-                ),
-            }
-            total += times * sum(seconds.values())
-            rates = {which: 2e-12 * TOKENS * d_in * d_out / taken for which, taken in seconds.items()}
-            self.found["ceilings"][f"{size} {name}, TFLOP/s"] = rates
-            self.say(
-                f"{size} {name}: " + ", ".join(f"{which} {rate:.0f}" for which, rate in rates.items()) + " TFLOP/s"
-            )
-        self.found["ceilings"][f"{size} products, ms"] = 1e3 * total
-        self.say(f"{size}: products of a step of {TOKENS} tokens: {1e3 * total:.1f} ms")
-
-    def attention(self) -> None:
-        until = min(self.deadline, time.monotonic() + ATTENTION_SHARE * self.budget)
-        for shape in ATTENTION[self.scale]:
-            if time.monotonic() > until:
-                self.skip(f"attention, {shape[2]} tokens")
-                continue
-            for entry in attention.bench(self.device, [shape], 5, self.say):
-                assert entry.rate is not None
-                self.say(f"{entry.name}: {1e3 * entry.median_ms:.0f} us, {entry.rate / 1e12:.3g} TFLOP/s")
-                self.found["entries"].append(entry.json())
-
-    def kernels(self) -> None:
-        """Raises KernelError where one is wrong: times of it would mean nothing."""
-        until = min(self.deadline, time.monotonic() + KERNELS_SHARE * self.budget)
+    def checks(self) -> None:
+        """Raises KernelError, once all are checked, where one is wrong: times of it would mean nothing."""
         shapes, sizes = SCALES[self.scale]
-        cases = [case for shape in shapes for case in kernels.cases_of(self.device, shape, sizes)]
-        errors = {}
-        for case in cases:
-            if time.monotonic() > until:
-                self.skip(f"check of {case.name}")
-            else:
-                errors[case.name] = kernels.check(case, self.say)
-        for case in cases:
-            if time.monotonic() > until:
-                self.skip(f"times of {case.name}")
-            elif case.name in errors:
-                for entry in kernels.times(case, errors[case.name], self.ceiling, self.device, sizes.rounds):
+        self.cases = [case for shape in shapes for case in kernels.cases_of(self.device, shape, sizes)]
+        wrong = []
+        for case in self.cases:
+            with self.going_on(f"check of {case.name}"):
+                self.in_time()
+                try:
+                    self.errors[case.name] = kernels.check(case, self.say)
+                except kernels.KernelError as error:
+                    self.problem(str(error))
+                    wrong.append(case.name)
+        if wrong:
+            raise kernels.KernelError(f"nothing is timed, because of {'; '.join(wrong)}")
+
+    def kernel_times(self) -> None:
+        until = self.share(KERNELS_SHARE)
+        ceiling = self.found["ceilings"].get("copy_gb_per_s")
+        rounds = SCALES[self.scale][1].rounds
+        for case in self.cases:
+            with self.going_on(f"times of {case.name}"):
+                self.in_time(until)
+                if (error := self.errors.get(case.name)) is None:
+                    continue
+                for entry in kernels.times(case, error, ceiling, self.device, rounds):
                     self.say(kernel_line(entry))
                     self.found["entries"].append(entry.json())
 
-    def rows(self) -> None:
-        for row in gpu_steps.ROWS[self.scale]:
-            name = f"steps of {row.name}"
-            if time.monotonic() + gpu_steps.seconds_needed(row, self.scale, self.device_name) > self.deadline:
-                self.skip(name)
-                continue
-            with self.going_on(name):
-                measured = gpu_steps.run_row(row, self.device.type, self.device_name, self.deadline, self.say)
-                if measured is None:
-                    self.skip(name)
-                for one in measured or ():
-                    self.steps.append(one)
-                    self.found["entries"].append(one.json())
-                    self.say(step_line(one))
-                    for problem in one.problems:
-                        self.problem(f"{one.row}, {one.variant}: {problem}")
-            self.write()
+    def attention(self) -> None:
+        until, compiled_until = self.share(ATTENTION_SHARE), self.share(ATTENTION_SHARE / 2)
+        for shape in ATTENTION[self.scale]:
+            with self.going_on(f"attention, {shape[2]} tokens"):
+                self.in_time(until)
+                gpu_steps.free_memory()
+                for entry in attention.bench(self.device, [shape], 5, self.say, compiled_until):
+                    assert entry.rate is not None
+                    self.say(f"{entry.name}: {1e3 * entry.median_ms:.0f} us, {entry.rate / 1e12:.3g} TFLOP/s")
+                    self.found["entries"].append(entry.json())
+
+    def headlines(self) -> None:
+        self.pairs(HEADLINES[self.scale])
+
+    def other_rows(self) -> None:
+        self.pairs(OTHER_ROWS[self.scale])
+
+    def pairs(self, rows: Sequence[Row]) -> None:
+        for row in rows:
+            with self.going_on(f"steps of {row.name}"):
+                self.note(gpu_steps.run_pair(row, self.place, self.say))
+
+    def public_style(self) -> None:
+        row = HEADLINES[self.scale][0]
+        with self.going_on(f"steps of {row.name}, {PUBLIC_STYLE}"):
+            self.note(run_public_style(row, self.place, self.say))
+
+    def ablations(self) -> None:
+        row = HEADLINES[self.scale][0]
+        pair = None
+        with self.going_on(f"steps of {row.name}, ablations"):
+            pair = ablation_pair(row, self.place, self.say)
+        for ablation in ABLATIONS if pair else ():
+            with self.going_on(f"steps of {row.name}, {ablation[0]}"):
+                self.note([run_ablation(ablation, pair, row, self.place)])
+
+    def note(self, measured: Sequence[Measured]) -> None:
+        for one in measured:
+            self.steps.append(one)
+            self.found["entries"].append(one.json())
+            self.say(step_line(one))
+            for problem in one.problems:
+                self.problem(f"{one.row}, {one.variant}: {problem}")
+
+    def in_time(self, until: float | None = None) -> None:
+        if self.late(until):
+            raise OutOfTimeError
 
     @contextlib.contextmanager
     def going_on(self, what: str) -> Iterator[None]:
-        """An error ends one part, not the others: time on a GPU is short."""
+        """An error ends one part, not the others: time on a GPU is short. What was found is written."""
+        self.doing = what
         try:
             yield
         except kernels.KernelError:
             raise
+        except OutOfTimeError:
+            self.skip(what)
         except Exception as error:
             traceback.print_exc()
             self.problem(f"{what}: {type(error).__name__}: {error}")
+        self.write()
+
+
+def reserved(budget: float) -> float:
+    """Seconds of the budget in which nothing is measured: the caches and the tables take them."""
+    return min(15.0, budget / 4)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, 1 where a part failed or found a run wrong, 4 where a kernel is wrong."""
+    """Returns the exit code; see the module."""
     parser = argparse.ArgumentParser(
         prog="bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -216,67 +237,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("there is no GPU here; --device cpu --scale debug tries the same on a CPU")
     arguments.out.mkdir(parents=True, exist_ok=True)
     protocol = Protocol(arguments.scale, torch.device(arguments.device), arguments.budget, arguments.out)
-    with compile_caches(arguments.out / "caches.tar.gz"):
-        code = run(protocol)
-    print_tables(protocol.device_name, protocol.found, protocol.steps)
+    archive = arguments.out / "caches.tar.gz"
+    known = {key: value for key, value in COMPILING.items() if hasattr(torch._dynamo.config, key)}
+    with compile_caches(archive) as directory, torch._dynamo.config.patch(known):
+        with ending_in_time(protocol, directory, archive):
+            code = run(protocol)
+        protocol.print_tables()
     protocol.say(f"{arguments.out / 'bench.json'}: {'FAILED' if code else 'all checks passed'}")
     return code
 
 
 def run(protocol: Protocol) -> int:
-    parts: list[Callable[[], None]] = [protocol.versions, protocol.ceilings]
-    parts += [protocol.attention, protocol.kernels, protocol.rows]
-    code = 0
-    for part in parts:
+    for part in protocol.parts():
         try:
             with protocol.going_on(part.__name__):
                 part()
         except kernels.KernelError as error:
             protocol.problem(str(error))
-            code = error.exit_code
-        protocol.write()
-        if code:
-            break
-    return code or int(bool(protocol.found["problems"]))
-
-
-@contextlib.contextmanager
-def compile_caches(archive: Path) -> Iterator[None]:
-    """What is compiled goes to a directory of its own, from and to `archive`."""
-    before = {name: os.environ.get(name) for name in CACHES}
-    with tempfile.TemporaryDirectory() as directory:
-        if archive.exists():
-            with tarfile.open(archive) as stored:
-                stored.extractall(directory, filter="data")
-        os.environ |= {name: str(Path(directory, part)) for name, part in CACHES.items()}
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
-            with tarfile.open(archive, "w:gz", compresslevel=1) as stored:
-                for part in CACHES.values():
-                    if Path(directory, part).exists():
-                        stored.add(Path(directory, part), part)
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
-def driver() -> str | None:
-    """As the driver's own tool says; nothing is set."""
-    query = ["nvidia-smi", "--query-gpu=driver_version,clocks.sm,power.limit", "--format=csv,noheader"]
-    try:
-        return subprocess.run(query, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None
+            protocol.write()
+            return error.exit_code
+    return int(bool(protocol.found["problems"]))
 
 
 if __name__ == "__main__":

@@ -7,17 +7,18 @@ MFU = FLOPs per token * tokens/s / peak of dense bf16 products, where the FLOPs 
 
 from __future__ import annotations
 
+import contextlib
 import gc
-import re
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from ngpt_train.bench.interleaved import Entry, by, interleaved
+from ngpt_train.bench.gpu_predictions import expected_seconds, predicted_ms
+from ngpt_train.bench.interleaved import Entry, Measure, Run, by, interleaved
 from ngpt_train.bench.step import tokens_of
 from ngpt_train.config.architectures import GPTConfig, ModelConfig, NGPTConfig
 from ngpt_train.config.keys import AUTO
@@ -25,6 +26,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import Decoder
 from ngpt_train.observe.meters import peak_flops
+from ngpt_train.optim import build_optimizer
 from ngpt_train.training import TrainState, build_state, train_step
 from ngpt_train.training.batch import resolve_micro_rows
 from ngpt_train.training.guards import DeviceMemoryError
@@ -43,53 +45,42 @@ SIZES = {
 }
 # Rates that move both within a few steps; an nGPT step turns a row by about lr * sqrt(d_model) radians.
 RATES: dict[str, Callable[[int], float]] = {"gpt": lambda d: 1e-3, "ngpt": lambda d: 0.25 / d**0.5}
+PAIR = ("gpt", "ngpt")
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: models of `size` on rows of `context` tokens. ablated: also nGPT without kernels."""
+    """Models of `size` on rows of `context` tokens."""
 
     size: str
     context: int
-    ablated: bool = False
 
     @property
     def name(self) -> str:
         return f"{self.size}, {self.context} tokens"
 
 
-# The most telling first: later ones may find no time left.
-ROWS = {
-    "paper": [
-        *(Row("0.5b", 4096, ablated=True), Row("1b", 4096), Row("0.5b", 1024), Row("0.5b", 8192)),
-        *(Row("1b", 1024), Row("1b", 8192)),
-    ],
-    "debug": [Row("debug", 64, ablated=True), Row("debug", 128)],
-}
-# What a row takes besides its steps, in seconds: weights drawn, blocks compiled.
-PREPARATION = {"paper": 45.0, "debug": 1.0}
+class OutOfTimeError(Exception):
+    """The deadline leaves too little."""
 
-WITHOUT_KERNELS = "ngpt, kernels=torch"
-# Made before anything ran on a GPU: GPT's ms per step, nGPT's time over GPT's, the same without kernels.
-PREDICTED: dict[str, dict[tuple[str, int], tuple[float, float, float]]] = {
-    "H100": {
-        ("0.5b", 1024): (53, 1.012, 1.20),
-        ("0.5b", 4096): (239, 1.010, 1.15),
-        ("0.5b", 8192): (582, 1.009, 1.12),
-        ("1b", 1024): (111, 1.010, 1.13),
-        ("1b", 4096): (486, 1.010, 1.08),
-        ("1b", 8192): (1166, 1.008, 1.06),
-    },
-    "A100": {
-        ("0.5b", 1024): (128, 1.007, 1.13),
-        ("0.5b", 4096): (597, 1.006, 1.09),
-        ("0.5b", 8192): (1474, 1.005, 1.07),
-        ("1b", 1024): (268, 1.007, 1.08),
-        ("1b", 4096): (1226, 1.006, 1.05),
-        ("1b", 8192): (2975, 1.005, 1.04),
-    },
-}
-PREDICTED_FOR = [(r"NVIDIA H100 80GB HBM3", "H100"), (r"(NVIDIA )?A100-SXM4-80GB", "A100")]
+
+@dataclass
+class Place:
+    """Where it runs, and until when, of time.monotonic; preparation: seconds that the weights and blocks of a pair
+    take to be drawn and compiled, a guess until there was one."""
+
+    device: str
+    name: str
+    deadline: float
+    preparation: float
+
+    def check_time_for(self, row: Row, steps: int, of_preparation: float = 1.0) -> None:
+        """steps: of GPT's length. Raises OutOfTimeError."""
+        needed = of_preparation * self.preparation + steps * expected_seconds((row.size, row.context), self.name)
+        if time.monotonic() + needed > self.deadline:
+            raise OutOfTimeError
 
 
 @dataclass
@@ -99,6 +90,7 @@ class Measured:
     row: str
     variant: str
     entry: Entry
+    over_gpt: float | None  # the time over GPT's, medians of the same rounds
     tokens: int
     micro_rows: int
     mfu: float | None
@@ -117,21 +109,31 @@ class Measured:
 
 
 class Variant:
-    """A state that takes steps on the same tokens, and the losses of them."""
+    """A state that takes steps on the same tokens, with all kernels or without some, and the losses of them."""
 
-    def __init__(self, config: Config) -> None:
-        self.state: TrainState = build_state(config)
-        self.micro_batches = tokens_of(self.state)
+    def __init__(self, state: TrainState, kernels: str = AUTO, without: str | None = None) -> None:
+        self.state, self.kernels, self.without = state, kernels, without
+        self.micro_batches = tokens_of(state)
         self.losses: list[Tensor] = []
 
     def __call__(self) -> float:
-        with dispatch.chosen(self.state.config.kernels.kind):
+        with dispatch.chosen(self.kernels, self.without):
             self.losses.append(train_step(self.state, self.micro_batches).loss)
         config = self.state.config
         return float(config.train.rows_per_step * config.model.context)
 
+    def changed(self, kernels: str = AUTO, without: str | None = None) -> Variant:
+        """The same weights under other kernels; an optimizer of its own where that is what changes, because which one
+        it is is decided when it is built."""
+        state = self.state
+        if kernels == "torch" or without == "adam":
+            with dispatch.chosen(kernels, without):
+                optimizer = build_optimizer(state.model, state.model.parameter_groups(), state.config.optim)
+            state = replace(state, optimizer=optimizer)
+        return Variant(state, kernels, without)
 
-def make_config(architecture: str, row: Row, device: str, kernels: str, micro_rows: int | str) -> Config:
+
+def make_config(architecture: str, row: Row, device: str, micro_rows: int | str = AUTO) -> Config:
     d_model, n_layers, n_heads, d_mlp, vocab_size = SIZES[row.size]
     model: type[ModelConfig] = GPTConfig if architecture == "gpt" else NGPTConfig
     config = Config(model=model(architecture, d_model, n_layers, n_heads, None, d_mlp, vocab_size, row.context))
@@ -140,73 +142,97 @@ def make_config(architecture: str, row: Row, device: str, kernels: str, micro_ro
     config.optim.name = "adamw" if architecture == "gpt" else "adam"
     config.optim.lr, config.optim.weight_decay = RATES[architecture](d_model), 0.0
     config.schedule.warmup_steps = 0
-    config.kernels.kind = kernels
     return config
 
 
-def predicted_for(device_name: str) -> dict[tuple[str, int], tuple[float, float, float]]:
-    """Empty for hardware of which nothing was predicted."""
-    return next((PREDICTED[key] for name, key in PREDICTED_FOR if re.fullmatch(name, device_name)), {})
+def compiled_pair(row: Row, place: Place, micro_rows: int | str) -> dict[str, Variant]:
+    """GPT and nGPT, a step each behind them."""
+    started = time.monotonic()
+    variants = {name: build(name, row, place, micro_rows) for name in PAIR}
+    for variant in variants.values():
+        variant()
+    place.preparation = time.monotonic() - started
+    return variants
 
 
-def seconds_needed(row: Row, scale: str, device_name: str) -> float:
-    """An estimate: what is not predicted is taken to be as slow as an A100."""
-    predicted = predicted_for(device_name) or PREDICTED["A100"]
-    step = predicted.get((row.size, row.context), (0, 0, 0))[0] / 1e3
-    return PREPARATION[scale] + (3 if row.ablated else 2) * (WARM_UP + FEWEST_ROUNDS) * step
+def build(architecture: str, row: Row, place: Place, micro_rows: int | str) -> Variant:
+    with drawn_on(torch.device(place.device)):
+        return Variant(build_state(make_config(architecture, row, place.device, micro_rows)))
 
 
-def run_row(
-    row: Row, device: str, device_name: str, deadline: float, say: Callable[[str], None]
-) -> list[Measured] | None:
-    """The variants of a row; None where the deadline, of time.monotonic, leaves too little. Where memory does not
-    suffice the micro batch is halved; raises DeviceMemoryError where one row is too much."""
-    micro_rows: int | str = AUTO
+@contextlib.contextmanager
+def drawn_on(device: torch.device) -> Iterator[None]:
+    """Weights are drawn on the device, from the same distributions. In training they are the same on all of them, which
+    takes a CPU some seconds for each model: here that would be an eighth of all the time there is."""
+    generator = torch.Generator(device).manual_seed(0)
+
+    def drawn(self: Decoder, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
+        return torch.empty(shape, device=device).normal_(std=self.init_std(name), generator=generator)
+
+    before = Decoder.drawn
+    Decoder.drawn = drawn  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Decoder.drawn = before  # type: ignore[method-assign]
+
+
+def run_pair(row: Row, place: Place, say: Callable[[str], None]) -> list[Measured]:
+    """GPT and nGPT in turn. Raises OutOfTimeError, and DeviceMemoryError where one row of tokens is too much."""
+    place.check_time_for(row, 2 * (WARM_UP + FEWEST_ROUNDS))
+
+    def measure(micro_rows: int | str) -> list[Measured]:
+        variants = compiled_pair(row, place, micro_rows)
+        entries = timed(variants, "gpt", place, WARM_UP - 1, ROUNDS, FEWEST_ROUNDS)
+        return [measured(row, entry, entries[0], variants[entry.name], place) for entry in entries]
+
+    return halving_rows(row, AUTO, measure, say)
+
+
+def halving_rows(
+    row: Row, micro_rows: int | str, work: Callable[[int | str], Result], say: Callable[[str], None]
+) -> Result:
+    """`work` of a number of rows in a micro batch, half of it where memory does not suffice, and so on. Memory is
+    freed before. Raises DeviceMemoryError where one row is too much."""
     while True:
+        free_memory()
         try:
-            return _run_row(row, device, device_name, deadline, micro_rows)
+            with dispatch.chosen(AUTO):  # each state that is built chooses for the process
+                return work(micro_rows)
         except (torch.OutOfMemoryError, DeviceMemoryError) as error:
-            used = _micro_rows(row, micro_rows)
+            used = resolve_micro_rows(ROWS_PER_STEP, micro_rows, row.context, 1)
             if used == 1:
                 raise DeviceMemoryError(f"{row.name}: out of memory with one row at a time") from error
         # The traceback, which holds the tensors, is gone here.
-        _free_memory()
         micro_rows = used // 2
         say(f"{row.name}: out of memory with {used} rows at a time; again with {micro_rows}")
 
 
-def _micro_rows(row: Row, micro_rows: int | str) -> int:
-    return resolve_micro_rows(ROWS_PER_STEP, micro_rows, row.context, 1)
-
-
-def _free_memory() -> None:
+def free_memory() -> None:
     gc.collect()
     torch._dynamo.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def _run_row(row: Row, device: str, device_name: str, deadline: float, micro_rows: int | str) -> list[Measured] | None:
-    _free_memory()
-    kinds = {"gpt": AUTO, "ngpt": AUTO} | ({WITHOUT_KERNELS: "torch"} if row.ablated else {})
-    with dispatch.chosen(AUTO):  # each state that is built chooses for the process
-        variants = {
-            name: Variant(make_config(name.partition(",")[0], row, device, kind, micro_rows))
-            for name, kind in kinds.items()
-        }
-        measure = by(_synchronized) if device == "cuda" else by(time.process_time)
-        round_seconds = 0.0
-        for _ in range(WARM_UP):
-            started = time.monotonic()
-            for variant in variants.values():
-                measure(variant)
-            round_seconds = time.monotonic() - started
-        # interleaved runs a round untimed.
-        rounds = min(ROUNDS, int((deadline - time.monotonic()) / round_seconds) - 1)
-        if rounds < FEWEST_ROUNDS:
-            return None
-        entries = interleaved(variants, "gpt", rounds, "tokens", measure)
-        return [_measured(row, entry, variants[entry.name], device_name) for entry in entries]
+def timed(runs: Mapping[str, Run], relative_to: str, place: Place, warm_up: int, most: int, fewest: int) -> list[Entry]:
+    """Interleaved entries of as many rounds as there is time for; raises OutOfTimeError where that is too few."""
+    measure = measure_on(place)
+    round_seconds = 0.0
+    for _ in range(warm_up):
+        started = time.monotonic()
+        for run in runs.values():
+            measure(run)
+        round_seconds = time.monotonic() - started
+    # interleaved runs a round untimed.
+    rounds = min(most, int((place.deadline - time.monotonic()) / round_seconds) - 1)
+    if rounds < fewest:
+        raise OutOfTimeError
+    return interleaved(runs, relative_to, rounds, "tokens", measure)
+
+
+def measure_on(place: Place) -> Measure:
+    return by(_synchronized) if place.device == "cuda" else by(time.process_time)
 
 
 def _synchronized() -> float:
@@ -214,47 +240,61 @@ def _synchronized() -> float:
     return time.perf_counter()
 
 
-def _measured(row: Row, entry: Entry, variant: Variant, device_name: str) -> Measured:
-    state, context = variant.state, row.context
-    peak = peak_flops(device_name, state.model.compute_dtype or torch.float32)
-    assert entry.rate is not None
-    mfus = [
-        None if peak is None else state.model.flops_per_token(context, causal) * entry.rate / peak
-        for causal in (False, True)
-    ]
-    predicted_ms = predicted(row, entry.name, device_name)
+def measured(
+    row: Row, entry: Entry, gpt: Entry | None, variant: Variant, place: Place, ablated: bool = False
+) -> Measured:
+    """ablated: the weights are those of another variant, so that a loss need not fall nor be checked again."""
     losses = [float(loss) for loss in variant.losses]
+    if ablated:
+        found = [f"a loss is not finite: {losses}"] if not all(map(_finite, losses)) else []
+    else:
+        found = problems(variant.state, losses, variant.micro_batches[0])
+    memory = peak_memory(variant, place)
+    return describe(row, entry, gpt, variant.state.model, variant.state.micro_rows, losses, memory, found, place)
+
+
+def describe(
+    row: Row,
+    entry: Entry,
+    gpt: Entry | None,
+    model: Decoder,
+    micro_rows: int,
+    losses: list[float],
+    memory_gb: float | None,
+    found: list[str],
+    place: Place,
+) -> Measured:
+    """model: whose FLOPs are counted; found: problems."""
+    assert entry.rate is not None
+    peak = peak_flops(place.name, model.compute_dtype or torch.float32)
+    mfu, mfu_causal = (
+        None if peak is None else model.flops_per_token(row.context, causal) * entry.rate / peak
+        for causal in (False, True)
+    )
+    expected = predicted_ms((row.size, row.context), entry.name, place.name)
     return Measured(
         row=row.name,
         variant=entry.name,
         entry=entry,
-        tokens=ROWS_PER_STEP * context,
-        micro_rows=state.micro_rows,
-        mfu=mfus[0],
-        mfu_causal=mfus[1],
-        memory_gb=_peak_memory(variant),
+        over_gpt=None if gpt is None else entry.median_ms / gpt.median_ms,
+        tokens=ROWS_PER_STEP * row.context,
+        micro_rows=micro_rows,
+        mfu=mfu,
+        mfu_causal=mfu_causal,
+        memory_gb=memory_gb,
         first_loss=losses[0],
         last_loss=losses[-1],
-        predicted_ms=predicted_ms,
-        gap=None if predicted_ms is None else entry.median_ms / predicted_ms - 1,
-        problems=problems(state, losses, variant.micro_batches[0]),
+        predicted_ms=expected,
+        gap=None if expected is None else entry.median_ms / expected - 1,
+        problems=found,
     )
 
 
-def predicted(row: Row, variant: str, device_name: str) -> float | None:
-    """Milliseconds."""
-    found = predicted_for(device_name).get((row.size, row.context))
-    if found is None:
-        return None
-    gpt, with_kernels, without = found
-    return gpt * {"gpt": 1.0, "ngpt": with_kernels, WITHOUT_KERNELS: without}[variant]
-
-
-def _peak_memory(variant: Variant) -> float | None:
-    if variant.state.world.device.type != "cuda":
+def peak_memory(run: Run, place: Place) -> float | None:
+    if place.device != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats()
-    variant()
+    run()
     return torch.cuda.max_memory_allocated() / 1e9
 
 
@@ -270,13 +310,13 @@ def problems(state: TrainState, losses: list[float], micro_batch: tuple[Tensor, 
         off = max(float((p.norm(dim=-1) - 1).abs().max()) for p in state.model.parameters() if p.ndim == 2)
         if not off <= UNIT_TOLERANCE:
             found.append(f"rows are off the sphere by {off:.1e}")
-    ours, plain = (_loss(state.model, micro_batch, kernels) for kernels in (AUTO, "torch"))
+    ours, plain = (first_row_loss(state.model, micro_batch, kernels) for kernels in (AUTO, "torch"))
     if not abs(ours - plain) <= LOSS_TOLERANCE:
         found.append(f"the loss is {ours:.4f} by kernels, {plain:.4f} without")
     return found
 
 
-def _loss(model: Decoder, micro_batch: tuple[Tensor, Tensor], kernels: str) -> float:
+def first_row_loss(model: Decoder, micro_batch: tuple[Tensor, Tensor], kernels: str) -> float:
     """Per token, of the first row; not compiled, so that nothing is compiled for it."""
     with dispatch.chosen(kernels), torch.compiler.set_stance("force_eager"):
         loss_sum, n_tokens = model.loss(*(part[:1] for part in micro_batch))

@@ -11,18 +11,32 @@ from ngpt_train.bench.gpu_steps import Measured
 from ngpt_train.bench.interleaved import Entry
 
 
-def print_tables(device_name: str, found: dict[str, Any], steps: Sequence[Measured]) -> None:
-    """found: what bench.json holds."""
-    print(f"\n{device_name}, torch {torch.__version__}" + ("" if found["is_gpu"] else ": NOT A GPU"))
-    for table in (kernel_table(found["entries"]), step_table(steps)):
+def print_tables(found: dict[str, Any], steps: Sequence[Measured]) -> None:
+    """found: what bench.json holds. Some may be missing, where it was cut off."""
+    print(f"\n{found['device']}, torch {torch.__version__}" + ("" if found["is_gpu"] else ": NOT A GPU"))
+    pairs = [one for one in steps if one.entry.relative_to == "gpt"]
+    others = [one for one in steps if one.entry.relative_to != "gpt"]
+    tables = attention_table(found["entries"]), kernel_table(found["entries"]), comparison_table(others)
+    for table in (*tables, step_table(pairs)):
         widths = [max(map(len, column)) for column in zip(*table, strict=True)]
         print()
         for line in table:
             print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
     for what in found["skipped"]:
         print(f"{what}: skipped (budget)")
+    for what in found["cut_off"]:
+        print(f"{what}: cut off (budget)")
     for text in found["problems"]:
         print(f"FAILED: {text}")
+
+
+def attention_table(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
+    lines = [["attention", "us", "TFLOP/s", "/ as torch picks"]]
+    for entry in entries:
+        if entry["name"].startswith("attention, "):
+            numbers = [f"{1e3 * entry['median_ms']:.0f}", f"{entry['rate'] / 1e12:.3g}", f"{entry['ratio']:.2f}"]
+            lines.append([entry["name"].removeprefix("attention, "), *numbers])
+    return lines
 
 
 def kernel_table(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
@@ -41,7 +55,7 @@ def kernel_table(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def step_table(steps: Sequence[Measured]) -> list[list[str]]:
-    head = ["variant", "row", "tokens", "step ms", "tokens/s", "MFU causal", "MFU", "peak GB", "ratio", "predicted ms"]
+    head = ["variant", "row", "tokens", "step ms", "tokens/s", "MFU causal", "MFU", "peak GB", "/ GPT", "predicted ms"]
     lines = [[*head, "gap"]]
     for one in steps:
         entry = one.entry
@@ -49,6 +63,17 @@ def step_table(steps: Sequence[Measured]) -> list[list[str]]:
         numbers += [shown(one.mfu_causal, ".1%"), shown(one.mfu, ".1%"), shown(one.memory_gb, ".1f")]
         numbers += [f"{entry.ratio:.3f}", shown(one.predicted_ms, ".0f"), shown(one.gap, "+.0%")]
         lines.append([one.variant, one.row, *numbers])
+    return lines
+
+
+def comparison_table(steps: Sequence[Measured]) -> list[list[str]]:
+    """nGPT's step in other ways. Its quartiles are of the ratio to full nGPT, round by round."""
+    lines = [["instead of nGPT", "row", "step ms", "tokens/s", "/ nGPT", "quartiles", "/ GPT", "predicted ms", "gap"]]
+    for one in steps:
+        entry = one.entry
+        numbers = [f"{entry.median_ms:.1f}", f"{entry.rate:.0f}", f"{entry.ratio:.3f}"]
+        numbers += [f"{entry.spread[0]:.3f} to {entry.spread[1]:.3f}", shown(one.over_gpt, ".3f")]
+        lines.append([one.variant, one.row, *numbers, shown(one.predicted_ms, ".0f"), shown(one.gap, "+.0%")])
     return lines
 
 
@@ -61,7 +86,8 @@ def kernel_line(entry: Entry) -> str:
 
 def step_line(one: Measured) -> str:
     text = f"{one.row}, {one.variant}: {one.entry.median_ms:.1f} ms, {one.entry.rate:.0f} tokens/s, "
-    text += f"{one.entry.ratio:.3f} of GPT's time ({one.entry.spread[0]:.3f} to {one.entry.spread[1]:.3f})"
+    other = {"gpt": "GPT", "ngpt": "nGPT"}[str(one.entry.relative_to)]
+    text += f"{one.entry.ratio:.3f} of {other}'s time ({one.entry.spread[0]:.3f} to {one.entry.spread[1]:.3f})"
     return f"{text}, loss {one.first_loss:.3f} -> {one.last_loss:.3f}"
 
 

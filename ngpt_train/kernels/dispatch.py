@@ -17,6 +17,9 @@ OLDEST = (8, 0)  # compute capability: Ampere
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _choice = "auto"
+# Operations whose kernels do not run, whatever the choice. Of a dict's keys, unlike a set's, torch.compile knows which
+# the compiled code depends on, and compiles again for those only.
+_without: dict[str, bool] = {}
 
 
 def choose(kernels: str) -> None:
@@ -39,14 +42,17 @@ def described(device: torch.device) -> str:
 
 
 @contextlib.contextmanager
-def chosen(kernels: str) -> Iterator[None]:
-    """As `choose`, for a while."""
-    before = _choice
+def chosen(kernels: str, without: str | None = None) -> Iterator[None]:
+    """As `choose`, for a while; without: an operation, as `runs_on_triton` knows it, that runs in plain PyTorch."""
+    global _without
+    before = _choice, _without
     choose(kernels)
+    _without = {} if without is None else {without: True}
     try:
         yield
     finally:
-        choose(before)
+        _without = before[1]
+        choose(before[0])
 
 
 def why_no_triton() -> str | None:
@@ -73,7 +79,9 @@ def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = N
     unsupported: an option of the architecture that it does not know. Where a kernel would run but for that, or for a
     dtype, the log says so, once.
     """
-    if _choice == "torch" or (_choice == "auto" and not (tensors[0].is_cuda and _gpu_suits())):
+    if _choice == "torch" or operation in _without:
+        return False
+    if _choice == "auto" and not (tensors[0].is_cuda and _gpu_suits()):
         return False
     if unsupported is None and any(tensor.dtype not in DTYPES for tensor in tensors):
         unsupported = f"{next(t.dtype for t in tensors if t.dtype not in DTYPES)}"

@@ -1,18 +1,22 @@
 """Batches on their way to the device, one step ahead of the model on GPUs."""
 
+from __future__ import annotations
+
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ngpt_train.config.keys import DataError
-from ngpt_train.data import Position, TrainLoader
-from ngpt_train.data.rows import Batch
 from ngpt_train.models.layers.documents import check_room
 
+if TYPE_CHECKING:  # a step needs torch alone; reading data needs numpy
+    from ngpt_train.data import Position, TrainLoader
+    from ngpt_train.data.rows import Batch
 
-class Feed(Iterator[tuple[list[list[Tensor]], Position]]):
+
+class Feed(Iterator["tuple[list[list[Tensor]], Position]"]):
     """The loader's steps as int64 tensors on `device`, each with the position after it.
 
     On a GPU the next step's copy is on its way while the model works on this one. Its position is kept back with
@@ -28,7 +32,7 @@ class Feed(Iterator[tuple[list[list[Tensor]], Position]]):
         self._next = self._fetch() if self._device.type == "cuda" else None
         return step
 
-    def _fetch(self) -> "_Step":
+    def _fetch(self) -> _Step:
         micro_batches, position = next(self._loader)
         if self._device.type == "cuda":
             _check_room(micro_batches)

@@ -1,17 +1,21 @@
 """Where the numbers of a run come from: code, versions, machine, data."""
 
+from __future__ import annotations
+
 import platform
 import subprocess
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 import ngpt_train
-from ngpt_train.data import Dataset
 from ngpt_train.distributed import resolve_kind
 from ngpt_train.training.state import TrainState
+
+if TYPE_CHECKING:
+    from ngpt_train.data import Dataset  # needs numpy, which the commit does not
 
 
 def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
