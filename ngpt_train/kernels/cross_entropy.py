@@ -56,7 +56,7 @@ def linear_cross_entropy(
     Both are 0-dim, in fp32, fp64 for fp64 h. The cross-entropy is the loss without the z-loss's term, and without
     gradients. Gradients have the dtype and shape of what they belong to; sums over tokens are in fp32 at least. Never
     waits for the device. A target outside the vocabulary raises as torch's gather does; in the Triton kernel, which
-    cannot raise, it makes the loss NaN. Raises ValueError where shapes do not fit.
+    cannot raise, it makes the loss and all gradients that it reaches NaN. Raises ValueError where shapes do not fit.
     """
     if h.shape[:-1] != targets.shape or h.shape[-1:] != matrix.shape[1:]:
         raise ValueError(f"h {tuple(h.shape)}, matrix {tuple(matrix.shape)}, targets {tuple(targets.shape)} do not fit")
@@ -120,7 +120,7 @@ def linear_cross_entropy_forward(
     dtype = torch.promote_types(h.dtype, torch.float32)
     on_triton = runs_on_triton("linear_cross_entropy", h)  # asked here: a compiled graph does not look inside
     weight = (matrix if scale is None else scale[:, None] * matrix).to(h.dtype)  # W', (V, d)
-    rows_of_h, rows_of_targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1)  # (N, d), (N,)
+    rows_of_h, rows_of_targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1).contiguous()  # (N, d), (N,)
     n_rows, n_vocab = len(rows_of_h), len(weight)
 
     losses = h.new_empty(n_rows, dtype=dtype)

@@ -25,18 +25,17 @@ def swiglu(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> 
 
     s_u, s_v: `(m,)` fp32, both or neither. Raises ValueError for other shapes.
     """
-    m, odd = divmod(uv.shape[-1], 2)
-    if odd:
+    m = uv.shape[-1] // 2
+    if uv.shape[-1] % 2:
         raise ValueError(f"swiglu: uv holds u and v side by side, but has an odd number of columns, {uv.shape[-1]}")
     if (s_u is None) != (s_v is None):
         raise ValueError("swiglu: s_u and s_v come together")
-    if s_u is None or s_v is None:
-        return SwiGLU.apply(uv, None, None) if dispatch.runs_on_triton("swiglu", uv) else reference(uv)
-    if s_u.shape != (m,) or s_v.shape != (m,):
+    if s_u is not None and s_v is not None and (s_u.shape != (m,) or s_v.shape != (m,)):
         raise ValueError(f"swiglu: s_u {tuple(s_u.shape)} and s_v {tuple(s_v.shape)} must have shape ({m},)")
-    if dispatch.runs_on_triton("swiglu", uv, s_u, s_v):
-        return SwiGLU.apply(uv, s_u, s_v)
-    return reference(uv, s_u, s_v)
+    on_triton = dispatch.runs_on_triton("swiglu", *(t for t in (uv, s_u, s_v) if t is not None))
+    # Of half precision autograd would keep every factor in fp32; a compiler sees that it need not.
+    by_hand = uv.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling()
+    return SwiGLU.apply(uv, s_u, s_v, on_triton) if on_triton or by_hand else reference(uv, s_u, s_v)
 
 
 def reference(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
@@ -48,20 +47,44 @@ def reference(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) 
 
 
 class SwiGLU(torch.autograd.Function):
-    """By the kernels of gpu/swiglu.py."""
+    """By the kernels of gpu/swiglu.py, or by hand. Keeps nothing but its arguments."""
 
     @staticmethod
-    def forward(ctx: Any, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None) -> Tensor:
+    def forward(ctx: Any, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None, on_triton: bool) -> Tensor:
+        ctx.save_for_backward(uv, s_u, s_v)
+        ctx.on_triton = on_triton
+        if not on_triton:
+            return reference(uv, s_u, s_v)
         from ngpt_train.kernels.gpu.swiglu import swiglu_forward
 
-        ctx.save_for_backward(uv, s_u, s_v)
         return swiglu_forward(uv, s_u, s_v)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        uv, s_u, s_v = ctx.saved_tensors
+        if not ctx.on_triton:
+            return *backward_by_hand(dy, uv, s_u, s_v), None
         from ngpt_train.kernels.gpu.swiglu import swiglu_backward
 
-        uv, s_u, s_v = ctx.saved_tensors
         d_uv, d_s = swiglu_backward(dy, uv, s_u, s_v)
-        return (d_uv, None, None) if s_u is None else (d_uv, d_s[0], d_s[1])
+        return (d_uv, None, None, None) if s_u is None else (d_uv, d_s[0], d_s[1], None)
+
+
+def backward_by_hand(
+    dy: Tensor, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """d_uv, ds_u and ds_v."""
+    wide = torch.promote_types(uv.dtype, torch.float32)
+    u, v = uv.to(wide).chunk(2, dim=-1)
+    x = v if s_v is None else s_v * v
+    sigma = x.sigmoid()
+    silu = x * sigma
+    g = dy.to(wide)
+    du, dx = g * silu, g * u * (sigma + silu * (1 - sigma))  # but for s_u
+    if s_u is None or s_v is None:
+        return torch.cat([du, dx], dim=-1).to(uv.dtype), None, None
+    ds_u = (du * u).flatten(0, -2).sum(0)
+    dx *= s_u
+    ds_v = (dx * v).flatten(0, -2).sum(0)
+    return torch.cat([du * s_u, dx * s_v], dim=-1).to(uv.dtype), ds_u, ds_v

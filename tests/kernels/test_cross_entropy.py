@@ -203,10 +203,24 @@ def test_target_outside_the_vocabulary(implementation, target: int) -> None:
     h, matrix, targets, _ = draw((9,), 64, 101)
     targets[7] = target
     if implementation == "triton":
-        assert linear_cross_entropy(h, matrix, targets).isnan()
+        loss = linear_cross_entropy(h, matrix, targets)
+        assert loss.isnan()
+        dh, dmatrix = torch.autograd.grad(loss, (h, matrix))
+        assert dh.isnan().all(1).tolist() == [row == 7 for row in range(9)]
+        assert dmatrix.isnan().all()  # so that a training step is skipped
     else:
         with pytest.raises(RuntimeError, match="out of bounds"):
             linear_cross_entropy(h, matrix, targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_are_summed_in_fp32(implementation, dtype: torch.dtype) -> None:
+    """Catches a gradient of the matrix that is summed in bf16: of 200 chunks alike, more than half would be lost."""
+    h, matrix, targets, scale = draw((1000,), 64, 101, dtype)
+    with torch.no_grad():
+        h.copy_(h[:1].expand_as(h))
+        targets.fill_(3)
+    check(h, matrix, targets, scale, 0.0, TOLERANCE[dtype])
 
 
 def test_shapes_that_do_not_fit() -> None:

@@ -92,6 +92,40 @@ def test_strided_input(kernels: str, first: int) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_one_alpha_for_all_dimensions(kernels: str) -> None:
+    """Expanded. Caught: an alpha that is read as if it were contiguous."""
+    h, x, _, *g = inputs((3, 40), torch.float32)
+    arguments = [t.requires_grad_() for t in (h, x, torch.full((1,), -0.3).expand(40))]
+    with chosen(kernels):
+        found = gradients(sphere_step(*arguments), arguments, g)
+    for one, other in zip(found, expected(*arguments, *g), strict=True):
+        assert error(one, other) < 1e-5
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_each_gradient_has_its_own_dtype(kernels: str) -> None:
+    """Caught: alpha rounded to h's dtype, here by 0.4 %, and a gradient of x that is."""
+    h, x, _, *g = inputs((4, 1024), torch.bfloat16)
+    alpha = torch.full((1024,), 0.25 * (1 + 0.99 * 2**-8))
+    arguments = [t.requires_grad_() for t in (h, x.float(), alpha)]
+    with chosen(kernels):
+        found = torch.autograd.grad(sphere_step(*arguments), arguments, g)
+    assert [one.dtype for one in found] == [torch.bfloat16, torch.float32, torch.float32]
+    # Without Triton h' is kept in bf16, and the part of the gradient along it with it.
+    assert error(found[1], expected(*arguments, *g)[3]) < {"triton": 1e-3, "torch": 3e-3}[kernels]
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+def test_not_a_number_stays_in_its_row(kernels: str) -> None:
+    """And is all of it. Caught: a maximum that drops it, so that huge numbers train on."""
+    h, x, alpha, *_ = inputs((3, 64), torch.float32)
+    x[1, 5], h[2, 7] = torch.nan, torch.nan
+    with chosen(kernels):
+        out = sphere_step(h, x, alpha)[0]
+    assert out.isnan().all(1).tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
 @pytest.mark.parametrize("used", [0, 1])
 def test_one_output_may_go_nowhere(kernels: str, used: int) -> None:
     """Caught: a gradient that is not there and is read, or taken for the other one twice."""
@@ -110,6 +144,7 @@ def test_rows_of_zeros_and_extreme_lengths(kernels: str) -> None:
     x = x.clone()
     x[0], x[1], x[2] = 0, 1e-17 * x[1], 1e17 * x[2]
     h[3] = 0
+    x[4] = h[4] = 0
     arguments = [t.requires_grad_() for t in (h, x, alpha)]
     with chosen(kernels):
         found = gradients(sphere_step(*arguments), arguments, g)

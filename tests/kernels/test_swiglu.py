@@ -8,16 +8,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.kernels import dispatch
-from ngpt_train.kernels.swiglu import reference, swiglu
+from ngpt_train.kernels.swiglu import backward_by_hand, reference, swiglu
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 2e-3}
 
 
-@pytest.fixture
-def on_triton() -> Iterator[None]:
-    with dispatch.chosen("triton"):
+@pytest.fixture(params=["triton", "torch"])
+def way(request: pytest.FixtureRequest) -> Iterator[None]:
+    with dispatch.chosen(request.param):
         yield
 
 
@@ -48,14 +48,26 @@ def compare(arguments: list[Tensor], dy: Tensor) -> None:
 @pytest.mark.parametrize("scaled", [True, False])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 37), (2, 3, 64), (7, 1024), (2, 2, 1280), (3, 2500)], ids=str)
-@pytest.mark.usefixtures("on_triton", "poison")
+@pytest.mark.usefixtures("way", "poison")
 def test_matches_fp64(shape: tuple[int, ...], dtype: torch.dtype, scaled: bool) -> None:
     """Catches a wrong sign, factor, mask or offset, and columns, rows or partial sums that nobody writes."""
     torch.manual_seed(0)
     compare(inputs(shape, dtype, scaled), torch.randn(shape, device=DEVICE).to(dtype))
 
 
-@pytest.mark.usefixtures("on_triton", "poison")
+@pytest.mark.parametrize("scaled", [True, False])
+def test_by_hand(scaled: bool) -> None:
+    """What half precision takes without Triton. Catches a wrong factor that half precision's rounding would hide."""
+    torch.manual_seed(3)
+    arguments = [x.detach().double().requires_grad_() for x in inputs((2, 3, 20), torch.float32, scaled)]
+    dy = torch.randn(2, 3, 20, dtype=torch.float64, device=DEVICE)
+    found = backward_by_hand(dy, *arguments, *[None] * (3 - len(arguments)))
+    expected = torch.autograd.grad(reference(*arguments), arguments, dy)
+    assert all(error(one, other) < 1e-13 for one, other in zip(found, expected, strict=False))
+    assert scaled or found[1:] == (None, None)
+
+
+@pytest.mark.usefixtures("way", "poison")
 def test_strides() -> None:
     """Catches a row or column stride taken for granted: of uv, of dy, of vectors that are one number, expanded."""
     torch.manual_seed(1)
@@ -70,7 +82,7 @@ def test_strides() -> None:
             )
 
 
-@pytest.mark.usefixtures("on_triton", "poison")
+@pytest.mark.usefixtures("way", "poison")
 def test_extreme_values() -> None:
     """Catches an overflow of exp, and 0 * inf, far out on either side of SiLU; and a division by zero at 0."""
     v = torch.tensor([0.0, -0.0, 30.0, -30.0, 100.0, -100.0, 1e4, -1e4], device=DEVICE)
@@ -84,7 +96,7 @@ def test_extreme_values() -> None:
     assert gradient.eq(0).all()
 
 
-@pytest.mark.usefixtures("on_triton")
+@pytest.mark.usefixtures("way")
 def test_no_rows() -> None:
     """Catches a launch, or a partial sum, that supposes at least one row."""
     uv, s_u, s_v = inputs((0, 8), torch.float32)
@@ -94,7 +106,8 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.usefixtures("on_triton")
+@pytest.mark.parametrize("way", ["triton"], indirect=True)
+@pytest.mark.usefixtures("way")
 def test_compiled_and_recomputed(scaled: bool) -> None:
     """Catches a graph break, a fake kernel with another shape or dtype, and state that a recomputation misses."""
     torch.manual_seed(2)
@@ -111,7 +124,7 @@ def test_compiled_and_recomputed(scaled: bool) -> None:
         assert all(map(torch.equal, [y, *torch.autograd.grad(y, arguments, dy)], expected))
 
 
-@pytest.mark.usefixtures("on_triton")
+@pytest.mark.usefixtures("way")
 def test_saves_its_inputs_only() -> None:
     """Catches an activation that is kept for the backward pass."""
     arguments, saved = inputs((4, 32), torch.bfloat16), []

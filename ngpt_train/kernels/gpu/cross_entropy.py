@@ -53,7 +53,8 @@ def cross_entropy_kernel(
         tl.store(z_terms_ptr + row, tl.where(counts, z_loss * lse * lse, 0.0))
 
     if gradient:
-        factor = 1.0 + 2.0 * z_loss * lse
+        # A training step that sees a NaN in a gradient is skipped: what such a target would teach is nothing.
+        factor = tl.where(inside, 1.0 + 2.0 * z_loss * lse, float("nan"))
         for start in range(0, n_vocab, block):
             columns = start + tl.arange(0, block)
             z = tl.load(logits_ptr + columns, mask=columns < stride, other=0.0).to(tl.float32)

@@ -78,7 +78,7 @@ def forward_heads(
         second = x_second * cos + x_first * sin
         if NORMALIZED:
             norm = tl.sqrt(tl.sum(first * first + second * second, axis=1))
-            r = 1 / tl.maximum(norm, EPS)[:, None]
+            r = 1 / tl.where(norm < EPS, EPS, norm)[:, None]  # tl.maximum would drop a NaN
             first *= r
             second *= r
         if scale_ptr is not None:
@@ -135,7 +135,7 @@ def backward_heads(
         n_second = x_second * cos + x_first * sin
         if NORMALIZED:
             norm = tl.sqrt(tl.sum(n_first * n_first + n_second * n_second, axis=1))
-            r = 1 / tl.maximum(norm, EPS)[:, None]
+            r = 1 / tl.where(norm < EPS, EPS, norm)[:, None]
             n_first *= r
             n_second *= r
         if scale_ptr is not None:

@@ -75,9 +75,11 @@ def _forward(
     h = tl.load(h_ptr + row * h_stride + column, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0).to(tl.float32)
     alpha = tl.load(alpha_ptr + column, mask=inside, other=0.0).to(tl.float32)
-    r_x = 1 / tl.maximum(tl.sqrt(tl.sum(x * x)), SHORTEST)
+    length = tl.sqrt(tl.sum(x * x))
+    r_x = 1 / tl.where(length < SHORTEST, SHORTEST, length)  # tl.maximum would drop a NaN
     u = h + alpha * (x * r_x - h)
-    r_u = 1 / tl.maximum(tl.sqrt(tl.sum(u * u)), SHORTEST)
+    length = tl.sqrt(tl.sum(u * u))
+    r_u = 1 / tl.where(length < SHORTEST, SHORTEST, length)
     tl.store(out_ptr + row * D + column, u * r_u, mask=inside)
     tl.store(r_x_ptr + row, r_x)
     tl.store(r_u_ptr + row, r_u)
