@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -167,13 +168,14 @@ def test_compiled_bf16_stays_near_over_24_blocks(name: str, kernels: str) -> Non
     compiler takes for another's.
     """
     size = replace(WIDE, n_layers=24, n_encoder_layers=24)
-    # Triton's interpreter takes a second for every few tokens.
-    batch = random_batch(ARCHITECTURES[name], size, *((4, 64) if kernels == "torch" else (2, 12)))
+    # Triton's interpreter takes its time for every token.
+    batch = random_batch(ARCHITECTURES[name], size, *((4, 64) if kernels == "torch" else (1, 8)))
     logits, losses, gradients = [], [], []
     for compiled in (False, True):
         model = build_model(config(ARCHITECTURES[name], size))
         model.compute_dtype = torch.bfloat16
         torch.compiler.reset()
+        counters.clear()
         for block in model.blocks():
             if compiled:
                 block.compile(dynamic=False)
@@ -182,9 +184,9 @@ def test_compiled_bf16_stays_near_over_24_blocks(name: str, kernels: str) -> Non
             loss.backward()
             with torch.no_grad():
                 logits.append(model.eval()(batch[0]))
+        assert (counters["stats"]["unique_graphs"] > 0) == compiled
         losses.append(loss.item() / int(n_tokens))
         gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
     assert losses[1] == pytest.approx(losses[0], abs=1e-2)
     assert (logits[1] - logits[0]).norm() < 5e-2 * logits[0].norm()
-    assert not torch.equal(logits[1], logits[0]), "nothing was compiled"
     assert_near(gradients[1], gradients[0])
