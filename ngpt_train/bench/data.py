@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.bench.interleaved import Entry, interleaved, once
+from ngpt_train.bench.interleaved import Entry, interleaved, quartiles
 from ngpt_train.config.schema import Config
 from ngpt_train.data import TrainLoader, merged, open_dataset, prepare_dataset, reader_of
 from ngpt_train.data.source import open_source
@@ -174,29 +175,40 @@ def reading(config: Config) -> Iterator[Entry]:
 
 def starting(prepared: Config, streamed: Config) -> Iterator[Entry]:
     """Opening and the first batch, at the beginning and deep in the run; the imports of a new process apart."""
+    runs: dict[str, Callable[[], float]] = {}
     for name, config in (("prepared", prepared), ("streamed", streamed)):
-        yield once(f"{name}: first batch", partial(first_batch, config), 3)
+        runs[f"{name}: first batch"] = partial(first_batch, config)
         batches = batches_from(config)
         for _ in range(200):
             _, position = next(batches)
-        yield once(f"{name}: first batch after a resume", partial(first_batch, config, merged([position])), 3)
+        runs[f"{name}: first batch after a resume"] = partial(first_batch, config, merged([position]))
+    yield from interleaved(runs, "prepared: first batch", 3, "batches")
 
 
 def memory(config: Config) -> Iterator[Entry]:
-    """Resident memory while an epoch of the text is streamed, by a tokenizer that costs no time."""
+    """Resident memory, and time beside the first tenth's, while an epoch of the text is streamed, by a tokenizer that
+    costs no time."""
     quick = replace(config, tokenizer=replace(config.tokenizer, kind="bytes", path=None))
     data = open_dataset(quick)
     assert isinstance(data.train, StreamedText)
     text = data.train.open()
     n_bytes = sum(text.documents(shard).header["bytes"] for shard in range(text.n_shards))
     read = batches_of(quick)
-    resident = []
-    started = time.perf_counter()
+    resident, taken = [], []
     for _ in range(10):
+        started = time.perf_counter()
         read(n_bytes / 10)
+        taken.append(1e3 * (time.perf_counter() - started))
         resident.append(resident_mb())
-    taken = 1e3 * (time.perf_counter() - started)
-    yield Entry("streaming an epoch, bytes", taken, (taken, taken), memory_mb=(resident[0], resident[-1]))
+    ratios = [tenth / taken[0] for tenth in taken[1:]]
+    yield Entry(
+        "streaming, tenths of an epoch, bytes",
+        statistics.median(taken),
+        quartiles(ratios),
+        statistics.median(ratios),
+        "the first of them",
+        memory_mb=(resident[0], resident[-1]),
+    )
 
 
 def resident_mb() -> float:
@@ -205,8 +217,9 @@ def resident_mb() -> float:
     return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("RssAnon:"))
 
 
-def first_batch(config: Config, state: dict[str, Any] | None = None) -> None:
+def first_batch(config: Config, state: dict[str, Any] | None = None) -> float:
     next(batches_from(config, state))
+    return 1
 
 
 def batches_from(config: Config, state: dict[str, Any] | None = None) -> TrainLoader:

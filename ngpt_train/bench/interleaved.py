@@ -11,8 +11,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a benchmark. spread: quartiles of the ratio, or of median_ms where there is nothing to compare with;
-    ratio: of the time to that of `relative_to`, the median over rounds; memory_mb: resident after a tenth and at the
+    """One line of a benchmark. spread: quartiles of the ratio; ratio: of the time to that of `relative_to`, the median
+    over rounds; memory_mb: resident after a tenth and at the
     end, of runs that are about memory; memory_gb: a GPU's peak; activations_mb: kept for the backward pass; gb_per_s:
     the bytes that have to be moved at the least, over the time; of_ceiling: that, of what a plain copy reaches on the
     same device; error: relative, the largest of all outputs and gradients, against fp64."""
@@ -82,16 +82,6 @@ def interleaved(
             )
         )
     return entries
-
-
-def once(name: str, run: Callable[[], object], rounds: int) -> Entry:
-    """A time with nothing beside it."""
-    taken = []
-    for _ in range(rounds):
-        started = time.perf_counter()
-        run()
-        taken.append(1e3 * (time.perf_counter() - started))
-    return Entry(name, statistics.median(taken), quartiles(taken))
 
 
 def quartiles(values: list[float]) -> tuple[float, float]:

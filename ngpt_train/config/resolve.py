@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping
 from functools import reduce
 from importlib.util import find_spec
@@ -89,6 +90,11 @@ def check_verb(config: Config, verb: str) -> None:
             raise ConfigError(f"{verb}.out={out}: is a directory\n  Name a file in it")
         if not path.parent.is_dir():
             raise ConfigError(f"{verb}.out={out}: {path.parent} is not a directory\n  Create it, or name another file")
+        try:
+            tempfile.TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            problem, fix = f"{path.parent} cannot be written ({error.strerror})", "Name a file where you may write"
+            raise ConfigError(f"{verb}.out={out}: {problem}\n  {fix}") from None
 
 
 def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], str, str]]:

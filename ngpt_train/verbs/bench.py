@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ngpt_train.bench.interleaved import Entry
 from ngpt_train.config import load_config
@@ -15,14 +16,14 @@ from ngpt_train.training.provenance import git_commit
 
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Prints a table of entries; writes them to bench.out as JSON."""
-    entries = []
+    entries: list[dict[str, Any]] = []
+    machine = {"python": platform.python_version(), "machine": platform.machine(), "commit": git_commit()}
     print(f"{'':<58} {'ratio':>6}  {'spread':>15}  {'median':>12}  rate", flush=True)
     for entry in entries_of(config, overrides):
         print(line(entry), flush=True)
         entries.append(entry.json())
-    if config.bench.out is not None:
-        machine = {"python": platform.python_version(), "machine": platform.machine(), "commit": git_commit()}
-        write_json(Path(config.bench.out).expanduser(), {"what": config.bench.what, **machine, "entries": entries})
+        if config.bench.out is not None:  # after each: what was measured is not lost with what comes later
+            write_json(Path(config.bench.out).expanduser(), {"what": config.bench.what, **machine, "entries": entries})
     return 0
 
 

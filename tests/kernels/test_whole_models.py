@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ngpt_train.bench.step import saved_activations
-from ngpt_train.kernels import log
+from ngpt_train.kernels import dispatch, log
 from ngpt_train.kernels.dispatch import chosen
 from ngpt_train.models import export_gradients
 from ngpt_train.training import build_state
@@ -80,6 +80,14 @@ def test_saved_activations_of_compiled_blocks(kernels: str) -> None:
     gpt, ngpt = (kept(name, kernels, "fp32", compiled=True, rows=4, context=128) for name in ("gpt", "ngpt"))
     assert gpt > 32 * 4 * 128 * 2 * 10
     assert ngpt <= 1.1 * gpt
+
+
+def test_one_argument_of_another_dtype() -> None:
+    """Caught: a kernel that is chosen by its first argument alone, and reads fp64 as fp32."""
+    h, x = torch.nn.functional.normalize(torch.randn(2, 8), dim=-1), torch.randn(2, 8)
+    with chosen("triton"):
+        assert dispatch.runs_on_triton("sphere_step", h, x)
+        assert not dispatch.runs_on_triton("sphere_step", h, x.double())
 
 
 @pytest.mark.parametrize("option", ["slerp", "gelu"])

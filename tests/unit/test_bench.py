@@ -40,6 +40,8 @@ def test_bench_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         monkeypatch.setattr(data, name, value)
     text = write_parquet_shards(tmp_path / "text", (900, 1500))
     out = tmp_path / "result.json"
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(data.tempfile, "tempdir", str(tmp_path / "tmp"))
     given = [f"data.path={text}", "data=local", "tokenizer=bytes", "model.context=64", f"bench.out={out}"]
     assert main(["bench", "data", *given]) == 0
     printed = capsys.readouterr().out
@@ -54,8 +56,10 @@ def test_bench_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
         assert entries[name]["ratio"] > 0
         assert entries[name]["spread"][0] <= entries[name]["ratio"] <= entries[name]["spread"][1]
         assert entries[name]["median_ms"] > 0
-    assert entries["streaming an epoch, bytes"]["memory_mb"][1] > 0
-    assert not list(Path(data.tempfile.gettempdir()).glob("tmp*/shards/manifest.json")), "left behind"
+    assert entries["streaming, tenths of an epoch, bytes"]["memory_mb"][1] > 0
+    assert entries["streamed: first batch after a resume"]["relative_to"] == "prepared: first batch"
+    assert all(entry["ratio"] > 0 and entry["relative_to"] for entry in entries.values())
+    assert not list((tmp_path / "tmp").iterdir()), "left behind"
 
 
 def test_bench_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
