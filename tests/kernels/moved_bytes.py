@@ -93,7 +93,7 @@ def scheduled(graph: GraphLowering, name: str, unit: int) -> Iterator[Pass]:
         title = get_fused_kernel_name(node.get_nodes(), "original_aten") if operation is None else operation.name()
         if title in ("aten::mm", "aten::mm.out"):
             kind = "product"
-        elif "attention" in title:
+        elif operation is not None and "attention" in title:
             kind = "attention"
         elif operation is None and not any(of_tokens(graph, buffer) for buffer in accessed):
             kind = "matrices"
