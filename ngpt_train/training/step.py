@@ -27,12 +27,15 @@ class StepResult(NamedTuple):
     lr: float
 
 
-def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
+def train_step(state: TrainState, micro_batches: Sequence[Batch], untouched: bool = False) -> StepResult:
     """Forward and backward over this rank's micro batches, clip, optimizer step, projection.
 
     Every rank passes the same number of micro batches. The loss is summed over valid targets and
     divided once by their number in the whole step, so neither accumulation nor padding nor the
     number of ranks changes it. Raises ValueError for no micro batches and for ids that are not int64.
+
+    untouched: the caller knows that since the last step nobody has written to the weights behind torch's back (`.data`
+    is the usual way). Then the optimizer's bf16 copies of them are not made anew.
     """
     check_batches(micro_batches)
     world, config = state.world, state.config
@@ -43,11 +46,12 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
     share = world.size / n_tokens.clamp(min=1).to(torch.float64)
     state.model.begin_step_(state.step, share)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    for index, batch in enumerate(batches):
-        with accumulating(state, last=index == len(batches) - 1):
-            micro_loss, _ = state.forward(*batch)
-            (micro_loss * share.to(micro_loss.dtype)).backward()
-        loss_sum += micro_loss.detach()
+    with working_copies(state, untouched):
+        for index, batch in enumerate(batches):
+            with accumulating(state, last=index == len(batches) - 1):
+                micro_loss, _ = state.forward(*batch)
+                (micro_loss * share.to(micro_loss.dtype)).backward()
+            loss_sum += micro_loss.detach()
     loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)
 
     average_vectors_(state.model, world)
@@ -76,6 +80,11 @@ def accumulating(state: TrainState, last: bool) -> AbstractContextManager:
     if isinstance(state.forward, DistributedDataParallel) and not last:
         return state.forward.no_sync()
     return nullcontext()
+
+
+def working_copies(state: TrainState, untouched: bool) -> AbstractContextManager:
+    """Blocks multiply by the optimizer's copies of their matrices, if it keeps any."""
+    return state.optimizer.copies.in_use(untouched) if isinstance(state.optimizer, RowAdam) else nullcontext()
 
 
 def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: float) -> None:
