@@ -1,10 +1,12 @@
 """The optimizer's bf16 copies change nothing but the time: training is as with masters that are cast at each use."""
 
 import copy
+import itertools
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +15,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ngpt_train.data import Position
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import export_weights, load_weights
 from ngpt_train.models.layers.matrix import WORKING_COPY, as_stored, cast_at_use
 from ngpt_train.optim import RowAdam
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
+from ngpt_train.training.loop import Parts
+from ngpt_train.training.loop import train as train_loop
 from ngpt_train.training.state import TrainState
 from tests.properties.architectures import ARCHITECTURES, VARIANTS, Size, jittered
 from tests.properties.runs import padded_rows, run_config, text_like_rows
@@ -159,6 +164,19 @@ def test_what_is_cast(name: str, options: list[str]) -> None:
     assert counts == [{4 if options else 2}, {1}, {1}, {0}]
 
 
+def test_the_loop_casts_nothing() -> None:
+    """After the first forward pass of all. Caught: a loop that does not say that it leaves weights alone."""
+    state = built("ngpt", "train.stop_at=3", "logging.every=99")
+    batch = text_like_rows(ROWS, T, TINY.vocab_size, seed=0)
+    batches = itertools.repeat(([batch], Position(0, 0, {}, {}, {})))
+    quiet = SimpleNamespace(data=lambda *_: None, step=lambda *_: None)
+    parts = Parts(batches, lambda _: {}, lambda *_: None, [], quiet, lambda: None)
+    with Casts(state.model) as casts:
+        train_loop(state, parts, SimpleNamespace(reason=None))
+    assert state.step == 3
+    assert {casts.seen[name] for name in blocks_of(state)} == {1}
+
+
 def test_who_has_copies() -> None:
     """Caught: copies where products are in fp32, where FSDP2 casts, where rows are divided at each use, or for torch's
     optimizers."""
@@ -292,7 +310,7 @@ def test_resume(tmp_path: Path) -> None:
 
 
 def test_gradients_are_those_of_a_cast() -> None:
-    """Caught: a gradient in bf16, or one of another layout. A copy in another dtype than is wanted is left alone."""
+    """Caught: a gradient that is lost or rounded once more, a copy in another dtype than is wanted."""
     x = torch.randn(5, 8).bfloat16()
     found = []
     for copied in (False, True):
