@@ -115,10 +115,12 @@ class Variant:
         self.state, self.kernels, self.without = state, kernels, without
         self.micro_batches = tokens_of(state)
         self.losses: list[Tensor] = []
+        self.shares_weights = False  # with a variant that moves them, too, where this one's optimizer does not see it
 
     def __call__(self) -> float:
         with dispatch.chosen(self.kernels, self.without):
-            self.losses.append(train_step(self.state, self.micro_batches).loss)
+            result = train_step(self.state, self.micro_batches, untouched=not self.shares_weights)
+        self.losses.append(result.loss)
         config = self.state.config
         return float(config.train.rows_per_step * config.model.context)
 
@@ -130,7 +132,9 @@ class Variant:
             with dispatch.chosen(kernels, without):
                 optimizer = build_optimizer(state.model, state.model.parameter_groups(), state.config.optim)
             state = replace(state, optimizer=optimizer)
-        return Variant(state, kernels, without)
+        other = Variant(state, kernels, without)
+        self.shares_weights = other.shares_weights = True
+        return other
 
 
 def make_config(architecture: str, row: Row, device: str, micro_rows: int | str = AUTO) -> Config:

@@ -3,21 +3,23 @@
 from typing import Any
 
 import torch
-from torch import nn
+from torch.distributed.tensor import DTensor
 
 from ngpt_train.config.schema import OptimConfig
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
-from ngpt_train.models import ParameterGroup
+from ngpt_train.models import Decoder, ParameterGroup
+from ngpt_train.models.layers.matrix import cast_at_use
 from ngpt_train.optim.row_adam import RowAdam
 
 
-def build_optimizer(model: nn.Module, groups: list[ParameterGroup], config: OptimConfig) -> torch.optim.Optimizer:
+def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimConfig) -> torch.optim.Optimizer:
     """The optimizer over `model`'s parameters, in torch's fused form (one pass over memory, on CPUs too).
 
     `groups` names the parameters as `model.named_parameters()` does. The learning rate is set before
     each step from the schedule. Moments have the dtype of the weights, fp32. Where Triton runs it is
-    RowAdam, which does the model's projection as well.
+    RowAdam, which does the model's projection as well and, where products are in bf16, the cast; FSDP2 casts its shards
+    itself.
     """
     parameters = dict(model.named_parameters())
     assert sorted(parameters) == sorted(name for group in groups for name in group.names)
@@ -32,9 +34,11 @@ def build_optimizer(model: nn.Module, groups: list[ParameterGroup], config: Opti
     matrices = [parameter for parameter in parameters.values() if parameter.ndim == 2]
     unknown = next((reason for matrix in matrices if (reason := unsupported(matrix))), None)
     if dispatch.runs_on_triton("adam", *matrices, unsupported=unknown):
+        casts = model.compute_dtype == torch.bfloat16
         return RowAdam(
             arguments,
             unit_rows=[group.unit_rows for group in groups],
+            copied=[matrix for matrix in cast_at_use(model) if casts and not isinstance(matrix, DTensor)],
             lr=0.0,
             betas=(beta1, beta2),
             eps=config.eps,

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 from ngpt_train.kernels.adam import adam_rows_
+from ngpt_train.optim.working_copies import WorkingCopies
 
 
 class RowAdam(torch.optim.Adam):
@@ -20,10 +21,19 @@ class RowAdam(torch.optim.Adam):
 
     No collective: FSDP2 shards rows whole, and a rank moves those that it holds. As torch's fused optimizers, it
     divides gradients by the attribute `grad_scale` and changes nothing where `found_inf` is 1.
+
+    Of the matrices `copied` it writes bf16 copies as it goes, from the first time on that `copies` were in use.
     """
 
-    def __init__(self, groups: list[dict[str, Any]], unit_rows: Sequence[bool], **options: Any) -> None:
+    def __init__(
+        self,
+        groups: list[dict[str, Any]],
+        unit_rows: Sequence[bool],
+        copied: Sequence[nn.Parameter] = (),
+        **options: Any,
+    ) -> None:
         super().__init__(groups, fused=True, **options)
+        self.copies = WorkingCopies(copied)
         self.unit_rows = list(unit_rows)
         for group, unit in zip(self.param_groups, self.unit_rows, strict=True):
             matrices = {parameter.ndim == 2 for parameter in group["params"]}
@@ -71,6 +81,8 @@ class RowAdam(torch.optim.Adam):
             for weight, gradient, exp_avg, exp_avg_sq, step in zip(
                 parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True
             ):
+                # A skipped step leaves a copy as it is: one that does not count must not seem written.
+                copy = self.copies.current(weight)
                 adam_rows_(
                     local_rows(weight),
                     local_rows(gradient),
@@ -85,7 +97,10 @@ class RowAdam(torch.optim.Adam):
                     unit_rows,
                     grad_scale,
                     found_inf,
+                    copy,
                 )
+                if copy is not None:
+                    self.copies.written(weight, copy)
 
 
 def local_rows(matrix: Tensor) -> Tensor:

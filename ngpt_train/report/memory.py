@@ -13,6 +13,7 @@ from ngpt_train.config.architectures import EncoderDecoderKeys
 from ngpt_train.config.schema import Config
 from ngpt_train.kernels.cross_entropy import GPU_ROWS
 from ngpt_train.models import Decoder
+from ngpt_train.models.layers.matrix import cast_at_use
 
 
 @dataclass(frozen=True)
@@ -26,15 +27,16 @@ class MemoryItem:
 
 
 def memory_per_rank(
-    config: Config, model: Decoder, kind: str, dtype: torch.dtype, compiled: bool, micro_rows: int
+    config: Config, model: Decoder, kind: str, dtype: torch.dtype, compiled: bool, micro_rows: int, fused_adam: bool
 ) -> list[MemoryItem]:
     """What the fullest of plan.world_size ranks holds while the loss is differentiated; the sum estimates its peak.
 
-    kind: single, ddp or fsdp. dtype: of the matrix products.
+    kind: single, ddp or fsdp. dtype: of the matrix products. fused_adam: whether the optimizer is RowAdam.
     """
+    copies = sum(matrix.numel() for matrix in cast_at_use(model)) if fused_adam and dtype == torch.bfloat16 else 0
     return [
         *state_items(model, kind, config.plan.world_size),
-        *working_items(model, kind, dtype, config.train.activation_checkpointing == "full"),
+        *working_items(model, kind, dtype, config.train.activation_checkpointing == "full", copies),
         *activation_items(config, model, dtype.itemsize, compiled, micro_rows * config.model.context),
     ]
 
@@ -57,8 +59,11 @@ def state_items(model: Decoder, kind: str, world_size: int) -> list[MemoryItem]:
     ]
 
 
-def working_items(model: Decoder, kind: str, dtype: torch.dtype, checkpointing: bool) -> list[MemoryItem]:
-    """Copies of the matrices that the products work on: whole ones under FSDP2, cast ones in bf16."""
+def working_items(model: Decoder, kind: str, dtype: torch.dtype, checkpointing: bool, copies: int) -> list[MemoryItem]:
+    """Copies of the matrices that the products work on: whole ones under FSDP2, cast ones in bf16.
+
+    copies: values of which the optimizer keeps a copy, where FSDP2 does not gather them.
+    """
     size = dtype.itemsize
     block = max(sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in model.blocks())
     output = model.unembedding.numel()
@@ -72,8 +77,12 @@ def working_items(model: Decoder, kind: str, dtype: torch.dtype, checkpointing: 
             MemoryItem("gathered embeddings", 8 * embeddings, False, "(4 + 4) x embeddings"),
         ]
     if dtype != torch.float32:
-        # The backward pass needs the copy that the forward pass made, but recomputing a block makes it anew.
+        # The backward pass needs the copy that the forward pass made, but recomputing a block makes it anew. The
+        # optimizer's copies stay.
         if kind == "fsdp":
+            cast, what = output, "output"
+        elif copies:
+            items.append(MemoryItem("working copies", size * copies, True, f"{size} x blocks"))
             cast, what = output, "output"
         elif checkpointing:
             cast, what = block + output, "block + output"

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed import resolve_compile, resolve_kind, resolve_precision
 from ngpt_train.models import Decoder, build_model
@@ -26,9 +27,10 @@ def make_plan(config: Config) -> dict[str, Any]:
     kind = resolve_kind(config.parallel.kind, world_size, device)
     dtype = resolve_precision(config.train.precision, device)
     compiled = resolve_compile(config.train.compile, device)
+    fused_adam = config.kernels.kind == "triton" or (config.kernels.kind == AUTO and device == "cuda")
     with torch.device("meta"):
         model = build_model(config.model)
-    memory = memory_per_rank(config, model, kind, dtype, compiled, micro_rows)
+    memory = memory_per_rank(config, model, kind, dtype, compiled, micro_rows, fused_adam)
     flops_per_token = model.flops_per_token(context)
     steps = config.train.stop_at or config.train.steps
     total_tokens = steps * rows * context

@@ -85,7 +85,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 sink.message(f"warning: data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
         left_out |= position.skipped.keys()
         with explain_out_of_memory(state.micro_rows):
-            result = train_step(state, micro_batches)
+            result = train_step(state, micro_batches, untouched=True)
         skipped += result.skipped
         skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
         logging = _due(state.step, config.logging.every)

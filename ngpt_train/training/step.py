@@ -29,12 +29,15 @@ class StepResult(NamedTuple):
     z_loss: Tensor | None  # optim.z_loss * logsumexp(logits)^2, mean over the same targets; None where it is 0
 
 
-def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
+def train_step(state: TrainState, micro_batches: Sequence[Batch], untouched: bool = False) -> StepResult:
     """Forward and backward over this rank's micro batches, clip, optimizer step, projection.
 
     Every rank passes the same number of micro batches. The loss is summed over valid targets and
     divided once by their number in the whole step, so neither accumulation nor padding nor the
     number of ranks changes it. Raises ValueError for no micro batches and for ids that are not int64.
+
+    untouched: the caller knows that since the last step nobody has written to the weights behind torch's back (`.data`
+    is the usual way). Then the optimizer's bf16 copies of them are not made anew.
     """
     check_batches(micro_batches)
     world, config = state.world, state.config
@@ -48,13 +51,14 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch]) -> StepResult:
         hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     total_sum = torch.zeros_like(loss_sum) if config.optim.z_loss else None
-    for index, batch in enumerate(batches):
-        with accumulating(state, last=index == len(batches) - 1):
-            total, _, cross_entropy = state.forward(*batch)
-            (total * share.to(total.dtype)).backward()
-        loss_sum += cross_entropy
-        if total_sum is not None:
-            total_sum += total.detach()
+    with working_copies(state, untouched):
+        for index, batch in enumerate(batches):
+            with accumulating(state, last=index == len(batches) - 1):
+                total, _, cross_entropy = state.forward(*batch)
+                (total * share.to(total.dtype)).backward()
+            loss_sum += cross_entropy
+            if total_sum is not None:
+                total_sum += total.detach()
     loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)
     z_loss = None if total_sum is None else world.sum_(total_sum) / n_tokens.clamp(min=1) - loss
 
@@ -84,6 +88,11 @@ def accumulating(state: TrainState, last: bool) -> AbstractContextManager:
     if isinstance(state.forward, DistributedDataParallel) and not last:
         return state.forward.no_sync()
     return nullcontext()
+
+
+def working_copies(state: TrainState, untouched: bool) -> AbstractContextManager:
+    """Blocks multiply by the optimizer's copies of their matrices, if it keeps any."""
+    return state.optimizer.copies.in_use(untouched) if isinstance(state.optimizer, RowAdam) else nullcontext()
 
 
 def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: float) -> None:

@@ -199,10 +199,10 @@ def test_out_of_memory(suffices: int, tmp_path: Path, monkeypatch: pytest.Monkey
     """Too little memory ends the whole protocol, or a smaller micro batch makes a smaller step."""
     step = gpu_steps.train_step
 
-    def limited(state: Any, batches: Any) -> Any:
+    def limited(state: Any, batches: Any, **options: Any) -> Any:
         if len(batches[0][0]) > suffices:
             raise torch.OutOfMemoryError("pretended")
-        return step(state, batches)
+        return step(state, batches, **options)
 
     monkeypatch.setattr(gpu_steps, "train_step", limited)
     monkeypatch.setitem(gpu.OTHER_ROWS, "debug", [])

@@ -64,7 +64,8 @@ def test_memory_of_each_layout() -> None:
         assert memory(made)["weights"] == 4 * n
         assert memory(made)["gradients"] == 4 * n
         assert memory(made)["Adam's moments"] == 8 * n
-        assert memory(made)["cast matrices"] == 2 * (24 * 16 * 1024**2 + 32000 * 1024)
+        assert memory(made)["working copies"] == 2 * 24 * 16 * 1024**2
+        assert memory(made)["cast matrices"] == 2 * 32000 * 1024
     vectors = 24 * 11 * 1024 + 32000
     assert memory(fsdp)["Adam's moments"] == (n - vectors) + 8 * vectors  # 8 bytes over 8 ranks
     assert memory(fsdp)["gathered embeddings"] == 8 * 2 * 32000 * 1024
@@ -74,6 +75,27 @@ def test_memory_of_each_layout() -> None:
         assert made["memory_per_rank"]["total"] == sum(memory(made).values())
     full = plan("model=ngpt", "train.activation_checkpointing=full", "train.micro_rows=4")
     assert memory(full)["activations"] == 4 * 4096 * (24 * 2 * 1024 + 2 * 24 * 1024)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "copies", "cast"),
+    [
+        ([], 24, 0),
+        (["train.activation_checkpointing=full"], 24, 0),
+        (["kernels=torch"], 0, 24),
+        (["kernels=torch", "train.activation_checkpointing=full"], 0, 1),
+        (["train.device=cpu", "train.precision=bf16"], 0, 24),
+        (["model.constraint=parametrization"], 0, 24),
+        (["train.precision=fp32"], 0, 0),
+        (["parallel=fsdp"], 0, 0),
+    ],
+)
+def test_blocks_in_bf16(overrides: list[str], copies: int, cast: int) -> None:
+    """The optimizer's copies, or what the forward pass casts. Caught: both, or neither."""
+    found = memory(plan("model=ngpt", *overrides))
+    output = 0 if "train.precision=fp32" in overrides else 32000 * 1024
+    assert found.get("working copies", 0) == 2 * copies * 16 * 1024**2
+    assert found.get("cast matrices", 0) == 2 * (cast * 16 * 1024**2 + output)
 
 
 def test_fsdp_rows_that_do_not_divide() -> None:
