@@ -74,7 +74,10 @@ def _forward(h: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tenso
     r_x = _reciprocal_length(x.to(wide))
     u = torch.lerp(h.to(wide), x * r_x, alpha.to(wide))
     r_u = _reciprocal_length(u)
-    return u.mul_(r_u).to(h.dtype), r_x, r_u
+    # Neither in place nor by a cast that changes nothing: what is its own operation's input has no gradient in graphs
+    # of torch 2.11's compiler.
+    out = u * r_u
+    return out if out.dtype == h.dtype else out.to(h.dtype), r_x, r_u
 
 
 def _backward(
