@@ -17,6 +17,7 @@ The scale is always told, because nGPT's is sqrt(D) and each of these would take
 
 import contextlib
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
@@ -155,12 +156,19 @@ def find_varlen(device: torch.device, d_head: int, dtype: torch.dtype) -> tuple[
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # here, because it imports triton
 
-    # torch 2.11 does not have the word, and takes grouped heads without it.
-    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] and asks_for_groups() else {}
     causal = (-1, 0)  # how far it sees to the left, where -1 is all the way, and to the right
     y = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, scale=scale, window_size=causal, **grouped)
     assert isinstance(y, Tensor)
     return y
+
+
+@torch.compiler.assume_constant_result
+def asks_for_groups() -> bool:
+    """torch 2.11 does not have the word, and takes grouped heads without it."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def wants_blocks() -> bool:

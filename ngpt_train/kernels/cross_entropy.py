@@ -44,8 +44,8 @@ def reference(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None =
 
 def linear_cross_entropy(
     h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """(loss, cross_entropy): sums, in nats, over the targets of the logits scale * (matrix h).
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(loss, cross_entropy, z_term): sums, in nats, over the targets of the logits scale * (matrix h).
 
     h: `(..., d)` in the dtype of the products; fp32, bf16, fp16 or fp64.
     matrix: `(V, d)`, the output embedding as stored; a copy is cast to h's dtype after scaling.
@@ -53,8 +53,8 @@ def linear_cross_entropy(
     scale: `(V,)`; None is 1.
     z_loss: adds z_loss * logsumexp(logits)^2 to the loss for every target that counts.
 
-    Both are 0-dim, in fp32, fp64 for fp64 h. The cross-entropy is the loss without the z-loss's term, and without
-    gradients. Gradients have the dtype and shape of what they belong to; sums over tokens are in fp32 at least. Never
+    They are 0-dim, in fp32, fp64 for fp64 h. loss = cross_entropy + z_term, which have no gradients; z_term is None
+    where z_loss is 0. Gradients have the dtype and shape of what they belong to; sums over tokens are in fp32 at least. Never
     waits for the device. A target outside the vocabulary raises as torch's gather does; in the Triton kernel, which
     cannot raise, it makes the loss and all gradients that it reaches NaN. Raises ValueError where shapes do not fit.
     """
@@ -62,8 +62,9 @@ def linear_cross_entropy(
         raise ValueError(f"h {tuple(h.shape)}, matrix {tuple(matrix.shape)}, targets {tuple(targets.shape)} do not fit")
     if scale is not None and scale.shape != matrix.shape[:1]:
         raise ValueError(f"scale {tuple(scale.shape)} and matrix {tuple(matrix.shape)} do not fit")
-    loss, cross_entropy = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, torch.is_grad_enabled())
-    return loss, loss.detach() if cross_entropy is None else cross_entropy
+    loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, torch.is_grad_enabled())
+    cross_entropy, z_term = parts or (loss.detach(), None)
+    return loss, cross_entropy, z_term
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -76,7 +77,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         scale: Tensor | None,
         z_loss: float,
         grad_enabled: bool,
-    ) -> tuple[Tensor, Tensor | None]:
+    ) -> tuple[Tensor, ...]:
         # grad_enabled comes from outside, because here it is always off; needs_input_grad does not ask for it.
         need_h, need_matrix, _, need_scale, *_ = (grad_enabled and needed for needed in ctx.needs_input_grad)
         cross_entropy, z_term, dh, dmatrix, dscale = linear_cross_entropy_forward(
@@ -84,13 +85,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
         ctx.save_for_backward(dh, dmatrix, dscale)
         if z_loss == 0:
-            return cross_entropy, None
-        ctx.mark_non_differentiable(cross_entropy)
-        return cross_entropy + z_term, cross_entropy
+            return (cross_entropy,)
+        ctx.mark_non_differentiable(cross_entropy, z_term)
+        return cross_entropy + z_term, cross_entropy, z_term
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dloss: Tensor, _: Any) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         # Out of place, so that a second backward of a retained graph is right too.
         need_h, need_matrix, _, need_scale, *_ = ctx.needs_input_grad
         dh, dmatrix, dscale = ctx.saved_tensors

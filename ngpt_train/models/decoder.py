@@ -28,7 +28,8 @@ class Loss(NamedTuple):
 
     total: Tensor  # what is differentiated: the summed cross-entropy and in training z_loss * logsumexp(logits)^2
     n_tokens: Tensor  # how many they are
-    cross_entropy: Tensor  # their sum in nats, without gradient
+    cross_entropy: Tensor  # its first part, in nats, without gradient
+    z_term: Tensor | None  # its second part, if there is one
 
 
 class Head(NamedTuple):
@@ -45,8 +46,8 @@ class Head(NamedTuple):
 
     def loss(self, targets: Tensor, z_loss: float) -> Loss:
         """Of the targets `(B, T)`, without the logits."""
-        total, cross_entropy = linear_cross_entropy(self.h, self.matrix, targets, self.scale, z_loss)
-        return Loss(total, (targets != IGNORED).sum(), cross_entropy)
+        total, cross_entropy, z_term = linear_cross_entropy(self.h, self.matrix, targets, self.scale, z_loss)
+        return Loss(total, (targets != IGNORED).sum(), cross_entropy, z_term)
 
 
 @dataclass(frozen=True)
@@ -170,8 +171,8 @@ class Decoder(nn.Module):
     def loss(self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Summed cross-entropy in nats, in training mode with the z-loss, and the number of targets that count (not
         -100), both 0-dim."""
-        total, n_tokens, _ = self(tokens, targets, doc_ids)
-        return total, n_tokens
+        loss = self(tokens, targets, doc_ids)
+        return loss.total, loss.n_tokens
 
     @torch.no_grad()
     def init_weights_(self, seed: int) -> None:

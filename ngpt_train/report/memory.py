@@ -1,8 +1,8 @@
 """Memory of one rank, item by item, worked out without running anything.
 
 Weights, gradients and moments are exact. The rest depends on when the device allocates and frees, and is an
-estimate: what GPT, nGPT, NormFormer and PowerNorm keep for the backward pass was counted to be 0.6 (NormFormer in
-bf16) to 1.2 times the activations given here.
+estimate: what GPT, nGPT, NormFormer and PowerNorm keep for the backward pass was counted, in fp32 and bf16, eager and
+compiled, to be 0.7 to 1.2 times the activations given here (of eager ones tests/unit/test_plan.py holds it).
 """
 
 from dataclasses import dataclass
@@ -99,10 +99,10 @@ def activation_items(config: Config, model: Decoder, size: int, compiled: bool, 
     d_q, d_kv = shape.n_heads * d_head, (shape.n_kv_heads or shape.n_heads) * d_head
     d_mlp = shape.d_mlp or 4 * shape.d_model
     # Input, its norm or the suggestion, and sum of both halves; q, k, v before and after; attention's y; u, v, hidden.
-    values = 6 * shape.d_model + 3 * d_q + 3 * d_kv + 3 * d_mlp
-    # A compiled block kept 0.93 (GPT) and 0.95 (nGPT) times this; an eager one in bf16 keeps most of it in fp32.
-    value_size = size if compiled else 4
-    block, formula = value_size * values, f"{value_size} x (6 d_model + 3 d_q + 3 d_kv + 3 d_mlp)"
+    # Of the first six an eager block keeps fp32 copies, which norms work on.
+    wide = size if compiled else 4
+    block = wide * 6 * shape.d_model + size * (3 * d_q + 3 * d_kv + 3 * d_mlp)
+    formula = f"({wide} x 6 d_model + {size} x (3 d_q + 3 d_kv + 3 d_mlp))"
     # Of a row's tokens the source goes through the encoder's blocks, the rest through the decoder's.
     source = shape.source_length(shape.context) if isinstance(shape, EncoderDecoderKeys) else 0
     passed = [(len(model.blocks()) - shape.n_layers) * source, shape.n_layers * (shape.context - source)]

@@ -50,17 +50,17 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch], untouched: boo
     if config.train.cuda_graphs:
         hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    total_sum = torch.zeros_like(loss_sum) if config.optim.z_loss else None
+    z_sum = torch.zeros_like(loss_sum)
     with working_copies(state, untouched):
         for index, batch in enumerate(batches):
             with accumulating(state, last=index == len(batches) - 1):
-                total, _, cross_entropy = state.forward(*batch)
-                (total * share.to(total.dtype)).backward()
-            loss_sum += cross_entropy
-            if total_sum is not None:
-                total_sum += total.detach()
+                micro_loss = state.forward(*batch)
+                (micro_loss.total * share.to(micro_loss.total.dtype)).backward()
+            loss_sum += micro_loss.cross_entropy
+            if micro_loss.z_term is not None:
+                z_sum += micro_loss.z_term
     loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)
-    z_loss = None if total_sum is None else world.sum_(total_sum) / n_tokens.clamp(min=1) - loss
+    z_loss = world.sum_(z_sum) / n_tokens.clamp(min=1) if config.optim.z_loss else None
 
     average_vectors_(state.model, world)
     grad_norm = gradient_norm(state.model.parameters(), world)
