@@ -54,9 +54,10 @@ def linear_cross_entropy(
     z_loss: adds z_loss * logsumexp(logits)^2 to the loss for every target that counts.
 
     They are 0-dim, in fp32, fp64 for fp64 h. loss = cross_entropy + z_term, which have no gradients; z_term is None
-    where z_loss is 0. Gradients have the dtype and shape of what they belong to; sums over tokens are in fp32 at least. Never
-    waits for the device. A target outside the vocabulary raises as torch's gather does; in the Triton kernel, which
-    cannot raise, it makes the loss and all gradients that it reaches NaN. Raises ValueError where shapes do not fit.
+    where z_loss is 0. Gradients have the dtype and shape of what they belong to; sums over tokens are in fp32 at least.
+    Never waits for the device. A target outside the vocabulary raises as torch's gather does; in the Triton kernel,
+    which cannot raise, it makes the loss and all gradients that it reaches NaN. Raises ValueError where shapes do not
+    fit.
     """
     if h.shape[:-1] != targets.shape or h.shape[-1:] != matrix.shape[1:]:
         raise ValueError(f"h {tuple(h.shape)}, matrix {tuple(matrix.shape)}, targets {tuple(targets.shape)} do not fit")
