@@ -3,15 +3,62 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
+import subprocess
+import sys
 import tarfile
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from ngpt_train.bench import gpu
 from ngpt_train.bench.gpu_caches import compile_caches, store
+
+ROOT = Path(__file__).parents[2]
+# 9 seconds before the end of its budget, one before it is cut off.
+HANGS = """
+import sys, time, torch
+from pathlib import Path
+from ngpt_train.bench import gpu, gpu_budget
+out = Path(sys.argv[1])
+gpu.write_json = lambda *given: time.sleep(600)
+protocol = gpu.Protocol("debug", torch.device("cpu"), 64, out)
+protocol.started -= 55
+with gpu_budget.ending_in_time(protocol, out / "caches", out / "caches.tar.gz"):
+    protocol.write()
+"""
+
+
+def test_a_write_that_hangs(tmp_path: Path) -> None:
+    """Caught: what cuts off waits for the write that it should cut off: no tables, no caches."""
+    command = [sys.executable, "-c", HANGS, str(tmp_path)]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert ended.returncode == 5, ended.stderr
+    assert (tmp_path / "caches.tar.gz").exists()
+    said, not_written, tables = ended.stdout.partition("bench.json: not written")
+    assert "versions: cut off (budget)" in said
+    assert not_written
+    assert "NOT A GPU" in tables
+
+
+def test_one_writes_after_the_other(tmp_path: Path) -> None:
+    """Caught: two threads that write one file at once, or one that waits and then writes what it saw before."""
+    protocol = gpu.Protocol("debug", torch.device("cpu"), 60, tmp_path)
+    with protocol.writing:
+        other = threading.Thread(target=protocol.write, args=(30,))
+        other.start()
+        time.sleep(0.2)
+        assert not list(tmp_path.iterdir())
+        protocol.found["cut_off"] = ["meanwhile"]
+    other.join()
+    assert json.loads((tmp_path / "bench.json").read_text())["cut_off"] == ["meanwhile"]
+    assert protocol.writing.acquire(timeout=0), "kept"
 
 
 def test_a_file_that_vanishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
