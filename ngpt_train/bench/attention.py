@@ -60,21 +60,26 @@ def bench(
         qkv = [F.normalize(q, dim=-1).requires_grad_(), F.normalize(k, dim=-1).requires_grad_(), v.requires_grad_()]
         say(f"attention, {T} tokens: torch picks {picked(*qkv)}")
         doc_ids = documents(B, T, device)
-        pairs = {"": B * T * T / 2, "documents, ": sum(n * n / 2 for n in lengths(doc_ids))}
         ways = {}
         for name, way in ways_of(doc_ids, D, dtype, say).items():
             if name.endswith(COMPILED) and time.monotonic() > compiled_until:
                 say(f"attention, {T} tokens: {name} skipped (budget)")
             elif works(name, way, qkv, T, say):
                 ways[name] = way
+        documents_of = {name: lengths(doc_ids) if name.startswith("documents, ") else [T] * B for name in ways}
         for label, backward in (("forward", False), ("forward and backward", True)):
             calls = {}
             for name, way in ways.items():
-                flops = 4.0 * H * D * next(n for of, n in reversed(pairs.items()) if name.startswith(of))
+                flops = 4.0 * H * D * sum(n * n / 2 for n in documents_of[name])
                 calls[name] = call(way, qkv, dy if backward else None, (3.5 if backward else 1) * flops)
             for entry in interleaved(calls, PICKED, rounds, "FLOP", measure):
                 row = f"attention, {T} tokens, {label}"
-                yield replace(entry, name=f"{row}: {entry.name}", relative_to=f"{row}: {PICKED}")
+                yield replace(
+                    entry,
+                    name=f"{row}: {entry.name}",
+                    relative_to=f"{row}: {PICKED}",
+                    document_tokens=B * T / len(documents_of[entry.name]),
+                )
 
 
 def ways_of(doc_ids: Tensor, d_head: int, dtype: torch.dtype, say: Callable[[str], None]) -> dict[str, Way]:

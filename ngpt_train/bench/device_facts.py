@@ -28,7 +28,7 @@ def facts(device: torch.device) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "triton": version_of("triton"),
-        "cudnn": torch.backends.cudnn.version(),
+        "cudnn": tried(torch.backends.cudnn.version),  # raises where it is not the one of torch
         "driver, SM clock, power": driver(),
         "kernels": dispatch.why_no_triton() or "triton",
         **{f"torch has {name}": there_is(*where) for name, where in has.items()},
@@ -40,7 +40,7 @@ def facts(device: torch.device) -> dict[str, Any]:
 def there_is(module: str, name: str) -> bool:
     try:
         return hasattr(importlib.import_module(module), name)
-    except ImportError:
+    except Exception:  # a torch and a triton that do not fit raise anything on import
         return False
 
 

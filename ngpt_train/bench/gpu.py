@@ -18,6 +18,7 @@ import argparse
 import contextlib
 import platform
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -73,6 +74,7 @@ class Protocol:
         self.cases: list[kernels.Case] = []
         self.errors: dict[str, float] = {}  # of those that are right
         self.steps: list[Measured] = []
+        self.writing = threading.Lock()  # the thread that cuts off writes, too, and what it cuts off may be writing
         self.doing = "versions"  # what is cut off, if it comes to that
         self.found: dict[str, Any] = {"what": "gpu", "scale": scale, "is_gpu": on_gpu, "device": name, "mfu": MFU}
         self.found |= {"ceilings": {}, "entries": [], "skipped": [], "cut_off": [], "problems": [], "log": []}
@@ -107,8 +109,15 @@ class Protocol:
     def share(self, of_budget: float) -> float:
         return time.monotonic() + of_budget * self.budget
 
-    def write(self) -> None:
-        write_json(self.out / "bench.json", dict(self.found))
+    def write(self, patience: float = -1) -> None:
+        """patience: seconds to wait for another thread that is writing, which may hang; -1: for ever."""
+        if not self.writing.acquire(timeout=patience):
+            self.say("bench.json: not written, because writing it hangs")
+            return
+        try:
+            write_json(self.out / "bench.json", dict(self.found))
+        finally:
+            self.writing.release()
 
     def print_tables(self) -> None:
         print_tables(self.found, self.steps)

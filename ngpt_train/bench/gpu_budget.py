@@ -28,7 +28,7 @@ class Going(Protocol):
 
     def cut_off(self) -> None: ...
 
-    def write(self) -> None: ...
+    def write(self, patience: float = -1) -> None: ...
 
     def print_tables(self) -> None: ...
 
@@ -40,13 +40,14 @@ def ending_in_time(going: Going, directory: Path, archive: Path) -> Iterator[Non
     run. What does not is ended by faulthandler, a second before the budget, with a traceback and exit code 1.
     """
     ended = threading.Lock()
+    at_the_end = min(8.0, going.budget / 8)  # seconds, for all that cut_off does
 
     def cut_off() -> None:
         if not ended.acquire(blocking=False):
             return
         with contextlib.suppress(Exception):  # another thread may be changing what is written
             going.cut_off()
-            going.write()
+            going.write(patience=at_the_end / 4)  # the body may hang while it writes
         with contextlib.suppress(Exception):
             going.print_tables()
         sys.stdout.flush()
@@ -56,7 +57,7 @@ def ending_in_time(going: Going, directory: Path, archive: Path) -> Iterator[Non
         os._exit(CUT_OFF)
 
     left = going.started + going.budget - time.monotonic()
-    timer = threading.Timer(max(0.0, left - min(8.0, going.budget / 8)), cut_off)
+    timer = threading.Timer(max(0.0, left - at_the_end), cut_off)
     timer.daemon = True
     timer.start()
     # Not sys.stderr, which may be no file.

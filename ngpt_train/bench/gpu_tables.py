@@ -86,7 +86,7 @@ def kernel_line(entry: Entry) -> str:
 
 def step_line(one: Measured) -> str:
     text = f"{one.row}, {one.variant}: {one.entry.median_ms:.1f} ms, {one.entry.rate:.0f} tokens/s, "
-    other = {"gpt": "GPT", "ngpt": "nGPT"}[str(one.entry.relative_to)]
+    other = {"gpt": "GPT", "ngpt": "nGPT"}[one.entry.relative_to]
     text += f"{one.entry.ratio:.3f} of {other}'s time ({one.entry.spread[0]:.3f} to {one.entry.spread[1]:.3f})"
     return f"{text}, loss {one.first_loss:.3f} -> {one.last_loss:.3f}"
 

@@ -11,17 +11,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a benchmark. spread: quartiles of the ratio; ratio: of the time to that of `relative_to`, the median
-    over rounds; memory_mb: resident after a tenth and at the
-    end, of runs that are about memory; memory_gb: a GPU's peak; activations_mb: kept for the backward pass; gb_per_s:
-    the bytes that have to be moved at the least, over the time; of_ceiling: that, of what a plain copy reaches on the
-    same device; error: relative, the largest of all outputs and gradients, against fp64."""
+    """One line of a benchmark. ratio: of the time to that of `relative_to`, the median over rounds; spread: its
+    quartiles; memory_mb: resident after a tenth and at the end, of runs that are about memory; memory_gb: a GPU's peak;
+    activations_mb: kept for the backward pass; gb_per_s: the bytes that have to be moved at the least, over the time;
+    of_ceiling: that, of what a plain copy reaches on the same device; error: relative, the largest of all outputs and
+    gradients, against fp64; document_tokens: the mean length of the documents that attention was timed on."""
 
     name: str
     median_ms: float
     spread: tuple[float, float]
-    ratio: float | None = None
-    relative_to: str | None = None
+    ratio: float
+    relative_to: str
     rate: float | None = None
     unit: str | None = None
     memory_mb: tuple[float, float] | None = None
@@ -31,6 +31,7 @@ class Entry:
     gb_per_s: float | None = None
     of_ceiling: float | None = None
     error: float | None = None
+    document_tokens: float | None = None
 
     def json(self) -> dict[str, Any]:
         return asdict(self)

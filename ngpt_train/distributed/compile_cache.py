@@ -17,26 +17,27 @@ from ngpt_train.kernels.log import say_once
 
 # The part of the directory that each variable names: torch's own compilations, and those of Triton's kernels.
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+INDUCTOR, TRITON = VARIABLES
 LEAST_FREE = 10**9  # bytes; torch ends a run where a file of its cache cannot be written
 
 
 def keep_compiled(config: Config) -> None:
-    """Points torch.compile, from now on, at `data.cache`/compiled, but where its environment variables are set.
+    """Points torch.compile, from now on, at `data.cache`/compiled, but where its environment variables name a place.
+    Triton's part follows torch's, as torch has it: the user who names the first alone has chosen for both.
 
     torch's own default is a directory of /tmp, which does not outlive a container or a reboot. It stays where the other
     cannot be used, and the log says so. For this process and those that it starts.
     """
     # torch sets the first variable to its default as soon as torch._dynamo is imported.
-    own = {"TORCHINDUCTOR_CACHE_DIR": default_cache_dir()}
-    unset = [name for name in VARIABLES if os.environ.get(name) in (None, own.get(name))]
-    if not unset:
+    if os.environ.get(INDUCTOR) not in (None, default_cache_dir()):
         return
+    ours = [name for name in VARIABLES if name == INDUCTOR or name not in os.environ]
     directory = Path(config.data.cache).expanduser().absolute() / "compiled" / machine()
     if problem := unusable(directory):
         line = f"data.cache: {directory} {problem}; torch.compile keeps what it compiles where torch does by default"
         say_once(logging.WARNING, line)
         return
-    os.environ |= {name: str(directory / VARIABLES[name]) for name in unset}
+    os.environ |= {name: str(directory / VARIABLES[name]) for name in ours}
     say_once(logging.INFO, f"torch.compile keeps what it compiles in {directory}")
 
 

@@ -1,4 +1,4 @@
-"""What is said of the kernels once, however often it is so."""
+"""What is said once, however often it is so."""
 
 import logging
 

@@ -63,7 +63,6 @@ def entries_of(config: Config, overrides: Sequence[str]) -> Iterator[Entry]:
 
 
 def line(entry: Entry) -> str:
-    ratio = "" if entry.ratio is None else f"{entry.ratio:.2f}"
     spread = f"{entry.spread[0]:.4g} to {entry.spread[1]:.4g}"
     rate = "" if entry.rate is None else f"{entry.rate / 1e6:.4g} M{entry.unit}"
     if entry.mfu is not None:
@@ -80,4 +79,4 @@ def line(entry: Entry) -> str:
         rate += f", error {entry.error:.1e}"
     if entry.memory_mb is not None:
         rate = f"{entry.memory_mb[0]:.0f} MB resident after a tenth, {entry.memory_mb[1]:.0f} MB at the end"
-    return f"{entry.name:<58} {ratio:>6}  {spread:>15}  {entry.median_ms:>9.4g} ms  {rate}"
+    return f"{entry.name:<58} {entry.ratio:>6.2f}  {spread:>15}  {entry.median_ms:>9.4g} ms  {rate}"

@@ -302,11 +302,15 @@ def test_predictions_are_of_known_hardware() -> None:
     assert {name: expected_seconds(size, name) for name in devices} == pytest.approx(devices)
 
 
-def test_what_a_torch_lacks_is_said() -> None:
-    """The first question to an older torch ends the protocol."""
+def test_what_a_torch_lacks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first question to an older torch ends the protocol, or to one whose triton is another's."""
     assert device_facts.there_is("torch.nn.attention", "sdpa_kernel")
     assert not device_facts.there_is("torch.nn.attention", "none_such")
     assert not device_facts.there_is("torch.none_such", "sdpa_kernel")
+    monkeypatch.syspath_prepend(tmp_path)
+    for error in ("AttributeError", "RuntimeError"):
+        (tmp_path / f"mismatched_{error}.py").write_text(f"raise {error}('of another version')")
+        assert not device_facts.there_is(f"mismatched_{error}", "anything")
     assert (
         device_facts.tried(lambda: torch.none_such) == "no: AttributeError: module 'torch' has no attribute 'none_such'"
     )

@@ -12,14 +12,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir, triton_cache_dir
 
 from ngpt_train.config import load_config
 from ngpt_train.distributed import World, parallelize
-from ngpt_train.distributed.compile_cache import VARIABLES, machine
+from ngpt_train.distributed.compile_cache import INDUCTOR, TRITON, VARIABLES, machine
 from ngpt_train.kernels import log
-
-INDUCTOR, TRITON = VARIABLES
 
 
 @pytest.fixture(autouse=True)
@@ -55,13 +53,26 @@ def test_torchs_default_is_nobodys_choice(tmp_path: Path, monkeypatch: pytest.Mo
     assert os.environ[INDUCTOR].startswith(str(tmp_path))
 
 
-@pytest.mark.parametrize("chosen", VARIABLES)
-def test_the_users_choice_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chosen: str) -> None:
+def test_torchs_directory_is_tritons_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: Triton's files in data.cache, which the user left by naming another place for torch's; torch would put
+    them there too."""
+    monkeypatch.setenv(INDUCTOR, str(tmp_path / "chosen"))
+    build(tmp_path / "cache")
+    assert os.environ[INDUCTOR] == str(tmp_path / "chosen")
+    assert TRITON not in os.environ
+    assert triton_cache_dir(0) == str(tmp_path / "chosen/triton/0")
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("torchs", [None, default_cache_dir()])
+def test_the_choice_for_triton_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torchs: str | None) -> None:
     """Caught: a variable of the user's that is overwritten, or one that keeps the other from being set."""
-    monkeypatch.setenv(chosen, "/chosen")
+    monkeypatch.setenv(TRITON, "/chosen")
+    if torchs is not None:
+        monkeypatch.setenv(INDUCTOR, torchs)
     build(tmp_path)
-    assert os.environ.pop(chosen) == "/chosen"
-    assert os.environ[({*VARIABLES} - {chosen}).pop()].startswith(str(tmp_path))
+    assert os.environ[TRITON] == "/chosen"
+    assert os.environ[INDUCTOR].startswith(str(tmp_path))
 
 
 def test_nothing_compiled_nothing_kept(tmp_path: Path) -> None:
