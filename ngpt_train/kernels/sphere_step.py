@@ -74,9 +74,9 @@ def _forward(h: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tenso
     r_x = _reciprocal_length(x.to(wide))
     u = torch.lerp(h.to(wide), x * r_x, alpha.to(wide))
     r_u = _reciprocal_length(u)
-    # Neither in place nor by a cast that changes nothing: what is its own operation's input has no gradient in graphs
-    # of torch 2.11's compiler.
-    out = u * r_u
+    # torch 2.11's compiler gives no gradient to what an operation returns of its own input: a product in place, a cast
+    # that changes nothing. Where nothing is compiled, new memory costs more than the product.
+    out = u * r_u if torch.compiler.is_compiling() else u.mul_(r_u)
     return out if out.dtype == h.dtype else out.to(h.dtype), r_x, r_u
 
 
