@@ -64,7 +64,9 @@ def entries_of(config: Config, overrides: Sequence[str]) -> Iterator[Entry]:
 
 def line(entry: Entry) -> str:
     spread = f"{entry.spread[0]:.4g} to {entry.spread[1]:.4g}"
-    rate = "" if entry.rate is None else f"{entry.rate / 1e6:.4g} M{entry.unit}"
+    rate = ""
+    if entry.rate is not None:
+        rate = f"{entry.rate / 1e6:.4g} M{entry.unit}" if entry.rate >= 1e6 else f"{entry.rate:.4g} {entry.unit}"
     if entry.mfu is not None:
         rate += f", MFU {entry.mfu:.1%}"
     if entry.memory_gb is not None:
