@@ -137,6 +137,9 @@ def test_non_contiguous(implementation) -> None:
     matrix = matrix.detach().t().contiguous().t().requires_grad_()
     check(h, matrix, targets, scale, 0.01, 1e-5)
     check(h, matrix, targets, torch.full((1,), 2.5).expand(101).requires_grad_(), 0.01, 1e-5)
+    column = torch.stack([targets[0], targets[0] * 0], -1)[:, 0]
+    assert not column.is_contiguous()
+    check(h[0], matrix, column, None, 0.0, 1e-5)
 
 
 def test_extreme_logits(implementation) -> None:
