@@ -5,17 +5,14 @@ The numbers belong to one version of torch: another one may fuse otherwise, and 
 
 import importlib.metadata
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.kernels.own_process import ROOT, printed_by
+
 [PINNED] = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
 VERSION = importlib.metadata.version("torch").split("+")[0]
 # Bytes a token and layer outside of matrix products and attention, in units of d_model.
@@ -34,16 +31,7 @@ Passes = list[dict[str, Any]]
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: f"{case[0]}, d {case[1]}")
 def counted(request: pytest.FixtureRequest) -> dict[str, Passes]:
     gpu, d = request.param
-    finished = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.moved_bytes", "--json", "--gpu", gpu, "--d-model", str(d)],
-        check=False,
-        cwd=ROOT,
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        capture_output=True,
-        text=True,
-    )
-    assert finished.returncode == 0, finished.stderr
-    return json.loads(finished.stdout)
+    return json.loads(printed_by("moved_bytes", "--json", "--gpu", gpu, "--d-model", str(d)))
 
 
 def moved(passes: Passes) -> float:

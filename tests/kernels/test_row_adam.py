@@ -17,7 +17,7 @@ from ngpt_train.training import build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
 from ngpt_train.training.state import TrainState
 from tests.properties.architectures import ARCHITECTURES, SMALL, VARIANTS, Size, config, jittered
-from tests.properties.runs import padded_rows, run_config, text_like_rows
+from tests.properties.runs import held, padded_rows, run_config, text_like_rows
 from tests.reference.training import Recipe
 
 pytestmark = pytest.mark.skipif(not dispatch.interpreted(), reason="models are on the CPU, as the interpreter")
@@ -78,14 +78,6 @@ def train(state: TrainState, steps: int) -> list[float]:
         batch = padded_rows(ROWS, T, size, step) if encoder else text_like_rows(ROWS, T, size.vocab_size, step)
         losses.append(train_step(state, [batch]).loss.item())
     return losses
-
-
-def held(state: TrainState) -> dict[str, Tensor]:
-    """Weights, and what the optimizer knows about each."""
-    found = {name: x.detach().clone() for name, x in state.model.named_parameters()}
-    for name, x in state.model.named_parameters():
-        found |= {f"{name}.{key}": value.clone() for key, value in state.optimizer.state[x].items()}
-    return found
 
 
 def furthest(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> float:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ngpt_train.data import Position
@@ -26,7 +26,7 @@ from ngpt_train.training.loop import Parts
 from ngpt_train.training.loop import train as train_loop
 from ngpt_train.training.state import TrainState
 from tests.properties.architectures import ARCHITECTURES, VARIANTS, Size, jittered
-from tests.properties.runs import padded_rows, run_config, text_like_rows
+from tests.properties.runs import held, padded_rows, run_config, text_like_rows
 from tests.reference.training import Recipe
 
 pytestmark = pytest.mark.skipif(not dispatch.interpreted(), reason="models are on the CPU, as the interpreter")
@@ -69,13 +69,6 @@ def train(state: TrainState, steps: int, untouched: bool = True) -> list[float]:
         micro_batches = list(zip(*(part.split(ROWS // 2) for part in batch), strict=True))
         losses.append(train_step(state, micro_batches, untouched).loss.item())
     return losses
-
-
-def held(state: TrainState) -> dict[str, Tensor]:
-    found = {name: x.detach().clone() for name, x in state.model.named_parameters()}
-    for name, x in state.model.named_parameters():
-        found |= {f"{name}.{key}": value.clone() for key, value in state.optimizer.state[x].items()}
-    return found
 
 
 def assert_same(state: TrainState, other: TrainState) -> None:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
+from ngpt_train.training.state import TrainState
 from tests.properties.architectures import ARCHITECTURES, Size, keys
 from tests.reference.training import Recipe
 
@@ -72,3 +73,11 @@ def padded_rows(rows: int, context: int, size: Size, seed: int) -> tuple[Tensor,
     targets = targets.masked_fill(doc_ids < 0, -100)
     targets[:, : size.source_context] = -100
     return tokens, targets, doc_ids
+
+
+def held(state: TrainState) -> dict[str, Tensor]:
+    """Weights, and what the optimizer knows about each."""
+    found = {name: x.detach().clone() for name, x in state.model.named_parameters()}
+    for name, x in state.model.named_parameters():
+        found |= {f"{name}.{key}": value.clone() for key, value in state.optimizer.state[x].items()}
+    return found
