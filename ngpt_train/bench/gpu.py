@@ -36,7 +36,7 @@ from ngpt_train.bench.gpu_comparisons import ABLATIONS, ablation_pair, run_ablat
 from ngpt_train.bench.gpu_predictions import PUBLIC_STYLE
 from ngpt_train.bench.gpu_steps import Measured, OutOfTimeError, Place, Row
 from ngpt_train.bench.gpu_tables import kernel_line, print_tables, step_line
-from ngpt_train.training.checkpoint import write_json
+from ngpt_train.core.files import write_json
 
 ATTENTION_SHARE, KERNELS_SHARE = 0.1, 0.15  # of the budget, at the most
 MFU = (

@@ -30,8 +30,8 @@ from ngpt_train.bench.gpu_steps import (
 )
 from ngpt_train.bench.interleaved import Run
 from ngpt_train.bench.public_style import PublicSteps, PublicStyle, as_public
-from ngpt_train.config.architectures import NGPTConfig
 from ngpt_train.config.keys import AUTO
+from ngpt_train.models.ngpt.keys import NGPTConfig
 from ngpt_train.models.weights import export_weights
 from ngpt_train.training.batch import resolve_micro_rows
 

@@ -20,11 +20,13 @@ from torch import Tensor
 from ngpt_train.bench.gpu_predictions import expected_seconds, predicted_ms
 from ngpt_train.bench.interleaved import Entry, Measure, Run, by, interleaved
 from ngpt_train.bench.step import tokens_of
-from ngpt_train.config.architectures import GPTConfig, ModelConfig, NGPTConfig
 from ngpt_train.config.keys import AUTO
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import Decoder
+from ngpt_train.models.gpt.keys import GPTConfig
+from ngpt_train.models.ngpt.keys import NGPTConfig
 from ngpt_train.observe.meters import peak_flops
 from ngpt_train.optim import build_optimizer
 from ngpt_train.training import TrainState, build_state, train_step

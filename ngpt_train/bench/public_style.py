@@ -6,7 +6,7 @@ masters, and fp32 embeddings and scales; q, k and v by three products; every nor
 also that of h, which is of unit length already; scales of q, k, u, v and the logits in passes of their own; all logits,
 and torch's cross-entropy of them; AdamW in torch's fused form; then each matrix divided by its norms in fp32 and copied
 back. What it has not: a wrong rotation, and flash-attn's deterministic backward pass, in place of which attention is
-torch's. The function on the sphere is that of models/ngpt.py with its defaults, as tests/unit/test_public_style.py
+torch's. The function on the sphere is that of models/ngpt with its defaults, as tests/unit/bench/test_public_style.py
 compares, and so are the gradients, but for the part of the embedding's that points along its rows.
 """
 
@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.config.architectures import NGPTConfig
 from ngpt_train.models.layers.rope import Rope, rope_table, rotate
+from ngpt_train.models.ngpt.keys import NGPTConfig
 
 ALPHA = 0.05  # at the start; every other scale starts at 1
 

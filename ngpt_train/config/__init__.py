@@ -3,10 +3,10 @@
 Only this package knows Hydra and OmegaConf, and it imports them when something is composed.
 """
 
-from ngpt_train.config.architectures import GPTConfig, ModelConfig, NGPTConfig, NormFormerConfig, PowerNormConfig
 from ngpt_train.config.compose import load_config
 from ngpt_train.config.files import config_dir, list_experiments
-from ngpt_train.config.keys import AUTO, ConfigError, DataError
+from ngpt_train.config.keys import AUTO
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import check
 from ngpt_train.config.schema import (
     CheckpointConfig,
@@ -28,6 +28,7 @@ from ngpt_train.config.schema import (
     WandbConfig,
 )
 from ngpt_train.config.stored import check_resume, read_yaml, redact, to_dict, to_yaml, write_yaml
+from ngpt_train.core.errors import ConfigError, DataError
 
 __all__ = [
     "AUTO",
@@ -38,17 +39,13 @@ __all__ = [
     "DataError",
     "EvalConfig",
     "EvaluateConfig",
-    "GPTConfig",
     "GenerateConfig",
     "KernelsConfig",
     "LoggingConfig",
     "ModelConfig",
-    "NGPTConfig",
-    "NormFormerConfig",
     "OptimConfig",
     "ParallelConfig",
     "PlanConfig",
-    "PowerNormConfig",
     "RunConfig",
     "ScaleConfig",
     "ScheduleConfig",

@@ -26,7 +26,6 @@ from ngpt_train.config.files import (
     search_path,
     warn_shadowed,
 )
-from ngpt_train.config.keys import ConfigError
 from ngpt_train.config.overrides import Overrides, parse
 from ngpt_train.config.resolve import Origin, check, resolve
 from ngpt_train.config.schema import Config
@@ -41,6 +40,7 @@ from ngpt_train.config.validate import (
     schema_keys,
     show,
 )
+from ngpt_train.core.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig

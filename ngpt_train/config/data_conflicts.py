@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ngpt_train.config.architectures import EncoderDecoderKeys, ModelConfig, PowerNormConfig
 from ngpt_train.config.mixture import mixture_of
+from ngpt_train.config.model_keys import EncoderDecoderKeys, ModelConfig
 from ngpt_train.config.schema import Config
+from ngpt_train.models.powernorm.keys import PowerNormConfig
 
 Conflict = tuple[tuple[str, ...], str, str]  # keys, what is wrong, what to do
 

@@ -14,7 +14,6 @@ from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.keys import ConfigError
 from ngpt_train.config.overrides import Overrides, check_option, parse_row
 from ngpt_train.config.reading import read_mapping
 from ngpt_train.config.validate import (
@@ -29,6 +28,7 @@ from ngpt_train.config.validate import (
     report,
     show,
 )
+from ngpt_train.core.errors import ConfigError
 
 # In the order of configs/train.yaml, where a later group overrides an earlier one.
 GROUPS = {

@@ -1,4 +1,4 @@
-"""What a key of the schema is made of, and the two errors of a user."""
+"""What a key of the schema is made of."""
 
 from __future__ import annotations
 
@@ -39,15 +39,3 @@ def key(
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-class ConfigError(ValueError):
-    """A mistake of the user in the configuration; the message names key, value, what is allowed and the fix."""
-
-    exit_code = 2
-
-
-class DataError(ValueError):
-    """Data, tokenizer or checkpoint that cannot be used as asked; the message names the file and the fix."""
-
-    exit_code = 3

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from ngpt_train.config.data_keys import DataConfig
-from ngpt_train.config.keys import ConfigError
+from ngpt_train.core.errors import ConfigError
 
 KINDS = {
     "embedded": "",

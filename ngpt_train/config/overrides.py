@@ -8,7 +8,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ngpt_train.config.keys import ConfigError
 from ngpt_train.config.validate import (
     Key,
     all_keys,
@@ -20,6 +19,7 @@ from ngpt_train.config.validate import (
     show,
     similar_keys,
 )
+from ngpt_train.core.errors import ConfigError
 
 _SPACES = (" ", "\t", "\n")
 

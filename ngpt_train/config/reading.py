@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.keys import ConfigError
+from ngpt_train.core.errors import ConfigError
 
 
 def read_mapping(path: Path) -> dict[Any, Any]:

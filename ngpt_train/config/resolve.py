@@ -11,18 +11,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngpt_train.config.architectures import (
-    EncoderDecoderKeys,
-    ModelConfig,
-    NGPTConfig,
-    NormFormerConfig,
-    PowerNormConfig,
-    ScaleVectorConfig,
-)
 from ngpt_train.config.data_conflicts import data_conflicts, objective_of
-from ngpt_train.config.keys import AUTO, ConfigError
+from ngpt_train.config.keys import AUTO
+from ngpt_train.config.model_keys import EncoderDecoderKeys, ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import report, show
+from ngpt_train.core.errors import ConfigError
+from ngpt_train.models.ngpt.keys import NGPTConfig, ScaleVectorConfig
+from ngpt_train.models.normformer.keys import NormFormerConfig
+from ngpt_train.models.powernorm.keys import PowerNormConfig
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")

@@ -10,9 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Union
 
-from ngpt_train.config.architectures import ModelConfig
 from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
 from ngpt_train.config.keys import AUTO, BoolOrAuto, FloatOrAuto, IntOrAuto, key
+from ngpt_train.config.model_keys import ModelConfig
 
 
 @dataclass

@@ -10,26 +10,16 @@ import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
-from ngpt_train.config.architectures import ModelConfig
-from ngpt_train.config.keys import ConfigError
+from ngpt_train.config.architectures import architectures
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import ConfigError
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "text"}
 # OmegaConf's word for a value that is still to be given; it would take the key for unset.
 _MISSING = "???"
 # From here on a maximum keeps out what nobody means, and is named only to who exceeds it.
 _ABSURD = 1000
-
-
-def architectures() -> dict[str, type[ModelConfig]]:
-    """The schema of each architecture by its name."""
-
-    def below(schema: type[ModelConfig]) -> Iterator[type[ModelConfig]]:
-        for one in schema.__subclasses__():
-            yield one
-            yield from below(one)
-
-    return {schema.name: schema for schema in below(ModelConfig)}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.megatron import find_megatron, open_megatron
 from ngpt_train.data.mixture import Mixture

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import canonical_hash
 from ngpt_train.data.readers import checked_text
 from ngpt_train.data.shard_cache import FetchError, Shard

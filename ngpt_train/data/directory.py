@@ -13,8 +13,8 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ngpt_train.config.atomic import sync
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import sync
 
 logger = logging.getLogger(__name__)
 

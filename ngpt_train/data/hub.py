@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from ngpt_train.config.atomic import write_atomically
-from ngpt_train.config.keys import ConfigError, DataError
 from ngpt_train.config.mixture import is_commit
 from ngpt_train.config.schema import DataConfig
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.files import write_atomically
 from ngpt_train.data.hub_client import HubClient, HubFile, endpoint
 from ngpt_train.data.readers import EXTENSIONS, extension, read_file
 from ngpt_train.data.shard_cache import FetchError, Shard

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.shard_cache import FetchError
 
 if TYPE_CHECKING:

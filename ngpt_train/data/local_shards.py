@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.readers import extension
 from ngpt_train.data.shard_cache import Shard

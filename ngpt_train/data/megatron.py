@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.shards import Tokens, map_tokens
 from ngpt_train.data.tokenizers import Tokenizer

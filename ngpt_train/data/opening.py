@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.keys import ConfigError, DataError
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.dataset import Dataset, Mixed, cache_directory, open_prepared, open_tokens
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.mixture import Mixture

@@ -19,7 +19,8 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.keys import AUTO, DataError
+from ngpt_train.config.keys import AUTO
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.parts import Part, Tokenizing
 from ngpt_train.data.tokenizers import read_tokenizer
 from ngpt_train.data.units import Unit

@@ -13,8 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.assembly import Assembly, clear
 from ngpt_train.data.dataset import FORMAT, MANIFEST, fingerprint
 from ngpt_train.data.hashes import FileHashes, canonical_hash

@@ -8,8 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.dataset import FORMAT, MANIFEST, cache_directory, read_manifest
 from ngpt_train.data.directory import build_directory, is_filled
 from ngpt_train.data.hashes import FileHashes, canonical_hash

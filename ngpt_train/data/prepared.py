@@ -8,9 +8,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.batch import IGNORED
-from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import Config
+from ngpt_train.core.constants import IGNORED
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.packing import best_fit
 from ngpt_train.data.rows import NOTHING, Batch, RowFormat, row_format
 from ngpt_train.data.shards import Tokens, check_length

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.shard_cache import FetchError
 
 COMPRESSIONS = (".gz", ".zst")

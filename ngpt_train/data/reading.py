@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.keys import ConfigError, DataError
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.dataset import Dataset, Mixed
 from ngpt_train.data.loader import PreparedReader, Reader
 from ngpt_train.data.mixture import MixtureReader, Turns

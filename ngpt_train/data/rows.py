@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.architectures import EncoderDecoderKeys
-from ngpt_train.config.batch import IGNORED, PADDING
+from ngpt_train.config.model_keys import EncoderDecoderKeys
 from ngpt_train.config.schema import Config
+from ngpt_train.core.constants import IGNORED, PADDING
 
 Batch = tuple[NDArray[np.int64], ...]  # tokens, targets and, where the model needs them, document ids: (N, context)
 NOTHING = -1  # in place of an id where a row is padded

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.directory import build_directory
 from ngpt_train.data.documents import CHECKED, HEADER, Documents, write_bad, write_documents
 from ngpt_train.data.hashes import FileHashes, canonical_hash

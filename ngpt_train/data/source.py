@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ngpt_train.config.keys import ConfigError, DataError
 from ngpt_train.config.schema import DataConfig
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.datasets_library import DatasetsText
 from ngpt_train.data.hub import NoPlainFiles, list_hub
 from ngpt_train.data.readers import EXTENSIONS, extension, read_file

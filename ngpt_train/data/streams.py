@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.packing import best_fit
 from ngpt_train.data.pieces import Piece, document_order, first_place, n_windows, window_pieces, window_shards
 from ngpt_train.data.rows import NOTHING

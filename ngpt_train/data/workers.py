@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.rows import Batch, RowFormat
 from ngpt_train.data.shard_cache import Shard, ShardCache, ShardedText
 from ngpt_train.data.streams import Cursor, Ids, Stream, StreamSettings, Windows

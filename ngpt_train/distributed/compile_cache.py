@@ -13,7 +13,7 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
 from ngpt_train.config.schema import Config
-from ngpt_train.kernels.log import say_once
+from ngpt_train.core.log import say_once
 
 # The part of the directory that each variable names: torch's own compilations, and those of Triton's kernels.
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}

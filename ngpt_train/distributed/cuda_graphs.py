@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ngpt_train.config.keys import ConfigError
-from ngpt_train.kernels.log import say_once
+from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.log import say_once
 
 
 def check_cuda_graphs(device: torch.device) -> None:

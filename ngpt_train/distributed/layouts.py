@@ -13,16 +13,17 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from ngpt_train.config.architectures import PowerNormConfig
-from ngpt_train.config.keys import AUTO, ConfigError
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.log import say_once
 from ngpt_train.distributed.compile_cache import keep_compiled
 from ngpt_train.distributed.cuda_graphs import begin_graphs_anew, check_cuda_graphs
 from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
-from ngpt_train.kernels.log import say_once
 from ngpt_train.models import Decoder, build_model
+from ngpt_train.models.powernorm.keys import PowerNormConfig
 
 # Running statistics are each rank's own. torch 2.13 has renamed the option, and warns of the older name.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ngpt_train.distributed.world import World
 from ngpt_train.models import Decoder
-from ngpt_train.models.layers.batch_norms import BatchStatisticNorm
+from ngpt_train.models.powernorm.norms import BatchStatisticNorm
 
 
 class _SumOverRanks(torch.autograd.Function):

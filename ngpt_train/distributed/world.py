@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ngpt_train.config.keys import ConfigError
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -8,7 +8,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ngpt_train.config.batch import IGNORED
+from ngpt_train.core.constants import IGNORED
 from ngpt_train.data import Rows, validation_rows
 from ngpt_train.distributed import World, averaged_statistics
 from ngpt_train.models import Decoder

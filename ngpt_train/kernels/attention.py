@@ -26,9 +26,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ngpt_train.core.log import say_once
 from ngpt_train.kernels import flash
 from ngpt_train.kernels.flash import Flash, NoKernel, Varlen
-from ngpt_train.kernels.log import say_once
 
 CHOICES = ("auto", "sdpa", "flash_attn", "flex")
 LARGEST_VARLEN_HEAD = 192  # larger ones have no backward pass on some GPUs

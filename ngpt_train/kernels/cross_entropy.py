@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ngpt_train.config.batch import IGNORED
+from ngpt_train.core.constants import IGNORED
 from ngpt_train.kernels.dispatch import runs_on_triton
 
 GPU_ROWS = 4096  # tokens in a chunk: large enough for efficient products, 256 MiB of bf16 logits at V = 32k

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ngpt_train.kernels.log import say_once
+from ngpt_train.core.log import say_once
 
 CHOICES = ("auto", "triton", "torch")
 OLDEST = (8, 0)  # compute capability: Ampere

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.config.architectures import ModelConfig
-from ngpt_train.config.batch import IGNORED
+from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.core.constants import IGNORED
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy
 from ngpt_train.models.layers.documents import Mask, document_mask, positions_in_documents
 from ngpt_train.models.layers.rope import Rope, rope_table

@@ -10,10 +10,11 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from ngpt_train.config.architectures import GPTEncoderDecoderConfig, NTransformerConfig
 from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import causal_document_mask
+from ngpt_train.models.ntransformer.keys import NTransformerConfig
 
 
 class EncoderDecoder(Decoder):

@@ -1,34 +1,11 @@
 """From a config to a model."""
 
-from collections.abc import Callable
-from typing import Any
+import importlib
 
-from ngpt_train.config.architectures import (
-    GPTConfig,
-    GPTEncoderDecoderConfig,
-    ModelConfig,
-    NGPTConfig,
-    NormFormerConfig,
-    NTransformerConfig,
-    PowerNormConfig,
-)
-from ngpt_train.config.keys import AUTO, ConfigError
+from ngpt_train.config.keys import AUTO
+from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.core.errors import ConfigError
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.gpt import GPT
-from ngpt_train.models.gpt_encoder_decoder import GPTEncoderDecoder
-from ngpt_train.models.ngpt import NGPT
-from ngpt_train.models.normformer import NormFormer
-from ngpt_train.models.ntransformer import NTransformer
-from ngpt_train.models.powernorm import PowerNormDecoder
-
-ARCHITECTURES: dict[type[ModelConfig], Callable[[Any], Decoder]] = {
-    GPTConfig: GPT,
-    NGPTConfig: NGPT,
-    NormFormerConfig: NormFormer,
-    PowerNormConfig: PowerNormDecoder,
-    NTransformerConfig: NTransformer,
-    GPTEncoderDecoderConfig: GPTEncoderDecoder,
-}
 
 
 def build_model(config: ModelConfig, seed: int = 0) -> Decoder:
@@ -46,7 +23,7 @@ def build_model(config: ModelConfig, seed: int = 0) -> Decoder:
         raise ConfigError(
             f"model.{unknown[0]}=auto: load_config fills it in; in a config made by hand set it to a number."
         )
-    model = ARCHITECTURES[type(config)](config)
+    model: Decoder = importlib.import_module(f"ngpt_train.models.{config.name}.model").Model(config)
     if not model.embedding.is_meta:
         model.init_weights_(seed)
     return model

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 
 # Steps of a parameter's path that say how the code is organised or wrapped, not which weight it is.
 _NOT_IN_NAME = re.compile(r"(^|\.)(module|_orig_mod|attention|mlp|stored|gain)(?=\.|$)")

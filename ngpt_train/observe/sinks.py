@@ -5,8 +5,8 @@ import math
 from pathlib import Path
 from typing import Any, Protocol
 
-from ngpt_train.config.atomic import write_atomically
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import write_atomically
 
 
 class Sink(Protocol):

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 
 SMOOTH_FROM = 200  # records; fewer are readable as they are
 SMOOTH_OVER = 50  # a smoothed point is the mean of 1 / SMOOTH_OVER of the records

@@ -2,14 +2,14 @@
 
 Weights, gradients and moments are exact. The rest depends on when the device allocates and frees, and is an
 estimate: what GPT, nGPT, NormFormer and PowerNorm keep for the backward pass was counted, in fp32 and bf16, eager and
-compiled, to be 0.7 to 1.2 times the activations given here (of eager ones tests/unit/test_plan.py holds it).
+compiled, to be 0.7 to 1.2 times the activations given here (of eager ones tests/unit/report/test_plan.py holds it).
 """
 
 from dataclasses import dataclass
 
 import torch
 
-from ngpt_train.config.architectures import EncoderDecoderKeys
+from ngpt_train.config.model_keys import EncoderDecoderKeys
 from ngpt_train.config.schema import Config
 from ngpt_train.kernels.cross_entropy import GPU_ROWS
 from ngpt_train.models import Decoder

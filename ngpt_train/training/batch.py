@@ -2,7 +2,8 @@
 
 import math
 
-from ngpt_train.config.keys import AUTO, ConfigError
+from ngpt_train.config.keys import AUTO
+from ngpt_train.core.errors import ConfigError
 
 # `micro_rows=auto` keeps a forward pass within this many tokens: enough to fill a GPU at every
 # scale here, and small enough for 80 GB at 1B.

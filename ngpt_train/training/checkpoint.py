@@ -11,7 +11,6 @@ leaves the previous one. It can be read on any number of ranks and with any layo
 """
 
 import hashlib
-import json
 import logging
 import os
 import re
@@ -35,8 +34,8 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
-from ngpt_train.config.atomic import sync, write_atomically
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import read_json, sync, write_json
 from ngpt_train.distributed import World
 from ngpt_train.models import Decoder
 from ngpt_train.training.state import TrainState
@@ -260,19 +259,6 @@ def _set_statistics(model: Decoder, ranks: dict[str, Tensor], world: World) -> N
     for name, value in model.statistics().items():
         same = len(ranks[name]) == world.size
         value.copy_(ranks[name][world.rank] if same else ranks[name].mean(0))
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Writes JSON so that the file is the old one or the new one, never half of it."""
-    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
-
-
-def read_json(path: Path) -> Any:
-    """What `write_json` wrote; raises DataError where it is missing or damaged."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} is missing or damaged: {error}") from None
 
 
 def _no_dist() -> bool:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.models.layers.documents import check_room
 
 if TYPE_CHECKING:  # a step needs torch alone; reading data needs numpy

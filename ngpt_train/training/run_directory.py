@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import IO, Any
 
 from ngpt_train.config import check_resume, read_yaml, write_yaml
-from ngpt_train.config.keys import AUTO, ConfigError, DataError
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.files import read_json, write_json
 from ngpt_train.data import Dataset
-from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints, read_json, write_json
+from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints
 
 logger = logging.getLogger(__name__)
 

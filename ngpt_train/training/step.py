@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ngpt_train.config.batch import IGNORED
+from ngpt_train.core.constants import IGNORED
 from ngpt_train.distributed.cuda_graphs import hold_gradients
 from ngpt_train.distributed.gradients import average_vectors_, gradient_norm
 from ngpt_train.optim import RowAdam, lr_at

@@ -10,7 +10,7 @@ from typing import Any
 from ngpt_train.bench.interleaved import Entry
 from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
-from ngpt_train.training.checkpoint import write_json
+from ngpt_train.core.files import write_json
 from ngpt_train.training.provenance import git_commit
 
 

@@ -5,13 +5,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import write_json
 from ngpt_train.data import open_dataset, rows_of
 from ngpt_train.distributed import join_world
 from ngpt_train.evaluation import Validation
 from ngpt_train.evaluation.restore import restore
-from ngpt_train.training.checkpoint import write_json
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:

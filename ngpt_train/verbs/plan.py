@@ -5,12 +5,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ngpt_train.config.keys import AUTO, DataError
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import write_json
 from ngpt_train.data import load_tokenizer
 from ngpt_train.data.dataset import MANIFEST, read_manifest
 from ngpt_train.report.plan import describe_plan, make_plan
-from ngpt_train.training.checkpoint import write_json
 
 # Known without the model files, which may have to be downloaded.
 FIXED_VOCABULARIES = {"bytes": 257, "gpt2": 50257, "llama2": 32000, "mistral32k": 32000}

@@ -11,9 +11,11 @@ from typing import Any
 import torch
 
 from ngpt_train.config import read_yaml, write_yaml
-from ngpt_train.config.keys import AUTO, DataError
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import read_json, write_json
 from ngpt_train.data import (
     Dataset,
     Position,
@@ -33,7 +35,7 @@ from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
 from ngpt_train.report.curves import plot_run
 from ngpt_train.training import TrainState, build_state
-from ngpt_train.training.checkpoint import Checkpoints, load_model, load_state, read_json, step_of, write_json
+from ngpt_train.training.checkpoint import Checkpoints, load_model, load_state, step_of
 from ngpt_train.training.feed import Feed
 from ngpt_train.training.loop import Parts, train
 from ngpt_train.training.profile import profiled

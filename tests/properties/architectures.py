@@ -8,20 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngpt_train.config.architectures import (
-    AlphaConfig,
-    EncoderDecoderKeys,
-    GPTConfig,
-    GPTEncoderDecoderConfig,
-    MLPScaleConfig,
-    ModelConfig,
-    NGPTConfig,
-    NormFormerConfig,
-    NTransformerConfig,
-    PowerNormConfig,
-    ScaleVectorConfig,
-)
+from ngpt_train.config.model_keys import EncoderDecoderKeys, ModelConfig
 from ngpt_train.models import Decoder, build_model, export_weights, load_weights
+from ngpt_train.models.gpt.keys import GPTConfig
+from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
+from ngpt_train.models.ngpt.keys import AlphaConfig, MLPScaleConfig, NGPTConfig, ScaleVectorConfig
+from ngpt_train.models.normformer.keys import NormFormerConfig
+from ngpt_train.models.ntransformer.keys import NTransformerConfig
+from ngpt_train.models.powernorm.keys import PowerNormConfig
 from tests.reference import gpt, ngpt, normformer, ntransformer, powernorm
 
 Shapes = dict[str, tuple[int, ...]]
@@ -105,7 +99,7 @@ def powernorm_with(**options: Any) -> Architecture:
     chosen = {"psi_warmup_steps": 0, "group_scaling": 4} | options
 
     def forward(*_: Any, **__: Any) -> Tensor:
-        raise NotImplementedError("tests/unit/test_powernorm.py")
+        raise NotImplementedError("tests/unit/models/test_powernorm.py")
 
     return Architecture(PowerNormConfig, powernorm.shapes, powernorm.random_weights, forward, chosen)
 

@@ -8,16 +8,14 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from ngpt_train.config.architectures import (
-    GPTConfig,
-    GPTEncoderDecoderConfig,
-    ModelConfig,
-    NGPTConfig,
-    NormFormerConfig,
-    NTransformerConfig,
-)
-from ngpt_train.config.keys import ConfigError, DataError
+from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.models import build_model, export_weights, load_weights
+from ngpt_train.models.gpt.keys import GPTConfig
+from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
+from ngpt_train.models.ngpt.keys import NGPTConfig
+from ngpt_train.models.normformer.keys import NormFormerConfig
+from ngpt_train.models.ntransformer.keys import NTransformerConfig
 from tests.properties.architectures import (
     ARCHITECTURES,
     BASELINE,
@@ -93,7 +91,7 @@ def test_later_tokens_do_not_matter(name: str, size: Size) -> None:
     Caught: is_causal left out, a norm over the positions, a decoder that does not look at its source.
     """
     model, _ = jittered(ARCHITECTURES[name], size)
-    model.eval()  # statistics of a batch are another matter: tests/unit/test_powernorm.py
+    model.eval()  # statistics of a batch are another matter: tests/unit/models/test_powernorm.py
     source = source_length(ARCHITECTURES[name], size)
     tokens, _ = random_batch(ARCHITECTURES[name], size, 2, 10)
     with torch.no_grad():

@@ -7,7 +7,7 @@ from torch import Tensor
 from ngpt_train.models import build_model, export_weights, load_weights
 from ngpt_train.models.layers.norms import normalize
 from ngpt_train.models.layers.rope import rope_table, rotate
-from ngpt_train.models.ngpt import lerp, riemannian, slerp
+from ngpt_train.models.ngpt.model import lerp, riemannian, slerp
 from tests.properties.architectures import (
     ARCHITECTURES,
     SMALL,

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.keys import DataError
 from ngpt_train.config.schema import TokenizerConfig
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.tokenizers.files import read_file
 from ngpt_train.data.tokenizers.gpt2 import GPT2Tokenizer, gpt2_ranks, parse_ranks
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer

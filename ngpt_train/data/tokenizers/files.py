@@ -8,7 +8,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TypeVar
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 
 DOWNLOAD_SECONDS = 30.0
 Result = TypeVar("Result")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.tokenizers.gpt2 import byte_of_character
 from ngpt_train.data.tokenizers.interface import Ids
 from ngpt_train.data.tokenizers.sentence_piece import SPACE_SYMBOL

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from ngpt_train.config.keys import DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.data.tokenizers.interface import Ids
 
 # Stands for the space in SentencePiece's pieces; decoding turns every one of them into a space.

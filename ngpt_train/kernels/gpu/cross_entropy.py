@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ngpt_train.config.batch import IGNORED
+from ngpt_train.core.constants import IGNORED
 
 BLOCK = 4096  # columns at once
 NUM_WARPS = 8

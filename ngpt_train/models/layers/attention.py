@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.config.architectures import ModelConfig
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.kernels.attention import Mask, attention
 from ngpt_train.kernels.rotary import rotary
 from ngpt_train.models.layers.matrix import InUse, Stacked, as_stored

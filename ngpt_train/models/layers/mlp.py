@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.config.architectures import ModelConfig
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.kernels.dispatch import falls_back
 from ngpt_train.kernels.swiglu import swiglu
 from ngpt_train.models.layers.attention import linear

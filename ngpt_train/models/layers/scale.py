@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ngpt_train.config.architectures import ModelConfig, ScaleVectorConfig
+from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.models.ngpt.keys import ScaleVectorConfig
 
 
 class ScaledParameter(nn.Module):

@@ -1,0 +1,70 @@
+"""GPT, the baseline: pre-norm RMSNorm, RoPE, SwiGLU, untied embeddings, no biases (the Llama layout).
+
+nGPT paper, section 2.1-2.4, left column of Table 1; QK-norm is an option, because a baseline
+without it is a weak one.
+"""
+
+import math
+
+from torch import Tensor, nn
+
+from ngpt_train.kernels.dispatch import falls_back
+from ngpt_train.models.decoder import Decoder, Head
+from ngpt_train.models.gpt.keys import GPTConfig
+from ngpt_train.models.layers.attention import Attention
+from ngpt_train.models.layers.documents import Mask
+from ngpt_train.models.layers.mlp import MLP
+from ngpt_train.models.layers.norms import RMSNorm
+from ngpt_train.models.layers.rope import Rope, rotate
+
+
+class GPTAttention(Attention):
+    """softmax(q k^T / sqrt(d_k)) v W_o."""
+
+    def __init__(self, config: GPTConfig, causal: bool = True) -> None:
+        d_head = config.d_model // config.n_heads
+        super().__init__(config, softmax_scale=1 / math.sqrt(d_head), causal=causal)
+        self.q_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
+
+    def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        if self.q_norm is None:
+            return super().heads(qkv, rope)
+        falls_back("rotary", qkv, "GPT's model.qk_norm=true")
+        return self.compared(*self.split(qkv), rope)
+
+    def compared(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        q, k, v = (x.unflatten(-1, (-1, self.d_head)) for x in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return rotate(q, rope), rotate(k, rope), v
+
+
+class GPTBlock(nn.Module):
+    """h + attention(norm(h)), then h + mlp(norm(h)): eq. 4 and 5."""
+
+    def __init__(self, config: GPTConfig, causal: bool = True) -> None:
+        super().__init__()
+        self.norm_attn = RMSNorm(config.d_model, config.norm_eps)
+        self.attention = GPTAttention(config, causal)
+        self.norm_mlp = RMSNorm(config.d_model, config.norm_eps)
+        self.mlp = MLP(config, config.activation)
+
+    def forward(self, h: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
+        h = h + self.attention(self.norm_attn(h), rope, mask)
+        h = h + self.mlp(self.norm_mlp(h))
+        return h  # (B, T, d_model)
+
+
+class GPT(Decoder):
+    """Logits = W_output RMSNorm(h), with h from n_layers blocks."""
+
+    def __init__(self, config: GPTConfig) -> None:
+        super().__init__(config, (GPTBlock(config) for _ in range(config.n_layers)))
+        self.norm_final = RMSNorm(config.d_model, config.norm_eps)
+
+    def head(self, h: Tensor) -> Head:
+        return Head(self.norm_final(h), self.unembedding)
+
+
+Model = GPT  # what build_model builds

@@ -1,0 +1,1 @@
+"""The N-Transformer's baseline."""

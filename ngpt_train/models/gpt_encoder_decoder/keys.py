@@ -1,0 +1,16 @@
+"""The keys of model=gpt_encoder_decoder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ngpt_train.config.keys import key
+from ngpt_train.config.model_keys import EncoderDecoderKeys
+from ngpt_train.models.gpt.keys import GPTConfig
+
+
+@dataclass
+class GPTEncoderDecoderConfig(EncoderDecoderKeys, GPTConfig):
+    """Encoder-decoder of the baseline's layers, what the N-Transformer is compared with."""
+
+    name: str = key("gpt_encoder_decoder", "Architecture, chosen with model=NAME.")

@@ -1,0 +1,58 @@
+"""The baseline of the N-Transformer: gpt.py as an encoder-decoder, with everything a baseline needs.
+
+(The TnT authors' has neither positions nor cross-attention in its decoder.)
+"""
+
+import math
+
+from torch import Tensor
+
+from ngpt_train.models.decoder import Head
+from ngpt_train.models.encoder_decoder import EncoderDecoder
+from ngpt_train.models.gpt.model import GPTAttention, GPTBlock
+from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
+from ngpt_train.models.layers.norms import RMSNorm
+from ngpt_train.models.layers.rope import Rope
+
+
+class GPTDecoderBlock(GPTBlock):
+    """h + attention(norm(h)), h + cross(norm(h), memory), h + mlp(norm(h)): TnT's Table 1, left column."""
+
+    def __init__(self, config: GPTEncoderDecoderConfig) -> None:
+        super().__init__(config)
+        self.norm_cross = RMSNorm(config.d_model, config.norm_eps)
+        self.cross = GPTAttention(config, causal=False)
+
+    def forward(  # type: ignore[override]
+        self, h: Tensor, rope: Rope | None, mask: Tensor | None, memory: Tensor, memory_mask: Tensor | None
+    ) -> Tensor:
+        h = h + self.attention(self.norm_attn(h), rope, mask)
+        h = h + self.cross(self.norm_cross(h), None, memory_mask, memory)
+        h = h + self.mlp(self.norm_mlp(h))
+        return h  # (B, T, d_model)
+
+
+class GPTEncoderDecoder(EncoderDecoder):
+    """Logits = W_output RMSNorm(h); the encoder ends with an RMSNorm too."""
+
+    def __init__(self, config: GPTEncoderDecoderConfig) -> None:
+        encoder = (GPTBlock(config, causal=False) for _ in range(config.n_encoder_layers or config.n_layers))
+        super().__init__(config, encoder, (GPTDecoderBlock(config) for _ in range(config.n_layers)))
+        self.norm_encoder = RMSNorm(config.d_model, config.norm_eps)
+        self.norm_final = RMSNorm(config.d_model, config.norm_eps)
+
+    def init_std(self, name: str) -> float:
+        """As gpt.py, with three writes into the residual stream in each block of the decoder."""
+        if not name.endswith((".wo", ".w_down")):
+            return 0.02
+        writes = 2 * len(self.encoder) if name.startswith("encoder.") else 3 * len(self.layers)
+        return 0.02 / math.sqrt(writes)
+
+    def memory(self, h: Tensor) -> Tensor:
+        return self.norm_encoder(h)
+
+    def head(self, h: Tensor) -> Head:
+        return Head(self.norm_final(h), self.unembedding)
+
+
+Model = GPTEncoderDecoder  # what build_model builds

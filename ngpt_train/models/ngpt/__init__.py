@@ -1,0 +1,1 @@
+"""nGPT, the normalized Transformer."""

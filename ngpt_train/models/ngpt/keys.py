@@ -1,0 +1,72 @@
+"""The keys of model=ngpt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ngpt_train.config.keys import FloatOrAuto, key
+from ngpt_train.config.model_keys import ModelConfig
+
+# What the start of a scale vector may be besides a number.
+SCALE_WORDS = ("1/L", "1/sqrt(d)", "sqrt(d)")
+
+
+@dataclass
+class ScaleVectorConfig:
+    """A scale s of nGPT (section 2.5): stored as `scale` at the start, used as stored * init / scale."""
+
+    kind: str = key(
+        "vector",
+        "vector: a number per dimension; scalar: one for all of them; fixed: init, never learned.",
+        choices=("vector", "scalar", "fixed"),
+    )
+    init: FloatOrAuto = key(1.0, "Value at the start; L is n_layers, d is d_model.", choices=SCALE_WORDS, above=0)
+    scale: FloatOrAuto = key(
+        "1/sqrt(d)",
+        "Stored value at the start: the larger, the slower Adam moves the value in use (lr * init / scale a step).",
+        choices=SCALE_WORDS,
+        above=0,
+    )
+
+
+@dataclass
+class MLPScaleConfig(ScaleVectorConfig):
+    """s_u and s_v, which are stored as they are used."""
+
+    scale: FloatOrAuto = key(1.0, "Stored value at the start, as above.", choices=SCALE_WORDS, above=0)
+
+
+@dataclass
+class AlphaConfig(ScaleVectorConfig):
+    """An eigen learning rate: the share of the way that a block moves h."""
+
+    init: FloatOrAuto = key(0.05, "Value at the start, of the order of 1/L.", choices=SCALE_WORDS, above=0)
+
+
+@dataclass
+class NGPTConfig(ModelConfig):
+    """Normalized Transformer, section 2.6 of the nGPT paper; the options are its ablations."""
+
+    name: str = key("ngpt", "Architecture, chosen with model=NAME.")
+    s_qk: ScaleVectorConfig = field(default_factory=ScaleVectorConfig)
+    s_u: MLPScaleConfig = field(default_factory=MLPScaleConfig)
+    s_v: MLPScaleConfig = field(default_factory=MLPScaleConfig)
+    s_z: ScaleVectorConfig = field(default_factory=ScaleVectorConfig)
+    alpha_attn: AlphaConfig = field(default_factory=AlphaConfig)
+    alpha_mlp: AlphaConfig = field(default_factory=AlphaConfig)
+    alpha_sign: str = key(
+        "positive", "positive: |alpha| is used (section 2.2); free: alpha as it is (A.2).", choices=("positive", "free")
+    )
+    qk_norm: bool = key(True, "Norm in eq. 15 and 16; false leaves s_qk alone (Table 6).")
+    update: str = key(
+        "lerp",
+        "How a block moves h: lerp (eq. 10, 11), slerp (eq. 6) or riemannian (eq. 25, 26), each with Norm around it.",
+        choices=("lerp", "slerp", "riemannian"),
+    )
+    constraint: str = key(
+        "projection",
+        "projection: rows return to the sphere after each step; parametrization: each forward pass normalises free "
+        "rows; none: rows are free.",
+        choices=("projection", "parametrization", "none"),
+    )
+    activation: str = key("silu", "Gate of the MLP; gelu is the exact one.", choices=("silu", "gelu"))

@@ -1,0 +1,35 @@
+"""The keys of model=normformer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ngpt_train.config.keys import key
+from ngpt_train.config.model_keys import ModelConfig
+
+
+@dataclass
+class NormFormerConfig(ModelConfig):
+    """Pre-LayerNorm Transformer with the NormFormer paper's extra operations; each switches on and off alone."""
+
+    name: str = key("normformer", "Architecture, chosen with model=NAME.")
+    tied_embeddings: bool = key(True, "One matrix as input and output embedding.")
+    post_attn_norm: bool = key(True, "LayerNorm of the attention's output.")
+    ffn_norm: bool = key(True, "LayerNorm of the MLP's hidden state, after the activation.")
+    head_scale: str = key(
+        "before",
+        "A learned number per head: before W_O (the paper), after it (the authors' code), or none.",
+        choices=("before", "after", "none"),
+    )
+    res_scale: bool = key(False, "ResScale: a learned number per dimension on the MLP's residual (helps to 355M).")
+    qkv_norm: bool = key(False, "LayerNorm of q, k and v over all heads: row `+ 3 More LN` of Table 4.")
+    bias: bool = key(True, "Biases of the matrices.")
+    positions: str = key(
+        "sinusoidal",
+        "sinusoidal and learned are added to the embedding; rotary turns q and k.",
+        choices=("sinusoidal", "learned", "rotary"),
+    )
+    activation: str = key(
+        "gelu", "Of the MLP, which has no gate: exact GELU, or ReLU squared.", choices=("gelu", "relu2")
+    )
+    norm_eps: float = key(1e-5, "Added to the variance in LayerNorm.", above=0)

@@ -1,0 +1,150 @@
+"""NormFormer (Shleifer, Weston and Ott 2021): a pre-LayerNorm Transformer with more normalisation inside each layer.
+
+Section 2.1, with ResScale of section 3. With every operation switched off it is the paper's baseline,
+GPT-3's layout.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ngpt_train.kernels.dispatch import falls_back
+from ngpt_train.models.decoder import Decoder, Head
+from ngpt_train.models.layers.attention import Attention
+from ngpt_train.models.layers.documents import Mask
+from ngpt_train.models.layers.mlp import MLP
+from ngpt_train.models.layers.norms import LayerNorm
+from ngpt_train.models.layers.rope import Rope
+from ngpt_train.models.normformer.keys import NormFormerConfig
+
+
+class LearnedScale(nn.Module):
+    """Learned numbers that start at 1, `(size,)`."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """gain * x over the last dimension, in x's dtype."""
+        return (self.gain * x).to(x.dtype)
+
+
+class HeadScaleAttention(Attention):
+    """Concat(gamma_1 h_1, ..., gamma_n h_n) W_o, with softmax(q k^T / sqrt(d_k)) v as h_i."""
+
+    def __init__(self, config: NormFormerConfig) -> None:
+        d_head = config.d_model // config.n_heads
+        super().__init__(config, softmax_scale=1 / math.sqrt(d_head), bias=config.bias)
+        self.before = config.head_scale == "before"
+        self.head_scale = None if config.head_scale == "none" else LearnedScale(config.n_heads)
+        widths = [heads * d_head for heads in (self.n_heads, self.n_kv_heads, self.n_kv_heads)]
+        norms = [LayerNorm(width, config.norm_eps) if config.qkv_norm else None for width in widths]
+        self.norm_q, self.norm_k, self.norm_v = norms
+
+    def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
+        if self.norm_q is None or self.norm_k is None or self.norm_v is None:
+            return super().heads(qkv, rope)
+        if rope is not None:
+            falls_back("rotary", qkv, "model.qkv_norm=true")
+        q, k, v = self.split(qkv)
+        return self.compared(self.norm_q(q), self.norm_k(k), self.norm_v(v), rope)
+
+    def combine(self, heads: Tensor) -> Tensor:
+        """The scale comes before W_o in the paper; the authors' code has it after, on W_o's output cut into heads."""
+        if self.head_scale is None:
+            return super().combine(heads)
+        if self.before:
+            return super().combine(self.head_scale(heads.mT).mT)
+        y = super().combine(heads).view_as(heads)
+        return self.head_scale(y.mT).mT.flatten(2)
+
+
+class NormFormerMLP(MLP):
+    """LN(sigma(x W_1 + b_1)) W_2 + b_2, where W_1 is w_u and W_2 is w_down."""
+
+    def __init__(self, config: NormFormerConfig) -> None:
+        super().__init__(config, config.activation, gated=False, bias=config.bias)
+        self.norm_ffn = LayerNorm(self.d_mlp, config.norm_eps) if config.ffn_norm else nn.Identity()
+
+    def plain(self, u: Tensor) -> Tensor:
+        return self.norm_ffn(self.activation(u))
+
+
+class NormFormerBlock(nn.Module):
+    """x + LN(HeadScaleMHA(LN(x))), then lambda * x + FFN(LN(x)); lambda is 1 without ResScale."""
+
+    def __init__(self, config: NormFormerConfig) -> None:
+        super().__init__()
+        self.norm_attn = LayerNorm(config.d_model, config.norm_eps)
+        self.attention = HeadScaleAttention(config)
+        self.norm_post_attn = LayerNorm(config.d_model, config.norm_eps) if config.post_attn_norm else nn.Identity()
+        self.norm_mlp = LayerNorm(config.d_model, config.norm_eps)
+        self.mlp = NormFormerMLP(config)
+        self.res_scale = LearnedScale(config.d_model) if config.res_scale else nn.Identity()
+
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
+        x = x + self.norm_post_attn(self.attention(self.norm_attn(x), rope, mask))
+        x = self.res_scale(x) + self.mlp(self.norm_mlp(x))
+        return x  # (B, T, d_model)
+
+
+class NormFormer(Decoder):
+    """Logits = W_output LN(x); positions are added to the embedding unless they are rotary.
+
+    Matrices start as the baseline's, so that the arms of a comparison start alike; the authors' code draws
+    them by Xavier's and Kaiming's rules.
+    """
+
+    def __init__(self, config: NormFormerConfig) -> None:
+        super().__init__(config, (NormFormerBlock(config) for _ in range(config.n_layers)))
+        self.norm_final = LayerNorm(config.d_model, config.norm_eps)
+        learned = config.positions == "learned"
+        self.positions = nn.Parameter(torch.empty(config.context, config.d_model)) if learned else None
+        self.rotary = config.positions == "rotary"
+
+    def init_std(self, name: str) -> float:
+        """The embedding, times sqrt(d_model), enters with 0.5, where positions have 0.7 and normed suggestions 1.
+
+        The authors have 1. Being the head's matrix as well, it would then give the token just read so high a logit
+        that the loss starts above ln V.
+        """
+        return 0.5 / math.sqrt(self.config.d_model) if name == "embedding" else super().init_std(name)
+
+    def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
+        return super().embed(tokens, table) * math.sqrt(self.config.d_model)
+
+    def add_positions(self, h: Tensor, positions: Tensor) -> Tensor:
+        """sqrt(d_model) E[token] + position, as Vaswani et al. 2017, section 3.4."""
+        T, d_model = h.shape[1:]
+        if self.rotary:
+            return h
+        if self.positions is None:
+            return h + sinusoids(T, d_model, h.device).to(h.dtype)[positions]
+        if len(self.positions) < T:
+            raise ValueError(f"a row of {T} tokens: model.positions=learned knows {len(self.positions)} positions")
+        return h + F.embedding(positions, self.positions)
+
+    def rope(self, tokens: Tensor, dtype: torch.dtype) -> Rope | None:
+        return super().rope(tokens, dtype) if self.rotary else None
+
+    def head(self, h: Tensor) -> Head:
+        return Head(self.norm_final(h), self.unembedding)
+
+
+def sinusoids(length: int, d_model: int, device: torch.device) -> Tensor:
+    """`(length, d_model)` fp64: at 2i sin(t / 10000^(2i/d)), at 2i + 1 its cos (Vaswani et al. 2017, section 3.5)."""
+    evens = torch.arange(0, d_model, 2, device=device, dtype=torch.float64)
+    angles = torch.outer(
+        torch.arange(length, device=device, dtype=torch.float64), 10000.0 ** (-evens / d_model)
+    )  # (T, d/2)
+    return torch.stack((angles.sin(), angles.cos()), dim=-1).flatten(1)[:, :d_model]
+
+
+Model = NormFormer  # what build_model builds

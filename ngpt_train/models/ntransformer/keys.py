@@ -1,0 +1,17 @@
+"""The keys of model=ntransformer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ngpt_train.config.keys import key
+from ngpt_train.config.model_keys import EncoderDecoderKeys
+from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig
+
+
+@dataclass
+class NTransformerConfig(EncoderDecoderKeys, NGPTConfig):
+    """Encoder-decoder nGPT (TnT), with cross-attention on the sphere; the options are nGPT's."""
+
+    name: str = key("ntransformer", "Architecture, chosen with model=NAME.")
+    alpha_cross: AlphaConfig = field(default_factory=AlphaConfig)

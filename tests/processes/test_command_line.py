@@ -1,0 +1,166 @@
+"""The command line as a user meets it: real processes, exit codes, and nothing heavy before a mistake is found."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ngpt_train.__main__ import VERBS, _run_job, main
+from ngpt_train.config import DataError, read_yaml
+from ngpt_train.config.files import GROUPS
+from ngpt_train.config.validate import schema_keys
+from ngpt_train.models.gpt.keys import GPTConfig
+
+COMMANDS = {
+    "module": [sys.executable, "-m", "ngpt_train"],
+    "script": [str(Path(sys.executable).with_name("ngpt-train"))],
+}
+PLAN = ["plan", "scale=debug", "tokenizer=bytes"]
+
+
+def run(*arguments: str, command: str = "module", cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMANDS[command], *arguments], capture_output=True, text=True, check=False, timeout=120, cwd=cwd
+    )
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_mistake_is_one_message_and_exit_code_2(command: str, tmp_path: Path) -> None:
+    done = run("train", "model=ngtp", command=command, cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("error: model=ngtp: no such option; did you mean ngpt?")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_mistake_is_found_before_anything_heavy_is_imported() -> None:
+    # The last mistake that is looked for, in CPU time, which other processes do not change.
+    code = """
+import resource, sys
+from ngpt_train.__main__ import main
+assert main(["train", "train.stop_at=5", "train.steps=4", "schedule.warmup_steps=0"]) == 2
+heavy = {"torch", "numpy", "datasets", "wandb", "matplotlib", "sentencepiece", "tiktoken", "pyarrow", "rich"}
+assert not heavy & set(sys.modules), heavy & set(sys.modules)
+used = resource.getrusage(resource.RUSAGE_SELF)
+assert used.ru_utime + used.ru_stime < 2, used
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "train.stop_at=5" in done.stderr
+
+
+def test_help_names_the_verbs() -> None:
+    for arguments in ([], ["--help"]):
+        done = run(*arguments)
+        assert done.returncode == 0
+        assert all(f"  {verb}" in done.stdout and doc in done.stdout for verb, doc in VERBS.items())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_help_of_a_verb_shows_every_group_and_key(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help", "model=gpt", "train.steps=7"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    for group in GROUPS:
+        assert f" {group} " in text
+    for key in schema_keys(GPTConfig).values():
+        assert f" {key.name}=" in text
+        assert " ".join(key.doc.split()) in text
+    assert "train.steps=7 (an integer >= 1)" in text
+    assert "[gpt] gpt_encoder_decoder ngpt" in text
+
+
+def test_help_into_a_closed_pipe() -> None:
+    with subprocess.Popen(
+        [*COMMANDS["module"], "train", "--help"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as job:
+        assert job.stdout
+        assert job.stderr
+        job.stdout.close()
+        assert job.stderr.read() == b""
+    assert job.returncode == 0
+
+
+def test_cfg_job_prints_a_config_that_can_be_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_API_KEY", "do-not-print")
+    done = run("train", "model=gpt", "run.root=x/do-not-print", "--cfg", "job", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "do-not-print" not in done.stdout
+    (tmp_path / "config.yaml").write_text(done.stdout)
+    assert read_yaml(tmp_path / "config.yaml").run.name == "gpt-tiny-seed0"
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_exit_codes_of_errors(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    class NumericalStop(Exception):
+        exit_code = 4
+
+    def fails_with(error: Exception) -> None:
+        def verb(config: object, overrides: object) -> int:
+            raise error
+
+        monkeypatch.setitem(sys.modules, "ngpt_train.verbs.train", SimpleNamespace(main=verb))
+
+    fails_with(DataError("train.txt: empty"))
+    assert main(["train"]) == 3
+    assert capsys.readouterr().err == "error: train.txt: empty\n"
+    fails_with(NumericalStop("step 5: loss is nan"))
+    assert main(["train"]) == 4
+    fails_with(ValueError("a fault of the program"))
+    with pytest.raises(ValueError, match="a fault of the program"):
+        main(["train"])
+
+
+def test_multirun_runs_every_combination(tmp_path: Path) -> None:
+    done = run(*PLAN, "-m", "model=gpt,ngpt", "run.name=both", "plan.out=plan.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "job 0 of 2: scale=debug tokenizer=bytes model=gpt plan.out=plan.json run.name=both/0" in done.stdout
+    assert "run.name=both/1" in done.stdout
+    assert json.loads((tmp_path / "plan.json").read_text())
+    printed = run(*PLAN, "-m", "run.seed=range(0,3)", "--cfg", "job").stdout
+    assert [line for line in printed.splitlines() if line.startswith("  name: ngpt-")] == [
+        f"  name: ngpt-debug-seed{k}/{k}" for k in range(3)
+    ]
+
+
+def test_multirun_goes_on_after_a_failed_job(tmp_path: Path) -> None:
+    done = run(*PLAN, "-m", "plan.out=no/such/plan.json,plan.json", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "jobs [0] of 2 failed" in done.stderr
+    assert (tmp_path / "plan.json").is_file()
+
+
+def test_interrupted_multirun_lets_its_job_save(tmp_path: Path) -> None:
+    # As a training job does: the first signal saves, a second one would kill.
+    job = """
+import pathlib, signal, sys, time
+def save(*_):
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    time.sleep(0.3)
+    pathlib.Path("saved").touch()
+    sys.exit(0)
+signal.signal(signal.SIGINT, save)
+pathlib.Path("started").touch()
+time.sleep(60)
+"""
+
+    def interrupt() -> None:
+        while not (tmp_path / "started").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    handler = signal.getsignal(signal.SIGINT)
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    script = tmp_path / "job.py"
+    script.write_text(job.replace('Path("', f'Path("{tmp_path}/'))
+    assert _run_job([sys.executable, str(script)]) == (0, True)
+    thread.join()
+    assert (tmp_path / "saved").exists()
+    assert signal.getsignal(signal.SIGINT) is handler

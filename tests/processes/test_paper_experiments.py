@@ -1,0 +1,46 @@
+"""A row of each of the papers' tables: three steps at scale=debug, stopped and resumed."""
+
+from pathlib import Path
+
+import pytest
+
+from ngpt_train.__main__ import main
+from ngpt_train.config import list_experiments
+from tests.processes.runs import arguments, numbers
+
+SAMPLE = [
+    "ngpt_runs/ngpt_1b_8k_alpha_scale_0.1",
+    "ngpt_table4/s_z_init_sqrt_d",
+    "ngpt_table5/s_qk_s_uv_fixed_s_z_scalar",
+    "ngpt_table6/no_qk_norm",
+    "normformer_table1/normformer_125m",
+    "normformer_table2/gpt3_125m_high_lr",
+    "normformer_table4/qkv_norm",
+    "powernorm/pn",
+    "powernorm/batch",
+    "tnt_table2/n_transformer_gelu",
+    "tnt_table2/baseline_512",
+]
+
+
+def test_every_table_is_in_the_sample() -> None:
+    tables = {name.split("/")[1] for name in list_experiments() if name.startswith("paper/")}
+    assert tables == {row.split("/")[0] for row in SAMPLE}
+
+
+@pytest.mark.parametrize("row", SAMPLE)
+def test_three_steps_and_a_resume(row: str, tmp_path: Path, corpus: Path) -> None:
+    """Caught: options of a row that a checkpoint does not keep, a row that only its own scale can run."""
+    ended = {}
+    for name, stops in (("whole", [3]), ("parts", [2, 3])):
+        given = [
+            override
+            for override in arguments(tmp_path, corpus, "train.steps=3", "checkpoint.every=2", f"run.name={name}")
+            if override != "model=ngpt"
+        ]
+        for stop in stops:
+            row_of_table = f"experiment=paper/{row}"
+            assert main(["train", row_of_table, *given, "model.context=64", f"train.stop_at={stop}"]) == 0
+        ended[name] = numbers(tmp_path / "runs" / name)
+    assert sorted(ended["whole"]) == [1, 2, 3]
+    assert ended["parts"] == ended["whole"]

@@ -1,0 +1,131 @@
+"""A run that was killed, interrupted or moved ends as if nothing had happened."""
+
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes.runs import arguments, numbers, records, run, start, train, wait_for_step
+
+DONE = json.dumps({"code": 0, "reason": "done", "step": 12}, indent=2) + "\n"
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    directory = tmp_path_factory.mktemp("uninterrupted")
+    train(arguments(directory, corpus))
+    losses = [record["loss"] for record in records(directory / "runs/test").values()]
+    assert losses[-1] < 0.95 * losses[0]
+    assert max(record["grad_norm"] for record in records(directory / "runs/test").values()) > 1.0, "never clipped"
+    return directory / "runs/test"
+
+
+def test_killed_twice_at_random(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:
+    given = arguments(tmp_path, corpus)
+    directory = tmp_path / "runs/test"
+    for least in (2, 6):
+        process = start(given)
+        wait_for_step(directory, least)
+        time.sleep(random.random() * 0.3)
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    train(given)
+    assert numbers(directory) == numbers(uninterrupted)
+    assert (directory / "exit.json").read_text() == DONE
+
+
+def test_ddp_resumes_bit_for_bit(tmp_path: Path, corpus: Path) -> None:
+    """On 3 ranks a sum depends on its place in the bucket, so buckets must not depend on the age of the process."""
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    common = ["train.batch_rows=6", "parallel=ddp", "model=gpt", "model.d_model=128", "model.d_mlp=1024"]
+    train(arguments(whole, corpus, *common), ranks=3)
+    train(arguments(parts, corpus, *common, "train.stop_at=5"), ranks=3)
+    train(arguments(parts, corpus, *common), ranks=3)
+    assert numbers(parts / "runs/test") == numbers(whole / "runs/test")
+
+
+@pytest.mark.slow
+def test_other_ranks_and_layouts(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:
+    """fsdp on 2, one process, ddp on 4: the loss of an uninterrupted run within 1e-6."""
+    train(arguments(tmp_path, corpus, "parallel=fsdp", "train.stop_at=4"), ranks=2)
+    train(arguments(tmp_path, corpus, "parallel=single", "train.stop_at=8"))
+    train(arguments(tmp_path, corpus, "parallel=ddp"), ranks=4)
+    expected = numbers(uninterrupted)
+    for step, (loss, norm, lr, tokens) in numbers(tmp_path / "runs/test").items():
+        assert loss == pytest.approx(expected[step][0], rel=1e-6)
+        assert norm == pytest.approx(expected[step][1], rel=1e-5)
+        assert (lr, tokens) == expected[step][2:]
+
+
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+def test_signal_saves_and_exits_cleanly(
+    tmp_path: Path, corpus: Path, uninterrupted: Path, number: signal.Signals, ranks: int
+) -> None:
+    given = arguments(tmp_path, corpus, "train.steps=100000", "checkpoint.every=0")
+    directory = tmp_path / "runs/test"
+    process = start(given, ranks)
+    wait_for_step(directory, 3)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=120)
+    if ranks == 1:  # torchrun reports a failure whatever its workers return
+        assert process.returncode == 0, output
+    ended = json.loads((directory / "exit.json").read_text())
+    assert ended["code"] == 0
+    assert number.name in ended["reason"] or "another rank" in ended["reason"]
+    assert (directory / f"checkpoints/step_{ended['step']:08d}/MANIFEST.json").is_file()
+    assert f"saved at step {ended['step']}" in output
+
+
+def test_second_interrupt_exits_at_once(tmp_path: Path, corpus: Path) -> None:
+    process = start(arguments(tmp_path, corpus, "train.steps=100000", "train.batch_rows=4096"))
+    deadline = time.monotonic() + 120
+    log = tmp_path / "runs/test/logs/rank_0.log"
+    while not (log.exists() and "eval 0/" in log.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    time.sleep(1.5)
+    assert process.poll() is None, "the step is long, the first signal waits for its end"
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=10) == 130
+
+
+def test_time_limit(tmp_path: Path, corpus: Path) -> None:
+    train(arguments(tmp_path, corpus, "train.steps=100000", "run.max_time=0.0005"))
+    ended = json.loads((tmp_path / "runs/test/exit.json").read_text())
+    assert ended["code"] == 0
+    assert ended["reason"] == "stopped by run.max_time"
+    assert 0 < ended["step"] < 100000
+
+
+def test_finished_run_is_left_alone(uninterrupted: Path, corpus: Path) -> None:
+    before = {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")}
+    finished = run("train", arguments(uninterrupted.parent.parent, corpus))
+    assert finished.returncode == 0
+    assert "step 12 and would end at 12" in finished.stdout
+    assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
+
+
+def test_a_run_can_be_extended(tmp_path: Path, corpus: Path) -> None:
+    train(arguments(tmp_path, corpus, "train.steps=4"))
+    train(arguments(tmp_path, corpus, "train.steps=6"))
+    assert sorted(records(tmp_path / "runs/test")) == [1, 2, 3, 4, 5, 6]
+    assert len(json.loads((tmp_path / "runs/test/run.json").read_text())["starts"]) == 2
+
+
+def test_sigterm_before_the_first_step(tmp_path: Path, corpus: Path) -> None:
+    """From the moment that the directory is a run's, a wish to stop is heard: one step, saved, exit code 0."""
+    process = start(arguments(tmp_path, corpus, "train.steps=1000", "eval.every=0"))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if "runs/test: new" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    end = json.loads((tmp_path / "runs/test/exit.json").read_text())
+    assert (end["code"], end["reason"]) == (0, "stopped by SIGTERM")
+    assert (tmp_path / f"runs/test/checkpoints/step_{end['step']:08d}").is_dir()

@@ -1,0 +1,165 @@
+"""A streamed run that is killed and goes on with other ranks and workers sees the tokens of one that is not."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes.runs import arguments, records, run, start, train, wait_for_step, write_parquet_shards
+from tests.processes.test_torchrun import kill
+
+STREAMED = ("data.streaming=true", "data.streams=24", "data.open_shards=2", "train.batch_rows=24", "train.micro_rows=1")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_parquet_shards(tmp_path_factory.mktemp("text") / "text", (90, 13, 200, 41, 77))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
+    """A run of 24 steps that nothing happens to."""
+    directory = tmp_path_factory.mktemp("whole")
+    train(arguments(directory, text, *STREAMED, "train.steps=24", "data.workers=0"))
+    return directory / "runs/test"
+
+
+def data_hashes(directory: Path) -> dict[int, str]:
+    return {step: record["data_hash"] for step, record in records(directory).items()}
+
+
+def workers_of(process: subprocess.Popen[str]) -> list[int]:
+    """Data workers of all trainers below a process."""
+    parents, found = [process.pid], []
+    while parents:
+        listed = subprocess.run(["pgrep", "-P", str(parents.pop())], capture_output=True, text=True, check=False).stdout
+        parents += map(int, listed.split())
+        found += map(int, listed.split())
+    return [pid for pid in found if b"--multiprocessing-fork" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def assert_gone(pids: list[int]) -> None:
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a data worker outlives its trainer"
+        time.sleep(0.1)
+
+
+def test_killed_and_resumed_on_other_ranks(tmp_path: Path, text: Path, whole: Path) -> None:
+    """kill -9 between checkpoints on two ranks with two workers each; then one rank that tokenizes itself."""
+    parts = arguments(tmp_path / "parts", text, *STREAMED, "train.steps=24", "checkpoint.every=5")
+    process = start([*parts, "data.workers=2"], ranks=2)
+    directory = tmp_path / "parts/runs/test"
+    wait_for_step(directory, 7)
+    workers = workers_of(process)
+    assert len(workers) == 4
+    kill(process)
+    assert_gone(workers)
+    assert not (directory / "exit.json").exists(), "killed too late to show anything"
+    train([*parts, "data.workers=0"])
+    assert len(json.loads((directory / "run.json").read_text())["starts"]) == 2
+    expected = data_hashes(whole)
+    assert data_hashes(directory) == expected
+    assert len(set(expected.values())) == 24
+    losses = {step: record["loss"] for step, record in records(directory).items()}
+    assert losses == pytest.approx({s: r["loss"] for s, r in records(whole).items()}, rel=1e-4)
+    assert losses[24] < 0.95 * losses[1]
+
+
+@pytest.mark.parametrize("victim", ["rank", "worker"])
+def test_one_process_is_killed(tmp_path: Path, text: Path, whole: Path, victim: str) -> None:
+    """kill -9, as a lack of memory does. Caught: others that wait for it for ever, or live on without a trainer."""
+    ranks = 2 if victim == "rank" else 1
+    given = arguments(tmp_path, text, *STREAMED, "train.steps=24", "checkpoint.every=5", "data.workers=1")
+    # Steps that are slow enough, and few enough blocks made ahead, for the loss of a process to be felt.
+    process = start([*given, "data.prefetch=1"], ranks)
+    directory = tmp_path / "runs/test"
+    wait_for_step(directory, 5)
+    workers = workers_of(process)
+    assert len(workers) == ranks
+    killed = workers[0]
+    if victim == "rank":
+        stat = Path(f"/proc/{killed}/stat").read_text()
+        killed = int(stat.rsplit(")", 1)[1].split()[1])  # its parent
+    os.kill(killed, signal.SIGKILL)
+    output, _ = process.communicate(timeout=120)
+    if directory.joinpath("exit.json").exists() and json.loads((directory / "exit.json").read_text())["code"] == 0:
+        pytest.skip("the run was over before it was killed")
+    assert process.returncode != 0
+    if victim == "worker":
+        assert process.returncode == 3, output
+        assert "a data worker ended without a word (exit code -9" in output
+    assert_gone(workers)
+    train(given)
+    assert data_hashes(directory) == data_hashes(whole)
+
+
+@pytest.mark.slow
+def test_many_resumes(tmp_path: Path, text: Path) -> None:
+    """40 batches on 2, 8, 1 and 4 ranks, killed at steps that are no checkpoint's."""
+    train(arguments(tmp_path / "whole", text, *STREAMED, "train.steps=40"))
+    parts = arguments(tmp_path / "parts", text, *STREAMED, "train.steps=40", "checkpoint.every=4")
+    directory = tmp_path / "parts/runs/test"
+    for step, ranks, workers in ((9, 2, 1), (19, 8, 3), (30, 1, 2)):
+        process = start([*parts, f"data.workers={workers}"], ranks)
+        wait_for_step(directory, step)
+        kill(process)
+    train([*parts, "data.workers=1"], ranks=4)
+    assert data_hashes(directory) == data_hashes(tmp_path / "whole/runs/test")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path, number: signal.Signals) -> None:
+    """To all processes at once, as Ctrl-C and many launchers do. Caught: a worker that ends before the trainer has."""
+    given = arguments(tmp_path, text, *STREAMED, "train.steps=2000", "data.workers=2")
+    process = start(given)
+    wait_for_step(tmp_path / "runs/test", 3)
+    workers = workers_of(process)
+    assert len(workers) == 2
+    os.killpg(process.pid, number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, output
+    assert "saved at step" in output
+    assert_gone(workers)
+
+
+def test_interrupted_while_workers_start(tmp_path: Path, text: Path) -> None:
+    """Caught: an interrupt that ends a worker before it has read what its trainer is writing to it."""
+    process = start(arguments(tmp_path, text, *STREAMED, "train.steps=2000", "data.workers=2", "tokenizer=gpt2"))
+    deadline = time.monotonic() + 60
+    while not (workers := workers_of(process)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode in (0, 130), output
+    assert_gone(workers)
+
+
+def test_ranks_that_do_not_divide_the_streams(tmp_path: Path, text: Path) -> None:
+    given = arguments(tmp_path, text, *STREAMED, "train.batch_rows=25")
+    finished = run("train", given, ranks=5)
+    assert "data.streams=24: 5 ranks cannot share the streams evenly" in finished.stderr
+    assert "Use 4 or 6 ranks" in finished.stderr
+
+
+def test_error_of_a_worker_names_the_shard(tmp_path: Path) -> None:
+    text = write_parquet_shards(tmp_path / "text", (30, 30, 30))
+    damaged = text / "train-00002.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:-200] + bytes(200))
+    options = [*STREAMED, "data.streams=6", "data.open_shards=1", "data.workers=1", "train.steps=200"]
+    finished = run("train", arguments(tmp_path, text, *options))
+    assert finished.returncode == 3, finished.stdout
+    assert "train-00002.parquet: damaged" in finished.stderr
+    assert "Traceback" not in finished.stderr
+    train([*arguments(tmp_path, text, *options), "data.on_bad_shard=skip"])
+    log = (tmp_path / "runs/test/logs/rank_0.log").read_text()
+    assert "leaves out train-00002.parquet" in log
+    state = json.loads(next((tmp_path / "runs/test/checkpoints").glob("*200/state.json")).read_text())
+    assert list(state["data"]["skipped_shards"]) == ["train-00002.parquet"]

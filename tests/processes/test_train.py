@@ -1,0 +1,162 @@
+"""One run, and everything it leaves behind."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from ngpt_train.__main__ import main
+from ngpt_train.config import load_config
+from ngpt_train.training import build_state
+from ngpt_train.training.checkpoint import list_checkpoints, load_model
+from tests.processes.runs import arguments, records
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    root = tmp_path_factory.mktemp("run")
+    options = ["train.steps=20", "logging.every=5", "eval.every=8", "checkpoint.every=3", "checkpoint.keep_every=9"]
+    assert main(["train", *arguments(root, corpus, *options, "train.profile=true")]) == 0
+    return root / "runs/test"
+
+
+def test_records(directory: Path) -> None:
+    train, evaluations = records(directory), records(directory, "eval")
+    assert sorted(train) == [5, 10, 15, 20]
+    assert sorted(evaluations) == [0, 8, 16, 20]
+    assert train[20]["tokens"] == 20 * 8 * 64
+    assert train[20]["mfu"] is None
+    assert {"loss", "lr", "grad_norm", "tokens_per_s", "step_time", "data_time", "memory_gb", "skipped"} <= set(
+        train[5]
+    )
+    last = evaluations[20]
+    assert last["loss"] < 0.95 * evaluations[0]["loss"]
+    assert last["ppl"] == pytest.approx(math.exp(last["loss"]))
+    # Every byte is a token here, and one in some 250 tokens ends a document and stands for none.
+    assert last["bits_per_byte"] == pytest.approx(last["loss"] / math.log(2), rel=0.02)
+    assert last["bits_per_byte"] > last["loss"] / math.log(2)
+
+
+def test_files(directory: Path) -> None:
+    assert json.loads((directory / "exit.json").read_text()) == {"code": 0, "reason": "done", "step": 20}
+    kept = [path.name for path in list_checkpoints(directory / "checkpoints")]
+    assert kept == ["step_00000009", "step_00000018", "step_00000020"]
+    assert (directory / "curves.png").stat().st_size > 10_000
+    assert json.loads((directory / "profile/rank_0.json").read_text())["traceEvents"]
+    (start,) = json.loads((directory / "run.json").read_text())["starts"]
+    assert start["world_size"] == 1
+    assert len(start["data_fingerprint"]) == 64
+    log = (directory / "logs/rank_0.log").read_text()
+    assert "unigram" in log
+
+
+def test_evaluate_agrees_with_training(directory: Path, corpus: Path, tmp_path: Path) -> None:
+    out = tmp_path / "result.json"
+    given = arguments(tmp_path, corpus, f"evaluate.checkpoint={directory}", f"evaluate.out={out}")
+    assert main(["evaluate", *given]) == 0
+    result = json.loads(out.read_text())
+    assert result["loss"] == records(directory, "eval")[20]["loss"]
+    assert result["step"] == 20
+
+
+def test_generate(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def text(*overrides: str) -> str:
+        capsys.readouterr()
+        given = [f"generate.checkpoint={directory}", "generate.prompt=the model", "generate.max_new_tokens=40"]
+        assert main(["generate", *given, *overrides]) == 0
+        return capsys.readouterr().out
+
+    assert text().startswith("the model")
+    assert text() == text()
+    assert text() != text("generate.seed=1")
+    assert text("generate.temperature=0") == text("generate.top_k=1", "generate.seed=5")
+    assert text("generate.temperature=0") == text("generate.top_p=1e-6", "generate.seed=5")
+
+
+def test_init_from_takes_the_weights_alone(directory: Path, corpus: Path, tmp_path: Path) -> None:
+    given = arguments(tmp_path, corpus, f"run.init_from={directory}", "train.steps=2", "optim.lr=1e-9")
+    assert main(["train", *given]) == 0
+    first = records(tmp_path / "runs/test", "eval")[0]
+    assert first["loss"] == pytest.approx(records(directory, "eval")[20]["loss"], rel=1e-6)
+    assert records(tmp_path / "runs/test")[1]["tokens"] == 8 * 64
+
+
+@pytest.mark.parametrize(
+    ("model", "code"),
+    [(["model=ntransformer"], 0), (["model=normformer"], 0), (["model=normformer", "model.positions=learned"], 3)],
+    ids=["source_context", "sinusoidal", "learned"],
+)
+def test_init_from_goes_on_at_another_length(
+    model: list[str], code: int, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unless the length is one of the weights. Caught: source_context compared, learned positions cut by torch."""
+    given = arguments(tmp_path, corpus, "train.steps=1", *model)
+    assert main(["train", *given]) == 0
+    more = ["run.name=longer", f"run.init_from={tmp_path / 'runs/test'}", "model.context=96"]
+    assert main(["train", *arguments(tmp_path, corpus, "train.steps=1", *model, *more)]) == code
+    assert (code == 0) != ("model.context: 64 in the checkpoint, 96 here" in capsys.readouterr().err)
+
+
+def test_saved_before_evaluated(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation that fails at the end must not cost the run."""
+    from ngpt_train.evaluation import Validation
+
+    evaluate = Validation.__call__
+
+    def fail_later(self: Validation, model: object, world: object) -> dict[str, float]:
+        if (tmp_path / "runs/test/checkpoints/step_00000012").exists():
+            raise MemoryError("the evaluation needs too much")
+        return evaluate(self, model, world)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Validation, "__call__", fail_later)
+    assert main(["train", *arguments(tmp_path, corpus)]) == 1
+    directory = tmp_path / "runs/test"
+    assert json.loads((directory / "exit.json").read_text())["code"] == 1
+    assert [path.name for path in list_checkpoints(directory / "checkpoints")][-1] == "step_00000012"
+    # The same command does what is left.
+    monkeypatch.undo()
+    assert main(["train", *arguments(tmp_path, corpus)]) == 0
+    assert sorted(records(directory, "eval")) == [0, 12]
+    assert json.loads((directory / "exit.json").read_text())["reason"] == "done"
+
+
+def test_failed_save_does_not_stop_the_run(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    save = dcp.save
+
+    def fail_once(*given: object, **options: object) -> object:
+        monkeypatch.setattr(dcp, "save", save)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(dcp, "save", fail_once)
+    assert main(["train", *arguments(tmp_path, corpus)]) == 0
+    assert "could not be written" in capsys.readouterr().out
+    kept = [path.name for path in (tmp_path / "runs/test/checkpoints").iterdir()]
+    assert sorted(kept) == ["step_00000008", "step_00000012"]
+
+
+def test_numerical_stop(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps without a finite gradient change nothing, and after ten in a row the run stops with code 4."""
+    from ngpt_train.models import Decoder
+
+    forward = Decoder.forward
+
+    def poisoned(self: Decoder, tokens, targets=None, doc_ids=None):  # type: ignore[no-untyped-def]
+        loss = forward(self, tokens, targets, doc_ids)
+        return loss._replace(total=loss.total * float("nan")) if self.training and loss.total.requires_grad else loss
+
+    monkeypatch.setattr(Decoder, "forward", poisoned)
+    assert main(["train", *arguments(tmp_path, corpus, "checkpoint.every=5")]) == 4
+    monkeypatch.undo()
+    directory = tmp_path / "runs/test"
+    assert json.loads((directory / "exit.json").read_text())["code"] == 4
+    assert max(records(directory)) == 10
+    state = build_state(load_config([*arguments(tmp_path, corpus), "model.vocab_size=257"]))
+    fresh = {name: parameter.clone() for name, parameter in state.model.named_parameters()}
+    load_model(list_checkpoints(directory / "checkpoints")[-1], state.model, state.world)
+    for name, parameter in state.model.named_parameters():
+        assert (parameter - fresh[name]).abs().max() < 1e-6

@@ -1,0 +1,219 @@
+"""Composition: what the groups, the files and the command line come to."""
+
+import dataclasses
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngpt_train.config import ConfigError, check, config_dir, list_experiments, load_config
+from ngpt_train.config.files import GROUPS
+from ngpt_train.config.help import help_text
+from ngpt_train.config.overrides import expand
+from ngpt_train.config.validate import architectures, schema_keys
+from ngpt_train.models.gpt.keys import GPTConfig
+from ngpt_train.models.ngpt.keys import NGPTConfig
+
+
+def test_recipe_follows_the_model_unless_given() -> None:
+    ngpt, gpt = load_config(["model=ngpt"]), load_config(["model=gpt", "train.steps=500"])
+    assert type(ngpt.model) is NGPTConfig
+    assert type(gpt.model) is GPTConfig
+    assert (ngpt.optim.name, ngpt.optim.weight_decay, ngpt.schedule.warmup_steps) == ("adam", 0.0, 0)
+    assert (gpt.optim.name, gpt.optim.weight_decay, gpt.schedule.warmup_steps) == ("adamw", 0.1, 50)
+    given = load_config(["model=gpt", "recipe=ngpt"])
+    assert type(given.model) is GPTConfig
+    assert given.optim == ngpt.optim
+
+
+def test_tokenizer_given_wins_over_the_data() -> None:
+    assert load_config(["data=local", "data.path=x", "tokenizer=bytes"]).tokenizer.kind == "bytes"
+    assert load_config(["data=local", "data.path=x"]).tokenizer.kind == "sentencepiece"
+
+
+def test_an_experiment_can_be_overridden() -> None:
+    assert "quickstart" in list_experiments()
+    config = load_config(["experiment=quickstart", "model=gpt", "scale=debug", "logging.wandb.mode=offline"])
+    assert (config.run.name, config.logging.wandb.mode) == ("quickstart", "offline")
+    assert (config.model.name, config.scale.name, config.optim.name) == ("gpt", "debug", "adamw")
+
+
+def test_every_packaged_option_composes() -> None:
+    # Sizes of one paper, for which the other recipes have no learning rate.
+    owners = {"tnt": "ntransformer", "tnt_baseline": "gpt_encoder_decoder"}
+    owners |= {"gpt3_125m": "normformer", "gpt3_355m": "normformer"}
+    keys = {"data/local": ["data.path=x"], "data/tokens": ["data.path=x"], "data/hf": ["data.repo=a/b"]}
+    keys |= {"tokenizer/hf": ["tokenizer.path=x"], "data/mixture": ["data.mixture=a 1 local x; b 1 tokens y"]}
+    for group in set(GROUPS) - {"experiment"}:
+        for path in (config_dir() / group).glob("*.yaml"):
+            needed = keys.get(f"{group}/{path.stem}", [])
+            owner = owners.get(path.stem, path.stem)
+            model = [f"model={owner}"] if group == "recipe" or path.stem in owners else []
+            load_config([f"{group}={path.stem}", *needed, *model])
+
+
+@pytest.mark.parametrize(
+    ("scale", "shape", "steps"),
+    [
+        ("125m", (12, 768, 12, 2048), 20_000),
+        ("355m", (24, 1024, 16, 2736), 20_000),
+        ("0.5b", (24, 1024, 16, 4096), 100_000),
+        ("1b", (36, 1280, 20, 5120), 100_000),
+    ],
+)
+def test_published_scales(scale: str, shape: tuple[int, ...], steps: int) -> None:
+    for architecture in ("gpt", "ngpt"):
+        config = load_config([f"scale={scale}", f"model={architecture}"])
+        model = config.model
+        assert (model.n_layers, model.d_model, model.n_heads, model.d_mlp) == shape
+        assert (model.n_kv_heads, model.context) == (model.n_heads, 1024)
+        assert (config.train.steps, config.train.batch_rows, config.train.batch_tokens) == (steps, 512, 2**19)
+        assert config.run.name == f"{architecture}-{scale}-seed0"
+        assert isinstance(config.optim.lr, float)
+
+
+def test_lr_is_looked_up_by_scale_and_context() -> None:
+    def lr(*arguments: str) -> float | str:
+        return load_config(["model=ngpt", "scale=0.5b", *arguments]).optim.lr
+
+    assert lr() == lr("model.context=512") == lr("model.context=2048") == 1.0e-3
+    assert lr("model.context=4096") == lr("model.context=6000") == 3.0e-3
+    assert lr("optim.lr=1") == 1.0  # a float, though written as an integer
+    assert isinstance(lr("optim.lr=1"), float)
+
+
+def test_the_later_of_batch_rows_and_batch_tokens_counts(tmp_path: Path) -> None:
+    tokens = load_config(["train.batch_tokens=2048", "model.context=256"]).train
+    assert (tokens.batch_rows, tokens.batch_tokens) == (8, 2048)
+    experiment = tmp_path / "experiment" / "large.yaml"
+    experiment.parent.mkdir()
+    experiment.write_text("# @package _global_\ntrain:\n  batch_tokens: 16384\n")
+    arguments = ["experiment=large", "model.context=256"]
+    assert load_config(arguments, str(tmp_path)).train.batch_rows == 64
+    assert load_config([*arguments, "train.batch_rows=4"], str(tmp_path)).train.batch_tokens == 1024
+
+
+def test_warmup_is_a_tenth_up_to_2000_steps() -> None:
+    def warmup(steps: int) -> int | str:
+        return load_config(["model=gpt", f"train.steps={steps}"]).schedule.warmup_steps
+
+    assert [warmup(steps) for steps in (1, 500, 20_000, 100_000)] == [0, 50, 2000, 2000]
+
+
+def test_a_warmup_belongs_to_the_steps_it_was_written_for(tmp_path: Path) -> None:
+    """A table's 500 of 1000 steps are auto for 500 steps that are set later; what is set together must fit."""
+    path = tmp_path / "experiment" / "mine.yaml"
+    path.parent.mkdir()
+    path.write_text("# @package _global_\ntrain: {steps: 1000}\nschedule: {warmup_steps: 500}\n")
+
+    def warmup(*overrides: str) -> int | str:
+        return load_config(["model=gpt", "experiment=mine", *overrides], str(tmp_path)).schedule.warmup_steps
+
+    assert [warmup(f"train.steps={steps}") for steps in (2000, 501, 500, 3)] == [500, 500, 50, 0]
+    assert warmup() == warmup("scale=debug") == warmup("train.stop_at=3") == 500
+    for both in (["schedule.warmup_steps=500", "train.steps=500"], ["schedule.warmup_steps=1000"]):
+        with pytest.raises(ConfigError, match="the warmup leaves no step"):
+            warmup(*both)
+
+
+def test_free_text_is_taken_as_it_is() -> None:
+    prompt = "def f(x, y=[1]): # it's {a: b}"
+    assert load_config([f"generate.prompt={prompt}"]).generate.prompt == prompt
+    assert load_config(["generate.prompt='  quoted'"]).generate.prompt == "  quoted"
+    assert load_config(["run.name=1e3"]).run.name == "1e3"
+    assert load_config(["data=local", "data.path=/a b/c,d/*.txt"]).data.path == "/a b/c,d/*.txt"
+    assert load_config(["generate.checkpoint=null"]).generate.checkpoint is None
+    assert load_config(["generate.prompt='null'"]).generate.prompt == "null"
+    assert load_config(["generate.prompt= 5 "]).generate.prompt == " 5 "
+
+
+def test_interpolation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCRATCH_DIRECTORY", "/scratch/me")
+    assert load_config(["run.root=${oc.env:SCRATCH_DIRECTORY}/runs"]).run.root == "/scratch/me/runs"
+    with pytest.raises(ConfigError, match=r"run\.max_time=-5\.0: must be a number > 0"):
+        load_config(["run.max_time=${oc.decode:'-5'}"])
+
+
+def test_what_has_no_effect_is_none_or_the_default() -> None:
+    def powernorm(*arguments: str) -> tuple[object, object]:
+        model: Any = load_config(["model=powernorm", "train.steps=500", *arguments]).model
+        return model.psi_warmup_steps, model.group_scaling
+
+    assert powernorm() == (50, 4)
+    assert powernorm("model.norm=batch", "model.psi_warmup_steps=auto") == (0, 4)
+    assert powernorm("model.norm=layer", "model.group_scaling=0") == (0, 0)
+    load_config(["model.s_u.kind=fixed", "model.s_u.scale=1"])
+    load_config(["model=normformer", "model.d_model=100", "model.n_heads=4"])  # without RoPE any width will do
+
+
+@pytest.mark.parametrize("chosen", ["ngpt", "gpt"])
+def test_help_shows_the_keys_of_every_architecture(chosen: str) -> None:
+    lines = help_text([f"model={chosen}"]).splitlines()
+    of_chosen = schema_keys(architectures()[chosen])
+    own, _, others = " ".join(" ".join(lines).split()).partition("Keys that other architectures have")
+    for architecture, schema in architectures().items():
+        for key in schema_keys(schema).values():
+            same = key.name == "model.name" or key == of_chosen.get(key.name)
+            assert f" {key.name}=" in (own if same else others)
+            assert key.doc in (own if same else others)
+        assert architecture == chosen or f"model={architecture}: " in others
+    assert len([line for line in lines if line.startswith("  model.qk_norm=")]) == 2  # nGPT's, and the baseline's
+    assert len([line for line in lines if line.startswith("  model.alpha_mlp.kind=")]) == 1
+
+
+def test_threads_may_load_at_the_same_time() -> None:
+    with ThreadPoolExecutor(4) as pool:
+        configs = list(pool.map(lambda seed: load_config([f"run.seed={seed}"]), range(8)))
+    assert [config.run.seed for config in configs] == list(range(8))
+
+
+def test_same_value_twice_is_no_mistake() -> None:
+    assert load_config(["optim.lr=1e-3", "optim.lr=0.001"]).optim.lr == 1e-3
+
+
+def test_own_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = tmp_path / "it's mine"
+    for name, content in {
+        # Keys of a model file win over the scale's.
+        "model/wide": "defaults: [gpt]\nd_model: 192\nqk_norm: true\n",
+        "model/gpt": "defaults: [ngpt]\n",
+        "scale/small": "# @package _global_\nscale: {name: small}\ntrain: {steps: 7, batch_rows: 2}\n",
+        # Merges with the table of the recipe that it builds upon.
+        "recipe/fast": "# @package _global_\ndefaults: [gpt]\noptim: {lr_table: {small: {256: 1}, tiny: {256: 0.5}}}\n",
+        "experiment/mine": "# @package _global_\ndefaults:\n  - override /model: wide\n  - override /recipe: fast\n",
+    }.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / f"{name}.yaml").write_text(content)
+
+    config = load_config(["experiment=mine", "scale=small"], str(directory))
+    assert config.model == dataclasses.replace(config.model, name="gpt", d_model=192, qk_norm=True)
+    assert (config.train.steps, config.optim.lr, config.optim.name) == (7, 1.0, "adamw")
+    assert load_config(["experiment=mine", "scale=tiny"], str(directory)).optim.lr == 0.5
+    capsys.readouterr()
+
+    assert load_config(["model=gpt"], str(directory)).model.name == "gpt"
+    warning = capsys.readouterr().err
+    assert f"{directory}/model/gpt.yaml is not used" in warning
+    assert "rename" in warning
+    assert "wide" not in warning
+
+
+def test_check_with_another_world_size() -> None:
+    config = load_config(["train.batch_rows=12"])
+    check(config, world_size=4)
+    with pytest.raises(ConfigError, match=r"train\.batch_rows=12: .*8 ranks"):
+        check(config, world_size=8)
+
+
+def test_sweep_is_the_product_of_its_values() -> None:
+    assert expand(["optim.lr=1e-3,3e-3", "train.steps=5", "model=gpt,ngpt"]) == [
+        ["optim.lr=0.001", "train.steps=5", "model=gpt"],
+        ["optim.lr=0.001", "train.steps=5", "model=ngpt"],
+        ["optim.lr=0.003", "train.steps=5", "model=gpt"],
+        ["optim.lr=0.003", "train.steps=5", "model=ngpt"],
+    ]
+    assert expand(["run.seed=range(0,3)"]) == [["run.seed=0"], ["run.seed=1"], ["run.seed=2"]]
+    assert expand(["optim.betas=[0.9,0.95],[0.8,0.9]"]) == [["optim.betas=[0.9,0.95]"], ["optim.betas=[0.8,0.9]"]]
+    assert expand(["data.path=/a b/x,'/c,d'"]) == [["data.path=/a b/x"], ["data.path=/c,d"]]
+    assert expand(["generate.prompt=f(x): y"]) == [["generate.prompt=f(x): y"]]

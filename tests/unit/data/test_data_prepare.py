@@ -1,0 +1,464 @@
+"""Text to shards and back: nothing lost, nothing half-written, every fault found."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.data import Dataset, Tokens, hashes, load_tokenizer, open_dataset, prepare_dataset, tokenizers
+from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.preparation import Preparation
+from ngpt_train.verbs import prepare as verb
+
+EOS = 256
+
+
+def documents(n: int = 60) -> list[str]:
+    rng = random.Random(1)
+    words = [bytes(rng.choices(range(97, 123), k=rng.randrange(2, 9))).decode() for _ in range(300)]
+    return [f"{i}: " + " ".join(rng.choices(words, k=rng.randrange(5, 60))) + "\n" for i in range(n)]
+
+
+def write_corpus(directory: Path, texts: list[str], n_files: int = 3) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    for i in range(n_files):
+        lines = [json.dumps({"text": text}) + "\n" for text in texts[i::n_files]]
+        (directory / f"part{i}.jsonl").write_text("".join(lines))
+    return directory
+
+
+def config(path: Path, cache: Path, **data: Any) -> Config:
+    cfg = Config()
+    cfg.data.kind, cfg.data.path, cfg.data.cache, cfg.data.val_fraction = "local", str(path), str(cache), 0.1
+    for name, value in data.items():
+        setattr(cfg.data, name, value)
+    cfg.tokenizer.kind = "bytes"
+    cfg.model.context = 32
+    return cfg
+
+
+@pytest.fixture
+def cfg(tmp_path: Path) -> Config:
+    return config(write_corpus(tmp_path / "text", documents()), tmp_path / "cache")
+
+
+def snapshot(directory: Path) -> dict[str, int]:
+    return {str(path.relative_to(directory)): path.stat().st_mtime_ns for path in directory.rglob("*")}
+
+
+def ids_of(tokens: Tokens) -> np.ndarray:
+    ids = np.empty(len(tokens), np.int64)
+    tokens.read(0, ids)
+    return ids
+
+
+def split_documents(dataset: Dataset, split: str) -> list[str]:
+    """The documents of a split, read as docs/data.md describes the files and in no other way."""
+    texts = []
+    for shard in dataset.manifest["splits"][split]["shards"]:
+        ids = np.fromfile(dataset.path / shard["file"], dataset.manifest["dtype"])
+        offsets = np.fromfile(dataset.path / shard["index"], "<u8")
+        assert (offsets[0], offsets[-1], len(offsets)) == (0, shard["tokens"], shard["documents"] + 1)
+        for start, end in itertools.pairwise(offsets):
+            assert ids[end - 1] == dataset.tokenizer.eos
+            texts.append(dataset.tokenizer.decode(ids[start : end - 1]))
+        assert shard["bytes"] == sum(len(text.encode()) for text in texts[-shard["documents"] :])
+    return texts
+
+
+@pytest.mark.parametrize("shard_tokens", [1, 700, 100_000_000])
+def test_every_document_once_in_one_split(cfg: Config, shard_tokens: int) -> None:
+    texts = documents()
+    write_corpus(Path(cfg.data.path or ""), ["", *texts, ""])
+    cfg.data.shard_tokens = shard_tokens
+    dataset = open_dataset(cfg)
+    train, validation = split_documents(dataset, "train"), split_documents(dataset, "validation")
+    assert sorted(train + validation) == sorted(texts)
+    assert min(len(train), len(validation)) > 0
+    assert dataset.manifest["source"]["skipped_empty"] == 2
+    shards = dataset.manifest["splits"]["train"]["shards"]
+    assert all(shard["tokens"] >= shard_tokens for shard in shards[:-1])
+
+    stream = np.concatenate([np.append(np.frombuffer(text.encode(), np.uint8).astype(int), EOS) for text in train])
+    np.testing.assert_array_equal(ids_of(dataset.train), stream)
+
+
+def test_split_depends_on_the_text_alone(cfg: Config, tmp_path: Path) -> None:
+    before = set(split_documents(open_dataset(cfg), "validation"))
+    more = documents(90)
+    other = config(write_corpus(tmp_path / "more", more[::-1], n_files=1), tmp_path / "cache")
+    after = set(split_documents(open_dataset(other), "validation"))
+    assert before == after & set(documents())
+
+
+def test_fingerprint_is_the_content_and_the_tokenizer(cfg: Config, tmp_path: Path) -> None:
+    reference = open_dataset(cfg).fingerprint
+    copy = config(write_corpus(tmp_path / "elsewhere", documents()), tmp_path / "other_cache", shard_tokens=500)
+    assert open_dataset(copy).fingerprint == reference
+    copy.tokenizer.kind, copy.tokenizer.vocab_size = "sentencepiece", 300
+    assert open_dataset(copy).fingerprint != reference
+    write_corpus(tmp_path / "text", documents(61))
+    assert open_dataset(cfg).fingerprint != reference
+
+
+def test_tokenizer_is_trained_from_the_training_documents(cfg: Config) -> None:
+    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 300
+    dataset = open_dataset(cfg)
+    expected = load_tokenizer(cfg.tokenizer, split_documents(dataset, "train"))
+    assert dataset.tokenizer.fingerprint == expected.fingerprint
+
+
+def test_cache_is_keyed_by_content(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = open_dataset(cfg)
+    Path(cfg.data.path or "", "part0.jsonl").touch()
+    monkeypatch.setattr("ngpt_train.data.prepare.build_directory", None)  # nothing is prepared again
+    assert open_dataset(cfg).path == first.path
+    monkeypatch.undo()
+    cfg.data.val_fraction = 0.2
+    assert open_dataset(cfg).path != first.path
+
+
+def test_a_given_tokenizer_finds_what_it_made(cfg: Config, tmp_path: Path) -> None:
+    # As `evaluate` does, whose tokenizer comes out of a checkpoint.
+    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 300
+    trained = open_dataset(cfg)
+    before = snapshot(tmp_path / "cache")
+    same = open_dataset(cfg, trained.tokenizer)
+    assert (same.path, same.fingerprint) == (trained.path, trained.fingerprint)
+    assert snapshot(tmp_path / "cache") == before, "prepared once more"
+
+    write_corpus(tmp_path / "other", documents(40)[::-1])
+    cfg.data.path = str(tmp_path / "other")
+    other = open_dataset(cfg, trained.tokenizer)
+    assert other.tokenizer.fingerprint == trained.tokenizer.fingerprint
+    assert sorted(split_documents(other, "train") + split_documents(other, "validation")) == sorted(documents(40))
+    own = open_dataset(cfg)  # trained from the other text, under another key
+    assert own.tokenizer.fingerprint != trained.tokenizer.fingerprint
+    assert open_dataset(cfg, trained.tokenizer).path == other.path
+    file = tmp_path / "tokenizer.model"
+    file.write_bytes(trained.tokenizer.model)
+    cfg.tokenizer.path = str(file)
+    assert open_dataset(cfg).path == other.path
+
+
+def test_a_given_tokenizer_needs_no_download(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise AssertionError("downloads")
+
+    monkeypatch.setattr(tokenizers, "gpt2_ranks", refused)
+    cfg.tokenizer.kind = "gpt2"
+    given = tokenizers.GPT2Tokenizer({bytes([i]): i for i in range(256)})
+    assert open_dataset(cfg, given).tokenizer.fingerprint == given.fingerprint
+
+
+def test_checksums_are_remembered_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashes, "SETTLED", -1.0)
+    file = tmp_path / "file"
+    file.write_bytes(b"aaaa")
+    known = FileHashes(tmp_path / "cache")
+    first = known.sha256(file)
+    assert not (tmp_path / "cache").exists()
+    known.save()
+    with monkeypatch.context() as patch:
+        patch.setattr(hashes, "_hash", None)
+        assert FileHashes(tmp_path / "cache").sha256(file) == first
+    stat = file.stat()
+    while file.stat().st_ctime_ns == stat.st_ctime_ns:  # until the file system's clock ticks
+        file.write_bytes(b"aaab")
+        os.utime(file, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert FileHashes(tmp_path / "cache").sha256(file) != first
+    (tmp_path / "cache" / "hashes.json").write_text("{")
+    assert FileHashes(tmp_path / "cache").sha256(file) != first
+
+
+def test_out_is_written_once_and_never_over(cfg: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cfg.data.out = str(tmp_path / "deep" / "out")
+    assert verb.main(cfg, []) == 0
+    report = capsys.readouterr().out
+    written = snapshot(tmp_path / "deep")
+    assert verb.main(cfg, []) == 0
+    assert capsys.readouterr().out == report
+    assert "documents          60 (0 empty ones skipped)" in report
+    n_bytes = sum(len(text.encode()) for text in documents())
+    assert f"bytes per token    {n_bytes / (n_bytes + 60):.3f}" in report
+    assert str(tmp_path / "deep" / "out") in report
+
+    cfg.data.val_fraction = 0.2
+    with pytest.raises(DataError, match="is not overwritten; choose another"):
+        verb.main(cfg, [])
+    assert snapshot(tmp_path / "deep") == written
+    cfg.data.out = str(tmp_path / "text")
+    with pytest.raises(DataError, match="is not overwritten; choose another"):
+        verb.main(cfg, [])
+    cfg.data.out = str(tmp_path / "text" / "part0.jsonl")
+    with pytest.raises(DataError, match=r"part0\.jsonl"):
+        verb.main(cfg, [])
+
+
+def one_text(cfg: Config) -> None:
+    write_corpus(Path(cfg.data.path or ""), ["again"] * 3)
+
+
+def no_text(cfg: Config) -> None:
+    write_corpus(Path(cfg.data.path or ""), ["", ""])
+
+
+def last_line_broken(cfg: Config) -> None:
+    with Path(cfg.data.path or "", "part2.jsonl").open("a") as file:
+        file.write('{"body": 1}\n')
+
+
+def setting(**values: Any) -> Callable[[Config], None]:
+    def apply(cfg: Config) -> None:
+        for name, value in values.items():
+            group, key = name.split("__")
+            setattr(getattr(cfg, group), key, value)
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (one_text, "all 3 documents are the same text"),
+        (no_text, r"no text \(2 empty documents\)"),
+        (last_line_broken, r"part2\.jsonl, line 21: no field 'text' \(there are: 'body'\)"),
+        (setting(data__val_fraction=1e-4), r"none of 60 documents for validation; set data\.val_fraction to at least"),
+        (setting(data__val_fraction=0.9999), r"none of 60 documents for training; set data\.val_fraction to at most"),
+        (setting(model__context=5000), r"validation split has \d+ tokens.*model\.context \+ 1 = 5001"),
+        (setting(tokenizer__kind="sentencepiece"), r"tokenizer\.vocab_size=4096.*largest that works is \d+"),
+        (setting(tokenizer__kind="sentencepiece", tokenizer__path="none.model"), r"none\.model: cannot be read"),
+        (setting(data__path="nowhere"), r"data\.path=nowhere: no such file"),
+        (setting(data__cache="/dev/null/cache"), "cannot be written.*Not a directory.*data.cache"),
+    ],
+)
+def test_faults_leave_the_disk_as_it_was(
+    cfg: Config, tmp_path: Path, spoil: Callable[[Config], None], message: str
+) -> None:
+    spoil(cfg)
+    before = snapshot(tmp_path)
+    with pytest.raises(DataError, match=message):
+        open_dataset(cfg)
+    assert snapshot(tmp_path) == before
+
+
+@pytest.mark.parametrize("kind", ["bytes", "sentencepiece"])
+def test_a_single_text_file(cfg: Config, tmp_path: Path, kind: str) -> None:
+    """Its end validates, and not a character is lost."""
+    text = "".join(f"line {i} of the only text\n" for i in range(400))
+    cfg.data.path = str(tmp_path / "book.txt")
+    Path(cfg.data.path).write_text(text)
+    cfg.data.val_fraction, cfg.model.context = 0.1, 16
+    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = kind, 300
+    data = open_dataset(cfg)
+    parts = [data.tokenizer.decode(ids_of(split).tolist()) for split in (data.train, data.validation)]
+    assert "".join(parts) == text
+    assert parts[1].startswith("line ")
+    assert len(parts[1]) == pytest.approx(0.1 * len(text), abs=30)
+
+
+def test_suggested_val_fraction_works(cfg: Config) -> None:
+    cfg.data.val_fraction, cfg.model.context = 1e-4, 16
+    with pytest.raises(DataError) as caught:
+        open_dataset(cfg)
+    cfg.data.val_fraction = float(str(caught.value).split("at least ")[1].split(",")[0])
+    assert open_dataset(cfg).manifest["splits"]["validation"]["documents"] >= 1
+
+
+def test_a_file_that_changes_meanwhile(cfg: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assemble = Preparation._assemble
+
+    def assemble_then_change(*args: Any) -> None:
+        assemble(*args)
+        last_line_broken(cfg)
+
+    monkeypatch.setattr(Preparation, "_assemble", assemble_then_change)
+    with pytest.raises(DataError, match="changed while it was read"):
+        open_dataset(cfg)
+    assert not (tmp_path / "cache").exists()
+
+
+def run_prepare(cfg: Config, patch: str = "") -> subprocess.Popen[str]:
+    code = (
+        "import logging, sys; from ngpt_train.config.schema import Config; from ngpt_train.data import open_dataset\n"
+        "logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
+        "cfg = Config(); cfg.data.kind, cfg.data.path, cfg.data.cache = 'local', *sys.argv[1:]\n"
+        "cfg.data.val_fraction, cfg.tokenizer.kind, cfg.model.context = 0.1, 'bytes', 32\n"
+        f"{patch}\nprint(open_dataset(cfg).fingerprint)"
+    )
+    command = [sys.executable, "-c", code, str(cfg.data.path), str(cfg.data.cache)]
+    return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def test_a_killed_prepare_leaves_nothing_that_looks_complete(cfg: Config, tmp_path: Path) -> None:
+    killed = run_prepare(
+        cfg,
+        "import os, signal; from ngpt_train.data import preparation\n"
+        "preparation.fingerprint = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
+    )
+    killed.communicate()
+    assert killed.returncode == -signal.SIGKILL
+    left = list((tmp_path / "cache" / "tokens").iterdir())
+    assert any("partial" in path.name for path in left)
+    assert all(path.name.startswith(".") for path in left)
+    dataset = open_dataset(cfg)
+    assert sorted(split_documents(dataset, "train") + split_documents(dataset, "validation")) == sorted(documents())
+    assert list((tmp_path / "cache" / "tokens").iterdir()) == [dataset.path]
+
+
+def test_two_processes_prepare_once(cfg: Config, tmp_path: Path) -> None:
+    slow = (
+        "import time; from ngpt_train.data.preparation import Preparation; write = Preparation._assemble\n"
+        "Preparation._assemble = lambda *args: (time.sleep(1), write(*args))[1]"
+    )
+    processes = [run_prepare(cfg, slow) for _ in range(2)]
+    results = [process.communicate() for process in processes]
+    assert len({out for out, _ in results}) == 1
+    assert len(results[0][0]) == 65
+    assert "".join(err for _, err in results).count("preparing data=local") == 1
+    assert len(list((tmp_path / "cache" / "tokens").iterdir())) == 1
+
+
+def edit_manifest(directory: Path, edit: Callable[[dict[str, Any]], object]) -> None:
+    path = directory / "manifest.json"
+    manifest = json.loads(path.read_text())
+    edit(manifest)
+    path.write_text(json.dumps(manifest))
+
+
+def flip(directory: Path, name: str) -> None:
+    data = bytearray((directory / name).read_bytes())
+    data[len(data) // 2] ^= 1
+    (directory / name).write_bytes(data)
+
+
+def cut_file(directory: Path, name: str) -> None:
+    (directory / name).write_bytes((directory / name).read_bytes()[:-2])
+
+
+def forge_id(directory: Path) -> None:
+    """An id beyond the vocabulary in a shard whose checksum is right."""
+    data = np.fromfile(directory / "val-00000.bin", "<u2")
+    data[3] = 300
+    data.tofile(directory / "val-00000.bin")
+    sha256 = FileHashes(directory).sha256(directory / "val-00000.bin")
+    edit_manifest(directory, lambda m: m["splits"]["validation"]["shards"][0].update(sha256=sha256))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda d: flip(d, "train-00000.bin"), r"train-00000\.bin: sha256 .* but the manifest says"),
+        (lambda d: flip(d, "val-00000.idx"), r"val-00000\.idx: sha256"),
+        (lambda d: cut_file(d, "train-00000.bin"), r"train-00000\.bin: \d+ bytes, but the manifest says \d+"),
+        (lambda d: (d / "val-00000.bin").unlink(), r"val-00000\.bin: cannot be read"),
+        (lambda d: (d / "train-00000.idx").unlink(), r"train-00000\.idx: cannot be read"),
+        (lambda d: cut_file(d, "manifest.json"), r"manifest\.json: damaged"),
+        (lambda d: edit_manifest(d, lambda m: m.pop("dtype")), r"manifest\.json: damaged"),
+        (lambda d: edit_manifest(d, lambda m: m["splits"]["train"].update(sha256="0")), "damaged.*fingerprint"),
+        (lambda d: edit_manifest(d, lambda m: m.update(version=2)), "format version 2, this program reads 1"),
+        (lambda d: (d / "tokenizer.model").write_bytes(b"x"), r"tokenizer\.model: not the tokenizer that made"),
+        (
+            lambda d: (d / "manifest.json").unlink(),
+            r"not a directory with manifest\.json.*missing: train\.bin, val\.bin",
+        ),
+        (forge_id, r"val-00000\.bin: holds id 300, but tokenizer sentencepiece-300.* ids below 300"),
+    ],
+)
+def test_damaged_shards_are_refused(cfg: Config, tmp_path: Path, spoil: Callable[[Path], object], message: str) -> None:
+    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 300
+    prepared = prepare_dataset(cfg, tmp_path / "out")
+    cfg.data.kind, cfg.data.path = "tokens", str(tmp_path / "out")
+    assert open_dataset(cfg).fingerprint == prepared.fingerprint
+    spoil(tmp_path / "out")
+    with pytest.raises(DataError, match=message):
+        open_dataset(cfg)
+
+
+def test_nanogpt_files(cfg: Config, tmp_path: Path) -> None:
+    prepared = open_dataset(cfg)
+    directory = tmp_path / "nanogpt"
+    directory.mkdir()
+    cfg.data.kind, cfg.data.path = "tokens", str(directory)
+    with pytest.raises(DataError, match=r"missing: train\.bin, val\.bin"):
+        open_dataset(cfg)
+    for split, stem in (("train", "train"), ("validation", "val")):
+        tokens = getattr(prepared, split)
+        ids_of(tokens).astype(np.uint16).tofile(directory / f"{stem}.bin")
+    dataset = open_dataset(cfg)
+    # The same ids with the same tokenizer are the same data, whatever file they are in.
+    assert dataset.fingerprint == prepared.fingerprint
+    np.testing.assert_array_equal(ids_of(dataset.train), ids_of(prepared.train))
+
+    cfg.tokenizer.kind = "sentencepiece"
+    with pytest.raises(DataError, match=r"tokenizer\.path=null.*choose the tokenizer that made these tokens"):
+        open_dataset(cfg)
+    cfg.tokenizer.kind = "bytes"
+    with (directory / "val.bin").open("ab") as file:
+        file.write(np.array([50256], "<u2").tobytes())
+    with pytest.raises(DataError, match=r"val\.bin: holds id 50256, but tokenizer bytes has ids below 257"):
+        open_dataset(cfg)
+    cut_file(directory, "val.bin")
+    with (directory / "val.bin").open("ab") as file:
+        file.write(b"\0")
+    with pytest.raises(DataError, match=r"val\.bin: \d+ bytes, which is no number of uint16 ids"):
+        open_dataset(cfg)
+    cfg.data.path = None
+    with pytest.raises(ConfigError, match=r"data\.path=null"):
+        open_dataset(cfg)
+
+
+def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
+    from ngpt_train.data.shard_writer import SplitWriter, dtype_for
+
+    assert dtype_for(65_536) == "<u2"
+    writer = SplitWriter(tmp_path, "train", dtype_for(65_537), shard_tokens=10)
+    writer.add(np.array([65_536, 1]), lengths=np.array([2]), sizes=np.array([3]))
+    assert writer.finish()["tokens"] == 2
+    assert (tmp_path / "train-00000.bin").read_bytes() == b"\x00\x00\x01\x00\x01\x00\x00\x00"
+
+
+def test_sample_is_bounded_and_repeatable() -> None:
+    from ngpt_train.data.sample import SAMPLE_PIECE, Sample
+
+    def draw(limit: int) -> list[str]:
+        sample = Sample(limit)
+        for i in range(200):
+            sample.add(f"{i} " * 20_000, i / 200)
+        return sample.texts()
+
+    few, all_of_it = draw(1_000_000), draw(10**9)
+    assert few == draw(1_000_000)
+    assert 400_000 < sum(map(len, few)) <= 1_000_000
+    assert max(map(len, few)) <= SAMPLE_PIECE
+    assert len({text.split()[1] for text in few}) > 30  # from everywhere, not from the start
+    assert "".join(all_of_it) == "".join(f"{i} " * 20_000 for i in range(200))
+
+
+def test_real_text(tmp_path: Path) -> None:
+    """Pages of the web through a trained tokenizer: every document comes back exactly."""
+    shared = [parent / "shared" / "data" / "openwebtext_800.jsonl" for parent in Path(__file__).resolve().parents]
+    path = next(filter(Path.exists, shared), None)
+    if path is None:
+        pytest.skip("no shared/data/openwebtext_800.jsonl beside the repository")
+    cfg = config(path, tmp_path / "cache")
+    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 2000
+    dataset = open_dataset(cfg)
+    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
+    assert sorted(split_documents(dataset, "train") + split_documents(dataset, "validation")) == sorted(texts)
+    assert canonical_hash(dataset.manifest["splits"]) == canonical_hash(
+        prepare_dataset(cfg, tmp_path / "again").manifest["splits"]
+    )

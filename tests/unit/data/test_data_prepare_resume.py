@@ -1,0 +1,365 @@
+"""`prepare` in several processes, killed and started again: the same bytes, and nothing done twice."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ngpt_train.config.schema import Config, DataConfig
+from ngpt_train.core.errors import DataError
+from ngpt_train.data import prepare_dataset, units
+from ngpt_train.data.datasets_library import DatasetsText
+from ngpt_train.data.hub import HubListing, NoPlainFiles
+from ngpt_train.data.progress import Progress
+from ngpt_train.data.shard_cache import Shard
+from ngpt_train.data.source import LocalText, open_source
+
+UNIT = 8192
+
+
+def documents(n: int, seed: int = 1) -> list[str]:
+    rng = random.Random(seed)
+    words = [bytes(rng.choices(range(97, 123), k=rng.randrange(2, 9))).decode() for _ in range(300)]
+    texts = [f"{i}: " + " ".join(rng.choices(words, k=rng.randrange(1, 90))) for i in range(n)]
+    return [text if i % 17 else "" for i, text in enumerate(texts)]
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    """Large files that are cut and small ones that are not, of both kinds."""
+    directory = tmp_path / "text"
+    directory.mkdir()
+    lines = [json.dumps({"text": text}) for text in documents(400)]
+    lines[50:50] = ["", "  "]
+    (directory / "a.jsonl").write_text("\ufeff" + "\n".join(lines))  # no end of the last line
+    pq.write_table(pa.table({"text": documents(300, 2)}), directory / "b.parquet", row_group_size=20)
+    for i in range(3):
+        (directory / f"c{i}.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in documents(15, 3 + i)))
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(units, "UNIT_BYTES", UNIT)
+
+
+def config(corpus: Path, **data: Any) -> Config:
+    cfg = Config()
+    cfg.data = dataclasses.replace(
+        cfg.data, kind="local", path=str(corpus), cache=str(corpus.parent / "cache"), val_fraction=0.1,
+        shard_tokens=5000, prepare_workers=1, **data
+    )  # fmt: skip
+    cfg.tokenizer.kind, cfg.model.context = "bytes", 32
+    return cfg
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in directory.iterdir() if path.is_file()}
+
+
+def test_any_number_of_processes_writes_the_same(corpus: Path, tmp_path: Path) -> None:
+    cfg = config(corpus)
+    assert len(open_source(cfg.data).units(lambda path: path.name)) > 10
+    written = []
+    for n in (1, 2, 3):
+        cfg.data.prepare_workers = n
+        written.append(content(prepare_dataset(cfg, tmp_path / f"out{n}").path))
+    assert written[0] == written[1] == written[2]
+    source = json.loads(written[0]["manifest.json"])["source"]
+    texts = documents(400) + documents(300, 2) + [text for i in range(3) for text in documents(15, 3 + i)]
+    assert (source["documents"], source["skipped_empty"]) == (len([t for t in texts if t]), texts.count(""))
+    assert source["bytes"] == sum(len(text) for text in texts)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_parts_of_files_hold_every_document_once(corpus: Path) -> None:
+    for size in (100, 1000, 4096):
+        units.UNIT_BYTES = size
+        for name, texts in (("a.jsonl", documents(400)), ("b.parquet", documents(300, 2))):
+            source = open_source(config(corpus / name).data)
+            parts = source.units(lambda path: path.name)
+            assert len({unit.shard.identity for unit in parts}) == len(parts) > 5
+            assert [text for unit in parts for text in source.reader.documents(unit.shard, Path())] == texts
+
+
+KILLED = """
+import json, logging, multiprocessing, os, signal, sys
+from pathlib import Path
+from ngpt_train.config.schema import Config, DataConfig
+from ngpt_train.data import assembly, prepare_dataset, units
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    corpus, out, workers, records, units.UNIT_BYTES = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+    cfg = Config()
+    cfg.data.kind, cfg.data.path, cfg.data.cache, cfg.data.val_fraction = "local", corpus, out + "_cache", 0.1
+    cfg.data.shard_tokens, cfg.data.prepare_workers = 5000, workers
+    cfg.tokenizer.kind, cfg.model.context = "bytes", 32
+    record = assembly.Assembly.record
+    def record_and_die(self):
+        global records
+        record(self)
+        records -= 1
+        if records == 0:
+            print(*[child.pid for child in multiprocessing.active_children()], flush=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+    assembly.Assembly.record = record_and_die
+    prepare_dataset(cfg, Path(out))
+"""
+
+
+def prepare_killed(corpus: Path, out: Path, workers: int, records: int) -> tuple[int, str]:
+    """A process of its own that is killed after so many finished shards; its exit code and log."""
+    script = out.parent / "killed.py"
+    script.write_text(KILLED)
+    arguments = [sys.executable, script, corpus, out, str(workers), str(records), str(UNIT)]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}
+    process = subprocess.run(arguments, capture_output=True, text=True, env=environment, check=False)
+    deadline = time.monotonic() + 20
+    while any(map(is_running, map(int, process.stdout.split()))):
+        assert time.monotonic() < deadline, "processes of a killed prepare go on"
+        time.sleep(0.05)
+    return process.returncode, process.stderr
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_killed_again_and_again(corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """kill -9 after every fifth record of finished shards, with another number of processes each time."""
+    caplog.set_level(logging.INFO)
+    expected = content(prepare_dataset(config(corpus), tmp_path / "whole").path)
+    assert len(list((tmp_path / "whole").glob("*.bin"))) > 20
+    out = tmp_path / "out"
+    logs = []
+    for workers in (2, 1, 3):
+        code, log = prepare_killed(corpus, out, workers, records=5)
+        assert code == -signal.SIGKILL, log
+        assert not out.exists()
+        logs.append(log)
+    assert content(prepare_dataset(config(corpus), out).path) == expected
+    done = [log.split("going on after ")[1].split(" ")[0] for log in [*logs[1:], caplog.text]]
+    assert len(set(done)) == 3
+    assert done == sorted(done)
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def other_shards(cfg: Config) -> None:
+    cfg.data.shard_tokens = 4000
+
+
+def other_split(cfg: Config) -> None:
+    cfg.data.val_fraction = 0.2
+
+
+def other_tokenizer(cfg: Config) -> None:
+    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 320
+
+
+def later_text(cfg: Config) -> None:
+    Path(cfg.data.path or "", "c2.jsonl").write_text('{"text": "another"}\n')
+
+
+def earlier_text(cfg: Config) -> None:
+    Path(cfg.data.path or "", "a.jsonl").write_text('{"text": "another"}\n')
+
+
+@pytest.mark.parametrize(
+    ("change", "used"),
+    [
+        (lambda cfg: None, True),
+        (later_text, True),
+        (earlier_text, False),
+        (other_shards, False),
+        (other_split, False),
+        (other_tokenizer, False),
+    ],
+)
+def test_what_a_kill_left_is_used_where_it_fits(
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Config], object], used: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    assert prepare_killed(corpus, tmp_path / "out", workers=1, records=6)[0] == -signal.SIGKILL
+    cfg = config(corpus)
+    change(cfg)
+    written = content(prepare_dataset(cfg, tmp_path / "out").path)
+    assert ("going on after" in caplog.text) == used
+    assert written == content(prepare_dataset(cfg, tmp_path / "fresh").path)
+
+
+def test_a_failure_before_anything_is_read_keeps_what_a_kill_left(corpus: Path, tmp_path: Path) -> None:
+    assert prepare_killed(corpus, tmp_path / "out", 1, records=2)[0] == -signal.SIGKILL
+    left = content(tmp_path / ".out.partial")
+    cfg = config(corpus)
+    cfg.tokenizer.kind, cfg.tokenizer.path = "sentencepiece", str(corpus / "a.jsonl")
+    with pytest.raises(DataError, match="not a SentencePiece model"):
+        prepare_dataset(cfg, tmp_path / "out")
+    assert content(tmp_path / ".out.partial") == left
+
+
+def test_damage_to_what_a_kill_left(corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    expected = content(prepare_dataset(config(corpus), tmp_path / "whole").path)
+    assert prepare_killed(corpus, tmp_path / "out", 1, records=6)[0] == -signal.SIGKILL
+    shard = tmp_path / ".out.partial" / "train-00001.bin"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"\7")
+    assert content(prepare_dataset(config(corpus), tmp_path / "out").path) == expected
+    assert "beginning anew" in caplog.text
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_fault_names_its_line_and_costs_nothing(
+    corpus: Path, tmp_path: Path, workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    cfg = config(corpus)
+    cfg.data.prepare_workers = workers
+    lines = (corpus / "a.jsonl").read_text().splitlines()
+    (corpus / "a.jsonl").write_text("\n".join([*lines[:350], '{"body": 1}', *lines[350:]]))
+    for _ in range(2):
+        with pytest.raises(DataError, match=r"a\.jsonl, line 351: no field 'text'"):
+            prepare_dataset(cfg, tmp_path / "out")
+        assert not (tmp_path / "out").exists()
+    # What is cut from it has changed, and is read anew.
+    (corpus / "a.jsonl").write_text("\n".join(lines))
+    assert content(prepare_dataset(cfg, tmp_path / "out").path) == content(
+        prepare_dataset(config(corpus), tmp_path / "fresh").path
+    )
+
+
+class Deadly(LocalText):
+    """Ends its process where the text says so, as a lack of memory does."""
+
+    def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
+        for text in super().documents(shard, scratch):
+            if text.startswith("300: "):
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield text
+
+
+def test_a_process_that_is_killed(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = config(corpus)
+    cfg.data.prepare_workers = 2
+    source = open_source(cfg.data)
+    deadly = dataclasses.replace(source, reader=Deadly(source.reader.read))  # type: ignore[attr-defined]
+    monkeypatch.setattr("ngpt_train.data.prepare.open_source", lambda _: deadly)
+    with pytest.raises(DataError, match=r"ended without a word \(exit code -9.*Run the same command again"):
+        prepare_dataset(cfg, tmp_path / "out")
+    monkeypatch.undo()
+    assert not (tmp_path / "out").exists()
+    assert prepare_dataset(cfg, tmp_path / "out").manifest["splits"]["train"]["documents"] > 500
+
+
+def test_a_tokenizer_that_is_trained(corpus: Path, tmp_path: Path) -> None:
+    cfg = config(corpus)
+    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 320
+    one = content(prepare_dataset(cfg, tmp_path / "one").path)
+    cfg.data.prepare_workers = 2
+    assert content(prepare_dataset(cfg, tmp_path / "two").path) == one
+
+
+def test_formats_of_the_datasets_library(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A repository without parquet and jsonl files; one with them is read shard by shard."""
+    pa_csv = pytest.importorskip("pyarrow.csv")
+    texts = [text for text in documents(200) if text]
+    (tmp_path / "csv").mkdir()
+    pa_csv.write_csv(pa.table({"text": texts, "n": range(len(texts))}), tmp_path / "csv" / "train.csv")
+    cfg = config(corpus)
+    cfg.data.kind, cfg.data.path, cfg.data.repo = "hf", None, str(tmp_path / "csv")
+
+    def no_plain_files(data: DataConfig) -> HubListing:
+        raise NoPlainFiles("csv alone", commit=None)
+
+    monkeypatch.setattr("ngpt_train.data.source.list_hub", no_plain_files)
+    out = prepare_dataset(cfg, tmp_path / "out")
+    assert out.manifest["source"]["documents"] == len(texts)
+    assert out.manifest["source"]["bytes"] == sum(map(len, texts))
+    for field, split, message in (
+        ("body", "train", "no column 'body' .*'text', 'n'"),
+        ("n", "train", "row 1: 'n' holds"),
+    ):
+        cfg.data.text_field, cfg.data.split = field, split
+        with pytest.raises(DataError, match=message):
+            prepare_dataset(cfg, tmp_path / "none")
+    cfg.data.text_field, cfg.data.split = "text", "test"
+    with pytest.raises(DataError, match="datasets library cannot read it"):
+        prepare_dataset(cfg, tmp_path / "none")
+
+    cfg.data.split = "train"
+    files = tuple(Shard(path.name, f"etag {path.name}", (str(path),)) for path in sorted(corpus.glob("c*.jsonl")))
+    reader = open_source(config(corpus).data).reader
+    listing = SimpleNamespace(shards=files, commit="79d93d78", source=reader)
+    monkeypatch.setattr("ngpt_train.data.source.list_hub", lambda data: listing)
+    shards = prepare_dataset(cfg, tmp_path / "shards")
+    assert shards.manifest["source"]["revision"] == "79d93d78"
+    assert shards.manifest["source"]["files"] == ["c0.jsonl", "c1.jsonl", "c2.jsonl"]
+    assert shards.manifest["source"]["documents"] == 3 * 14
+
+
+def test_the_datasets_library_goes_on_in_order(tmp_path: Path) -> None:
+    import datasets
+
+    texts = documents(50)
+    datasets.Dataset.from_dict({"text": texts}).save_to_disk(tmp_path / "saved")
+    (arrow,) = (tmp_path / "saved").glob("*.arrow")
+    (tmp_path / "arrow").mkdir()
+    arrow.rename(tmp_path / "arrow" / "train.arrow")
+    source = DatasetsText(str(tmp_path / "arrow"), None, "train", "text")
+    assert list(source.documents(source.shard, tmp_path)) == texts
+
+
+def test_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("ngpt_train.data.progress.LINE_SECONDS", 0.0)
+    with Progress("preparing", [1, 1]) as unknown:
+        unknown.heard(0, 1, 4)
+        assert unknown.fraction() is None
+    with Progress("preparing", [10_000_000, 20_000_000, 30_000_000, 40_000_000], done=1) as progress:
+        progress.heard(1, 3, 4_000_000)
+        assert progress.fraction() == pytest.approx(4 / 90)
+        progress.heard(2, 1, 1_000_000)
+        progress.at(2)
+        progress.heard(2, 1, 4_000_000)
+        assert progress.fraction() == pytest.approx(0.5)  # 9 of 18 MB
+    assert "preparing: 55 %, 5 documents, 9.0 MB, " in caplog.text
+    assert caplog.text.rstrip().endswith("left")
+
+
+def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
+    """A text ten times as long takes no more memory, in any process."""
+    peaks = []
+    for n in (1, 10):
+        path = tmp_path / f"{n}.jsonl"
+        with path.open("w") as file:
+            for i in range(n * 1500):
+                file.write(json.dumps({"text": f"{i} " + "some words of a text " * 100}) + "\n")
+        code = (
+            "import resource, sys; from pathlib import Path; from ngpt_train.config.schema import Config\n"
+            "from ngpt_train.data import prepare_dataset\n"
+            "cfg = Config(); cfg.data.kind, cfg.data.path, cfg.data.cache, out = 'local', *sys.argv[1:]\n"
+            "cfg.tokenizer.kind, cfg.data.prepare_workers, cfg.model.context = 'bytes', 2, 32\n"
+            "prepare_dataset(cfg, Path(out))\n"
+            "peaks = [resource.getrusage(w).ru_maxrss for w in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]\n"
+            "print(max(peaks) / 1024)"
+        )
+        arguments = [sys.executable, "-c", code, path, tmp_path / "cache", tmp_path / f"out{n}"]
+        peaks.append(float(subprocess.run(arguments, check=True, capture_output=True, text=True).stdout))
+    assert np.diff(peaks) < 40

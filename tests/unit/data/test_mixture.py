@@ -1,0 +1,91 @@
+"""Rows from several sources, in their shares."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ngpt_train.config import load_config
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.data import open_dataset, prepare_dataset
+from ngpt_train.data.mixture import Mixture
+from tests.processes.runs import write_parquet_shards
+from tests.unit.data.test_streams import ROWS, SHARDS, STREAMS, batches, streamed
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return write_parquet_shards(tmp_path / "text", SHARDS)
+
+
+def test_mixture(text: Path) -> None:
+    """Streamed text, prepared tokens and other streamed text, the same for any ranks and restarts.
+
+    Caught: a hash that knows the rank; counts of rows that were made but not taken; sources that share their counts.
+    """
+    other = write_parquet_shards(text.parent / "other", (50, 50), seed=9)
+    alone = streamed(text)
+    prepared = streamed(other)
+    prepare_dataset(replace(prepared, data=replace(prepared.data, streaming=False)), text.parent / "prepared")
+    mixture = f"web 6 local {text}; old 3 tokens {text.parent / 'prepared'}\nnew 1 local {other}"
+    config = replace(alone, data=replace(alone.data, kind="mixture", path=None, mixture=mixture))
+    expected, end = batches(config, [(40, 1, 0)])
+    found, state = batches(config, [(9, 2, 0), (11, 6, 1), (1, 1, 2), (19, 3, 0)], ahead=2)
+    np.testing.assert_array_equal(np.stack(found), np.stack(expected))
+    assert state == end
+    taken = {name: sum(sum(row) for row in state["cursors"][f"{name}/rows"]) for name in ("web", "old", "new")}
+    assert sum(taken.values()) == 40 * ROWS
+    assert taken["web"] == pytest.approx(0.6 * 40 * ROWS, rel=0.1)
+    assert taken["new"] == pytest.approx(0.1 * 40 * ROWS, rel=0.3)
+    # A source gives the rows that it gives alone, in the same order within a stream.
+    numbers = np.arange(40 * ROWS)
+    of_web = Mixture(("web", "old", "new"), (0.6, 0.3, 0.1), seed=0).sources(numbers) == 0
+    rows_mixed = np.concatenate(expected)[of_web & (numbers % STREAMS == 5)]
+    rows_alone = np.concatenate(batches(alone, [(40, 1, 0)])[0])[5::STREAMS]
+    np.testing.assert_array_equal(rows_mixed, rows_alone[: len(rows_mixed)])
+
+
+def test_a_shard_that_one_source_skips_stays_in_the_others(text: Path) -> None:
+    """Of the same name. Caught: names of skipped shards that do not say of which source."""
+    other = write_parquet_shards(text.parent / "other", SHARDS, seed=9)
+    damaged = other / "train-00002.parquet"
+    damaged.write_bytes(damaged.read_bytes()[:-100])
+    alone = streamed(text, "data.on_bad_shard=skip")
+    mixture = f"web 1 local {text}; other 1 local {other}"
+    config = replace(alone, data=replace(alone.data, kind="mixture", path=None, mixture=mixture))
+    expected, end = batches(config, [(20, 1, 0)])
+    assert list(end["skipped_shards"]) == ["other/train-00002.parquet"]
+    found, state = batches(config, [(7, 2, 0), (13, 1, 0)])
+    np.testing.assert_array_equal(np.stack(found), np.stack(expected))
+    assert state == end
+
+
+def test_sources_with_other_tokenizers(text: Path) -> None:
+    config = streamed(text)
+    gpt2 = replace(config, tokenizer=replace(config.tokenizer, kind="gpt2"))
+    for name, one in (("a", config), ("b", gpt2)):
+        prepare_dataset(replace(one, data=replace(one.data, streaming=False)), text.parent / name)
+    mixture = f"a 1 tokens {text.parent / 'a'}; b 1 tokens {text.parent / 'b'}"
+    mixed = replace(config, data=replace(config.data, kind="mixture", path=None, mixture=mixture))
+    with pytest.raises(DataError, match=r"data\.mixture: b has the tokenizer gpt2, another source bytes"):
+        open_dataset(mixed)
+
+
+@pytest.mark.parametrize(
+    ("mixture", "says"),
+    [
+        ("web 1 local web/", "two sources or more"),
+        ("web 1 local web/; web 2 local b/", "web is the name of two sources"),
+        ("web 0 local web/; b 2 local b/", "a weight above 0 and up to 1e9 follows the name, not '0'"),
+        ("web 1 files web/; b 2 local b/", "'files' is none of the kinds"),
+        ("web 1 local; b 2 local b/", "local needs a file, directory or glob"),
+        ("web 1 embedded here; b 2 local b/", "embedded reads no path"),
+    ],
+)
+def test_mixtures_that_are_none(mixture: str, says: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.mixture") as raised:
+        load_config(["data=mixture", f"data.mixture={mixture}"])
+    assert says in str(raised.value)

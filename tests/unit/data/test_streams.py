@@ -1,0 +1,265 @@
+"""Streamed text: every id once an epoch, and the same rows for any number of ranks, workers and restarts."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from ngpt_train.config import load_config
+from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
+from ngpt_train.data import Dataset, TrainLoader, merged, open_dataset, reader_of
+from ngpt_train.data.pieces import Piece, document_order, first_place, window_pieces, window_shards
+from ngpt_train.data.streamed import stream_settings
+from ngpt_train.data.streams import Cursor, Stream
+from ngpt_train.data.tokenizers.raw_bytes import BytesTokenizer
+from ngpt_train.data.workers import StreamedText
+from tests.processes.runs import write_parquet_shards
+
+STREAMS, ROWS, CONTEXT, EOS = 12, 24, 31, 256
+SHARDS = (40, 3, 25, 0, 61)  # documents
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    write_parquet_shards(tmp_path / "text", SHARDS)
+    return tmp_path / "text"
+
+
+def streamed(text: Path, *arguments: str, streams: int = STREAMS) -> Config:
+    return load_config(
+        [
+            "scale=debug",
+            "data=local",
+            "data.streaming=true",
+            f"data.path={text}",
+            f"data.cache={text.parent / 'cache'}",
+            "tokenizer=bytes",
+            f"model.context={CONTEXT}",
+            f"data.streams={streams}",
+            "data.open_shards=2",
+            "data.workers=0",
+            "data.val_fraction=0.1",
+            "eval.rows=2",
+            f"train.batch_rows={ROWS}",
+            *arguments,
+        ]
+    )
+
+
+@contextmanager
+def loaders(
+    config: Config, data: Dataset, world_size: int, state: dict[str, Any] | None
+) -> Iterator[list[TrainLoader]]:
+    made = [
+        TrainLoader(reader_of(data, config, rank, world_size, state), ROWS, 2, rank, world_size, state)
+        for rank in range(world_size)
+    ]
+    yield made
+    for loader in made:
+        loader.close()
+
+
+def batches(
+    config: Config, parts: Sequence[tuple[int, int, int]], ahead: int = 0
+) -> tuple[list[NDArray[np.int64]], dict[str, Any]]:
+    """Global batches (rows, 2, context) of tokens and targets, in order of the rows, and the state after them.
+
+    parts: (steps, world size, workers), each resumed from the state of the one before, which every rank has gone
+    `ahead` batches beyond.
+    """
+    state: dict[str, Any] | None = None
+    found = []
+    for steps, world_size, workers in parts:
+        run = replace(config, data=replace(config.data, workers=workers))
+        with loaders(run, open_dataset(run), world_size, state) as ranks:
+            for _ in range(steps):
+                items = [next(loader) for loader in ranks]
+                batch = np.empty((ROWS, 2, CONTEXT), np.int64)
+                for rank, (micro_batches, _) in enumerate(items):
+                    batch[rank::world_size] = np.concatenate([np.stack(micro[:2], 1) for micro in micro_batches])
+                found.append(batch)
+            state = json.loads(json.dumps(merged([position for _, position in items])))
+            for _ in range(ahead):
+                for loader in ranks:
+                    next(loader)
+    assert state is not None
+    return found, state
+
+
+@pytest.mark.parametrize("pack", ["concat", "best_fit"])
+def test_rows_do_not_depend_on_ranks_workers_or_restarts(text: Path, pack: str) -> None:
+    """Caught: cursors of rows that were made but not taken; a seed that knows the rank; a stream that starts over."""
+    config = streamed(text, f"data.pack={pack}")
+    expected, end = batches(config, [(40, 1, 0)])
+    assert len({row.tobytes() for batch in expected for row in batch}) > 250  # of several epochs
+    found, state = batches(config, [(9, 2, 0), (11, 6, 1), (1, 1, 2), (7, 4, 1), (12, 3, 0)], ahead=2)
+    np.testing.assert_array_equal(np.stack(found), np.stack(expected))
+    assert state == end
+    other, _ = batches(replace(config, run=replace(config.run, seed=1)), [(1, 1, 0)])
+    assert not np.array_equal(other[0], expected[0])
+
+
+def epoch_of(text: StreamedText, stream: int) -> list[tuple[NDArray[np.integer], Cursor]]:
+    """Rows of the stream's first epoch, and the first of the second."""
+    rows = Stream(text.open(), text.tokenizer, text.settings, stream).rows(Cursor())
+    found = [next(rows)]
+    while found[-1][1].epoch == 0:
+        found.append(next(rows))
+    return found
+
+
+def documents(text: Path, config: Config) -> Counter[bytes]:
+    """What training should read of it, by a plain reading of the files."""
+    import pyarrow.parquet as pq
+
+    from ngpt_train.data.documents import place_of
+
+    all_of_it = [str(row) for file in sorted(text.glob("*.parquet")) for row in pq.read_table(file)["text"].to_pylist()]
+    return Counter(x.encode() for x in all_of_it if x and place_of(x.encode()) >= config.data.val_fraction)
+
+
+def read(ids: Sequence[int]) -> list[bytes]:
+    """The documents that are closed by eos."""
+    found, current = [], bytearray()
+    for i in ids:
+        if i == EOS:
+            found.append(bytes(current))
+            current.clear()
+        else:
+            current.append(i)
+    return found
+
+
+def test_every_id_is_a_target_once_an_epoch(text: Path) -> None:
+    """concat: the targets of a stream are its documents one after the other, with nothing lost at its end."""
+    config = streamed(text)
+    data = open_dataset(config).train
+    assert isinstance(data, StreamedText)
+    found: Counter[bytes] = Counter()
+    for stream in range(STREAMS):
+        rows = epoch_of(data, stream)
+        for (row, _), (following, _) in pairwise(rows):
+            assert row[-1] == following[0]  # a target, then an input
+        assert rows[0][0][0] == EOS  # what opens the first document
+        targets = np.concatenate([row[1:] for row, _ in rows])
+        shards = data.open()
+        n_documents = sum(
+            shards.document(piece.shard, i) is not None
+            for piece in pieces_of(data, stream)
+            for i in range(piece.first, piece.last)
+        )
+        found.update(read(targets.tolist())[:n_documents])
+    assert found == documents(text, config)
+
+
+def pieces_of(data: StreamedText, stream: int) -> list[Piece]:
+    pieces = []
+    for place, piece in Stream(data.open(), data.tokenizer, data.settings, stream).pieces(Cursor()):
+        if place.epoch:
+            return pieces
+        pieces.append(piece)
+    raise AssertionError
+
+
+def test_best_fit_cuts_no_document_that_fits(text: Path) -> None:
+    config = streamed(text, "data.pack=best_fit")
+    data = open_dataset(config)
+    assert isinstance(data.train, StreamedText)
+    whole = documents(text, config)
+    found: Counter[bytes] = Counter()
+    n_padding = n_ids = n_targets = 0
+    for stream in range(STREAMS):
+        for row, _ in epoch_of(data.train, stream):
+            ids = row[row >= 0]
+            n_padding, n_ids = n_padding + len(row) - len(ids), n_ids + len(ids)
+            n_targets += len(ids) - 1
+            found.update(read(ids[1:].tolist())[int(ids[0] != EOS) :])  # without the rest of one that began elsewhere
+    fitting = {document: n for document, n in whole.items() if len(document) < CONTEXT}
+    assert len(fitting) > 20
+    assert {document: found[document] for document in fitting} == fitting
+    assert n_targets == sum((len(document) + 1) * n for document, n in whole.items())
+    assert n_padding / n_ids < 0.3  # of few documents for each stream
+    form = reader_of(data, config)
+    tokens, targets = form.take(np.arange(20 * ROWS))
+    assert ((targets == -100) | (targets < 257)).all()
+    assert (tokens >= 0).all()
+    assert (targets == -100).any()
+
+
+@pytest.mark.parametrize("n_documents", [[7], [0, 5, 1000], [1] * 30])
+def test_pieces_are_a_partition(n_documents: list[int]) -> None:
+    orders = []
+    for epoch in range(3):
+        pieces = window_pieces(enumerate(n_documents), STREAMS, epoch, 0, seed=3)
+        orders.append(pieces)
+        firsts = [first_place(STREAMS, stream, epoch, 0, seed=3) for stream in range(STREAMS)]
+        assert sorted(firsts) == list(range(STREAMS))
+        covered = [(piece.shard, i) for piece in sorted(pieces) for i in range(piece.first, piece.last)]
+        assert covered == [(shard, i) for shard, n in enumerate(n_documents) for i in range(n)]
+        for piece in pieces:
+            assert sorted(document_order(piece, epoch, seed=3)) == list(range(piece.first, piece.last))
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_windows_are_a_partition() -> None:
+    epochs = [[window_shards(10, 4, epoch, window, seed=1) for window in range(3)] for epoch in range(4)]
+    for windows in epochs:
+        assert sorted(x for window in windows for x in window) == list(range(10))
+        assert [len(window) for window in windows] == [4, 4, 2]
+    assert len({str(epoch) for epoch in epochs}) == 4
+
+
+def test_first_rows_need_one_window(text: Path) -> None:
+    config = streamed(text)
+    data = open_dataset(config)
+    cached = set((text.parent / "cache" / "documents").glob("*/header.json"))
+    assert len(cached) <= config.data.open_shards  # validation
+    assert isinstance(data.train, StreamedText)
+    opened = data.train.open()
+    opened.soon = lambda shards: None  # type: ignore[method-assign]
+    next(Stream(opened, data.train.tokenizer, data.train.settings, 0).rows(Cursor()))
+    assert len(set((text.parent / "cache" / "documents").glob("*/header.json"))) <= 4 < len(SHARDS)
+
+
+def test_tokenizer_that_fails_names_the_document(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(self: BytesTokenizer, texts: Sequence[str]) -> list[NDArray[np.integer]]:
+        raise RuntimeError("too strange")
+
+    data = open_dataset(streamed(text))
+    monkeypatch.setattr(BytesTokenizer, "encode_batch", fails)
+    with pytest.raises(DataError, match=r"train-0000\d\.parquet, document \d+ .*bytes fails on it .*too strange"):
+        reader_of(data, streamed(text)).take(np.arange(1))
+
+
+def test_no_document_is_long_enough_to_continue(text: Path) -> None:
+    """Caught: a stream that looks for one for ever."""
+    config = streamed(text, "model=ntransformer", "model.source_context=4")
+    settings = replace(stream_settings(config), shortest=10_000)
+    data = open_dataset(config).train
+    assert isinstance(data, StreamedText)
+    with pytest.raises(DataError, match=r"in 3 epochs there is no document of 10000 tokens"):
+        next(Stream(data.open(), data.tokenizer, settings, 0).rows(Cursor()))
+
+
+def test_validation_looks_further_where_the_first_shards_have_none(tmp_path: Path) -> None:
+    write_parquet_shards(tmp_path / "text", (0, 1, 0, 60))
+    validation = open_dataset(streamed(tmp_path / "text", streams=2)).validation
+    assert len(validation) > CONTEXT
+
+
+def test_more_streams_than_documents(tmp_path: Path) -> None:
+    write_parquet_shards(tmp_path / "text", (90,))
+    config = streamed(tmp_path / "text", streams=4096)
+    with pytest.raises(DataError, match=r"data\.streams=4096: in 3 epochs there is no document for stream"):
+        batches(config, [(200, 1, 0)])

@@ -1,0 +1,361 @@
+"""The output embedding and the cross-entropy in chunks, in Triton's interpreter and in plain PyTorch, against fp64."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from ngpt_train.core.constants import IGNORED
+from ngpt_train.kernels import cross_entropy, dispatch
+from ngpt_train.kernels.cross_entropy import linear_cross_entropy_forward, reference
+from ngpt_train.kernels.gpu import cross_entropy as gpu
+from tests.unit.kernels.seen import Seen
+
+IMPLEMENTATIONS = ("torch", "triton")
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+SHAPES = [  # leading dimensions of h, d, V
+    ((1,), 64, 3),
+    ((2, 7), 64, 101),
+    ((13,), 1024, 257),
+    ((), 65, 128),
+    ((3, 4), 1280, 320),
+]
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter, computing what masks discard
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch, poison: None) -> None:
+    """Several chunks, the last one smaller; several blocks of columns, the last one not full; poisoned memory."""
+    monkeypatch.setattr(cross_entropy, "CPU_ROWS", 5)
+    monkeypatch.setattr(gpu, "BLOCK", 64)
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def implementation(request: pytest.FixtureRequest):
+    with dispatch.chosen(request.param):
+        yield request.param
+
+
+def linear_cross_entropy(*args: Any) -> Tensor:
+    """The loss, which has the gradients."""
+    return cross_entropy.linear_cross_entropy(*args)[0]
+
+
+def draw(leading: tuple[int, ...], d: int, n_vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple:
+    """h, matrix, targets, scale; logits of a spread of about 2, scales away from 1, a third of the targets ignored."""
+    generator = torch.Generator().manual_seed(seed + d + n_vocab)
+    master = torch.promote_types(dtype, torch.float32)
+    h = torch.randn(*leading, d, generator=generator, dtype=master).to(dtype).requires_grad_()
+    matrix = (torch.randn(n_vocab, d, generator=generator, dtype=master) * d**-0.5).requires_grad_()
+    scale = (0.5 + 3 * torch.rand(n_vocab, generator=generator, dtype=master)).requires_grad_()
+    targets = torch.randint(n_vocab, leading, generator=generator)
+    if targets.numel() > 1:
+        targets[torch.rand(leading, generator=generator) < 1 / 3] = IGNORED
+    return h, matrix, targets, scale
+
+
+def in_fp64(*tensors: Tensor | None) -> list[Tensor | None]:
+    return [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+
+
+def error(out: Tensor, expected: Tensor) -> float:
+    """||out - expected|| / ||expected||; a NaN is infinitely wrong."""
+    out, expected = out.detach().double(), expected.detach().double()
+    assert out.shape == expected.shape
+    difference = (out - expected).norm() / expected.norm().clamp_min(1e-12)
+    return float("inf") if difference.isnan() else float(difference)
+
+
+def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None, z_loss: float, tolerance: float) -> None:
+    """Loss and the gradient of every argument, with a factor from above, against fp64 autograd of the reference."""
+    leaves = [t for t in (h, matrix, scale) if t is not None]
+    loss = linear_cross_entropy(h, matrix, targets, scale, z_loss)
+    gradients = torch.autograd.grad(loss * 1.7, leaves)
+    h64, matrix64, scale64 = in_fp64(h, matrix, scale)
+    expected = reference(h64, matrix64, targets, scale64, z_loss)
+    expected_gradients = torch.autograd.grad(expected * 1.7, [t for t in (h64, matrix64, scale64) if t is not None])
+    assert loss.dtype == torch.promote_types(h.dtype, torch.float32)
+    assert error(loss, expected) <= tolerance
+    for leaf, gradient, expected_gradient in zip(leaves, gradients, expected_gradients, strict=True):
+        assert gradient.dtype == leaf.dtype
+        assert error(gradient, expected_gradient) <= tolerance
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_reference_is_torchs_cross_entropy(scaled: bool, z_loss: float) -> None:
+    """Catches a mistake that the operation and its reference share: a mean for a sum, a scale forgotten."""
+    h, matrix, targets, scale = draw((3, 5), 64, 101, torch.float64)
+    logits = F.linear(h, matrix) * (scale if scaled else 1)
+    expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
+    expected = expected + z_loss * (logits.exp().sum(-1).log() ** 2)[targets != IGNORED].sum()
+    assert error(reference(h, matrix, targets, scale if scaled else None, z_loss), expected) < 1e-13
+
+
+@pytest.mark.parametrize(("scaled", "z_loss"), [(True, 0.0), (False, 0.02), (True, 0.02)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("leading", "d", "n_vocab"), SHAPES)
+def test_against_fp64(implementation, leading, d, n_vocab, dtype, scaled, z_loss) -> None:
+    """Catches a wrong term, sign, mask or stride in the loss or in any gradient, and a chunk left out."""
+    h, matrix, targets, scale = draw(leading, d, n_vocab, dtype)
+    check(h, matrix, targets, scale if scaled else None, z_loss, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    """Catches fp32 arithmetic in an fp64 model, and a cast that takes bf16 for the only short dtype."""
+    with dispatch.chosen("torch" if dtype == torch.float64 else "triton"):
+        h, matrix, targets, scale = draw((11,), 64, 101, dtype)
+        check(h, matrix, targets, scale, 0.01, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_shapes(implementation, seed: int) -> None:
+    """Catches what goes wrong only where a size meets a block or a chunk exactly, or misses it by one."""
+    generator = torch.Generator().manual_seed(seed)
+    rows, n_vocab = (int(torch.randint(1, high, (), generator=generator)) for high in (17, 200))
+    rows, n_vocab = (rows // 5 * 5 or 5, n_vocab // 64 * 64 + 1) if seed % 3 == 0 else (rows, n_vocab)
+    h, matrix, targets, scale = draw((rows,), 32, n_vocab, seed=seed)
+    check(h, matrix, targets, scale, 0.01, 1e-5)
+
+
+def test_bf16_matrix(implementation) -> None:
+    """Catches a gradient that leaves in the dtype of the sum instead of the matrix's, and a scale folded in bf16."""
+    h, matrix, targets, scale = draw((11,), 64, 101, torch.bfloat16)
+    check(h, matrix.detach().bfloat16().requires_grad_(), targets, scale, 0.01, 1e-2)
+
+
+def test_non_contiguous(implementation) -> None:
+    """Catches pointers that take rows for adjacent: h transposed, targets and scale strided, an expanded scale."""
+    h, matrix, targets, scale = draw((6, 4), 64, 101)
+    h, targets = h.detach().transpose(0, 1).requires_grad_(), targets.t()
+    assert not h.is_contiguous()
+    matrix = matrix.detach().t().contiguous().t().requires_grad_()
+    check(h, matrix, targets, scale, 0.01, 1e-5)
+    check(h, matrix, targets, torch.full((1,), 2.5).expand(101).requires_grad_(), 0.01, 1e-5)
+    column = torch.stack([targets[0], targets[0] * 0], -1)[:, 0]
+    assert not column.is_contiguous()
+    check(h[0], matrix, column, None, 0.0, 1e-5)
+
+
+def test_extreme_logits(implementation) -> None:
+    """Catches exp without the maximum taken off, or a maximum of the first block only: logits of +-10000."""
+    h, matrix, targets, scale = draw((9,), 64, 200)
+    check((h.detach() * 3000).requires_grad_(), matrix, targets, scale, 0.0, 1e-5)
+    h = torch.zeros(9, 64, requires_grad=True)
+    loss = linear_cross_entropy(h, matrix, targets.clamp(min=0), scale)
+    assert error(loss, 9 * torch.tensor(200.0).log()) < 1e-6
+
+
+def test_nan_reaches_the_loss(implementation) -> None:
+    """Catches a maximum that swallows a NaN: a run that diverged must show it."""
+    h, matrix, targets, scale = draw((9,), 64, 101)
+    targets[4] = 3
+    with torch.no_grad():
+        h[4, 0] = float("nan")
+    assert linear_cross_entropy(h, matrix, targets, scale).isnan()
+
+
+def test_nothing_counts(implementation) -> None:
+    """Catches a division by the number of targets, and gradients that ignored tokens get through the z-loss."""
+    h, matrix, targets, scale = draw((9,), 64, 101)
+    loss = linear_cross_entropy(h, matrix, torch.full_like(targets, IGNORED), scale, 0.1)
+    gradients = torch.autograd.grad(loss, (h, matrix, scale))
+    assert loss == 0
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+def test_no_tokens(implementation) -> None:
+    """Catches a chunk of no rows, whose launch fails on a GPU, and weight gradients that nobody wrote."""
+    h, matrix, targets, scale = draw((2, 0), 64, 101)
+    loss = linear_cross_entropy(h, matrix, targets, scale)
+    gradients = torch.autograd.grad(loss, (h, matrix, scale))
+    assert loss == 0
+    assert gradients[0].shape == h.shape
+    assert all((gradient == 0).all() for gradient in gradients)
+
+
+@pytest.mark.parametrize("target", [-5, 101])
+def test_target_outside_the_vocabulary(implementation, target: int) -> None:
+    """Catches a wrong target that trains quietly: PyTorch raises, the kernel, which cannot, gives NaN."""
+    h, matrix, targets, _ = draw((9,), 64, 101)
+    targets[7] = target
+    if implementation == "triton":
+        loss = linear_cross_entropy(h, matrix, targets)
+        assert loss.isnan()
+        dh, dmatrix = torch.autograd.grad(loss, (h, matrix))
+        assert dh.isnan().all(1).tolist() == [row == 7 for row in range(9)]
+        assert dmatrix.isnan().all()  # so that a training step is skipped
+    else:
+        with pytest.raises(RuntimeError, match="out of bounds"):
+            linear_cross_entropy(h, matrix, targets)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_are_summed_in_fp32(implementation, dtype: torch.dtype) -> None:
+    """Catches a gradient of the matrix that is summed in bf16: of 200 chunks alike, more than half would be lost."""
+    h, matrix, targets, scale = draw((1000,), 64, 101, dtype)
+    with torch.no_grad():
+        h.copy_(h[:1].expand_as(h))
+        targets.fill_(3)
+    check(h, matrix, targets, scale, 0.0, TOLERANCE[dtype])
+
+
+def test_shapes_that_do_not_fit() -> None:
+    """Catches targets that broadcast, and a scale of the wrong vocabulary."""
+    h, matrix, targets, scale = draw((2, 3), 64, 101)
+    for arguments in ((h, matrix, targets[:, :2]), (h[..., :3], matrix, targets), (h, matrix, targets, scale[:1])):
+        with pytest.raises(ValueError, match="do not fit"):
+            linear_cross_entropy(*arguments)
+
+
+def test_chunks_do_not_change_the_loss(implementation, monkeypatch) -> None:
+    """Catches losses summed chunk by chunk: then resuming on another device changes the curve."""
+    h, matrix, targets, scale = draw((16,), 64, 101)
+    losses = []
+    for rows in (1, 7, 16, 4096):
+        monkeypatch.setattr(cross_entropy, "CPU_ROWS", rows)
+        losses.append(float(linear_cross_entropy(h, matrix, targets, scale).detach()))
+    assert max(losses) - min(losses) <= 2e-7 * losses[0]
+
+
+def test_deterministic(implementation) -> None:
+    """Catches anything that reads what it did not write, and sums in no fixed order."""
+    h, matrix, targets, scale = draw((23,), 64, 101)
+    runs = [torch.autograd.grad(linear_cross_entropy(h, matrix, targets, scale), (h, matrix, scale)) for _ in "ab"]
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2), (1, 2)])
+def test_only_gradients_that_are_needed(implementation, needed: tuple[int, ...]) -> None:
+    """Catches a frozen output embedding, or scale, whose gradient is paid for, and one that spoils the others."""
+    h, matrix, targets, scale = draw((9,), 64, 101)
+    tensors = [h, matrix, scale]
+    h64, matrix64, scale64 = in_fp64(*tensors)
+    every = torch.autograd.grad(reference(h64, matrix64, targets, scale64), (h64, matrix64, scale64))
+    for i, tensor in enumerate(tensors):
+        tensor.requires_grad_(i in needed)
+    with Seen(linear_cross_entropy_forward) as seen:
+        loss = linear_cross_entropy(h, matrix, targets, scale)
+        gradients = torch.autograd.grad(loss, [tensors[i] for i in needed])
+    for i, gradient in zip(needed, gradients, strict=True):
+        assert error(gradient, every[i]) <= 1e-5
+    assert seen.products == 2 * (1 + (0 in needed) + (1 in needed or 2 in needed))
+
+
+def test_no_grad_computes_the_loss_alone(implementation) -> None:
+    """Catches an evaluation that pays for the gradients of parameters."""
+    h, matrix, targets, scale = draw((9,), 64, 101)
+    loss = linear_cross_entropy(h, matrix, targets, scale).detach()
+    with torch.no_grad(), Seen(linear_cross_entropy_forward) as seen:
+        alone = linear_cross_entropy(h, matrix, targets, scale)
+    assert torch.equal(alone, loss)
+    assert seen.products == 2
+
+
+def test_backward_twice(implementation) -> None:
+    """Catches a backward that multiplies what it saved in place: the second one would be scaled twice."""
+    h, matrix, targets, scale = draw((9,), 64, 101)
+    loss = linear_cross_entropy(h, matrix, targets, scale) * 3
+    first = torch.autograd.grad(loss, (h, matrix, scale), retain_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, torch.autograd.grad(loss, (h, matrix, scale)), strict=True))
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_host_never_waits(dtype: torch.dtype, z_loss: float) -> None:
+    """Catches .item(), boolean masks and nonzero: each would stall the GPU's queue once per chunk."""
+    h, matrix, targets, scale = draw((23,), 64, 101, dtype)
+    with dispatch.chosen("torch"), Seen(linear_cross_entropy_forward) as seen:
+        linear_cross_entropy(h, matrix, targets, scale, z_loss).backward()
+    assert seen.products == 5 * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_without_values(dtype: torch.dtype) -> None:
+    """Catches what a mode does not see: on the meta device there are no values that a host could ask for."""
+    h, matrix, targets, scale = (t.detach().to("meta") for t in draw((23,), 64, 101, dtype))
+    with dispatch.chosen("torch"):
+        outputs = linear_cross_entropy_forward._init_fn(h, matrix, targets, scale, 0.01, True, True, True)
+    assert [t.shape for t in outputs] == [(), (), h.shape, matrix.shape, scale.shape]
+
+
+def test_the_refusals_refuse() -> None:
+    """Catches a Seen that sees nothing."""
+    x = torch.arange(3.0)
+    for waits in (lambda: x.sum().item(), x.nonzero, lambda: x[x > 1], lambda: x.masked_select(x > 1)):
+        with pytest.raises(AssertionError, match=r"waits|mask"), Seen(linear_cross_entropy_forward):
+            waits()
+
+
+WAITS = [lambda t: t.sum().item(), lambda t: t[t > 1], lambda t: t.nonzero(), lambda t: bool(t.any()), Tensor.cpu]
+
+
+@pytest.mark.parametrize("waits", WAITS)
+def test_the_refusals_refuse_inside_the_operation(waits, monkeypatch) -> None:
+    """Catches a Seen that takes the operation for one call. A copy to the CPU only the meta device can show here."""
+    inner = cross_entropy._cross_entropy_
+    monkeypatch.setattr(cross_entropy, "_cross_entropy_", lambda *args, **kw: (waits(args[0]), inner(*args, **kw)))
+    with pytest.raises(Exception, match="meta"):
+        test_without_values(torch.float32)
+    if waits is not Tensor.cpu:
+        with pytest.raises(AssertionError, match=r"waits|mask"):
+            test_the_host_never_waits(torch.float32, 0.0)
+
+
+def test_all_logits_are_never_held(implementation) -> None:
+    """Catches a copy of N x V logits or of their gradient."""
+    h, matrix, targets, scale = draw((40,), 4, 300, torch.bfloat16)
+    with Seen(linear_cross_entropy_forward) as seen:
+        linear_cross_entropy(h, matrix, targets, scale).backward()
+    assert seen.largest <= 2 * 5 * 320  # a chunk has 5 x 320 with its padding; the interpreter copies its bytes
+    assert seen.products == 8 * 3
+
+
+def test_compiled(implementation) -> None:
+    """Catches a graph break, and a fake kernel whose shapes, strides or dtypes are not the real one's."""
+    h, matrix, targets, scale = draw((3, 4), 64, 101, torch.bfloat16)
+    compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
+    losses, gradients = [], []
+    for function in (linear_cross_entropy, compiled):
+        loss = function(h, matrix, targets, scale, 0.01)
+        losses.append(loss)
+        gradients.append(torch.autograd.grad(loss * 2, (h, matrix, scale)))
+    assert torch.equal(*losses)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    with torch.no_grad():
+        assert torch.equal(compiled(h, matrix, targets, scale, 0.01), losses[0])
+    frozen = matrix.detach()
+    expected = torch.autograd.grad(linear_cross_entropy(h, frozen, targets), h)
+    assert torch.equal(torch.autograd.grad(compiled(h, frozen, targets), h)[0], expected[0])
+
+
+def test_recomputed(implementation) -> None:
+    """Catches gradients that hang on something beside what autograd saves."""
+    h, matrix, targets, scale = draw((9,), 64, 101)
+    direct = torch.autograd.grad(linear_cross_entropy(h, matrix, targets, scale, 0.01), (h, matrix, scale))
+    recomputed = torch.autograd.grad(
+        checkpoint(linear_cross_entropy, h, matrix, targets, scale, 0.01, use_reentrant=False), (h, matrix, scale)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(direct, recomputed, strict=True))
+
+
+@pytest.mark.parametrize("needed", [(True, True, True), (True, False, False), (False, True, False)])
+@pytest.mark.parametrize(("scaled", "z_loss"), [(False, 0.01), (True, 0.01), (True, 0.0)])
+def test_opcheck(implementation, scaled: bool, z_loss: float, needed: tuple[bool, bool, bool]) -> None:
+    """Catches an operation that changes an argument, aliases one, or whose fake kernel is wrong."""
+    h, matrix, targets, scale = (t.detach() for t in draw((2, 4), 64, 101, torch.bfloat16))
+    arguments = (h, matrix, targets, scale if scaled else None, z_loss, *needed[:2], needed[2] and scaled)
+    torch.library.opcheck(linear_cross_entropy_forward, arguments)
+
+
+def test_matrix_is_left_alone(implementation) -> None:
+    """Catches a scale folded into the stored matrix, and logits written over a tensor of the caller's."""
+    h, matrix, targets, scale = draw((9,), 64, 101)
+    before = [t.detach().clone() for t in (h, matrix, targets, scale)]
+    linear_cross_entropy(h, matrix, targets, scale).backward()
+    assert all(torch.equal(a, b) for a, b in zip(before, (h, matrix, targets, scale), strict=True))
