@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.loader import Position, Reader, TrainLoader, data_hash, merged, validation_rows
-from ngpt_train.data.opening import open_dataset, prepare_dataset
-from ngpt_train.data.prepared import Rows, rows_of
+from ngpt_train.data.open import open_dataset, prepare_dataset
+from ngpt_train.data.prepared.shards import Tokens
+from ngpt_train.data.prepared_rows import Rows, rows_of
 from ngpt_train.data.reading import reader_of
 from ngpt_train.data.rows import Batch
-from ngpt_train.data.shards import Tokens
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
 
 __all__ = [

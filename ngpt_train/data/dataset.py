@@ -12,11 +12,11 @@ import numpy as np
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.megatron import find_megatron, open_megatron
 from ngpt_train.data.mixture import Mixture
-from ngpt_train.data.shards import Tokens, map_tokens, open_shards
+from ngpt_train.data.prepared.megatron import find_megatron, open_megatron
+from ngpt_train.data.prepared.shards import Tokens, map_tokens, open_shards
+from ngpt_train.data.streamed.workers import StreamedText
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer
-from ngpt_train.data.workers import StreamedText
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.data.permutation import GOLDEN, mix, shuffled
-from ngpt_train.data.prepared import Rows
+from ngpt_train.data.prepared_rows import Rows
 from ngpt_train.data.rows import Batch
 
 

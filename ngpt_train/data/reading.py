@@ -13,11 +13,11 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.dataset import Dataset, Mixed
 from ngpt_train.data.loader import PreparedReader, Reader
 from ngpt_train.data.mixture import MixtureReader, Turns
-from ngpt_train.data.prepared import rows_of
+from ngpt_train.data.prepared.shards import Tokens
+from ngpt_train.data.prepared_rows import rows_of
 from ngpt_train.data.rows import row_format
-from ngpt_train.data.shards import Tokens
-from ngpt_train.data.streams import Cursor
-from ngpt_train.data.workers import Start, StreamReader
+from ngpt_train.data.streamed.streams import Cursor
+from ngpt_train.data.streamed.workers import Start, StreamReader
 
 ENDLESS = 2**62
 

@@ -34,12 +34,14 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import open_dataset, reader_of, shard_cache, units
-from ngpt_train.data.documents import HEADER, Documents, read_header
+from ngpt_train.data import open_dataset, reader_of
 from ngpt_train.data.loader import Reader
-from ngpt_train.data.shard_cache import FetchError, Shard, ShardCache
-from ngpt_train.data.source import list_files
-from ngpt_train.data.workers import StreamReader
+from ngpt_train.data.prepared import units
+from ngpt_train.data.sources.source import list_files
+from ngpt_train.data.streamed import shard_cache
+from ngpt_train.data.streamed.documents import HEADER, Documents, read_header
+from ngpt_train.data.streamed.shard_cache import FetchError, Shard, ShardCache
+from ngpt_train.data.streamed.workers import StreamReader
 
 ROOT = Path(__file__).parents[3]
 ROWS = 96
@@ -598,7 +600,8 @@ LIMITED = """
 import resource, sys
 from pathlib import Path
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import open_dataset, units
+from ngpt_train.data import open_dataset
+from ngpt_train.data.prepared import units
 from tests.unit.data.test_bad_input import config
 if __name__ == "__main__":
     way, text, cache, workers = sys.argv[1:]

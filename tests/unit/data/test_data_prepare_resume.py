@@ -23,12 +23,13 @@ import pytest
 
 from ngpt_train.config.schema import Config, DataConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import prepare_dataset, units
-from ngpt_train.data.datasets_library import DatasetsText
-from ngpt_train.data.hub import HubListing, NoPlainFiles
-from ngpt_train.data.progress import Progress
-from ngpt_train.data.shard_cache import Shard
-from ngpt_train.data.source import LocalText, open_source
+from ngpt_train.data import prepare_dataset
+from ngpt_train.data.prepared import units
+from ngpt_train.data.prepared.progress import Progress
+from ngpt_train.data.sources.datasets_library import DatasetsText
+from ngpt_train.data.sources.hub import HubListing, NoPlainFiles
+from ngpt_train.data.sources.source import LocalText, open_source
+from ngpt_train.data.streamed.shard_cache import Shard
 
 UNIT = 8192
 
@@ -102,7 +103,9 @@ KILLED = """
 import json, logging, multiprocessing, os, signal, sys
 from pathlib import Path
 from ngpt_train.config.schema import Config, DataConfig
-from ngpt_train.data import assembly, prepare_dataset, units
+from ngpt_train.data import prepare_dataset
+from ngpt_train.data.prepared import assembly
+from ngpt_train.data.prepared import units
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     corpus, out, workers, records, units.UNIT_BYTES = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
@@ -260,7 +263,7 @@ def test_a_process_that_is_killed(corpus: Path, tmp_path: Path, monkeypatch: pyt
     cfg.data.prepare_workers = 2
     source = open_source(cfg.data)
     deadly = dataclasses.replace(source, reader=Deadly(source.reader.read))  # type: ignore[attr-defined]
-    monkeypatch.setattr("ngpt_train.data.prepare.open_source", lambda _: deadly)
+    monkeypatch.setattr("ngpt_train.data.prepared.prepare.open_source", lambda _: deadly)
     with pytest.raises(DataError, match=r"ended without a word \(exit code -9.*Run the same command again"):
         prepare_dataset(cfg, tmp_path / "out")
     monkeypatch.undo()
@@ -288,7 +291,7 @@ def test_formats_of_the_datasets_library(corpus: Path, tmp_path: Path, monkeypat
     def no_plain_files(data: DataConfig) -> HubListing:
         raise NoPlainFiles("csv alone", commit=None)
 
-    monkeypatch.setattr("ngpt_train.data.source.list_hub", no_plain_files)
+    monkeypatch.setattr("ngpt_train.data.sources.source.list_hub", no_plain_files)
     out = prepare_dataset(cfg, tmp_path / "out")
     assert out.manifest["source"]["documents"] == len(texts)
     assert out.manifest["source"]["bytes"] == sum(map(len, texts))
@@ -307,7 +310,7 @@ def test_formats_of_the_datasets_library(corpus: Path, tmp_path: Path, monkeypat
     files = tuple(Shard(path.name, f"etag {path.name}", (str(path),)) for path in sorted(corpus.glob("c*.jsonl")))
     reader = open_source(config(corpus).data).reader
     listing = SimpleNamespace(shards=files, commit="79d93d78", source=reader)
-    monkeypatch.setattr("ngpt_train.data.source.list_hub", lambda data: listing)
+    monkeypatch.setattr("ngpt_train.data.sources.source.list_hub", lambda data: listing)
     shards = prepare_dataset(cfg, tmp_path / "shards")
     assert shards.manifest["source"]["revision"] == "79d93d78"
     assert shards.manifest["source"]["files"] == ["c0.jsonl", "c1.jsonl", "c2.jsonl"]
@@ -328,7 +331,7 @@ def test_the_datasets_library_goes_on_in_order(tmp_path: Path) -> None:
 
 def test_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("ngpt_train.data.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("ngpt_train.data.prepared.progress.LINE_SECONDS", 0.0)
     with Progress("preparing", [1, 1]) as unknown:
         unknown.heard(0, 1, 4)
         assert unknown.fraction() is None

@@ -15,19 +15,19 @@ from typing import Any
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.assembly import Assembly, clear
 from ngpt_train.data.dataset import FORMAT, MANIFEST, fingerprint
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.journal import JOURNAL, Journal
-from ngpt_train.data.part_processes import n_processes, parts_in_order
-from ngpt_train.data.parts import Counts, Tokenizing
-from ngpt_train.data.progress import Progress
-from ngpt_train.data.sample import draw_sample
-from ngpt_train.data.shard_writer import dtype_for
-from ngpt_train.data.shards import check_length
-from ngpt_train.data.source import Source
+from ngpt_train.data.prepared.assembly import Assembly, clear
+from ngpt_train.data.prepared.journal import JOURNAL, Journal
+from ngpt_train.data.prepared.part_processes import n_processes, parts_in_order
+from ngpt_train.data.prepared.parts import Counts, Tokenizing
+from ngpt_train.data.prepared.progress import Progress
+from ngpt_train.data.prepared.sample import draw_sample
+from ngpt_train.data.prepared.shard_writer import dtype_for
+from ngpt_train.data.prepared.shards import check_length
+from ngpt_train.data.prepared.units import Unit
+from ngpt_train.data.sources.source import Source
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
-from ngpt_train.data.units import Unit
 
 logger = logging.getLogger(__name__)
 

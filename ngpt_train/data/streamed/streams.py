@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.packing import best_fit
-from ngpt_train.data.pieces import Piece, document_order, first_place, n_windows, window_pieces, window_shards
 from ngpt_train.data.rows import NOTHING
+from ngpt_train.data.streamed.pieces import Piece, document_order, first_place, n_windows, window_pieces, window_shards
 from ngpt_train.data.tokenizers import Tokenizer, encode_document
 
 # Documents that best_fit packs together: a stream holds so many, and a resume tokenizes up to so many again.

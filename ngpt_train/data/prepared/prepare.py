@@ -13,8 +13,8 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.data.dataset import FORMAT, MANIFEST, cache_directory, read_manifest
 from ngpt_train.data.directory import build_directory, is_filled
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.preparation import RECIPE, Preparation, sha256_of
-from ngpt_train.data.source import Source, open_source
+from ngpt_train.data.prepared.preparation import RECIPE, Preparation, sha256_of
+from ngpt_train.data.sources.source import Source, open_source
 from ngpt_train.data.tokenizers import Tokenizer, tokenizer_key
 
 logger = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.packing import best_fit
+from ngpt_train.data.prepared.shards import Tokens, check_length
 from ngpt_train.data.rows import NOTHING, Batch, RowFormat, row_format
-from ngpt_train.data.shards import Tokens, check_length
 
 # Documents that are packed together: more waste no less, and packing takes longer.
 PACKED_TOGETHER = 4096

@@ -11,8 +11,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.data.dataset import STEMS
-from ngpt_train.data.documents import place_of
-from ngpt_train.data.shard_cache import Shard, ShardSource
+from ngpt_train.data.streamed.documents import place_of
+from ngpt_train.data.streamed.shard_cache import Shard, ShardSource
 from ngpt_train.data.tokenizers import Tokenizer, encode_document
 
 # Characters of a part, or one document: what a process holds in memory.

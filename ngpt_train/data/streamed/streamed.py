@@ -12,14 +12,14 @@ import numpy as np
 from ngpt_train.config.schema import Config
 from ngpt_train.data.dataset import Dataset, cache_directory
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.local_shards import local_shards
+from ngpt_train.data.prepared.shards import Tokens, check_length
 from ngpt_train.data.rows import row_format
-from ngpt_train.data.shard_cache import ShardCache, ShardedText
-from ngpt_train.data.shards import Tokens, check_length
-from ngpt_train.data.source import Source, open_source
-from ngpt_train.data.streams import StreamSettings, with_eos
+from ngpt_train.data.sources.local_shards import local_shards
+from ngpt_train.data.sources.source import Source, open_source
+from ngpt_train.data.streamed.shard_cache import ShardCache, ShardedText
+from ngpt_train.data.streamed.streams import StreamSettings, with_eos
+from ngpt_train.data.streamed.workers import StreamedText
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer
-from ngpt_train.data.workers import StreamedText
 
 T = TypeVar("T")
 OnMain = Callable[[Callable[[], Any]], Any]

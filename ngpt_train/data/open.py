@@ -14,11 +14,11 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.dataset import Dataset, Mixed, cache_directory, open_prepared, open_tokens
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.mixture import Mixture
-from ngpt_train.data.prepare import prepare_shards
-from ngpt_train.data.prepared import rows_of
+from ngpt_train.data.prepared.prepare import prepare_shards
+from ngpt_train.data.prepared.shards import Tokens
+from ngpt_train.data.prepared_rows import rows_of
 from ngpt_train.data.rows import row_format
-from ngpt_train.data.shards import Tokens
-from ngpt_train.data.streamed import OnMain, open_streamed
+from ngpt_train.data.streamed.streamed import OnMain, open_streamed
 from ngpt_train.data.tokenizers import Tokenizer
 
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.rows import Batch, RowFormat
-from ngpt_train.data.shard_cache import Shard, ShardCache, ShardedText
-from ngpt_train.data.streams import Cursor, Ids, Stream, StreamSettings, Windows
+from ngpt_train.data.streamed.shard_cache import Shard, ShardCache, ShardedText
+from ngpt_train.data.streamed.streams import Cursor, Ids, Stream, StreamSettings, Windows
 from ngpt_train.data.tokenizers import Tokenizer
 
 BLOCK_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start

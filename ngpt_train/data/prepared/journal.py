@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.data.parts import Counts
+from ngpt_train.data.prepared.parts import Counts
 
 JOURNAL = "journal.jsonl"
 

@@ -20,11 +20,11 @@ from pathlib import Path
 
 from ngpt_train.config.schema import DataConfig
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.data.datasets_library import DatasetsText
-from ngpt_train.data.hub import NoPlainFiles, list_hub
-from ngpt_train.data.readers import EXTENSIONS, extension, read_file
-from ngpt_train.data.shard_cache import Shard, ShardSource
-from ngpt_train.data.units import FilePart, Hash, Unit, cut_files
+from ngpt_train.data.prepared.units import FilePart, Hash, Unit, cut_files
+from ngpt_train.data.sources.datasets_library import DatasetsText
+from ngpt_train.data.sources.hub import NoPlainFiles, list_hub
+from ngpt_train.data.sources.readers import EXTENSIONS, extension, read_file
+from ngpt_train.data.streamed.shard_cache import Shard, ShardSource
 
 logger = logging.getLogger(__name__)
 

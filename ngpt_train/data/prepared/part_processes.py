@@ -21,9 +21,9 @@ from typing import Any
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.parts import Part, Tokenizing
+from ngpt_train.data.prepared.parts import Part, Tokenizing
+from ngpt_train.data.prepared.units import Unit
 from ngpt_train.data.tokenizers import read_tokenizer
-from ngpt_train.data.units import Unit
 
 # Units that may be under way or wait for their turn, per process: bounds the disk that they take.
 AHEAD = 3

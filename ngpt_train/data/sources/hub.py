@@ -15,9 +15,9 @@ from ngpt_train.config.mixture import is_commit
 from ngpt_train.config.schema import DataConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
-from ngpt_train.data.hub_client import HubClient, HubFile, endpoint
-from ngpt_train.data.readers import EXTENSIONS, extension, read_file
-from ngpt_train.data.shard_cache import FetchError, Shard
+from ngpt_train.data.sources.hub_client import HubClient, HubFile, endpoint
+from ngpt_train.data.sources.readers import EXTENSIONS, extension, read_file
+from ngpt_train.data.streamed.shard_cache import FetchError, Shard
 
 logger = logging.getLogger(__name__)
 

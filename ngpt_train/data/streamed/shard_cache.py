@@ -16,8 +16,8 @@ from typing import Protocol
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.directory import build_directory
-from ngpt_train.data.documents import CHECKED, HEADER, Documents, write_bad, write_documents
 from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.streamed.documents import CHECKED, HEADER, Documents, write_bad, write_documents
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Protocol
 
 from ngpt_train.data.hashes import canonical_hash
-from ngpt_train.data.readers import extension
-from ngpt_train.data.shard_cache import Shard
+from ngpt_train.data.sources.readers import extension
+from ngpt_train.data.streamed.shard_cache import Shard
 
 # Bytes of text in a unit: enough that its start costs nothing, little enough that all processes end together.
 UNIT_BYTES = 1 << 23

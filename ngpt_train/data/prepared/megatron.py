@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.shards import Tokens, map_tokens
+from ngpt_train.data.prepared.shards import Tokens, map_tokens
 from ngpt_train.data.tokenizers import Tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.data.dataset import STEMS
-from ngpt_train.data.journal import Entry, Journal
-from ngpt_train.data.parts import Counts, Part
-from ngpt_train.data.shard_writer import SplitWriter
+from ngpt_train.data.prepared.journal import Entry, Journal
+from ngpt_train.data.prepared.parts import Counts, Part
+from ngpt_train.data.prepared.shard_writer import SplitWriter
 
 logger = logging.getLogger(__name__)
 

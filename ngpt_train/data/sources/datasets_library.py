@@ -9,8 +9,8 @@ from typing import Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import canonical_hash
-from ngpt_train.data.readers import checked_text
-from ngpt_train.data.shard_cache import FetchError, Shard
+from ngpt_train.data.sources.readers import checked_text
+from ngpt_train.data.streamed.shard_cache import FetchError, Shard
 
 
 @dataclass(frozen=True)

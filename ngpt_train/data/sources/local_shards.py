@@ -8,8 +8,8 @@ from typing import Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.readers import extension
-from ngpt_train.data.shard_cache import Shard
+from ngpt_train.data.sources.readers import extension
+from ngpt_train.data.streamed.shard_cache import Shard
 
 DOCUMENTS_SHARD = 1 << 20  # bytes of files of one document that share a shard
 

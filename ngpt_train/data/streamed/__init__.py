@@ -1,0 +1,1 @@
+"""Text that is tokenized while the model trains."""
