@@ -68,7 +68,7 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch], untouched: boo
     lr = lr_at(state.step, config.schedule, float(config.optim.lr), config.train.steps)
     apply_gradients(state, grad_norm, skipped, lr)
     if not isinstance(state.optimizer, RowAdam):  # which leaves every row projected
-        state.model.project_()
+        state.model.project_(skipped)
     state.step += 1
     state.tokens += n_tokens
     return StepResult(loss, grad_norm, n_tokens, skipped, lr, z_loss)
