@@ -4,39 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ngpt_train.config.keys import Conflict
 from ngpt_train.config.mixture import mixture_of
-from ngpt_train.config.model_keys import EncoderDecoderKeys, ModelConfig
 from ngpt_train.config.schema import Config
-from ngpt_train.models.powernorm.keys import PowerNormConfig
-
-Conflict = tuple[tuple[str, ...], str, str]  # keys, what is wrong, what to do
 
 
-def objective_of(model: ModelConfig) -> str:
-    """Encoder-decoders continue the beginning of a document, decoders predict every token."""
-    return "prefix_continuation" if isinstance(model, EncoderDecoderKeys) else "next_token"
-
-
-def data_conflicts(config: Config, world_size: int) -> Iterator[Conflict]:
-    """Every conflict, for `world_size` ranks. The config is resolved."""
+def data_conflicts(config: Config) -> Iterator[Conflict]:
+    """Every conflict. The config is resolved."""
     yield from _source_conflicts(config)
     yield from _row_conflicts(config)
     yield from _tokenizer_conflicts(config)
-    data = config.data
-    if data.streamed and data.streams % world_size:
-        yield (
-            ("data.streams",),
-            f"{world_size} ranks cannot share the streams evenly",
-            f"Use {near_divisors(data.streams, world_size)} ranks; or, for a new run, data.streams="
-            f"{-(-data.streams // world_size) * world_size}, which gives other rows",
-        )
-
-
-def near_divisors(number: int, wanted: int) -> str:
-    """The divisors of `number` next to `wanted` on either side, in words."""
-    divisors = [n for n in range(1, number + 1) if number % n == 0]
-    below = [n for n in divisors if n < wanted][-1:]
-    return " or ".join(map(str, below + [n for n in divisors if n > wanted][:1]))
 
 
 def _source_conflicts(config: Config) -> Iterator[Conflict]:
@@ -84,11 +61,11 @@ def _source_conflicts(config: Config) -> Iterator[Conflict]:
 
 def _row_conflicts(config: Config) -> Iterator[Conflict]:
     data, model = config.data, config.model
-    if data.objective != objective_of(model):
+    if data.objective != model.objective:
         yield (
             ("data.objective", "model.name"),
             "the model is not made for this objective",
-            f"Set data.objective={objective_of(model)}, or choose another model",
+            f"Set data.objective={model.objective}, or choose another model",
         )
     if data.objective == "prefix_continuation":
         for name, value, default in (
@@ -97,13 +74,6 @@ def _row_conflicts(config: Config) -> Iterator[Conflict]:
         ):
             if value != default:
                 yield (name, "data.objective"), "a row is one document then", f"Leave {name} out"
-    pads_unseen = data.pack == "best_fit" and not data.document_mask
-    if pads_unseen and isinstance(model, PowerNormConfig) and model.norm != "layer":
-        yield (
-            ("data.pack", "data.document_mask", "model.norm"),
-            "padding would enter the statistics of the batch",
-            "Set data.document_mask=true, or data.pack=concat",
-        )
 
 
 def _tokenizer_conflicts(config: Config) -> Iterator[Conflict]:

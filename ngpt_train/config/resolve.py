@@ -11,15 +11,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngpt_train.config.data_conflicts import data_conflicts, objective_of
-from ngpt_train.config.keys import AUTO
-from ngpt_train.config.model_keys import EncoderDecoderKeys, ModelConfig
+from ngpt_train.config.data_conflicts import data_conflicts
+from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import report, show
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.models.ngpt.keys import NGPTConfig, ScaleVectorConfig
-from ngpt_train.models.normformer.keys import NormFormerConfig
-from ngpt_train.models.powernorm.keys import PowerNormConfig
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")
@@ -44,15 +40,8 @@ def resolve(config: Config, origins: Mapping[str, Origin] | None = None) -> None
         optim.lr = _table_lr(config)
     _resolve_warmup(config, origins)
     if config.data.objective == AUTO:
-        config.data.objective = objective_of(model)
-    if isinstance(model, EncoderDecoderKeys):
-        model.n_encoder_layers = model.n_encoder_layers or model.n_layers
-        model.source_context = model.source_length(model.context)
-    if isinstance(model, PowerNormConfig):
-        if model.psi_warmup_steps == AUTO:
-            model.psi_warmup_steps = config.schedule.warmup_steps if model.norm == "pn" else 0
-        if model.group_scaling == AUTO:
-            model.group_scaling = 0 if model.norm == "layer" else model.n_heads
+        config.data.objective = model.objective
+    model.resolve(config)
     if config.run.name == AUTO:
         config.run.name = f"{model.name}-{config.scale.name}-seed{config.run.seed}"
 
@@ -94,7 +83,7 @@ def check_verb(config: Config, verb: str) -> None:
             raise ConfigError(f"{verb}.out={out}: {problem}\n  {fix}") from None
 
 
-def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def _conflicts(config: Config, world_size: int) -> Iterator[Conflict]:
     """(keys, what is wrong, how to fix it) for each rule that is broken."""
     run, model, train, optim = config.run, config.model, config.train, config.optim
     warmup, lr, n_kv_heads = config.schedule.warmup_steps, optim.lr, model.n_kv_heads
@@ -127,10 +116,9 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
         yield (
             heads,
             "the heads do not divide the width",
-            _nearest_divisors("model.n_heads", model.n_heads, model.d_model),
+            nearest_divisors("model.n_heads", model.n_heads, model.d_model),
         )
-    has_rope = not isinstance(model, NormFormerConfig) or model.positions == "rotary"
-    if has_rope and (model.d_model // model.n_heads) % 2:
+    if model.uses_rope and (model.d_model // model.n_heads) % 2:
         width = 2 * model.n_heads * max(1, round(model.d_model / model.n_heads / 2))
         yield (
             heads,
@@ -141,23 +129,10 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
         yield (
             ("model.n_kv_heads", "model.n_heads"),
             "the key/value heads do not divide the heads",
-            _nearest_divisors("model.n_kv_heads", n_kv_heads, model.n_heads),
+            nearest_divisors("model.n_kv_heads", n_kv_heads, model.n_heads),
         )
 
-    if isinstance(model, EncoderDecoderKeys) and model.source_length(model.context) >= model.context:
-        yield (
-            ("model.source_context", "model.context"),
-            "the source takes the whole row, nothing is left to decode",
-            f"Set model.source_context below {model.context}",
-        )
-    if isinstance(model, PowerNormConfig) and model.group_scaling and model.d_model % int(model.group_scaling):
-        yield (
-            ("model.group_scaling", "model.d_model"),
-            "the groups do not divide the width",
-            _nearest_divisors("model.group_scaling", int(model.group_scaling), model.d_model),
-        )
-
-    for switch, name in _without_effect(model):
+    for switch, name in model.without_effect():
         default = reduce(getattr, name.split("."), type(model)())
         if reduce(getattr, name.split("."), model) not in (default, 0 if default == AUTO else default):
             key, fix = f"model.{name}", f"Leave it out, or set model.{name}={show(default)}"
@@ -174,23 +149,12 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
             "the warmup leaves no step at the full learning rate",
             f"Set schedule.warmup_steps below {train.steps}; auto would be {auto_warmup(train.steps)}",
         )
-    if isinstance(model, PowerNormConfig) and int(model.psi_warmup_steps) >= train.steps:
-        yield (
-            ("model.psi_warmup_steps", "train.steps"),
-            "the whole run would be warm-up, which is not causal",
-            f"Set model.psi_warmup_steps below {train.steps}, or choose model.norm=pn_v",
-        )
+    yield from model.conflicts(config)
     if config.schedule.final_lr > lr:
         yield ("schedule.final_lr", "optim.lr"), "ends above the peak", f"Set schedule.final_lr to {lr} or less"
 
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield ("optim.betas",), "not two numbers >= 0 and < 1", "For example optim.betas=[0.9,0.95]"
-    if optim.weight_decay and isinstance(model, NGPTConfig):
-        yield (
-            ("optim.weight_decay", "model.name"),
-            "nGPT's weights are never decayed",
-            "Set optim.weight_decay=0, or leave the recipe to the model",
-        )
     if optim.weight_decay and optim.name == "adam":
         yield (
             ("optim.weight_decay", "optim.name"),
@@ -204,16 +168,16 @@ def _conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...
             f"one process, but there are {world_size} ranks",
             "Set parallel=auto, ddp or fsdp, or use one rank",
         )
-    yield from data_conflicts(config, world_size)
+    yield from data_conflicts(config)
     keep, every = config.checkpoint.keep_every, config.checkpoint.every
     if keep is not None and (every == 0 or keep % every):
         multiple = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"
         yield ("checkpoint.keep_every", "checkpoint.every"), "no checkpoint is written at these steps", multiple
 
 
-def _cuda_graph_conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def _cuda_graph_conflicts(config: Config, world_size: int) -> Iterator[Conflict]:
     """What CUDA graphs need, and what distributed/cuda_graphs.py has not thought through."""
-    kind, model, without = config.parallel.kind, config.model, "or train.cuda_graphs=false"
+    kind, without = config.parallel.kind, "or train.cuda_graphs=false"
     if config.train.device == "cpu":
         fix = f"Set train.device=cuda, {without}"
         yield ("train.cuda_graphs", "train.device"), "CPUs have no CUDA graphs", fix
@@ -225,26 +189,9 @@ def _cuda_graph_conflicts(config: Config, world_size: int) -> Iterator[tuple[tup
             f", and there are {world_size}" if world_size > 1 else ""
         )
         yield ("train.cuda_graphs", "parallel.kind"), problem, f"Use one rank and parallel=single, {without}"
-    if isinstance(model, PowerNormConfig) and model.norm != "layer":
-        problem = "statistics of the batch leave the graphs in the middle of a pass, which is not supported"
-        yield ("train.cuda_graphs", "model.norm"), problem, f"Set model.norm=layer, {without}"
 
 
-def _without_effect(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """(key, key) of model.*: the value of the first leaves the second without an effect."""
-    if isinstance(model, NormFormerConfig) and model.positions != "rotary":
-        yield from (("positions", name) for name in ("rope_base", "rope_layout"))
-    if isinstance(model, PowerNormConfig):
-        if model.norm != "pn":
-            yield from (("norm", name) for name in ("psi_warmup_steps", "alpha_bkw"))
-        if model.norm == "layer":
-            yield from (("norm", name) for name in ("alpha_fwd", "group_scaling", "statistics"))
-    if isinstance(model, NGPTConfig):
-        scales = {name: x for name, x in vars(model).items() if isinstance(x, ScaleVectorConfig)}
-        yield from ((f"{name}.kind", f"{name}.scale") for name, x in scales.items() if x.kind == "fixed")
-
-
-def _batch_conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[str, ...], str, str]]:
+def _batch_conflicts(config: Config, world_size: int) -> Iterator[Conflict]:
     rows, micro = config.train.batch_rows, config.train.micro_rows
     assert rows is not None
     ranks = f"{world_size} ranks" if world_size > 1 else "one rank"
@@ -260,7 +207,7 @@ def _batch_conflicts(config: Config, world_size: int) -> Iterator[tuple[tuple[st
     below, above = rows // unit * unit, (rows // unit + 1) * unit
     fix = f"The nearest train.batch_rows that work: {f'{below} or ' if below else ''}{above}"
     if isinstance(micro, int) and rows % world_size == 0:
-        fix = f"{_nearest_divisors('train.micro_rows', micro, rows // world_size)}\n  {fix}"
+        fix = f"{nearest_divisors('train.micro_rows', micro, rows // world_size)}\n  {fix}"
     yield names, problem, fix
 
 
@@ -312,12 +259,6 @@ def _table_lr(config: Config) -> float:
         )
     within = [context for context in row if context <= config.model.context]
     return float(row[max(within) if within else min(row)])
-
-
-def _nearest_divisors(name: str, value: int, whole: int) -> str:
-    below = next(n for n in range(min(value, whole), 0, -1) if whole % n == 0)
-    above = next((n for n in range(value + 1, min(whole, 8 * value) + 1) if whole % n == 0), None)
-    return f"The nearest {name} that work: {below}" + (f" or {above}" if above else "")
 
 
 def _error(

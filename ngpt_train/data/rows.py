@@ -15,7 +15,6 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.model_keys import EncoderDecoderKeys
 from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED, PADDING
 from ngpt_train.core.errors import DataError
@@ -62,8 +61,8 @@ class RowFormat:
 def row_format(config: Config, eos: int) -> RowFormat:
     """The format that the config asks for."""
     model, data = config.model, config.data
-    source = model.source_length(model.context) if isinstance(model, EncoderDecoderKeys) else None
-    return RowFormat(model.context, eos, data.pack == "best_fit", data.document_mask, source)
+    source = model.source_length(model.context)
+    return RowFormat(model.context, eos, data.pack == "best_fit", data.document_mask, source or None)
 
 
 class Reader(Protocol):

@@ -53,8 +53,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     """
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
-    skipped = torch.zeros((), dtype=torch.int64, device=world.device)  # since the last record
-    skipped_in_a_row = torch.zeros_like(skipped)
+    skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=world.device)
     left_out: set[str] = set()  # shards
 
     def save(position: Position, must: bool) -> None:
@@ -86,7 +85,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         left_out |= position.skipped.keys()
         with explain_out_of_memory(state.micro_rows):
             result = train_step(state, micro_batches, untouched=True)
-        skipped += result.skipped
+        state.interval.add(result)
         skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
         logging = _due(state.step, config.logging.every)
         loss = float(result.loss) if logging else None  # waits for the device, so that the time below is true
@@ -98,6 +97,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 "kind": "train",
                 "step": state.step,
                 "loss": loss,
+                "loss_mean": state.interval.loss_mean,
                 **({} if result.z_loss is None else {"z_loss": float(result.z_loss)}),
                 "lr": result.lr,
                 "grad_norm": float(result.grad_norm),
@@ -105,11 +105,11 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 **seen(world.gather(position)),
                 **padding(state, tokens),
                 **parts.meter.read(),
-                "skipped": int(skipped),
+                "skipped": state.interval.n_skipped,
             }
             for sink in parts.sinks:
                 sink.log(record)
-            skipped.zero_()
+            state.interval.begin_anew()
         parts.after_step()
         reason = stop.reason
         stopping = world.any(reason is not None)

@@ -32,7 +32,9 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         data=data,
         eval=replace(config.eval, rows=rows),
     )
-    dataset = open_dataset(read, restored.tokenizer, world.on_main)
+    dataset = world.on_all_without_timeout(
+        lambda: open_dataset(read, restored.tokenizer, world.on_main_without_timeout)
+    )
     if dataset.tokenizer.fingerprint != restored.tokenizer.fingerprint:
         raise DataError(
             f"evaluate.checkpoint={config.evaluate.checkpoint}: the model was trained with the tokenizer "
