@@ -14,7 +14,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.dataset import Dataset, Mixed
 from ngpt_train.data.mixture import MixtureReader, Turns
-from ngpt_train.data.permutation import GOLDEN, mix, shuffled
+from ngpt_train.data.permutation import GOLDEN, mix, permuted, shuffled
 from ngpt_train.data.prepared.shards import Tokens
 from ngpt_train.data.rows import Batch, Reader, Rows, row_format, rows_of
 from ngpt_train.data.streamed.stream import Cursor
@@ -210,4 +210,4 @@ def data_hash(summands: Sequence[int]) -> str:
 def validation_rows(rows: Rows, n_rows: int, seed: int) -> NDArray[np.int64]:
     """Indices of `n_rows` different rows (all there are, if fewer), ascending; the same for the same seed."""
     total = len(rows)
-    return np.sort(shuffled(np.arange(min(n_rows, total)), total, seed))
+    return np.sort(permuted(np.arange(min(n_rows, total)), total, seed))

@@ -262,6 +262,9 @@ class Documents:
     def __len__(self) -> int:
         return len(self._ends)
 
+    def __iter__(self) -> Iterator[str]:
+        return map(self.text, range(len(self)))
+
     def text(self, index: int) -> str:
         start = int(self._ends[index - 1]) if index else 0
         return self._text[start : int(self._ends[index])].tobytes().decode()
