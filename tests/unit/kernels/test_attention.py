@@ -14,9 +14,10 @@ from torch.nn.attention import flex_attention
 
 from ngpt_train.config import ConfigError
 from ngpt_train.config.schema import Config
+from ngpt_train.core import log
 from ngpt_train.distributed.layouts import recomputed
 from ngpt_train.kernels import attention as module
-from ngpt_train.kernels import flash, log
+from ngpt_train.kernels import flash
 from ngpt_train.kernels.attention import Blocks, Packed, attention, choose, chosen
 from ngpt_train.models.layers.documents import document_mask
 from ngpt_train.models.ngpt.keys import NGPTConfig

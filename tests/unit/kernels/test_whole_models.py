@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ngpt_train.bench.step import saved_activations
-from ngpt_train.kernels import dispatch, log
+from ngpt_train.core import log
+from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.dispatch import chosen
 from ngpt_train.models import export_gradients
 from ngpt_train.training import build_state
