@@ -20,7 +20,7 @@ from types import FrameType
 from typing import NoReturn
 
 from ngpt_train.config import ConfigError, check, load_config, to_yaml
-from ngpt_train.config.resolve import check_verb
+from ngpt_train.config.conflicts import check_verb
 
 VERBS = {
     "train": "Train a model; continues the run if its directory holds a checkpoint.",

@@ -31,7 +31,6 @@ from ngpt_train.bench.gpu_steps import (
 from ngpt_train.bench.interleaved import Run
 from ngpt_train.bench.public_style import PublicSteps, PublicStyle, as_public
 from ngpt_train.config.keys import AUTO
-from ngpt_train.models.ngpt.keys import NGPTConfig
 from ngpt_train.models.weights import export_weights
 from ngpt_train.training.batch import resolve_micro_rows
 
@@ -70,7 +69,6 @@ def public_steps(ngpt: Variant, micro_rows: int, row: Row) -> tuple[PublicSteps,
     """With nGPT's weights, on nGPT's tokens; and what is wrong, where its loss is another."""
     state = ngpt.state
     config = state.config.model
-    assert isinstance(config, NGPTConfig)
     dtype = state.model.compute_dtype or torch.float32
     with state.world.device:
         model = PublicStyle(config, dtype)

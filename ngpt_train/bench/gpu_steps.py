@@ -20,14 +20,12 @@ from torch import Tensor
 from ngpt_train.bench.gpu_predictions import expected_seconds, predicted_ms
 from ngpt_train.bench.interleaved import Entry, Measure, Run, by, interleaved
 from ngpt_train.bench.step import tokens_of
+from ngpt_train.config.architectures import architectures
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import Decoder
-from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.initialisation import drawn_by
-from ngpt_train.models.ngpt.keys import NGPTConfig
 from ngpt_train.observe.meters import peak_flops
 from ngpt_train.optim import build_optimizer
 from ngpt_train.training import TrainState, build_state, train_step
@@ -142,7 +140,7 @@ class Variant:
 
 def make_config(architecture: str, row: Row, device: str, micro_rows: int | str = AUTO) -> Config:
     d_model, n_layers, n_heads, d_mlp, vocab_size = SIZES[row.size]
-    model: type[ModelConfig] = GPTConfig if architecture == "gpt" else NGPTConfig
+    model = architectures()[architecture]
     config = Config(model=model(architecture, d_model, n_layers, n_heads, None, d_mlp, vocab_size, row.context))
     config.train.steps, config.train.batch_rows, config.train.micro_rows = TOTAL_STEPS, ROWS_PER_STEP, micro_rows
     config.train.device = device

@@ -19,8 +19,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.models.layers.rope import Rope, rope_table, rotate
-from ngpt_train.models.ngpt.keys import NGPTConfig
 
 ALPHA = 0.05  # at the start; every other scale starts at 1
 
@@ -63,7 +63,7 @@ class Block(nn.Module):
 class PublicStyle(nn.Module):
     """dtype: of the blocks' matrices. The rest, and what is not autocast, is fp32, or dtype where that is wider."""
 
-    def __init__(self, config: NGPTConfig, dtype: torch.dtype) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
         assert isinstance(config.vocab_size, int)
         d, m = config.d_model, config.d_mlp or 4 * config.d_model

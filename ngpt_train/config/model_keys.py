@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Union
+from typing import TYPE_CHECKING, ClassVar, Union
 
-from ngpt_train.config.keys import AUTO, IntOrAuto, key
+from ngpt_train.config.keys import AUTO, Conflict, IntOrAuto, key
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
 
 
 @dataclass
@@ -34,18 +38,35 @@ class ModelConfig:
         choices=("half", "interleaved"),
     )
 
+    # What the rest of the house asks of an architecture before there is a model. Each may answer otherwise.
 
-@dataclass
-class EncoderDecoderKeys:
-    """What every encoder-decoder has besides."""
+    objective: ClassVar[str] = "next_token"  # what data.objective=auto becomes, and the only one that it learns
 
-    n_encoder_layers: Union[int, None] = key(
-        None, "Number of encoder blocks; null is n_layers, the decoder's.", minimum=1, maximum=100_000
-    )
-    source_context: Union[int, None] = key(
-        None, "Of a row's model.context tokens those that the encoder reads; null is two thirds of them.", minimum=1
-    )
+    @property
+    def uses_rope(self) -> bool:
+        """Whether attention turns q and k, so that a head needs an even width."""
+        return True
+
+    @property
+    def synchronises_statistics(self) -> bool:
+        """Whether norms take their statistics over the rows of all ranks."""
+        return False
 
     def source_length(self, context: int) -> int:
-        """source_context, filled in."""
-        return self.source_context or max(1, 2 * context // 3)
+        """Of a row's `context` tokens those that an encoder reads."""
+        return 0
+
+    def resolve(self, config: Config) -> None:
+        """Replaces what is `auto` or null in the keys of its own, in place. `config` is resolved but for these."""
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        """(key, key) of model.*: the value of the first leaves the second without an effect."""
+        yield from ()
+
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        """What excludes each other, with a key of its own among it. `config` is resolved."""
+        yield from ()
+
+    def not_in_weights(self) -> set[str]:
+        """Keys of model.* that a run may change although it begins with the weights of another (run.init_from)."""
+        return {"context"}

@@ -8,17 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ngpt_train.config.validate import (
-    Key,
-    all_keys,
-    check_section,
-    did_you_mean,
-    flatten,
-    nearest,
-    report,
-    show,
-    similar_keys,
-)
+from ngpt_train.config.architectures import all_keys
+from ngpt_train.config.validate import Key, check_section, did_you_mean, flatten, nearest, report, show, similar_keys
 from ngpt_train.core.errors import ConfigError
 
 _SPACES = (" ", "\t", "\n")

@@ -17,6 +17,9 @@ from typing import Any
 
 import numpy as np
 
+from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
+
 logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 24
@@ -27,13 +30,19 @@ LARGE = 1 << 30
 SETTLED = 2.0
 
 
+def cache_directory(config: Config) -> Path:
+    """data.cache."""
+    return Path(config.data.cache).expanduser()
+
+
 def canonical_hash(value: Any) -> str:
     """sha256 of a JSON value, the same for equal values."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 class FileHashes:
-    """Remembers checksums in `hashes.json` below the cache directory; nothing is written before `save`."""
+    """Remembers checksums in `hashes.json` below the cache directory; nothing is written before `save`. Raises
+    DataError where a file cannot be read."""
 
     def __init__(self, cache: Path):
         self._path = cache / "hashes.json"
@@ -69,6 +78,12 @@ class FileHashes:
 
     def _lookup(self, path: Path, dtype: str | None) -> list[Any]:
         name = f"{dtype or 'bytes'} {path.absolute()}"
+        try:
+            return self._hashed(name, path, dtype)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+
+    def _hashed(self, name: str, path: Path, dtype: str | None) -> list[Any]:
         stat = path.stat()
         version = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         known = self._known.get(name)

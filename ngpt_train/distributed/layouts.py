@@ -23,7 +23,6 @@ from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
 from ngpt_train.models import Decoder, build_model
-from ngpt_train.models.powernorm.keys import PowerNormConfig
 
 # Running statistics are each rank's own. torch 2.13 has renamed the option, and warns of the older name.
 _RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
@@ -71,7 +70,7 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
         model = build_model(config.model, config.run.seed)
     model.compute_dtype = None if precision == torch.float32 else precision
     model.z_loss = config.optim.z_loss
-    if world.size > 1 and isinstance(config.model, PowerNormConfig) and config.model.statistics == "synchronised":
+    if world.size > 1 and config.model.synchronises_statistics:
         synchronise_statistics(model)
     if config.train.activation_checkpointing == "full":
         for block in model.blocks():

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from ngpt_train.distributed.world import World
 from ngpt_train.models import Decoder
-from ngpt_train.models.powernorm.norms import BatchStatisticNorm
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -30,10 +29,11 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def synchronise_statistics(model: nn.Module) -> None:
-    """From now on the norms take their statistics over the rows of all ranks; every rank makes the same passes."""
+    """From now on norms over the batch take their statistics over the rows of all ranks; every rank makes the same
+    passes. Such a norm is a module that has a function `over_ranks`, from its own sums to those of all ranks."""
     for module in model.modules():
-        if isinstance(module, BatchStatisticNorm):
-            module.over_ranks = _SumOverRanks.apply
+        if hasattr(module, "over_ranks"):
+            setattr(module, "over_ranks", _SumOverRanks.apply)  # noqa: B010 (types: a Module has no such attribute)
 
 
 @contextmanager

@@ -5,7 +5,7 @@ import ctypes
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
+from ngpt_train.distributed.long_work import LongWork
 
 T = TypeVar("T")
 
@@ -28,6 +29,7 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    timeout: float = 600.0  # seconds that ranks wait for one without a sign of life: parallel.timeout
 
     @property
     def is_main(self) -> bool:
@@ -39,16 +41,21 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def any(self, flag: bool) -> bool:
-        """True on every rank if it is on one. Through the CPU group, so that the GPU is not waited for."""
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over all ranks. Through their CPUs, so that no GPU is waited for."""
         if self.size == 1:
-            return flag
-        flags = torch.tensor([float(flag)])
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags.item())
+            return list(values)
+        found = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.tolist()
 
-    def barrier(self) -> None:
-        self.any(False)
+    def sum_of(self, values: Sequence[int]) -> list[int]:
+        """The sum of each value over all ranks, through their CPUs; exact, as long as it is below 2^63."""
+        if self.size == 1:
+            return list(values)
+        found = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(found)
+        return found.tolist()
 
     def gather(self, item: T) -> list[T]:
         """The items of all ranks, in order of rank, on every rank."""
@@ -59,23 +66,67 @@ class World:
         return items
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Runs `function` on rank 0 alone; its result, or its exception, comes out on every rank."""
-        result: T | None = None
-        failure: Exception | None = None
+        """Runs `function` on rank 0 alone; its result, or its exception, comes out on every rank.
+
+        For what takes less than parallel.timeout; else the other ranks give up.
+        """
+        if self.size == 1:
+            return function()
+        return _of_main(_outcome(function) if self.is_main else (None, None))
+
+    def on_main_without_timeout(self, function: Callable[[], T]) -> T:
+        """As `on_main`, for a function that may take hours, such as a download.
+
+        The other ranks wait as long as rank 0 gives signs of life (long_work.py), else they raise RankLostError.
+        """
+        if self.size == 1:
+            return function()
+        work = self._long_work()
+        outcome: tuple[T | None, Exception | None] = None, None
         if self.is_main:
-            try:
-                result = function()
-            except Exception as error:
-                if self.size == 1:
-                    raise
-                failure = error
-        if self.size > 1:
-            box = [result, failure]
-            dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
-            result, failure = cast(T | None, box[0]), cast(Exception | None, box[1])
-        if failure is not None:
-            raise failure
-        return cast(T, result)
+            with work.working():
+                outcome = _outcome(function)
+        else:
+            work.wait_for_rank(0)
+        return _of_main(outcome)
+
+    def on_all_without_timeout(self, function: Callable[[], T]) -> T:
+        """Runs `function` on every rank, each at its own pace and for hours if need be; returns this rank's result
+        when all are done.
+
+        Raises this rank's own exception at once, RankLostError where another rank has failed or died. Inside,
+        `on_main_without_timeout` may be called, other collectives may not.
+        """
+        if self.size == 1:
+            return function()
+        work = self._long_work()
+        with work.working():
+            result = function()
+        work.wait_for_all(self.size)
+        return result
+
+    def _long_work(self) -> LongWork:
+        store = dist.distributed_c10d._get_default_store()
+        # Every rank counts for itself, and all count the same.
+        number = store.add(f"ngpt_train/long_work/{self.rank}", 1)
+        return LongWork(store, f"ngpt_train/long_work_{number}", self.rank, self.timeout)
+
+
+def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    try:
+        return function(), None
+    except Exception as error:
+        return None, error
+
+
+def _of_main(outcome: tuple[T | None, Exception | None]) -> T:
+    """Rank 0's result on every rank, or its exception; a collective call."""
+    box = list(outcome)
+    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    result, failure = cast(T | None, box[0]), cast(Exception | None, box[1])
+    if failure is not None:
+        raise failure
+    return cast(T, result)
 
 
 def join_world(config: Config) -> World:
@@ -98,7 +149,7 @@ def join_world(config: Config) -> World:
     if not dist.is_initialized():
         return World(rank=0, size=1, local_rank=0, device=device)
     _outlive_process_group()
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device)
+    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, config.parallel.timeout)
 
 
 @functools.cache

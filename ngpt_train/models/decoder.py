@@ -92,8 +92,11 @@ class Decoder(nn.Module):
         """Whether project_ divides every row of every matrix by its length; it does that or nothing."""
         return False
 
-    def project_(self) -> None:
-        """Re-imposes the architecture's constraint on its weights, in place; here there is none."""
+    def project_(self, skipped: Tensor | None = None) -> None:
+        """Re-imposes the architecture's constraint on its weights, in place; here there is none.
+
+        skipped: 0-dim, of the device; where it is true no bit of a weight changes, and the host does not wait for it.
+        """
 
     def begin_step_(self, step: int, loss_scale: Tensor) -> None:
         """Tells the model, before the forward passes of a step, how many steps are behind it and by what the

@@ -43,9 +43,13 @@ def format_seconds(seconds: float) -> str:
 
 
 def describe_train(record: dict[str, Any], eta: float) -> str:
-    """`loss 4.1234  lr 1.9e-02  grad 0.81  12.3k tok/s  mfu 31.2%  eta 3m12s`, mfu only where it is known."""
+    """`loss 4.1234  mean 4.1301  lr 1.9e-02  grad 0.81  12.3k tok/s  mfu 31.2%  eta 3m12s`, mfu only where it is known.
+
+    mean: of the losses since the last record.
+    """
     parts = [
         f"loss {record['loss']:.4f}",
+        f"mean {record['loss_mean']:.4f}",
         f"lr {record['lr']:.1e}",
         f"grad {record['grad_norm']:.2f}",
         f"{format_count(record['tokens_per_s'])} tok/s",

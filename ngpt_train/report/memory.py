@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ngpt_train.config.model_keys import EncoderDecoderKeys
 from ngpt_train.config.schema import Config
 from ngpt_train.kernels.cross_entropy import GPU_ROWS
 from ngpt_train.models import Decoder
@@ -105,7 +104,7 @@ def activation_items(config: Config, model: Decoder, size: int, compiled: bool, 
     block = wide * 6 * shape.d_model + size * (3 * d_q + 3 * d_kv + 3 * d_mlp)
     formula = f"({wide} x 6 d_model + {size} x (3 d_q + 3 d_kv + 3 d_mlp))"
     # Of a row's tokens the source goes through the encoder's blocks, the rest through the decoder's.
-    source = shape.source_length(shape.context) if isinstance(shape, EncoderDecoderKeys) else 0
+    source = shape.source_length(shape.context)
     passed = [(len(model.blocks()) - shape.n_layers) * source, shape.n_layers * (shape.context - source)]
     tokens_decoded = tokens * (shape.context - source) // shape.context
     token_blocks = tokens * sum(passed) // shape.context

@@ -2,7 +2,7 @@
 
     checkpoints/step_00001000/   __0_0.distcp ...  sharded tensors (torch.distributed.checkpoint)
                                  .metadata         where each tensor lies in them
-                                 state.json        step, tokens, position in the data
+                                 state.json        step, tokens, sums since the last record, position in the data
                                  config.yaml, tokenizer files
                                  MANIFEST.json     size and sha256 of every file; written last
 
@@ -99,6 +99,7 @@ class Checkpoints:
             progress = {
                 "step": state.step,
                 "tokens": int(state.tokens),
+                "interval": state.interval.state_dict(),
                 "world_size": self.world.size,
                 "data": dict(position),
             }
@@ -222,6 +223,8 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     progress = read_json(checkpoint / "state.json")
     state.step = progress["step"]
     state.tokens.fill_(progress["tokens"])
+    if "interval" in progress:  # earlier versions did not save it
+        state.interval.load_state_dict(progress["interval"])
     return progress["data"]
 
 

@@ -215,18 +215,13 @@ def _nothing_found(config: Config, checkpoints: Path) -> Path | None:
     return None
 
 
-# Keys of model.* that weights may go on without: the length of a row, unless positions are learned, and how statistics
-# are gathered in training.
-NOT_IN_WEIGHTS = {"context", "source_context", "psi_warmup_steps", "alpha_fwd", "alpha_bkw", "statistics"}
-
-
 def initial_checkpoint(config: Config) -> Path | None:
     """The checkpoint of run.init_from, whose architecture and size must be the config's; raises DataError."""
     if config.run.init_from is None:
         return None
     checkpoint = find_checkpoint("run.init_from", config.run.init_from)
     stored = read_yaml(checkpoint / "config.yaml").model
-    free = NOT_IN_WEIGHTS - ({"context"} if getattr(config.model, "positions", None) == "learned" else set())
+    free = config.model.not_in_weights()
     differing = [
         f"model.{key}: {getattr(stored, key, None)} in the checkpoint, {value} here"
         for key, value in vars(config.model).items()

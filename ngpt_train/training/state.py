@@ -11,6 +11,7 @@ from ngpt_train.models import Decoder
 from ngpt_train.optim import build_optimizer
 from ngpt_train.training.batch import resolve_micro_rows
 from ngpt_train.training.guards import explain_out_of_memory
+from ngpt_train.training.interval import Interval
 
 
 @dataclass
@@ -25,6 +26,7 @@ class TrainState:
     micro_rows: int  # rows per rank in one forward pass
     step: int  # optimizer steps completed
     tokens: Tensor  # targets that counted so far, over all ranks; 0-dim int64 on the device
+    interval: Interval  # the steps since the last train record
 
 
 def build_state(config: Config, world: World | None = None) -> TrainState:
@@ -41,4 +43,6 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
         model, forward = parallelize(config, world, micro_rows)
     optimizer = build_optimizer(model, model.parameter_groups(), config.optim)
     tokens = torch.zeros((), dtype=torch.int64, device=world.device)
-    return TrainState(config, world, model, forward, optimizer, micro_rows, step=0, tokens=tokens)
+    return TrainState(
+        config, world, model, forward, optimizer, micro_rows, step=0, tokens=tokens, interval=Interval(world.device)
+    )

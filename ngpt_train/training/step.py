@@ -27,6 +27,7 @@ class StepResult(NamedTuple):
     skipped: Tensor  # True where a gradient was not finite and weights and moments were left alone
     lr: float
     z_loss: Tensor | None  # optim.z_loss * logsumexp(logits)^2, mean over the same targets; None where it is 0
+    loss_sum: Tensor  # fp64: what `loss` is the mean of
 
 
 def train_step(state: TrainState, micro_batches: Sequence[Batch], untouched: bool = False) -> StepResult:
@@ -59,7 +60,7 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch], untouched: boo
             loss_sum += micro_loss.cross_entropy
             if micro_loss.z_term is not None:
                 z_sum += micro_loss.z_term
-    loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)
+    loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)  # in place: loss_sum is now that of all ranks
     z_loss = world.sum_(z_sum) / n_tokens.clamp(min=1) if config.optim.z_loss else None
 
     average_vectors_(state.model, world)
@@ -68,10 +69,10 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch], untouched: boo
     lr = lr_at(state.step, config.schedule, float(config.optim.lr), config.train.steps)
     apply_gradients(state, grad_norm, skipped, lr)
     if not isinstance(state.optimizer, RowAdam):  # which leaves every row projected
-        state.model.project_()
+        state.model.project_(skipped)
     state.step += 1
     state.tokens += n_tokens
-    return StepResult(loss, grad_norm, n_tokens, skipped, lr, z_loss)
+    return StepResult(loss, grad_norm, n_tokens, skipped, lr, z_loss, loss_sum)
 
 
 def check_batches(micro_batches: Sequence[Batch]) -> None:

@@ -56,10 +56,11 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     resolve_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
     if checkpoint is not None:
         config = with_first_commits(config, read_yaml(checkpoint / "config.yaml"))
-    # Preparing may take hours, and no rank waits so long for another; a stream is opened by all of them together.
-    data = None if config.data.streamed else open_dataset(config)
     world = join_world(config)
-    data = data or open_dataset(config, trained_tokenizer(config, checkpoint), world.on_main)
+    # Listing, downloading and tokenizing may take hours, longer than a collective waits. The run's own tokenizer is of
+    # use to streamed text alone: prepared shards bring theirs.
+    tokenizer = trained_tokenizer(config, checkpoint) if config.data.streamed else None
+    data = world.on_all_without_timeout(lambda: open_dataset(config, tokenizer, world.on_main_without_timeout))
     config = with_vocabulary(config, data)
     config = with_precision(config, world)
     config = replace(config, data=with_commits(config.data, data.commits))
@@ -138,7 +139,7 @@ def prepare_state(config: Config, world: World, data: Dataset, checkpoint: Path 
         world_size=world.size,
         state=position,
     )
-    return state, Feed(loader, world.device)
+    return state, Feed(loader, state.model, world.device)
 
 
 def train_in(

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngpt_train.config.model_keys import EncoderDecoderKeys, ModelConfig
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.models import Decoder, build_model, export_weights, load_weights
+from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
 from ngpt_train.models.ngpt.keys import AlphaConfig, MLPScaleConfig, NGPTConfig, ScaleVectorConfig

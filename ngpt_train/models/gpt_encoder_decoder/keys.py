@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ngpt_train.config.keys import key
-from ngpt_train.config.model_keys import EncoderDecoderKeys
+from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.gpt.keys import GPTConfig
 
 

@@ -45,11 +45,13 @@ class LayerNorm(nn.Module):
 
 
 @torch.no_grad()
-def normalize_rows_(matrix: Tensor) -> None:
-    """Puts every row of `matrix` `(rows, d_model)` on the unit sphere, in place.
+def normalize_rows_(matrix: Tensor, skipped: Tensor | None = None) -> None:
+    """Puts every row of `matrix` `(rows, d_model)` on the unit sphere, in place; where `skipped` (0-dim) not a bit.
 
     FSDP2 shards rows whole, so the rows of the local shard are rows of the matrix, and no rank
     needs to hear from another.
     """
     rows = matrix.to_local() if isinstance(matrix, DTensor) else matrix
-    rows.div_(torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(SHORTEST))
+    length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(SHORTEST)
+    # Even a row of length 1 would move by a rounding if it were divided once more; by 1 it stays.
+    rows.div_(length if skipped is None else length.masked_fill_(skipped, 1.0))

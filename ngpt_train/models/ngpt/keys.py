@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-from ngpt_train.config.keys import FloatOrAuto, key
+from ngpt_train.config.keys import Conflict, FloatOrAuto, key
 from ngpt_train.config.model_keys import ModelConfig
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
 
 # What the start of a scale vector may be besides a number.
 SCALE_WORDS = ("1/L", "1/sqrt(d)", "sqrt(d)")
@@ -70,3 +75,13 @@ class NGPTConfig(ModelConfig):
         choices=("projection", "parametrization", "none"),
     )
     activation: str = key("silu", "Gate of the MLP; gelu is the exact one.", choices=("silu", "gelu"))
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        scales = {name: x for name, x in vars(self).items() if isinstance(x, ScaleVectorConfig)}
+        yield from ((f"{name}.kind", f"{name}.scale") for name, x in scales.items() if x.kind == "fixed")
+
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        yield from super().conflicts(config)
+        if config.optim.weight_decay:
+            fix = "Set optim.weight_decay=0, or leave the recipe to the model"
+            yield "optim.weight_decay model.name", "nGPT's weights are never decayed", fix

@@ -146,12 +146,12 @@ class Spherical(Decoder):
     def projects(self) -> bool:
         return self.config.constraint == "projection"
 
-    def project_(self) -> None:
+    def project_(self, skipped: Tensor | None = None) -> None:
         """Section 2.6, item 2: every matrix and every embedding, along the embedding dimension."""
         if self.projects:
             for parameter in self.parameters():
                 if parameter.ndim == 2:
-                    normalize_rows_(parameter)
+                    normalize_rows_(parameter, skipped)
 
 
 class NGPT(Spherical):

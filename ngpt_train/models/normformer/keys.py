@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ngpt_train.config.keys import key
@@ -33,3 +34,15 @@ class NormFormerConfig(ModelConfig):
         "gelu", "Of the MLP, which has no gate: exact GELU, or ReLU squared.", choices=("gelu", "relu2")
     )
     norm_eps: float = key(1e-5, "Added to the variance in LayerNorm.", above=0)
+
+    @property
+    def uses_rope(self) -> bool:
+        return self.positions == "rotary"
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        if not self.uses_rope:
+            yield from (("positions", name) for name in ("rope_base", "rope_layout"))
+
+    def not_in_weights(self) -> set[str]:
+        """Learned positions are as many as a row is long."""
+        return super().not_in_weights() - ({"context"} if self.positions == "learned" else set())

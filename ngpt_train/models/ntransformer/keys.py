@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ngpt_train.config.keys import key
-from ngpt_train.config.model_keys import EncoderDecoderKeys
+from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig
 
 

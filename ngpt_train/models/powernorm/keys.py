@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from ngpt_train.config.keys import AUTO, IntOrAuto, key
+from ngpt_train.config.keys import AUTO, Conflict, IntOrAuto, key, nearest_divisors
 from ngpt_train.config.model_keys import ModelConfig
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
 
 
 @dataclass
@@ -38,3 +43,40 @@ class PowerNormConfig(ModelConfig):
         choices=("per_rank", "synchronised"),
     )
     norm_eps: float = key(1e-5, "Added to the mean square, or the variance, in the norms.", above=0)
+
+    @property
+    def synchronises_statistics(self) -> bool:
+        return self.statistics == "synchronised"
+
+    def resolve(self, config: Config) -> None:
+        if self.psi_warmup_steps == AUTO:
+            self.psi_warmup_steps = config.schedule.warmup_steps if self.norm == "pn" else 0
+        if self.group_scaling == AUTO:
+            self.group_scaling = 0 if self.norm == "layer" else self.n_heads
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        if self.norm != "pn":
+            yield from (("norm", name) for name in ("psi_warmup_steps", "alpha_bkw"))
+        if self.norm == "layer":
+            yield from (("norm", name) for name in ("alpha_fwd", "group_scaling", "statistics"))
+
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        if self.group_scaling and self.d_model % int(self.group_scaling):
+            fix = nearest_divisors("model.group_scaling", int(self.group_scaling), self.d_model)
+            yield "model.group_scaling model.d_model", "the groups do not divide the width", fix
+        if int(self.psi_warmup_steps) >= config.train.steps:
+            fix = f"Set model.psi_warmup_steps below {config.train.steps}, or choose model.norm=pn_v"
+            yield "model.psi_warmup_steps train.steps", "the whole run would be warm-up, which is not causal", fix
+        if self.norm == "layer":
+            return  # no statistics of the batch
+        if config.train.cuda_graphs:
+            problem = "statistics of the batch leave the graphs in the middle of a pass, which is not supported"
+            yield "train.cuda_graphs model.norm", problem, "Set model.norm=layer, or train.cuda_graphs=false"
+        if config.data.pack == "best_fit" and not config.data.document_mask:
+            problem = "padding would enter the statistics of the batch"
+            fix = "Set data.document_mask=true, or data.pack=concat"
+            yield "data.pack data.document_mask model.norm", problem, fix
+
+    def not_in_weights(self) -> set[str]:
+        """Nor how statistics are gathered in training."""
+        return super().not_in_weights() | {"psi_warmup_steps", "alpha_fwd", "alpha_bkw", "statistics"}

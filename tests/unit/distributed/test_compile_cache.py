@@ -15,9 +15,9 @@ from torch import nn
 from torch._inductor.runtime.cache_dir_utils import default_cache_dir, triton_cache_dir
 
 from ngpt_train.config import load_config
+from ngpt_train.core import log
 from ngpt_train.distributed import World, parallelize
 from ngpt_train.distributed.compile_cache import INDUCTOR, TRITON, VARIABLES, machine
-from ngpt_train.kernels import log
 
 
 @pytest.fixture(autouse=True)

@@ -585,7 +585,7 @@ def test_resumes_bit_for_bit(uninterrupted: Path, corpus: Path, tmp_path: Path) 
 
 def test_evaluate_gives_the_loss_of_training(uninterrupted: Path, corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    given = arguments(tmp_path, corpus, f"evaluate.checkpoint={uninterrupted}", f"evaluate.out={out}")
+    given = powernorm_arguments(tmp_path, corpus, f"evaluate.checkpoint={uninterrupted}", f"evaluate.out={out}")
     assert main(["evaluate", *given]) == 0
     trained = records(uninterrupted, "eval")
     assert json.loads(out.read_text())["loss"] == trained[12]["loss"]

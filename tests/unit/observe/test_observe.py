@@ -25,6 +25,7 @@ def train_record(step: int, **values: Any) -> dict[str, Any]:
         "kind": "train",
         "step": step,
         "loss": 4.1234,
+        "loss_mean": 4.1301,
         "lr": 0.019,
         "grad_norm": 0.81,
         "tokens": 4096 * step,
@@ -166,10 +167,10 @@ def test_memory_on_cpus_is_the_resident_set_in_gb() -> None:
 def test_lines() -> None:
     clock = Clock(total_steps=500)
     assert describe(train_record(116), clock) == (
-        "step 116/500  loss 4.1234  lr 1.9e-02  grad 0.81  12.3k tok/s  mfu 31.2%  eta 3m12s"
+        "step 116/500  loss 4.1234  mean 4.1301  lr 1.9e-02  grad 0.81  12.3k tok/s  mfu 31.2%  eta 3m12s"
     )
     assert describe(train_record(500, mfu=None, skipped=2, grad_norm=float("nan")), clock) == (
-        "step 500/500  loss 4.1234  lr 1.9e-02  grad nan  12.3k tok/s  skipped 2  eta 0s"
+        "step 500/500  loss 4.1234  mean 4.1301  lr 1.9e-02  grad nan  12.3k tok/s  skipped 2  eta 0s"
     )
     assert describe(eval_record(500), clock) == "eval 500/500  loss 3.9000  ppl 49.4  bits/byte 1.5123"
 
@@ -192,7 +193,8 @@ def test_numbers_for_people() -> None:
 CONSOLE = """
 import sys
 from ngpt_train.observe.console import console_sink
-train = dict(kind="train", loss=4.0, lr=0.01, grad_norm=1.0, tokens_per_s=1e4, mfu=None, step_time=1.0, skipped=0)
+loss = dict(loss=4.0, loss_mean=4.5)
+train = dict(kind="train", lr=0.01, grad_norm=1.0, tokens_per_s=1e4, mfu=None, step_time=1.0, skipped=0) | loss
 sink = console_sink(total_steps=30, resume_step=None)
 sink.log(dict(kind="eval", step=0, loss=8.0, ppl=2981.0, bits_per_byte=3.0))
 for step in (10, 20, 30):
@@ -211,7 +213,10 @@ def test_plain_lines_where_the_output_is_not_a_terminal() -> None:
     assert result.stderr == ""
     assert result.stdout.splitlines() == [
         "eval 0/30  loss 8.0000  ppl 2981  bits/byte 3.0000",
-        *(f"step {n}/30  loss 4.0000  lr 1.0e-02  grad 1.00  10k tok/s  eta {30 - n}s" for n in (10, 20, 30)),
+        *(
+            f"step {n}/30  loss 4.0000  mean 4.5000  lr 1.0e-02  grad 1.00  10k tok/s  eta {30 - n}s"
+            for n in (10, 20, 30)
+        ),
         "see [runs/x]",
         "end: done",
     ]

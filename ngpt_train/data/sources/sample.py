@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ngpt_train.data.prepared.parts import Counts, halves
 from ngpt_train.data.sources.source import Source
-from ngpt_train.data.streamed.documents import place_of
+from ngpt_train.data.sources.text import Counts, halves, place_of
 
 # Text that a SentencePiece model is trained from at most: more changes few pieces and takes long.
 SAMPLE_CHARACTERS = 32_000_000

@@ -1,0 +1,45 @@
+"""The keys that encoder-decoders share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Union
+
+from ngpt_train.config.keys import Conflict, key
+from ngpt_train.config.model_keys import ModelConfig
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
+
+
+@dataclass
+class EncoderDecoderKeys(ModelConfig):
+    """What every encoder-decoder has besides: it continues the beginning of a document."""
+
+    objective = "prefix_continuation"
+
+    n_encoder_layers: Union[int, None] = key(
+        None, "Number of encoder blocks; null is n_layers, the decoder's.", minimum=1, maximum=100_000
+    )
+    source_context: Union[int, None] = key(
+        None, "Of a row's model.context tokens those that the encoder reads; null is two thirds of them.", minimum=1
+    )
+
+    def source_length(self, context: int) -> int:
+        """source_context, filled in."""
+        return self.source_context or max(1, 2 * context // 3)
+
+    def resolve(self, config: Config) -> None:
+        super().resolve(config)
+        self.n_encoder_layers = self.n_encoder_layers or self.n_layers
+        self.source_context = self.source_length(self.context)
+
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        yield from super().conflicts(config)
+        if self.source_length(self.context) >= self.context:
+            problem = "the source takes the whole row, nothing is left to decode"
+            yield "model.source_context model.context", problem, f"Set model.source_context below {self.context}"
+
+    def not_in_weights(self) -> set[str]:
+        return super().not_in_weights() | {"source_context"}

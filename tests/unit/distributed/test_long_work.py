@@ -1,0 +1,120 @@
+"""Ranks wait for work that outlasts every collective, and notice when nobody works any more."""
+
+import multiprocessing
+import os
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ngpt_train.core.errors import DataError
+from ngpt_train.distributed.long_work import LongWork, RankLostError
+from ngpt_train.distributed.world import World
+
+
+def two_ranks(silence: float) -> tuple[LongWork, LongWork]:
+    store = dist.HashStore()
+    return LongWork(store, "work", 0, silence), LongWork(store, "work", 1, silence)
+
+
+def test_a_rank_that_has_died_is_noticed() -> None:
+    """Caught: waiting for ever; giving up without a word who was waited for."""
+    _, waiting = two_ranks(silence=0.3)
+    started = time.monotonic()
+    with pytest.raises(RankLostError, match=r"rank 0 has given no sign of life for 0\.3 s"):
+        waiting.wait_for_rank(0)
+    assert time.monotonic() - started < 3
+
+
+def test_a_rank_that_stops_in_the_middle_is_noticed() -> None:
+    """Signs of life that came once do not count for ever."""
+    main, waiting = two_ranks(silence=0.3)
+    for _ in range(3):
+        main.store.add("ngpt_train/life/0", 1)
+    with pytest.raises(RankLostError, match="no sign of life"):
+        waiting.wait_for_rank(0)
+
+
+def test_what_failed_is_told_at_once() -> None:
+    main, waiting = two_ranks(silence=60)
+    with pytest.raises(KeyboardInterrupt), main.working():
+        raise KeyboardInterrupt
+    with pytest.raises(RankLostError, match="rank 0: KeyboardInterrupt"):
+        waiting.wait_for_rank(0)
+
+
+def test_all_are_waited_for() -> None:
+    """Caught: going on when the first is done, or while one still works, however long after the others."""
+    first, second = two_ranks(silence=0.4)
+    ended: list[float] = []
+
+    def slow() -> None:
+        with second.working():
+            time.sleep(1.2)  # three silences
+            ended.append(time.monotonic())
+
+    with ThreadPoolExecutor(1) as pool:
+        working = pool.submit(slow)
+        with first.working():
+            pass
+        first.wait_for_all(2)
+        assert ended
+        working.result()
+
+
+def in_processes(ranks: int, store: Path, rank_main: Callable[[World], None], timeout: float) -> None:
+    """Runs rank_main in forked processes with a process group of that timeout in seconds; all must return."""
+
+    def start(rank: int) -> None:
+        code = 1
+        try:
+            files = dist.FileStore(str(store), ranks)
+            dist.init_process_group(
+                "gloo", timeout=timedelta(seconds=timeout), store=files, rank=rank, world_size=ranks
+            )
+            rank_main(World(rank, ranks, rank, torch.device("cpu"), timeout))
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(code)
+
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=start, args=(rank,)) for rank in range(ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0] * ranks
+
+
+TIMEOUT = 2.0  # seconds that a collective waits
+
+
+def outlasting(world: World) -> None:
+    def slow() -> str:
+        time.sleep(1.5 * TIMEOUT)
+        return f"of rank {world.rank}"
+
+    def wrong() -> None:
+        raise DataError("the file is damaged")
+
+    assert world.on_main_without_timeout(slow) == "of rank 0"
+    # One rank is slow before both open something together, as a node is that prepares one source of a mixture.
+    result = world.on_all_without_timeout(
+        lambda: [slow() if world.is_main else "quick", world.on_main_without_timeout(lambda: "shared")]
+    )
+    assert result == [["of rank 0", "quick"][world.rank], "shared"]
+    with pytest.raises(DataError, match="the file is damaged"):
+        world.on_main_without_timeout(wrong)
+    assert world.gather(world.rank) == [0, 1]
+
+
+def test_work_outlasts_collectives(tmp_path: Path) -> None:
+    """Caught: the work inside a collective, which ends after its timeout."""
+    in_processes(2, tmp_path / "store", outlasting, TIMEOUT)

@@ -1,0 +1,134 @@
+"""What the loop tells and saves, step by step, with a real model and made-up batches."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import Tensor
+
+from ngpt_train.config.schema import Config
+from ngpt_train.data import Position
+from ngpt_train.training import StepResult, build_state, loop, train_step
+from ngpt_train.training.checkpoint import Checkpoints, load_state
+from ngpt_train.training.loop import Parts, train
+from ngpt_train.training.signals import StopRequest
+from ngpt_train.training.state import TrainState
+from tests.properties.architectures import SMALL
+from tests.properties.runs import run_config, text_like_rows
+from tests.reference.training import Recipe
+
+ROWS, T = 4, 16
+RECIPE = Recipe(20, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=0)
+BAD_STEP = 3  # from 0
+
+
+def loop_config(steps: int, *options: str) -> Config:
+    given = run_config("gpt", SMALL, RECIPE, rows=ROWS, context=T, micro_rows=ROWS, parallel="single", options=options)
+    return replace(given, train=replace(given.train, stop_at=steps))
+
+
+def batch(step: int) -> list[tuple[Tensor, Tensor]]:
+    """Rows of a step, ever fewer of whose targets count."""
+    tokens, targets = text_like_rows(ROWS, T, SMALL.vocab_size, seed=step)
+    targets[:, : step % 8] = -100
+    return [(tokens, targets)]
+
+
+def batches(first: int) -> Iterator[tuple[list[tuple[Tensor, Tensor]], Position]]:
+    step = first
+    while True:
+        step += 1
+        yield batch(step - 1), Position(rows=ROWS * step, data_hash=0, cursors={}, skipped={}, rows_by_source={})
+
+
+class Records(list[dict[str, Any]]):
+    def log(self, record: dict[str, Any]) -> None:
+        self.append(record)
+
+    def message(self, text: str) -> None:
+        pass
+
+
+class NoMeter:
+    def data(self, seconds: float) -> None: ...
+    def step(self, seconds: float, tokens: int) -> None: ...
+    def read(self) -> dict[str, Any]:
+        return {}
+
+
+def run(
+    state: TrainState, stop: StopRequest | None = None, save: Callable[[TrainState], None] | None = None
+) -> Records:
+    records = Records()
+    parts = Parts(
+        batches=batches(state.step),
+        evaluate=lambda state: {},
+        save=lambda state, position: None if save is None else save(state),
+        sinks=[records],
+        meter=NoMeter(),
+        after_step=lambda: None,
+    )
+    train(state, parts, stop or StopRequest(None))
+    return records
+
+
+@pytest.fixture
+def results(monkeypatch: pytest.MonkeyPatch) -> list[StepResult]:
+    """Of every step that the loop takes; the gradient of BAD_STEP is not finite."""
+    seen: list[StepResult] = []
+
+    def poisoned(state: TrainState, micro_batches: Any, untouched: bool) -> StepResult:
+        bad = state.step == BAD_STEP
+        handle = state.forward.register_forward_hook(
+            lambda module, inputs, output: output._replace(
+                total=output.total * (math.inf if bad else 1),
+                cross_entropy=output.cross_entropy * (math.nan if bad else 1),
+            )
+        )
+        seen.append(train_step(state, micro_batches, untouched=untouched))
+        handle.remove()
+        return seen[-1]
+
+    monkeypatch.setattr(loop, "train_step", poisoned)
+    return seen
+
+
+def loss_means(records: Records) -> dict[int, float]:
+    return {record["step"]: record["loss_mean"] for record in records if record["kind"] == "train"}
+
+
+def test_loss_mean_is_over_the_targets_of_the_interval(results: list[StepResult]) -> None:
+    """Caught: a mean of the steps' means, a skipped step that makes it NaN or counts, an interval that does not begin
+    anew, one that ends with the run."""
+    records = run(build_state(loop_config(8, "logging.every=3")))
+    assert [bool(result.skipped) for result in results] == [step == BAD_STEP for step in range(8)]
+    expected = {}
+    for last in (3, 6):
+        good = [result for result in results[last - 3 : last] if not result.skipped]
+        sums, counts = [float(r.loss) * int(r.n_tokens) for r in good], [int(r.n_tokens) for r in good]
+        assert len(set(counts)) == len(counts), "weights would not show"
+        expected[last] = sum(sums) / sum(counts)
+    assert loss_means(records) == pytest.approx(expected, rel=1e-14)
+    assert {record["step"]: record["skipped"] for record in records if record["kind"] == "train"} == {3: 0, 6: 1}
+
+
+def test_loss_mean_of_one_step_is_its_loss(results: list[StepResult]) -> None:
+    records = run(build_state(loop_config(5, "logging.every=1")))
+    means = loss_means(records)
+    assert math.isnan(means.pop(BAD_STEP + 1))
+    assert means == {step: float(results[step - 1].loss) for step in means}
+
+
+def test_loss_mean_after_a_resume_is_that_of_a_run_that_went_on(results: list[StepResult], tmp_path: Path) -> None:
+    """Caught: an interval that begins with the process."""
+    whole = loss_means(run(build_state(loop_config(8, "logging.every=3"))))
+    first = build_state(loop_config(5, "logging.every=3"))
+    kept = Checkpoints(tmp_path, first.world, keep_last=1, keep_every=None)
+    parts = loss_means(run(first, save=lambda state: kept.save(state, {}, lambda path: None) and None))
+    again = build_state(loop_config(8, "logging.every=3"))
+    load_state(tmp_path / "step_00000005", again)
+    assert parts | loss_means(run(again)) == whole
+    assert set(whole) == {3, 6}
