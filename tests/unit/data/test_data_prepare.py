@@ -20,7 +20,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import Dataset, Tokens, hashes, load_tokenizer, open_dataset, prepare_dataset, tokenizers
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.prepared.preparation import Preparation
+from ngpt_train.data.prepared.build import Preparation
 from ngpt_train.verbs import prepare as verb
 
 EOS = 256
@@ -124,7 +124,7 @@ def test_tokenizer_is_trained_from_the_training_documents(cfg: Config) -> None:
 def test_cache_is_keyed_by_content(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     first = open_dataset(cfg)
     Path(cfg.data.path or "", "part0.jsonl").touch()
-    monkeypatch.setattr("ngpt_train.data.prepared.prepare.build_directory", None)  # nothing is prepared again
+    monkeypatch.setattr("ngpt_train.data.prepared.build.build_directory", None)  # nothing is prepared again
     assert open_dataset(cfg).path == first.path
     monkeypatch.undo()
     cfg.data.val_fraction = 0.2
@@ -306,8 +306,8 @@ def run_prepare(cfg: Config, patch: str = "") -> subprocess.Popen[str]:
 def test_a_killed_prepare_leaves_nothing_that_looks_complete(cfg: Config, tmp_path: Path) -> None:
     killed = run_prepare(
         cfg,
-        "import os, signal; from ngpt_train.data.prepared import preparation\n"
-        "preparation.fingerprint = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
+        "import os, signal; from ngpt_train.data.prepared import build\n"
+        "build.fingerprint = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
     )
     killed.communicate()
     assert killed.returncode == -signal.SIGKILL
@@ -321,7 +321,7 @@ def test_a_killed_prepare_leaves_nothing_that_looks_complete(cfg: Config, tmp_pa
 
 def test_two_processes_prepare_once(cfg: Config, tmp_path: Path) -> None:
     slow = (
-        "import time; from ngpt_train.data.prepared.preparation import Preparation; write = Preparation._assemble\n"
+        "import time; from ngpt_train.data.prepared.build import Preparation; write = Preparation._assemble\n"
         "Preparation._assemble = lambda *args: (time.sleep(1), write(*args))[1]"
     )
     processes = [run_prepare(cfg, slow) for _ in range(2)]
@@ -422,7 +422,7 @@ def test_nanogpt_files(cfg: Config, tmp_path: Path) -> None:
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
-    from ngpt_train.data.prepared.shard_writer import SplitWriter, dtype_for
+    from ngpt_train.data.prepared.writer import SplitWriter, dtype_for
 
     assert dtype_for(65_536) == "<u2"
     writer = SplitWriter(tmp_path, "train", dtype_for(65_537), shard_tokens=10)
@@ -432,7 +432,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
 
 
 def test_sample_is_bounded_and_repeatable() -> None:
-    from ngpt_train.data.prepared.sample import SAMPLE_PIECE, Sample
+    from ngpt_train.data.sources.sample import SAMPLE_PIECE, Sample
 
     def draw(limit: int) -> list[str]:
         sample = Sample(limit)

@@ -17,8 +17,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.data import Rows, Tokens, TrainLoader, data_hash, merged, rows_of, validation_rows
 from ngpt_train.data.loader import PreparedReader, hash_of_rows
 from ngpt_train.data.permutation import shuffled
-from ngpt_train.data.prepared_rows import BestFit, NextToken
-from ngpt_train.data.rows import RowFormat
+from ngpt_train.data.rows import BestFit, NextToken, RowFormat
 from ngpt_train.models.gpt.keys import GPTConfig
 
 CONTEXT, EOS = 5, 4321

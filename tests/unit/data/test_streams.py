@@ -19,9 +19,16 @@ from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Dataset, TrainLoader, merged, open_dataset, reader_of
-from ngpt_train.data.streamed.pieces import Piece, document_order, first_place, window_pieces, window_shards
-from ngpt_train.data.streamed.streamed import stream_settings
-from ngpt_train.data.streamed.streams import Cursor, Stream
+from ngpt_train.data.streamed.stream import (
+    Cursor,
+    Piece,
+    Stream,
+    document_order,
+    first_place,
+    stream_settings,
+    window_pieces,
+    window_shards,
+)
 from ngpt_train.data.streamed.workers import StreamedText
 from ngpt_train.data.tokenizers.raw_bytes import BytesTokenizer
 from tests.processes.runs import write_parquet_shards
@@ -123,7 +130,7 @@ def documents(text: Path, config: Config) -> Counter[bytes]:
     """What training should read of it, by a plain reading of the files."""
     import pyarrow.parquet as pq
 
-    from ngpt_train.data.streamed.documents import place_of
+    from ngpt_train.data.sources.text import place_of
 
     all_of_it = [str(row) for file in sorted(text.glob("*.parquet")) for row in pq.read_table(file)["text"].to_pylist()]
     return Counter(x.encode() for x in all_of_it if x and place_of(x.encode()) >= config.data.val_fraction)

@@ -1,42 +1,73 @@
-"""A virtual stream: endless rows of ids from its pieces, and a cursor that continues after any of them."""
+"""A virtual stream: which documents it reads in which order, and the endless rows of ids that it makes of them.
+
+All of it is a function of the shards, the seed and the stream alone. An epoch takes the shards in a shuffled order,
+`open_shards` at a time: a window. The documents of a window are cut into pieces, neighbours within a shard; the pieces
+are shuffled and dealt out to the streams. So a stream needs the shards of one window at a time and no other stream's
+state, and whoever reads it gets the same documents. A cursor says where its next row begins.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.packing import best_fit
-from ngpt_train.data.rows import NOTHING
-from ngpt_train.data.streamed.pieces import Piece, document_order, first_place, n_windows, window_pieces, window_shards
+from ngpt_train.data.permutation import keyed_hash, keyed_order, permuted
+from ngpt_train.data.rows import NOTHING, best_fit, row_format
+from ngpt_train.data.streamed.cache import OpenShards
 from ngpt_train.data.tokenizers import Tokenizer, encode_document
 
+# A window has at least so many pieces for each stream, so that streams stay together to within a fraction of a window.
+PIECES_PER_STREAM = 4
 # Documents that best_fit packs together: a stream holds so many, and a resume tokenizes up to so many again.
 PACKED_TOGETHER = 64
 MOST_EMPTY_EPOCHS = 3
 Ids = NDArray[np.integer]
 
 
-class Text(Protocol):
-    """Documents by shard."""
+class Piece(NamedTuple):
+    """Documents `first` to `last - 1` of a shard."""
 
-    n_shards: int
+    shard: int
+    first: int
+    last: int
 
-    def n_documents(self, shard: int) -> int: ...
 
-    def document(self, shard: int, index: int) -> str | None:
-        """A document; None where training does not read it."""
-        ...
+def n_windows(n_shards: int, open_shards: int) -> int:
+    """Windows of an epoch."""
+    return -(-n_shards // open_shards)
 
-    def name(self, shard: int) -> str: ...
 
-    def soon(self, shards: Sequence[int]) -> None:
-        """These shards are next."""
-        ...
+def window_shards(n_shards: int, open_shards: int, epoch: int, window: int, seed: int) -> list[int]:
+    """The shards of a window, by their numbers in the manifest."""
+    places = np.arange(window * open_shards, min((window + 1) * open_shards, n_shards))
+    return permuted(places + epoch * n_shards, n_shards, seed).tolist()
+
+
+def window_pieces(sizes: Iterable[tuple[int, int]], n_streams: int, epoch: int, window: int, seed: int) -> list[Piece]:
+    """All pieces of a window, shuffled. sizes: (shard, its documents)."""
+    sizes = list(sizes)
+    step = max(1, sum(n for _, n in sizes) // (n_streams * PIECES_PER_STREAM))
+    pieces = [Piece(shard, first, min(first + step, n)) for shard, n in sizes for first in range(0, n, step)]
+    return [pieces[i] for i in keyed_order(len(pieces), seed, epoch, window)]
+
+
+def first_place(n_streams: int, stream: int, epoch: int, window: int, seed: int) -> int:
+    """Where among a window's pieces those of a stream begin; it has every `n_streams`-th from there.
+
+    Which stream begins is drawn anew for each window, so that none is short of pieces in all of them.
+    """
+    return (stream - keyed_hash(seed, epoch, window)) % n_streams
+
+
+def document_order(piece: Piece, epoch: int, seed: int) -> list[int]:
+    """The documents of a piece in the order in which they are read, by their numbers in the shard."""
+    return [piece.first + i for i in keyed_order(piece.last - piece.first, seed, epoch, *piece)]
 
 
 class Cursor(NamedTuple):
@@ -65,6 +96,19 @@ class StreamSettings:
     shortest: int  # ids of a document below which prefix_continuation leaves it out
 
 
+def stream_settings(config: Config) -> StreamSettings:
+    data, form = config.data, row_format(config, eos=0)
+    beginnings = form.source_context is not None
+    return StreamSettings(
+        n_streams=data.streams,
+        open_shards=data.open_shards,
+        seed=config.run.seed,
+        context=form.context,
+        rows="prefix_continuation" if beginnings else data.pack,
+        shortest=form.source_context + 2 if form.source_context is not None else 0,
+    )
+
+
 def with_eos(tokenizer: Tokenizer, text: str) -> Ids:
     """Ids of a document, eos at their end, in as few bytes as they need: each stream holds one, however long it is."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
@@ -76,7 +120,7 @@ class Windows:
 
     KEPT = 16  # of little text, streams with more and with less of it are epochs apart
 
-    def __init__(self, text: Text, settings: StreamSettings) -> None:
+    def __init__(self, text: OpenShards, settings: StreamSettings) -> None:
         self._text, self._settings = text, settings
         self._pieces: dict[tuple[int, int], list[Piece]] = {}
 
@@ -104,7 +148,12 @@ class Stream:
     """Stream number `stream` of `settings.n_streams`."""
 
     def __init__(
-        self, text: Text, tokenizer: Tokenizer, settings: StreamSettings, stream: int, windows: Windows | None = None
+        self,
+        text: OpenShards,
+        tokenizer: Tokenizer,
+        settings: StreamSettings,
+        stream: int,
+        windows: Windows | None = None,
     ) -> None:
         """windows: shared with other streams."""
         self.text, self.tokenizer, self.settings, self.stream = text, tokenizer, settings, stream

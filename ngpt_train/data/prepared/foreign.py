@@ -1,8 +1,9 @@
-"""Megatron's `.bin` and `.idx`: ids without a header, and an index that says what they are and where documents begin.
+"""Token files of other programs, which do not name their tokenizer: nanoGPT's and Megatron's.
 
-The index: MMIDIDX and two zero bytes, version (u64, 1), code of the ids' type (u8), number of sequences (u64) and of
-document bounds (u64); then of each sequence its length (i32) and first byte (i64), and the document bounds as numbers
-of sequences (i64). All little-endian.
+nanoGPT's `train.bin` and `val.bin`: ids as <u2 and nothing else. Megatron's `.bin` and `.idx`: ids without a header,
+and an index that says what they are and where documents begin. The index: MMIDIDX and two zero bytes, version (u64, 1),
+code of the ids' type (u8), number of sequences (u64) and of document bounds (u64); then of each sequence its length
+(i32) and first byte (i64), and the document bounds as numbers of sequences (i64). All little-endian.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.prepared.shards import Tokens, map_tokens
+from ngpt_train.data.prepared.shards import MANIFEST, STEMS, Tokens, map_tokens
 from ngpt_train.data.tokenizers import Tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -25,6 +26,32 @@ DTYPES = {1: "<u1", 2: "<u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}
 AGAIN = "copy both files again"
 # Names of the pairs where training and validation have one each.
 SUFFIXES = {"train": "_train", "validation": "_val"}
+
+
+def find_nanogpt(directory: Path, given: str | None) -> dict[str, Path]:
+    """The file of each split. given: data.path. Raises DataError if there are none, or they hold no ids."""
+    files = {split: directory / f"{stem}.bin" for split, stem in STEMS.items()}
+    missing = [file.name for file in files.values() if not file.is_file()]
+    if missing:
+        raise DataError(
+            f"data.path={given}: not a directory with {MANIFEST}, which `prepare` writes, nor with "
+            f"nanoGPT's train.bin and val.bin (missing: {', '.join(missing)}), nor Megatron's .bin and .idx"
+        )
+    for file in files.values():
+        size = file.stat().st_size
+        if size == 0 or size % 2:
+            raise DataError(f"{file}: {size} bytes, which is no number of uint16 ids; copy it again")
+    return files
+
+
+def open_nanogpt(files: dict[str, Path], tokenizer: Tokenizer, hashes: FileHashes) -> dict[str, tuple[Tokens, str]]:
+    """Each split and what identifies its ids. Raises DataError for ids beyond the tokenizer's."""
+    entry = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+    splits = {}
+    for split, file in files.items():
+        ids = map_tokens(file, np.dtype("<u2"), entry, hashes)
+        splits[split] = (Tokens(split, file.parent, [ids], tokenizer.eos), hashes.tokens(file, "<u2")[0])
+    return splits
 
 
 def find_megatron(path: Path) -> dict[str, Path] | None:

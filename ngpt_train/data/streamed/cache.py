@@ -1,54 +1,43 @@
-"""A cache of decoded shards on this machine: each fetched and decoded once, by one process, within a bounded disk."""
+"""A cache of decoded shards on this machine: each is fetched and decoded once, by one process, and its documents can
+then be read by number. The disk that all of them take is bounded.
+
+A decoded shard is a directory:
+text.bin    the UTF-8 text of all documents, one after the other
+ends.bin    where each ends in it, <u8
+places.bin  each one's place in [0, 1), <f8: those below data.val_fraction are held out
+header.json number of documents, bytes, sha256 of these three, and what was wrong with a shard that is skipped
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import logging
 import os
 import shutil
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.directory import build_directory
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.streamed.documents import CHECKED, HEADER, Documents, write_bad, write_documents
+from ngpt_train.data.sources.text import FetchError, Shard, ShardSource, place_of
 
 logger = logging.getLogger(__name__)
 
-
-class FetchError(DataError):
-    """A shard that cannot be reached, which says nothing about its content."""
-
-
+HEADER = "header.json"
+CHECKED = ("text.bin", "ends.bin", "places.bin")
 MOST_ATTEMPTS = 5  # of a shard that is damaged, or deleted, each time that it was made
 # Seconds after it was opened within which no shard is deleted: another process may be about to read it.
 RECENT = 60.0
-
-
-@dataclass(frozen=True)
-class Shard:
-    """A part of a data set that is read as a whole. identity: changes with its content."""
-
-    name: str
-    identity: str
-    files: tuple[str, ...]
-
-
-class ShardSource(Protocol):
-    """Where the text of shards comes from. Travels to worker processes."""
-
-    def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
-        """The documents of a shard, in order; `scratch` is a directory for what has to be fetched.
-
-        Raises FetchError where it cannot be reached, DataError where it is faulty.
-        """
-        ...
 
 
 class ShardCache:
@@ -145,8 +134,8 @@ def _remove(directory: Path) -> None:
     shutil.rmtree(directory, ignore_errors=True)
 
 
-class ShardedText:
-    """The training documents of a list of shards, opened when a stream comes to them."""
+class OpenShards:
+    """The training documents of a list of shards; each shard is opened when a stream comes to it."""
 
     # Two windows, because streams do not pass from one to the next at the same moment.
     WINDOWS_OPEN = 2
@@ -198,6 +187,17 @@ class ShardedText:
         self._open[shard] = documents
         return documents
 
+    def held_out(self, shard: int) -> Iterator[str]:
+        """The validation documents of a shard."""
+        documents = self.documents(shard)
+        for index in np.flatnonzero(documents.places < self.val_fraction).tolist():
+            yield documents.text(index)
+
+    def training_bytes(self, shard: int) -> NDArray[np.int64]:
+        """Bytes of the training documents among the first 0, 1, ... of a shard."""
+        documents = self.documents(shard)
+        return np.append(0, np.where(documents.places < self.val_fraction, 0, documents.sizes()).cumsum())
+
     def soon(self, shards: Sequence[int]) -> None:
         """Fetches and decodes them in the background; whatever goes wrong there goes wrong again where it counts."""
         if tuple(shards) in self._announced:
@@ -210,3 +210,76 @@ class ShardedText:
                     self._cache.open(self._shards[shard])
 
         threading.Thread(target=fetch, name="next shards", daemon=True).start()
+
+
+def write_documents(directory: Path, texts: Iterable[str]) -> None:
+    """Writes all but empty documents, in their order; nothing else is held in memory than one of them."""
+    ends, places, n_empty, size = [], [], 0, 0
+    digest = hashlib.sha256()
+    with (directory / "text.bin").open("wb") as file:
+        for text in texts:
+            if not text:
+                n_empty += 1
+                continue
+            data = text.encode()
+            file.write(data)
+            digest.update(data)
+            size += len(data)
+            ends.append(size)
+            places.append(place_of(data))
+    sha256 = {"text.bin": digest.hexdigest()}
+    for name, numbers in (("ends.bin", np.array(ends, "<u8")), ("places.bin", np.array(places, "<f8"))):
+        data = numbers.tobytes()
+        # Not tofile, which says nothing of a full disk.
+        (directory / name).write_bytes(data)
+        sha256[name] = hashlib.sha256(data).hexdigest()
+    header = {"documents": len(ends), "bytes": size, "empty": n_empty, "sha256": sha256, "bad": None}
+    write_header(directory, header)
+
+
+def write_bad(directory: Path, problem: str) -> None:
+    """A shard without documents, because of a problem that is skipped."""
+    write_documents(directory, ())
+    write_header(directory, read_header(directory) | {"bad": problem})
+
+
+def write_header(directory: Path, header: dict[str, Any]) -> None:
+    (directory / HEADER).write_text(json.dumps(header) + "\n")
+
+
+def read_header(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / HEADER).read_bytes())
+
+
+class Documents:
+    """Reads what `write_documents` wrote. Raises ValueError or OSError where the files do not fit the header."""
+
+    def __init__(self, directory: Path) -> None:
+        self.header = read_header(directory)
+        n = self.header["documents"]
+        for name, expected in (("text.bin", self.header["bytes"]), ("ends.bin", 8 * n), ("places.bin", 8 * n)):
+            if (found := (directory / name).stat().st_size) != expected:
+                raise ValueError(f"{name} has {found} bytes, not {expected}")
+        self._text = _map(directory / "text.bin", "u1", self.header["bytes"])
+        self._ends = _map(directory / "ends.bin", "<u8", n)
+        self.places = _map(directory / "places.bin", "<f8", n)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.text, range(len(self)))
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Bytes of each document."""
+        ends = np.append(0, self._ends).astype(np.int64)
+        return ends[1:] - ends[:-1]
+
+    def text(self, index: int) -> str:
+        start = int(self._ends[index - 1]) if index else 0
+        return self._text[start : int(self._ends[index])].tobytes().decode()
+
+
+def _map(path: Path, dtype: str, n: int) -> NDArray[Any]:
+    # A map of no bytes is refused by the system.
+    return np.asarray(np.memmap(path, dtype, mode="r")) if n else np.empty(0, dtype)

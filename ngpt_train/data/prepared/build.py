@@ -1,4 +1,4 @@
-"""Text to token shards: one pass in several processes, which goes on where a kill has ended it."""
+"""Text to a directory of token shards, written once by several processes; a start after a kill goes on."""
 
 from __future__ import annotations
 
@@ -15,19 +15,18 @@ from typing import Any
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.dataset import FORMAT, MANIFEST, fingerprint
-from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.prepared.assembly import Assembly, clear
-from ngpt_train.data.prepared.journal import JOURNAL, Journal
-from ngpt_train.data.prepared.part_processes import n_processes, parts_in_order
-from ngpt_train.data.prepared.parts import Counts, Tokenizing
-from ngpt_train.data.prepared.progress import Progress
-from ngpt_train.data.prepared.sample import draw_sample
-from ngpt_train.data.prepared.shard_writer import dtype_for
-from ngpt_train.data.prepared.shards import check_length
-from ngpt_train.data.prepared.units import Unit
-from ngpt_train.data.sources.source import Source
-from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
+from ngpt_train.core.progress import Progress
+from ngpt_train.data.directory import build_directory, is_filled
+from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
+from ngpt_train.data.prepared.assembly import JOURNAL, Assembly, Journal, clear
+from ngpt_train.data.prepared.chunks import Tokenizing, chunks_in_order, n_processes
+from ngpt_train.data.prepared.shards import FORMAT, MANIFEST, check_length, fingerprint, read_manifest
+from ngpt_train.data.prepared.units import Unit, units_of
+from ngpt_train.data.prepared.writer import dtype_for
+from ngpt_train.data.sources.sample import draw_sample
+from ngpt_train.data.sources.source import Source, open_source
+from ngpt_train.data.sources.text import Counts
+from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, tokenizer_key, write_tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +35,59 @@ RECIPE = 2
 # What waits for its turn lies beside the shards, each time under another name: processes of a start that was killed
 # may still be about to write.
 WAITING = "waiting-"
+
+
+def prepare_shards(
+    config: Config, hashes: FileHashes, out: Path | None = None, tokenizer: Tokenizer | None = None
+) -> Path:
+    """The directory of token shards for the text of `config`: `out`, or one in the cache that the content names.
+
+    tokenizer: to use in place of the one that `config.tokenizer` describes. Writes the shards unless they are
+    there already. What a failure or a kill leaves is in a hidden directory beside it, and the next call goes on from
+    there. Raises DataError for faulty text, and if `out` holds anything else.
+    """
+    source = open_source(config.data)
+
+    def place(tokenizer_key: list[Any]) -> tuple[Callable[[], str], Path]:
+        compute_key = partial(_key, config, source, tokenizer_key, hashes)
+        return compute_key, out or cache_directory(config) / "tokens" / f"{source.kind}-{compute_key()[:16]}"
+
+    if tokenizer is None:
+        compute_key, directory = place(tokenizer_key(config.tokenizer))
+    else:
+        # The text that a tokenizer was trained from lies there under the settings of the training.
+        compute_key, directory = place([tokenizer.kind, "trained", tokenizer.vocab_size])
+        if not is_filled(directory) or read_manifest(directory)["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+            of_a_file = [tokenizer.fingerprint] if tokenizer.kind in ("sentencepiece", "hf") else []
+            compute_key, directory = place([tokenizer.kind, *of_a_file])
+    key = compute_key()
+    prepared_before = is_filled(directory)
+    if not prepared_before:
+        preparation = Preparation(config, source, compute_key, tokenizer, hashes)
+        build_directory(directory, preparation.write, resumable=True)
+    if not (directory / MANIFEST).exists() or read_manifest(directory).get("key") != key:
+        raise DataError(
+            f"{directory} holds something else than this text with this tokenizer and these settings, and is not "
+            "overwritten; choose another data.out or delete it"
+        )
+    if prepared_before:
+        logger.info("using the tokens prepared before in %s", directory)
+    return directory
+
+
+def _key(config: Config, source: Source, tokenizer_key: list[Any], hashes: FileHashes) -> str:
+    """What decides the shards, as one hash: found without reading the text if no file has changed."""
+    return canonical_hash(
+        {
+            "version": [FORMAT, RECIPE],
+            "kind": source.kind,
+            "settings": source.settings,
+            "files": source.content(hashes.sha256),
+            "tokenizer": tokenizer_key,
+            "val_fraction": config.data.val_fraction,
+            "shard_tokens": config.data.shard_tokens,
+        }
+    )
 
 
 class Preparation:
@@ -64,7 +116,7 @@ class Preparation:
         try:
             key = self._compute_key()
             logger.info("preparing %s: reading %s files", self._where, f"{len(self._source.names):,}")
-            units = self._source.units(partial(sha256_of, hashes=self._hashes))
+            units = units_of(self._source, self._hashes.sha256)
             self._hashes.save()  # so that the next start need not compute them again
             # That there is a single document is seen at its end, unless it is a .txt file; it is then read once more.
             for single in [True] if self._source.is_one_document else [False, True]:
@@ -120,9 +172,16 @@ class Preparation:
     def _train(self) -> Tokenizer:
         data, tokenizer = self._config.data, self._config.tokenizer
         logger.info("reading a sample of the text for a SentencePiece model of %d pieces", tokenizer.vocab_size)
+        source, shards = self._source, self._source.cut(self._hashes)
         with Progress("sampling", [1]) as progress:
-            sample, counts = draw_sample(self._source, data.val_fraction, partial(progress.heard, 0))
-        check_splits(counts, self._where, data.val_fraction)
+            sample, counts = draw_sample(
+                shards,
+                lambda number: source.documents_of(shards[number]),
+                data.val_fraction,
+                partial(progress.heard, 0),
+            )
+        if counts is not None:
+            check_splits(counts, self._where, data.val_fraction)
         logger.info("training a SentencePiece model of %d pieces", tokenizer.vocab_size)
         return load_tokenizer(tokenizer, corpus=sample)
 
@@ -144,14 +203,14 @@ class Preparation:
             tempfile.TemporaryDirectory(prefix=WAITING, dir=directory, ignore_cleanup_errors=True) as waiting,
             Progress("preparing", sizes, start[0]) as progress,
             contextlib.closing(
-                parts_in_order(
+                chunks_in_order(
                     units, start, tokenizing, directory, header["tokenizer"], processes, Path(waiting), progress.heard
                 )
-            ) as parts,
+            ) as chunks,
         ):
-            for unit, part in parts:
+            for unit, chunk in chunks:
                 progress.at(unit)
-                if assembly.add(unit, part):
+                if assembly.add(unit, chunk):
                     self._check_unchanged(key)
                     assembly.record()
 
@@ -194,14 +253,6 @@ class Preparation:
 def _remove_waiting(directory: Path) -> None:
     for left in directory.glob(f"{WAITING}*"):
         shutil.rmtree(left, ignore_errors=True)
-
-
-def sha256_of(path: Path, hashes: FileHashes) -> str:
-    """Raises DataError where the file cannot be read."""
-    try:
-        return hashes.sha256(path)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def check_splits(counts: Counts, where: str, val_fraction: float) -> None:
