@@ -84,6 +84,11 @@ def forward(w: dict[str, Tensor], tokens: Tensor, *, n_heads: int, doc_ids: Tens
     return h @ w["output"].T
 
 
+def n_params(model: Any) -> int:
+    d = model.d_model
+    return 2 * model.vocab_size * d + model.n_layers * (4 * d * d + 3 * d * model.d_mlp + 2 * d)
+
+
 def of_debug() -> dict[str, tuple[int, ...]]:
     """The weights of scale=debug with a vocabulary of bytes."""
     model = load_config(["model=gpt", "scale=debug"]).model
@@ -92,7 +97,8 @@ def of_debug() -> dict[str, tuple[int, ...]]:
 
 
 def of_page() -> Architecture:
-    return Architecture(architectures()["postln"], shapes, gpt.random_weights, forward, {"residual_scale": SCALE})
+    options = {"residual_scale": SCALE}
+    return Architecture(architectures()["postln"], shapes, gpt.random_weights, forward, n_params, options)
 
 
 def contract() -> list[Any]:
@@ -166,7 +172,9 @@ def test_generates_evaluates_and_is_planned(
     assert main(["evaluate", *given, f"evaluate.checkpoint={checkpoint}", f"evaluate.out={out}"]) == 0
     assert 0 < json.loads(out.read_text())["loss"] < math.log(257)
     assert main(["plan", *given, f"plan.out={out}"]) == 0
-    assert json.loads(out.read_text())["parameters"]["total"] == sum(math.prod(x) for x in of_debug().values())
+    model = load_config(["model=gpt", "scale=debug", "model.vocab_size=257"]).model
+    total = json.loads(out.read_text())["parameters"]["total"]
+    assert total == n_params(model) == sum(math.prod(shape) for shape in of_debug().values())
 
 
 def test_its_weights_are_exported_and_taken_on(
