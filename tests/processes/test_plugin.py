@@ -18,7 +18,7 @@ from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
 from ngpt_train.config.architectures import architectures, use_plugins
 from ngpt_train.distributed import World
-from ngpt_train.evaluation.restore import restore
+from ngpt_train.evaluation.restore import find_trained, restore
 from ngpt_train.models import export_weights
 from tests.processes.runs import arguments, numbers, records, run
 from tests.properties import test_contract
@@ -183,7 +183,8 @@ def test_its_weights_are_exported_and_taken_on(
     """Under the names of docs/weights.md; and a run begins with them."""
     checkpoint = str(trained / "runs" / "test")
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    weights = export_weights(restore("generate.checkpoint", checkpoint, "fp32", world).model)
+    config = load_config(["model=postln", "scale=debug", f"generate.checkpoint={checkpoint}"])
+    weights = export_weights(restore(find_trained("generate", config, []), config, world).model)
     assert {name: tuple(x.shape) for name, x in weights.items()} == of_debug()
     given = of_run(postln, tmp_path, corpus, f"run.init_from={checkpoint}", "train.stop_at=1")
     assert main(["train", *given]) == 0
