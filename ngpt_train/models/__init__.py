@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ngpt_train.models.decoder import Decoder, ParameterGroup
+    from ngpt_train.models.decoder import Decoder
+    from ngpt_train.models.parameter_groups import ParameterGroup
     from ngpt_train.models.registry import build_model
     from ngpt_train.models.weights import export_gradients, export_weights, load_weights
 
 __all__ = ["Decoder", "ParameterGroup", "build_model", "export_gradients", "export_weights", "load_weights"]
 
-_PLACES = {"Decoder": "decoder", "ParameterGroup": "decoder", "build_model": "registry"}
+_PLACES = {"Decoder": "decoder", "ParameterGroup": "parameter_groups", "build_model": "registry"}
 
 
 def __getattr__(name: str) -> Any:
