@@ -169,16 +169,21 @@ def test_the_furthest_cursor_is_the_later_one() -> None:
     assert latest(ranks[::-1]).tolist() == latest(ranks).tolist()
 
 
-def test_first_rows_are_fetched_before_they_are_asked_for(text: Path) -> None:
+def test_first_rows_are_fetched_before_they_are_asked_for(tmp_path: Path) -> None:
     """So that no collective of the first step waits for a download. Caught: shards fetched with the first batch."""
-    config = streamed(text)
+    config = streamed(write_parquet_shards(tmp_path / "text", (60,) * 8), streams=4)
     data = open_dataset(config)
-    before = set((text.parent / "cache/documents").glob("*/header.json"))
-    reader_of(data, config, rank=1, world_size=2).close()
-    after = set((text.parent / "cache/documents").glob("*/header.json"))
+
+    def fetched() -> set[Path]:
+        return set((tmp_path / "cache/documents").glob("*/header.json"))
+
+    before = fetched()
+    reader = reader_of(data, config, rank=1, world_size=2)
+    after = fetched()
     assert len(before) < len(after) <= 2 * config.data.open_shards
     assert isinstance(data.train, StreamedText)
     opened = data.train.open()
     opened.soon = lambda shards: None  # type: ignore[method-assign]
     next(Stream(opened, data.tokenizer, data.train.settings, 1).rows(Cursor()))
-    assert set((text.parent / "cache/documents").glob("*/header.json")) == after
+    assert fetched() == after
+    reader.close()
