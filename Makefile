@@ -1,22 +1,28 @@
 # make quickstart   sets everything up and trains a small nGPT on real text
 # make test         sets everything up and runs lint, types and the fast tests
-# make test-all     the slow tests as well
+# make test-all     the slow tests as well (make test-slow: those alone)
 
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: quickstart test test-all lint clean
+# Pytest processes: `auto` is one a core, at most 8. `make test WORKERS=0` runs all tests in one.
+WORKERS ?= auto
+PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+.PHONY: quickstart test test-slow test-all lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m ngpt_train train experiment=quickstart
 	$(BIN)/python -m ngpt_train generate generate.checkpoint=runs/quickstart generate.prompt="def "
 
 test: lint
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
-test-all: lint
-	$(BIN)/python -m pytest
+test-slow: $(VENV)/.installed-dev
+	$(PYTEST) -m slow
+
+test-all: test test-slow
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ import tempfile
 # waiting for each other, make it slower by an order of magnitude. Inherited by the processes that tests start.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import pytest
 import torch
 
 # What tests compile is not the user's.
@@ -16,3 +17,9 @@ for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
 # Without a GPU, Triton runs kernels in its interpreter, if it is told to before it is imported; torch does that late.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """`-n auto`: each process holds torch and a fork server, some 1 GB, and more of them no longer save time."""
+    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)

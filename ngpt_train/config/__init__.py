@@ -4,10 +4,10 @@ Only this package knows Hydra and OmegaConf, and it imports them when something 
 """
 
 from ngpt_train.config.compose import load_config
+from ngpt_train.config.conflicts import check
 from ngpt_train.config.files import config_dir, list_experiments
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.resolve import check
 from ngpt_train.config.schema import (
     CheckpointConfig,
     Config,

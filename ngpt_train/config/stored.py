@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.config.architectures import all_keys, architectures, schema_keys
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import all_keys, any_of, architectures, build, check_leaf, flatten, schema_keys, show
+from ngpt_train.config.validate import any_of, build, check_leaf, flatten, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 
@@ -93,7 +94,10 @@ def read_yaml(path: str | os.PathLike[str]) -> Config:
     model = tree.get("model", {}) if isinstance(tree, dict) else {}
     name = model.get("name") if isinstance(model, dict) else None
     if name not in architectures():
-        raise DataError(f"{path}: not the config of a run: model.name={show(name)} is not {any_of(architectures())}")
+        problem = f"{path}: not the config of a run: model.name={show(name)} is not {any_of(architectures())}"
+        if isinstance(name, str) and name.isidentifier():
+            problem += f"\n  If it was trained with a plug-in, name its folder again: --plugin .../{name}"
+        raise DataError(problem)
     schema = architectures()[name]
     keys = schema_keys(schema)
     try:

@@ -9,8 +9,9 @@ import torch
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Position, data_hash
+from ngpt_train.distributed import World
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
-from ngpt_train.training.signals import StopRequest
+from ngpt_train.training.signals import StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import Batch, train_step
 
@@ -55,6 +56,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     last = config.train.stop_at or config.train.steps
     skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=world.device)
     left_out: set[str] = set()  # shards
+    stop_together = StopTogether(stop, world, state.step)
 
     def save(position: Position, must: bool) -> None:
         try:
@@ -102,7 +104,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 "lr": result.lr,
                 "grad_norm": float(result.grad_norm),
                 "tokens": int(state.tokens),
-                **seen(world.gather(position)),
+                **seen(position, world),
                 **padding(state, tokens),
                 **parts.meter.read(),
                 "skipped": state.interval.n_skipped,
@@ -111,16 +113,15 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 sink.log(record)
             state.interval.begin_anew()
         parts.after_step()
-        reason = stop.reason
-        stopping = world.any(reason is not None)
-        ending = stopping or state.step == last
+        reason = stop_together.reason(state.step)
+        ending = reason is not None or state.step == last
         saving = ending or _due(state.step, config.checkpoint.every)
         if logging or saving:
             check_finite(state, int(skipped_in_a_row))
         if saving:
             save(position, must=ending)
-        if stopping and state.step < last:
-            return next(one for one in world.gather(reason) if one)
+        if reason is not None and state.step < last:
+            return reason
         if _due(state.step, config.eval.every) or state.step == last:
             evaluate()
     return None
@@ -132,11 +133,12 @@ def padding(state: TrainState, tokens_per_step: int) -> Record:
     return {"padding": 1 - int(state.tokens) / (state.step * tokens_per_step)} if pads else {}
 
 
-def seen(positions: Sequence[Position]) -> Record:
-    """Which data all ranks have seen so far: data_hash, and of a mixture the rows of each source."""
-    names = positions[0].rows_by_source
-    rows = {name: sum(position.rows_by_source[name] for position in positions) for name in names}
-    return {"data_hash": data_hash([position.data_hash for position in positions])} | ({"rows": rows} if rows else {})
+def seen(position: Position, world: World) -> Record:
+    """Which data all ranks have seen so far: data_hash, and of a mixture the rows of each source. Collective."""
+    # The hash is a sum modulo 2^64, whose halves add up without overflow.
+    upper, lower, *rows = world.sum_of([*divmod(position.data_hash, 2**32), *position.rows_by_source.values()])
+    by_source = dict(zip(position.rows_by_source, rows, strict=True))
+    return {"data_hash": data_hash([(upper << 32) + lower])} | ({"rows": by_source} if by_source else {})
 
 
 def check_finite(state: TrainState, skipped_in_a_row: int) -> None:

@@ -139,7 +139,7 @@ def prepare_state(config: Config, world: World, data: Dataset, checkpoint: Path 
         world_size=world.size,
         state=position,
     )
-    return state, Feed(loader, world.device)
+    return state, Feed(loader, state.model, world.device)
 
 
 def train_in(

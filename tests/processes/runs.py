@@ -1,7 +1,6 @@
 """Starting real runs on a small corpus, and reading what they leave."""
 
 import json
-import os
 import random
 import subprocess
 import sys
@@ -9,6 +8,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from tests.processes import fork_server
 
 WORDS = ["the", "model", "reads", "a", "row", "of", "tokens", "and", "moves", "every", "vector", "towards", "it"]
 
@@ -64,20 +65,14 @@ def arguments(directory: Path, corpus: Path, *overrides: str) -> list[str]:
     return list(chosen.values())
 
 
-def environment() -> dict[str, str]:
-    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-
-
 def command(verb: str, given: list[str], ranks: int = 1) -> list[str]:
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     return [sys.executable, *launcher, "-m", "ngpt_train", verb, *given]
 
 
 def run(verb: str, given: list[str], ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """The finished process, whatever its exit code."""
-    return subprocess.run(
-        command(verb, given, ranks), env=environment(), capture_output=True, text=True, timeout=300, check=False
-    )
+    """The finished process, whatever its exit code; forked from one that has imported the trainer."""
+    return fork_server.run("ngpt_train", [verb, *given], ranks if ranks > 1 else None)
 
 
 def train(given: list[str], ranks: int = 1) -> None:
@@ -86,10 +81,10 @@ def train(given: list[str], ranks: int = 1) -> None:
 
 
 def start(given: list[str], ranks: int = 1) -> subprocess.Popen[str]:
-    """A `train` that goes on beside the test, in a process group of its own."""
+    """A `train` that goes on beside the test: a real process, or torchrun, in a process group of its own."""
     return subprocess.Popen(
         command("train", given, ranks),
-        env=environment(),
+        env=fork_server.environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

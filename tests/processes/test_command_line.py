@@ -14,9 +14,10 @@ import pytest
 
 from ngpt_train.__main__ import VERBS, _run_job, main
 from ngpt_train.config import DataError, read_yaml
+from ngpt_train.config.architectures import schema_keys
 from ngpt_train.config.files import GROUPS
-from ngpt_train.config.validate import schema_keys
 from ngpt_train.models.gpt.keys import GPTConfig
+from tests.processes.runs import arguments
 
 COMMANDS = {
     "module": [sys.executable, "-m", "ngpt_train"],
@@ -56,9 +57,28 @@ assert used.ru_utime + used.ru_stime < 2, used
     assert "train.stop_at=5" in done.stderr
 
 
+def test_verbs_in_processes_of_their_own(tmp_path: Path, corpus: Path) -> None:
+    """Other tests fork them from a process that has imported everything (`plan` is below, `bench` beside its tests).
+    Caught: an import that only another one makes possible, an end that hangs or fails when the interpreter ends."""
+    prepared, checkpoint = tmp_path / "prepared", tmp_path / "runs/test"
+    given = arguments(tmp_path, corpus, "train.steps=2", "train.batch_rows=2")
+    for verb, more in {
+        "prepare": [f"data.out={prepared}"],
+        "train": [],
+        "evaluate": [f"evaluate.checkpoint={checkpoint}", f"evaluate.out={tmp_path / 'result.json'}"],
+        "generate": [f"generate.checkpoint={checkpoint}", "generate.max_new_tokens=3"],
+    }.items():
+        done = run(verb, *given, *more, cwd=tmp_path)
+        assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+        assert done.stdout
+    assert list(prepared.glob("*.bin"))
+    assert (checkpoint / "checkpoints/step_00000002/MANIFEST.json").is_file()
+    assert json.loads((tmp_path / "result.json").read_text())["step"] == 2
+
+
 def test_help_names_the_verbs() -> None:
-    for arguments in ([], ["--help"]):
-        done = run(*arguments)
+    for given in ([], ["--help"]):
+        done = run(*given)
         assert done.returncode == 0
         assert all(f"  {verb}" in done.stdout and doc in done.stdout for verb, doc in VERBS.items())
 

@@ -26,7 +26,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def whole(tmp_path_factory: pytest.TempPathFactory, text: Path) -> Path:
     """A run of 24 steps that nothing happens to."""
     directory = tmp_path_factory.mktemp("whole")
-    train(arguments(directory, text, *STREAMED, "train.steps=24", "data.workers=0"))
+    train(arguments(directory, text, *STREAMED, "train.steps=24", "train.micro_rows=12", "data.workers=0"))
     return directory / "runs/test"
 
 
@@ -157,7 +157,8 @@ def test_error_of_a_worker_names_the_shard(tmp_path: Path) -> None:
     text = write_parquet_shards(tmp_path / "text", (30, 30, 30))
     damaged = text / "train-00002.parquet"
     damaged.write_bytes(damaged.read_bytes()[:-200] + bytes(200))
-    options = [*STREAMED, "data.streams=6", "data.open_shards=1", "data.workers=1", "train.steps=200"]
+    options = [*STREAMED, "data.streams=6", "data.open_shards=1", "data.workers=1"]
+    options += ["train.steps=40", "train.batch_rows=6", "train.micro_rows=6"]
     finished = run("train", arguments(tmp_path, text, *options))
     assert finished.returncode == 3, finished.stdout
     assert "train-00002.parquet: damaged" in finished.stderr
@@ -165,5 +166,5 @@ def test_error_of_a_worker_names_the_shard(tmp_path: Path) -> None:
     train([*arguments(tmp_path, text, *options), "data.on_bad_shard=skip"])
     log = (tmp_path / "runs/test/logs/rank_0.log").read_text()
     assert "leaves out train-00002.parquet" in log
-    state = json.loads(next((tmp_path / "runs/test/checkpoints").glob("*200/state.json")).read_text())
+    state = json.loads(next((tmp_path / "runs/test/checkpoints").glob("*40/state.json")).read_text())
     assert list(state["data"]["skipped_shards"]) == ["train-00002.parquet"]

@@ -1,0 +1,220 @@
+"""Processes of the trainer that need not import it: forked from one that has.
+
+Importing the trainer costs two seconds of CPU, more than most runs of the tests need. The server imports it once for a
+pytest process, then forks for every request: a fresh process with its own arguments, environment, directory, stdout
+and stderr, which ends as `python -m ngpt_train` does. The server itself composes one configuration and runs nothing, so
+no test sees another.
+
+A fork cannot show everything. These need a real process (`runs.start`): kills and signals, what torchrun does,
+variables that are read during an import, and what depends on the seed of Python's hashes, which all forks share.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.config import load_config
+
+ROOT = Path(__file__).parents[2]
+# Not pyarrow: its import starts a thread, and a fork would have that thread's locks without the thread.
+IMPORTED = (
+    *(f"ngpt_train.verbs.{verb}" for verb in ("train", "evaluate", "generate", "prepare", "plan")),
+    "matplotlib.pyplot",
+    "rich.progress",
+    "sentencepiece",
+    "torch.distributed.fsdp",
+    "tests.processes.equality_worker",  # and with it all that the ranks of `launch` need
+)
+# They read environment variables while they are imported, and tests set those.
+NOT_IMPORTED = ("datasets", "huggingface_hub", "wandb")
+NUMBER = struct.Struct("q")  # what the server answers: the process id, then, at the end, the exit code
+
+
+def main() -> None:
+    """The server: requests come over the socket whose descriptor is argv[1], until the other end is closed."""
+    control = socket.socket(fileno=int(sys.argv[1]))
+    for module in IMPORTED:
+        importlib.import_module(module)
+    load_config(["model=ngpt", "scale=debug"])  # Hydra looks for its plug-ins once
+    assert not set(NOT_IMPORTED) & set(sys.modules)
+    threads = [Path(f"/proc/self/task/{task}/comm").read_text() for task in os.listdir("/proc/self/task")]
+    assert len(threads) == 1, threads
+    serve(control)()
+
+
+def serve(control: socket.socket) -> Callable[[], None]:
+    """Forks for each request. Returns in the forked processes alone, with what they are to do."""
+    child_ended, on_child = os.pipe()
+    signal.signal(signal.SIGCHLD, lambda *_: os.write(on_child, b"."))
+    answers: dict[int, int] = {}  # process id -> where its exit code is awaited
+    gc.collect()
+    gc.freeze()  # a collection in a fork would otherwise copy every page
+    while True:
+        ready, _, _ = select.select([control, child_ended], [], [])
+        if child_ended in ready:
+            os.read(child_ended, 4096)
+            while answers and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                answer = answers.pop(ended[0])
+                os.write(answer, NUMBER.pack(os.waitstatus_to_exitcode(ended[1])))
+                os.close(answer)
+        if control in ready:
+            header, descriptors, _, _ = socket.recv_fds(control, NUMBER.size, 3)
+            if not header:
+                os._exit(0)
+            request = json.loads(control.recv(NUMBER.unpack(header)[0], socket.MSG_WAITALL))
+            answer, *outputs = descriptors
+            pid = os.fork()
+            if pid == 0:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                for descriptor in (child_ended, on_child, answer, *answers.values()):
+                    os.close(descriptor)
+                control.close()
+                return functools.partial(become, request, outputs)
+            answers[pid] = answer
+            os.write(answer, NUMBER.pack(pid))
+            for descriptor in outputs:
+                os.close(descriptor)
+
+
+def become(request: dict[str, Any], outputs: Sequence[int]) -> None:
+    """Does in this process what `python -m MODULE ARGUMENTS` does."""
+    os.setsid()
+    for target, descriptor in zip((1, 2), outputs, strict=True):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.chdir(request["directory"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    sys.argv = [request["module"], *request["arguments"]]
+    code = 1
+    try:
+        runpy.run_module(request["module"], run_name="__main__", alter_sys=True)
+        code = 0
+    except SystemExit as end:
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    # The interpreter's end, but for taking down every module, which costs more than most of the runs.
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def environment() -> dict[str, str]:
+    """That of all processes of the tests: one thread and no GPU, Triton in its interpreter."""
+    return os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
+
+
+@functools.cache
+def server() -> socket.socket:
+    """The socket to the server of this pytest process, which is started by the first test that asks."""
+    control, theirs = socket.socketpair()
+    with theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "tests.processes.fork_server", str(theirs.fileno())],
+            cwd=ROOT,
+            env=environment(),
+            pass_fds=[theirs.fileno()],
+            stdin=subprocess.DEVNULL,
+        )
+    atexit.register(lambda: (control.close(), process.wait()))
+    return control
+
+
+class Forked:
+    """A process that the server has forked. `code` is None while it runs."""
+
+    def __init__(
+        self, module: str, arguments: Sequence[str], variables: dict[str, str], output: int, errors: int
+    ) -> None:
+        request = {"module": module, "arguments": list(arguments), "directory": os.getcwd()}
+        request["environment"] = environment() | variables
+        content = json.dumps(request).encode()
+        self.answer, theirs = os.pipe()
+        control = server()
+        socket.send_fds(control, [NUMBER.pack(len(content))], [theirs, output, errors])
+        control.sendall(content)
+        os.close(theirs)
+        self.code: int | None = None
+        self.pid = self._read()
+
+    def _read(self) -> int:
+        number = os.read(self.answer, NUMBER.size)
+        assert number, "the fork server is gone"
+        return int(NUMBER.unpack(number)[0])
+
+    def wait(self, seconds: float) -> int | None:
+        """The exit code, or None where it still runs after so many seconds."""
+        if self.code is None and select.select([self.answer], [], [], max(0.0, seconds))[0]:
+            self.code = self._read()
+            os.close(self.answer)
+        return self.code
+
+    def end(self) -> None:
+        """SIGTERM, and what does not heed it is killed."""
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            if self.wait(0) is None:
+                os.kill(self.pid, number)
+                self.wait(10)
+
+
+def run(
+    module: str, arguments: Sequence[str], ranks: int | None = None, timeout: float = 300
+) -> subprocess.CompletedProcess[str]:
+    """`python -m MODULE ARGUMENTS` to its end; with `ranks`, as under torchrun: so many processes with its variables,
+    and where one fails the others are ended."""
+    deadline = time.monotonic() + timeout
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        running = [
+            Forked(module, arguments, variables, output.fileno(), errors.fileno())
+            for variables in (rank_variables(ranks) if ranks else [{}])
+        ]
+        processes = list(running)
+        try:
+            while running and not any(process.code for process in processes):
+                left = deadline - time.monotonic()
+                if not select.select([process.answer for process in running], [], [], max(0.0, left))[0]:
+                    raise subprocess.TimeoutExpired([module, *arguments], timeout)
+                running = [process for process in running if process.wait(0) is None]
+        finally:
+            code = next((process.code for process in processes if process.code), 0)
+            for process in running:
+                process.end()
+        output.seek(0)
+        errors.seek(0)
+        return subprocess.CompletedProcess([module, *arguments], code, output.read(), errors.read())
+
+
+def rank_variables(ranks: int) -> list[dict[str, str]]:
+    """What torchrun puts into the environment of each rank."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    common |= {"TORCHELASTIC_RUN_ID": "tests", "GROUP_RANK": 0}
+    return [{key: str(x) for key, x in (common | {"RANK": n, "LOCAL_RANK": n}).items()} for n in range(ranks)]
+
+
+if __name__ == "__main__":
+    main()
