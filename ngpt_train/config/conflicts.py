@@ -26,7 +26,7 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
     number of ranks, by default torchrun's."""
     world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     rules = [_run, _model, _batch, _cuda_graphs, _steps, _optimizer, _ranks]
-    rules += [_source, _rows, _tokenizer, _streams, _checkpoints]
+    rules += [_source, _rows, _tokenizer, _checkpoints]
     for rule in rules:
         for conflict in rule(config, world_size):
             raise report_together(config, conflict, origins or {})
@@ -207,17 +207,6 @@ def _tokenizer(config: Config, world_size: int) -> Iterator[Conflict]:
         yield names, "no tokenizer.json is named", "Set tokenizer.path=FILE"
     if tokenizer.eos is not None and tokenizer.kind != "hf":
         yield "tokenizer.eos tokenizer.kind", "the tokenizer knows its own", "Leave tokenizer.eos out"
-
-
-def _streams(config: Config, world_size: int) -> Iterator[Conflict]:
-    data = config.data
-    if data.streamed and data.streams % world_size:
-        divisors = [n for n in range(1, data.streams + 1) if data.streams % n == 0]
-        near = [*[n for n in divisors if n < world_size][-1:], *[n for n in divisors if n > world_size][:1]]
-        multiple = -(-data.streams // world_size) * world_size
-        other = f"or, for a new run, data.streams={multiple}, which gives other rows"
-        fix = f"Use {' or '.join(map(str, near))} ranks; {other}"
-        yield "data.streams", f"{world_size} ranks cannot share the streams evenly", fix
 
 
 def _checkpoints(config: Config, world_size: int) -> Iterator[Conflict]:

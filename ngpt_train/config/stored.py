@@ -94,7 +94,10 @@ def read_yaml(path: str | os.PathLike[str]) -> Config:
     model = tree.get("model", {}) if isinstance(tree, dict) else {}
     name = model.get("name") if isinstance(model, dict) else None
     if name not in architectures():
-        raise DataError(f"{path}: not the config of a run: model.name={show(name)} is not {any_of(architectures())}")
+        problem = f"{path}: not the config of a run: model.name={show(name)} is not {any_of(architectures())}"
+        if isinstance(name, str) and name.isidentifier():
+            problem += f"\n  If it was trained with a plug-in, name its folder again: --plugin .../{name}"
+        raise DataError(problem)
     schema = architectures()[name]
     keys = schema_keys(schema)
     try:

@@ -75,10 +75,11 @@ def _build(target: Path, build: Callable[[Path], None], resumable: bool) -> None
 
 
 @contextlib.contextmanager
-def lock(path: Path, what: str) -> Iterator[bool]:
+def lock(path: Path, what: str, quiet: bool = False) -> Iterator[bool]:
     """Holds the lock file `path`; False where the file system has no locks. The kernel frees the lock on a kill.
 
-    what: another process holds the lock while it is doing this. Raises OSError if `path` cannot be written.
+    what: another process holds the lock while it is doing this, which the log says unless `quiet`.
+    Raises OSError if `path` cannot be written.
     """
     held = FileLock(path, fallback_to_soft=False)
     path.touch()  # a place that cannot be written is an error, one without locks is none
@@ -86,10 +87,11 @@ def lock(path: Path, what: str) -> Iterator[bool]:
         try:
             held.acquire(timeout=0)
         except Timeout:
-            logger.info("waiting for another process that is %s", what)
+            logger.log(logging.DEBUG if quiet else logging.INFO, "waiting for another process that is %s", what)
             held.acquire()
     except (OSError, NotImplementedError) as error:
-        logger.warning("no file locks in %s (%s): several processes may be %s at once", path.parent, error, what)
+        level = logging.DEBUG if quiet else logging.WARNING
+        logger.log(level, "no file locks in %s (%s): several processes may be %s at once", path.parent, error, what)
         path.unlink(missing_ok=True)
         yield False
         return

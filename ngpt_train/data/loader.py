@@ -14,9 +14,10 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.dataset import Dataset, Mixed
 from ngpt_train.data.mixture import MixtureReader, Turns
-from ngpt_train.data.permutation import GOLDEN, mix, shuffled
+from ngpt_train.data.permutation import GOLDEN, mix, permuted, shuffled
 from ngpt_train.data.prepared.shards import Tokens
 from ngpt_train.data.rows import Batch, Reader, Rows, row_format, rows_of
+from ngpt_train.data.streamed.balance import warn_of_repeats
 from ngpt_train.data.streamed.stream import Cursor
 from ngpt_train.data.streamed.workers import Share, Start, StreamReader
 
@@ -66,7 +67,8 @@ def reader_of(
 ) -> Reader:
     """The training rows of rank `rank`, from `state` on, which a checkpoint holds (`merged`).
 
-    Raises DataError for the state of other data.
+    Of streamed text, fetches the shards that the first rows need: no collective with a time limit may wait for it.
+    Raises DataError for the state of other data, or where a shard cannot be read.
     """
     if isinstance(data.train, Tokens):
         return PreparedReader(rows_of(data.train, config), config.run.seed)
@@ -105,11 +107,15 @@ def _reader_of_source(
     cursors = _stored(state, f"{prefix}cursors", config.data.streams, len(Cursor._fields))
     left_out = {} if state is None else state["skipped_shards"]
     skipped = {shard.removeprefix(prefix): problem for shard, problem in left_out.items() if shard.startswith(prefix)}
+    start = Start(cursors, given, skipped)
+    data.train.fetch(start, share)
+    if share.rank == 0 and state is None:
+        warn_of_repeats(data.train.open(), data.train.settings)
     return StreamReader(
         data.train,
         row_format(config, data.tokenizer.eos),
         numbers,
-        Start(cursors, given, skipped),
+        start,
         share,
         config.data.workers,
         config.data.prefetch,
@@ -210,4 +216,4 @@ def data_hash(summands: Sequence[int]) -> str:
 def validation_rows(rows: Rows, n_rows: int, seed: int) -> NDArray[np.int64]:
     """Indices of `n_rows` different rows (all there are, if fewer), ascending; the same for the same seed."""
     total = len(rows)
-    return np.sort(shuffled(np.arange(min(n_rows, total)), total, seed))
+    return np.sort(permuted(np.arange(min(n_rows, total)), total, seed))

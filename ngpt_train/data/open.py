@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,15 +29,15 @@ from ngpt_train.data.prepared.shards import (
     read_manifest,
 )
 from ngpt_train.data.rows import row_format, rows_of
+from ngpt_train.data.sources.sample import draw_sample
 from ngpt_train.data.sources.source import Source, open_source
+from ngpt_train.data.sources.text import Shard
 from ngpt_train.data.streamed.cache import OpenShards, ShardCache
 from ngpt_train.data.streamed.stream import stream_settings, with_eos
 from ngpt_train.data.streamed.workers import StreamedText
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer
 
 OnMain = Callable[[Callable[[], Any]], Any]
-# Text that a SentencePiece model is trained from at most.
-SAMPLE_CHARACTERS = 32_000_000
 
 
 def open_dataset(
@@ -140,7 +140,7 @@ def _open_streamed(config: Config, tokenizer: Tokenizer | None, on_main: OnMain)
     cache = ShardCache(directory, data.cache_gb * 1e9, source.reader, data.text_field, skip_bad)
     text = OpenShards(cache, shards, data.val_fraction, data.open_shards, skipped={})
     if tokenizer is None:
-        tokenizer = on_main(lambda: load_tokenizer(config.tokenizer, corpus=sample(text, SAMPLE_CHARACTERS)))
+        tokenizer = on_main(lambda: load_tokenizer(config.tokenizer, corpus=_corpus(text, shards)))
         assert tokenizer is not None
     known = tokenizer
     validation = on_main(lambda: _validation_tokens(config, text, known))
@@ -164,16 +164,9 @@ def _list_shards(config: Config) -> Source:
     return source
 
 
-def sample(text: OpenShards, characters: int) -> Iterator[str]:
-    """Training documents of the first shards, about so many characters of them."""
-    for shard in range(text.n_shards):
-        for index in range(text.n_documents(shard)):
-            document = text.document(shard, index)
-            if document is not None:
-                characters -= len(document)
-                yield document
-            if characters <= 0:
-                return
+def _corpus(text: OpenShards, shards: Sequence[Shard]) -> Iterator[str]:
+    """What a tokenizer is trained from; drawn only if one is."""
+    yield from draw_sample(shards, lambda number: iter(text.documents(number)), text.val_fraction)[0]
 
 
 def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -> Tokens:

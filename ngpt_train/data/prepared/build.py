@@ -172,9 +172,16 @@ class Preparation:
     def _train(self) -> Tokenizer:
         data, tokenizer = self._config.data, self._config.tokenizer
         logger.info("reading a sample of the text for a SentencePiece model of %d pieces", tokenizer.vocab_size)
+        source, shards = self._source, self._source.cut(self._hashes)
         with Progress("sampling", [1]) as progress:
-            sample, counts = draw_sample(self._source, data.val_fraction, partial(progress.heard, 0))
-        check_splits(counts, self._where, data.val_fraction)
+            sample, counts = draw_sample(
+                shards,
+                lambda number: source.documents_of(shards[number]),
+                data.val_fraction,
+                partial(progress.heard, 0),
+            )
+        if counts is not None:
+            check_splits(counts, self._where, data.val_fraction)
         logger.info("training a SentencePiece model of %d pieces", tokenizer.vocab_size)
         return load_tokenizer(tokenizer, corpus=sample)
 

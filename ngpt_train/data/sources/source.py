@@ -56,8 +56,12 @@ class Source:
     def documents(self) -> Iterator[str]:
         """All documents. Raises DataError where one cannot be read."""
         for shard in self.shards or [Shard(str(file), "", (str(file),)) for file in self.files]:
-            with tempfile.TemporaryDirectory() as scratch:
-                yield from self.reader.documents(shard, Path(scratch))
+            yield from self.documents_of(shard)
+
+    def documents_of(self, shard: Shard) -> Iterator[str]:
+        """Those of one shard. Raises DataError where one cannot be read."""
+        with tempfile.TemporaryDirectory() as scratch:
+            yield from self.reader.documents(shard, Path(scratch))
 
 
 def open_source(data: DataConfig) -> Source:

@@ -193,6 +193,11 @@ class OpenShards:
         for index in np.flatnonzero(documents.places < self.val_fraction).tolist():
             yield documents.text(index)
 
+    def training_bytes(self, shard: int) -> NDArray[np.int64]:
+        """Bytes of the training documents among the first 0, 1, ... of a shard."""
+        documents = self.documents(shard)
+        return np.append(0, np.where(documents.places < self.val_fraction, 0, documents.sizes()).cumsum())
+
     def soon(self, shards: Sequence[int]) -> None:
         """Fetches and decodes them in the background; whatever goes wrong there goes wrong again where it counts."""
         if tuple(shards) in self._announced:
@@ -261,6 +266,14 @@ class Documents:
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.text, range(len(self)))
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Bytes of each document."""
+        ends = np.append(0, self._ends).astype(np.int64)
+        return ends[1:] - ends[:-1]
 
     def text(self, index: int) -> str:
         start = int(self._ends[index - 1]) if index else 0

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.permutation import keyed_hash, keyed_order, shuffled
+from ngpt_train.data.permutation import keyed_hash, keyed_order, permuted
 from ngpt_train.data.rows import NOTHING, best_fit, row_format
 from ngpt_train.data.streamed.cache import OpenShards
 from ngpt_train.data.tokenizers import Tokenizer, encode_document
@@ -46,7 +46,7 @@ def n_windows(n_shards: int, open_shards: int) -> int:
 def window_shards(n_shards: int, open_shards: int, epoch: int, window: int, seed: int) -> list[int]:
     """The shards of a window, by their numbers in the manifest."""
     places = np.arange(window * open_shards, min((window + 1) * open_shards, n_shards))
-    return shuffled(places + epoch * n_shards, n_shards, seed).tolist()
+    return permuted(places + epoch * n_shards, n_shards, seed).tolist()
 
 
 def window_pieces(sizes: Iterable[tuple[int, int]], n_streams: int, epoch: int, window: int, seed: int) -> list[Piece]:

@@ -30,7 +30,7 @@ from ngpt_train.core.processes import end_with_parent
 from ngpt_train.data.rows import Batch, RowFormat
 from ngpt_train.data.sources.text import Shard
 from ngpt_train.data.streamed.cache import OpenShards, ShardCache
-from ngpt_train.data.streamed.stream import Cursor, Ids, Stream, StreamSettings, Windows
+from ngpt_train.data.streamed.stream import Cursor, Ids, Stream, StreamSettings, Windows, window_shards
 from ngpt_train.data.tokenizers import Tokenizer
 
 BLOCK_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start
@@ -49,6 +49,13 @@ class StreamedText:
 
     def open(self, skipped: Mapping[str, str] | None = None) -> OpenShards:
         return OpenShards(self.cache, self.shards, self.val_fraction, self.settings.open_shards, skipped or {})
+
+    def fetch(self, start: Start, share: Share) -> None:
+        """Fetches and decodes the shards that a rank's first rows need. Raises DataError."""
+        settings, text = self.settings, self.open(start.skipped)
+        for epoch, window in np.unique(start.cursors[share.streams(settings.n_streams), :2], axis=0).tolist():
+            for shard in window_shards(text.n_shards, settings.open_shards, epoch, window, settings.seed):
+                text.n_documents(shard)
 
 
 @dataclass(frozen=True)

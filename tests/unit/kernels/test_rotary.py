@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.rotary import rotary
 from ngpt_train.models.layers.rope import rope_table
+from tests.combinations import pairs_first
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -110,10 +111,7 @@ def compare(
         assert error(found[1], right[1]) <= TOLERANCE[scale.dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "interleaved"])
-@pytest.mark.parametrize("normalized", [False, True], ids=["gpt", "ngpt"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+@pairs_first(case=CASES, normalized=[False, True], interleaved=[False, True], dtype=[torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("way", "poison")
 def test_matches_fp64(case: Case, interleaved: bool, normalized: bool, dtype: torch.dtype) -> None:
     """Catches a wrong sign, factor, mask, offset or order of norm and scale; angles of another row or token; heads,

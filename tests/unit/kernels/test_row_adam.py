@@ -162,8 +162,9 @@ def test_a_bad_gradient_moves_nothing(run: str, before: int, bad: float) -> None
 @pytest.mark.parametrize(
     ("run", "size", "first", "then"),
     [
-        ("ngpt", DEBUG, "torch", "triton"),
+        pytest.param("ngpt", DEBUG, "torch", "triton", marks=pytest.mark.slow),
         ("ngpt", DEBUG, "triton", "torch"),
+        ("ngpt", SMALL, "torch", "triton"),
         ("ngpt", SMALL, "triton", "triton"),
         ("gpt", SMALL, "torch", "triton"),
         ("gpt", SMALL, "triton", "torch"),

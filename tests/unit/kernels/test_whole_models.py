@@ -29,7 +29,7 @@ def test_fused_is_plain(name: str) -> None:
     found = {}
     for kernels in ("torch", "triton"):
         model, _ = jittered(architecture, TINY, torch.float32)
-        tokens, targets = random_batch(architecture, TINY, 2, 9)
+        tokens, targets = random_batch(architecture, TINY, 2, 5)
         with chosen(kernels):
             loss, _ = model.loss(tokens, targets)
             loss.backward()
@@ -69,8 +69,8 @@ def kept(name: str, kernels: str, precision: str, compiled: bool, rows: int, con
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_saved_activations(kernels: str, precision: str) -> None:
     """nGPT keeps no more for its backward pass than GPT, within a tenth. Caught: a normalised copy that is kept."""
-    gpt, ngpt = (kept(name, kernels, precision, compiled=False, rows=2, context=32) for name in ("gpt", "ngpt"))
-    assert gpt > 32 * 2 * 32 * 2 * 10
+    gpt, ngpt = (kept(name, kernels, precision, compiled=False, rows=1, context=16) for name in ("gpt", "ngpt"))
+    assert gpt > 16 * 1 * 32 * 2 * 10
     assert ngpt <= 1.1 * gpt
 
 
