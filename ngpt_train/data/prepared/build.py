@@ -30,12 +30,12 @@ from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# Raised when the same text and settings begin to give other tokens, so that text is prepared anew; FORMAT is the version
-# of the files. (Not raised when the sample that a SentencePiece model is trained from changed: every directory keeps the
-# model that it was prepared with.)
+# Raised when the same text and settings begin to give other tokens, so that text is prepared anew; FORMAT is the
+# version of the files. (Not raised when the sample that a SentencePiece model is trained from changed: every directory
+# keeps the model that it was prepared with.)
 RECIPE = 2
-# Chunks that wait for their turn lie beside the shards, in a directory that has another name after each start: processes
-# of a start that was killed may still be about to write.
+# Chunks that wait for their turn lie beside the shards, in a directory that has another name after each start:
+# processes of a start that was killed may still be about to write.
 WAITING = "waiting-"
 
 
@@ -120,7 +120,7 @@ class Preparation:
             logger.info("preparing %s: reading %s files", self._where, f"{len(self._source.names):,}")
             units = units_of(self._source, self._hashes.sha256)
             self._hashes.save()  # so that the next start need not compute them again
-            # Unless the text is one .txt file, it takes all of it to see that it is a single document; then it is read again.
+            # Unless the text is one .txt file, only its end shows that it is a single document; it is then read again.
             for single in [True] if self._source.is_one_document else [False, True]:
                 journal = Journal(directory, [unit.shard.identity for unit in units])
                 header, tokenizer = self._begin(directory, journal, key, single)
