@@ -130,7 +130,7 @@ def check_option(group: str, option: str, options: Sequence[str], place: str = "
     else:
         near = nearest(option, dict.fromkeys([*options, *folded(options)]))
         problem = f"no such option{did_you_mean(near)}"
-        if group == "model" and not near and option.isidentifier():
+        if group == "model" and not near and option.isidentifier() and option != "null":
             known += f"\n  The folder of an architecture from outside is named each time: --plugin .../{option}"
     raise ConfigError(report([f"{group}={option}: {problem}", known], place))
 

@@ -18,7 +18,7 @@ from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
 from ngpt_train.config.architectures import architectures, use_plugins
 from ngpt_train.distributed import World
-from ngpt_train.evaluation.restore import restore
+from ngpt_train.evaluation.restore import find_trained, restore
 from ngpt_train.models import export_weights
 from tests.processes.runs import arguments, numbers, records, run
 from tests.properties import test_contract
@@ -84,6 +84,11 @@ def forward(w: dict[str, Tensor], tokens: Tensor, *, n_heads: int, doc_ids: Tens
     return h @ w["output"].T
 
 
+def n_params(model: Any) -> int:
+    d = model.d_model
+    return 2 * model.vocab_size * d + model.n_layers * (4 * d * d + 3 * d * model.d_mlp + 2 * d)
+
+
 def of_debug() -> dict[str, tuple[int, ...]]:
     """The weights of scale=debug with a vocabulary of bytes."""
     model = load_config(["model=gpt", "scale=debug"]).model
@@ -92,7 +97,8 @@ def of_debug() -> dict[str, tuple[int, ...]]:
 
 
 def of_page() -> Architecture:
-    return Architecture(architectures()["postln"], shapes, gpt.random_weights, forward, {"residual_scale": SCALE})
+    options = {"residual_scale": SCALE}
+    return Architecture(architectures()["postln"], shapes, gpt.random_weights, forward, n_params, options)
 
 
 def contract() -> list[Any]:
@@ -166,7 +172,9 @@ def test_generates_evaluates_and_is_planned(
     assert main(["evaluate", *given, f"evaluate.checkpoint={checkpoint}", f"evaluate.out={out}"]) == 0
     assert 0 < json.loads(out.read_text())["loss"] < math.log(257)
     assert main(["plan", *given, f"plan.out={out}"]) == 0
-    assert json.loads(out.read_text())["parameters"]["total"] == sum(math.prod(x) for x in of_debug().values())
+    model = load_config(["model=gpt", "scale=debug", "model.vocab_size=257"]).model
+    total = json.loads(out.read_text())["parameters"]["total"]
+    assert total == n_params(model) == sum(math.prod(shape) for shape in of_debug().values())
 
 
 def test_its_weights_are_exported_and_taken_on(
@@ -175,7 +183,8 @@ def test_its_weights_are_exported_and_taken_on(
     """Under the names of docs/weights.md; and a run begins with them."""
     checkpoint = str(trained / "runs" / "test")
     world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
-    weights = export_weights(restore("generate.checkpoint", checkpoint, "fp32", world).model)
+    config = load_config(["model=postln", "scale=debug", f"generate.checkpoint={checkpoint}"])
+    weights = export_weights(restore(find_trained("generate", config, []), config, world).model)
     assert {name: tuple(x.shape) for name, x in weights.items()} == of_debug()
     given = of_run(postln, tmp_path, corpus, f"run.init_from={checkpoint}", "train.stop_at=1")
     assert main(["train", *given]) == 0
