@@ -20,7 +20,8 @@ from types import FrameType
 from typing import NoReturn
 
 from ngpt_train.config import ConfigError, check, load_config, to_yaml
-from ngpt_train.config.resolve import check_verb
+from ngpt_train.config.architectures import use_plugins
+from ngpt_train.config.conflicts import check_verb
 
 VERBS = {
     "train": "Train a model; continues the run if its directory holds a checkpoint.",
@@ -37,6 +38,7 @@ Options:
   --help, -h        without a verb: this text; with one: all groups and keys with their meaning
   --cfg job         print the configuration and exit
   --config-dir DIR  directory of your own YAML files, by group: DIR/model/my.yaml is model=my
+  --plugin DIR      folder of an architecture of your own, which is then model=NAME, the folder's name; repeatable
   --multirun, -m    run every combination of comma-separated values (optim.lr=1e-3,3e-3), one after the other"""
 
 
@@ -48,6 +50,7 @@ class CommandLine:
     help: bool = False
     print_config: bool = False
     config_dir: str | None = None
+    plugins: list[str] = field(default_factory=list)
     multirun: bool = False
 
 
@@ -87,6 +90,7 @@ def _run(arguments: list[str]) -> int:
     if verb == "bench" and rest and "=" not in rest[0] and not rest[0].startswith("-"):
         rest = [f"bench.what={rest[0]}", *rest[1:]]
     line = _parse(rest)
+    use_plugins(line.plugins)
     if line.help:
         from ngpt_train.config.help import help_text
 
@@ -129,6 +133,11 @@ def _parse(arguments: list[str]) -> CommandLine:
             line.config_dir = argument.partition("=")[2] or next(rest, None)
             if line.config_dir is None:
                 raise ConfigError("--config-dir: no directory given\n  Write --config-dir DIR")
+        elif argument.partition("=")[0] == "--plugin":
+            folder = argument.partition("=")[2] or next(rest, None)
+            if folder is None:
+                raise ConfigError("--plugin: no folder given\n  Write --plugin DIR")
+            line.plugins.append(folder)
         else:
             line.overrides.append(argument)
     return line
@@ -156,11 +165,12 @@ def _multirun(verb: str, line: CommandLine) -> int:
         _show("---\n".join(to_yaml(config) for config in configs).rstrip())
         return 0
 
-    directory = ["--config-dir", line.config_dir] if line.config_dir else []
+    options = ["--config-dir", line.config_dir] if line.config_dir else []
+    options += [word for folder in line.plugins for word in ("--plugin", folder)]
     codes: list[int] = []
     for number, job in enumerate(jobs):
         print(f"job {number} of {len(jobs)}: {' '.join(job)}", flush=True)
-        code, interrupted = _run_job([sys.executable, "-m", "ngpt_train", verb, *job, *directory])
+        code, interrupted = _run_job([sys.executable, "-m", "ngpt_train", verb, *job, *options])
         codes.append(code)
         if interrupted:
             print(f"interrupted: {len(jobs) - len(codes)} of {len(jobs)} jobs not started", file=sys.stderr)

@@ -92,7 +92,7 @@ def steps_of(architecture: str, scale: str) -> Iterator[TrainState]:
     data = open_dataset(config)
     state = build_state(with_vocabulary(config, data))
     loader = TrainLoader(reader_of(data, state.config), config.train.rows_per_step, state.micro_rows)
-    feed = Feed(loader, state.world.device)
+    feed = Feed(loader, state.model, state.world.device)
     while True:
         micro_batches, _ = next(feed)
         train_step(state, micro_batches)

@@ -25,6 +25,7 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import Decoder
+from ngpt_train.models.initialisation import drawn_by
 from ngpt_train.observe.meters import peak_flops
 from ngpt_train.optim import build_optimizer
 from ngpt_train.training import TrainState, build_state, train_step
@@ -170,15 +171,11 @@ def drawn_on(device: torch.device) -> Iterator[None]:
     takes a CPU some seconds for each model: here that would be an eighth of all the time there is."""
     generator = torch.Generator(device).manual_seed(0)
 
-    def drawn(self: Decoder, seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
-        return torch.empty(shape, device=device).normal_(std=self.init_std(name), generator=generator)
+    def drawn(seed: int, path: str, shape: tuple[int, ...], std: float) -> Tensor:
+        return torch.empty(shape, device=device).normal_(std=std, generator=generator)
 
-    before = Decoder.drawn
-    Decoder.drawn = drawn  # type: ignore[method-assign]
-    try:
+    with drawn_by(drawn):
         yield
-    finally:
-        Decoder.drawn = before  # type: ignore[method-assign]
 
 
 def run_pair(row: Row, place: Place, say: Callable[[str], None]) -> list[Measured]:

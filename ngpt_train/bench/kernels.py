@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,7 @@ from torch import Tensor
 from ngpt_train.bench.device_time import copy_ceiling, on_device
 from ngpt_train.bench.interleaved import Entry, Run, by, interleaved
 from ngpt_train.kernels import adam, cross_entropy, dispatch, rotary, sphere_step, swiglu
+from ngpt_train.kernels.sphere_step import HiddenState
 from ngpt_train.models.layers.rope import rope_table
 
 Shape = tuple[int, int, int]  # d_model, d_mlp, d_head
@@ -155,9 +157,12 @@ def cases_of(device: torch.device, shape: Shape, sizes: Sizes) -> list[Case]:
 
         return step
 
-    def twice(h: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        out = sphere_step.reference(h, x, alpha)
-        return out, out.view_as(out)
+    def moved(function: Callable[..., HiddenState]) -> Operation:
+        def step(h: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
+            out, same = function(HiddenState(h, h), x, alpha)
+            return out, same.view_as(same) if same is out else same
+
+        return step
 
     def scaled(function: Callable[..., Tensor]) -> Operation:
         return lambda *inputs: (function(*inputs),)
@@ -166,19 +171,21 @@ def cases_of(device: torch.device, shape: Shape, sizes: Sizes) -> list[Case]:
         return cross_entropy.linear_cross_entropy(h, matrix, targets, scale)[:1]
 
     def exact_head(h: Tensor, targets: Tensor, matrix: Tensor, scale: Tensor) -> tuple[Tensor]:
-        return (cross_entropy.reference(h, matrix, targets, scale),)
+        return cross_entropy.linear_cross_entropy.formula(h, matrix, targets, scale)[:1]
 
     # Kernels sum over tokens what they have not rounded; plain PyTorch rounds some of it.
     by_kernels = dispatch.runs_on_triton("bench", normal(1))
     vectors = (VECTOR_TOLERANCE if by_kernels else MATRIX_TOLERANCE)[dtype]
     at = f"d {d}"
     row, wide = n * d * element, n * m * element  # bytes of a hidden state and of a half of uv
-    swiglu_ours, swiglu_plain = scaled(swiglu.swiglu), scaled(swiglu.reference)
-    turn, turn_plain = rotation(rotary.rotary), rotation(rotary.reference)
-    step, step_plain = adam_step(adam.adam_rows_), adam_step(adam.reference)
+    sphere_ours, sphere_plain = moved(sphere_step.sphere_step), moved(sphere_step.sphere_step.formula)
+    swiglu_ours, swiglu_plain = scaled(swiglu.swiglu), scaled(swiglu.swiglu.formula)
+    turn, turn_plain = rotation(rotary.rotary), rotation(rotary.rotary.formula)
+    step, step_exact = adam_step(adam.adam_rows_), adam_step(adam.adam_rows_.formula)
+    step_plain = adam_step(partial(adam.in_few_passes_, False))
     return [
         # h and x in, h' out; two gradients, h and x in, dh and dx out.
-        Case(f"sphere_step, {at}", sphere_step.sphere_step, twice, twice, sphere_inputs, n,
+        Case(f"sphere_step, {at}", sphere_ours, sphere_plain, sphere_plain, sphere_inputs, n,
              3 * row, 6 * row, vectors),
         # u, v in, y out; u, v, dy in, du, dv out.
         Case(f"swiglu with scales, {at}", swiglu_ours, swiglu_plain, swiglu_plain, lambda: swiglu_inputs(True), n,
@@ -194,7 +201,7 @@ def cases_of(device: torch.device, shape: Shape, sizes: Sizes) -> list[Case]:
         Case(f"linear_cross_entropy, {at}", head, exact_head, plain_head, head_inputs, n,
              None, None, MATRIX_TOLERANCE[dtype], forward_alone=False),
         # kernels/adam.py counts: 28 bytes a parameter.
-        Case(f"adam_rows_, {at}", step, step_plain, step_plain, adam_inputs, 2 * m,
+        Case(f"adam_rows_, {at}", step, step_exact, step_plain, adam_inputs, 2 * m,
              28 * 2 * m * d, None, vectors, compiles=False),
     ]  # fmt: skip
 

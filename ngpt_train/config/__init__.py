@@ -1,57 +1,22 @@
 """Configuration: the typed schema, and its way from YAML files and the command line to a checked `Config`.
 
-Only this package knows Hydra and OmegaConf, and it imports them when something is composed.
+Only this package knows Hydra and OmegaConf, and it imports them when something is composed. The sections of the schema
+are in `schema.py`, `data_keys.py` and `model_keys.py`.
 """
 
 from ngpt_train.config.compose import load_config
+from ngpt_train.config.conflicts import check
 from ngpt_train.config.files import config_dir, list_experiments
-from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.resolve import check
-from ngpt_train.config.schema import (
-    CheckpointConfig,
-    Config,
-    DataConfig,
-    EvalConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    KernelsConfig,
-    LoggingConfig,
-    OptimConfig,
-    ParallelConfig,
-    PlanConfig,
-    RunConfig,
-    ScaleConfig,
-    ScheduleConfig,
-    TokenizerConfig,
-    TrainConfig,
-    WandbConfig,
-)
+from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import check_resume, read_yaml, redact, to_dict, to_yaml, write_yaml
 from ngpt_train.core.errors import ConfigError, DataError
 
 __all__ = [
-    "AUTO",
-    "CheckpointConfig",
     "Config",
     "ConfigError",
-    "DataConfig",
     "DataError",
-    "EvalConfig",
-    "EvaluateConfig",
-    "GenerateConfig",
-    "KernelsConfig",
-    "LoggingConfig",
     "ModelConfig",
-    "OptimConfig",
-    "ParallelConfig",
-    "PlanConfig",
-    "RunConfig",
-    "ScaleConfig",
-    "ScheduleConfig",
-    "TokenizerConfig",
-    "TrainConfig",
-    "WandbConfig",
     "check",
     "check_resume",
     "config_dir",

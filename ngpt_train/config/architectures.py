@@ -1,26 +1,108 @@
-"""The architectures that there are: the folders of ngpt_train/models that have keys."""
+"""The architectures that there are, and the keys of each: the folders of ngpt_train/models, and plug-ins."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import pkgutil
+import typing
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import ngpt_train.models
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.schema import Config
+from ngpt_train.config.validate import Key
+from ngpt_train.core.errors import ConfigError
+
+_FORM = (
+    "A plug-in is a folder NAME that holds keys.py, model.py, configs/model/NAME.yaml and configs/recipe/NAME.yaml: "
+    "docs/add_an_architecture.md"
+)
+_KEYS: dict[type[ModelConfig], dict[str, Key]] = {}  # of schema_keys
 
 
 @cache
 def architectures() -> dict[str, type[ModelConfig]]:
     """The keys of each architecture by its name, which is its folder's. Nothing heavy is imported."""
-    names = [found.name for found in pkgutil.iter_modules(ngpt_train.models.__path__) if found.ispkg]
-    names = [name for name in names if any((Path(p) / name / "keys.py").is_file() for p in ngpt_train.models.__path__)]
-    modules = [importlib.import_module(f"ngpt_train.models.{name}.keys") for name in names]
-    schemas = [
-        schema
-        for module in modules
-        for schema in vars(module).values()
-        if isinstance(schema, type) and issubclass(schema, ModelConfig) and schema.__module__ == module.__name__
-    ]
-    return {schema.name: schema for schema in schemas}
+    (path,) = ngpt_train.models.__path__
+    folders = [found.name for found in pkgutil.iter_modules([path]) if found.ispkg]
+    names = [name for name in folders if (Path(path) / name / "keys.py").is_file()]
+    return {name: _keys_of(name) for name in [*names, *(folder.name for folder in plugins())]}
+
+
+def plugins() -> list[Path]:
+    """The folders of the plug-ins in use."""
+    return [Path(folder) for folder in ngpt_train.models.plugins()]
+
+
+def use_plugins(folders: Sequence[str]) -> None:
+    """From now on these architectures from outside exist besides ours, and no others, here and in processes that this
+    one starts. Raises ConfigError."""
+    paths = list(dict.fromkeys(Path(folder).expanduser().resolve() for folder in folders))
+    for folder, path in zip(folders, paths, strict=False):
+        if not path.is_dir():
+            raise _unusable(path, "no such directory" if folder == str(path) else f"no such directory: {path}")
+        needed = ("keys.py", "model.py", f"configs/model/{path.name}.yaml", f"configs/recipe/{path.name}.yaml")
+        if missing := [name for name in needed if not (path / name).is_file()]:
+            raise _unusable(path, f"holds no {' and no '.join(missing)}")
+        taken = [p for p in paths if p != path and p.name == path.name]
+        taken += [p for p in Path(ngpt_train.models.__path__[0]).iterdir() if p.stem == path.name]
+        if taken or not path.name.isidentifier():
+            raise _unusable(path, f"the name is that of {taken[0]}" if taken else "the name is not one of Python's")
+    if paths != plugins():
+        ngpt_train.models.use_plugins([str(path) for path in paths])
+        architectures.cache_clear()
+        all_keys.cache_clear()
+
+
+def schema_keys(model: type[ModelConfig]) -> dict[str, Key]:
+    """All keys of the schema by dotted name, with `model` as the schema of model.*."""
+    if model not in _KEYS:
+        _KEYS[model] = {key.name: key for key in _walk(Config, "", model)}
+    return _KEYS[model]
+
+
+def _walk(schema: type, prefix: str, model: type[ModelConfig]) -> Iterator[Key]:
+    types = typing.get_type_hints(schema)
+    for field in dataclasses.fields(schema):
+        name, kind = prefix + field.name, types[field.name] if field.name != "model" else model
+        if dataclasses.is_dataclass(kind):
+            yield from _walk(typing.cast(type, kind), name + ".", model)
+            continue
+        members = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
+        if float in members:
+            members = tuple(member for member in members if member is not int)
+        default = field.default_factory() if callable(field.default_factory) else field.default
+        yield Key(name=name, types=members, default=default, **field.metadata)
+
+
+@cache
+def all_keys() -> dict[str, Key]:
+    """The keys of every architecture together."""
+    return {name: key for model in architectures().values() for name, key in schema_keys(model).items()}
+
+
+def _keys_of(name: str) -> type[ModelConfig]:
+    """The dataclass of an architecture's keys.py. Raises ConfigError for that of a plug-in which does not keep to the
+    form."""
+    plugin = next((path for path in plugins() if path.name == name), None)
+    try:
+        module = importlib.import_module(f"ngpt_train.models.{name}.keys")
+        own = [x for x in vars(module).values() if isinstance(x, type) and x.__module__ == module.__name__]
+        (schema,) = [x for x in own if issubclass(x, ModelConfig) and "__dataclass_fields__" in vars(x)]
+        if schema.name != name:
+            raise ValueError(f"its name is {schema.name}")
+        schema_keys(schema)
+    except Exception as error:
+        if plugin is None:
+            raise
+        form = f'One @dataclass of ModelConfig with name: str = key("{name}", ...), every key made by key(...)'
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"--plugin={plugin}: keys.py cannot be used: {reason}\n  {form}") from error
+    return schema
+
+
+def _unusable(path: Path, problem: str) -> ConfigError:
+    return ConfigError(f"--plugin={path}: {problem}\n  {_FORM}")

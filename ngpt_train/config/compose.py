@@ -1,49 +1,28 @@
 """From YAML files and the command line to a checked `Config`.
 
-Hydra finds and merges the files. Every file and override is checked against the schema before, so that a
-mistake is reported in the words of this package, with the file that holds it.
+Hydra reads the defaults lists: which files count, in which order, for which section. Every file and override is checked
+against the schema before it counts, so that a mistake is reported in the words of this package, with the file that
+holds it.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from functools import lru_cache
+from typing import Any, NamedTuple, cast
 
-from ngpt_train.config.files import (
-    GROUPS,
-    PRIMARY,
-    SCHEMA_GROUP,
-    check_defaults,
-    check_file,
-    find,
-    group_options,
-    row_nodes,
-    search_path,
-    warn_shadowed,
-)
+from ngpt_train.config.architectures import architectures, schema_keys
+from ngpt_train.config.conflicts import check
+from ngpt_train.config.files import GROUPS, PRIMARY, SCHEMA_GROUP, Files, find_files, nested
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.overrides import Overrides, parse
-from ngpt_train.config.resolve import Origin, check, resolve
+from ngpt_train.config.resolve import resolve
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import (
-    Key,
-    architectures,
-    build,
-    check_leaf,
-    flatten,
-    is_interpolation,
-    report,
-    schema_keys,
-    show,
-)
+from ngpt_train.config.validate import Key, Origin, build, check_leaf, flatten, is_interpolation, report, show
 from ngpt_train.core.errors import ConfigError
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 _ONE_HYDRA = threading.Lock()  # Hydra's state is global
 
@@ -55,6 +34,16 @@ class Composition:
     config: Config
     keys: dict[str, Key]
     choices: dict[str, str]
+    origins: dict[str, Origin]
+    files: Files
+
+
+class _OfFiles(NamedTuple):
+    """What the files alone come to."""
+
+    architecture: str
+    choices: dict[str, str]
+    values: dict[str, Any]
     origins: dict[str, Origin]
 
 
@@ -72,125 +61,123 @@ def load_config(overrides: Sequence[str] = (), config_dir: str | None = None, wo
     return composition.config
 
 
-def compose(arguments: Iterable[str], user_dir: str | None = None) -> Composition:
+def compose(arguments: Sequence[str], user_dir: str | None = None) -> Composition:
     """Composes and checks key by key; keys that belong together are for `resolve` and `check`.
     Raises ConfigError."""
-    import hydra
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.types import RunMode
-
-    directories = search_path(user_dir)
-    options = group_options(directories)
-    overrides = parse(arguments, options)
-    reached = check_defaults(overrides.choices, options, directories)
-    warn_shadowed(directories)
-
-    chosen = [f"{group}={option}" for group, option in overrides.choices.items()]
-    for directory in directories[1:]:
-        chosen.append(f"hydra.searchpath=['file://{_quoted(str(directory))}']")
-    with _ONE_HYDRA, _hydra(str(directories[0]), row_nodes(reached, options, directories)):
-        defaults = GlobalHydra.instance().config_loader().compute_defaults_list(PRIMARY, chosen, RunMode.RUN).defaults
-        packages = {default.config_path: default.package or "" for default in defaults if default.config_path}
-        choices = {group: option for group, _, option in (path.partition("/") for path in packages) if group in options}
-        architecture = _architecture(packages, find(f"model/{choices['model']}", directories))
-        keys = schema_keys(architectures()[architecture])
-        origins = _check_keys(packages, options, directories, overrides, keys, architecture)
-        tree = hydra.compose(PRIMARY, chosen)
-
-    config = build(_resolved(tree, overrides.values, keys, origins), architectures()[architecture])
-    if config.model.name != architecture:
-        problem = f"model.name={config.model.name}: the architecture is {architecture}"
+    files = find_files(user_dir)
+    overrides = parse(arguments, files.options)
+    chosen = tuple(overrides.choices.items())
+    reached = files.reached(chosen)
+    files.warn_shadowed()
+    of_files = _compose_files(files, chosen, tuple(reached))
+    schema = architectures()[of_files.architecture]
+    keys, origins = schema_keys(schema), of_files.origins | _origins(overrides, of_files.architecture)
+    config = build(_resolved({**of_files.values, **overrides.values}, schema, origins), schema)
+    if config.model.name != of_files.architecture:
+        problem = f"model.name={config.model.name}: the architecture is {of_files.architecture}"
         fix = f"Choose it with model=NAME: {', '.join(architectures())}"
         raise ConfigError(report([problem, fix], origins["model.name"].place))
-    return Composition(config, keys, choices, origins)
+    return Composition(config, keys, of_files.choices, origins, files)
 
 
-def _architecture(packages: Iterable[str], model_file: Path) -> str:
-    """Name of the schema that the model's file, or one that it builds upon, asks for."""
-    for path in packages:
-        if path.startswith(f"{SCHEMA_GROUP}/"):
-            return path.removeprefix(f"{SCHEMA_GROUP}/")
-    raise ConfigError(
-        f"{model_file}: does not say which architecture it is\n  Begin it with\n    defaults:\n      - ngpt"
-        f"\n  or another of {', '.join(architectures())}"
-    )
-
-
-def _check_keys(
-    packages: Mapping[str, str],
-    options: Mapping[str, Sequence[str]],
-    directories: Sequence[Path],
-    overrides: Overrides,
-    keys: Mapping[str, Key],
-    architecture: str,
-) -> dict[str, Origin]:
-    """Checks what the composed files and then the command line set; says where each key was set last."""
+@lru_cache(maxsize=256)
+def _compose_files(files: Files, chosen: tuple[tuple[str, str], ...], reached: tuple[str, ...]) -> _OfFiles:
+    """Checks what the files set, the later over the earlier, and says where each key was set last."""
+    packages = _defaults_list(files, chosen, reached)
+    choices = {group: name for group, _, name in (path.partition("/") for path in packages) if group in GROUPS}
+    named = [path.removeprefix(f"{SCHEMA_GROUP}/") for path in packages if path.startswith(f"{SCHEMA_GROUP}/")]
+    if not named:
+        raise ConfigError(
+            f"{files.option('model/' + choices['model']).path}: does not say which architecture it is"
+            f"\n  Begin it with\n    defaults:\n      - ngpt\n  or another of {', '.join(architectures())}"
+        )
+    keys = schema_keys(architectures()[named[0]])
+    values: dict[str, Any] = {name: key.default for name, key in keys.items()}
     origins: dict[str, Origin] = {}
     order = 0
     for config_path, package in packages.items():
         if config_path.partition("/")[0] in (PRIMARY, *GROUPS):
-            for place, names in check_file(config_path, package, keys, options, directories):
-                origins |= {name: Origin(order, place) for name in names}
+            for place, said in files.said(files.option(config_path), package, keys):
+                for name, value in said.items():
+                    # Tables are merged, so that a recipe that builds upon another keeps its scales.
+                    values[name] = _merged(values[name], value) if keys[name].is_table else value
+                    origins[name] = Origin(order, place)
                 order += 1
-    for name, value in overrides.values.items():
-        if name not in keys:
-            owners = ", ".join(
-                f"model={owner}" for owner, schema in architectures().items() if name in schema_keys(schema)
-            )
-            raise ConfigError(f"{name}={show(value)}: model={architecture} has no such key\n  It belongs to {owners}")
-        if not is_interpolation(value):
-            check_leaf(name, value, keys, written=overrides.written[name])
-        origins[name] = Origin(order, "")
-    return origins
+    return _OfFiles(named[0], choices, values, origins)
 
 
-@contextmanager
-def _hydra(directory: str, rows: Mapping[str, dict[str, Any]]) -> Iterator[None]:
-    """Hydra with our schema, reading `directory`; `rows` it takes for files. Whatever it cannot compose is the user's
-    mistake."""
-    from hydra import initialize_config_dir
+def _defaults_list(files: Files, chosen: Sequence[tuple[str, str]], reached: Sequence[str]) -> dict[str, str]:
+    """The sections that train.yaml and the files of `group/option` fill, by these names, in the order in which they
+    count. What Hydra cannot order is the user's mistake."""
+    import hydra
     from hydra.core.config_store import ConfigStore
+    from hydra.core.global_hydra import GlobalHydra
     from hydra.errors import HydraException
+    from hydra.types import RunMode
 
     store = ConfigStore.instance()
-    store.store(name="schema", node=Config)
-    for name, schema in architectures().items():
-        store.store(group=SCHEMA_GROUP, name=name, node=schema, package="model")
-    for config_path, node in rows.items():
-        table, _, row = config_path.rpartition("/")
-        store.store(group=table, name=row, node=node, package="_global_")
-    try:
-        with initialize_config_dir(directory, version_base="1.3"):
-            yield
-    except (HydraException, RecursionError) as error:
-        # The checks before leave only tangled defaults lists; the first line says which entry, or that it recurses.
-        raise ConfigError(f"the defaults lists do not fit together: {str(error).splitlines()[0]}") from None
+    with _ONE_HYDRA:
+        for name in architectures():
+            store.store(group=SCHEMA_GROUP, name=name, node={}, package="model")
+        for config_path in (PRIMARY, *reached):
+            option, (group, _, name) = files.option(config_path), config_path.rpartition("/")
+            node = {"defaults": files.defaults(option)} if "defaults" in option.tree() or option.row else {}
+            store.store(group=group or None, name=name, node=node, package=option.package())
+        try:
+            with hydra.initialize(config_path=None, version_base="1.3"):
+                loader = GlobalHydra.instance().config_loader()
+                defaults = loader.compute_defaults_list(
+                    PRIMARY, [f"{group}={option}" for group, option in chosen], RunMode.RUN
+                ).defaults
+        except (HydraException, RecursionError) as error:
+            # The checks before leave only tangled lists; the first line says which entry, or that it recurses.
+            first_line = str(error).splitlines()[0]
+            raise ConfigError(f"the defaults lists do not fit together: {first_line}") from None
+    return {default.config_path: default.package or "" for default in defaults if default.config_path}
 
 
-def _resolved(
-    tree: DictConfig, values: Mapping[str, Any], keys: Mapping[str, Key], origins: Mapping[str, Origin]
-) -> dict[str, Any]:
-    """`tree` with the command line's `values` and with interpolations replaced."""
+def _origins(overrides: Overrides, architecture: str) -> dict[str, Origin]:
+    """Checks what the command line sets, which counts last."""
+    keys = schema_keys(architectures()[architecture])
+    for name, value in overrides.values.items():
+        if name not in keys:
+            owners = [f"model={owner}" for owner, schema in architectures().items() if name in schema_keys(schema)]
+            problem = f"{name}={show(value)}: model={architecture} has no such key"
+            raise ConfigError(f"{problem}\n  It belongs to {', '.join(owners)}")
+        if not is_interpolation(value):
+            check_leaf(name, value, keys, written=overrides.written[name])
+    return {name: Origin.of_command_line() for name in overrides.values}
+
+
+def _merged(old: Any, new: Any) -> Any:
+    if not isinstance(old, Mapping) or not isinstance(new, Mapping):
+        return new
+    return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
+
+
+def _resolved(values: Mapping[str, Any], schema: type[ModelConfig], origins: Mapping[str, Origin]) -> dict[str, Any]:
+    """The tree of `values`, with interpolations replaced."""
+    tree = nested(values)
+    interpolated = [name for name, value in values.items() if is_interpolation(value)]
+    if not interpolated:
+        return tree
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    def place(name: str) -> str:
+        return origins[name].place if name in origins else ""
+
     try:
-        for name, value in values.items():
-            OmegaConf.update(tree, name, value)
-        plain = cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True))
-        for name, value in flatten(plain, keys):
-            # Interpolations have their values only now.
-            check_leaf(name, value, keys, origins[name].place if name in origins else "")
+        # By the schema's types: an environment variable is text, and train.steps=${oc.env:STEPS} a number.
+        typed = OmegaConf.structured(Config(model=schema()))
+        resolved = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(typed, tree), resolve=True))
+        found = dict(flatten(resolved, schema_keys(schema)))
+        for name in interpolated:
+            check_leaf(name, found[name], schema_keys(schema), place(name))
     except OmegaConfBaseException as error:
         name = str(getattr(error, "full_key", ""))
-        unresolved = cast(dict[str, Any], OmegaConf.to_container(tree))
-        written = {**dict(flatten(unresolved, keys)), **values}
         # "KeyError raised while resolving interpolation: ..." says the same in fewer words from the colon on.
         reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
-        lines = [f"{name}={show(written.get(name))}: cannot be resolved: {reason}", "A literal '${' is written '\\${'"]
-        raise ConfigError(report(lines, origins[name].place if name in origins else "")) from None
-    return plain
-
-
-def _quoted(text: str) -> str:
-    return text.replace("\\", "\\\\").replace("'", "\\'")
+        lines = [f"{name}={show(values.get(name))}: cannot be resolved: {reason}", "A literal '${' is written '\\${'"]
+        raise ConfigError(report(lines, place(name))) from None
+    return resolved

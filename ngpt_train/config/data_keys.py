@@ -61,7 +61,7 @@ class DataConfig:
     )
     streams: int = key(
         192,
-        "Virtual streams that the rows of streamed text come from; ranks must divide them.",
+        "Virtual streams that the rows of streamed text come from; any number of ranks reads them.",
         minimum=1,
         maximum=65536,
     )

@@ -10,24 +10,17 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.config.architectures import architectures, plugins
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.overrides import Overrides, check_option, parse_row
 from ngpt_train.config.reading import read_mapping
-from ngpt_train.config.validate import (
-    Key,
-    all_keys,
-    architectures,
-    check_leaf,
-    did_you_mean,
-    flatten,
-    is_interpolation,
-    nearest,
-    report,
-    show,
-)
+from ngpt_train.config.validate import Key, check_leaf, did_you_mean, flatten, is_interpolation, nearest, report, show
 from ngpt_train.core.errors import ConfigError
 
 # In the order of configs/train.yaml, where a later group overrides an earlier one.
@@ -44,6 +37,14 @@ GROUPS = {
     "logging": "What is written while training.",
     "experiment": "A whole run: chooses options and sets keys; what it sets can be overridden.",
 }
+# Options that are a key or two, without a file: parallel=fsdp is parallel.kind=fsdp.
+BUILT_IN: dict[str, dict[str, Any]] = {
+    **{f"parallel/{kind}": {"kind": kind} for kind in (AUTO, "ddp", "fsdp", "single")},
+    **{f"kernels/{kind}": {"kind": kind} for kind in (AUTO, "torch", "triton")},
+    "checkpoint/default": {"keep_last": 2, "keep_every": None},
+    "eval/default": {"rows": 64},
+    "logging/default": {"tensorboard": False, "wandb": {"mode": AUTO}},
+}
 # The file that lists the groups.
 PRIMARY = "train"
 # Not for users: the model's file names the schema of its architecture here.
@@ -53,6 +54,8 @@ _HEADER = "# @package _global_"
 _GLOBAL_GROUPS = ("scale", "recipe", "experiment")
 # As part of a run's name.
 _ROW_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+
+Said = tuple[str, dict[str, Any]]  # a place, to be named in messages, and what is set there by full names
 
 
 def config_dir() -> Path:
@@ -64,158 +67,224 @@ def config_dir() -> Path:
 
 def list_experiments() -> list[str]:
     """Every name that `experiment=NAME` accepts without a directory of the user's own."""
-    return _experiments([config_dir()])
+    return find_files(None).options["experiment"][:-1]
 
 
-def search_path(user_dir: str | None) -> list[Path]:
-    """Directories of YAML files, the packaged one first: of two files of one name the first counts."""
-    if user_dir is None:
-        return [config_dir()]
-    user = Path(user_dir).expanduser().resolve()
-    if not user.is_dir():
-        raise ConfigError(f"--config-dir={user_dir}: no such directory\n  Looked for {user}")
-    if not any((user / group).is_dir() for group in GROUPS):
-        raise ConfigError(
-            f"--config-dir={user_dir}: holds no directory named like a group: {', '.join(GROUPS)}"
-            "\n  A file DIR/model/my.yaml, for example, is chosen with --config-dir=DIR model=my"
-        )
-    return [config_dir()] if user == config_dir() else [config_dir(), user]
+def find_files(user_dir: str | None) -> Files:
+    """The files that there are now: the packaged ones, those of plug-ins, then those of `user_dir`."""
+    directories = [config_dir(), *(folder / "configs" for folder in plugins())]
+    if user_dir is not None:
+        user = Path(user_dir).expanduser().resolve()
+        if not user.is_dir():
+            raise ConfigError(f"--config-dir={user_dir}: no such directory\n  Looked for {user}")
+        if not any((user / group).is_dir() for group in GROUPS):
+            raise ConfigError(
+                f"--config-dir={user_dir}: holds no directory named like a group: {', '.join(GROUPS)}"
+                "\n  A file DIR/model/my.yaml, for example, is chosen with --config-dir=DIR model=my"
+            )
+        directories += [user] if user not in directories else []
+    return _files(tuple(directories), tuple(_found(directories)), tuple(architectures().values()))
 
 
-def warn_shadowed(directories: Sequence[Path]) -> None:
-    """Says on stderr which of the user's files are not used because a packaged file has their name."""
-    packaged, *users = directories
-    if os.environ.get("RANK", "0") != "0":
-        return
-    for user in users:
-        for path in sorted(
-            [*user.glob("*.yaml"), *(path for group in GROUPS for path in (user / group).rglob("*.yaml"))]
-        ):
-            if (packaged / path.relative_to(user)).is_file():
-                print(
-                    f"warning: {path} is not used: {packaged / path.relative_to(user)} has the same name;"
-                    " rename yours and choose it by its new name",
-                    file=sys.stderr,
-                )
+@dataclass(frozen=True)
+class Option:
+    """What one option of a group is: a YAML file, a row of a table of experiments, or what is built in."""
+
+    group: str
+    name: str
+    path: Path | None = None
+    row: str = ""
+
+    @property
+    def place(self) -> str:
+        return f"in {self.path}" if self.path else f"by {self.group}={self.name}"
+
+    @property
+    def row_place(self) -> str:
+        return f"{self.place}, row {self.row}"
+
+    def tree(self) -> Mapping[Any, Any]:
+        return read_mapping(self.path) if self.path else BUILT_IN[f"{self.group}/{self.name}"]
+
+    def content(self) -> dict[Any, Any]:
+        return {name: x for name, x in self.tree().items() if name != "defaults" and not (self.row and name == "rows")}
+
+    def defaults(self) -> list[Any]:
+        defaults = self.tree().get("defaults", [])
+        if isinstance(defaults, list):
+            return defaults
+        example = "For example\n    defaults:\n      - gpt"
+        raise ConfigError(f"{self.path}: defaults={show(defaults)}: not a list\n  {example}")
+
+    def package(self) -> str | None:
+        """The section that its first lines say it fills; None if they say nothing."""
+        if self.row:
+            return "_global_"
+        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path else ():
+            if said := re.fullmatch(r"#+\s*@package +(\S+)", line.strip()):
+                return said[1]
+            if line.strip() and not re.match(r"#\s*@", line.strip()):
+                break
+        return None
 
 
-def group_options(directories: Sequence[Path]) -> dict[str, list[str]]:
-    """The options of each group; only the experiment can be none (`null`)."""
-    options = {group: _options(group, directories) for group in GROUPS}
-    options["experiment"] = [*_experiments(directories), "null"]
-    return options
+class Files:
+    """The directories of YAML files as they were at one moment; of two files of one name the first counts."""
 
+    def __init__(self, directories: Sequence[Path]) -> None:
+        self.directories = directories
 
-def find(config_path: str, directories: Sequence[Path]) -> Path:
-    """The file of `group/option`, which exists; for a row of a table the table's."""
-    return _locate(config_path, directories)[0]
+    @cached_property
+    def options(self) -> dict[str, list[str]]:
+        """The options of each group; only the experiment can be none (`null`)."""
+        options = {group: self._options(group) for group in GROUPS}
+        return options | {"experiment": [*self._experiments(options["experiment"]), "null"]}
 
+    def option(self, config_path: str) -> Option:
+        """`group/option`, which exists."""
+        group, _, name = config_path.partition("/")
+        if config_path in BUILT_IN:
+            return Option(group, name)
+        table, _, row = config_path.rpartition("/")
+        files = ((d / f"{x}.yaml", row) for x, row in ((config_path, ""), (table, row)) for d in self.directories)
+        path, row = next((path, row) for path, row in files if path.exists() or path.is_symlink())
+        return Option(group, name, path, row)
 
-def check_defaults(
-    choices: Mapping[str, str], options: Mapping[str, Sequence[str]], directories: Sequence[Path]
-) -> list[str]:
-    """Raises ConfigError for a mistake in the defaults list of train.yaml, of a chosen file, or of one that these
-    name in turn. Returns `group/option` of all of them."""
-    options = {**options, SCHEMA_GROUP: list(architectures())}
-    reached: list[str] = []
+    def warn_shadowed(self) -> None:
+        """Says on stderr which files are not used because one of an earlier directory has their name."""
+        if os.environ.get("RANK", "0") != "0":
+            return
+        for index, directory in enumerate(self.directories[1:], start=1):
+            inside = [path for group in GROUPS for path in (directory / group).rglob("*.yaml")]
+            for path in sorted([*directory.glob("*.yaml"), *inside]):
+                name = path.relative_to(directory)
+                used = [str(earlier / name) for earlier in self.directories[:index] if (earlier / name).is_file()]
+                config_path = name.with_suffix("").as_posix()
+                used += [f"the built-in {config_path.replace('/', '=', 1)}"] if config_path in BUILT_IN else []
+                if used:
+                    fix = "rename yours and choose it by its new name"
+                    print(f"warning: {path} is not used: {used[0]} has the same name; {fix}", file=sys.stderr)
 
-    def visit(named: Iterable[tuple[str, str]], chain: list[str]) -> None:
-        for group, option in named:
-            config_path = f"{group}/{option}"
-            if config_path in chain and chain[-1].startswith(f"{group}/"):
-                between = [f"{path.partition('/')[2]} -> " for path in chain[chain.index(config_path) :]]
-                problem = f"{group}={option}: builds upon itself: {''.join(between)}{option}"
-                place = f"in the defaults of {find(chain[-1], directories)}"
-                raise ConfigError(report([problem, f"Take {option} out of the list"], place))
-            if config_path not in reached and group != SCHEMA_GROUP and option != "null":
-                reached.append(config_path)
-                visit(_chosen(config_path, options, directories), [*chain, config_path])
+    def reached(self, choices: Sequence[tuple[str, str]]) -> list[str]:
+        """`group/option` of all files that a command line with `choices` composes. Raises ConfigError for a mistake in
+        the defaults list of train.yaml, of a chosen file, or of one that these name in turn."""
+        reached: list[str] = []
 
-    visit([*choices.items(), *_chosen(PRIMARY, options, directories)], [])
-    return reached
+        def visit(named: Sequence[tuple[str, str]], chain: list[str]) -> None:
+            for group, option in named:
+                config_path = f"{group}/{option}"
+                if config_path in chain and chain[-1].startswith(f"{group}/"):
+                    between = [f"{path.partition('/')[2]} -> " for path in chain[chain.index(config_path) :]]
+                    problem = f"{group}={option}: builds upon itself: {''.join(between)}{option}"
+                    place = f"in the defaults of {self.option(chain[-1]).path}"
+                    raise ConfigError(report([problem, f"Take {option} out of the list"], place))
+                if config_path not in reached and group != SCHEMA_GROUP and option != "null":
+                    reached.append(config_path)
+                    visit(self._chosen(self.option(config_path)), [*chain, config_path])
 
+        visit([*choices, *self._chosen(self.option(PRIMARY))], [])
+        return reached
 
-def row_nodes(
-    config_paths: Sequence[str], options: Mapping[str, Sequence[str]], directories: Sequence[Path]
-) -> dict[str, dict[str, Any]]:
-    """For each of `config_paths` that is a row, what a file with this row alone would hold."""
-    nodes = {}
-    for config_path in config_paths:
-        path, row = _locate(config_path, directories)
-        if not row:
-            continue
-        if _HEADER not in path.read_text().splitlines():
-            raise _without_header(path, "experiment")
-        said = _parsed_row(path, row, options)
-        chosen = ((entry, _choice(entry, "experiment", options, path)) for entry in _defaults(path))
-        defaults = [entry for entry, choice in chosen if choice is None or choice[0] not in said.choices]
-        defaults += [{f"override /{group}": option} for group, option in said.choices.items()]
+    def defaults(self, option: Option) -> list[Any]:
+        """Its defaults list; a row's choices go over those of the table."""
+        if not option.row:
+            return option.defaults()
+        assert option.path is not None
+        if _HEADER not in option.path.read_text().splitlines():
+            raise _without_header(option)
+        said = self._row(option).choices
+        chosen = ((entry, self._choice(entry, option)) for entry in option.defaults())
+        kept = [entry for entry, choice in chosen if choice is None or choice[0] not in said]
+        return [*kept, *({f"override /{group}": name} for group, name in said.items())]
+
+    def said(self, option: Option, package: str, keys: Mapping[str, Key]) -> list[Said]:
+        """What the option sets; for a row of a table first the common part of the table, then the row.
+        Raises ConfigError for a key that is unknown or whose value is wrong. `package` is the section that the file
+        fills, empty for the root."""
+        if option.group in _GLOBAL_GROUPS and package:
+            raise _without_header(option)
+        tree, place, section = option.content(), option.place, f"{package}." if package else ""
+        if dotted := dict(_dotted(tree, keys, section)):
+            # The section of the file may be written again: model.d_model in a file of model/.
+            tree = nested({name.removeprefix(section).removeprefix(section): x for name, x in dotted.items()})
+            fix = "Write " + ", ".join(f"{name}: {show(value)}" for name, value in tree.items())
+            problem = f"{', '.join(x.removeprefix(section) for x in dotted)}: only the rows of a table have dotted keys"
+            raise ConfigError(report([problem, fix], place))
+        values = dict(flatten(tree, keys, section))
+        for name, value in values.items():
+            bare = name.removeprefix(section)
+            if name not in keys and bare in keys:
+                fix = f"Write {bare.removeprefix(f'{option.group}.')}, or make '{_HEADER}' the first line of the file"
+                raise ConfigError(report([f"{name}={show(value)}: no such key", fix], place))
+            if name not in keys or not is_interpolation(value):
+                check_leaf(name, value, keys, place)
+        if not option.row:
+            return [(place, values)]
+        of_row = self._row(option).values
+        for name, value in of_row.items():
+            if name not in keys or not is_interpolation(value):
+                check_leaf(name, value, keys, option.row_place)
+        assert option.path is not None
         # The usual name would be the same for all rows, and so would their directory.
-        name = f"{path.stem}-{row}-${{scale.name}}-seed${{run.seed}}"
-        common = {key: value for key, value in read_mapping(path).items() if key not in ("defaults", "rows")}
-        values = {"run.name": name, **dict(flatten(common, all_keys())), **said.values}
-        nodes[config_path] = {"defaults": defaults, **_unflattened(values)}
-    return nodes
+        run_name = f"{option.path.stem}-{option.row}-${{scale.name}}-seed${{run.seed}}"
+        return [("", {"run.name": run_name}), (place, values), (option.row_place, of_row)]
+
+    def _options(self, group: str) -> list[str]:
+        roots = [directory / group for directory in self.directories]
+        files = {path.relative_to(root).with_suffix("").as_posix() for root in roots for path in root.rglob("*.yaml")}
+        return sorted(files | {name.partition("/")[2] for name in BUILT_IN if name.startswith(f"{group}/")})
+
+    def _experiments(self, files: Sequence[str]) -> list[str]:
+        """The names of the experiments; in a table's place those of its rows, in the order of the file."""
+        names: list[str] = []
+        for name in files:
+            path = self.option(f"experiment/{name}").path
+            # What is no file, a broken link for example, is an option whose choice says so.
+            names += [f"{name}/{row}" for row in (_row_names(path) if path and path.is_file() else [])] or [name]
+        return list(dict.fromkeys(names))
+
+    def _row(self, option: Option) -> Overrides:
+        return parse_row(option.tree()["rows"][option.row], self.options, option.row_place)
+
+    def _chosen(self, option: Option) -> list[tuple[str, str]]:
+        """The (group, option) pairs that a file, or a row, chooses in its defaults list."""
+        chosen = [choice for entry in option.defaults() if (choice := self._choice(entry, option))]
+        return chosen + (list(self._row(option).choices.items()) if option.row else [])
+
+    def _choice(self, entry: Any, of: Option) -> tuple[str, str] | None:
+        """The (group, option) that an entry of a defaults list chooses, None if it chooses nothing."""
+        place, own = f"in the defaults of {of.path}", of.group if of.group != PRIMARY else ""
+        options = {**self.options, SCHEMA_GROUP: list(architectures())}
+        ((target, option),) = entry.items() if isinstance(entry, dict) and len(entry) == 1 else ((own, entry),)
+        overriding = str(target).startswith("override ")
+        target = str(target).removeprefix("override ").lstrip("/").partition("@")[0]
+        if option in (None, "_self_") or not target:
+            return None
+        if target not in options:
+            problem = f"{target}: no such group{did_you_mean(nearest(target, options))}"
+            raise ConfigError(report([problem, f"Groups: {', '.join(options)}"], place))
+        check_option(target, str(option), options[target], place)
+        if own not in (target, "") and not overriding:
+            fix = f"Write override /{target}: {option}"
+            raise ConfigError(report([f"{target}={option}: already chosen", fix], place))
+        return target, str(option)
 
 
-def check_file(
-    config_path: str,
-    package: str,
-    keys: Mapping[str, Key],
-    options: Mapping[str, Sequence[str]],
-    directories: Sequence[Path],
-) -> list[tuple[str, list[str]]]:
-    """What the file of `group/option` sets: the place, to be named in messages, and the keys, dotted and complete;
-    for a row of a table first the common part of the table, then the row. Raises ConfigError for a key that is
-    unknown or whose value is wrong. `package` is the section that the file fills, empty for the root."""
-    path, row = _locate(config_path, directories)
-    tree = read_mapping(path)
-    tree.pop("defaults", None)
-    place = f"in {path}"
-    group = config_path.partition("/")[0]
-    if group in _GLOBAL_GROUPS and package:
-        raise _without_header(path, group)
-    if row:
-        del tree["rows"]
-    section = f"{package}." if package else ""
-    dotted = dict(_dotted(tree, keys, section))
-    if dotted:
-        # The section of the file may be written again: model.d_model in a file of model/.
-        nested = _unflattened({name.removeprefix(section).removeprefix(section): x for name, x in dotted.items()})
-        fix = "Write " + ", ".join(f"{name}: {show(value)}" for name, value in nested.items())
-        problem = f"{', '.join(x.removeprefix(section) for x in dotted)}: only the rows of a table have dotted keys"
-        raise ConfigError(report([problem, fix], place))
-    names = []
-    for name, value in flatten(tree, keys, section):
-        bare = name.removeprefix(f"{package}.")
-        if name not in keys and bare in keys:
-            fix = f"Write {bare.removeprefix(f'{group}.')}, or make '{_HEADER}' the first line of the file"
-            raise ConfigError(report([f"{name}={show(value)}: no such key", fix], place))
-        if name not in keys or not is_interpolation(value):
-            check_leaf(name, value, keys, place)
-        names.append(name)
-    if not row:
-        return [(place, names)]
-    values = _parsed_row(path, row, options).values
-    for name, value in values.items():
-        if name not in keys or not is_interpolation(value):
-            check_leaf(name, value, keys, _row_place(path, row))
-    return [(place, names), (_row_place(path, row), list(values))]
+@lru_cache(maxsize=16)
+def _files(directories: tuple[Path, ...], found: tuple[Any, ...], schemas: tuple[type, ...]) -> Files:
+    """What composing costs is paid once for each state of the files and the architectures."""
+    return Files(directories)
 
 
-def _options(group: str, directories: Sequence[Path]) -> list[str]:
-    paths = ((directory / group, path) for directory in directories for path in (directory / group).rglob("*.yaml"))
-    return sorted({path.relative_to(root).with_suffix("").as_posix() for root, path in paths})
-
-
-def _experiments(directories: Sequence[Path]) -> list[str]:
-    """The names of the experiments; in a table's place those of its rows, in the order of the file."""
-    names = []
-    for option in _options("experiment", directories):
-        path = find(f"experiment/{option}", directories)
-        # What is no file, a broken link for example, is an option whose choice says so.
-        names += [f"{option}/{row}" for row in (_row_names(path) if path.is_file() else [])] or [option]
-    return list(dict.fromkeys(names))
+def _found(directories: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
+    """Each YAML file with the time of its last change and its size."""
+    for root in [directory / name for directory in directories for name in ("", *GROUPS)]:
+        for parent, below, names in os.walk(root):
+            if root in directories:
+                below.clear()
+            for path in (os.path.join(parent, name) for name in [*names, *below] if name.endswith(".yaml")):
+                status = os.stat(path) if os.path.exists(path) else os.lstat(path)
+                yield path, status.st_mtime_ns, status.st_size
 
 
 def _row_names(path: Path) -> list[str]:
@@ -236,23 +305,7 @@ def _row_names(path: Path) -> list[str]:
     return list(rows)
 
 
-def _locate(config_path: str, directories: Sequence[Path]) -> tuple[Path, str]:
-    """The file of `group/option`, which exists, and the row that is meant if the file is a table, else ''."""
-    table, _, row = config_path.rpartition("/")
-    names = ((config_path, ""), (table, row))
-    files = ((directory / f"{name}.yaml", row) for name, row in names for directory in directories)
-    return next((path, row) for path, row in files if path.exists() or path.is_symlink())
-
-
-def _parsed_row(path: Path, row: str, options: Mapping[str, Sequence[str]]) -> Overrides:
-    return parse_row(read_mapping(path)["rows"][row], options, _row_place(path, row))
-
-
-def _row_place(path: Path, row: str) -> str:
-    return f"in {path}, row {row}"
-
-
-def _dotted(tree: Mapping[Any, Any], keys: Container[str], section: str) -> Iterator[tuple[str, Any]]:
+def _dotted(tree: Mapping[Any, Any], keys: Mapping[str, Key], section: str) -> Iterator[tuple[str, Any]]:
     """The leaves, by their full names, that `tree` sets with a dotted key at any depth."""
     for name, value in tree.items():
         if "." in str(name):
@@ -261,8 +314,8 @@ def _dotted(tree: Mapping[Any, Any], keys: Container[str], section: str) -> Iter
             yield from _dotted(value, keys, f"{section}{name}.")
 
 
-def _unflattened(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of dotted names; what is no section although it is used as one is left to check_file."""
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of dotted names."""
     tree: dict[str, Any] = {}
     for name, value in values.items():
         *sections, key = name.split(".")
@@ -275,42 +328,6 @@ def _unflattened(values: Mapping[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _without_header(path: Path, group: str) -> ConfigError:
-    return ConfigError(
-        f"{path}: the first line is not '{_HEADER}'\n  Files of {group}/ need it: their keys are full names"
-    )
-
-
-def _chosen(
-    config_path: str, options: Mapping[str, Sequence[str]], directories: Sequence[Path]
-) -> list[tuple[str, str]]:
-    """The (group, option) pairs that a file, or a row, chooses in its defaults list."""
-    path, row = _locate(config_path, directories)
-    group = config_path.partition("/")[0] if config_path != PRIMARY else ""
-    chosen = list(filter(None, (_choice(entry, group, options, path) for entry in _defaults(path))))
-    return chosen + (list(_parsed_row(path, row, options).choices.items()) if row else [])
-
-
-def _defaults(path: Path) -> list[Any]:
-    defaults = read_mapping(path).get("defaults", [])
-    if not isinstance(defaults, list):
-        raise ConfigError(f"{path}: defaults={show(defaults)}: not a list\n  For example\n    defaults:\n      - gpt")
-    return defaults
-
-
-def _choice(entry: Any, group: str, options: Mapping[str, Sequence[str]], path: Path) -> tuple[str, str] | None:
-    """The (group, option) that an entry of a defaults list chooses, None if it chooses nothing. `group` is the one
-    that the file belongs to, empty for train.yaml."""
-    place = f"in the defaults of {path}"
-    ((target, option),) = entry.items() if isinstance(entry, dict) and len(entry) == 1 else ((group, entry),)
-    overriding = str(target).startswith("override ")
-    target = str(target).removeprefix("override ").lstrip("/").partition("@")[0]
-    if option in (None, "_self_") or not target:
-        return None
-    if target not in options:
-        problem = f"{target}: no such group{did_you_mean(nearest(target, options))}"
-        raise ConfigError(report([problem, f"Groups: {', '.join(options)}"], place))
-    check_option(target, str(option), options[target], place)
-    if group not in (target, "") and not overriding:
-        raise ConfigError(report([f"{target}={option}: already chosen", f"Write override /{target}: {option}"], place))
-    return target, str(option)
+def _without_header(option: Option) -> ConfigError:
+    fix = f"Files of {option.group}/ need it: their keys are full names"
+    return ConfigError(f"{option.path}: the first line is not '{_HEADER}'\n  {fix}")

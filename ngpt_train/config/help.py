@@ -6,10 +6,11 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
+from ngpt_train.config.architectures import architectures, schema_keys
 from ngpt_train.config.compose import compose
-from ngpt_train.config.files import GROUPS, group_options, search_path
+from ngpt_train.config.files import GROUPS
 from ngpt_train.config.stored import redact, to_dict
-from ngpt_train.config.validate import Key, architectures, flatten, schema_keys, show
+from ngpt_train.config.validate import Key, flatten, show
 
 _WIDTH = 100
 
@@ -17,12 +18,11 @@ _WIDTH = 100
 def help_text(overrides: Sequence[str], config_dir: str | None = None) -> str:
     """Groups and keys as `overrides` compose them: the value shown is the one that would be used."""
     composition = compose(overrides, config_dir)
-    options = group_options(search_path(config_dir))
     lines = ["Groups, chosen with GROUP=OPTION; [chosen]:", ""]
     for group, doc in GROUPS.items():
         chosen = composition.choices.get(group, "null")
         tables: dict[str, list[str]] = {"": []}
-        for option in options[group]:
+        for option in composition.files.options[group]:
             table, _, row = option.rpartition("/")
             tables.setdefault(table, []).append(f"[{row}]" if option == chosen else row)
         lines.append(f"  {group:<12}{' '.join(tables.pop(''))}")

@@ -7,8 +7,8 @@ from typing import Any, Union
 
 AUTO = "auto"
 
-# Keys that exclude each other, what is wrong with that, and what to do.
-Conflict = tuple[tuple[str, ...], str, str]
+# Keys that exclude each other with a space between them, what is wrong with that, and what to do.
+Conflict = tuple[str, str, str]
 
 # OmegaConf resolves these aliases at run time, where `int | str` inside a container is not understood.
 IntOrAuto = Union[int, str]

@@ -8,17 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ngpt_train.config.validate import (
-    Key,
-    all_keys,
-    check_section,
-    did_you_mean,
-    flatten,
-    nearest,
-    report,
-    show,
-    similar_keys,
-)
+from ngpt_train.config.architectures import all_keys
+from ngpt_train.config.validate import Key, check_section, did_you_mean, flatten, nearest, report, show, similar_keys
 from ngpt_train.core.errors import ConfigError
 
 _SPACES = (" ", "\t", "\n")
@@ -137,7 +128,10 @@ def check_option(group: str, option: str, options: Sequence[str], place: str = "
         problem = f"{table} has no {row}{did_you_mean(nearest(row, siblings))}"
         known = f"{table} has {', '.join(folded(siblings))}"
     else:
-        problem = "no such option" + did_you_mean(nearest(option, dict.fromkeys([*options, *folded(options)])))
+        near = nearest(option, dict.fromkeys([*options, *folded(options)]))
+        problem = f"no such option{did_you_mean(near)}"
+        if group == "model" and not near and option.isidentifier() and option != "null":
+            known += f"\n  The folder of an architecture from outside is named each time: --plugin .../{option}"
     raise ConfigError(report([f"{group}={option}: {problem}", known], place))
 
 
@@ -157,7 +151,9 @@ def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str
         raise ConfigError(f"{argument!a}: not UTF-8\n  Set the terminal to UTF-8, or leave the broken bytes out")
     if argument.startswith("-"):
         fix = f"write {argument.lstrip('-')}" if equals else "overrides are KEY=VALUE, without dashes"
-        raise ConfigError(f"{argument}: no such option; {fix}\n  Options: --help, --cfg job, --config-dir DIR, -m")
+        raise ConfigError(
+            f"{argument}: no such option; {fix}\n  Options: --help, --cfg job, --config-dir DIR, --plugin DIR, -m"
+        )
     if argument.startswith(("+", "~")):
         removing = argument.startswith("~")
         why = "no key can be removed, but each can be set" if removing else "every key exists already"

@@ -1,8 +1,8 @@
-"""Reads one YAML file of the configuration."""
+"""Reads one YAML file of the configuration, once for each content."""
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,19 +10,19 @@ from typing import Any
 from ngpt_train.core.errors import ConfigError
 
 
-def read_mapping(path: Path) -> dict[Any, Any]:
-    """The content of a YAML file, interpolations unresolved. Raises ConfigError with file and line."""
+def read_mapping(path: Path) -> Mapping[Any, Any]:
+    """The content of a YAML file, interpolations unresolved; not to be changed. Raises ConfigError with file and
+    line."""
     try:
         status = path.stat()
     except OSError as error:
         link = f"it links to {path.readlink()}: " if path.is_symlink() else ""
         raise ConfigError(f"{path}: cannot be read: {link}{error.strerror or error}") from None
-    return copy.deepcopy(_parsed(path, status.st_mtime_ns, status.st_size))
+    return _parsed(path, status.st_mtime_ns, status.st_size)
 
 
 @cache
 def _parsed(path: Path, modified: int, size: int) -> dict[Any, Any]:
-    """A file is read for its options, its defaults and its keys, and parsing is slow: once for each content."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import MarkedYAMLError, YAMLError

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.config.architectures import all_keys, architectures, schema_keys
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import all_keys, any_of, architectures, build, check_leaf, flatten, schema_keys, show
+from ngpt_train.config.validate import any_of, build, check_leaf, flatten, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
-
-REDACTED = "<redacted>"
-_SECRET_VARIABLE = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-_SECRET_KEY = re.compile(r"(^|_)(api_?key|access_?key|password|passwd|secret|token|credentials?)$", re.IGNORECASE)
-_URL_LOGIN = re.compile(r"(?<=://)[^/\s]+@")
-# A shorter value of a variable (1, true, debug) would redact words that are no secret.
-_SHORTEST_SECRET = 6
+from ngpt_train.core.secrets import redacted
 
 # What a resumed run may change: nothing here alters a weight or the order of the data. A name ending in a dot
 # is a whole section. data.path and tokenizer.path may move: their content is compared by fingerprint.
@@ -93,7 +87,10 @@ def read_yaml(path: str | os.PathLike[str]) -> Config:
     model = tree.get("model", {}) if isinstance(tree, dict) else {}
     name = model.get("name") if isinstance(model, dict) else None
     if name not in architectures():
-        raise DataError(f"{path}: not the config of a run: model.name={show(name)} is not {any_of(architectures())}")
+        problem = f"{path}: not the config of a run: model.name={show(name)} is not {any_of(architectures())}"
+        if isinstance(name, str) and name.isidentifier():
+            problem += f"\n  If it was trained with a plug-in, name its folder again: --plugin .../{name}"
+        raise DataError(problem)
     schema = architectures()[name]
     keys = schema_keys(schema)
     try:
@@ -105,28 +102,9 @@ def read_yaml(path: str | os.PathLike[str]) -> Config:
 
 
 def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `tree` without secrets: values of keys named like one (api_key, password), values of
-    environment variables named like one, and the login in a URL."""
-    secrets = {
-        value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and len(value) >= _SHORTEST_SECRET
-    }
-    # A word of the schema (embedded, cosine) is no secret, and redacted it could not be read back.
-    secrets -= {choice for key in all_keys().values() for choice in key.choices or ()}
-
-    def clean(name: str, value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {inner: clean(str(inner), x) for inner, x in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [clean(name, x) for x in value]
-        if not isinstance(value, str) or not value:
-            return value
-        if _SECRET_KEY.search(name):
-            return REDACTED
-        for secret in sorted(secrets, key=len, reverse=True):
-            value = value.replace(secret, REDACTED)
-        return _URL_LOGIN.sub(f"{REDACTED}@", value)
-
-    return {name: clean(str(name), value) for name, value in tree.items()}
+    """A copy of `tree` without secrets. A word of the schema (embedded, cosine) is none, and redacted it could not be
+    read back."""
+    return redacted(tree, {choice for key in all_keys().values() for choice in key.choices or ()})
 
 
 def check_resume(stored: Config, new: Config) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
+import functools
 import json
 import sys
 import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
-from ngpt_train.config.architectures import architectures
+from ngpt_train.config.keys import Conflict
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
@@ -20,6 +22,17 @@ _TYPE_NAMES = {int: "an integer", float: "a number", str: "text"}
 _MISSING = "???"
 # From here on a maximum keeps out what nobody means, and is named only to who exceeds it.
 _ABSURD = 1000
+
+
+class Origin(typing.NamedTuple):
+    """Where a key was set: `in FILE`, or empty for the command line. The larger `order` was applied later."""
+
+    order: int = -1
+    place: str = ""
+
+    @classmethod
+    def of_command_line(cls) -> Origin:
+        return cls(sys.maxsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,32 +136,6 @@ class Key:
         )
 
 
-def schema_keys(model: type[ModelConfig]) -> dict[str, Key]:
-    """All keys of the schema by dotted name, with `model` as the schema of model.*."""
-
-    def walk(schema: type, prefix: str) -> Iterator[Key]:
-        types = typing.get_type_hints(schema)
-        for field in dataclasses.fields(schema):
-            name, kind = prefix + field.name, types[field.name]
-            if name == "model":
-                kind = model
-            if dataclasses.is_dataclass(kind):
-                yield from walk(typing.cast(type, kind), name + ".")
-                continue
-            members = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
-            if float in members:
-                members = tuple(member for member in members if member is not int)
-            default = field.default_factory() if callable(field.default_factory) else field.default
-            yield Key(name=name, types=members, default=default, **field.metadata)
-
-    return {key.name: key for key in walk(Config, "")}
-
-
-def all_keys() -> dict[str, Key]:
-    """The keys of every architecture together."""
-    return {name: key for model in architectures().values() for name, key in schema_keys(model).items()}
-
-
 def flatten(tree: Mapping[Any, Any], keys: Container[str], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of each leaf; a known key is a leaf even where its value is a mapping."""
     for name, value in tree.items():
@@ -202,6 +189,8 @@ def build(tree: Mapping[str, Any], model: type[ModelConfig]) -> Config:
             kind = model
         if dataclasses.is_dataclass(kind):
             return section(typing.cast(type, kind), value)
+        if isinstance(value, Mapping):
+            return copy.deepcopy(value)  # a table, which the next config must not share
         is_float = float in (kind, *typing.get_args(kind))
         if is_float and isinstance(value, list):
             return [float(x) for x in value]
@@ -235,6 +224,16 @@ def any_of(names: Iterable[str]) -> str:
 def report(lines: list[str], place: str = "") -> str:
     """One message: what is wrong on the first line, what helps below it."""
     return "\n  ".join([*lines, f"Set {place}"] if place else lines)
+
+
+def report_together(config: Config, conflict: Conflict, origins: Mapping[str, Origin]) -> ConfigError:
+    """The error of keys that do not go together, with the files that set them."""
+    keys, problem, fix = conflict
+    names = keys.split()
+    values = {name: functools.reduce(getattr, name.split("."), config) for name in names}
+    lines = [f"{', '.join(f'{name}={show(value)}' for name, value in values.items())}: {problem}", fix]
+    lines += [f"{name} is set {origins[name].place}" for name in names if name in origins and origins[name].place]
+    return ConfigError(report(lines))
 
 
 def show(value: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import glob
 import logging
 import os
@@ -12,6 +11,8 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from filelock import FileLock, Timeout
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import sync
@@ -23,15 +24,15 @@ def build_directory(target: Path, build: Callable[[Path], None], resumable: bool
     """Makes `target` out of what `build` writes into the directory that it is given.
 
     If another process is building `target`, waits for it; if `target` is there then, does nothing. A failure or a
-    kill leaves no `target`, and a failure nothing at all. resumable: what is in the hidden directory after a failure
-    or a kill is given to the next `build`, which may use it; an empty one goes.
+    kill leaves no `target`, and a failure nothing at all. resumable: the hidden directory that a failure or a kill has
+    left is given to the next `build`, which may use what is in it; an empty one is removed.
     Raises DataError if the disk cannot be written, and whatever `build` raises.
     """
     missing = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _lock(target) as locked:
-            if locked:  # nobody else is at work, so what lies here was left by a killed process
+        with lock(target.with_name(f".{target.name}.lock"), f"preparing {target}") as locked:
+            if locked:  # nobody else is at work, so a killed process has left what lies here
                 for stale in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
                     shutil.rmtree(stale)
             if not is_filled(target):
@@ -49,7 +50,7 @@ def build_directory(target: Path, build: Callable[[Path], None], resumable: bool
 
 
 def is_filled(target: Path) -> bool:
-    """True unless a directory can be renamed to `target`: nothing is there, or an empty directory."""
+    """False if a directory can be renamed to `target`: if nothing is there, or an empty directory."""
     return target.exists() and not (target.is_dir() and not any(target.iterdir()))
 
 
@@ -64,7 +65,7 @@ def _build(target: Path, build: Callable[[Path], None], resumable: bool) -> None
         try:
             os.rename(partial, target)
         except OSError as error:
-            # Where files cannot be locked another process may have been faster; its directory stays.
+            # Without locks another process may have been faster; its directory stays.
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         sync(target.parent)
@@ -74,36 +75,28 @@ def _build(target: Path, build: Callable[[Path], None], resumable: bool) -> None
 
 
 @contextlib.contextmanager
-def _lock(target: Path) -> Iterator[bool]:
-    """Holds the lock file beside `target`; False where the file system has no locks. The kernel frees it on a kill."""
-    path = target.with_name(f".{target.name}.lock")
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            locked = _flock(descriptor, target)
-            # Whoever held the lock before has removed the file, and a lock on a removed file keeps nobody out.
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(descriptor), path.stat()):
-                    break
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
+def lock(path: Path, what: str, quiet: bool = False) -> Iterator[bool]:
+    """Holds the lock file `path`; False where the file system has no locks. The kernel frees the lock on a kill.
+
+    what: another process holds the lock while it is doing this, which the log says unless `quiet`.
+    Raises OSError if `path` cannot be written.
+    """
+    held = FileLock(path, fallback_to_soft=False)
+    path.touch()  # a place that cannot be written is an error, one without locks is none
     try:
-        yield locked
-    finally:
+        try:
+            held.acquire(timeout=0)
+        except Timeout:
+            logger.log(logging.DEBUG if quiet else logging.INFO, "waiting for another process that is %s", what)
+            held.acquire()
+    except (OSError, NotImplementedError) as error:
+        level = logging.DEBUG if quiet else logging.WARNING
+        logger.log(level, "no file locks in %s (%s): several processes may be %s at once", path.parent, error, what)
         path.unlink(missing_ok=True)
-        os.close(descriptor)
-
-
-def _flock(descriptor: int, target: Path) -> bool:
+        yield False
+        return
     try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("waiting for another process that is preparing %s", target)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-    except OSError as error:
-        logger.warning("no file locks in %s (%s): several processes may prepare it at once", target.parent, error)
-        return False
-    return True
+        yield True
+    finally:
+        path.unlink(missing_ok=True)  # while it is held: who waits for a removed file notices, and makes a new one
+        held.release()

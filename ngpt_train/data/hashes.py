@@ -1,4 +1,4 @@
-"""Checksums of files, computed once per version of a file and remembered in the cache.
+"""Checksums of files, computed once per version of a file and cache, and remembered there.
 
 A version is (size, mtime, ctime): the kernel sets ctime on every change and no program can set it back.
 """
@@ -17,14 +17,25 @@ from typing import Any
 
 import numpy as np
 
+from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
+from ngpt_train.data.directory import lock
+
 logger = logging.getLogger(__name__)
 
 CHUNK = 1 << 24
+# From here on a file is hashed by one process alone, and those that share its cache wait for the result.
+SHARED = 1 << 24
 # From here on a file takes seconds, and the user is told what they are spent on.
 LARGE = 1 << 30
 # Within a tick of the file system's clock two versions of a file look alike, so a file that has
 # just changed is hashed again next time.
 SETTLED = 2.0
+
+
+def cache_directory(config: Config) -> Path:
+    """data.cache."""
+    return Path(config.data.cache).expanduser()
 
 
 def canonical_hash(value: Any) -> str:
@@ -33,7 +44,9 @@ def canonical_hash(value: Any) -> str:
 
 
 class FileHashes:
-    """Remembers checksums in `hashes.json` below the cache directory; nothing is written before `save`."""
+    """Remembers checksums in `hashes.json` below the cache directory; those of small files are
+    written by `save`. Raises
+    DataError where a file cannot be read."""
 
     def __init__(self, cache: Path):
         self._path = cache / "hashes.json"
@@ -54,9 +67,9 @@ class FileHashes:
         partial = self._path.with_name(f"hashes.{uuid.uuid4().hex}.tmp")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Processes that save at the same moment cost each other an entry, never a wrong one.
-            partial.write_text(json.dumps(self._stored() | self._known))
-            os.replace(partial, self._path)
+            with lock(self._path.with_name(".hashes.lock"), f"writing {self._path}", quiet=True):
+                partial.write_text(json.dumps(self._stored() | self._known))
+                os.replace(partial, self._path)
             self._changed = False
         except OSError as error:
             logger.warning("checksums are not remembered: %s: %s", self._path, error.strerror)
@@ -69,18 +82,37 @@ class FileHashes:
 
     def _lookup(self, path: Path, dtype: str | None) -> list[Any]:
         name = f"{dtype or 'bytes'} {path.absolute()}"
+        try:
+            return self._hashed(name, path, dtype)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+
+    def _hashed(self, name: str, path: Path, dtype: str | None) -> list[Any]:
         stat = path.stat()
         version = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
-        known = self._known.get(name)
-        if known is not None and known[0] == version:
-            return known[1]
-        if stat.st_size > LARGE:
-            logger.info("computing the checksum of %s, %.1f GB", path, stat.st_size / 1e9)
-        result = _hash(path, dtype)
-        if time.time() - max(stat.st_mtime, stat.st_ctime) > SETTLED:
-            self._known[name] = [version, result]
-            self._changed = True
-        return result
+        with contextlib.ExitStack() as stack:
+            if not self._knows(name, version) and stat.st_size >= SHARED:
+                # The ranks of a node share the cache, and look up the same files at the same time.
+                with contextlib.suppress(OSError):  # a cache that cannot be written
+                    self._path.parent.mkdir(parents=True, exist_ok=True)
+                    lock_file = self._path.with_name(f".hash-{canonical_hash(name)[:16]}.lock")
+                    stack.enter_context(lock(lock_file, f"computing the checksum of {path}", quiet=True))
+                if (stored := self._stored().get(name)) is not None:
+                    self._known[name] = stored
+            if self._knows(name, version):
+                return self._known[name][1]
+            if stat.st_size > LARGE:
+                logger.info("computing the checksum of %s, %.1f GB", path, stat.st_size / 1e9)
+            result = _hash(path, dtype)
+            if time.time() - max(stat.st_mtime, stat.st_ctime) > SETTLED:
+                self._known[name] = [version, result]
+                self._changed = True
+                if stat.st_size >= SHARED:
+                    self.save()
+            return result
+
+    def _knows(self, name: str, version: list[int]) -> bool:
+        return name in self._known and self._known[name][0] == version
 
 
 def _hash(path: Path, dtype: str | None) -> list[Any]:

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.data.permutation import GOLDEN, mix, shuffled
-from ngpt_train.data.prepared_rows import Rows
-from ngpt_train.data.rows import Batch
+from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
+from ngpt_train.data.dataset import Dataset, Mixed
+from ngpt_train.data.mixture import MixtureReader, Turns
+from ngpt_train.data.permutation import GOLDEN, mix, permuted, shuffled
+from ngpt_train.data.prepared.shards import Tokens
+from ngpt_train.data.rows import Batch, Reader, Rows, row_format, rows_of
+from ngpt_train.data.streamed.balance import warn_of_repeats
+from ngpt_train.data.streamed.stream import Cursor
+from ngpt_train.data.streamed.workers import Share, Start, StreamReader
+
+ENDLESS = 2**62
 
 
 class Position(NamedTuple):
@@ -28,28 +37,6 @@ class Position(NamedTuple):
     cursors: dict[str, NDArray[np.int64]]
     skipped: dict[str, str]
     rows_by_source: dict[str, int]
-
-
-class Reader(Protocol):
-    """This rank's rows of one source."""
-
-    def take(self, numbers: NDArray[np.int64]) -> Batch:
-        """Rows `numbers` (N,) of the source, which are the next ones of this rank."""
-        ...
-
-    def cursors(self) -> dict[str, NDArray[np.int64]]:
-        """What continues after the rows that were taken; -1 where another rank knows."""
-        ...
-
-    def skipped(self) -> dict[str, str]:
-        """What is wrong with shards that were left out, by name."""
-        ...
-
-    def rows_by_source(self) -> dict[str, int]:
-        """Of a mixture, the rows of each source that were taken so far."""
-        ...
-
-    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -73,6 +60,76 @@ class PreparedReader:
 
     def close(self) -> None:
         pass
+
+
+def reader_of(
+    data: Dataset, config: Config, rank: int = 0, world_size: int = 1, state: Mapping[str, Any] | None = None
+) -> Reader:
+    """The training rows of rank `rank`, from `state` on, which a checkpoint holds (`merged`).
+
+    Of streamed text, fetches the shards that the first rows need: no collective with a time limit may wait for it.
+    Raises DataError for the state of other data, or where a shard cannot be read.
+    """
+    if isinstance(data.train, Tokens):
+        return PreparedReader(rows_of(data.train, config), config.run.seed)
+    streams = config.data.streams
+    rows = 0 if state is None else int(state["rows"])
+    share = Share(rank, world_size)
+    if not isinstance(data.train, Mixed):
+        numbers = range(share.next_row(rows, world_size), ENDLESS, world_size)
+        # Of the rows so far, stream s has given those that are s modulo the number of streams.
+        given = (rows - np.arange(streams) + streams - 1) // streams
+        return _reader_of_source(data, config, share, numbers, given, state, "")
+    mixture = data.train.mixture
+    taken = np.stack([_stored(state, f"{name}/rows", streams, 1)[:, 0] for name in mixture.names])
+    readers = [
+        _reader_of_source(
+            source, config, share, Turns(mixture, index, rows, share, taken[index]), taken[index], state, f"{name}/"
+        )
+        for index, (name, source) in enumerate(zip(mixture.names, data.train.sources, strict=True))
+    ]
+    return MixtureReader(mixture, readers, rows, share, taken)
+
+
+def _reader_of_source(
+    data: Dataset,
+    config: Config,
+    share: Share,
+    numbers: Iterable[int],
+    given: NDArray[np.int64],
+    state: Mapping[str, Any] | None,
+    prefix: str,
+) -> Reader:
+    """The rows `numbers` of one source, whose cursors `state` has under `prefix`; `given` is `Start.rows`."""
+    if isinstance(data.train, Tokens):
+        return PreparedReader(rows_of(data.train, config), config.run.seed)
+    assert not isinstance(data.train, Mixed)
+    cursors = _stored(state, f"{prefix}cursors", config.data.streams, len(Cursor._fields))
+    left_out = {} if state is None else state["skipped_shards"]
+    skipped = {shard.removeprefix(prefix): problem for shard, problem in left_out.items() if shard.startswith(prefix)}
+    start = Start(cursors, given, skipped)
+    data.train.fetch(start, share)
+    if share.rank == 0 and state is None:
+        warn_of_repeats(data.train.open(), data.train.settings)
+    return StreamReader(
+        data.train,
+        row_format(config, data.tokenizer.eos),
+        numbers,
+        start,
+        share,
+        config.data.workers,
+        config.data.prefetch,
+    )
+
+
+def _stored(state: Mapping[str, Any] | None, name: str, streams: int, width: int) -> NDArray[np.int64]:
+    """Integers (streams, width) of a checkpoint, zeros at the start."""
+    if state is None:
+        return np.zeros((streams, width), np.int64)
+    stored = np.array(state["cursors"].get(name, []), np.int64)
+    if stored.shape != (streams, width):
+        raise DataError(f"the checkpoint does not say where its {streams} streams are ({name}): it is of other data")
+    return stored
 
 
 class TrainLoader(Iterator[tuple[list[Batch], Position]]):
@@ -135,10 +192,20 @@ def _words(n: int) -> NDArray[np.uint64]:
 def merged(positions: Sequence[Position]) -> dict[str, Any]:
     """The positions of all ranks after the same step as one, for a checkpoint. JSON."""
     names = positions[0].cursors
-    cursors = {name: np.max([position.cursors[name] for position in positions], axis=0).tolist() for name in names}
+    cursors = {name: latest([position.cursors[name] for position in positions]).tolist() for name in names}
     total = data_hash([position.data_hash for position in positions])
     skipped = {name: problem for position in positions for name, problem in position.skipped.items()}
     return {"rows": positions[0].rows, "data_hash": total, "cursors": cursors, "skipped_shards": skipped}
+
+
+def latest(cursors: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Of each stream the cursor of the rank that has read it furthest; cursors: of each rank (n_streams, width)."""
+    furthest = cursors[0]
+    for other in cursors[1:]:
+        differs = (other != furthest).argmax(axis=1)[:, None]  # the first number that does decides
+        later = np.take_along_axis(other, differs, 1) > np.take_along_axis(furthest, differs, 1)
+        furthest = np.where(later, other, furthest)
+    return furthest
 
 
 def data_hash(summands: Sequence[int]) -> str:
@@ -149,4 +216,4 @@ def data_hash(summands: Sequence[int]) -> str:
 def validation_rows(rows: Rows, n_rows: int, seed: int) -> NDArray[np.int64]:
     """Indices of `n_rows` different rows (all there are, if fewer), ascending; the same for the same seed."""
     total = len(rows)
-    return np.sort(shuffled(np.arange(min(n_rows, total)), total, seed))
+    return np.sort(permuted(np.arange(min(n_rows, total)), total, seed))

@@ -1,8 +1,8 @@
 """Rows from several sources: a seeded hash of the row's number says which.
 
 Row j belongs to virtual stream j mod n_streams, as without a mixture, and is the next row of that stream of its
-source: every source has all the streams. So a row depends on the rows of its own stream alone, and streams belong
-to ranks as ever.
+source: every source has all the streams. So a row depends on the rows of its own stream alone, and a rank reads the
+streams that it reads without a mixture.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.data.loader import Reader
 from ngpt_train.data.permutation import uniform
-from ngpt_train.data.rows import Batch
+from ngpt_train.data.rows import Batch, Reader
+from ngpt_train.data.streamed.workers import Share
 
 BLOCK = 4096  # rows whose sources are looked up at once
 
@@ -38,23 +38,26 @@ class Mixture:
 class Turns:
     """Numbers, within source `index`, of the rows that a rank takes from it: row n of stream s has n * n_streams + s.
 
-    first: the rank's next row, of which every `world_size`-th is its own; taken: rows (n_streams,) that each stream has
-    read of the source.
+    rows: of the run that were taken before; taken: rows (n_streams,) that each stream has given of the source.
     """
 
     mixture: Mixture
     index: int
-    first: int
-    world_size: int
+    rows: int
+    share: Share
     taken: NDArray[np.int64]
 
     def __iter__(self) -> Iterator[int]:
-        taken, first = self.taken.copy(), self.first
+        taken = self.taken.copy()
+        step = self.share.step(len(taken))
+        first = self.share.next_row(self.rows, step)
         while True:
-            rows = first + self.world_size * np.arange(BLOCK)
+            rows = first + step * np.arange(BLOCK)
             for row in rows[self.mixture.sources(rows) == self.index].tolist():
-                yield number_of(row, taken)
-            first += self.world_size * BLOCK
+                number = number_of(row, taken)
+                if row % self.share.world_size == self.share.rank:
+                    yield number
+            first += step * BLOCK
 
 
 def number_of(row: int, taken: NDArray[np.int64]) -> int:
@@ -66,22 +69,39 @@ def number_of(row: int, taken: NDArray[np.int64]) -> int:
 
 
 class MixtureReader:
-    """This rank's rows of a mixture. taken: rows (sources, n_streams) read before."""
+    """This rank's rows of a mixture. rows: of the run that were taken before; taken: of them (sources, n_streams) that
+    each stream has given of each source."""
 
-    def __init__(self, mixture: Mixture, readers: Sequence[Reader], taken: NDArray[np.int64], owned: range) -> None:
-        self._mixture, self._readers = mixture, readers
+    def __init__(
+        self, mixture: Mixture, readers: Sequence[Reader], rows: int, share: Share, taken: NDArray[np.int64]
+    ) -> None:
+        self._mixture, self._readers, self._share = mixture, readers, share
+        n_streams = taken.shape[1]
+        self._step = share.step(n_streams)
+        self._next = share.next_row(rows, self._step)
+        owned = share.streams(n_streams)
         self._taken = np.full_like(taken, -1)
         self._taken[:, owned] = taken[:, owned]
+        # Every row before counts on one rank, also where several read its stream.
+        self._own = taken[:, range(share.rank, n_streams, share.world_size)].sum(axis=1)
 
     def take(self, numbers: NDArray[np.int64]) -> Batch:
-        sources = self._mixture.sources(numbers)
+        # All rows of this rank's streams are counted, those that other ranks take too.
+        rows = np.arange(self._next, numbers[-1] + 1, self._step)
+        self._next = int(rows[-1]) + self._step
+        sources = self._mixture.sources(rows)
+        within = np.array(
+            [number_of(row, self._taken[source]) for row, source in zip(rows.tolist(), sources, strict=True)]
+        )
+        own = rows % self._share.world_size == self._share.rank
+        sources, within = sources[own], within[own]
         whole: list[NDArray[np.int64]] = []
         for index, reader in enumerate(self._readers):
             (places,) = np.nonzero(sources == index)
             if not len(places):
                 continue
-            own = np.array([number_of(row, self._taken[index]) for row in numbers[places].tolist()])
-            parts = reader.take(own)
+            self._own[index] += len(places)
+            parts = reader.take(within[places])
             whole = whole or [np.empty((len(numbers), part.shape[1]), np.int64) for part in parts]
             for filled, part in zip(whole, parts, strict=True):
                 filled[places] = part
@@ -95,9 +115,8 @@ class MixtureReader:
         return found
 
     def rows_by_source(self) -> dict[str, int]:
-        """Rows that this rank's streams have read of each source."""
-        sums = np.maximum(self._taken, 0).sum(axis=1).tolist()
-        return dict(zip(self._mixture.names, sums, strict=True))
+        """Rows of each source; the sums over all ranks are those of the run."""
+        return dict(zip(self._mixture.names, self._own.tolist(), strict=True))
 
     def skipped(self) -> dict[str, str]:
         return {

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,15 +13,31 @@ from numpy.typing import NDArray
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.data.dataset import Dataset, Mixed, cache_directory, open_prepared, open_tokens
-from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.dataset import Dataset, Mixed
+from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
 from ngpt_train.data.mixture import Mixture
-from ngpt_train.data.prepared.prepare import prepare_shards
-from ngpt_train.data.prepared.shards import Tokens
-from ngpt_train.data.prepared_rows import rows_of
-from ngpt_train.data.rows import row_format
-from ngpt_train.data.streamed.streamed import OnMain, open_streamed
-from ngpt_train.data.tokenizers import Tokenizer
+from ngpt_train.data.prepared.build import prepare_shards
+from ngpt_train.data.prepared.foreign import find_megatron, find_nanogpt, open_megatron, open_nanogpt
+from ngpt_train.data.prepared.shards import (
+    MANIFEST,
+    STEMS,
+    Tokens,
+    check_length,
+    damaged_manifest,
+    fingerprint,
+    open_shards,
+    read_manifest,
+)
+from ngpt_train.data.rows import row_format, rows_of
+from ngpt_train.data.sources.sample import draw_sample
+from ngpt_train.data.sources.source import Source, open_source
+from ngpt_train.data.sources.text import Shard
+from ngpt_train.data.streamed.cache import OpenShards, ShardCache
+from ngpt_train.data.streamed.stream import stream_settings, with_eos
+from ngpt_train.data.streamed.workers import StreamedText
+from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer
+
+OnMain = Callable[[Callable[[], Any]], Any]
 
 
 def open_dataset(
@@ -29,7 +47,8 @@ def open_dataset(
     it is there.
 
     tokenizer: to use in place of the one that `config.tokenizer` describes; prepared shards bring their own.
-    on_main: of several processes that open streamed text, runs a function on one and returns its result on all.
+    on_main: of several processes that open streamed text, runs a function on one and returns its result on all. The
+    function may list, download and tokenize for hours: no collective with a time limit may wait for it.
     Otherwise needs no process group; of several processes that call it at once, one prepares and the others wait.
     Raises ConfigError without `data.path`, DataError if anything is wrong with the text, the files or the
     tokenizer, or if a split is shorter than a row.
@@ -37,20 +56,20 @@ def open_dataset(
     if config.data.kind == "mixture":
         return _open_mixture(config, tokenizer, on_main)
     if config.data.streamed:
-        return open_streamed(config, on_main, tokenizer)
+        return _open_streamed(config, tokenizer, on_main)
     if config.data.kind != "tokens":
         return prepare_dataset(config, tokenizer=tokenizer)
     if config.data.path is None:
         raise ConfigError("data.path=null: data=tokens needs the directory of the shards, as data.path=DIRECTORY")
     hashes = FileHashes(cache_directory(config))
-    return _checked(open_tokens(config, hashes, tokenizer), config, hashes)
+    return _checked(_open_tokens(config, hashes, tokenizer), config, hashes)
 
 
 def prepare_dataset(config: Config, out: Path | None = None, tokenizer: Tokenizer | None = None) -> Dataset:
     """Prepares the text that `config.data` names in `out`, by default the cache, unless it is there; opens it."""
     hashes = FileHashes(cache_directory(config))
     config = replace(config, data=replace(config.data, streaming=False))
-    return _checked(open_prepared(prepare_shards(config, hashes, out, tokenizer), hashes), config, hashes)
+    return _checked(_open_prepared(prepare_shards(config, hashes, out, tokenizer), hashes), config, hashes)
 
 
 def _checked(dataset: Dataset, config: Config, hashes: FileHashes) -> Dataset:
@@ -61,36 +80,161 @@ def _checked(dataset: Dataset, config: Config, hashes: FileHashes) -> Dataset:
     return dataset
 
 
+# --- tokens on disk
+
+
+def _open_prepared(directory: Path, hashes: FileHashes) -> Dataset:
+    """Opens a directory that `prepare` wrote. Raises DataError if any file differs from the manifest."""
+    manifest = read_manifest(directory)
+    try:
+        train, validation = (open_shards(split, directory, manifest, hashes) for split in STEMS)
+        tokenizer = read_tokenizer(directory, manifest["tokenizer"])
+        found = fingerprint(tokenizer.fingerprint, manifest["splits"])
+        if found != manifest["fingerprint"]:
+            raise ValueError("its fingerprint does not fit its content")
+    except DataError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged_manifest(directory / MANIFEST, error) from None
+    return Dataset(train, validation, tokenizer, found, directory, manifest)
+
+
+def _open_tokens(config: Config, hashes: FileHashes, tokenizer: Tokenizer | None) -> Dataset:
+    """Opens `data.path`: a directory of prepared shards or of nanoGPT's train.bin and val.bin, or Megatron's files.
+
+    Prepared shards bring their tokenizer; the others need `tokenizer`, or the one that `config.tokenizer` names.
+    Raises DataError if they are damaged or of another tokenizer.
+    """
+    path = Path(config.data.path or "").expanduser()
+    if (path / MANIFEST).exists():
+        return _open_prepared(path, hashes)
+    megatron = find_megatron(path)
+    files = megatron or find_nanogpt(path, config.data.path)
+    tokenizer = tokenizer or load_tokenizer(config.tokenizer)
+    if megatron is not None:
+        splits = open_megatron(files, tokenizer, hashes, config.data.val_fraction)
+    else:
+        splits = open_nanogpt(files, tokenizer, hashes)
+    entry = {"kind": tokenizer.kind, "name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos}
+    described = {split: {"tokens": len(tokens), "sha256": sha256} for split, (tokens, sha256) in splits.items()}
+    found = fingerprint(tokenizer.fingerprint, described)
+    source = {"kind": "nanogpt" if megatron is None else "megatron"}
+    manifest = {"source": source, "tokenizer": entry, "fingerprint": found, "splits": described}
+    return Dataset(splits["train"][0], splits["validation"][0], tokenizer, found, path, manifest)
+
+
+# --- streamed text
+
+
+def _open_streamed(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -> Dataset:
+    """The text that `config.data` names, without reading more of it than the validation split and the tokenizer need.
+
+    Shards are listed, and held-out text is read, where `on_main` runs a function. Raises DataError if anything is
+    wrong with the shards or the tokenizer, or if what is held out is shorter than a row.
+    """
+    data = config.data
+    source = on_main(lambda: _list_shards(config))
+    shards = source.shards
+    directory = cache_directory(config) / "documents"
+    skip_bad = data.on_bad_shard == "skip"
+    cache = ShardCache(directory, data.cache_gb * 1e9, source.reader, data.text_field, skip_bad)
+    text = OpenShards(cache, shards, data.val_fraction, data.open_shards, skipped={})
+    if tokenizer is None:
+        tokenizer = on_main(lambda: load_tokenizer(config.tokenizer, corpus=_corpus(text, shards)))
+        assert tokenizer is not None
+    known = tokenizer
+    validation = on_main(lambda: _validation_tokens(config, text, known))
+    streamed = StreamedText(cache, shards, data.val_fraction, stream_settings(config), tokenizer)
+    identity = {
+        "tokenizer": tokenizer.fingerprint,
+        "shards": [shard.identity for shard in shards],
+        "text_field": data.text_field,
+        "val_fraction": data.val_fraction,
+    }
+    manifest = {"source": {"kind": data.kind, "revision": source.revision, "shards": source.names}}
+    return Dataset(streamed, validation, tokenizer, canonical_hash(identity), _path(config), manifest)
+
+
+def _list_shards(config: Config) -> Source:
+    """Where the text is, and its shards in their order."""
+    source = open_source(config.data)
+    hashes = FileHashes(cache_directory(config))
+    source = replace(source, shards=source.cut(hashes))
+    hashes.save()
+    return source
+
+
+def _corpus(text: OpenShards, shards: Sequence[Shard]) -> Iterator[str]:
+    """What a tokenizer is trained from; drawn only if one is."""
+    yield from draw_sample(shards, lambda number: iter(text.documents(number)), text.val_fraction)[0]
+
+
+def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -> Tokens:
+    """Held-out documents of the first shards until they make eval.rows rows; of data.open_shards, or of more where
+    these make none."""
+    settings = stream_settings(config)
+    ids: list[NDArray[np.integer]] = []
+    n_tokens = n_documents = full = 0
+    faulty: list[str] = []
+    for shard in range(text.n_shards):
+        if (problem := text.documents(shard).header["bad"]) is not None:
+            faulty.append(problem)
+        for document in text.held_out(shard):
+            ids.append(with_eos(tokenizer, document))
+            n_tokens += len(ids[-1])
+            n_documents += len(ids[-1]) >= settings.shortest
+            full = n_documents if settings.rows == "prefix_continuation" else (n_tokens - 1) // settings.context
+            if full >= config.eval.rows:
+                break
+        if full >= config.eval.rows or (full and shard + 1 >= config.data.open_shards):
+            break
+    where = f"{_path(config)}, streamed"
+    if n_tokens == 0 and text.n_shards == 1:
+        where += " (data.streaming=false cuts a single document in two)"
+    if faulty:
+        where += f" ({len(faulty)} left out as faulty, such as {faulty[0]})"
+    check_length("validation", n_tokens, config.model.context, where)
+    offsets = np.cumsum([0, *map(len, ids)])
+    return Tokens("validation", _path(config), [np.concatenate(ids)], tokenizer.eos, [offsets])
+
+
+def _path(config: Config) -> Path:
+    return Path(config.data.path or config.data.repo or config.data.kind)
+
+
+# --- mixtures
+
+
 def _open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -> Dataset:
     """Every source with one tokenizer: that of the prepared shards among them, else the config's."""
     sources = mixture_of(config.data)
-    parts: dict[str, Dataset] = {}
+    opened: dict[str, Dataset] = {}
     for source in sorted(sources, key=lambda source: source.data.kind != "tokens"):
         try:
-            part = open_dataset(replace(config, data=source.data), tokenizer, on_main)
+            data = open_dataset(replace(config, data=source.data), tokenizer, on_main)
         except DataError as error:
             raise DataError(f"data.mixture, source {source.name}: {error}") from error
-        tokenizer = tokenizer or part.tokenizer
-        if part.tokenizer.fingerprint != tokenizer.fingerprint:
+        tokenizer = tokenizer or data.tokenizer
+        if data.tokenizer.fingerprint != tokenizer.fingerprint:
             raise DataError(
-                f"data.mixture: {source.name} has the tokenizer {part.tokenizer.name}, another source "
+                f"data.mixture: {source.name} has the tokenizer {data.tokenizer.name}, another source "
                 f"{tokenizer.name}. Prepare all of them with the same one"
             )
-        parts[source.name] = part
+        opened[source.name] = data
     assert tokenizer is not None
     mixture = Mixture(tuple(s.name for s in sources), tuple(s.share for s in sources), config.run.seed)
     beginnings = [
-        _beginning(parts[source.name].validation, config, max(1, round(source.share * config.eval.rows)))
+        _beginning(opened[source.name].validation, config, max(1, round(source.share * config.eval.rows)))
         for source in sources
     ]
     path = Path("+".join(mixture.names))
     ids, offsets = zip(*beginnings, strict=True)
     validation = Tokens("validation", path, ids, tokenizer.eos, offsets)
-    fingerprint = canonical_hash([mixture.names, mixture.shares, [parts[name].fingerprint for name in mixture.names]])
-    described = {name: part.manifest["source"] for name, part in parts.items()}
+    found = canonical_hash([mixture.names, mixture.shares, [opened[name].fingerprint for name in mixture.names]])
+    described = {name: data.manifest["source"] for name, data in opened.items()}
     manifest = {"source": {"kind": "mixture", "sources": described}}
-    mixed = Mixed(mixture, tuple(parts[name] for name in mixture.names))
-    return Dataset(mixed, validation, tokenizer, fingerprint, path, manifest)
+    mixed = Mixed(mixture, tuple(opened[name] for name in mixture.names))
+    return Dataset(mixed, validation, tokenizer, found, path, manifest)
 
 
 def _beginning(tokens: Tokens, config: Config, n_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -5,7 +5,7 @@ import ctypes
 import functools
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar, cast
@@ -41,16 +41,21 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
-    def any(self, flag: bool) -> bool:
-        """True on every rank if it is on one. Through the CPU group, so that the GPU is not waited for."""
+    def largest(self, values: Sequence[float]) -> list[float]:
+        """The largest of each value over all ranks. Through their CPUs, so that no GPU is waited for."""
         if self.size == 1:
-            return flag
-        flags = torch.tensor([float(flag)])
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-        return bool(flags.item())
+            return list(values)
+        found = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return found.tolist()
 
-    def barrier(self) -> None:
-        self.any(False)
+    def sum_of(self, values: Sequence[int]) -> list[int]:
+        """The sum of each value over all ranks, through their CPUs; exact, as long as it is below 2^63."""
+        if self.size == 1:
+            return list(values)
+        found = torch.tensor(values, dtype=torch.int64)
+        dist.all_reduce(found)
+        return found.tolist()
 
     def gather(self, item: T) -> list[T]:
         """The items of all ranks, in order of rank, on every rank."""

@@ -1,15 +1,36 @@
 """A trained model, with its tokenizer, from a checkpoint."""
 
 import json
-from dataclasses import dataclass
+import logging
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ngpt_train.config import read_yaml
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import ConfigError
 from ngpt_train.data import Tokenizer, read_tokenizer
 from ngpt_train.distributed import World, resolve_precision
+from ngpt_train.distributed.layouts import choose_kernels
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.training.checkpoint import find_checkpoint, load_model
+
+logger = logging.getLogger(__name__)
+
+# Sections and groups that say what a model is or how it was trained, and the key that a group's option is known by.
+DECIDED_BY_CHECKPOINT = {"model": "name", "scale": "name", "tokenizer": "kind", "optim": "name", "schedule": "kind"}
+# What every verb that restores a model reads from the command line, beside its own section.
+USED = ("train.device", "train.precision", "kernels")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A checkpoint, and the config of the run that it is of."""
+
+    path: Path
+    config: Config
 
 
 @dataclass(frozen=True)
@@ -23,17 +44,61 @@ class Restored:
     tokenizer: Tokenizer
 
 
-def restore(key: str, value: str | None, precision: str, world: World) -> Restored:
-    """The checkpoint that the user's `key=value` names, its model whole on this rank's device.
+def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used: Collection[str] = ()) -> Trained:
+    """The checkpoint that the user's `<verb>.checkpoint` names; touches neither data nor devices.
 
-    Raises DataError where there is none or it is damaged.
+    also_used: sections and keys that the verb reads, beside its own and those of USED. The log names the overrides that
+    it makes no use of. Raises DataError where there is no checkpoint, ConfigError for an override that contradicts it.
     """
-    path = find_checkpoint(key, value)
-    config = read_yaml(path / "config.yaml")
+    path = find_checkpoint(f"{verb}.checkpoint", getattr(config, verb).checkpoint)
+    stored = read_yaml(path / "config.yaml")
+    used, unused = {verb, "experiment", *USED, *also_used}, []
+    for override in overrides:
+        name, _, value = (part.strip() for part in override.partition("="))
+        section = name.partition(".")[0]
+        if section in DECIDED_BY_CHECKPOINT or name == "recipe":
+            _check_decided(override, name, value, config, Trained(path, stored))
+        elif not used & {name, section}:
+            unused.append(name)
+    if unused:
+        logger.info("%s makes no use of %s", verb, ", ".join(unused))
+    return Trained(path, stored)
+
+
+def _check_decided(override: str, name: str, value: str, config: Config, trained: Trained) -> None:
+    """Raises ConfigError unless the override says what the checkpoint says, or leaves it open."""
+    if name == "recipe":
+        raise ConfigError(
+            f"{override}: how a model was trained, which the checkpoint {trained.path} has decided\n  Leave it out"
+        )
+    key = name if "." in name else f"{name}.{DECIDED_BY_CHECKPOINT[name]}"
+    found = _value(trained.config, key)
+    if value != AUTO and _value(config, key) != found:
+        raise ConfigError(
+            f"{override}: the checkpoint decides, and in {trained.path} {key} is {found}"
+            "\n  Leave it out, or name another checkpoint"
+        )
+
+
+def _value(config: Config, key: str) -> Any:
+    value: Any = config
+    for name in key.split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def restore(trained: Trained, config: Config, world: World) -> Restored:
+    """The model of a checkpoint, whole on this rank's device, with the kernels and the precision of `config`.
+
+    Raises DataError where the checkpoint is damaged, ConfigError where the kernels cannot run.
+    """
+    path = trained.path
+    precision = resolve_precision(config.train.precision, world.device.type)
+    choose_kernels(replace(config, model=trained.config.model), world.device, precision)
     with world.device:
-        model = build_model(config.model)
-    model.compute_dtype = resolve_precision(precision, world.device.type)
+        model = build_model(trained.config.model)
+    model.compute_dtype = precision
     load_model(path, model, world)
     tokenizer = read_tokenizer(path, json.loads((path / "tokenizer.json").read_text()))
     step = json.loads((path / "state.json").read_text())["step"]  # the directory may have been renamed
-    return Restored(path, step, config, model, tokenizer)
+    return Restored(path, step, trained.config, model, tokenizer)

@@ -15,12 +15,20 @@ in a pass of its own would add 12.
 import torch
 from torch import Tensor
 
-from ngpt_train.kernels import dispatch
+from ngpt_train.kernels.norm import SHORTEST
+from ngpt_train.kernels.operation import operation
 
 WIDEST = 8192  # columns
 
 
-def reference(
+def unknown(weight: Tensor, *_: object, **__: object) -> str | None:
+    """What the kernel does not know about a weight, in a word for the log."""
+    if weight.dtype != torch.float32:
+        return f"weights in {weight.dtype}"
+    return f"rows of {weight.shape[-1]}" if weight.shape[-1] > WIDEST else None
+
+
+def check(
     weight: Tensor,
     gradient: Tensor,
     exp_avg: Tensor,
@@ -36,7 +44,44 @@ def reference(
     found_inf: Tensor | None,
     copy: Tensor | None = None,
 ) -> None:
-    """As `adam_rows_`: torch's fused AdamW, then the division, in the weight's dtype."""
+    written = {"weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "copy": copy}
+    for name, tensor in (written | {"gradient": gradient}).items():
+        if tensor is None:
+            continue
+        if tensor.ndim != 2 or tensor.shape != weight.shape:
+            raise ValueError(f"adam_rows_: {name} {tuple(tensor.shape)} beside weight {tuple(weight.shape)}, (rows, d)")
+        if name in written and not tensor.is_contiguous():
+            raise ValueError(f"adam_rows_: {name} has strides {tensor.stride()}; what is written is contiguous")
+
+
+@torch.no_grad()
+def in_few_passes_(
+    on_triton: bool,
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    unit_rows: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    copy: Tensor | None = None,
+) -> None:
+    """On Triton in one; else torch's fused AdamW, then the division, in the weight's dtype."""
+    if on_triton:
+        from ngpt_train.kernels.gpu import adam
+
+        number, on_device = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
+        adam.adam_rows_(
+            weight, gradient, exp_avg, exp_avg_sq, copy, step, number, on_device, beta1, beta2, eps, weight_decay,
+            unit_rows, grad_scale, found_inf,
+        )  # fmt: skip
+        return
     torch._fused_adamw_(
         [weight],
         # torch's would take the weight's strides for the gradient's, and write the scaled gradient back.
@@ -57,12 +102,13 @@ def reference(
     )
     skipped = torch.zeros_like(step) if found_inf is None else found_inf
     if unit_rows:
-        length = torch.linalg.vector_norm(weight, dim=-1, keepdim=True).clamp_min_(1e-12)
+        length = torch.linalg.vector_norm(weight, dim=-1, keepdim=True).clamp_min_(SHORTEST)
         weight.div_(torch.where(skipped != 0, 1.0, length))
     if copy is not None:
         copy.copy_(torch.where(skipped != 0, copy, weight))
 
 
+@operation("adam", twin=in_few_passes_, unknown=unknown, check=check)
 @torch.no_grad()
 def adam_rows_(
     weight: Tensor,
@@ -87,31 +133,17 @@ def adam_rows_(
     a number or such a tensor. Where found_inf is not 0 nothing is written. `step` counts this step and is not changed:
     who counts leaves it where found_inf is 1. Raises ValueError for shapes and strides that do not fit.
     """
-    written = {"weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "copy": copy}
-    for name, tensor in (written | {"gradient": gradient}).items():
-        if tensor is None:
-            continue
-        if tensor.ndim != 2 or tensor.shape != weight.shape:
-            raise ValueError(f"adam_rows_: {name} {tuple(tensor.shape)} beside weight {tuple(weight.shape)}, (rows, d)")
-        if name in written and not tensor.is_contiguous():
-            raise ValueError(f"adam_rows_: {name} has strides {tensor.stride()}; what is written is contiguous")
-    if not dispatch.runs_on_triton("adam", weight, gradient, unsupported=unsupported(weight)):
-        reference(
-            weight, gradient, exp_avg, exp_avg_sq, step, lr, beta1, beta2, eps, weight_decay, unit_rows, grad_scale,
-            found_inf, copy,
-        )  # fmt: skip
-        return
-    from ngpt_train.kernels.gpu import adam
-
-    number, on_device = (0.0, lr) if isinstance(lr, Tensor) else (lr, None)
-    adam.adam_rows_(
-        weight, gradient, exp_avg, exp_avg_sq, copy, step, number, on_device, beta1, beta2, eps, weight_decay,
-        unit_rows, grad_scale, found_inf,
-    )  # fmt: skip
-
-
-def unsupported(weight: Tensor) -> str | None:
-    """What the kernel does not know about a weight, in a word for the log."""
-    if weight.dtype != torch.float32:
-        return f"weights in {weight.dtype}"
-    return f"rows of {weight.shape[-1]}" if weight.shape[-1] > WIDEST else None
+    g = gradient.to(weight.dtype) if grad_scale is None else gradient.to(weight.dtype) / grad_scale
+    m = beta1 * exp_avg + (1 - beta1) * g
+    v = beta2 * exp_avg_sq + (1 - beta2) * g.square()
+    t = step.double()  # in fp32 the corrections would be off by 5e-5 at the first step
+    m_hat = m / (1 - beta1**t)
+    v_hat = v / (1 - beta2**t)
+    w = (1 - lr * weight_decay) * weight
+    w = w - lr * m_hat / (v_hat.sqrt() + eps)
+    if unit_rows:
+        w = w / torch.linalg.vector_norm(w, dim=-1, keepdim=True).clamp_min(SHORTEST)
+    skipped = torch.zeros_like(step) if found_inf is None else found_inf
+    for old, new in ((weight, w), (exp_avg, m), (exp_avg_sq, v), (copy, w)):
+        if old is not None:
+            old.copy_(torch.where(skipped != 0, old, new))

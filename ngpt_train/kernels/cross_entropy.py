@@ -24,28 +24,34 @@ from torch.autograd.function import once_differentiable
 
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.kernels.dispatch import runs_on_triton
+from ngpt_train.kernels.norm import wide
+from ngpt_train.kernels.operation import operation
 
 GPU_ROWS = 4096  # tokens in a chunk: large enough for efficient products, 256 MiB of bf16 logits at V = 32k
 CPU_ROWS = 512  # measured: less costs the products more, more costs memory and gains nothing
 ALIGNMENT = 64  # rows of a GPU's logits start at multiples of it: aligned loads and products for any V
 
 
-def reference(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0) -> Tensor:
-    """What `linear_cross_entropy` computes, with all logits at once, at least in fp32, for autograd."""
-    dtype = torch.promote_types(h.dtype, torch.float32)
-    logits = h.to(dtype) @ matrix.to(dtype).t()  # (..., V)
-    if scale is not None:
-        logits = logits * scale.to(dtype)
-    counts = targets != IGNORED
-    lse = logits.logsumexp(-1)
-    target_logits = logits.gather(-1, targets.where(counts, 0)[..., None]).squeeze(-1)
-    return (lse - target_logits + z_loss * lse.square()).where(counts, 0).sum()
+def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0) -> None:
+    if h.shape[:-1] != targets.shape or h.shape[-1:] != matrix.shape[1:]:
+        raise ValueError(f"h {tuple(h.shape)}, matrix {tuple(matrix.shape)}, targets {tuple(targets.shape)} do not fit")
+    if scale is not None and scale.shape != matrix.shape[:1]:
+        raise ValueError(f"scale {tuple(scale.shape)} and matrix {tuple(matrix.shape)} do not fit")
 
 
+def in_chunks(
+    _: bool, h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, torch.is_grad_enabled())
+    cross_entropy, z_term = parts or (loss.detach(), None)
+    return loss, cross_entropy, z_term
+
+
+@operation(None, twin=in_chunks, check=check)
 def linear_cross_entropy(
     h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(loss, cross_entropy, z_term): sums, in nats, over the targets of the logits scale * (matrix h).
+    """(loss, cross_entropy, z_term): sums, in nats, over the targets of the logits z = scale * (matrix h).
 
     h: `(..., d)` in the dtype of the products; fp32, bf16, fp16 or fp64.
     matrix: `(V, d)`, the output embedding as stored; a copy is cast to h's dtype after scaling.
@@ -59,13 +65,15 @@ def linear_cross_entropy(
     which cannot raise, it makes the loss and all gradients that it reaches NaN. Raises ValueError where shapes do not
     fit.
     """
-    if h.shape[:-1] != targets.shape or h.shape[-1:] != matrix.shape[1:]:
-        raise ValueError(f"h {tuple(h.shape)}, matrix {tuple(matrix.shape)}, targets {tuple(targets.shape)} do not fit")
-    if scale is not None and scale.shape != matrix.shape[:1]:
-        raise ValueError(f"scale {tuple(scale.shape)} and matrix {tuple(matrix.shape)} do not fit")
-    loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, torch.is_grad_enabled())
-    cross_entropy, z_term = parts or (loss.detach(), None)
-    return loss, cross_entropy, z_term
+    z = wide(h) @ matrix.to(wide(h).dtype).t()  # (..., V)
+    if scale is not None:
+        z = z * scale  # eq. 3 of nGPT
+    counts = targets != IGNORED
+    lse = z.logsumexp(-1)
+    z_t = z.gather(-1, targets.where(counts, 0)[..., None]).squeeze(-1)
+    cross_entropy = (lse - z_t).where(counts, 0).sum()
+    z_term = (z_loss * lse.square()).where(counts, 0).sum()
+    return cross_entropy + z_term, cross_entropy.detach(), z_term.detach() if z_loss else None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -91,11 +91,6 @@ def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = N
     return unsupported is None
 
 
-def falls_back(operation: str, tensor: Tensor, option: str) -> None:
-    """For options of an architecture that have no kernel: the log says so, where one would run but for that."""
-    runs_on_triton(operation, tensor, unsupported=option)
-
-
 # Asked while a model is compiled, too, and no part of what is compiled.
 @torch.compiler.assume_constant_result
 def _gpu_suits() -> bool:

@@ -1,4 +1,4 @@
-"""Rotary positions of packed queries, keys and values, with nGPT's norm of each head and scale of q.
+"""Rotary positions of packed queries, keys and values, with nGPT's norm of each head and scale of q; gradients by hand.
 
 q' = t Norm(R q), k' = Norm(R k): eq. 15 and 16 of nGPT, where t = s_qk^2, because only the product of q and k counts;
 R turns pairs of dimensions by their token's angle, Norm(x) = x / max(||x||, 1e-12). GPT has neither Norm nor t. With
@@ -14,18 +14,18 @@ and the same for k with t = 1. Nothing but the packed product is kept; t may be 
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from ngpt_train.kernels import dispatch
+from ngpt_train.kernels.norm import SHORTEST, normalize, wide
+from ngpt_train.kernels.operation import operation
 
-EPS = 1e-12
 Layout = tuple[int, int, bool, bool]  # n_heads, n_kv_heads, interleaved, normalized
+Heads = tuple[Tensor, Tensor, Tensor]
 
 
-def rotary(
+def check(
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -34,14 +34,7 @@ def rotary(
     interleaved: bool,
     normalized: bool,
     scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q' `(B, T, n_heads, D)` and k' `(B, T, n_kv_heads, D)`, contiguous, and v, as k', a view; all in qkv's dtype.
-
-    qkv `(B, T, (n_heads + 2 n_kv_heads) D)`: the heads of q, of k, of v. cos, sin: fp32, `(T, 1, D/2)`, or
-    `(B, T, 1, D/2)` where rows differ. interleaved: pairs (2i, 2i + 1) turn together; else (i, i + D/2). normalized:
-    each head of q' (before scale) and k' has length 1. scale `(n_heads D,)` fp32: times q', after all else. Computed
-    at least in fp32. Raises ValueError for other shapes.
-    """
+) -> None:
     D = 2 * cos.shape[-1]
     expected = (*qkv.shape[:2], (n_heads + 2 * n_kv_heads) * D)
     if qkv.shape != expected:
@@ -51,19 +44,10 @@ def rotary(
         raise ValueError(f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit {B} rows of {T} tokens")
     if scale is not None and scale.shape != (n_heads * D,):
         raise ValueError(f"rotary: scale {tuple(scale.shape)} must have shape ({n_heads * D},)")
-    tensors = [qkv, cos, sin] if scale is None else [qkv, cos, sin, scale]
-    layout = n_heads, n_kv_heads, interleaved, normalized
-    on_triton = dispatch.runs_on_triton("rotary", *tensors)
-    if torch.compiler.is_compiling() and not on_triton:  # the compiler makes few passes of the formula by itself
-        if not normalized:
-            return reference(qkv, cos, sin, *layout, scale)
-        # It would keep rotated heads beside the product, which attention keeps anyway; making them anew is no slower.
-        again = checkpoint(reference, qkv, cos, sin, *layout, scale, use_reentrant=False, preserve_rng_state=False)
-        return cast(tuple[Tensor, Tensor, Tensor], again)
-    return Rotary.apply(qkv, cos, sin, scale, layout, on_triton)
 
 
-def reference(
+def by_hand_or_on_triton(
+    on_triton: bool,
     qkv: Tensor,
     cos: Tensor,
     sin: Tensor,
@@ -72,19 +56,49 @@ def reference(
     interleaved: bool,
     normalized: bool,
     scale: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """As `rotary`, in plain PyTorch."""
+) -> Heads:
+    layout = n_heads, n_kv_heads, interleaved, normalized
+    if torch.compiler.is_compiling() and not on_triton:  # the compiler makes few passes of the formula by itself
+        if not normalized:
+            return cast(Heads, rotary.formula(qkv, cos, sin, *layout, scale))
+        # It would keep rotated heads beside the product, which attention keeps anyway; making them anew is no slower.
+        again = checkpoint(rotary.formula, qkv, cos, sin, *layout, scale, use_reentrant=False, preserve_rng_state=False)
+        return cast(Heads, again)
+    return _Rotary.apply(qkv, cos, sin, scale, layout, on_triton)
+
+
+@operation("rotary", twin=by_hand_or_on_triton, check=check)
+def rotary(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    interleaved: bool,
+    normalized: bool,
+    scale: Tensor | None,
+) -> Heads:
+    """q' `(B, T, n_heads, D)` and k' `(B, T, n_kv_heads, D)`, contiguous, and v, as k', a view; all in qkv's dtype.
+
+    qkv `(B, T, (n_heads + 2 n_kv_heads) D)`: the heads of q, of k, of v. cos, sin: fp32, `(T, 1, D/2)`, or
+    `(B, T, 1, D/2)` where rows differ. interleaved: pairs (2i, 2i + 1) turn together; else (i, i + D/2). normalized:
+    each head of q' (before scale) and k' has length 1. scale `(n_heads D,)` fp32: times q', after all else. Computed
+    at least in fp32. Raises ValueError for other shapes.
+    """
     q, k, v = heads_of(qkv, n_heads, n_kv_heads)
-    turned = []
-    for x in (q, k):
-        first, second = pairs(x.to(torch.promote_types(x.dtype, torch.float32)), interleaved)
-        both = first * cos - second * sin, second * cos + first * sin
-        x = torch.stack(both, dim=-1).flatten(-2) if interleaved else torch.cat(both, dim=-1)
-        turned.append(F.normalize(x, dim=-1, eps=EPS) if normalized else x)
-    q, k = turned
+    q, k = rotate(wide(q), cos, sin, interleaved), rotate(wide(k), cos, sin, interleaved)
+    if normalized:
+        q, k = normalize(q), normalize(k)  # eq. 15 and 16 of nGPT
     if scale is not None:
         q = q * scale.view(n_heads, -1)
     return q.to(qkv.dtype), k.to(qkv.dtype), v
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """R x: turns each pair of x `(B, T, H, D)` by its position's angle; the length of x does not change."""
+    first, second = pairs(x, interleaved)
+    turned = first * cos - second * sin, second * cos + first * sin
+    return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
 
 
 def heads_of(qkv: Tensor, n_heads: int, n_kv_heads: int) -> tuple[Tensor, ...]:
@@ -98,7 +112,7 @@ def pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
     return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
 
 
-class Rotary(torch.autograd.Function):
+class _Rotary(torch.autograd.Function):
     """By the kernels of gpu/rotary.py, or else by hand: autograd would keep, read and write far more."""
 
     @staticmethod
@@ -140,7 +154,7 @@ def forward_by_hand(
     normalized: bool,
 ) -> tuple[Tensor, Tensor]:
     """q' and k'."""
-    q, k, _ = heads_of(qkv.to(torch.promote_types(qkv.dtype, torch.float32)), n_heads, n_kv_heads)
+    q, k, _ = heads_of(wide(qkv), n_heads, n_kv_heads)
     q, k = (turned(x, cos, sin, interleaved) for x in (q, k))
     if normalized:
         for x in (q, k):
@@ -168,12 +182,11 @@ def backward_by_hand(
     dq = r (f - q r^2 (q . f)) with f = R^T (t g), which is the module's formula with R^T carried through. Since q . f =
     p . (t g), one product p g serves dt as well.
     """
-    compute = torch.promote_types(qkv.dtype, torch.float32)
     d_qkv, d_scale = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), None
     *d_qk, d_v = heads_of(d_qkv, n_heads, n_kv_heads)
-    *qk, _ = heads_of(qkv.to(compute), n_heads, n_kv_heads)
+    *qk, _ = heads_of(wide(qkv), n_heads, n_kv_heads)
     d_v.copy_(dv)
-    for x, dx, g, t in zip(qk, d_qk, (dq.to(compute), dk.to(compute)), (scale, None), strict=True):
+    for x, dx, g, t in zip(qk, d_qk, (wide(dq), wide(dk)), (scale, None), strict=True):
         norm = norms(x) if normalized else None  # (B, T, H, 1), of p as well
         r = None if norm is None else reciprocal(norm)
         radial = None  # n . e
@@ -193,7 +206,7 @@ def backward_by_hand(
         if norm is None or r is None or radial is None:
             dx.copy_(f)
         else:
-            radial.mul_(-r.square()).masked_fill_(norm < EPS, 0)
+            radial.mul_(-r.square()).masked_fill_(norm < SHORTEST, 0)
             torch.addcmul(f.mul_(r), x, radial, out=dx)
     return d_qkv, d_scale
 
@@ -214,4 +227,4 @@ def norms(x: Tensor) -> Tensor:
 
 
 def reciprocal(norm: Tensor) -> Tensor:
-    return norm.clamp_min(EPS).reciprocal_()
+    return norm.clamp_min(SHORTEST).reciprocal_()

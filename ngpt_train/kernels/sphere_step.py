@@ -1,4 +1,4 @@
-"""A step on the hypersphere (nGPT, eq. 10 and 11), and its gradients.
+"""A step on the hypersphere (nGPT, eq. 10 and 11), and its gradients by hand.
 
     x^ = x / ||x||,  u = h + a (x^ - h),  h' = u / ||u||        a: one share per dimension
 
@@ -6,43 +6,56 @@ With g the gradient of h':
 
     du = (g - h' (h' . g)) / ||u||,    dh = du - a du,    da = sum over tokens of du (x^ - h)
     dx = (a du - x^ (x^ . a du)) / ||x||
-
-Lengths below 1e-12 count as 1e-12, so that a row of zeros has neither a direction nor an infinite gradient.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ngpt_train.kernels.dispatch import runs_on_triton
-
-SHORTEST = 1e-12
-
-
-def reference(h: Tensor, x: Tensor, alpha: Tensor) -> Tensor:
-    """The formula, as autograd differentiates it. Computed at least in fp32, returned in h's dtype."""
-    wide = torch.promote_types(h.dtype, torch.float32)
-    x_hat = _unit(x.to(wide))
-    return _unit(h.to(wide) + alpha * (x_hat - h.to(wide))).to(h.dtype)
+from ngpt_train.kernels.norm import SHORTEST, normalize, wide
+from ngpt_train.kernels.operation import operation
 
 
-def sphere_step(h: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-    """h' twice: h, x `(..., d_model)`, alpha `(d_model,)` in fp32 -> `(..., d_model)` in h's dtype.
+class HiddenState(NamedTuple):
+    """The hidden state h `(..., d_model)` of a model on the sphere: two tensors of the same values and memory.
 
-    Two tensors of the same values: where one goes into a matrix product and the other into the next step, their
-    gradients arrive apart, and the kernel adds them where it reads them, in place of a pass that only adds.
+    The next step moves one and the next matrix product reads the other. So their gradients arrive apart, and the kernel
+    of the step adds them where it reads them. Autograd would add them in a pass of its own, which moves 6 % more bytes
+    in a compiled block (docs/benchmarks/bytes.md).
     """
-    return _SphereStep.apply(h, x, alpha, runs_on_triton("sphere_step", h, x, alpha))
+
+    to_move: Tensor
+    to_read: Tensor
+
+    @classmethod
+    def of(cls, h: Tensor) -> "HiddenState":
+        """As compiled blocks give it on, so that one graph serves them all: without gradients they give one tensor."""
+        return cls(h, h.view_as(h) if torch.is_grad_enabled() else h)
+
+
+def by_hand_or_on_triton(on_triton: bool, h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
+    return HiddenState(*_SphereStep.apply(h.to_move, x, alpha, on_triton))
+
+
+@operation("sphere_step", twin=by_hand_or_on_triton)
+def sphere_step(h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
+    """h <- Norm(h + alpha (h_A - h)), where h_A = Norm(x) is the point that a block suggests: eq. 10 and 11.
+
+    h, x `(..., d_model)`, alpha `(d_model,)` in fp32 -> `(..., d_model)` in h's dtype, computed at least in fp32.
+    """
+    point = wide(h.to_move)
+    point = normalize(point + alpha * (normalize(x) - point)).to(h.to_move.dtype)
+    return HiddenState(point, point)
 
 
 class _SphereStep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, h: Tensor, x: Tensor, alpha: Tensor, triton: bool) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, h: Tensor, x: Tensor, alpha: Tensor, on_triton: bool) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # of two outputs one may go nowhere
-        ctx.triton = triton
-        if triton:
+        ctx.on_triton = on_triton
+        if on_triton:
             from ngpt_train.kernels.gpu.sphere_step import sphere_step_forward
 
             out, r_x, r_u = sphere_step_forward(h, x, alpha)
@@ -61,7 +74,7 @@ class _SphereStep(torch.autograd.Function):
             g, g_too = g_too, None
         if g is None:
             return None, None, None, None
-        if ctx.triton:
+        if ctx.on_triton:
             from ngpt_train.kernels.gpu.sphere_step import sphere_step_backward
 
             return *sphere_step_backward(g, g_too, *ctx.saved_tensors), None
@@ -70,9 +83,9 @@ class _SphereStep(torch.autograd.Function):
 
 def _forward(h: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """h' and 1 / ||x||, 1 / ||u|| `(..., 1)`."""
-    wide = torch.promote_types(h.dtype, torch.float32)
-    r_x = _reciprocal_length(x.to(wide))
-    u = torch.lerp(h.to(wide), x * r_x, alpha.to(wide))
+    dtype = torch.promote_types(h.dtype, torch.float32)
+    r_x = _reciprocal_length(x.to(dtype))
+    u = torch.lerp(h.to(dtype), x * r_x, alpha.to(dtype))
     r_u = _reciprocal_length(u)
     # torch 2.11's compiler gives no gradient to what an operation returns of its own input: a product in place, a cast
     # that changes nothing. Where nothing is compiled, new memory costs more than the product.
@@ -91,10 +104,6 @@ def _backward(
     dx_hat = du * alpha
     dx = torch.addcmul(dx_hat, x, _dot(x, dx_hat).mul_(r_x.square()), value=-1).mul_(r_x)
     return du.sub_(dx_hat).to(h.dtype), dx.to(x.dtype), dalpha
-
-
-def _unit(x: Tensor) -> Tensor:
-    return x / torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(SHORTEST)
 
 
 def _reciprocal_length(x: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""SwiGLU of a packed product, with nGPT's scale vectors or without.
+"""SwiGLU of a packed product, with nGPT's scale vectors or without, and its gradients by hand.
 
-y = (s_u u) * SiLU(x), x = s_v v, SiLU(x) = x sigma(x): eq. 20 and 21 of nGPT, whose sqrt(d_model) s_v is the s_v of
+y = (s_u u) * SiLU(x), x = s_v v, SiLU(x) = x sigma(x): eq. 18, 20 and 21 of nGPT, whose sqrt(d_model) s_v is the s_v of
 here; GPT has neither vector. u and v are the two halves of uv, which one matrix product makes. With g = dL/dy:
 
     du  = g s_u SiLU(x)                                     ds_u = sum_tokens g u SiLU(x)
@@ -17,14 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ngpt_train.kernels import dispatch
+from ngpt_train.kernels.norm import wide
+from ngpt_train.kernels.operation import operation
 
 
-def swiglu(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
-    """(s_u u) * SiLU(s_v v) of uv `(..., 2 m)` = [u, v]: `(..., m)` in uv's dtype, computed at least in fp32.
-
-    s_u, s_v: `(m,)` fp32, both or neither. Raises ValueError for other shapes.
-    """
+def check(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> None:
     m = uv.shape[-1] // 2
     if uv.shape[-1] % 2:
         raise ValueError(f"swiglu: uv holds u and v side by side, but has an odd number of columns, {uv.shape[-1]}")
@@ -32,29 +29,38 @@ def swiglu(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> 
         raise ValueError("swiglu: s_u and s_v come together")
     if s_u is not None and s_v is not None and (s_u.shape != (m,) or s_v.shape != (m,)):
         raise ValueError(f"swiglu: s_u {tuple(s_u.shape)} and s_v {tuple(s_v.shape)} must have shape ({m},)")
-    on_triton = dispatch.runs_on_triton("swiglu", *(t for t in (uv, s_u, s_v) if t is not None))
-    # Of half precision autograd would keep every factor in fp32; a compiler sees that it need not.
-    by_hand = uv.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling()
-    return SwiGLU.apply(uv, s_u, s_v, on_triton) if on_triton or by_hand else reference(uv, s_u, s_v)
 
 
-def reference(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
-    """As `swiglu`, in plain PyTorch."""
-    u, v = uv.to(torch.promote_types(uv.dtype, torch.float32)).chunk(2, dim=-1)
+def keeps_less(uv: Tensor, *_: object, **__: object) -> bool:
+    """Of half precision autograd would keep every factor in fp32; a compiler sees that it need not."""
+    return uv.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling()
+
+
+def by_hand_or_on_triton(on_triton: bool, uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
+    return _SwiGLU.apply(uv, s_u, s_v, on_triton)
+
+
+@operation("swiglu", twin=by_hand_or_on_triton, by_hand=keeps_less, check=check)
+def swiglu(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
+    """(s_u u) * SiLU(s_v v) of uv `(..., 2 m)` = [u, v]: `(..., m)` in uv's dtype, computed at least in fp32.
+
+    s_u, s_v: `(m,)` fp32, both or neither. Raises ValueError for other shapes.
+    """
+    u, v = wide(uv).chunk(2, dim=-1)
     if s_u is not None and s_v is not None:
-        u, v = s_u * u, s_v * v
-    return (u * F.silu(v)).to(uv.dtype)
+        u, v = s_u * u, s_v * v  # eq. 20 and 21 of nGPT
+    return (u * F.silu(v)).to(uv.dtype)  # eq. 18
 
 
-class SwiGLU(torch.autograd.Function):
-    """By the kernels of gpu/swiglu.py, or by hand. Keeps nothing but its arguments."""
+class _SwiGLU(torch.autograd.Function):
+    """Keeps nothing but its arguments."""
 
     @staticmethod
     def forward(ctx: Any, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None, on_triton: bool) -> Tensor:
         ctx.save_for_backward(uv, s_u, s_v)
         ctx.on_triton = on_triton
         if not on_triton:
-            return reference(uv, s_u, s_v)
+            return swiglu.formula(uv, s_u, s_v)
         from ngpt_train.kernels.gpu.swiglu import swiglu_forward
 
         return swiglu_forward(uv, s_u, s_v)
@@ -75,12 +81,11 @@ def backward_by_hand(
     dy: Tensor, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """d_uv, ds_u and ds_v."""
-    wide = torch.promote_types(uv.dtype, torch.float32)
-    u, v = uv.to(wide).chunk(2, dim=-1)
+    u, v = wide(uv).chunk(2, dim=-1)
     x = v if s_v is None else s_v * v
     sigma = x.sigmoid()
     silu = x * sigma
-    g = dy.to(wide)
+    g = dy.to(u.dtype)
     du, dx = g * silu, g * u * (sigma + silu * (1 - sigma))  # but for s_u
     if s_u is None or s_v is None:
         return torch.cat([du, dx], dim=-1).to(uv.dtype), None, None

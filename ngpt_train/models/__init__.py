@@ -1,21 +1,59 @@
-"""The architectures, a folder each. ngpt_train.config reads their keys without torch; all else needs torch alone."""
+"""The architectures, a folder each. ngpt_train.config reads their keys without torch; all else needs torch alone.
+
+A folder from outside becomes ngpt_train.models.NAME as well: see docs/add_an_architecture.md.
+"""
 
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ngpt_train.models.decoder import Decoder, ParameterGroup
+    from ngpt_train.models.decoder import Decoder
+    from ngpt_train.models.parameter_groups import ParameterGroup
     from ngpt_train.models.registry import build_model
     from ngpt_train.models.weights import export_gradients, export_weights, load_weights
 
 __all__ = ["Decoder", "ParameterGroup", "build_model", "export_gradients", "export_weights", "load_weights"]
 
-_PLACES = {"Decoder": "decoder", "ParameterGroup": "decoder", "build_model": "registry"}
+_PLACES = {"Decoder": "decoder", "ParameterGroup": "parameter_groups", "build_model": "registry"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_PLACES.get(name, 'weights')}"), name)
+
+
+# Set by the command line, and read where a process begins: workers unpickle what holds the keys of an architecture.
+_PLUGINS = "NGPT_TRAIN_PLUGINS"
+
+
+def plugins() -> list[str]:
+    """The folders of the architectures from outside."""
+    return [folder for folder in os.environ.get(_PLUGINS, "").split("\n") if folder]
+
+
+def use_plugins(folders: Sequence[str]) -> None:
+    """Makes each of `folders` the package ngpt_train.models.NAME, NAME being its own; those of before are forgotten."""
+    for package in [f"{__name__}.{Path(folder).name}" for folder in plugins()]:
+        for module in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
+            del sys.modules[module]
+    os.environ[_PLUGINS] = "\n".join(folders)
+    _begin()
+
+
+def _begin() -> None:
+    for folder in plugins():
+        spec = ModuleSpec(f"{__name__}.{Path(folder).name}", None, is_package=True)
+        spec.submodule_search_locations = [folder]
+        sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+
+
+_begin()

@@ -5,29 +5,20 @@ are given, those below 0 mark padding on either side; nothing attends to it.
 """
 
 from collections.abc import Iterable
-from typing import cast
 
 import torch
 from torch import Tensor, nn
 
+from ngpt_train.models import decoding, flops
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
-from ngpt_train.models.layers.attention import Attention
+from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.layers.documents import causal_document_mask
-from ngpt_train.models.ntransformer.keys import NTransformerConfig
 
 
 class EncoderDecoder(Decoder):
     """Encoder blocks are called as (h, rope, mask), decoder blocks as (h, rope, mask, memory, memory_mask)."""
 
-    config: NTransformerConfig | GPTEncoderDecoderConfig
-
-    def __init__(
-        self,
-        config: NTransformerConfig | GPTEncoderDecoderConfig,
-        encoder: Iterable[nn.Module],
-        decoder: Iterable[nn.Module],
-    ) -> None:
+    def __init__(self, config: EncoderDecoderKeys, encoder: Iterable[nn.Module], decoder: Iterable[nn.Module]) -> None:
         super().__init__(config, decoder)
         self.source_context = config.source_length(config.context)
         self.source_embedding = nn.Parameter(torch.empty_like(self.embedding))
@@ -58,36 +49,15 @@ class EncoderDecoder(Decoder):
 
         h = self.embed(source, self.source_embedding).to(dtype)  # (B, S, d_model)
         rope = self.rope(source, angles_dtype)
-        memory = self.memory(self.through(self.encoder, h, rope, source_mask))
+        memory = self.memory(self.run_blocks(self.encoder, h, rope, source_mask))
 
         h = self.embed(tokens, self.embedding).to(dtype)  # (B, T, d_model)
         rope = self.rope(tokens, angles_dtype)
-        head = self.head(self.through(self.layers, h, rope, mask, memory, source_mask))
+        head = self.head(self.run_blocks(self.layers, h, rope, mask, memory, source_mask))
         return head.logits() if targets is None else head.loss(targets[:, S:], self.z_loss if self.training else 0.0)
 
-    @torch.no_grad()
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
-        """The prompt but for its last token is the source, as in training, where it is always full; the decoder
-        begins with that last token."""
-        S, context = self.source_context, self.config.context
-        source = prompt[:-1][-S:]
-        padding = prompt.new_zeros(S - len(source))
-        tokens = torch.cat([prompt[-1:], new])[-(context - S) :]
-        row = torch.cat([source, padding, tokens])
-        doc_ids = torch.zeros_like(row)
-        doc_ids[len(source) : S] = -1
-        if not len(source):
-            doc_ids[0] = 0  # something to attend to: token 0 alone
-        return self(row[None], doc_ids=doc_ids[None])[0, -1]
+        return decoding.by_encoder_decoder(self, prompt, new)
 
     def flops_per_token(self, context: int, causal: bool = False) -> int:
-        """As for a decoder; of a row of `context` tokens the first S go through the encoder and the keys and values
-        of the cross-attention, the others through the rest. causal halves the decoder's self-attention."""
-        S, T = self.source_context, context - self.source_context
-        d_kv = cast(Attention, self.layers[0].cross).d_kv
-        cross = len(self.layers) * 2 * d_kv * self.config.d_model  # W_k and W_v
-        encoder = sum(p.numel() for p in self.encoder.parameters() if p.ndim == 2)
-        decoder = sum(p.numel() for p in self.layers.parameters() if p.ndim == 2) - cross + self.unembedding.numel()
-        attended = len(self.encoder) * S * S + len(self.layers) * (T * T // (2 if causal else 1) + T * S)
-        row = 6 * ((encoder + cross) * S + decoder * T) + 12 * self.config.d_model * attended
-        return row // context
+        return flops.of_encoder_decoder(self, context, causal)

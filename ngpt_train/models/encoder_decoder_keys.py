@@ -38,11 +38,8 @@ class EncoderDecoderKeys(ModelConfig):
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         yield from super().conflicts(config)
         if self.source_length(self.context) >= self.context:
-            yield (
-                ("model.source_context", "model.context"),
-                "the source takes the whole row, nothing is left to decode",
-                f"Set model.source_context below {self.context}",
-            )
+            problem = "the source takes the whole row, nothing is left to decode"
+            yield "model.source_context model.context", problem, f"Set model.source_context below {self.context}"
 
     def not_in_weights(self) -> set[str]:
         return super().not_in_weights() | {"source_context"}

@@ -7,9 +7,9 @@ from torch.distributed.tensor import DTensor
 
 from ngpt_train.config.schema import OptimConfig
 from ngpt_train.kernels import dispatch
-from ngpt_train.kernels.adam import unsupported
+from ngpt_train.kernels.adam import unknown
 from ngpt_train.models import Decoder, ParameterGroup
-from ngpt_train.models.layers.matrix import cast_at_use
+from ngpt_train.models.layers.linear import cast_linears
 from ngpt_train.optim.row_adam import RowAdam
 
 
@@ -32,13 +32,13 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
     ]
     beta1, beta2 = config.betas
     matrices = [parameter for parameter in parameters.values() if parameter.ndim == 2]
-    unknown = next((reason for matrix in matrices if (reason := unsupported(matrix))), None)
-    if dispatch.runs_on_triton("adam", *matrices, unsupported=unknown):
+    unsupported = next((reason for matrix in matrices if (reason := unknown(matrix))), None)
+    if dispatch.runs_on_triton("adam", *matrices, unsupported=unsupported):
         casts = model.compute_dtype == torch.bfloat16
         return RowAdam(
             arguments,
             unit_rows=[group.unit_rows for group in groups],
-            copied=[matrix for matrix in cast_at_use(model) if casts and not isinstance(matrix, DTensor)],
+            copied=[linear for linear in cast_linears(model) if casts and not isinstance(linear.matrix, DTensor)],
             lr=0.0,
             betas=(beta1, beta2),
             eps=config.eps,

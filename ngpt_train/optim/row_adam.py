@@ -4,11 +4,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adam import adam
 
 from ngpt_train.kernels.adam import adam_rows_
+from ngpt_train.models.layers.linear import FusedLinear
 from ngpt_train.optim.working_copies import WorkingCopies
 
 
@@ -22,14 +23,14 @@ class RowAdam(torch.optim.Adam):
     No collective: FSDP2 shards rows whole, and a rank moves those that it holds. As torch's fused optimizers, it
     divides gradients by the attribute `grad_scale` and changes nothing where `found_inf` is 1.
 
-    Of the matrices `copied` it writes bf16 copies as it goes, from the first time on that `copies` were in use.
+    Of the matrices of `copied` it writes bf16 copies as it goes, from the first time on that `copies` were in use.
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
         unit_rows: Sequence[bool],
-        copied: Sequence[nn.Parameter] = (),
+        copied: Sequence[FusedLinear] = (),
         **options: Any,
     ) -> None:
         super().__init__(groups, fused=True, **options)

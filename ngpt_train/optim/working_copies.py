@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ngpt_train.models.layers.matrix import WORKING_COPY
+from ngpt_train.models.layers.linear import FusedLinear
 
 
 @dataclass
@@ -18,7 +18,7 @@ class _Copy:
 
 
 class WorkingCopies:
-    """A copy of each of `matrices`, there for models during a step and at no other time.
+    """A copy of the matrix of each of `linears`, there for models during a step and at no other time.
 
     Outside of `in_use` parameters are as if there were no copies: whoever evaluates, saves or changes a model meets
     nothing of them. A copy counts as long as its master has the memory and torch's version count that it had when the
@@ -26,24 +26,25 @@ class WorkingCopies:
     optimizers; that is why copies of an earlier step are used only where the caller knows of none of these.
     """
 
-    def __init__(self, matrices: Sequence[nn.Parameter]) -> None:
-        self.matrices = list(matrices)
+    def __init__(self, linears: Sequence[FusedLinear]) -> None:
+        self.linears = list(linears)
         self._copies: dict[Tensor, _Copy] = {}
 
     @contextmanager
     def in_use(self, untouched: bool) -> Iterator[None]:
-        """Lets `as_stored` find the copies. untouched: of those that still count none is made anew."""
+        """Lets the products find the copies. untouched: of those that still count none is made anew."""
         try:
-            for matrix in self.matrices:
+            for linear in self.linears:
+                matrix = linear.matrix
                 copy = self.current(matrix) if untouched else None
                 if copy is None:
                     copy = matrix.detach().to(torch.bfloat16)
                     self.written(matrix, copy)
-                setattr(matrix, WORKING_COPY, copy)
+                linear.bf16_copy = copy
             yield
         finally:
-            for matrix in self.matrices:
-                vars(matrix).pop(WORKING_COPY, None)
+            for linear in self.linears:
+                linear.bf16_copy = None
 
     def current(self, matrix: Tensor) -> Tensor | None:
         """The copy of `matrix`, if there is one and it counts."""

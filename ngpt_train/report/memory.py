@@ -12,7 +12,7 @@ import torch
 from ngpt_train.config.schema import Config
 from ngpt_train.kernels.cross_entropy import GPU_ROWS
 from ngpt_train.models import Decoder
-from ngpt_train.models.layers.matrix import cast_at_use
+from ngpt_train.models.layers.linear import cast_linears
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ def memory_per_rank(
 
     kind: single, ddp or fsdp. dtype: of the matrix products. fused_adam: whether the optimizer is RowAdam.
     """
-    copies = sum(matrix.numel() for matrix in cast_at_use(model)) if fused_adam and dtype == torch.bfloat16 else 0
+    copied = cast_linears(model) if fused_adam and dtype == torch.bfloat16 else []
+    copies = sum(linear.matrix.numel() for linear in copied)
     return [
         *state_items(model, kind, config.plan.world_size),
         *working_items(model, kind, dtype, config.train.activation_checkpointing == "full", copies),

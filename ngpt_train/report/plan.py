@@ -73,7 +73,8 @@ def count_parameters(model: Decoder) -> dict[str, int]:
         if parameter.ndim < 2:
             parts["vectors"] += parameter.numel()
         else:
-            parts[name if name in tables else name.split(".")[2]] += parameter.numel()  # layers.{i}.PART.{matrix}
+            path = name.split(".")  # layers.{i}.PART.{matrix}, or what belongs to no block
+            parts[path[2] if path[1:2] and path[1].isdigit() else path[0]] += parameter.numel()
     total = model.n_params()
     return {
         **parts,

@@ -1,4 +1,4 @@
-"""Batches on their way to the device, one step ahead of the model on GPUs."""
+"""Batches on their way to the device; on GPUs the next step's are copied while the model works on this step's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.models.layers.documents import check_room
+from ngpt_train.models import Decoder
+from ngpt_train.models.layers.documents import check_documents
 
 if TYPE_CHECKING:  # a step needs torch alone; reading data needs numpy
     from ngpt_train.data import Position, TrainLoader
@@ -19,44 +20,63 @@ if TYPE_CHECKING:  # a step needs torch alone; reading data needs numpy
 class Feed(Iterator["tuple[list[list[Tensor]], Position]"]):
     """The loader's steps as int64 tensors on `device`, each with the position after it.
 
-    On a GPU the next step's copy is on its way while the model works on this one. Its position is kept back with
-    it, so that what is saved is what was consumed.
+    On a GPU the copy of the next step is on its way, on a CUDA stream of its own, while the model works on this one.
+    Its position is kept back with it, so that what is saved is what was consumed.
+    Raises DataError for documents that `model`'s attention has no room for.
     """
 
-    def __init__(self, loader: TrainLoader, device: torch.device) -> None:
-        self._loader, self._device = loader, device
+    def __init__(self, loader: TrainLoader, model: Decoder, device: torch.device) -> None:
+        self._loader, self._model, self._device = loader, model, device
+        self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._next: _Step | None = None
 
     def __next__(self) -> tuple[list[list[Tensor]], Position]:
         step = self._next or self._fetch()
-        self._next = self._fetch() if self._device.type == "cuda" else None
-        return step
+        self._next = None if self._copies is None else self._fetch()
+        if step.copied is not None:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_event(step.copied)
+            for part in step.parts():
+                # Allocated on the stream of the copies, which must not write the next batch there before the model
+                # is done with this one.
+                part.record_stream(stream)
+        return step.micro_batches, step.position
 
     def _fetch(self) -> _Step:
-        micro_batches, position = next(self._loader)
-        if self._device.type == "cuda":
-            _check_room(micro_batches)
-        return _Step(
-            [[to_device(torch.from_numpy(part), self._device) for part in batch] for batch in micro_batches], position
-        )
+        arrays, position = next(self._loader)
+        # Here, where it costs no wait: the device could end the run by an assertion only.
+        self._check(arrays)
+        micro_batches = [[torch.from_numpy(part) for part in batch] for batch in arrays]
+        if self._copies is None:
+            return _Step(_on_device(micro_batches, self._device), position, copied=None)
+        with torch.cuda.stream(self._copies):
+            return _Step(_on_device(micro_batches, self._device), position, copied=self._copies.record_event())
+
+    def _check(self, micro_batches: list[Batch]) -> None:
+        config = self._model.config
+        dtype = self._model.compute_dtype or self._model.embedding.dtype
+        for _, _, *doc_ids in micro_batches:
+            for ids in doc_ids:
+                try:
+                    check_documents(torch.from_numpy(ids), self._device, config.d_model // config.n_heads, dtype)
+                except ValueError as error:
+                    raise DataError(str(error)) from None
 
     def close(self) -> None:
         self._loader.close()
 
 
-def _check_room(micro_batches: list[Batch]) -> None:
-    """Here, where it costs no wait: the device could end the run by an assertion only."""
-    for _, _, *doc_ids in micro_batches:
-        for ids in doc_ids:
-            try:
-                check_room(torch.from_numpy(ids))
-            except ValueError as error:
-                raise DataError(str(error)) from None
-
-
 class _Step(NamedTuple):
     micro_batches: list[list[Tensor]]
     position: Position
+    copied: torch.cuda.Event | None  # reached when the batches are on the device
+
+    def parts(self) -> Iterator[Tensor]:
+        return (part for batch in self.micro_batches for part in batch)
+
+
+def _on_device(micro_batches: list[list[Tensor]], device: torch.device) -> list[list[Tensor]]:
+    return [[to_device(part, device) for part in batch] for batch in micro_batches]
 
 
 def to_device(part: Tensor, device: torch.device) -> Tensor:

@@ -9,8 +9,9 @@ import torch
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Position, data_hash
+from ngpt_train.distributed import World
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
-from ngpt_train.training.signals import StopRequest
+from ngpt_train.training.signals import StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import Batch, train_step
 
@@ -45,7 +46,7 @@ class Parts:
 
 
 def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
-    """Trains from state.step to the end, or to train.stop_at, or until one rank is asked to stop.
+    """Trains from state.step to the end, or to train.stop_at, or until a rank is told to stop.
 
     A checkpoint is saved before an evaluation at the same step, so that a failure while evaluating
     loses nothing. Returns why it stopped early, None at the planned end. Raises NumericalError,
@@ -54,7 +55,8 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
     skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=world.device)
-    left_out: set[str] = set()  # shards
+    reported: set[str] = set()  # names of skipped shards
+    stop_together = StopTogether(stop, world, state.step)
 
     def save(position: Position, must: bool) -> None:
         try:
@@ -72,23 +74,24 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         for sink in parts.sinks:
             sink.log(record)
 
-    # A run that was stopped between its last save and its evaluation has only the latter left to do.
+    # A run that was stopped after its last save and before the evaluation of that step evaluates now.
     if state.step == 0 or state.step >= last or _due(state.step, config.eval.every):
         evaluate()
     while state.step < last:
         started = time.perf_counter()
         micro_batches, position = next(parts.batches)
         fetched = time.perf_counter()
-        for name in position.skipped.keys() - left_out:
+        for name in position.skipped.keys() - reported:
             for sink in parts.sinks:
                 sink.message(f"warning: data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
-        left_out |= position.skipped.keys()
+        reported |= position.skipped.keys()
         with explain_out_of_memory(state.micro_rows):
             result = train_step(state, micro_batches, untouched=True)
         state.interval.add(result)
         skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
         logging = _due(state.step, config.logging.every)
-        loss = float(result.loss) if logging else None  # waits for the device, so that the time below is true
+        # Reading the loss waits for the device, so that the time measured below is the time of the steps.
+        loss = float(result.loss) if logging else None
         tokens = config.train.rows_per_step * config.model.context
         parts.meter.data(fetched - started)
         parts.meter.step(time.perf_counter() - started, tokens)
@@ -102,7 +105,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 "lr": result.lr,
                 "grad_norm": float(result.grad_norm),
                 "tokens": int(state.tokens),
-                **seen(world.gather(position)),
+                **seen(position, world),
                 **padding(state, tokens),
                 **parts.meter.read(),
                 "skipped": state.interval.n_skipped,
@@ -111,32 +114,32 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 sink.log(record)
             state.interval.begin_anew()
         parts.after_step()
-        reason = stop.reason
-        stopping = world.any(reason is not None)
-        ending = stopping or state.step == last
+        reason = stop_together.reason(state.step)
+        ending = reason is not None or state.step == last
         saving = ending or _due(state.step, config.checkpoint.every)
         if logging or saving:
             check_finite(state, int(skipped_in_a_row))
         if saving:
             save(position, must=ending)
-        if stopping and state.step < last:
-            return next(one for one in world.gather(reason) if one)
+        if reason is not None and state.step < last:
+            return reason
         if _due(state.step, config.eval.every) or state.step == last:
             evaluate()
     return None
 
 
 def padding(state: TrainState, tokens_per_step: int) -> Record:
-    """Share of all positions so far that no target counts at, where rows are padded."""
+    """Where rows are padded: the share of all positions so far whose target does not count."""
     pads = state.config.data.pack == "best_fit"
     return {"padding": 1 - int(state.tokens) / (state.step * tokens_per_step)} if pads else {}
 
 
-def seen(positions: Sequence[Position]) -> Record:
-    """Which data all ranks have seen so far: data_hash, and of a mixture the rows of each source."""
-    names = positions[0].rows_by_source
-    rows = {name: sum(position.rows_by_source[name] for position in positions) for name in names}
-    return {"data_hash": data_hash([position.data_hash for position in positions])} | ({"rows": rows} if rows else {})
+def seen(position: Position, world: World) -> Record:
+    """Which data all ranks have seen so far: data_hash, and of a mixture the rows of each source. Collective."""
+    # The hash is a sum modulo 2^64, whose halves add up without overflow.
+    upper, lower, *rows = world.sum_of([*divmod(position.data_hash, 2**32), *position.rows_by_source.values()])
+    by_source = dict(zip(position.rows_by_source, rows, strict=True))
+    return {"data_hash": data_hash([(upper << 32) + lower])} | ({"rows": by_source} if by_source else {})
 
 
 def check_finite(state: TrainState, skipped_in_a_row: int) -> None:

@@ -11,16 +11,18 @@ from ngpt_train.core.files import write_json
 from ngpt_train.data import open_dataset, rows_of
 from ngpt_train.distributed import join_world
 from ngpt_train.evaluation import Validation
-from ngpt_train.evaluation.restore import restore
+from ngpt_train.evaluation.restore import find_trained, restore
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Prints loss, perplexity and bits per byte; writes them to evaluate.out.
 
-    The data is the run's own unless the command line names another; the tokenizer is the checkpoint's.
+    The data is the run's own unless the command line names another (of an experiment it takes the data alone); model
+    and tokenizer are the checkpoint's. Raises ConfigError for an override that contradicts it.
     """
+    trained = find_trained("evaluate", config, overrides, also_used=("data", "eval.rows", "parallel"))
     world = join_world(config)
-    restored = restore("evaluate.checkpoint", config.evaluate.checkpoint, config.train.precision, world)
+    restored = restore(trained, config, world)
     given = {override.split("=")[0].strip() for override in overrides}
     # Other text is named by these; any other key of data.* changes how the run's own is read.
     other_text = given & {"data", "data.kind", "data.path", "experiment"}

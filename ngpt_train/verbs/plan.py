@@ -10,7 +10,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.data import load_tokenizer
-from ngpt_train.data.dataset import MANIFEST, read_manifest
+from ngpt_train.data.prepared.shards import MANIFEST, read_manifest
 from ngpt_train.report.plan import describe_plan, make_plan
 
 # Known without the model files, which may have to be downloaded.

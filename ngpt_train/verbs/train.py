@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Returns 0 when the run is done, or was interrupted and saved; raises what the exit codes stand for."""
-    stop = StopRequest(config.run.max_time)  # the limit is of the job, and preparing is part of it
+    stop = StopRequest(config.run.max_time)  # first of all: preparing data counts
     run = RunDirectory(config)
     checkpoint = run.check(config)  # before anything slow; reads only
     if checkpoint is None:
@@ -86,7 +86,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
 
 
 def with_first_commits(config: Config, stored: Config) -> Config:
-    """The config with the commits, of data sets of the hub, that the run began with, where it does not name others."""
+    """The config with the hub commits that the run began with; those that the user names stay."""
     data = with_commits(config.data, commits_of(stored.data))
     for name, commit in commits_of(data).items():
         if commit != (asked := commits_of(config.data)[name]):
@@ -97,7 +97,7 @@ def with_first_commits(config: Config, stored: Config) -> Config:
 
 
 def trained_tokenizer(config: Config, checkpoint: Path | None) -> Tokenizer | None:
-    """The tokenizer that the run had trained from its text; None where it is had otherwise."""
+    """The tokenizer that the run has trained from its text; None if it has another."""
     if checkpoint is None or config.tokenizer.kind != "sentencepiece" or config.tokenizer.path is not None:
         return None
     return read_tokenizer(checkpoint, read_json(checkpoint / "tokenizer.json"))
@@ -117,7 +117,7 @@ def with_vocabulary(config: Config, data: Dataset) -> Config:
 
 
 def with_precision(config: Config, world: World) -> Config:
-    """The config with `train.precision` known: a resume on another device must not change it in silence."""
+    """The config with `train.precision` known, so that a resume on another device cannot change it silently."""
     precision = "bf16" if resolve_precision(config.train.precision, world.device.type) == torch.bfloat16 else "fp32"
     return replace(config, train=replace(config.train, precision=precision))
 
@@ -139,7 +139,7 @@ def prepare_state(config: Config, world: World, data: Dataset, checkpoint: Path 
         world_size=world.size,
         state=position,
     )
-    return state, Feed(loader, world.device)
+    return state, Feed(loader, state.model, world.device)
 
 
 def train_in(
@@ -151,7 +151,7 @@ def train_in(
     start: dict[str, Any],
     stop: StopRequest,
 ) -> None:
-    """Trains in the directory that rank 0 has opened, and closes it whatever happens."""
+    """Trains in the directory that rank 0 has opened, and closes it whatever happens; a collective call."""
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
     checkpoints = Checkpoints(run.checkpoints, world, config.checkpoint.keep_last, config.checkpoint.keep_every)
@@ -214,7 +214,7 @@ def train_in(
 
 
 def close(sinks: list[Sink], reason: str) -> None:
-    """Closes every sink, whatever one of them says: the disk may be full."""
+    """Closes every sink, even if one of them fails, as on a full disk."""
     for sink in sinks:
         try:
             sink.close(reason)

@@ -29,7 +29,9 @@ class Architecture:
     shapes: Callable[..., Shapes]
     random_weights: Callable[[Shapes, int], dict[str, Tensor]]
     forward: Callable[..., Tensor]
+    n_params: Callable[[Any], int]  # of a config of the paper's, by its formula
     options: dict[str, Any] = field(default_factory=dict)
+    embedding_std: Callable[[int], float] = lambda d_model: 0.02  # at the start, off the sphere
 
     @property
     def has_encoder(self) -> bool:
@@ -49,7 +51,7 @@ def gpt_with(**options: Any) -> Architecture:
     table = partial(gpt.shapes, qk_norm=options.get("qk_norm", False), tied=options.get("tied_embeddings", False))
     told = {name: options[name] for name in ("rope_layout", "activation") if name in options}
     forward = partial(gpt.forward, **told)
-    return Architecture(GPTConfig, table, gpt.random_weights, forward, options)
+    return Architecture(GPTConfig, table, gpt.random_weights, forward, gpt.n_params, options)
 
 
 def gpt_encoder_decoder_with(**options: Any) -> Architecture:
@@ -57,7 +59,8 @@ def gpt_encoder_decoder_with(**options: Any) -> Architecture:
     qk_norm, tied = options.get("qk_norm", False), options.get("tied_embeddings", False)
     table = partial(ntransformer.baseline_shapes, qk_norm=qk_norm, tied=tied)
     forward = partial(ntransformer.baseline_forward, **told)
-    return Architecture(GPTEncoderDecoderConfig, table, gpt.random_weights, forward, options)
+    formula = ntransformer.baseline_n_params
+    return Architecture(GPTEncoderDecoderConfig, table, gpt.random_weights, forward, formula, options)
 
 
 def spherical(
@@ -74,6 +77,7 @@ def spherical(
         partial(reference.shapes, scales=scales, tied=options.get("tied_embeddings", False)),
         partial(reference.random_weights, scales=scales, parametrization=parametrization),
         partial(reference.forward, scales=scales, parametrization=parametrization, **told),
+        reference.n_params,
         options | chosen,
     )
 
@@ -90,9 +94,10 @@ def normformer_with(**options: Any) -> Architecture:
     told = {name: value for name, value in options.items() if name not in ("tied_embeddings", "activation")}
     used = {name: options[name] for name in ("head_scale", "positions", "activation") if name in options}
     table = partial(normformer.shapes, tied=options.get("tied_embeddings", True), context=CONTEXT, **told)
-    return Architecture(
-        NormFormerConfig, table, normformer.random_weights, partial(normformer.forward, **used), options
-    )
+    forward = partial(normformer.forward, **used)
+    functions = (table, normformer.random_weights, forward, normformer.n_params)
+    # It is multiplied by sqrt(d_model) where it is read.
+    return Architecture(NormFormerConfig, *functions, options, lambda d_model: 0.5 * d_model**-0.5)
 
 
 def powernorm_with(**options: Any) -> Architecture:
@@ -102,7 +107,8 @@ def powernorm_with(**options: Any) -> Architecture:
     def forward(*_: Any, **__: Any) -> Tensor:
         raise NotImplementedError("tests/unit/models/test_powernorm.py")
 
-    return Architecture(PowerNormConfig, powernorm.shapes, powernorm.random_weights, forward, chosen)
+    tables = (powernorm.shapes, powernorm.random_weights)
+    return Architecture(PowerNormConfig, *tables, forward, powernorm.n_params, chosen)
 
 
 CONTEXT = 96

@@ -72,8 +72,8 @@ def test_initial_weights(name: str) -> None:
             in_encoder = key.startswith("encoder.")
             writes = 2 * size.n_encoder_layers if in_encoder else (2 + architecture.has_encoder) * size.n_layers
             expected = 0.02 * writes**-0.5 if key.endswith((".wo", ".w_down")) else 0.02
-            if name == "normformer" and key == "embedding":
-                expected = 0.5 * size.d_model**-0.5
+            if key == "embedding":
+                expected = architecture.embedding_std(size.d_model)
         assert x.std().item() == pytest.approx(expected, rel=0.03), key
         assert abs(x.mean().item()) < 0.03 * expected, key
     flat = [x.flatten()[:1000] for x in weights.values() if x.ndim == 2]

@@ -7,7 +7,7 @@ from torch import Tensor
 from ngpt_train.models import build_model, export_weights, load_weights
 from ngpt_train.models.layers.norms import normalize
 from ngpt_train.models.layers.rope import rope_table, rotate
-from ngpt_train.models.ngpt.model import lerp, riemannian, slerp
+from ngpt_train.models.ngpt.model import riemannian, slerp
 from tests.properties.architectures import (
     ARCHITECTURES,
     SMALL,
@@ -52,6 +52,10 @@ def change_of_logits(name: str, factor: float, architecture: Architecture = ARCH
 def unit(rows: int, size: int, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     return normalize(torch.randn(rows, size, generator=generator, dtype=torch.float64))
+
+
+def lerp(h: Tensor, new: Tensor, alpha: Tensor) -> Tensor:
+    return h + alpha * (new - h)
 
 
 def test_updates_meet_at_a_half() -> None:

@@ -1,5 +1,7 @@
 """The baseline Transformer: eqs. 4-5, 12-14 and 17-19 of the nGPT paper, optionally with QK-norm."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -79,3 +81,10 @@ def forward(
         x = rms_norm(h, w["norm_mlp"])
         h = h + (x @ w["w_u"].T * {"silu": silu, "gelu": gelu}[activation](x @ w["w_v"].T)) @ w["w_down"]
     return rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T
+
+
+def n_params(model: Any) -> int:
+    """Of a config without QK-norm, with as many keys as heads."""
+    assert not model.qk_norm
+    d, n_layers, ffn, vocabulary = model.d_model, model.n_layers, model.d_mlp, model.vocab_size
+    return (2 - model.tied_embeddings) * vocabulary * d + n_layers * (4 * d * d + 3 * d * ffn) + (2 * n_layers + 1) * d

@@ -4,6 +4,7 @@ The scales are stored as the optimizer sees them (section 2.5): effective = stor
 """
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -179,3 +180,16 @@ def forward(
         h_mlp = normalize((u * ACTIVATIONS[activation](v)) @ w["w_down"])
         h = normalize(UPDATES[update](h, h_mlp, learning_rate(w, "alpha_mlp")))  # eq. 11
     return h @ weights.get("output", weights["embedding"]).T * effective(weights, "s_z")  # eq. 3
+
+
+def n_params(model: Any) -> int:
+    """Of a config with as many keys as heads; a scale is a vector, a number, or not learned."""
+
+    def scale(vector: Any, size: int) -> int:
+        return {"vector": size, "scalar": 1, "fixed": 0}[vector.kind]
+
+    d, n_layers, ffn, vocabulary = model.d_model, model.n_layers, model.d_mlp, model.vocab_size
+    scales = scale(model.s_qk, d) + scale(model.s_u, ffn) + scale(model.s_v, ffn)
+    scales += scale(model.alpha_attn, d) + scale(model.alpha_mlp, d)
+    embeddings = (2 - model.tied_embeddings) * vocabulary * d
+    return embeddings + n_layers * (4 * d * d + 3 * d * ffn + scales) + scale(model.s_z, vocabulary)

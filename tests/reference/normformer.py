@@ -3,6 +3,8 @@
 Which of its operations a model has is seen from the names of its weights.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -154,3 +156,13 @@ def forward(
         x = w.get("res_scale", 1) * x + norm("norm_ffn", hidden) @ w["w_down"] + w.get("b_down", 0)
     final = layer_norm(x, weights["norm_final"], weights["norm_final.bias"], norm_eps)
     return final @ weights.get("output", embedding).T
+
+
+def n_params(model: Any) -> int:
+    """Of a config with the paper's positions and biases."""
+    assert (model.positions, model.bias) == ("sinusoidal", True)
+    d, ffn = model.d_model, model.d_mlp
+    block = 4 * d * d + 4 * d + 2 * d * ffn + ffn + d + 2 * 2 * d  # matrices, biases and the two norms of Pre-LN
+    block += 2 * d * model.post_attn_norm + 2 * ffn * model.ffn_norm + model.n_heads * (model.head_scale != "none")
+    block += d * model.res_scale + 3 * 2 * d * model.qkv_norm
+    return (2 - model.tied_embeddings) * model.vocab_size * d + model.n_layers * block + 2 * d

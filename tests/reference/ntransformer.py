@@ -5,6 +5,7 @@ Without `output` the decoder's embedding is the output's too; the encoder's is a
 """
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -226,3 +227,23 @@ def baseline_forward(
         h = h + attention(_block(w, "cross."), rms_norm(h, w["norm_cross"]), memory, across, positions=False)
         h = h + mlp(w, rms_norm(h, w["norm_mlp"]))
     return rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T
+
+
+def _n_params(model: Any, vectors: int, of_cross: int, ends: int) -> int:
+    """vectors: of each block; of_cross: of cross-attention; ends: of the model."""
+    d, ffn, n_encoder, n_layers = model.d_model, model.d_mlp, model.n_encoder_layers, model.n_layers
+    attention, gated_mlp = 4 * d * d, 3 * d * ffn
+    blocks = (n_encoder + n_layers) * (attention + gated_mlp + vectors) + n_layers * (attention + of_cross)
+    return 3 * model.vocab_size * d + blocks + ends
+
+
+def n_params(model: Any) -> int:
+    """Of the paper's scales, every one a vector: nGPT's, s_qk and alpha of cross-attention, and s_z."""
+    d = model.d_model
+    return _n_params(model, 3 * d + 2 * model.d_mlp, 2 * d, model.vocab_size)
+
+
+def baseline_n_params(model: Any) -> int:
+    """Two gains in each block, one of cross-attention, and one at the end of encoder and decoder."""
+    d = model.d_model
+    return _n_params(model, 2 * d, d, 2 * d)

@@ -248,3 +248,10 @@ def forward(
         x = norm(f"layers.{i}.norm_mlp", h)
         h = h + (x @ w["w_u"].T * silu(x @ w["w_v"].T)) @ w["w_down"]
     return norm("norm_final", h) @ weights.get("output", weights["embedding"]).T
+
+
+def n_params(model: Any) -> int:
+    """The baseline's, each norm with a gain and a bias."""
+    d, n_layers, ffn, vocabulary = model.d_model, model.n_layers, model.d_mlp, model.vocab_size
+    embeddings = (2 - model.tied_embeddings) * vocabulary * d
+    return embeddings + n_layers * (4 * d * d + 3 * d * ffn) + (2 * n_layers + 1) * 2 * d

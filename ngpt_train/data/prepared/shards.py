@@ -1,10 +1,11 @@
-"""Token shards: how a split is read as one sequence of ids. docs/data.md documents the files."""
+"""Token shards on disk: a split read as one sequence of ids. docs/data.md documents the files."""
 
 from __future__ import annotations
 
 import bisect
 import functools
 import itertools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.hashes import FileHashes
+from ngpt_train.data.hashes import FileHashes, canonical_hash
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STEMS = {"train": "train", "validation": "val"}  # of the files of each split
 
 
 class Tokens:
@@ -71,6 +76,32 @@ class Tokens:
             out[done : done + len(part)] = part
             done += len(part)
             shard += 1
+
+
+def fingerprint(tokenizer: str, splits: dict[str, dict[str, Any]]) -> str:
+    """Identity of a data set from the tokenizer's fingerprint and the sha256 of the ids of each split."""
+    return canonical_hash({"tokenizer": tokenizer, **{split: splits[split]["sha256"] for split in STEMS}})
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a prepared directory. Raises DataError if there is none or it is unreadable."""
+    path = directory / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+        version = manifest["version"]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged_manifest(path, error) from None
+    if version != FORMAT:
+        raise DataError(f"{path}: format version {version}, this program reads {FORMAT}; prepare the text again")
+    return manifest
+
+
+def damaged_manifest(path: Path, error: Exception) -> DataError:
+    return DataError(
+        f"{path}: damaged ({type(error).__name__}: {error}); copy the directory again, or delete it and prepare again"
+    )
 
 
 def check_length(split: str, n_tokens: int, context: int, where: str) -> None:

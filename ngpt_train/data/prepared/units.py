@@ -1,6 +1,6 @@
-"""Text cut into units that processes read side by side, in the order of the text.
+"""A text cut into units, which processes tokenize side by side.
 
-The cuts decide who reads what, and nothing that is written.
+The cuts decide which process reads what, and nothing that is written.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from ngpt_train.data.hashes import canonical_hash
 from ngpt_train.data.sources.readers import extension
-from ngpt_train.data.streamed.shard_cache import Shard
+from ngpt_train.data.sources.source import Hash, Source
+from ngpt_train.data.sources.text import Shard
 
 # Bytes of text in a unit: enough that its start costs nothing, little enough that all processes end together.
 UNIT_BYTES = 1 << 23
@@ -21,27 +21,21 @@ UNIT_BYTES = 1 << 23
 COMPRESSED = 1 / 3
 
 
-class Hash(Protocol):
-    def __call__(self, path: Path) -> str: ...
-
-
 @dataclass(frozen=True)
 class Unit:
-    """A shard of text, and its size: roughly bytes of text where that is known, else 1."""
+    """What one process tokenizes at a time, and its size: roughly bytes of text where that is known, else 1."""
 
     shard: Shard
     size: int
 
 
-@dataclass(frozen=True)
-class FilePart(Shard):
-    """Some of the row groups of a parquet file, or the lines of a jsonl file that begin at some of its bytes."""
-
-    part: tuple[int, int]
+def units_of(source: Source, sha256: Hash) -> list[Unit]:
+    """The text in units, in order. Raises what `sha256` raises."""
+    return _cut(source.files, sha256) if source.files else [Unit(shard, 1) for shard in source.shards]
 
 
-def cut_files(files: Sequence[Path], sha256: Hash) -> list[Unit]:
-    """Large files in parts where their format allows it, small ones together. Raises what `sha256` raises."""
+def _cut(files: Sequence[Path], sha256: Hash) -> list[Unit]:
+    """Large files in parts where their format allows it, small ones together."""
     units: list[Unit] = []
     group: list[Path] = []
     size = 0
@@ -60,7 +54,7 @@ def cut_files(files: Sequence[Path], sha256: Hash) -> list[Unit]:
             content = sha256(file)
             for part, part_size in parts:
                 identity = canonical_hash([extension(file), content, part])
-                units.append(Unit(FilePart(str(file), identity, (str(file),), part), part_size))
+                units.append(Unit(Shard(str(file), identity, (str(file),), part), part_size))
             continue
         if size + n_bytes > UNIT_BYTES:
             end_group()
@@ -76,7 +70,7 @@ def _text_size(file: Path) -> int:
 
 
 def _parts(file: Path) -> list[tuple[tuple[int, int], int]]:
-    """Each with its size; empty where the file is read as a whole."""
+    """Each part of a file (see `Shard.part`) with its size; empty where the file is read as a whole."""
     if extension(file) == ".jsonl":
         n_bytes = file.stat().st_size
         starts = [*range(0, n_bytes, UNIT_BYTES), n_bytes]

@@ -1,4 +1,7 @@
-"""Data sets of the Hugging Face hub: which files of which commit, and the documents of each."""
+"""Data sets of the Hugging Face hub: which files of which commit, and the documents of each.
+
+parquet and jsonl files are fetched as they are; the datasets library reads everything else.
+"""
 
 from __future__ import annotations
 
@@ -10,14 +13,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from ngpt_train.config.mixture import is_commit
 from ngpt_train.config.schema import DataConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
+from ngpt_train.data.hashes import canonical_hash
 from ngpt_train.data.sources.hub_client import HubClient, HubFile, endpoint
-from ngpt_train.data.sources.readers import EXTENSIONS, extension, read_file
-from ngpt_train.data.streamed.shard_cache import FetchError, Shard
+from ngpt_train.data.sources.readers import EXTENSIONS, checked_text, extension, read_file
+from ngpt_train.data.sources.text import FetchError, Shard
 
 logger = logging.getLogger(__name__)
 
@@ -181,3 +186,58 @@ def _names(path: str, split: str) -> bool:
     """Whether a split is a word of the path; a word ends where letters or digits do."""
     before, after = (r"\d" if end.isdigit() else r"[^\W\d_]" for end in (split[:1], split[-1:]))
     return re.search(f"(?<!{before}){re.escape(split)}(?!{after})", path, re.IGNORECASE) is not None
+
+
+@dataclass(frozen=True)
+class DatasetsText:
+    """One split of a data set of the hub, or of a directory, as one shard. Travels to worker processes."""
+
+    repo: str
+    revision: str | None
+    split: str
+    text_field: str
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(f"{self.repo} ({self.split})", canonical_hash([self.repo, self.revision, self.split]), ())
+
+    def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
+        """The split's rows, in order, as they arrive. Raises FetchError or DataError."""
+        where = f"data.repo={self.repo}"
+        number = 0
+        rows = iter(self._open(where))
+
+        def place() -> str:
+            return f"{where}, {self.split}, row {number}"
+
+        while True:
+            try:
+                row = next(rows, None)
+            except Exception as error:  # the library passes on what any of its readers raises
+                raise _unreadable(f"{place()} or the next", error) from error
+            if row is None:
+                return
+            number += 1
+            if self.text_field not in row:
+                listed = ", ".join(map(repr, row)) or "none"
+                raise DataError(
+                    f"{where}: no column {self.text_field!r} (there are: {listed}); "
+                    "set data.text_field to the column that holds the text"
+                )
+            yield checked_text(row[self.text_field], place, self.text_field)
+
+    def _open(self, where: str) -> Any:
+        import datasets
+
+        try:
+            return datasets.load_dataset(self.repo, revision=self.revision, split=self.split, streaming=True)
+        except Exception as error:
+            raise _unreadable(where, error) from error
+
+
+def _unreadable(where: str, error: Exception) -> DataError:
+    kind = FetchError if isinstance(error, (OSError, TimeoutError)) else DataError
+    return kind(
+        f"{where}: the datasets library cannot read it ({type(error).__name__}: {error}). Check data.repo, "
+        "data.revision and data.split, or download the text and use data=local data.path=PATH"
+    )

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.streamed.shard_cache import FetchError
+from ngpt_train.data.sources.text import FetchError
 
 COMPRESSIONS = (".gz", ".zst")
 # Parquet compresses its own pages.

@@ -1,30 +1,36 @@
 """The rows of virtual streams, tokenized ahead in processes of their own.
 
-Rank r of R owns the streams s with s mod R = r, and worker w of N those of them whose place among them is w mod N. A
-worker makes the rows of its streams in the order in which the rank takes them, each with the cursor after it; a cursor
-counts when its row is taken, so whatever was made ahead is made again after a resume.
+Row n of the run is the next row of stream n mod n_streams, and rank r of R takes the rows n with n mod R = r. So a rank
+reads the streams s with s mod g = r mod g, where g is the greatest common divisor of R and n_streams. It reads them
+alone where R divides n_streams; else R / g ranks read each stream, and each of them makes all of its rows and leaves
+out those of the others.
+
+Worker w of N makes the rows of those streams whose place among the rank's is w mod N, in the order in which the rank
+takes them, each with the cursor after it. A cursor counts when its row is taken, so whatever was made ahead is made
+again after a resume.
 """
 
 from __future__ import annotations
 
+import math
 import multiprocessing
-import os
 import queue
 import signal
-import threading
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.processes import end_with_parent
 from ngpt_train.data.rows import Batch, RowFormat
-from ngpt_train.data.streamed.shard_cache import Shard, ShardCache, ShardedText
-from ngpt_train.data.streamed.streams import Cursor, Ids, Stream, StreamSettings, Windows
+from ngpt_train.data.sources.text import Shard
+from ngpt_train.data.streamed.cache import OpenShards, ShardCache
+from ngpt_train.data.streamed.stream import Cursor, Ids, Stream, StreamSettings, Windows, window_shards
 from ngpt_train.data.tokenizers import Tokenizer
 
 BLOCK_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start
@@ -41,23 +47,52 @@ class StreamedText:
     settings: StreamSettings
     tokenizer: Tokenizer
 
-    def open(self, skipped: Mapping[str, str] | None = None) -> ShardedText:
-        return ShardedText(self.cache, self.shards, self.val_fraction, self.settings.open_shards, skipped or {})
+    def open(self, skipped: Mapping[str, str] | None = None) -> OpenShards:
+        return OpenShards(self.cache, self.shards, self.val_fraction, self.settings.open_shards, skipped or {})
+
+    def fetch(self, start: Start, share: Share) -> None:
+        """Fetches and decodes the shards that a rank's first rows need. Raises DataError."""
+        settings, text = self.settings, self.open(start.skipped)
+        for epoch, window in np.unique(start.cursors[share.streams(settings.n_streams), :2], axis=0).tolist():
+            for shard in window_shards(text.n_shards, settings.open_shards, epoch, window, settings.seed):
+                text.n_documents(shard)
 
 
 @dataclass(frozen=True)
 class Start:
-    """Where all streams (n_streams, 5) begin, and what is wrong with the shards that are left out."""
+    """Where all streams begin: their cursors (n_streams, 5), how many rows (n_streams,) each has given before, and what
+    is wrong with the shards that are left out, by name."""
 
     cursors: NDArray[np.int64]
+    rows: NDArray[np.int64]
     skipped: dict[str, str]
+
+
+class Share(NamedTuple):
+    """What rank `rank` of `world_size` takes."""
+
+    rank: int
+    world_size: int
+
+    def step(self, n_streams: int) -> int:
+        """The rank reads every so many-th stream, and so its streams have every so many-th row of the run."""
+        return math.gcd(self.world_size, n_streams)
+
+    def streams(self, n_streams: int) -> range:
+        """The streams that the rank reads, alone or with others."""
+        step = self.step(n_streams)
+        return range(self.rank % step, n_streams, step)
+
+    def next_row(self, rows: int, step: int) -> int:
+        """The first row from `rows` on that is `rank` modulo `step`."""
+        return rows + (self.rank - rows) % step
 
 
 class Streams:
     """Some of the virtual streams, each opened at its cursor when it is first asked."""
 
     def __init__(self, text: StreamedText, start: Start) -> None:
-        self._text, self._cursors = text, start.cursors.copy()
+        self._text, self._cursors, self._given = text, start.cursors, start.rows.copy()
         self._shards = text.open(start.skipped)
         self._windows = Windows(self._shards, text.settings)
         self._rows: dict[int, Iterator[tuple[Ids, Cursor]]] = {}
@@ -66,11 +101,16 @@ class Streams:
     def skipped(self) -> dict[str, str]:
         return self._shards.skipped
 
-    def next(self, stream: int) -> tuple[Ids, Cursor]:
+    def row(self, number: int) -> tuple[Ids, Cursor]:
+        """Row `number`, later than all rows of its stream before, and the cursor after it."""
+        place, stream = divmod(number, self._text.settings.n_streams)
         if stream not in self._rows:
             text = self._text
             opened = Stream(self._shards, text.tokenizer, text.settings, stream, self._windows)
             self._rows[stream] = opened.rows(Cursor(*self._cursors[stream].tolist()))
+        for _ in range(self._given[stream], place):
+            next(self._rows[stream])  # another rank's
+        self._given[stream] = place + 1
         return next(self._rows[stream])
 
 
@@ -87,14 +127,13 @@ class StreamReader:
         form: RowFormat,
         numbers: Iterable[int],
         start: Start,
-        share: tuple[int, int],
+        share: Share,
         workers: int,
         prefetch: int,
     ) -> None:
         self._form, self._n_streams = form, text.settings.n_streams
-        rank, world_size = share
-        owned = range(rank, self._n_streams, world_size)
-        self._cursors = np.full((self._n_streams, len(Cursor._fields)), -1, np.int64)
+        owned = share.streams(self._n_streams)
+        self._cursors = np.full_like(start.cursors, -1)
         self._cursors[owned] = start.cursors[owned]
         self._skipped = dict(start.skipped)
         self._worker_of = {stream: place % max(1, workers) for place, stream in enumerate(owned)}
@@ -110,12 +149,12 @@ class StreamReader:
         for row, number in zip(ids, numbers.tolist(), strict=True):
             stream = number % self._n_streams
             maker = self._streams or self._workers[self._worker_of[stream]]
-            row[:], self._cursors[stream] = maker.next(stream)
+            row[:], self._cursors[stream] = maker.row(number)
             self._skipped |= maker.skipped
         return self._form.batch(ids)
 
     def cursors(self) -> dict[str, NDArray[np.int64]]:
-        """(n_streams, 5): of the row after the last one taken; -1 for the streams of other ranks."""
+        """(n_streams, 5): of the row after the last one taken; -1 for streams that this rank does not read."""
         return {"cursors": self._cursors.copy()}
 
     def skipped(self) -> dict[str, str]:
@@ -155,8 +194,8 @@ class Worker:
         self._block: Iterator[tuple[Ids, Any]] = iter(())
         self.skipped: dict[str, str] = {}
 
-    def next(self, stream: int) -> tuple[Ids, Any]:
-        """The next row, which is of `stream`. Raises what was raised in the process."""
+    def row(self, number: int) -> tuple[Ids, Any]:
+        """The next row, which is row `number`. Raises what was raised in the process."""
         for row in self._block:
             return row
         ids, cursors, self.skipped = self._receive()
@@ -195,7 +234,7 @@ def _make_rows(text: StreamedText, numbers: Iterable[int], streams: set[int], st
     # to end its step, stops its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    threading.Thread(target=_end_with_trainer, daemon=True).start()
+    end_with_parent()
     made: list[tuple[Ids, Cursor]] = []
 
     def send() -> None:
@@ -210,7 +249,7 @@ def _make_rows(text: StreamedText, numbers: Iterable[int], streams: set[int], st
         for number in numbers:
             if number % n_streams not in streams:
                 continue
-            made.append(opened.next(number % n_streams))
+            made.append(opened.row(number))
             if len(made) == block:
                 send()
                 block = min(2 * block, max(1, BLOCK_TOKENS // length))
@@ -219,11 +258,3 @@ def _make_rows(text: StreamedText, numbers: Iterable[int], streams: set[int], st
             send()  # rows before the fault are as good as ever
         known = isinstance(error, DataError)
         rows.put(error if known else RuntimeError(f"a data worker failed:\n{traceback.format_exc()}"))
-
-
-def _end_with_trainer() -> None:
-    """Ends this process when its trainer is gone, whatever it is doing."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)

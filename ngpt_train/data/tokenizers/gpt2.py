@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.tokenizers.files import DownloadError, package_file, read_file, within_deadline
 from ngpt_train.data.tokenizers.interface import Ids
+from ngpt_train.data.tokenizers.model_files import DownloadError, package_file, read_file, within_deadline
 
 if TYPE_CHECKING:
     import tiktoken

@@ -1,14 +1,21 @@
-"""What every tokenizer is."""
+"""What every tokenizer is, and how documents of any length are encoded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 Ids = NDArray[np.integer]
+
+# A tokenizer may need a hundred times its text in memory, and SentencePiece more time per character the longer a text
+# is. So a document of more characters than this is encoded one stretch at a time.
+STRETCH = 1 << 18
+# At the end of a stretch this many characters are searched for a place to cut.
+SEARCHED = 1 << 14
+GUARD = "\n"
 
 
 class Tokenizer(Protocol):
@@ -30,3 +37,54 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids below vocab_size; special ids vanish, cut UTF-8 becomes U+FFFD."""
         ...
+
+
+def encode_document(tokenizer: Tokenizer, text: str) -> Ids:
+    """Ids of a document, as `encode_batch` gives them, but of a long one in bounded memory and linear time.
+
+    More than STRETCH characters are cut before a space after something else, where a word of the usual tokenizers
+    begins and their ids stay the same; in text without spaces before a line, or, without lines, anywhere. Wherever
+    it is cut, the ids decode to the text as those of a short one do.
+    """
+    if len(text) <= STRETCH:
+        return tokenizer.encode_batch([text])[0]
+    stretches = _stretches(text)
+    ids = [tokenizer.encode_batch([next(stretches)])[0]]
+    # A tokenizer that puts a space before each text would put one at every cut. It goes with the guard.
+    guard = GUARD if _adds_space(tokenizer) else ""
+    guard_ids = tokenizer.encode_batch([guard])[0] if guard else np.empty(0, np.int32)
+    for stretch in stretches:
+        row = tokenizer.encode_batch([guard + stretch])[0]
+        if not np.array_equal(row[: len(guard_ids)], guard_ids):
+            # The guard has become one piece with what follows it; a space too many is what such a model costs.
+            row = tokenizer.encode_batch([stretch])[0]
+        else:
+            row = row[len(guard_ids) :]
+        ids.append(row)
+    return np.concatenate(ids)
+
+
+def _stretches(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > STRETCH:
+        end = _cut(text, start + STRETCH)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _cut(text: str, limit: int) -> int:
+    """The last good place at or before `limit`."""
+    lowest = limit - SEARCHED
+    for character in (" ", "\n"):
+        end = limit
+        while (place := text.rfind(character, lowest, end)) >= 0:
+            if not text[place - 1].isspace():
+                return place
+            end = place
+    return limit
+
+
+def _adds_space(tokenizer: Tokenizer) -> bool:
+    first, second = tokenizer.encode_batch(["a", "b"])
+    return tokenizer.decode(np.concatenate([first, second]).tolist()) != "ab"

@@ -8,40 +8,18 @@ import math
 
 from torch import Tensor, nn
 
-from ngpt_train.kernels.dispatch import falls_back
+from ngpt_train.kernels.operation import without_kernel
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.gpt.keys import GPTConfig
-from ngpt_train.models.layers.attention import Attention
+from ngpt_train.models.layers.attention import Attention, Heads
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.norms import RMSNorm
 from ngpt_train.models.layers.rope import Rope, rotate
 
 
-class GPTAttention(Attention):
-    """softmax(q k^T / sqrt(d_k)) v W_o."""
-
-    def __init__(self, config: GPTConfig, causal: bool = True) -> None:
-        d_head = config.d_model // config.n_heads
-        super().__init__(config, softmax_scale=1 / math.sqrt(d_head), causal=causal)
-        self.q_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
-
-    def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        if self.q_norm is None:
-            return super().heads(qkv, rope)
-        falls_back("rotary", qkv, "GPT's model.qk_norm=true")
-        return self.compared(*self.split(qkv), rope)
-
-    def compared(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        q, k, v = (x.unflatten(-1, (-1, self.d_head)) for x in (q, k, v))
-        if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        return rotate(q, rope), rotate(k, rope), v
-
-
 class GPTBlock(nn.Module):
-    """h + attention(norm(h)), then h + mlp(norm(h)): eq. 4 and 5."""
+    """Attention and MLP, each of the normalised h and added to it."""
 
     def __init__(self, config: GPTConfig, causal: bool = True) -> None:
         super().__init__()
@@ -51,9 +29,35 @@ class GPTBlock(nn.Module):
         self.mlp = MLP(config, config.activation)
 
     def forward(self, h: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
-        h = h + self.attention(self.norm_attn(h), rope, mask)
-        h = h + self.mlp(self.norm_mlp(h))
+        h = h + self.attention(self.norm_attn(h), rope, mask)  # eq. 4
+        h = h + self.mlp(self.norm_mlp(h))  # eq. 5
         return h  # (B, T, d_model)
+
+
+class GPTAttention(Attention):
+    """softmax(q k^T / sqrt(d_k)) v W_o: eq. 13 and 14, with model.qk_norm of normalised q and k."""
+
+    def __init__(self, config: GPTConfig, causal: bool = True) -> None:
+        d_head = config.d_model // config.n_heads
+        super().__init__(config, softmax_scale=1 / math.sqrt(d_head), causal=causal)
+        self.q_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
+
+    def heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
+        return super().heads(q, k, v, rope) if self.q_norm is None else self.normed_heads(q, k, v, rope)
+
+    def heads_of_one_product(self, qkv: Tensor, rope: Rope | None) -> Heads:
+        if self.q_norm is None:
+            return super().heads_of_one_product(qkv, rope)
+        return self.normed_heads(*self.split(qkv), rope)
+
+    @without_kernel("rotary", "GPT's model.qk_norm=true")
+    def normed_heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
+        """rope(RMSNorm(q)), rope(RMSNorm(k)) and v: each head is normalised by itself."""
+        assert self.q_norm is not None
+        assert self.k_norm is not None
+        q, k, v = (x.unflatten(-1, (-1, self.d_head)) for x in (q, k, v))
+        return rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope), v
 
 
 class GPT(Decoder):

@@ -16,7 +16,7 @@ from ngpt_train.models.layers.rope import Rope
 
 
 class GPTDecoderBlock(GPTBlock):
-    """h + attention(norm(h)), h + cross(norm(h), memory), h + mlp(norm(h)): TnT's Table 1, left column."""
+    """The decoder's three sublayers: TnT's Table 1, left column."""
 
     def __init__(self, config: GPTEncoderDecoderConfig) -> None:
         super().__init__(config)
@@ -26,9 +26,9 @@ class GPTDecoderBlock(GPTBlock):
     def forward(  # type: ignore[override]
         self, h: Tensor, rope: Rope | None, mask: Tensor | None, memory: Tensor, memory_mask: Tensor | None
     ) -> Tensor:
-        h = h + self.attention(self.norm_attn(h), rope, mask)
-        h = h + self.cross(self.norm_cross(h), None, memory_mask, memory)
-        h = h + self.mlp(self.norm_mlp(h))
+        h = h + self.attention(self.norm_attn(h), rope, mask)  # h_A
+        h = h + self.cross(self.norm_cross(h), None, memory_mask, memory)  # h_C, eq. 9
+        h = h + self.mlp(self.norm_mlp(h))  # h_M
         return h  # (B, T, d_model)
 
 
@@ -41,11 +41,11 @@ class GPTEncoderDecoder(EncoderDecoder):
         self.norm_encoder = RMSNorm(config.d_model, config.norm_eps)
         self.norm_final = RMSNorm(config.d_model, config.norm_eps)
 
-    def init_std(self, name: str) -> float:
+    def init_std(self, path: str) -> float:
         """As gpt.py, with three writes into the residual stream in each block of the decoder."""
-        if not name.endswith((".wo", ".w_down")):
+        if not path.endswith((".wo", ".w_down")):
             return 0.02
-        writes = 2 * len(self.encoder) if name.startswith("encoder.") else 3 * len(self.layers)
+        writes = 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)
         return 0.02 / math.sqrt(writes)
 
     def memory(self, h: Tensor) -> Tensor:

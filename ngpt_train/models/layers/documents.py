@@ -55,7 +55,7 @@ def document_blocks(doc_ids: Tensor) -> Blocks:
 
 def packed(doc_ids: Tensor, kernel: Varlen) -> Packed:
     """The host does not know how many documents there are, so there is room for a fixed number of them. Rows may share
-    it, but no batch may need more; `check_room` says so on the host before."""
+    it, but no batch may need more; `check_documents` says so on the host before."""
     B, T = doc_ids.shape
     room = room_for_documents(B, T)
     place = torch.arange(B * T, device=doc_ids.device)
@@ -71,6 +71,13 @@ def room_for_documents(B: int, T: int) -> int:
     return B * min(T, max(64, T // 32))
 
 
+def check_documents(doc_ids: Tensor, device: torch.device, d_head: int, dtype: torch.dtype) -> None:
+    """Raises ValueError where attention on `device` has no room for so many documents, which only varlen kernels may
+    lack. doc_ids: on the CPU; d_head and dtype of the q, k and v to come."""
+    if varlen_kernel(device, d_head, dtype) is not None:
+        check_room(doc_ids)
+
+
 def check_room(doc_ids: Tensor) -> None:
     """Raises ValueError where there are more documents than `packed` has room for. doc_ids: on the CPU."""
     B, T = doc_ids.shape
@@ -78,5 +85,6 @@ def check_room(doc_ids: Tensor) -> None:
     if found > room:
         raise ValueError(
             f"data.document_mask=true: a batch of {B} rows of {T} tokens holds {found} documents, and the GPU's "
-            f"kernels have room for {room}. Join the short documents, or set data.document_mask=false"
+            f"kernels have room for {room}. Join the short documents, or set data.document_mask=false, or "
+            "kernels.attention=sdpa, which is slower and takes any number"
         )

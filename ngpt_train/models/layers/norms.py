@@ -5,6 +5,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from ngpt_train.kernels.norm import SHORTEST, normalize
+
+__all__ = ["LayerNorm", "RMSNorm", "normalize", "normalize_rows_"]
+
 
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * gain over the last dimension; statistics in fp32 (fp64 for fp64 input)."""
@@ -40,11 +44,6 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.bias, self.eps).to(x.dtype)
 
 
-def normalize(x: Tensor) -> Tensor:
-    """Norm(x) = x / max(||x||, 1e-12) over the last dimension, at least in fp32 (returned so)."""
-    return F.normalize(x.to(torch.promote_types(x.dtype, torch.float32)), dim=-1, eps=1e-12)
-
-
 @torch.no_grad()
 def normalize_rows_(matrix: Tensor, skipped: Tensor | None = None) -> None:
     """Puts every row of `matrix` `(rows, d_model)` on the unit sphere, in place; where `skipped` (0-dim) not a bit.
@@ -53,6 +52,6 @@ def normalize_rows_(matrix: Tensor, skipped: Tensor | None = None) -> None:
     needs to hear from another.
     """
     rows = matrix.to_local() if isinstance(matrix, DTensor) else matrix
-    length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(1e-12)
+    length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(SHORTEST)
     # Even a row of length 1 would move by a rounding if it were divided once more; by 1 it stays.
     rows.div_(length if skipped is None else length.masked_fill_(skipped, 1.0))

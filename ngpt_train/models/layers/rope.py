@@ -5,6 +5,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ngpt_train.kernels import rotary
+
 
 class Rope(NamedTuple):
     """cos and sin of the angles, each `(T, 1, D/2)` or `(B, T, 1, D/2)`, and which dimensions turn together."""
@@ -36,9 +38,4 @@ def rotate(x: Tensor, rope: Rope | None) -> Tensor:
 
     None leaves x as it is: positions are told otherwise.
     """
-    if rope is None:
-        return x
-    cos, sin, interleaved = rope
-    first, second = x.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else x.chunk(2, dim=-1)
-    turned = first * cos - second * sin, second * cos + first * sin
-    return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    return x if rope is None else rotary.rotate(x, *rope)

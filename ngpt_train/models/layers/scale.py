@@ -41,6 +41,6 @@ class ScaledParameter(nn.Module):
 
 
 def in_numbers(value: float | str, model: ModelConfig) -> float:
-    """A start of the config, which may be a word of config.architectures.SCALE_WORDS."""
+    """A start of the config, which may be a word of ngpt.keys.SCALE_WORDS."""
     words = {"1/L": 1 / model.n_layers, "1/sqrt(d)": 1 / math.sqrt(model.d_model), "sqrt(d)": math.sqrt(model.d_model)}
     return words[value] if isinstance(value, str) else float(value)

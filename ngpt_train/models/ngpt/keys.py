@@ -83,8 +83,5 @@ class NGPTConfig(ModelConfig):
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         yield from super().conflicts(config)
         if config.optim.weight_decay:
-            yield (
-                ("optim.weight_decay", "model.name"),
-                "nGPT's weights are never decayed",
-                "Set optim.weight_decay=0, or leave the recipe to the model",
-            )
+            fix = "Set optim.weight_decay=0, or leave the recipe to the model"
+            yield "optim.weight_decay model.name", "nGPT's weights are never decayed", fix

@@ -13,101 +13,19 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.kernels.dispatch import falls_back
+from ngpt_train.kernels.norm import normalize
+from ngpt_train.kernels.operation import without_kernel
 from ngpt_train.kernels.rotary import rotary
 from ngpt_train.kernels.scaled_linear import scaled_swiglu
-from ngpt_train.kernels.sphere_step import sphere_step
+from ngpt_train.kernels.sphere_step import HiddenState, sphere_step
 from ngpt_train.models.decoder import Decoder, Head
-from ngpt_train.models.layers.attention import Attention
+from ngpt_train.models.layers.attention import Attention, Heads
 from ngpt_train.models.layers.documents import Mask
-from ngpt_train.models.layers.matrix import InUse, as_stored, unit_rows
 from ngpt_train.models.layers.mlp import MLP
-from ngpt_train.models.layers.norms import normalize, normalize_rows_
+from ngpt_train.models.layers.norms import normalize_rows_
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.layers.scale import ScaledParameter
-from ngpt_train.models.ngpt.keys import NGPTConfig
-
-# h two times: attention or the MLP reads one, the next step on the sphere moves the other, and in the backward pass
-# their gradients reach `sphere_step` apart, which saves adding them up.
-Twice = tuple[Tensor, Tensor]
-
-
-def lerp(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
-    """h + alpha (h_new - h): eq. 8."""
-    return h + alpha * (h_new - h)
-
-
-def slerp(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
-    """sin((1 - alpha) theta) / sin(theta) h + sin(alpha theta) / sin(theta) h_new, alpha per dimension: eq. 6."""
-    # arccos has no derivative at +-1; so close, the arc is a straight line to rounding.
-    limit = 1 - torch.finfo(h_new.dtype).eps
-    theta = (h * h_new).sum(-1, keepdim=True).clamp(-limit, limit).arccos()
-    return (((1 - alpha) * theta).sin() * h + (alpha * theta).sin() * h_new) / theta.sin()
-
-
-def riemannian(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
-    """h - alpha (h (h^T h_new) - h_new): eq. 25, the part of h_new - h that is tangent to the sphere at h."""
-    return h - alpha * (h * (h * h_new).sum(-1, keepdim=True) - h_new)
-
-
-UPDATES: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "lerp": lerp,
-    "slerp": slerp,
-    "riemannian": riemannian,
-}
-
-
-def matrices(config: NGPTConfig) -> InUse:
-    return unit_rows if config.constraint == "parametrization" else as_stored
-
-
-class NGPTAttention(Attention):
-    """softmax(sqrt(d_k) q k^T) v W_o with q and k on the sphere of their head."""
-
-    def __init__(self, config: NGPTConfig, causal: bool = True) -> None:
-        # q and k have length 1, so q k^T has variance 1 / d_k where the baseline's has d_k.
-        super().__init__(config, math.sqrt(config.d_model // config.n_heads), causal, in_use=matrices(config))
-        self.qk_norm = config.qk_norm
-        self.s_qk = ScaledParameter(config.d_model, config.s_qk, config)
-
-    def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """Norm(rope(q)) s_qk and Norm(rope(k)) s_qk: eq. 15 and 16.
-
-        Only the product of q and k counts, so both factors s_qk go to q: the same function, one pass
-        less, and right for grouped keys, which have fewer heads than s_qk.
-        """
-        if rope is None:
-            return self.compared(*self.split(qkv), None)
-        heads = self.n_heads, self.n_kv_heads
-        return rotary(qkv, rope.cos, rope.sin, *heads, rope.interleaved, self.qk_norm, scale=self.s_qk().square())
-
-    def compared(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The same, step by step: of two sequences there is no rotation (model.qk_norm=false: no Norm)."""
-        falls_back("rotary", q, "queries without a rotation, as in cross-attention")
-        q, k, v = super().compared(q, k, v, rope)
-        if self.qk_norm:
-            q, k = normalize(q), normalize(k)
-        return q * self.s_qk().view(self.n_heads, self.d_head).square(), k, v
-
-
-class NGPTMLP(MLP):
-    """(s_u u * SiLU(sqrt(d_model) s_v v)) W_down."""
-
-    def __init__(self, config: NGPTConfig) -> None:
-        super().__init__(config, config.activation, in_use=matrices(config))
-        self.s_u = ScaledParameter(self.d_mlp, config.s_u, config)
-        self.s_v = ScaledParameter(self.d_mlp, config.s_v, config)
-        self.sqrt_d_model = math.sqrt(config.d_model)
-
-    def gated(self, x: Tensor, w_uv: Tensor) -> Tensor:
-        """eq. 20 and 21. v is a product of unit vectors, with entries near 1 / sqrt(d_model), where SiLU
-        would be linear: sqrt(d_model) brings them back to order 1."""
-        s_u, s_v = self.s_u(), self.s_v() * self.sqrt_d_model
-        if self.activation is F.silu:
-            return scaled_swiglu(x, w_uv, s_u, s_v)
-        falls_back("swiglu", x, f"model.activation={self.activation.__name__}")
-        u, v = F.linear(x, w_uv).chunk(2, dim=-1)
-        return s_u * u * self.activation(s_v * v)
+from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig
 
 
 class NGPTBlock(nn.Module):
@@ -116,31 +34,89 @@ class NGPTBlock(nn.Module):
     def __init__(self, config: NGPTConfig, causal: bool = True) -> None:
         super().__init__()
         self.attention = NGPTAttention(config, causal)
-        self.alpha_attn = ScaledParameter(config.d_model, config.alpha_attn, config)
+        self.alpha_attn = EigenLearningRates(config.alpha_attn, config)
         self.mlp = NGPTMLP(config)
-        self.alpha_mlp = ScaledParameter(config.d_model, config.alpha_mlp, config)
-        self.update = UPDATES[config.update]
+        self.alpha_mlp = EigenLearningRates(config.alpha_mlp, config)
+        self.step = STEPS[config.update]
+
+    def forward(self, h: HiddenState, rope: Rope | None, mask: Mask) -> HiddenState:
+        step, alpha_attn, alpha_mlp = self.step, self.alpha_attn(), self.alpha_mlp()
+        # step(h, x, alpha) = Norm(h + alpha (Norm(x) - h)), unless model.update says otherwise.
+        h = step(h, self.attention(h, rope, mask), alpha_attn)  # eq. 10
+        h = step(h, self.mlp(h), alpha_mlp)  # eq. 11
+        return h  # (B, T, d_model)
+
+
+class EigenLearningRates(ScaledParameter):
+    """|alpha| `(d_model,)` (section 2.2.2); alpha as it is with alpha_sign=free (section A.2)."""
+
+    def __init__(self, chosen: AlphaConfig, config: NGPTConfig) -> None:
+        super().__init__(config.d_model, chosen, config)
         self.positive = config.alpha_sign == "positive"
 
-    def sphere_step(self, h: Tensor, suggestion: Tensor, alpha: Tensor) -> Twice:
-        """Norm(h + |alpha| (Norm(suggestion) - h)): a step towards the suggestion and back onto the sphere.
+    def forward(self) -> Tensor:
+        alpha = super().forward()
+        return alpha.abs() if self.positive else alpha
 
-        That is model.update=lerp; slerp and riemannian take another step. alpha_sign=free leaves out |.|.
 
-        h, suggestion `(B, T, d_model)`, alpha `(d_model,)`. Computed at least in fp32, returned in h's dtype.
+class NGPTAttention(Attention):
+    """softmax(sqrt(d_k) q k^T) v W_o with q and k on the sphere of their head (section 2.3.2)."""
+
+    def __init__(self, config: NGPTConfig, causal: bool = True) -> None:
+        # q and k have length 1, so q k^T has variance 1 / d_k where the baseline's has d_k.
+        softmax_scale = math.sqrt(config.d_model // config.n_heads)
+        super().__init__(config, softmax_scale, causal, unit_rows=config.constraint == "parametrization")
+        self.qk_norm = config.qk_norm
+        self.s_qk = ScaledParameter(config.d_model, config.s_qk, config)
+
+    @without_kernel("rotary", "queries without a rotation, as in cross-attention")
+    def heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
+        """q <- Norm(q) s_qk and k <- Norm(k) s_qk, both after their rotation, of each head: eq. 15 and 16.
+
+        Only the product of q and k counts, so both factors s_qk go to q: the same function, one pass
+        less, and right for grouped keys, which have fewer heads than s_qk.
         """
-        alpha = alpha.abs() if self.positive else alpha
-        if self.update is lerp:
-            return sphere_step(h, suggestion, alpha)
-        falls_back("sphere_step", h, f"model.update={self.update.__name__}")
-        h = normalize(self.update(h, normalize(suggestion), alpha)).to(h.dtype)
-        return h, h
+        q, k, v = super().heads(q, k, v, rope)  # rope(q), rope(k), v
+        s_qk = self.s_qk().view(self.n_heads, self.d_head)
+        if self.qk_norm:
+            q = normalize(q)  # eq. 15
+            k = normalize(k)  # eq. 16
+        return q * s_qk.square(), k, v
 
-    def forward(self, twice: Twice, rope: Rope | None, mask: Mask) -> Twice:
-        h, x = twice
-        h, x = self.sphere_step(h, self.attention(x, rope, mask), self.alpha_attn())  # eq. 10
-        h, x = self.sphere_step(h, self.mlp(x), self.alpha_mlp())  # eq. 11
-        return h, x  # (B, T, d_model)
+    def heads_of_one_product(self, qkv: Tensor, rope: Rope | None) -> Heads:
+        if rope is None:
+            return super().heads_of_one_product(qkv, None)
+        heads, s_qk = (self.n_heads, self.n_kv_heads), self.s_qk()
+        # Norm(rope(q)) s_qk^2 and Norm(rope(k)), as in `heads`.
+        return rotary(qkv, rope.cos, rope.sin, *heads, rope.interleaved, normalized=self.qk_norm, scale=s_qk.square())
+
+    def forward(  # type: ignore[override]
+        self, h: HiddenState, rope: Rope | None, mask: Mask, memory: Tensor | None = None
+    ) -> Tensor:
+        return super().forward(h.to_read, rope, mask, memory)
+
+
+class NGPTMLP(MLP):
+    """SwiGLU(u, v) W_down, with u and v rescaled (section 2.4.2)."""
+
+    def __init__(self, config: NGPTConfig) -> None:
+        super().__init__(config, config.activation, unit_rows=config.constraint == "parametrization")
+        self.s_u = ScaledParameter(self.d_mlp, config.s_u, config)
+        self.s_v = ScaledParameter(self.d_mlp, config.s_v, config)
+        self.sqrt_d_model = math.sqrt(config.d_model)
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """SwiGLU(u s_u, v s_v sqrt(d_model)) of u = W_u x and v = W_v x.
+
+        v is a product of unit vectors, with entries near 1 / sqrt(d_model), where SiLU would be linear: sqrt(d_model)
+        brings them back to order 1 (section A.1).
+        """
+        of_u = self.s_u()  # eq. 20
+        of_v = self.s_v() * self.sqrt_d_model  # eq. 21
+        return SCALED_GATES[self.activation](x, self.w_uv.weight(x.dtype), of_u, of_v)
+
+    def forward(self, h: HiddenState) -> Tensor:  # type: ignore[override]
+        return super().forward(h.to_read)
 
 
 class Spherical(Decoder):
@@ -154,18 +130,18 @@ class Spherical(Decoder):
         h = super().embed(tokens, table)
         return normalize(h) if self.config.constraint == "parametrization" else h
 
-    def through(self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any) -> Tensor:
-        # As compiled blocks give it on, so that one graph serves them all: without gradients they give one tensor.
-        twice = h, h.view_as(h) if torch.is_grad_enabled() else h
+    def run_blocks(self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any) -> Tensor:
+        state = HiddenState.of(h)
         for block in blocks:
-            twice = block(twice, *arguments)
-        return twice[1]
+            state = block(state, *arguments)
+        return state.to_read
 
     def head(self, h: Tensor) -> Head:
+        """z <- s_z (W_output h): eq. 1 and 3."""
         parametrized = self.config.constraint == "parametrization"
-        return Head(h, normalize(self.unembedding) if parametrized else self.unembedding, self.s_z())  # eq. 3
+        return Head(h, normalize(self.unembedding) if parametrized else self.unembedding, self.s_z())
 
-    def init_std(self, name: str) -> float:
+    def init_std(self, path: str) -> float:
         return 1 / math.sqrt(self.config.d_model)
 
     @property
@@ -187,5 +163,47 @@ class NGPT(Spherical):
         super().__init__(config, (NGPTBlock(config) for _ in range(config.n_layers)))
         self.s_z = ScaledParameter(self.embedding.shape[0], config.s_z, config)
 
+
+# The options.
+
+
+def slerp(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
+    """sin((1 - alpha) theta) / sin(theta) h + sin(alpha theta) / sin(theta) h_new, alpha per dimension: eq. 6."""
+    # arccos has no derivative at +-1; so close, the arc is a straight line to rounding.
+    limit = 1 - torch.finfo(h_new.dtype).eps
+    theta = (h * h_new).sum(-1, keepdim=True).clamp(-limit, limit).arccos()
+    return (((1 - alpha) * theta).sin() * h + (alpha * theta).sin() * h_new) / theta.sin()
+
+
+def riemannian(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
+    """h - alpha (h (h^T h_new) - h_new): eq. 25, the part of h_new - h that is tangent to the sphere at h."""
+    return h - alpha * (h * (h * h_new).sum(-1, keepdim=True) - h_new)
+
+
+Step = Callable[[HiddenState, Tensor, Tensor], HiddenState]
+
+
+def step_by(update: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
+    """Another update in the place of eq. 10's: h <- Norm(update(h, h_A, alpha)), where h_A = Norm(x)."""
+
+    @without_kernel("sphere_step", f"model.update={update.__name__}")
+    def step(h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
+        moved = normalize(update(h.to_move, normalize(x), alpha)).to(h.to_move.dtype)
+        return HiddenState(moved, moved)
+
+    return step
+
+
+STEPS: dict[str, Step] = {"lerp": sphere_step, "slerp": step_by(slerp), "riemannian": step_by(riemannian)}
+
+
+@without_kernel("swiglu", "model.activation=gelu")
+def scaled_geglu(x: Tensor, w_uv: Tensor, s_u: Tensor, s_v: Tensor) -> Tensor:
+    """s_u u * GELU(s_v v), the authors' other gate; arguments as of scaled_swiglu."""
+    u, v = F.linear(x, w_uv).chunk(2, dim=-1)
+    return s_u * u * F.gelu(s_v * v)
+
+
+SCALED_GATES: dict[str, Callable[..., Tensor]] = {"silu": scaled_swiglu, "gelu": scaled_geglu}
 
 Model = NGPT  # what build_model builds

@@ -5,19 +5,100 @@ GPT-3's layout.
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.kernels.dispatch import falls_back
+from ngpt_train.kernels.operation import without_kernel
 from ngpt_train.models.decoder import Decoder, Head
-from ngpt_train.models.layers.attention import Attention
+from ngpt_train.models.layers.attention import Attention, Heads
 from ngpt_train.models.layers.documents import Mask
-from ngpt_train.models.layers.mlp import MLP
+from ngpt_train.models.layers.linear import FusedLinear, OutputLinear
 from ngpt_train.models.layers.norms import LayerNorm
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.normformer.keys import NormFormerConfig
+
+
+class NormFormerBlock(nn.Module):
+    """NormFFN(NormScaledMHA(x)) of section 2.1, with ResScale's lambda of section 3, which is 1 without it."""
+
+    def __init__(self, config: NormFormerConfig) -> None:
+        super().__init__()
+        self.norm_attn = LayerNorm(config.d_model, config.norm_eps)
+        self.attention = HeadScaleAttention(config)
+        self.norm_post_attn = LayerNorm(config.d_model, config.norm_eps) if config.post_attn_norm else nn.Identity()
+        self.norm_mlp = LayerNorm(config.d_model, config.norm_eps)
+        self.mlp = NormFormerMLP(config)
+        self.res_scale = LearnedScale(config.d_model) if config.res_scale else nn.Identity()
+
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
+        # NormScaledMHA(x) = x + LN(HeadScaleMHA(LN(x)))
+        x = x + self.norm_post_attn(self.attention(self.norm_attn(x), rope, mask))
+        # NormFFN(x) = lambda * x + LN(sigma(LN(x) W_1 + b_1)) W_2 + b_2
+        x = self.res_scale(x) + self.mlp(self.norm_mlp(x))
+        return x  # (B, T, d_model)
+
+
+class HeadScaleAttention(Attention):
+    """Concat(gamma_1 h_1, ..., gamma_n h_n) W_o, with softmax(q k^T / sqrt(d_k)) v as h_i."""
+
+    def __init__(self, config: NormFormerConfig) -> None:
+        d_head = config.d_model // config.n_heads
+        super().__init__(config, softmax_scale=1 / math.sqrt(d_head), bias=config.bias)
+        self.before = config.head_scale == "before"
+        self.head_scale = None if config.head_scale == "none" else LearnedScale(config.n_heads)
+        widths = [heads * d_head for heads in (self.n_heads, self.n_kv_heads, self.n_kv_heads)]
+        norms = [LayerNorm(width, config.norm_eps) if config.qkv_norm else None for width in widths]
+        self.norm_q, self.norm_k, self.norm_v = norms
+
+    def heads_of_one_product(self, qkv: Tensor, rope: Rope | None) -> Heads:
+        if self.norm_q is None:
+            return super().heads_of_one_product(qkv, rope)
+        return self.normed_heads(*self.split(qkv), rope)
+
+    @without_kernel("rotary", lambda *arguments: None if arguments[-1] is None else "model.qkv_norm=true")
+    def normed_heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
+        """LN(q), LN(k), LN(v): row `+ 3 More LN` of Table 4."""
+        assert self.norm_q is not None
+        assert self.norm_k is not None
+        assert self.norm_v is not None
+        return self.heads(self.norm_q(q), self.norm_k(k), self.norm_v(v), rope)
+
+    def combine(self, heads: Tensor) -> Tensor:
+        """The scale comes before W_o in the paper; the authors' code has it after, on W_o's output cut into heads."""
+        if self.head_scale is None:
+            return super().combine(heads)
+        if self.before:
+            return super().combine(self.head_scale(heads.mT).mT)
+        y = super().combine(heads).view_as(heads)
+        return self.head_scale(y.mT).mT.flatten(2)
+
+
+def relu2(x: Tensor) -> Tensor:
+    return F.relu(x).square()
+
+
+# The exact GELU, not tanh's approximation.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu2": relu2}
+
+
+class NormFormerMLP(nn.Module):
+    """LN(sigma(x W_1 + b_1)) W_2 + b_2, where W_1 is w_u and W_2 is w_down; both are stored as `(d_mlp, d_model)`."""
+
+    def __init__(self, config: NormFormerConfig) -> None:
+        super().__init__()
+        d_mlp = config.d_mlp or 4 * config.d_model
+        self.activation = ACTIVATIONS[config.activation]
+        self.w_u = FusedLinear({"w_u": d_mlp}, config.d_model, config.bias)
+        self.w_down = OutputLinear({"w_down": d_mlp}, config.d_model, config.bias)
+        self.norm_ffn = LayerNorm(d_mlp, config.norm_eps) if config.ffn_norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `(B, T, d_model)` -> the same shape."""
+        hidden = self.activation(self.w_u(x))  # (B, T, d_mlp)
+        return self.w_down(self.norm_ffn(hidden))
 
 
 class LearnedScale(nn.Module):
@@ -36,65 +117,6 @@ class LearnedScale(nn.Module):
         return (self.gain * x).to(x.dtype)
 
 
-class HeadScaleAttention(Attention):
-    """Concat(gamma_1 h_1, ..., gamma_n h_n) W_o, with softmax(q k^T / sqrt(d_k)) v as h_i."""
-
-    def __init__(self, config: NormFormerConfig) -> None:
-        d_head = config.d_model // config.n_heads
-        super().__init__(config, softmax_scale=1 / math.sqrt(d_head), bias=config.bias)
-        self.before = config.head_scale == "before"
-        self.head_scale = None if config.head_scale == "none" else LearnedScale(config.n_heads)
-        widths = [heads * d_head for heads in (self.n_heads, self.n_kv_heads, self.n_kv_heads)]
-        norms = [LayerNorm(width, config.norm_eps) if config.qkv_norm else None for width in widths]
-        self.norm_q, self.norm_k, self.norm_v = norms
-
-    def heads(self, qkv: Tensor, rope: Rope | None) -> tuple[Tensor, Tensor, Tensor]:
-        if self.norm_q is None or self.norm_k is None or self.norm_v is None:
-            return super().heads(qkv, rope)
-        if rope is not None:
-            falls_back("rotary", qkv, "model.qkv_norm=true")
-        q, k, v = self.split(qkv)
-        return self.compared(self.norm_q(q), self.norm_k(k), self.norm_v(v), rope)
-
-    def combine(self, heads: Tensor) -> Tensor:
-        """The scale comes before W_o in the paper; the authors' code has it after, on W_o's output cut into heads."""
-        if self.head_scale is None:
-            return super().combine(heads)
-        if self.before:
-            return super().combine(self.head_scale(heads.mT).mT)
-        y = super().combine(heads).view_as(heads)
-        return self.head_scale(y.mT).mT.flatten(2)
-
-
-class NormFormerMLP(MLP):
-    """LN(sigma(x W_1 + b_1)) W_2 + b_2, where W_1 is w_u and W_2 is w_down."""
-
-    def __init__(self, config: NormFormerConfig) -> None:
-        super().__init__(config, config.activation, gated=False, bias=config.bias)
-        self.norm_ffn = LayerNorm(self.d_mlp, config.norm_eps) if config.ffn_norm else nn.Identity()
-
-    def plain(self, u: Tensor) -> Tensor:
-        return self.norm_ffn(self.activation(u))
-
-
-class NormFormerBlock(nn.Module):
-    """x + LN(HeadScaleMHA(LN(x))), then lambda * x + FFN(LN(x)); lambda is 1 without ResScale."""
-
-    def __init__(self, config: NormFormerConfig) -> None:
-        super().__init__()
-        self.norm_attn = LayerNorm(config.d_model, config.norm_eps)
-        self.attention = HeadScaleAttention(config)
-        self.norm_post_attn = LayerNorm(config.d_model, config.norm_eps) if config.post_attn_norm else nn.Identity()
-        self.norm_mlp = LayerNorm(config.d_model, config.norm_eps)
-        self.mlp = NormFormerMLP(config)
-        self.res_scale = LearnedScale(config.d_model) if config.res_scale else nn.Identity()
-
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
-        x = x + self.norm_post_attn(self.attention(self.norm_attn(x), rope, mask))
-        x = self.res_scale(x) + self.mlp(self.norm_mlp(x))
-        return x  # (B, T, d_model)
-
-
 class NormFormer(Decoder):
     """Logits = W_output LN(x); positions are added to the embedding unless they are rotary.
 
@@ -109,13 +131,13 @@ class NormFormer(Decoder):
         self.positions = nn.Parameter(torch.empty(config.context, config.d_model)) if learned else None
         self.rotary = config.positions == "rotary"
 
-    def init_std(self, name: str) -> float:
+    def init_std(self, path: str) -> float:
         """The embedding, times sqrt(d_model), enters with 0.5, where positions have 0.7 and normed suggestions 1.
 
         The authors have 1. Being the head's matrix as well, it would then give the token just read so high a logit
         that the loss starts above ln V.
         """
-        return 0.5 / math.sqrt(self.config.d_model) if name == "embedding" else super().init_std(name)
+        return 0.5 / math.sqrt(self.config.d_model) if path == "embedding" else super().init_std(path)
 
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         return super().embed(tokens, table) * math.sqrt(self.config.d_model)

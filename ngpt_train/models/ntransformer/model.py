@@ -8,10 +8,11 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from ngpt_train.kernels.sphere_step import HiddenState
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.layers.scale import ScaledParameter
-from ngpt_train.models.ngpt.model import NGPTAttention, NGPTBlock, Spherical, Twice
+from ngpt_train.models.ngpt.model import EigenLearningRates, NGPTAttention, NGPTBlock, Spherical
 from ngpt_train.models.ntransformer.keys import NTransformerConfig
 
 
@@ -24,17 +25,18 @@ class NTransformerBlock(NGPTBlock):
     def __init__(self, config: NTransformerConfig) -> None:
         super().__init__(config)
         self.cross = NGPTAttention(config, causal=False)
-        self.alpha_cross = ScaledParameter(config.d_model, config.alpha_cross, config)
+        self.alpha_cross = EigenLearningRates(config.alpha_cross, config)
 
     def forward(  # type: ignore[override]
-        self, twice: Twice, rope: Rope | None, mask: Tensor | None, memory: Tensor, memory_mask: Tensor | None
-    ) -> Twice:
-        h, x = twice
-        h, x = self.sphere_step(h, self.attention(x, rope, mask), self.alpha_attn())
+        self, h: HiddenState, rope: Rope | None, mask: Tensor | None, memory: Tensor, memory_mask: Tensor | None
+    ) -> HiddenState:
+        step = self.step
+        alpha_attn, alpha_cross, alpha_mlp = self.alpha_attn(), self.alpha_cross(), self.alpha_mlp()
+        h = step(h, self.attention(h, rope, mask), alpha_attn)  # h_A
         # Positions of two sequences have no distance, so no rotation here.
-        h, x = self.sphere_step(h, self.cross(x, None, memory_mask, memory), self.alpha_cross())
-        h, x = self.sphere_step(h, self.mlp(x), self.alpha_mlp())
-        return h, x  # (B, T, d_model)
+        h = step(h, self.cross(h, None, memory_mask, memory), alpha_cross)  # h_C
+        h = step(h, self.mlp(h), alpha_mlp)  # h_M
+        return h  # (B, T, d_model)
 
 
 class NTransformer(Spherical, EncoderDecoder):

@@ -62,31 +62,20 @@ class PowerNormConfig(ModelConfig):
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         if self.group_scaling and self.d_model % int(self.group_scaling):
-            yield (
-                ("model.group_scaling", "model.d_model"),
-                "the groups do not divide the width",
-                nearest_divisors("model.group_scaling", int(self.group_scaling), self.d_model),
-            )
+            fix = nearest_divisors("model.group_scaling", int(self.group_scaling), self.d_model)
+            yield "model.group_scaling model.d_model", "the groups do not divide the width", fix
         if int(self.psi_warmup_steps) >= config.train.steps:
-            yield (
-                ("model.psi_warmup_steps", "train.steps"),
-                "the whole run would be warm-up, which is not causal",
-                f"Set model.psi_warmup_steps below {config.train.steps}, or choose model.norm=pn_v",
-            )
+            fix = f"Set model.psi_warmup_steps below {config.train.steps}, or choose model.norm=pn_v"
+            yield "model.psi_warmup_steps train.steps", "the whole run would be warm-up, which is not causal", fix
         if self.norm == "layer":
             return  # no statistics of the batch
         if config.train.cuda_graphs:
-            yield (
-                ("train.cuda_graphs", "model.norm"),
-                "statistics of the batch leave the graphs in the middle of a pass, which is not supported",
-                "Set model.norm=layer, or train.cuda_graphs=false",
-            )
+            problem = "statistics of the batch leave the graphs in the middle of a pass, which is not supported"
+            yield "train.cuda_graphs model.norm", problem, "Set model.norm=layer, or train.cuda_graphs=false"
         if config.data.pack == "best_fit" and not config.data.document_mask:
-            yield (
-                ("data.pack", "data.document_mask", "model.norm"),
-                "padding would enter the statistics of the batch",
-                "Set data.document_mask=true, or data.pack=concat",
-            )
+            problem = "padding would enter the statistics of the batch"
+            fix = "Set data.document_mask=true, or data.pack=concat"
+            yield "data.pack data.document_mask model.norm", problem, fix
 
     def not_in_weights(self) -> set[str]:
         """Nor how statistics are gathered in training."""

@@ -1,7 +1,10 @@
 """PowerNorm (Shen, Yao, Gholami, Mahoney and Keutzer 2020): the baseline's decoder with a norm over the batch.
 
-gpt.py with every RMSNorm replaced by one of the paper's four norms, and nothing else, so that the norms are
+gpt/model.py with every RMSNorm replaced by one of the paper's four norms, and nothing else, so that the norms are
 compared and not the decoders.
+
+Symbols are the paper's: X, X_hat, Y `(B, T, d)`, whose B x T valid tokens are the paper's B rows; psi, nu, gamma, beta,
+Gamma, Lambda `(d,)`. gamma and beta are the parameters `gain` and `bias`.
 
 In training PN-V and BatchNorm are not causal, nor is PowerNorm in its warm-up: the statistics of a batch
 contain its later tokens, and the training loss is too low by what leaks. Evaluation uses running statistics,
@@ -10,8 +13,11 @@ which are known before the first token, and is causal always.
 
 import math
 from collections.abc import Iterable
-from typing import cast
+from functools import partial
+from typing import Any, cast
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.models.decoder import Decoder, Head
@@ -20,17 +26,165 @@ from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.powernorm.keys import PowerNormConfig
-from ngpt_train.models.powernorm.norms import (
-    Batch,
-    BatchNorm,
-    BatchStatisticNorm,
-    Before,
-    PerToken,
-    PowerNorm,
-    PowerNormV,
+from ngpt_train.models.powernorm.running_statistics import (
+    BatchStatistics,
+    NormOverBatch,
+    NormWithNu,
+    RunningStatistics,
+    move_average_,
+    updating,
 )
 
-NORMS: dict[str, type[BatchStatisticNorm]] = {
+
+class PowerNorm(NormWithNu):
+    """Algorithm 2, in its order. Its backward pass is no derivative of its forward pass, but eq. 11 and 12.
+
+    psi is sqrt(psi_squared + eps). In the warm-up it is the batch's own, and psi_squared the mean over the batches so
+    far. When the updates run, after each pass, running_statistics.py says.
+    """
+
+    # begin Forward Propagation
+
+    def train_on(
+        self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
+    ) -> tuple[Tensor, BatchStatistics]:
+        assert running is not None
+        psi_B_squared, n_tokens = self.mean(X.detach().square(), valid)  # Get mini-batch statistics
+        psi = self.root(psi_B_squared) if running.psi is None else running.psi
+        Y = _ByAlgorithm2.apply(X, psi, self.gain, self.bias, running.nu, running.sum_for_Lambda, valid)
+        return Y, BatchStatistics((psi_B_squared,), n_tokens)
+
+    @staticmethod
+    def forward_pass(X: Tensor, psi: Tensor, gamma: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        X_hat = X / psi  # eq. 8: Normalize
+        Y = gamma * X_hat + beta  # eq. 9: Scale and shift
+        return Y, X_hat
+
+    def update_psi_(self, psi_B_squared: Tensor, share: Tensor | float) -> None:
+        """psi^2 + (1 - alpha) (psi_B^2 - psi^2); share: 1 - alpha, or in the warm-up one of the batches so far."""
+        move_average_(self.psi_squared, psi_B_squared, share)  # eq. 10
+
+    # begin Backward Propagation
+
+    @staticmethod
+    def backward_pass(dL_dY: Tensor, X_hat: Tensor, psi: Tensor, gamma: Tensor, nu: Tensor) -> tuple[Tensor, Tensor]:
+        dL_dX_hat = gamma * dL_dY  # Intermediate Gradient
+        X_hat_prime = dL_dX_hat - nu * X_hat  # eq. 11: Intermediate Estimated Gradient
+        dL_dX = X_hat_prime / psi  # eq. 12: Gradient of X
+        return dL_dX, dL_dX_hat
+
+    def update_nu_(self, Gamma: Tensor, Lambda: Tensor) -> None:
+        """nu (1 - (1 - alpha) Gamma) + (1 - alpha) Lambda, where Gamma is the mean of X_hat^2 and Lambda that of
+        dL/dX_hat * X_hat; as eq. 10 it is an average that moves by 1 - alpha, to nu (1 - Gamma) + Lambda."""
+        move_average_(self.nu, self.nu * (1 - Gamma) + Lambda, 1 - self.alpha_bkw)  # eq. 13
+
+    # Inference
+
+    def infer(self, X: Tensor) -> Tensor:
+        Y, _ = self.forward_pass(X, self.root(self.psi_squared), self.gain, self.bias)
+        return Y
+
+
+class _ByAlgorithm2(torch.autograd.Function):
+    """PowerNorm's two passes, as torch's autograd calls them; padding gives and gets no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        X: Tensor,
+        psi: Tensor,
+        gamma: Tensor,
+        beta: Tensor,
+        nu: Tensor,
+        sum_for_Lambda: Tensor,
+        valid: Tensor | None,
+    ) -> Tensor:
+        Y, X_hat = PowerNorm.forward_pass(X, psi, gamma, beta)
+        ctx.save_for_backward(X_hat, psi, gamma, nu, valid)
+        return Y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        X_hat, psi, gamma, nu, valid = ctx.saved_tensors
+        (dL_dY,) = gradients
+        dL_dX, dL_dX_hat = PowerNorm.backward_pass(dL_dY, X_hat, psi, gamma, nu)
+        if valid is not None:
+            dL_dX, dL_dX_hat = dL_dX * valid.unsqueeze(-1), dL_dX_hat * valid.unsqueeze(-1)
+        dL_dgamma, dL_dbeta = (dL_dY * X_hat).sum((0, 1)), dL_dY.sum((0, 1))
+        return dL_dX, None, dL_dgamma, dL_dbeta, None, (dL_dX_hat * X_hat).sum((0, 1)), None
+
+
+class PowerNormV(NormOverBatch):
+    """PN-V: by the batch's own psi, with the exact gradient, by way of psi as well (eq. 6, which autograd finds)."""
+
+    psi_squared: Tensor
+
+    def __init__(self, size: int, config: PowerNormConfig) -> None:
+        super().__init__(size, config)
+        self.register_buffer("psi_squared", torch.empty(size), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.psi_squared.fill_(1.0)
+
+    def train_on(
+        self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
+    ) -> tuple[Tensor, BatchStatistics]:
+        psi_B_squared, n_tokens = self.mean(X.square(), valid)
+        X_hat = X / self.root(psi_B_squared)  # eq. 4
+        Y = self.gain * X_hat + self.bias  # eq. 5
+        return Y, BatchStatistics((psi_B_squared.detach(),), n_tokens.detach())
+
+    def infer(self, X: Tensor) -> Tensor:
+        return self.gain * (X / self.root(self.psi_squared)) + self.bias
+
+
+class BatchNorm(NormOverBatch):
+    """Algorithm 1, with the exact gradient (eq. 3, which autograd finds)."""
+
+    mu: Tensor
+    variance: Tensor
+
+    def __init__(self, size: int, config: PowerNormConfig) -> None:
+        super().__init__(size, config)
+        self.register_buffer("mu", torch.empty(size), persistent=False)
+        self.register_buffer("variance", torch.empty(size), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.mu.zero_()
+        self.variance.fill_(1.0)
+
+    def train_on(
+        self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
+    ) -> tuple[Tensor, BatchStatistics]:
+        mu_B, n_tokens = self.mean(X, valid)
+        sigma_B_squared, _ = self.mean((X - mu_B).square(), valid)
+        X_hat = (X - mu_B) / self.root(sigma_B_squared)  # eq. 1
+        Y = self.gain * X_hat + self.bias  # eq. 2
+        return Y, BatchStatistics((mu_B.detach(), sigma_B_squared.detach()), n_tokens.detach())
+
+    def infer(self, X: Tensor) -> Tensor:
+        return self.gain * ((X - self.mu) / self.root(self.variance)) + self.bias
+
+
+class PerToken(NormOverBatch):
+    """LayerNorm in the place of a norm over the batch: it has no running statistics."""
+
+    def __init__(self, size: int, config: PowerNormConfig) -> None:
+        super().__init__(size, config)
+        self.reset_parameters()
+
+    def forward(
+        self, x: Tensor, valid: Tensor | None, running: RunningStatistics | None
+    ) -> tuple[Tensor, BatchStatistics | None]:
+        y = F.layer_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.bias, self.eps)
+        return y.to(x.dtype), None
+
+
+NORMS: dict[str, type[NormOverBatch]] = {
     "pn": PowerNorm,
     "pn_v": PowerNormV,
     "batch": BatchNorm,
@@ -39,7 +193,7 @@ NORMS: dict[str, type[BatchStatisticNorm]] = {
 
 
 class PowerNormBlock(nn.Module):
-    """h + attention(norm(h)), then h + mlp(norm(h)). `before` and what is returned beside h: see batch_norms.py."""
+    """h + attention(norm(h)), then h + mlp(norm(h)); beside h it returns what its norms have found of the batch."""
 
     def __init__(self, config: PowerNormConfig) -> None:
         super().__init__()
@@ -48,7 +202,7 @@ class PowerNormBlock(nn.Module):
         self.norm_mlp = NORMS[config.norm](config.d_model, config)
         self.mlp = MLP(config)
 
-    def norms(self) -> tuple[BatchStatisticNorm, BatchStatisticNorm]:
+    def norms(self) -> tuple[NormOverBatch, NormOverBatch]:
         return self.norm_attn, self.norm_mlp
 
     def forward(
@@ -57,11 +211,11 @@ class PowerNormBlock(nn.Module):
         rope: Rope | None,
         mask: Mask,
         valid: Tensor | None,
-        before: tuple[Before | None, Before | None],
-    ) -> tuple[Tensor, tuple[Batch | None, Batch | None]]:
-        x, batch_attn = self.norm_attn(h, valid, before[0])
+        running: tuple[RunningStatistics | None, RunningStatistics | None],
+    ) -> tuple[Tensor, tuple[BatchStatistics | None, BatchStatistics | None]]:
+        x, batch_attn = self.norm_attn(h, valid, running[0])
         h = h + self.attention(x, rope, mask)
-        x, batch_mlp = self.norm_mlp(h, valid, before[1])
+        x, batch_mlp = self.norm_mlp(h, valid, running[1])
         h = h + self.mlp(x)
         return h, (batch_attn, batch_mlp)  # h (B, T, d_model)
 
@@ -84,18 +238,17 @@ class PowerNormDecoder(Decoder):
                     norm.n_warmup.zero_()
 
     def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
-        """The blocks and the last norm; advances the running statistics in training."""
+        """The blocks and the last norm; updates the running statistics in training."""
         valid = None if doc_ids is None else doc_ids >= 0
         warming_up = self.step < self.warmup_steps
         for block in cast(Iterable[PowerNormBlock], self.layers):
-            attn, mlp = (norm.before(warming_up, self.loss_scale) for norm in block.norms())
-            h, batches = block(h, rope, mask, valid, (attn, mlp))
-            for norm, before, batch in zip(block.norms(), (attn, mlp), batches, strict=True):
-                norm.remember_(before, batch, self.loss_scale)
-        before = self.norm_final.before(warming_up, self.loss_scale)
-        h, batch = self.norm_final(h, valid, before)
-        self.norm_final.remember_(before, batch, self.loss_scale)
-        return h
+            h = updating(block.norms(), warming_up, self.loss_scale, partial(block, h, rope, mask, valid))
+
+        def last(running: tuple[RunningStatistics | None, ...]) -> tuple[Tensor, tuple[BatchStatistics | None]]:
+            x, batch = self.norm_final(h, valid, *running)
+            return x, (batch,)
+
+        return updating([self.norm_final], warming_up, self.loss_scale, last)
 
     def head(self, h: Tensor) -> Head:
         return Head(h, self.unembedding)
@@ -104,7 +257,7 @@ class PowerNormDecoder(Decoder):
         return {
             f"{place}.{name}": value
             for place, module in self.named_modules()
-            if isinstance(module, BatchStatisticNorm)
+            if isinstance(module, NormOverBatch)
             for name, value in module.statistics().items()
         }
 

@@ -29,6 +29,7 @@ from ngpt_train.bench.gpu_predictions import OPERATIONS, PUBLIC_STYLE, expected_
 from ngpt_train.bench.gpu_steps import Row
 from ngpt_train.bench.interleaved import by
 from ngpt_train.kernels import dispatch
+from ngpt_train.models import initialisation
 
 SMALL = ["--device", "cpu", "--scale", "debug"]
 ROOT = Path(__file__).parents[3]
@@ -180,12 +181,17 @@ def test_a_wrong_kernel_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     """Times are printed of kernels that compute something else; of two that are wrong one is told."""
 
     def wrong(*given: Any) -> None:
-        kernels.adam.reference(*given)
+        wrong.formula(*given)
         given[0].mul_(1.001)
 
     right = kernels.sphere_step.sphere_step
+
+    def moved(h: Any, x: Any, alpha: Any) -> Any:
+        return right(h, x, 1.01 * alpha)
+
+    wrong.formula, moved.formula = kernels.adam.adam_rows_.formula, right.formula
     monkeypatch.setattr(kernels.adam, "adam_rows_", wrong)
-    monkeypatch.setattr(kernels.sphere_step, "sphere_step", lambda h, x, alpha: right(h, x, 1.01 * alpha))
+    monkeypatch.setattr(kernels.sphere_step, "sphere_step", moved)
     assert gpu.main([*SMALL, "--out", str(tmp_path)]) == 4
     result = found(tmp_path)
     assert result["entries"] == []
@@ -233,14 +239,14 @@ def test_what_is_wrong_with_a_run() -> None:
 def test_weights_drawn_on_the_device() -> None:
     """They are of another distribution than in training, or training draws its own that way from then on."""
     place = gpu_steps.Place("cpu", "CPU", time.monotonic() + 60, preparation=0)
-    drawn = gpu_steps.Decoder.drawn
+    drawn = initialisation._source
     for name in gpu_steps.PAIR:
         found = gpu_steps.build(name, Row("debug", 32), place, 8).state.model
         expected = gpu_steps.build_state(gpu_steps.make_config(name, Row("debug", 32), "cpu", 8)).model
         for ours, other in zip(found.parameters(), expected.parameters(), strict=True):
             assert ours.std().item() == pytest.approx(other.std().item(), rel=0.05)
             assert torch.equal(ours, other) == (ours.ndim == 1)
-    assert gpu_steps.Decoder.drawn is drawn
+    assert initialisation._source is drawn
 
 
 def test_losses_by_kernels_and_without(monkeypatch: pytest.MonkeyPatch) -> None:

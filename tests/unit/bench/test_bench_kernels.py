@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ngpt_train.__main__ import main
 from ngpt_train.bench import kernels
+from ngpt_train.kernels.sphere_step import HiddenState
 
 CPU = torch.device("cpu")
 SMALL = kernels.Sizes(2, 8, 50, 2)
@@ -46,6 +47,7 @@ def test_a_wrong_kernel_is_never_timed(monkeypatch: pytest.MonkeyPatch, capsys: 
         y = right(uv, s_u, s_v)
         return y if s_u is None else y + 1e-3 * (s_u - s_u.detach())
 
+    wrong.formula = right.formula
     monkeypatch.setattr(kernels.swiglu, "swiglu", wrong)
     monkeypatch.setattr(kernels, "times", lambda *_: pytest.fail("timed"))
     with pytest.raises(kernels.KernelError, match=r"swiglu with scales, d 64 is wrong.*\n.*gradient 2"):
@@ -57,18 +59,20 @@ def test_a_wrong_kernel_is_never_timed(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_what_a_kernel_leaves_behind(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN compares as small; a row never written happens to hold what was there before; inputs are changed, and the
     reference sees them so."""
+    formula = kernels.sphere_step.sphere_step.formula
 
-    def wrong(h: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor]:
-        out = kernels.sphere_step.reference(h, x, alpha)
+    def wrong(h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
+        out, _ = formula(h, x, alpha)
         if how == "nan":
             out = out * float("nan")
         elif how == "unwritten":
             out = torch.cat([out[:1], torch.empty_like(out[1:])])
         else:
-            h.data.mul_(2)
-            out = kernels.sphere_step.reference(h, x, alpha)
-        return out, out.view_as(out)
+            h.to_move.data.mul_(2)
+            out, _ = formula(h, x, alpha)
+        return HiddenState(out, out.view_as(out))
 
+    wrong.formula = formula
     monkeypatch.setattr(kernels.sphere_step, "sphere_step", wrong)
     with pytest.raises(kernels.KernelError, match="sphere_step"):
         next(kernels.bench(CPU, [(64, 128, 32)], SMALL))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ngpt_train.config import ConfigError, check, config_dir, list_experiments, load_config
+from ngpt_train.config.architectures import architectures, schema_keys
 from ngpt_train.config.files import GROUPS
 from ngpt_train.config.help import help_text
 from ngpt_train.config.overrides import expand
-from ngpt_train.config.validate import architectures, schema_keys
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
@@ -160,6 +160,58 @@ def test_help_shows_the_keys_of_every_architecture(chosen: str) -> None:
         assert architecture == chosen or f"model={architecture}: " in others
     assert len([line for line in lines if line.startswith("  model.qk_norm=")]) == 2  # nGPT's, and the baseline's
     assert len([line for line in lines if line.startswith("  model.alpha_mlp.kind=")]) == 1
+
+
+def test_a_file_that_changes_between_two_calls_counts(tmp_path: Path) -> None:
+    """Nor is a config part of the next one. Caught: a composition remembered for a file that was edited since."""
+    path = tmp_path / "model" / "mine.yaml"
+    path.parent.mkdir()
+    widths = []
+    for text in ("d_model: 96", "d_model: 128", "d_model: 128\nqk_norm: true"):
+        path.write_text(f"defaults: [gpt]\n{text}\n")
+        config: Any = load_config(["model=mine"], str(tmp_path))
+        widths.append((config.model.d_model, config.model.qk_norm))
+        config.optim.lr_table["tiny"][256] = 7.0
+        config.model.d_model = 8
+    assert widths == [(96, False), (128, False), (128, True)]
+    assert load_config(["model=mine"], str(tmp_path)).optim.lr == load_config(["model=gpt"]).optim.lr
+    path.unlink()
+    with pytest.raises(ConfigError, match="model=mine: no such option"):
+        load_config(["model=mine"], str(tmp_path))
+
+
+@pytest.mark.parametrize("group", ["parallel", "kernels", "checkpoint", "eval", "logging"])
+def test_a_group_without_files_is_one(group: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """parallel=fsdp is parallel.kind=fsdp, on the command line, in a defaults list and in a row; own files are options,
+    too, unless their name is taken."""
+    option, key, value = {
+        "parallel": ("fsdp", "kind", "fsdp"),
+        "kernels": ("torch", "kind", "torch"),
+        "checkpoint": ("default", "keep_last", 2),
+        "eval": ("default", "rows", 64),
+        "logging": ("default", "tensorboard", False),
+    }[group]
+    for name, content in {
+        f"{group}/{option}": f"{key}: nosuch\n",
+        f"{group}/mine": "every: 7\n" if key != "kind" else f"defaults: [{option}]\n",
+        "experiment/list": f"# @package _global_\ndefaults:\n  - override /{group}: {option}\n",
+        "experiment/table": f"# @package _global_\nrows:\n  row: {{{group}: mine}}\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / f"{name}.yaml").write_text(content)
+
+    for argument in (f"{group}={option}", "experiment=list", "experiment=table/row", f"{group}=mine"):
+        section = getattr(load_config([argument], str(tmp_path)), group)
+        assert getattr(section, key) == value
+        assert key == "kind" or section.every == (7 if argument.endswith(("row", "mine")) else section.every)
+    assert (
+        f"{group}/{option}.yaml is not used: the built-in {group}={option} has the same name" in capsys.readouterr().err
+    )
+
+
+def test_a_message_names_the_option_that_set_a_key() -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.kind is set by parallel=single"):
+        load_config(["parallel=single"], world_size=2)
 
 
 def test_threads_may_load_at_the_same_time() -> None:

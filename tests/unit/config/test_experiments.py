@@ -1,6 +1,6 @@
 """Experiments by name: the tables of the papers and their rows, what overrides what, and the messages.
 
-The parameter counts are written here a second time, from the papers, without the models.
+The parameter counts are written in tests/reference a second time, from the papers, without the models.
 """
 
 from functools import cache
@@ -13,6 +13,7 @@ import torch
 from ngpt_train.__main__ import main
 from ngpt_train.config import Config, ConfigError, list_experiments, load_config, to_dict, to_yaml
 from ngpt_train.models import build_model
+from tests.properties.architectures import ARCHITECTURES
 
 NAMES = list_experiments()
 # LLaMA-2's vocabulary, where the experiment leaves it to the tokenizer.
@@ -29,33 +30,7 @@ def resolved(name: str) -> Config:
 
 def formula(model: Any) -> int:
     """Parameters of a model of the papers, whose heads have d / H dimensions and keys and values of their own."""
-    d, n_layers, heads, ffn, vocabulary = model.d_model, model.n_layers, model.n_heads, model.d_mlp, model.vocab_size
-    embeddings = vocabulary * d * (1 if model.tied_embeddings else 2)
-    attention, gated_mlp = 4 * d * d, 3 * d * ffn
-    if model.name == "ngpt":
-
-        def scale(vector: Any, size: int) -> int:
-            return {"vector": size, "scalar": 1, "fixed": 0}[vector.kind]
-
-        scales = scale(model.s_qk, d) + scale(model.s_u, ffn) + scale(model.s_v, ffn)
-        scales += scale(model.alpha_attn, d) + scale(model.alpha_mlp, d)
-        return embeddings + n_layers * (attention + gated_mlp + scales) + scale(model.s_z, vocabulary)
-    if model.name == "gpt":
-        assert not model.qk_norm
-        return embeddings + n_layers * (attention + gated_mlp) + (2 * n_layers + 1) * d
-    if model.name in ("ntransformer", "gpt_encoder_decoder"):
-        n_encoder, ngpt = model.n_encoder_layers, model.name == "ntransformer"
-        # Each block's vectors: nGPT's scales, or two gains; those of cross-attention; and the ends.
-        vectors, of_cross, ends = (3 * d + 2 * ffn, 2 * d, vocabulary) if ngpt else (2 * d, d, 2 * d)
-        blocks = (n_encoder + n_layers) * (attention + gated_mlp + vectors) + n_layers * (attention + of_cross)
-        return 3 * vocabulary * d + blocks + ends
-    if model.name == "powernorm":
-        return embeddings + n_layers * (attention + gated_mlp) + (2 * n_layers + 1) * 2 * d
-    assert (model.name, model.positions, model.bias) == ("normformer", "sinusoidal", True)
-    block = attention + 4 * d + 2 * d * ffn + ffn + d + 2 * 2 * d  # matrices, biases and the two norms of Pre-LN
-    block += 2 * d * model.post_attn_norm + 2 * ffn * model.ffn_norm + heads * (model.head_scale != "none")
-    block += d * model.res_scale + 3 * 2 * d * model.qkv_norm
-    return embeddings + n_layers * block + 2 * d
+    return ARCHITECTURES[model.name].n_params(model)
 
 
 # The integers behind the millions that the papers print (architectures.md 1.2 and 2).

@@ -35,12 +35,12 @@ from numpy.typing import NDArray
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import open_dataset, reader_of
-from ngpt_train.data.loader import Reader
 from ngpt_train.data.prepared import units
-from ngpt_train.data.sources.source import list_files
-from ngpt_train.data.streamed import shard_cache
-from ngpt_train.data.streamed.documents import HEADER, Documents, read_header
-from ngpt_train.data.streamed.shard_cache import FetchError, Shard, ShardCache
+from ngpt_train.data.rows import Reader
+from ngpt_train.data.sources.local import list_files
+from ngpt_train.data.sources.text import FetchError, Shard
+from ngpt_train.data.streamed import cache as shard_cache
+from ngpt_train.data.streamed.cache import HEADER, Documents, ShardCache, read_header
 from ngpt_train.data.streamed.workers import StreamReader
 
 ROOT = Path(__file__).parents[3]

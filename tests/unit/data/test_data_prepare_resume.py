@@ -23,13 +23,13 @@ import pytest
 
 from ngpt_train.config.schema import Config, DataConfig
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.progress import Progress
 from ngpt_train.data import prepare_dataset
 from ngpt_train.data.prepared import units
-from ngpt_train.data.prepared.progress import Progress
-from ngpt_train.data.sources.datasets_library import DatasetsText
-from ngpt_train.data.sources.hub import HubListing, NoPlainFiles
-from ngpt_train.data.sources.source import LocalText, open_source
-from ngpt_train.data.streamed.shard_cache import Shard
+from ngpt_train.data.sources.hub import DatasetsText, HubListing, NoPlainFiles
+from ngpt_train.data.sources.local import LocalText
+from ngpt_train.data.sources.source import open_source
+from ngpt_train.data.sources.text import Shard
 
 UNIT = 8192
 
@@ -76,7 +76,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 def test_any_number_of_processes_writes_the_same(corpus: Path, tmp_path: Path) -> None:
     cfg = config(corpus)
-    assert len(open_source(cfg.data).units(lambda path: path.name)) > 10
+    assert len(units.units_of(open_source(cfg.data), lambda path: path.name)) > 10
     written = []
     for n in (1, 2, 3):
         cfg.data.prepare_workers = n
@@ -94,7 +94,7 @@ def test_parts_of_files_hold_every_document_once(corpus: Path) -> None:
         units.UNIT_BYTES = size
         for name, texts in (("a.jsonl", documents(400)), ("b.parquet", documents(300, 2))):
             source = open_source(config(corpus / name).data)
-            parts = source.units(lambda path: path.name)
+            parts = units.units_of(source, lambda path: path.name)
             assert len({unit.shard.identity for unit in parts}) == len(parts) > 5
             assert [text for unit in parts for text in source.reader.documents(unit.shard, Path())] == texts
 
@@ -263,7 +263,7 @@ def test_a_process_that_is_killed(corpus: Path, tmp_path: Path, monkeypatch: pyt
     cfg.data.prepare_workers = 2
     source = open_source(cfg.data)
     deadly = dataclasses.replace(source, reader=Deadly(source.reader.read))  # type: ignore[attr-defined]
-    monkeypatch.setattr("ngpt_train.data.prepared.prepare.open_source", lambda _: deadly)
+    monkeypatch.setattr("ngpt_train.data.prepared.build.open_source", lambda _: deadly)
     with pytest.raises(DataError, match=r"ended without a word \(exit code -9.*Run the same command again"):
         prepare_dataset(cfg, tmp_path / "out")
     monkeypatch.undo()
@@ -331,7 +331,7 @@ def test_the_datasets_library_goes_on_in_order(tmp_path: Path) -> None:
 
 def test_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("ngpt_train.data.prepared.progress.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("ngpt_train.core.progress.LINE_SECONDS", 0.0)
     with Progress("preparing", [1, 1]) as unknown:
         unknown.heard(0, 1, 4)
         assert unknown.fraction() is None

@@ -28,9 +28,8 @@ from ngpt_train.data.tokenizers import (
     GPT2Tokenizer,
     HuggingFaceTokenizer,
     encode_document,
-    files,
-    long_documents,
-    pinned,
+    interface,
+    model_files,
 )
 from ngpt_train.data.tokenizers import gpt2 as gpt2_module
 from ngpt_train.data.tokenizers.gpt2 import parse_ranks
@@ -118,8 +117,8 @@ def long_texts() -> list[str]:
 
 
 def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(long_documents, "STRETCH", 997)
-    monkeypatch.setattr(long_documents, "SEARCHED", 200)
+    monkeypatch.setattr(interface, "STRETCH", 997)
+    monkeypatch.setattr(interface, "SEARCHED", 200)
 
 
 def test_long_documents_are_encoded_in_stretches(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +251,7 @@ def test_gpt2_without_a_network_fails_in_time(monkeypatch: pytest.MonkeyPatch) -
         load_tokenizer(TokenizerConfig(kind="gpt2"))
 
     monkeypatch.setattr(openai_public, "gpt2", lambda: time.sleep(3))
-    monkeypatch.setattr(files, "DOWNLOAD_SECONDS", 0.2)
+    monkeypatch.setattr(model_files, "DOWNLOAD_SECONDS", 0.2)
     start = time.monotonic()
     with pytest.raises(DataError, match=r"no answer.*TIKTOKEN_CACHE_DIR"):
         load_tokenizer(TokenizerConfig(kind="gpt2"))
@@ -266,7 +265,7 @@ def test_gpt2_ranks_are_kept_in_tiktokens_own_format() -> None:
 
 def test_gpt2_from_a_package_or_a_file(tmp_path: Path) -> None:
     """GPT-2's own ids; the ranks rebuilt from the merges are those that tiktoken publishes, byte for byte."""
-    packaged = files.package_file(*gpt2_module.PACKAGED)
+    packaged = model_files.package_file(*gpt2_module.PACKAGED)
     assert packaged is not None
     for config in (TokenizerConfig(kind="gpt2"), TokenizerConfig(kind="gpt2", path=str(packaged))):
         tokenizer = load_tokenizer(config)
@@ -315,7 +314,7 @@ def test_mistral32k_from_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     text = CORPUS[0] + "emoji 😀"
     assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == text
-    monkeypatch.setattr(pinned, "MISTRAL_FILE", ("no_such_package", "tokenizer.model"))
+    monkeypatch.setattr(model_files, "MISTRAL_FILE", ("no_such_package", "tokenizer.model"))
     with pytest.raises(DataError, match=r"tokenizer=mistral32k.*mistral-common.*\[tokenizers\]"):
         load_tokenizer(TokenizerConfig(kind="mistral32k"))
 
@@ -328,8 +327,8 @@ def test_llama2_from_the_hub_or_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(DataError, match="not the model file that tokenizer=llama2 stands for: sha256"):
         load_tokenizer(TokenizerConfig(kind="llama2", path=str(file)))
 
-    ours = replace(pinned.PINNED["llama2"], sha256=hashlib.sha256(model).hexdigest())
-    monkeypatch.setitem(pinned.PINNED, "llama2", ours)
+    ours = replace(model_files.PINNED["llama2"], sha256=hashlib.sha256(model).hexdigest())
+    monkeypatch.setitem(model_files.PINNED, "llama2", ours)
     asked = []
 
     def hub(*given: str, **more: str) -> str:
@@ -340,7 +339,7 @@ def test_llama2_from_the_hub_or_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     tokenizers_found = [load_tokenizer(TokenizerConfig(kind="llama2", path=path)) for path in (str(file), None)]
     assert [found.fingerprint for found in tokenizers_found] == [ours.sha256] * 2
     assert tokenizers_found[0].name == "llama2"
-    assert asked == [pinned.LLAMA2_COPY]
+    assert asked == [model_files.LLAMA2_COPY]
 
     def refused(*_: str, **__: str) -> str:
         raise ConnectionError("no route")
@@ -349,7 +348,7 @@ def test_llama2_from_the_hub_or_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(DataError, match=r"tokenizer=llama2.*ConnectionError.*tokenizer\.path=FILE.*mistral32k"):
         load_tokenizer(TokenizerConfig(kind="llama2"))
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: time.sleep(3))
-    monkeypatch.setattr(files, "DOWNLOAD_SECONDS", 0.2)
+    monkeypatch.setattr(model_files, "DOWNLOAD_SECONDS", 0.2)
     start = time.monotonic()
     with pytest.raises(DataError, match=r"no answer in 0\.2 s"):
         load_tokenizer(TokenizerConfig(kind="llama2"))

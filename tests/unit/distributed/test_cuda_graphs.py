@@ -13,8 +13,7 @@ from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data import Tokens
-from ngpt_train.data.prepared_rows import NextToken
-from ngpt_train.data.rows import RowFormat
+from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.distributed import layouts
 from ngpt_train.distributed.cuda_graphs import check_cuda_graphs
 from ngpt_train.evaluation import Validation

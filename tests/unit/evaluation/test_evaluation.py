@@ -9,8 +9,7 @@ import torch
 
 from ngpt_train.config.schema import GenerateConfig
 from ngpt_train.data import Tokens
-from ngpt_train.data.prepared_rows import NextToken
-from ngpt_train.data.rows import RowFormat
+from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.distributed import World
 from ngpt_train.evaluation import Validation, generate, unigram_loss, validation
 from ngpt_train.evaluation.generation import sample

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ngpt_train.kernels import attention, dispatch
+from ngpt_train.kernels.sphere_step import HiddenState
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt.model import GPTBlock
 from ngpt_train.models.layers.rope import rope_table
@@ -148,7 +149,7 @@ def passes_of(name: str, kernels: str, d: int, gpu: str) -> list[Pass]:
         block.compile(dynamic=False)
         inputs = [torch.empty_like(x).requires_grad_() for x in gradients]
         rope = rope_table(T, D_HEAD, 10000.0, False, inputs[0].device, torch.float32)
-        out = block(tuple(inputs) if name == "ngpt" else inputs[0], rope, None)
+        out = block(HiddenState(*inputs) if name == "ngpt" else inputs[0], rope, None)
         with mode:
             torch.autograd.grad(out, [*inputs, *block.parameters()], gradients if name == "ngpt" else gradients[0])
     return passes

@@ -68,17 +68,32 @@ def error(actual: Tensor, expected: Tensor) -> float:
     return ((actual.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-def moved(state: State, gradient: Tensor, step: int, scale: float | None = None, **options: Any) -> State:
+def moved(
+    state: State, gradient: Tensor, step: int, scale: float | None = None, run: Any = adam_rows_, **options: Any
+) -> State:
     """A copy of `state` after the step, which has written nowhere else."""
     margins = {name: x.new_full((32, x.shape[1]), MARGIN) for name, x in state.items()}
     buffers = {name: torch.cat([margins[name], x, margins[name]]) for name, x in state.items()}
     state = {name: x[32:-32] for name, x in buffers.items()}
     number = torch.tensor(float(step))
     grad_scale = None if scale is None else torch.tensor(scale)
-    adam_rows_(gradient=gradient, step=number, grad_scale=grad_scale, **{"found_inf": None} | state | options)
+    run(gradient=gradient, step=number, grad_scale=grad_scale, **{"found_inf": None} | state | options)
     assert number == step, "who calls counts the steps"
     assert all((x[:32] == MARGIN).all() and (x[-32:] == MARGIN).all() for x in buffers.values())
     return state
+
+
+@pytest.mark.parametrize("step", [1, 500])
+def test_the_body_is_the_formula(step: int) -> None:
+    """Caught: the same as of the kernel, in what benchmarks take as its reference."""
+    state, gradient = started(37, 64), matrix(37, 64, 3, 0.05)
+    state["copy"] = torch.full((37, 64), torch.nan, dtype=torch.bfloat16)
+    actual = moved(state, gradient, step, 1.7, adam_rows_.formula, **OPTIONS)
+    for name, x in formula(state, gradient, step, 1.7, **OPTIONS).items():
+        assert error(actual[name], x) <= 1e-6, name
+    assert torch.equal(actual["copy"], actual["weight"].bfloat16())
+    unmoved = moved(state, gradient, step, 1.7, adam_rows_.formula, found_inf=torch.ones(()), **OPTIONS)
+    assert all(torch.equal(unmoved[name], x) for name, x in state.items() if name != "copy")
 
 
 @shapes

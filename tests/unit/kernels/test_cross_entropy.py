@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.kernels import cross_entropy, dispatch
-from ngpt_train.kernels.cross_entropy import linear_cross_entropy_forward, reference
+from ngpt_train.kernels.cross_entropy import linear_cross_entropy_forward
 from ngpt_train.kernels.gpu import cross_entropy as gpu
 from tests.unit.kernels.seen import Seen
 
@@ -45,6 +45,10 @@ def linear_cross_entropy(*args: Any) -> Tensor:
     return cross_entropy.linear_cross_entropy(*args)[0]
 
 
+def formula(*args: Any) -> Tensor:
+    return cross_entropy.linear_cross_entropy.formula(*args)[0]
+
+
 def draw(leading: tuple[int, ...], d: int, n_vocab: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> tuple:
     """h, matrix, targets, scale; logits of a spread of about 2, scales away from 1, a third of the targets ignored."""
     generator = torch.Generator().manual_seed(seed + d + n_vocab)
@@ -76,7 +80,7 @@ def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None, z_lo
     loss = linear_cross_entropy(h, matrix, targets, scale, z_loss)
     gradients = torch.autograd.grad(loss * 1.7, leaves)
     h64, matrix64, scale64 = in_fp64(h, matrix, scale)
-    expected = reference(h64, matrix64, targets, scale64, z_loss)
+    expected = formula(h64, matrix64, targets, scale64, z_loss)
     expected_gradients = torch.autograd.grad(expected * 1.7, [t for t in (h64, matrix64, scale64) if t is not None])
     assert loss.dtype == torch.promote_types(h.dtype, torch.float32)
     assert error(loss, expected) <= tolerance
@@ -87,13 +91,13 @@ def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None, z_lo
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_reference_is_torchs_cross_entropy(scaled: bool, z_loss: float) -> None:
+def test_formula_is_torchs_cross_entropy(scaled: bool, z_loss: float) -> None:
     """Catches a mistake that the operation and its reference share: a mean for a sum, a scale forgotten."""
     h, matrix, targets, scale = draw((3, 5), 64, 101, torch.float64)
     logits = F.linear(h, matrix) * (scale if scaled else 1)
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum")
     expected = expected + z_loss * (logits.exp().sum(-1).log() ** 2)[targets != IGNORED].sum()
-    assert error(reference(h, matrix, targets, scale if scaled else None, z_loss), expected) < 1e-13
+    assert error(formula(h, matrix, targets, scale if scaled else None, z_loss), expected) < 1e-13
 
 
 @pytest.mark.parametrize(("scaled", "z_loss"), [(True, 0.0), (False, 0.02), (True, 0.02)])
@@ -236,7 +240,7 @@ def test_only_gradients_that_are_needed(implementation, needed: tuple[int, ...])
     h, matrix, targets, scale = draw((9,), 64, 101)
     tensors = [h, matrix, scale]
     h64, matrix64, scale64 = in_fp64(*tensors)
-    every = torch.autograd.grad(reference(h64, matrix64, targets, scale64), (h64, matrix64, scale64))
+    every = torch.autograd.grad(formula(h64, matrix64, targets, scale64), (h64, matrix64, scale64))
     for i, tensor in enumerate(tensors):
         tensor.requires_grad_(i in needed)
     with Seen(linear_cross_entropy_forward) as seen:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.kernels import dispatch
-from ngpt_train.kernels.rotary import reference, rotary
+from ngpt_train.kernels.rotary import rotary
 from ngpt_train.models.layers.rope import rope_table
 from tests.combinations import pairs_first
 
@@ -91,7 +91,7 @@ def compare(
     exact = [x.detach().double().requires_grad_() for x in arguments]
     how = case.n_heads, case.n_kv_heads, interleaved, normalized
     y = rotary(arguments[0], cos, sin, *how, *(arguments[1:] or [None]))
-    expected = reference(exact[0], cos.double(), sin.double(), *how, *(exact[1:] or [None]))
+    expected = rotary.formula(exact[0], cos.double(), sin.double(), *how, *(exact[1:] or [None]))
     for x, right, heads in zip(y, expected, (case.n_heads, case.n_kv_heads, case.n_kv_heads), strict=True):
         assert (x.shape, x.dtype) == ((case.B, case.T, heads, case.D), qkv.dtype)
         assert error(x, right) <= TOLERANCE[qkv.dtype]
@@ -234,14 +234,14 @@ def test_operators(normalized: bool) -> None:
     torch.library.opcheck(rotary_backward, (*dy, *common, 2, 1, False, normalized))
 
 
-def test_reference() -> None:
+def test_formula() -> None:
     """Catches pairs, signs or heads swapped in what the kernels are compared with: here as complex numbers."""
     torch.manual_seed(6)
     case = Case(2, 3, 2, 1, 6)
     qkv, scale, position = packed(case, torch.float64), scale_of(case).double(), 2
     for interleaved in (False, True):
         cos, sin = angles(case, interleaved, torch.float64)
-        q, k, v = reference(qkv, cos, sin, 2, 1, interleaved, True, scale)
+        q, k, v = rotary.formula(qkv, cos, sin, 2, 1, interleaved, True, scale)
         turn = torch.complex(cos, sin)[position, 0]  # (D/2,)
         for head, found in enumerate((q[1, position, 0], q[1, position, 1], k[1, position, 0])):
             x = qkv[1, position, 6 * head : 6 * head + 6]

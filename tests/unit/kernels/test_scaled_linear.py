@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.kernels.scaled_linear import scaled_linear, scaled_swiglu
-from ngpt_train.kernels.swiglu import reference
+from ngpt_train.kernels.swiglu import swiglu
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -42,7 +42,7 @@ def test_scaled_swiglu(dtype: torch.dtype) -> None:
     w_uv = draw(48, 16, dtype=dtype)
     arguments, g = [x, w_uv, s_u, s_v], draw(3, 4, 24, dtype=dtype).detach()
     wide = [argument.detach().double().requires_grad_() for argument in arguments]
-    wanted = results(reference(wide[0] @ wide[1].T, wide[2], wide[3]), wide, g.double())
+    wanted = results(swiglu.formula(wide[0] @ wide[1].T, wide[2], wide[3]), wide, g.double())
     found = results(scaled_swiglu(*arguments), arguments, g)
     assert [one.dtype for one in found] == [dtype, dtype, dtype, master, master]
     check(found, wanted, {torch.float64: 1e-14, torch.float32: 1e-6, torch.bfloat16: 1e-2}[dtype])

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.kernels import dispatch
-from ngpt_train.kernels.swiglu import backward_by_hand, reference, swiglu
+from ngpt_train.kernels.swiglu import backward_by_hand, swiglu
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -36,7 +36,7 @@ def error(found: Tensor, expected: Tensor) -> float:
 def compare(arguments: list[Tensor], dy: Tensor) -> None:
     """Output and all gradients against autograd of the formula in fp64."""
     exact = [x.detach().double().requires_grad_() for x in arguments]
-    y, expected = swiglu(*arguments), reference(*exact)
+    y, expected = swiglu(*arguments), swiglu.formula(*exact)
     assert (y.shape, y.dtype) == (expected.shape, arguments[0].dtype)
     assert error(y, expected) <= TOLERANCE[y.dtype]
     gradients = torch.autograd.grad(y, arguments, dy)
@@ -62,7 +62,7 @@ def test_by_hand(scaled: bool) -> None:
     arguments = [x.detach().double().requires_grad_() for x in inputs((2, 3, 20), torch.float32, scaled)]
     dy = torch.randn(2, 3, 20, dtype=torch.float64, device=DEVICE)
     found = backward_by_hand(dy, *arguments, *[None] * (3 - len(arguments)))
-    expected = torch.autograd.grad(reference(*arguments), arguments, dy)
+    expected = torch.autograd.grad(swiglu.formula(*arguments), arguments, dy)
     assert all(error(one, other) < 1e-13 for one, other in zip(found, expected, strict=False))
     assert scaled or found[1:] == (None, None)
 
@@ -145,16 +145,16 @@ def test_operators(scaled: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_reference(dtype: torch.dtype) -> None:
+def test_formula(dtype: torch.dtype) -> None:
     """Catches u and v swapped, or the vectors, in what the kernel is compared with; and arithmetic in bf16."""
     uv, s_u, s_v = (x.detach().to(dtype) for x in inputs((3, 5), torch.float64))
     u, v = (uv.double()[:, part] for part in (slice(5), slice(5, 10)))
     x = s_v.double() * v
     expected = s_u.double() * u * x / (1 + (-x).exp())
-    y = reference(uv, s_u, s_v)
+    y = swiglu.formula(uv, s_u, s_v)
     assert y.dtype == dtype
     assert torch.equal(y, expected.to(dtype)) or error(y, expected) <= 1e-15
-    assert error(reference(uv), u * v / (1 + (-v).exp())) <= (1e-15 if dtype == torch.float64 else 4e-3)
+    assert error(swiglu.formula(uv), u * v / (1 + (-v).exp())) <= (1e-15 if dtype == torch.float64 else 4e-3)
 
 
 def test_torch_path() -> None:

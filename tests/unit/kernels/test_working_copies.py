@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ngpt_train.data import Position
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import export_weights, load_weights
-from ngpt_train.models.layers.matrix import WORKING_COPY, as_stored, cast_at_use
+from ngpt_train.models.layers.linear import FusedLinear, cast_linears
 from ngpt_train.optim import RowAdam
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
@@ -56,7 +56,7 @@ def built(
     with dispatch.chosen(kernel):
         state = build_state(given)
     if not copies:
-        state.optimizer.copies.matrices.clear()
+        state.optimizer.copies.linears.clear()
     return state
 
 
@@ -99,7 +99,7 @@ def test_trains_as_without(name: str, options: list[str], untouched: bool) -> No
     """To the last bit, a skipped step in between. Caught: a gradient that is rounded or lost on the way to a master, a
     copy of the weights before the step or before the division, one that a skipped step leaves behind."""
     ours, plain = built(name, *options), built(name, *options, copies=False)
-    assert ours.optimizer.copies.matrices
+    assert ours.optimizer.copies.linears
     for step in range(4):
         hooks = [s.model.embedding.register_hook(lambda gradient: gradient * torch.nan) for s in (ours, plain)]
         for hook in hooks if step != 2 else []:
@@ -108,8 +108,8 @@ def test_trains_as_without(name: str, options: list[str], untouched: bool) -> No
         for hook in hooks:
             hook.remove()
         assert_same(ours, plain)
-        for matrix in ours.optimizer.copies.matrices:
-            assert torch.equal(ours.optimizer.copies.current(matrix), matrix.bfloat16())
+        for linear in ours.optimizer.copies.linears:
+            assert torch.equal(ours.optimizer.copies.current(linear.matrix), linear.matrix.bfloat16())
     assert {int(ours.optimizer.state[x]["step"]) for x in ours.model.parameters()} == {3}
 
 
@@ -124,9 +124,9 @@ def test_the_kernel_writes_them() -> None:
 
     state.optimizer.step = on_triton
     train(state, 2)
-    for matrix in state.optimizer.copies.matrices:
-        written = state.optimizer.copies.current(matrix)
-        torch.testing.assert_close(written.float(), matrix.detach(), rtol=2**-7, atol=0)
+    for linear in state.optimizer.copies.linears:
+        written = state.optimizer.copies.current(linear.matrix)
+        torch.testing.assert_close(written.float(), linear.matrix.detach(), rtol=2**-7, atol=0)
 
 
 def test_under_ddp() -> None:
@@ -173,19 +173,19 @@ def test_the_loop_casts_nothing() -> None:
 def test_who_has_copies() -> None:
     """Caught: copies where products are in fp32, where FSDP2 casts, where rows are divided at each use, or for torch's
     optimizers."""
-    assert len(built("ngpt").optimizer.copies.matrices) == 2 * 4
+    assert len(built("ngpt").optimizer.copies.linears) == 2 * 4
     for state in (
         built("ngpt", dtype="fp32"),
         built("ngpt", parallel="fsdp"),
         built("ngpt", "model.constraint=parametrization"),
     ):
         assert isinstance(state.optimizer, RowAdam)
-        assert not state.optimizer.copies.matrices
+        assert not state.optimizer.copies.linears
     assert not isinstance(built("ngpt", kernel="torch").optimizer, RowAdam)
     for architecture in (ARCHITECTURES | VARIANTS).values():
         model, _ = jittered(architecture, TINY, torch.float32)
         inside = [p for block in model.blocks() for p in block.parameters() if p.ndim == 2]
-        assert {id(p) for p in cast_at_use(model)} in ({id(p) for p in inside}, set())
+        assert {id(linear.matrix) for linear in cast_linears(model)} in ({id(p) for p in inside}, set())
 
 
 def torchs_adam(state: TrainState) -> None:
@@ -228,7 +228,7 @@ def drawn(state: TrainState) -> None:
 def projected(state: TrainState) -> None:
     in_place(state)
     state.model.project_()
-    state.model.layers[0].mlp.w_down.detach()[0] = 0.5
+    state.model.layers[0].mlp.w_down.matrix.detach()[0] = 0.5
 
 
 COUNTED = [in_place, other_memory, loaded, imported, drawn, projected]
@@ -274,7 +274,7 @@ def test_nothing_of_them_outside_of_a_step() -> None:
     seen = []
 
     def look(*_: Any) -> None:
-        seen.append([hasattr(x, WORKING_COPY) for x in state.optimizer.copies.matrices])
+        seen.append([x.bf16_copy is not None for x in state.optimizer.copies.linears])
         raise MemoryError
 
     train(state, 1)
@@ -283,7 +283,7 @@ def test_nothing_of_them_outside_of_a_step() -> None:
         train(state, 1)
     hook.remove()
     assert all(seen[0])
-    assert not any(hasattr(x, WORKING_COPY) for x in state.model.parameters())
+    assert all(x.bf16_copy is None for x in cast_linears(state.model))
 
 
 def test_resume(tmp_path: Path) -> None:
@@ -307,13 +307,14 @@ def test_gradients_are_those_of_a_cast() -> None:
     x = torch.randn(5, 8).bfloat16()
     found = []
     for copied in (False, True):
-        matrix = nn.Parameter(torch.randn(6, 8, generator=torch.Generator().manual_seed(0)))
+        linear = FusedLinear({"w": 6}, 8)
+        nn.init.normal_(linear.matrix, generator=torch.Generator().manual_seed(0))
         if copied:
-            setattr(matrix, WORKING_COPY, matrix.detach().bfloat16())
-            assert torch.equal(as_stored(matrix, torch.float16), matrix.half())
-        used = as_stored(matrix, torch.bfloat16)
+            linear.bf16_copy = linear.matrix.detach().bfloat16()
+            assert torch.equal(linear.weight(torch.float16), linear.matrix.half())
+        used = linear.weight(torch.bfloat16)
         (x @ used.T).square().sum().backward()
-        found.append((used.detach(), matrix.grad))
+        found.append((used.detach(), linear.matrix.grad))
     for plain, ours in zip(*found, strict=True):
         assert torch.equal(ours, plain)
         assert (ours.dtype, ours.stride()) == (plain.dtype, plain.stride())

@@ -20,7 +20,7 @@ from ngpt_train.config import load_config
 from ngpt_train.evaluation import Validation
 from ngpt_train.models import Decoder, build_model, export_gradients, export_weights, load_weights
 from ngpt_train.models.powernorm.keys import PowerNormConfig
-from ngpt_train.models.powernorm.norms import BatchNorm, BatchStatisticNorm, PowerNorm, PowerNormV
+from ngpt_train.models.powernorm.model import BatchNorm, NormOverBatch, PowerNorm, PowerNormV
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.checkpoint import load_state
 from ngpt_train.training.state import TrainState
@@ -184,7 +184,7 @@ def test_fifty_steps_by_the_reference(norm: str, warmup: int, groups: int) -> No
 # One norm by itself.
 
 
-def layer_of(kind: type[BatchStatisticNorm], size: int = 6, **options: Any) -> Any:
+def layer_of(kind: type[NormOverBatch], size: int = 6, **options: Any) -> Any:
     layer = kind(size, PowerNormConfig(**{"group_scaling": 0} | OPTIONS | options)).double()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
@@ -198,9 +198,9 @@ def one_pass(
 ) -> dict[str, Tensor]:
     """Forward, backward and statistics for x and dL/dy (B, T, C); y and the gradients."""
     x = x.clone().requires_grad_()
-    before = layer.before(warming_up, scale)
-    y, batch = layer(x, valid, before)
-    layer.remember_(before, batch, scale)
+    running = layer.running_statistics(warming_up, scale)
+    y, batch = layer(x, valid, running)
+    layer.update_(running, batch, scale)
     layer.zero_grad()
     (y * dy * scale).sum().backward()
     assert x.grad is not None
@@ -230,7 +230,7 @@ def test_on_a_frozen_batch_the_gradient_becomes_exact(padded: bool) -> None:
 
 @pytest.mark.parametrize("kind", [PowerNorm, PowerNormV, BatchNorm])
 @pytest.mark.parametrize("warming_up", [False, True])
-def test_padding_is_alone(kind: type[BatchStatisticNorm], warming_up: bool) -> None:
+def test_padding_is_alone(kind: type[NormOverBatch], warming_up: bool) -> None:
     """No gradient comes to it, and what stands there does not matter. Caught: padding in the mean."""
     valid = torch.arange(7) < torch.tensor([7, 5, 6, 2]).unsqueeze(1)
     inside = valid.unsqueeze(-1)
@@ -248,7 +248,7 @@ def test_padding_is_alone(kind: type[BatchStatisticNorm], warming_up: bool) -> N
 
 
 def test_nu_hears_nothing_from_padding() -> None:
-    """Not even where a loss counts there. Caught: the probe without valid."""
+    """Not even where a loss counts there. Caught: Lambda's sum without valid."""
     valid = torch.arange(7) < torch.tensor([7, 5, 6, 2]).unsqueeze(1)
     layer = layer_of(PowerNorm)
     one = reference.PN(6, alpha_fwd=layer.alpha_fwd, alpha_bkw=layer.alpha_bkw, eps=layer.eps)
@@ -297,9 +297,9 @@ def test_two_forward_passes_before_a_backward_pass(warming_up: bool, first: int)
     passes = []
     for seed in (2, 3):
         x = noise(seed, 2, 5, 6).requires_grad_()
-        before = layer.before(warming_up, 1.0)
-        y, batch = layer(x, None, before)
-        layer.remember_(before, batch, 1.0)
+        running = layer.running_statistics(warming_up, 1.0)
+        y, batch = layer(x, None, running)
+        layer.update_(running, batch, 1.0)
         expected = one.forward(x.detach().flatten(0, 1), gain, bias, warmup=warming_up)
         assert_near({"y": y.flatten(0, 1)}, {"y": expected}, 1e-12)
         passes.append((x, y, noise(seed + 10, 2, 5, 6), one.saved))
@@ -404,7 +404,7 @@ def test_compile_changes_nothing(norm: str, recomputed: str) -> None:
 
 @pytest.mark.parametrize("kind", [PowerNorm, PowerNormV, BatchNorm])
 @pytest.mark.parametrize("groups", [0, 2])
-def test_statistics_of_bf16_are_taken_in_fp32(kind: type[BatchStatisticNorm], groups: int) -> None:
+def test_statistics_of_bf16_are_taken_in_fp32(kind: type[NormOverBatch], groups: int) -> None:
     """Caught: a mean over bf16, running statistics advanced by rounded ones."""
     layer, expected = layer_of(kind, group_scaling=groups).float(), layer_of(kind, group_scaling=groups)
     for seed in range(3):
@@ -470,7 +470,7 @@ def test_a_bad_batch_is_no_part_of_the_mean_of_the_warm_up() -> None:
 
 @pytest.mark.parametrize("warming_up", [False, True])
 @pytest.mark.parametrize("kind", [PowerNorm, PowerNormV, BatchNorm])
-def test_nothing_but_padding_is_no_batch(kind: type[BatchStatisticNorm], warming_up: bool) -> None:
+def test_nothing_but_padding_is_no_batch(kind: type[NormOverBatch], warming_up: bool) -> None:
     """Caught: running statistics drawn towards the mean of nothing, which is 0."""
     layer = layer_of(kind)
     x, dy = 3 * noise(0, 2, 5, 6), noise(1, 2, 5, 6)
@@ -585,7 +585,7 @@ def test_resumes_bit_for_bit(uninterrupted: Path, corpus: Path, tmp_path: Path) 
 
 def test_evaluate_gives_the_loss_of_training(uninterrupted: Path, corpus: Path, tmp_path: Path) -> None:
     out = tmp_path / "result.json"
-    given = arguments(tmp_path, corpus, f"evaluate.checkpoint={uninterrupted}", f"evaluate.out={out}")
+    given = powernorm_arguments(tmp_path, corpus, f"evaluate.checkpoint={uninterrupted}", f"evaluate.out={out}")
     assert main(["evaluate", *given]) == 0
     trained = records(uninterrupted, "eval")
     assert json.loads(out.read_text())["loss"] == trained[12]["loss"]

@@ -11,8 +11,7 @@ from torch import Tensor
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data import Tokens
-from ngpt_train.data.prepared_rows import NextToken
-from ngpt_train.data.rows import RowFormat
+from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.evaluation import Validation
 from ngpt_train.models import load_weights
 from ngpt_train.training import build_state, train_step

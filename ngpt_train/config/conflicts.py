@@ -1,0 +1,216 @@
+"""Keys that exclude each other, and what a verb cannot do without. What an architecture excludes, its keys say."""
+
+from __future__ import annotations
+
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Mapping
+from functools import reduce
+from importlib.util import find_spec
+from pathlib import Path
+
+from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors
+from ngpt_train.config.mixture import mixture_of
+from ngpt_train.config.resolve import auto_warmup
+from ngpt_train.config.schema import Config
+from ngpt_train.config.validate import Origin, report_together, show
+from ngpt_train.core.errors import ConfigError
+
+# One level of directories: multirun numbers its jobs <name>/<k>.
+_RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")
+
+
+def check(config: Config, world_size: int | None = None, origins: Mapping[str, Origin] | None = None) -> None:
+    """Raises ConfigError for values that exclude each other. `config` is resolved; `world_size` is the
+    number of ranks, by default torchrun's."""
+    world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
+    rules = [_run, _model, _batch, _cuda_graphs, _steps, _optimizer, _ranks]
+    rules += [_source, _rows, _tokenizer, _checkpoints]
+    for rule in rules:
+        for conflict in rule(config, world_size):
+            raise report_together(config, conflict, origins or {})
+
+
+def check_verb(config: Config, verb: str) -> None:
+    """Raises ConfigError for what `verb` cannot do without, or cannot write to."""
+    if verb in ("generate", "evaluate") and getattr(config, verb).checkpoint is None:
+        raise ConfigError(
+            f"{verb}.checkpoint=null: no checkpoint is named\n  For example {verb}.checkpoint=runs/quickstart"
+        )
+    if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
+        problem = "nothing to prepare" if config.data.kind == "tokens" else "one source at a time is prepared"
+        raise ConfigError(f"data.kind={config.data.kind}: {problem}\n  Choose text: data=embedded, local or hf")
+    if verb == "plan":
+        check(config, config.plan.world_size)
+    out = getattr(getattr(config, verb), "out", None) if verb in ("plan", "evaluate", "bench") else None
+    if out is None:
+        return
+    path = Path(out).expanduser()
+    if path.is_dir():
+        raise ConfigError(f"{verb}.out={out}: is a directory\n  Name a file in it")
+    if not path.parent.is_dir():
+        raise ConfigError(f"{verb}.out={out}: {path.parent} is not a directory\n  Create it, or name another file")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+    except OSError as error:
+        problem, fix = f"{path.parent} cannot be written ({error.strerror})", "Name a file where you may write"
+        raise ConfigError(f"{verb}.out={out}: {problem}\n  {fix}") from None
+
+
+def _run(config: Config, world_size: int) -> Iterator[Conflict]:
+    run = config.run
+    if not _RUN_NAME.fullmatch(run.name):
+        fix = "Letters, digits, '.', '_' and '-', at most one '/', no part that begins with '.' or '-'"
+        yield "run.name", "not a directory name", fix
+    if run.overwrite and run.resume == "must":
+        problem = "overwriting deletes the run that must be resumed"
+        yield "run.overwrite run.resume", problem, "Keep one of them"
+    if config.logging.tensorboard and find_spec("tensorboard") is None:
+        fix = "pip install 'ngpt-train[tensorboard]', or set logging.tensorboard=false"
+        yield "logging.tensorboard", "the package tensorboard is not installed", fix
+
+
+def _model(config: Config, world_size: int) -> Iterator[Conflict]:
+    model = config.model
+    assert isinstance(model.n_kv_heads, int)
+    heads = "model.n_heads model.d_model"
+    if model.d_model % model.n_heads:
+        fix = nearest_divisors("model.n_heads", model.n_heads, model.d_model)
+        yield heads, "the heads do not divide the width", fix
+    if model.uses_rope and (model.d_model // model.n_heads) % 2:
+        width = 2 * model.n_heads * max(1, round(model.d_model / model.n_heads / 2))
+        problem = f"RoPE needs an even width of each head, this is {model.d_model // model.n_heads}"
+        yield heads, problem, f"For example model.d_model={width}"
+    if model.n_heads % model.n_kv_heads:
+        fix = nearest_divisors("model.n_kv_heads", model.n_kv_heads, model.n_heads)
+        yield "model.n_kv_heads model.n_heads", "the key/value heads do not divide the heads", fix
+    for switch, name in model.without_effect():
+        default = reduce(getattr, name.split("."), type(model)())
+        if reduce(getattr, name.split("."), model) not in (default, 0 if default == AUTO else default):
+            key, fix = f"model.{name}", f"Leave it out, or set model.{name}={show(default)}"
+            yield f"{key} model.{switch}", f"{key} has no effect then", fix
+
+
+def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
+    rows, micro = config.train.rows_per_step, config.train.micro_rows
+    ranks = f"{world_size} ranks" if world_size > 1 else "one rank"
+    if isinstance(micro, int) and rows % (micro * world_size):
+        names, unit = "train.batch_rows train.micro_rows", micro * world_size
+        problem = f"the batch is no multiple of {micro} rows on {ranks}"
+    elif rows % world_size:
+        names, unit = "train.batch_rows", world_size
+        problem = f"the batch cannot be shared evenly by {ranks}"
+    else:
+        return
+    below, above = rows // unit * unit, (rows // unit + 1) * unit
+    fix = f"The nearest train.batch_rows that work: {f'{below} or ' if below else ''}{above}"
+    if isinstance(micro, int) and rows % world_size == 0:
+        fix = f"{nearest_divisors('train.micro_rows', micro, rows // world_size)}\n  {fix}"
+    yield names, problem, fix
+
+
+def _cuda_graphs(config: Config, world_size: int) -> Iterator[Conflict]:
+    """What CUDA graphs need, and what distributed/cuda_graphs.py has not thought through."""
+    kind, without = config.parallel.kind, "or train.cuda_graphs=false"
+    if not config.train.cuda_graphs:
+        return
+    if config.train.device == "cpu":
+        yield "train.cuda_graphs train.device", "CPUs have no CUDA graphs", f"Set train.device=cuda, {without}"
+    if config.train.compile is False:
+        fix = f"Set train.compile=true, {without}"
+        yield "train.cuda_graphs train.compile", "only compiled blocks are recorded", fix
+    if kind in ("ddp", "fsdp") or world_size > 1:
+        ranks = f", and there are {world_size}" if world_size > 1 else ""
+        problem = f"only one process, without DDP and FSDP2{ranks}"
+        yield "train.cuda_graphs parallel.kind", problem, f"Use one rank and parallel=single, {without}"
+
+
+def _steps(config: Config, world_size: int) -> Iterator[Conflict]:
+    train, schedule = config.train, config.schedule
+    if train.stop_at is not None and train.stop_at > train.steps:
+        yield "train.stop_at train.steps", "stops after the end", f"Set train.stop_at to {train.steps} or less"
+    if int(schedule.warmup_steps) >= train.steps:
+        problem = "the warmup leaves no step at the full learning rate"
+        fix = f"Set schedule.warmup_steps below {train.steps}; auto would be {auto_warmup(train.steps)}"
+        yield "schedule.warmup_steps train.steps", problem, fix
+    yield from config.model.conflicts(config)
+    if schedule.final_lr > float(config.optim.lr):
+        fix = f"Set schedule.final_lr to {config.optim.lr} or less"
+        yield "schedule.final_lr optim.lr", "ends above the peak", fix
+
+
+def _optimizer(config: Config, world_size: int) -> Iterator[Conflict]:
+    optim = config.optim
+    if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+        yield "optim.betas", "not two numbers >= 0 and < 1", "For example optim.betas=[0.9,0.95]"
+    if optim.weight_decay and optim.name == "adam":
+        fix = "Set optim.name=adamw or optim.weight_decay=0"
+        yield "optim.weight_decay optim.name", "adam never decays", fix
+
+
+def _ranks(config: Config, world_size: int) -> Iterator[Conflict]:
+    if config.parallel.kind == "single" and world_size > 1:
+        problem = f"one process, but there are {world_size} ranks"
+        yield "parallel.kind", problem, "Set parallel=auto, ddp or fsdp, or use one rank"
+
+
+def _source(config: Config, world_size: int) -> Iterator[Conflict]:
+    data, tokenizer = config.data, config.tokenizer
+    path, repo = "data.path data.kind", "data.repo data.kind"
+    if data.kind in ("local", "tokens") and data.path is None:
+        yield path, "no data is named", "Set data.path=PATH"
+    if data.kind == "mixture":
+        texts = all(source.data.kind != "tokens" for source in mixture_of(data))
+        if tokenizer.kind == "sentencepiece" and tokenizer.path is None and texts:
+            fix = "Name one that was trained before, or choose another tokenizer"
+            yield "tokenizer.path data.kind", "no model is trained from a mixture", fix
+    elif data.mixture is not None:
+        yield "data.mixture data.kind", "the text is no mixture", "Choose data=mixture, or leave data.mixture out"
+    if data.kind == "mixture" and data.path is not None:
+        yield path, "a mixture names the path of each source", "Leave data.path out"
+    if data.kind == "embedded" and data.path is not None:
+        fix = "Choose data=local for text or data=tokens for prepared shards"
+        yield path, "the embedded text reads no path", fix
+    if data.on_hub and data.path is not None:
+        fix = "Choose data=local for files, or leave data.path out"
+        yield path, "a data set of the hub reads no path", fix
+    if data.on_hub and data.repo is None:
+        yield repo, "no data set is named", "Set data.repo=OWNER/NAME"
+    if not data.on_hub and data.repo is not None:
+        yield repo, "the text is not read from the hub", "Choose data=hf, or leave data.repo out"
+    if not data.on_hub and data.files is not None:
+        fix = "Choose data=hf, or set data.path=GLOB"
+        yield "data.files data.kind", "the text is not read from the hub", fix
+    if data.kind == "tokens" and data.streamed:
+        fix = "Leave data.streaming out, or choose data=local"
+        yield "data.streaming data.kind", "prepared shards are tokens already", fix
+
+
+def _rows(config: Config, world_size: int) -> Iterator[Conflict]:
+    data, model = config.data, config.model
+    if data.objective != model.objective:
+        fix = f"Set data.objective={model.objective}, or choose another model"
+        yield "data.objective model.name", "the model is not made for this objective", fix
+    if data.objective == "prefix_continuation":
+        for name, differs in {"data.pack": data.pack != "concat", "data.document_mask": data.document_mask}.items():
+            if differs:
+                yield f"{name} data.objective", "a row is one document then", f"Leave {name} out"
+
+
+def _tokenizer(config: Config, world_size: int) -> Iterator[Conflict]:
+    tokenizer, names = config.tokenizer, "tokenizer.path tokenizer.kind"
+    if tokenizer.path is not None and tokenizer.kind == "bytes":
+        fix = "Choose tokenizer=sentencepiece or another, or leave tokenizer.path out"
+        yield names, "bytes reads no model file", fix
+    if tokenizer.path is None and tokenizer.kind == "hf":
+        yield names, "no tokenizer.json is named", "Set tokenizer.path=FILE"
+    if tokenizer.eos is not None and tokenizer.kind != "hf":
+        yield "tokenizer.eos tokenizer.kind", "the tokenizer knows its own", "Leave tokenizer.eos out"
+
+
+def _checkpoints(config: Config, world_size: int) -> Iterator[Conflict]:
+    keep, every = config.checkpoint.keep_every, config.checkpoint.every
+    if keep is not None and (every == 0 or keep % every):
+        fix = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"
+        yield "checkpoint.keep_every checkpoint.every", "no checkpoint is written at these steps", fix

@@ -1,0 +1,273 @@
+"""Text to a directory of token shards, written once by several processes; a start after a kill goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.progress import Progress
+from ngpt_train.data.directory import build_directory, is_filled
+from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
+from ngpt_train.data.prepared.assembly import JOURNAL, Assembly, Journal, clear
+from ngpt_train.data.prepared.chunks import Tokenizing, chunks_in_order, n_processes
+from ngpt_train.data.prepared.shards import FORMAT, MANIFEST, check_length, fingerprint, read_manifest
+from ngpt_train.data.prepared.units import Unit, units_of
+from ngpt_train.data.prepared.writer import dtype_for
+from ngpt_train.data.sources.sample import draw_sample
+from ngpt_train.data.sources.source import Source, open_source
+from ngpt_train.data.sources.text import Counts
+from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, tokenizer_key, write_tokenizer
+
+logger = logging.getLogger(__name__)
+
+# To be raised when the same text and settings begin to give other tokens; FORMAT is that of the files.
+RECIPE = 2
+# What waits for its turn lies beside the shards, each time under another name: processes of a start that was killed
+# may still be about to write.
+WAITING = "waiting-"
+
+
+def prepare_shards(
+    config: Config, hashes: FileHashes, out: Path | None = None, tokenizer: Tokenizer | None = None
+) -> Path:
+    """The directory of token shards for the text of `config`: `out`, or one in the cache that the content names.
+
+    tokenizer: to use in place of the one that `config.tokenizer` describes. Writes the shards unless they are
+    there already. What a failure or a kill leaves is in a hidden directory beside it, and the next call goes on from
+    there. Raises DataError for faulty text, and if `out` holds anything else.
+    """
+    source = open_source(config.data)
+
+    def place(tokenizer_key: list[Any]) -> tuple[Callable[[], str], Path]:
+        compute_key = partial(_key, config, source, tokenizer_key, hashes)
+        return compute_key, out or cache_directory(config) / "tokens" / f"{source.kind}-{compute_key()[:16]}"
+
+    if tokenizer is None:
+        compute_key, directory = place(tokenizer_key(config.tokenizer))
+    else:
+        # The text that a tokenizer was trained from lies there under the settings of the training.
+        compute_key, directory = place([tokenizer.kind, "trained", tokenizer.vocab_size])
+        if not is_filled(directory) or read_manifest(directory)["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
+            of_a_file = [tokenizer.fingerprint] if tokenizer.kind in ("sentencepiece", "hf") else []
+            compute_key, directory = place([tokenizer.kind, *of_a_file])
+    key = compute_key()
+    prepared_before = is_filled(directory)
+    if not prepared_before:
+        preparation = Preparation(config, source, compute_key, tokenizer, hashes)
+        build_directory(directory, preparation.write, resumable=True)
+    if not (directory / MANIFEST).exists() or read_manifest(directory).get("key") != key:
+        raise DataError(
+            f"{directory} holds something else than this text with this tokenizer and these settings, and is not "
+            "overwritten; choose another data.out or delete it"
+        )
+    if prepared_before:
+        logger.info("using the tokens prepared before in %s", directory)
+    return directory
+
+
+def _key(config: Config, source: Source, tokenizer_key: list[Any], hashes: FileHashes) -> str:
+    """What decides the shards, as one hash: found without reading the text if no file has changed."""
+    return canonical_hash(
+        {
+            "version": [FORMAT, RECIPE],
+            "kind": source.kind,
+            "settings": source.settings,
+            "files": source.content(hashes.sha256),
+            "tokenizer": tokenizer_key,
+            "val_fraction": config.data.val_fraction,
+            "shard_tokens": config.data.shard_tokens,
+        }
+    )
+
+
+class Preparation:
+    """How the directory of a text is written, by `write`."""
+
+    def __init__(
+        self,
+        config: Config,
+        source: Source,
+        compute_key: Callable[[], str],
+        tokenizer: Tokenizer | None,
+        hashes: FileHashes,
+    ) -> None:
+        self._config, self._source, self._compute_key, self._hashes = config, source, compute_key, hashes
+        self._where = f"data={source.kind}" + (f" data.path={config.data.path}" if source.kind == "local" else "")
+        self._trains = tokenizer is None and config.tokenizer.kind == "sentencepiece" and config.tokenizer.path is None
+        self._tokenizer = tokenizer
+
+    def write(self, directory: Path) -> None:
+        """Writes everything into `directory`, going on from what an earlier call has left there.
+
+        Leaves nothing there if it fails before a shard is finished. Raises DataError.
+        """
+        _remove_waiting(directory)
+        worth_keeping = (directory / JOURNAL).exists()
+        try:
+            key = self._compute_key()
+            logger.info("preparing %s: reading %s files", self._where, f"{len(self._source.names):,}")
+            units = units_of(self._source, self._hashes.sha256)
+            self._hashes.save()  # so that the next start need not compute them again
+            # That there is a single document is seen at its end, unless it is a .txt file; it is then read once more.
+            for single in [True] if self._source.is_one_document else [False, True]:
+                journal = Journal(directory, [unit.shard.identity for unit in units])
+                header, tokenizer = self._begin(directory, journal, key, single)
+                assembly = Assembly(directory, journal, header)
+                tokenizing = Tokenizing(
+                    self._source.reader, tokenizer, header["dtype"], self._config.data.val_fraction, single
+                )
+                with contextlib.closing(assembly):
+                    try:
+                        self._assemble(assembly, units, directory, tokenizing, header, key)
+                        if single or assembly.counts.documents != 1:
+                            return self._finish(directory, assembly, header, key)
+                    finally:
+                        worth_keeping = assembly.keeps_something
+        except BaseException:
+            if not worth_keeping:
+                clear(directory)
+            raise
+
+    def _begin(self, directory: Path, journal: Journal, key: str, single: bool) -> tuple[dict[str, Any], Tokenizer]:
+        """The first line of the journal and the tokenizer: those that lie there if they are of the same settings."""
+        if not self._trains and self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self._config.tokenizer)
+        data, tokenizer = self._config.data, self._tokenizer
+        settings = canonical_hash(
+            {
+                "version": [FORMAT, RECIPE],
+                "text": [self._source.kind, self._source.settings],
+                # One that is trained depends on all text, another on nothing but itself.
+                "tokenizer": key if self._trains or tokenizer is None else [tokenizer.fingerprint, tokenizer.eos],
+                "val_fraction": data.val_fraction,
+                "shard_tokens": data.shard_tokens,
+                "single": single,
+            }
+        )
+        before = journal.header()
+        if before is not None and before.get("settings") == settings:
+            try:
+                return before, read_tokenizer(directory, before["tokenizer"])
+            except (DataError, KeyError) as error:
+                logger.warning("beginning anew: %s", error)
+        clear(directory)
+        if tokenizer is None:
+            tokenizer = self._tokenizer = self._train()
+        entry = write_tokenizer(tokenizer, directory)
+        dtype = dtype_for(tokenizer.vocab_size)
+        header = {"settings": settings, "dtype": dtype, "shard_tokens": data.shard_tokens, "tokenizer": entry}
+        journal.begin(header)
+        return header, tokenizer
+
+    def _train(self) -> Tokenizer:
+        data, tokenizer = self._config.data, self._config.tokenizer
+        logger.info("reading a sample of the text for a SentencePiece model of %d pieces", tokenizer.vocab_size)
+        source, shards = self._source, self._source.cut(self._hashes)
+        with Progress("sampling", [1]) as progress:
+            sample, counts = draw_sample(
+                shards,
+                lambda number: source.documents_of(shards[number]),
+                data.val_fraction,
+                partial(progress.heard, 0),
+            )
+        if counts is not None:
+            check_splits(counts, self._where, data.val_fraction)
+        logger.info("training a SentencePiece model of %d pieces", tokenizer.vocab_size)
+        return load_tokenizer(tokenizer, corpus=sample)
+
+    def _assemble(
+        self,
+        assembly: Assembly,
+        units: Sequence[Unit],
+        directory: Path,
+        tokenizing: Tokenizing,
+        header: dict[str, Any],
+        key: str,
+    ) -> None:
+        start = assembly.position
+        if assembly.keeps_something:
+            logger.info("going on after %s documents", f"{assembly.counts.documents:,}")
+        processes = n_processes(self._config.data.prepare_workers, len(units) - start[0])
+        sizes = [unit.size for unit in units]
+        with (
+            tempfile.TemporaryDirectory(prefix=WAITING, dir=directory, ignore_cleanup_errors=True) as waiting,
+            Progress("preparing", sizes, start[0]) as progress,
+            contextlib.closing(
+                chunks_in_order(
+                    units, start, tokenizing, directory, header["tokenizer"], processes, Path(waiting), progress.heard
+                )
+            ) as chunks,
+        ):
+            for unit, chunk in chunks:
+                progress.at(unit)
+                if assembly.add(unit, chunk):
+                    self._check_unchanged(key)
+                    assembly.record()
+
+    def _check_unchanged(self, key: str) -> None:
+        if self._compute_key() != key:
+            raise DataError(f"{self._where}: a file was changed while it was read; start again")
+
+    def _finish(self, directory: Path, assembly: Assembly, header: dict[str, Any], key: str) -> None:
+        """Raises DataError where a split is too small, or a file has changed."""
+        data, counts = self._config.data, assembly.counts
+        check_splits(counts, self._where, data.val_fraction)
+        splits = assembly.finish()
+        for split, entry in splits.items():
+            check_length(split, entry["tokens"], self._config.model.context, self._where)
+        self._check_unchanged(key)
+        manifest = {
+            "version": FORMAT,
+            "fingerprint": fingerprint(header["tokenizer"]["fingerprint"], splits),
+            "key": key,
+            "dtype": header["dtype"],
+            "tokenizer": header["tokenizer"],
+            "source": {
+                "kind": self._source.kind,
+                **self._source.settings,
+                "revision": self._source.revision,
+                "documents": counts.documents,
+                "bytes": counts.bytes,
+                "skipped_empty": counts.empty,
+                "text_sha256": assembly.text_sha256,
+                "val_fraction": data.val_fraction,
+                "files": self._source.names,
+            },
+            "splits": splits,
+        }
+        (directory / JOURNAL).unlink()
+        _remove_waiting(directory)
+        (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _remove_waiting(directory: Path) -> None:
+    for left in directory.glob(f"{WAITING}*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
+def check_splits(counts: Counts, where: str, val_fraction: float) -> None:
+    """Raises DataError unless both splits have a document; a single one is cut."""
+    if counts.documents == 0:
+        raise DataError(f"{where}: no text ({counts.empty} empty documents)")
+    if counts.documents == 1 or 0 < counts.validation < counts.documents:
+        return
+    if counts.smallest == counts.largest:
+        raise DataError(f"{where}: all {counts.documents} documents are the same text; nothing is left to validate on")
+    if counts.validation == 0:
+        split, bound, fraction = "validation", "at least", math.ceil(counts.smallest * 1e4) / 1e4
+    else:
+        split, bound, fraction = "training", "at most", math.floor(counts.largest * 1e4) / 1e4
+    raise DataError(
+        f"{where}: data.val_fraction={val_fraction} leaves none of {counts.documents} documents for {split}; "
+        f"set data.val_fraction to {bound} {fraction:g}, or add documents"
+    )

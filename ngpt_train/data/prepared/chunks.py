@@ -1,0 +1,257 @@
+"""Units of text, tokenized by several processes into chunks, which come in the order of the text.
+
+Each process tokenizes a unit of its own and lays its chunks into files; what waits for its turn waits on the disk. A
+process that is killed ends the work with an error, and processes whose parent is killed end by themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngpt_train.config.keys import AUTO
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.processes import end_with_parent
+from ngpt_train.data.prepared.shards import STEMS
+from ngpt_train.data.prepared.units import Unit
+from ngpt_train.data.sources.text import Counts, Shard, ShardSource, halves, place_of
+from ngpt_train.data.tokenizers import Tokenizer, encode_document, read_tokenizer
+
+# Characters of a chunk, or one document: what a process holds in memory.
+CHUNK_CHARACTERS = 2_000_000
+# Units that may be tokenized before their turn, per process: bounds the disk that they take.
+AHEAD = 3
+POLL_SECONDS = 0.05
+Heard = Callable[[int, int, int], None]  # unit, documents, bytes of text
+
+
+@dataclass
+class SplitIds:
+    """Of one split: the ids of documents one after the other, each with eos, and of each its ids and bytes."""
+
+    ids: NDArray[np.integer]
+    lengths: NDArray[np.int64]
+    sizes: NDArray[np.int64]
+
+
+@dataclass
+class Chunk:
+    """Some documents of a unit, tokenized.
+
+    taken: how many documents of the unit there are up to here; digests: sha256 of the text of each in `counts`.
+    """
+
+    taken: int
+    counts: Counts
+    digests: list[bytes]
+    splits: dict[str, SplitIds]
+
+
+@dataclass(frozen=True)
+class Tokenizing:
+    """How text becomes chunks. single: the text is one document, whose end validates."""
+
+    reader: ShardSource
+    tokenizer: Tokenizer
+    dtype: str
+    val_fraction: float
+    single: bool
+
+    def chunks(self, shard: Shard, skip: int, scratch: Path) -> Iterator[Chunk]:
+        """The unit after its first `skip` documents; at least one chunk. Raises DataError."""
+        chunk = _Growing(self.dtype)
+        taken = 0
+        for text in self.reader.documents(shard, scratch):
+            taken += 1
+            if taken <= skip:
+                continue
+            if not text:
+                chunk.counts.empty += 1
+                continue
+            for split, document, n_bytes in self._placed(text, chunk):
+                chunk.add(split, encode_document(self.tokenizer, document), self.tokenizer.eos, n_bytes)
+            chunk.characters += len(text)
+            if chunk.characters >= CHUNK_CHARACTERS:
+                yield chunk.finish(taken)
+                chunk = _Growing(self.dtype)
+        yield chunk.finish(taken)
+
+    def _placed(self, text: str, chunk: _Growing) -> list[tuple[str, str, int]]:
+        """(split, text, bytes) of a document: one, or two of a text that is a single document. Counts it."""
+        data = text.encode()
+        place = place_of(data)
+        held_out = place < self.val_fraction
+        chunk.counts.add(Counts(1, len(data), 0, int(held_out), place, place))
+        chunk.digests.append(hashlib.sha256(data).digest())
+        if not self.single:
+            return [("validation" if held_out else "train", text, len(data))]
+        first, second = halves(text, self.val_fraction)
+        held_out_bytes = len(second.encode())
+        return [("train", first, len(data) - held_out_bytes), ("validation", second, held_out_bytes)]
+
+
+@dataclass
+class _Growing:
+    """A chunk while documents are added to it."""
+
+    dtype: str
+    counts: Counts = field(default_factory=Counts)
+    digests: list[bytes] = field(default_factory=list)
+    characters: int = 0
+    documents: dict[str, list[tuple[NDArray[np.integer], int]]] = field(
+        default_factory=lambda: {split: [] for split in STEMS}
+    )
+
+    def add(self, split: str, ids: NDArray[np.integer], eos: int, n_bytes: int) -> None:
+        self.documents[split].append((np.concatenate((ids, [eos]), dtype=self.dtype, casting="unsafe"), n_bytes))
+
+    def finish(self, taken: int) -> Chunk:
+        splits = {
+            split: SplitIds(
+                np.concatenate([np.empty(0, self.dtype), *(ids for ids, _ in documents)]),
+                np.array([len(ids) for ids, _ in documents], np.int64),
+                np.array([n_bytes for _, n_bytes in documents], np.int64),
+            )
+            for split, documents in self.documents.items()
+        }
+        return Chunk(taken, self.counts, self.digests, splits)
+
+
+def n_processes(setting: int | str, n_units: int) -> int:
+    """How many processes `data.prepare_workers` stands for: no more than there is work for."""
+    available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(available if setting == AUTO else int(setting), n_units))
+
+
+def chunks_in_order(
+    units: Sequence[Unit],
+    start: tuple[int, int],
+    tokenizing: Tokenizing,
+    directory: Path,
+    tokenizer_entry: dict[str, Any],
+    processes: int,
+    scratch: Path,
+    heard: Heard,
+) -> Generator[tuple[int, Chunk], None, None]:
+    """(unit, chunk) of all units from `start` on: a unit, and how many of its documents are done.
+
+    directory: holds the tokenizer of `tokenizer_entry`; scratch: a directory for what waits; heard: told of each chunk.
+    Raises what reading raises, in the order of the text.
+    """
+    skips = {start[0]: start[1]}
+    with contextlib.ExitStack() as stack:
+        if processes > 1:
+            settings = (tokenizing.reader, tokenizing.dtype, tokenizing.val_fraction, tokenizing.single)
+            pool = _Pool(processes, (settings, directory, tokenizer_entry, scratch))
+            stack.callback(pool.close)
+        for number in range(start[0], len(units)):
+            if processes > 1:
+                ahead = range(number, min(len(units), number + AHEAD * processes))
+                chunks = pool.chunks(number, {n: (units[n].shard, skips.get(n, 0)) for n in ahead}, scratch)
+            else:
+                chunks = _chunks(tokenizing, units[number].shard, skips.get(number, 0), scratch / f"{number}")
+            for chunk in chunks:
+                heard(number, chunk.counts.documents, chunk.counts.bytes)
+                yield number, chunk
+
+
+def _chunks(tokenizing: Tokenizing, shard: Shard, skip: int, own: Path) -> Iterator[Chunk]:
+    own.mkdir()
+    yield from tokenizing.chunks(shard, skip, own)
+    shutil.rmtree(own)
+
+
+class _Pool:
+    """Processes that tokenize units, ended at once by `close`."""
+
+    def __init__(self, processes: int, initargs: tuple[Any, ...]) -> None:
+        # Not forked: a child of a process with threads, or with a GPU, may hang.
+        context = multiprocessing.get_context("spawn")
+        self._others = set(multiprocessing.active_children())
+        self._processes: set[BaseProcess] = set()
+        self._pool = ProcessPoolExecutor(processes, context, _begin, initargs)
+        self._futures: dict[int, Future[None]] = {}
+
+    def chunks(self, number: int, ahead: dict[int, tuple[Shard, int]], scratch: Path) -> Iterator[Chunk]:
+        """The chunks of unit `number`, as they are made. ahead: the units that may be begun, and what each skips."""
+        try:
+            for unit, (shard, skip) in ahead.items():
+                if unit not in self._futures:
+                    self._futures[unit] = self._pool.submit(_tokenize, unit, shard, skip)
+            self._processes |= set(multiprocessing.active_children()) - self._others
+            future = self._futures[number]
+            for k in itertools.count():
+                path = _place(scratch, number, k)
+                while not path.exists():
+                    if future.done() and not path.exists():
+                        return future.result()
+                    wait([future], POLL_SECONDS)
+                chunk = pickle.loads(path.read_bytes())
+                path.unlink()
+                yield chunk
+        except BrokenProcessPool:
+            raise self._died() from None
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.terminate()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _died(self) -> DataError:
+        for process in self._processes:
+            process.join(10)
+        ended_by_pool = (0, None, -signal.SIGTERM)
+        codes = [process.exitcode for process in self._processes if process.exitcode not in ended_by_pool]
+        return DataError(
+            f"a process of `prepare` ended without a word (exit code {codes[0] if codes else 'unknown'}; -9 is often a "
+            "lack of memory). Run the same command again: it goes on after the last finished shard; fewer "
+            "data.prepare_workers need less memory"
+        )
+
+
+def _place(scratch: Path, number: int, k: int) -> Path:
+    """The file of chunk `k` of a unit."""
+    return scratch / f"{number}-{k}.chunk"
+
+
+_initargs: tuple[Any, ...] = ()
+_tokenizing: Tokenizing | None = None
+
+
+def _begin(*initargs: Any) -> None:
+    """In a process of the pool, before its first unit."""
+    global _initargs
+    _initargs = initargs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends its processes
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what is parallel
+    end_with_parent()
+
+
+def _tokenize(number: int, shard: Shard, skip: int) -> None:
+    """In a process of the pool: lays the chunks of a unit into files."""
+    global _tokenizing
+    (reader, dtype, val_fraction, single), directory, tokenizer_entry, scratch = _initargs
+    if _tokenizing is None:
+        tokenizer = read_tokenizer(directory, tokenizer_entry)
+        _tokenizing = Tokenizing(reader, tokenizer, dtype, val_fraction, single)
+    for k, chunk in enumerate(_chunks(_tokenizing, shard, skip, scratch / f"{number}")):
+        partial = _place(scratch, number, k).with_suffix(".partial")
+        with partial.open("wb") as file:
+            pickle.dump(chunk, file, protocol=5)
+        partial.rename(_place(scratch, number, k))

@@ -1,0 +1,178 @@
+"""Token files of other programs, which do not name their tokenizer: nanoGPT's and Megatron's.
+
+nanoGPT's `train.bin` and `val.bin`: ids as <u2 and nothing else. Megatron's `.bin` and `.idx`: ids without a header,
+and an index that says what they are and where documents begin. The index: MMIDIDX and two zero bytes, version (u64, 1),
+code of the ids' type (u8), number of sequences (u64) and of document bounds (u64); then of each sequence its length
+(i32) and first byte (i64), and the document bounds as numbers of sequences (i64). All little-endian.
+"""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngpt_train.core.errors import DataError
+from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.prepared.shards import MANIFEST, STEMS, Tokens, map_tokens
+from ngpt_train.data.tokenizers import Tokenizer
+
+MAGIC = b"MMIDIDX\x00\x00"
+HEADER = struct.Struct("<9sQBQQ")
+# Signed ids are read as unsigned ones: a negative id is then one far beyond any vocabulary.
+DTYPES = {1: "<u1", 2: "<u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}
+AGAIN = "copy both files again"
+# Names of the pairs where training and validation have one each.
+SUFFIXES = {"train": "_train", "validation": "_val"}
+
+
+def find_nanogpt(directory: Path, given: str | None) -> dict[str, Path]:
+    """The file of each split. given: data.path. Raises DataError if there are none, or they hold no ids."""
+    files = {split: directory / f"{stem}.bin" for split, stem in STEMS.items()}
+    missing = [file.name for file in files.values() if not file.is_file()]
+    if missing:
+        raise DataError(
+            f"data.path={given}: not a directory with {MANIFEST}, which `prepare` writes, nor with "
+            f"nanoGPT's train.bin and val.bin (missing: {', '.join(missing)}), nor Megatron's .bin and .idx"
+        )
+    for file in files.values():
+        size = file.stat().st_size
+        if size == 0 or size % 2:
+            raise DataError(f"{file}: {size} bytes, which is no number of uint16 ids; copy it again")
+    return files
+
+
+def open_nanogpt(files: dict[str, Path], tokenizer: Tokenizer, hashes: FileHashes) -> dict[str, tuple[Tokens, str]]:
+    """Each split and what identifies its ids. Raises DataError for ids beyond the tokenizer's."""
+    entry = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+    splits = {}
+    for split, file in files.items():
+        ids = map_tokens(file, np.dtype("<u2"), entry, hashes)
+        splits[split] = (Tokens(split, file.parent, [ids], tokenizer.eos), hashes.tokens(file, "<u2")[0])
+    return splits
+
+
+def find_megatron(path: Path) -> dict[str, Path] | None:
+    """The files, without .bin and .idx, of both splits: the same for both where a part is to be held out.
+
+    path: a directory, or files with or without their endings. None where it is none of Megatron's. Raises DataError
+    for a directory with several corpora.
+    """
+    if not path.is_dir():
+        prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
+        if _file(prefix, ".idx").is_file():
+            return dict.fromkeys(SUFFIXES, prefix)
+        pairs = {split: _file(prefix, suffix) for split, suffix in SUFFIXES.items()}
+        return pairs if all(_file(pair, ".idx").is_file() for pair in pairs.values()) else None
+    names = {index.name.removesuffix(".idx") for index in path.glob("*.idx") if _has_magic(index)}
+    if names == {"train", "val"}:
+        return {"train": path / "train", "validation": path / "val"}
+    bases = {name.removesuffix("_train").removesuffix("_val") for name in names}
+    if len(bases) > 1:
+        raise DataError(
+            f"data.path={path}: holds {len(bases)} corpora in Megatron's format ({', '.join(sorted(bases)[:5])}, ...); "
+            f"name one, such as data.path={path / min(bases)}"
+        )
+    return find_megatron(path / bases.pop()) if bases else None
+
+
+def open_megatron(
+    files: dict[str, Path], tokenizer: Tokenizer, hashes: FileHashes, val_fraction: float
+) -> dict[str, tuple[Tokens, str]]:
+    """Each split and what identifies its ids. Of a single pair the last documents validate.
+
+    Raises DataError for files that are damaged, of another tokenizer, or whose documents do not end with eos.
+    """
+    if files["train"] != files["validation"]:
+        return {split: _whole(split, prefix, tokenizer, hashes) for split, prefix in files.items()}
+    prefix = files["train"]
+    ids, offsets, sha256 = _open(prefix, tokenizer, hashes)
+    n_documents = len(offsets) - 1
+    held_out = max(1, round(val_fraction * n_documents))
+    if held_out >= n_documents:
+        raise DataError(
+            f"{_file(prefix, '.idx')}: of {n_documents} documents data.val_fraction={val_fraction} leaves none for "
+            f"training; lower it, or make the validation split a pair of its own, {prefix.name}_val, beside "
+            f"{prefix.name}_train"
+        )
+    bounds = {"train": (0, n_documents - held_out), "validation": (n_documents - held_out, n_documents)}
+    splits = {}
+    for split, (first, last) in bounds.items():
+        start, end = int(offsets[first]), int(offsets[last])
+        own = offsets[first : last + 1] - start
+        tokens = Tokens(split, prefix, [ids[start:end]], tokenizer.eos, [own])
+        splits[split] = (tokens, canonical_hash([sha256, start, end]))
+    return splits
+
+
+def _whole(split: str, prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[Tokens, str]:
+    ids, offsets, sha256 = _open(prefix, tokenizer, hashes)
+    return Tokens(split, prefix, [ids], tokenizer.eos, [offsets]), sha256
+
+
+def _open(
+    prefix: Path, tokenizer: Tokenizer, hashes: FileHashes
+) -> tuple[NDArray[np.unsignedinteger], NDArray[np.int64], str]:
+    """The ids, the start of each document and the end of the last, and the checksum of the ids."""
+    index, path = _file(prefix, ".idx"), _file(prefix, ".bin")
+    try:
+        dtype, offsets = _read_index(index)
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); {AGAIN}") from None
+    if size != offsets[-1] * dtype.itemsize:
+        expected = int(offsets[-1]) * dtype.itemsize
+        raise DataError(f"{path}: {size} bytes, but {index.name} says {expected}; {AGAIN}")
+    if offsets[-1] == 0:
+        raise DataError(f"{path}: no tokens")
+    entry = {"vocab_size": tokenizer.vocab_size, "name": tokenizer.name}
+    ids = map_tokens(path, dtype, entry, hashes)
+    empty = np.flatnonzero(np.diff(offsets) == 0)
+    if len(empty):
+        raise DataError(f"{index}: document {empty[0]} is empty; prepare the text again without empty documents")
+    last = ids[offsets[1:] - 1]
+    wrong = np.flatnonzero(last != tokenizer.eos)
+    if len(wrong):
+        raise DataError(
+            f"{path}: document {wrong[0]} ends with id {last[wrong[0]]}, and not with {tokenizer.eos}, the eos of "
+            f"tokenizer {tokenizer.name} ({len(wrong):,} of {len(last):,} documents do so). Choose the tokenizer that "
+            "made the file; or, if it was made without --append-eod, make it again with it"
+        )
+    return ids, offsets, hashes.tokens(path, dtype.str)[0]
+
+
+def _read_index(index: Path) -> tuple[np.dtype, NDArray[np.int64]]:
+    """The type of the ids, and the document bounds as numbers of ids."""
+    data = np.memmap(index, np.uint8, mode="r") if index.stat().st_size else np.empty(0, np.uint8)
+    if len(data) < HEADER.size or not _has_magic(index):
+        raise DataError(f"{index}: not an index of Megatron's (it does not begin with MMIDIDX); {AGAIN}")
+    _, version, code, n_sequences, n_bounds = HEADER.unpack(data[: HEADER.size].tobytes())
+    if version != 1:
+        raise DataError(f"{index}: version {version}, this program reads 1; make it with Megatron-LM or Megatron Core")
+    if code not in DTYPES:
+        known = ", ".join(map(str, DTYPES))
+        raise DataError(f"{index}: ids of type {code}, known are {known} (integers); make the file with integer ids")
+    expected = HEADER.size + 12 * n_sequences + 8 * n_bounds
+    # Multimodal files have one more byte for each sequence; it says nothing about text.
+    if len(data) not in (expected, expected + n_sequences):
+        raise DataError(f"{index}: {len(data)} bytes, but its header says {expected}; {AGAIN}")
+    dtype = np.dtype(DTYPES[code])
+    lengths = np.ndarray(n_sequences, "<i4", data, HEADER.size)
+    firsts = np.ndarray(n_sequences, "<i8", data, HEADER.size + 4 * n_sequences)
+    bounds = np.ndarray(n_bounds, "<i8", data, HEADER.size + 12 * n_sequences)
+    starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    in_order = n_bounds > 0 and bounds[0] == 0 and bounds[-1] == n_sequences and np.all(np.diff(bounds) >= 0)
+    if not in_order or np.any(lengths < 0) or not np.array_equal(firsts, starts[:-1] * dtype.itemsize):
+        raise DataError(f"{index}: its sequences or documents do not follow one another; {AGAIN}")
+    return dtype, starts[bounds]
+
+
+def _has_magic(index: Path) -> bool:
+    with index.open("rb") as file:
+        return file.read(len(MAGIC)) == MAGIC
+
+
+def _file(prefix: Path, ending: str) -> Path:
+    return prefix.with_name(prefix.name + ending)

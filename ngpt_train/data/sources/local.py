@@ -1,0 +1,148 @@
+"""Text files of this machine: which ones, how they are read, and the shards that streamed text cuts them into."""
+
+from __future__ import annotations
+
+import glob
+import logging
+import os
+import sysconfig
+import tokenize
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ngpt_train.core.errors import DataError
+from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.sources.readers import EXTENSIONS, extension
+from ngpt_train.data.sources.text import Shard
+
+logger = logging.getLogger(__name__)
+
+NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
+DOCUMENTS_SHARD = 1 << 20  # bytes of files of one document that share a shard
+
+
+@dataclass(frozen=True)
+class LocalText:
+    """Reads files, or parts of them. Travels to worker processes."""
+
+    read: Callable[..., Iterator[str]]
+
+    def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
+        """The documents of a shard's files, in order. Raises DataError where they are faulty."""
+        for file in shard.files:
+            yield from self.read(Path(file)) if shard.part is None else self.read(Path(file), part=shard.part)
+
+
+def list_files(path: str) -> list[Path]:
+    """Text files that a file name, directory (searched recursively) or glob stands for, sorted by path.
+
+    Raises DataError if there is none.
+    """
+    given = Path(path).expanduser()
+    allowed = ", ".join(EXTENSIONS)
+    if given.is_file():
+        if not extension(given):
+            raise DataError(f"data.path={path}: unknown kind of file; known are {allowed}")
+        return [given]
+    if given.is_dir():
+        found = [given]
+    else:
+        found = [Path(match) for match in glob.glob(str(given), recursive=True)]
+        if not found:
+            raise DataError(f"data.path={path}: no such file or directory, and no file matches it as a pattern")
+    candidates = {file for match in found for file in (_visible_files(match) if match.is_dir() else [match])}
+    # A link to nothing is listed, so that it is missed.
+    readable = [file for file in candidates if extension(file) and (file.is_file() or not file.exists())]
+    if not readable:
+        raise DataError(f"data.path={path}: holds no text; read are files that end in {allowed}")
+    if ignored := sorted(candidates - set(readable)):
+        logger.warning("data.path=%s: %d other files are not read, such as %s", path, len(ignored), ignored[0])
+    # What is there under several names is read once, under its own if that is among them.
+    by_place = {file.resolve(): file for file in sorted(readable, key=lambda file: (not file.is_symlink(), file))}
+    files = sorted(by_place.values())
+    if again := sorted(set(readable) - set(files)):
+        logger.warning(
+            "data.path=%s: %d links to files that are read anyway are left out, such as %s", path, len(again), again[0]
+        )
+    return files
+
+
+def _visible_files(directory: Path) -> Iterator[Path]:
+    """Of a directory and those in it; then of those that it has links to, each once."""
+    seen: set[Path] = set()
+    directories, links = [directory], list[Path]()
+    while directories or links:
+        here = directories.pop() if directories else links.pop(0)
+        if here.resolve() in seen:
+            continue
+        seen.add(here.resolve())
+        try:
+            entries = sorted(path for path in here.iterdir() if not path.name.startswith("."))
+        except OSError as error:
+            raise DataError(f"{here}: cannot be read ({error.strerror})") from None
+        for entry in entries:
+            if entry.is_dir():
+                (links if entry.is_symlink() else directories).append(entry)
+            else:
+                yield entry
+
+
+def list_library() -> list[Path]:
+    """The .py files of the running Python's standard library, without tests; one holds the topics of `help()`."""
+    library = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for directory, subdirectories, names in os.walk(library):
+        subdirectories[:] = [name for name in subdirectories if name not in NOT_LIBRARY]
+        files += [Path(directory, name) for name in names if name.endswith(".py")]
+    if not files:
+        raise DataError(
+            f"data=embedded: this Python keeps no .py files in {library}; use another one, or data=local data.path=PATH"
+        )
+    return sorted(files)
+
+
+def read_library_file(path: Path) -> Iterator[str]:
+    """A module is one document, and so is each topic of `help()`."""
+    if path.parts[-2:] == ("pydoc_data", "topics.py"):
+        from pydoc_data.topics import topics
+
+        for name in sorted(topics):
+            yield topics[name]
+        return
+    try:
+        with tokenize.open(path) as file:  # a module may declare an encoding of its own
+            text = file.read()
+    except (SyntaxError, UnicodeDecodeError) as error:
+        logger.warning("%s is left out of the embedded corpus: %s", path, error)
+        return
+    yield text
+
+
+def local_shards(files: list[Path], settings: dict[str, str], hashes: FileHashes) -> tuple[Shard, ...]:
+    """A shard for each file; files of one document share some, in the order of their paths.
+
+    A shard's identity is that of its files, their kind and sha256, and that of `settings`, which decide with it what is
+    read.
+    """
+    root = Path(os.path.commonpath([file.parent for file in files]))
+    groups: list[list[Path]] = [[]]
+    size = 0
+    identities = {file: [extension(file), hashes.sha256(file)] for file in files}
+    for file in files:
+        if groups[-1] and (size >= DOCUMENTS_SHARD or not _is_a_document(file) or not _is_a_document(groups[-1][-1])):
+            groups.append([])
+            size = 0
+        groups[-1].append(file)
+        size += file.stat().st_size
+    return tuple(_shard(group, root, settings, [identities[file] for file in group]) for group in groups)
+
+
+def _is_a_document(file: Path) -> bool:
+    return extension(file).split(".")[1:2] not in (["jsonl"], ["parquet"])
+
+
+def _shard(files: list[Path], root: Path, settings: dict[str, str], identities: list[list[str]]) -> Shard:
+    name = str(files[0].relative_to(root)) + (f" to {files[-1].relative_to(root)}" if len(files) > 1 else "")
+    identity = canonical_hash([settings, identities])
+    return Shard(name, identity, tuple(map(str, files)))

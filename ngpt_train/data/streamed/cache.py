@@ -1,0 +1,285 @@
+"""A cache of decoded shards on this machine: each is fetched and decoded once, by one process, and its documents can
+then be read by number. The disk that all of them take is bounded.
+
+A decoded shard is a directory:
+text.bin    the UTF-8 text of all documents, one after the other
+ends.bin    where each ends in it, <u8
+places.bin  each one's place in [0, 1), <f8: those below data.val_fraction are held out
+header.json number of documents, bytes, sha256 of these three, and what was wrong with a shard that is skipped
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngpt_train.core.errors import DataError
+from ngpt_train.data.directory import build_directory
+from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.sources.text import FetchError, Shard, ShardSource, place_of
+
+logger = logging.getLogger(__name__)
+
+HEADER = "header.json"
+CHECKED = ("text.bin", "ends.bin", "places.bin")
+MOST_ATTEMPTS = 5  # of a shard that is damaged, or deleted, each time that it was made
+# Seconds after it was opened within which no shard is deleted: another process may be about to read it.
+RECENT = 60.0
+
+
+class ShardCache:
+    """Decoded shards below `directory`, at most `limit` bytes of them, the least recently opened deleted first."""
+
+    def __init__(self, directory: Path, limit: float, source: ShardSource, text_field: str, skip_bad: bool) -> None:
+        self._directory, self._limit, self._source = directory, limit, source
+        self._text_field, self._skip_bad = text_field, skip_bad
+
+    def open(self, shard: Shard) -> Documents:
+        """The documents of a shard, which is fetched and decoded unless it is here.
+
+        Raises FetchError where it cannot be reached, DataError where it is faulty, unless bad shards are skipped, or
+        where the disk is full.
+        """
+        target = self._directory / canonical_hash([shard.identity, self._text_field])[:32]
+        for _ in range(MOST_ATTEMPTS):
+            if not (target / HEADER).exists():
+                self._build(target, shard)
+            try:
+                os.utime(target / HEADER)  # last use
+                documents = Documents(target)
+                if documents.header["bad"] is None or self._skip_bad:
+                    self._check(target, documents)
+                    return documents
+            except (OSError, ValueError, KeyError, TypeError) as error:
+                logger.warning("%s: the decoded copy in %s is damaged (%s) and made again", shard.name, target, error)
+            _remove(target)
+        raise DataError(f"{shard.name}: the decoded copy in {target} is damaged again and again; is the disk faulty?")
+
+    def _check(self, target: Path, documents: Documents) -> None:
+        """Raises ValueError where the text is not what was written; computed once per version of the file."""
+        hashes = FileHashes(self._directory)
+        for name in CHECKED:
+            if hashes.sha256(target / name) != documents.header["sha256"][name]:
+                raise ValueError(f"{name} has another sha256 than when it was written")
+        hashes.save()
+
+    def _build(self, target: Path, shard: Shard) -> None:
+        self._make_room(keep=target)
+
+        def build(directory: Path) -> None:
+            scratch = directory / "fetched"
+            scratch.mkdir()
+            try:
+                write_documents(directory, self._source.documents(shard, scratch))
+            except FetchError:
+                raise
+            except DataError as error:
+                if not self._skip_bad:
+                    raise
+                write_bad(directory, str(error))
+            shutil.rmtree(scratch)
+
+        try:
+            build_directory(target, build)
+        except DataError as error:
+            if not _disk_is_full(error):
+                raise
+            self._make_room(keep=target, everything=True)
+            build_directory(target, build)
+
+    def _make_room(self, keep: Path, everything: bool = False) -> None:
+        """Deletes the least recently opened shards until the rest is below the limit, but none that was just opened.
+
+        everything: all but `keep`.
+        """
+        found = []
+        for header in self._directory.glob(f"*/{HEADER}"):
+            if header.parent.name.startswith("."):  # one that a process is making
+                continue
+            with contextlib.suppress(OSError):  # another process deletes, too
+                n_bytes = sum(file.stat().st_size for file in header.parent.iterdir())
+                found.append((header.stat().st_mtime, header.parent, n_bytes))
+        size = sum(entry[2] for entry in found)
+        for opened, directory, n_bytes in sorted(found):
+            unneeded = size > self._limit and time.time() - opened > RECENT
+            if directory == keep or not (unneeded or everything):
+                continue
+            logger.info("deleting %s, the decoded shard that was opened longest ago", directory)
+            _remove(directory)
+            size -= n_bytes
+
+
+def _disk_is_full(error: BaseException) -> bool:
+    cause = error.__cause__
+    return isinstance(cause, OSError) and cause.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def _remove(directory: Path) -> None:
+    """Whoever has its files open keeps them; who is about to open them makes them again."""
+    with contextlib.suppress(OSError):
+        (directory / HEADER).unlink()
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+class OpenShards:
+    """The training documents of a list of shards; each shard is opened when a stream comes to it."""
+
+    # Two windows, because streams do not pass from one to the next at the same moment.
+    WINDOWS_OPEN = 2
+
+    def __init__(
+        self,
+        cache: ShardCache,
+        shards: Sequence[Shard],
+        val_fraction: float,
+        open_shards: int,
+        skipped: Mapping[str, str],
+    ) -> None:
+        """skipped: what is wrong with shards that were left out before, by name; they stay so."""
+        self.skipped = dict(skipped)
+        self.n_shards, self.val_fraction = len(shards), val_fraction
+        self._cache, self._shards = cache, shards
+        self._n_open = self.WINDOWS_OPEN * open_shards + 1
+        self._open: dict[int, Documents] = {}
+        self._sizes: dict[int, int] = {}
+        self._announced: set[tuple[int, ...]] = set()
+
+    def n_documents(self, shard: int) -> int:
+        name = self._shards[shard].name
+        if name in self.skipped:
+            return 0
+        if shard not in self._sizes:
+            documents = self.documents(shard)
+            if problem := documents.header["bad"]:
+                self.skipped[name] = problem
+            self._sizes[shard] = len(documents)
+        return self._sizes[shard]
+
+    def name(self, shard: int) -> str:
+        return self._shards[shard].name
+
+    def document(self, shard: int, index: int) -> str | None:
+        documents = self.documents(shard)
+        if documents.header["bad"] is not None:
+            raise DataError(f"{self.name(shard)} was read before and is faulty now: {documents.header['bad']}")
+        return None if documents.places[index] < self.val_fraction else documents.text(index)
+
+    def documents(self, shard: int) -> Documents:
+        """All documents of a shard, those of validation included."""
+        documents = self._open.pop(shard, None)
+        if documents is None:
+            documents = self._cache.open(self._shards[shard])
+            while len(self._open) >= self._n_open:
+                del self._open[next(iter(self._open))]  # opened or read longest ago
+        self._open[shard] = documents
+        return documents
+
+    def held_out(self, shard: int) -> Iterator[str]:
+        """The validation documents of a shard."""
+        documents = self.documents(shard)
+        for index in np.flatnonzero(documents.places < self.val_fraction).tolist():
+            yield documents.text(index)
+
+    def training_bytes(self, shard: int) -> NDArray[np.int64]:
+        """Bytes of the training documents among the first 0, 1, ... of a shard."""
+        documents = self.documents(shard)
+        return np.append(0, np.where(documents.places < self.val_fraction, 0, documents.sizes()).cumsum())
+
+    def soon(self, shards: Sequence[int]) -> None:
+        """Fetches and decodes them in the background; whatever goes wrong there goes wrong again where it counts."""
+        if tuple(shards) in self._announced:
+            return
+        self._announced.add(tuple(shards))
+
+        def fetch() -> None:
+            with contextlib.suppress(Exception):
+                for shard in shards:
+                    self._cache.open(self._shards[shard])
+
+        threading.Thread(target=fetch, name="next shards", daemon=True).start()
+
+
+def write_documents(directory: Path, texts: Iterable[str]) -> None:
+    """Writes all but empty documents, in their order; nothing else is held in memory than one of them."""
+    ends, places, n_empty, size = [], [], 0, 0
+    digest = hashlib.sha256()
+    with (directory / "text.bin").open("wb") as file:
+        for text in texts:
+            if not text:
+                n_empty += 1
+                continue
+            data = text.encode()
+            file.write(data)
+            digest.update(data)
+            size += len(data)
+            ends.append(size)
+            places.append(place_of(data))
+    sha256 = {"text.bin": digest.hexdigest()}
+    for name, numbers in (("ends.bin", np.array(ends, "<u8")), ("places.bin", np.array(places, "<f8"))):
+        data = numbers.tobytes()
+        # Not tofile, which says nothing of a full disk.
+        (directory / name).write_bytes(data)
+        sha256[name] = hashlib.sha256(data).hexdigest()
+    header = {"documents": len(ends), "bytes": size, "empty": n_empty, "sha256": sha256, "bad": None}
+    write_header(directory, header)
+
+
+def write_bad(directory: Path, problem: str) -> None:
+    """A shard without documents, because of a problem that is skipped."""
+    write_documents(directory, ())
+    write_header(directory, read_header(directory) | {"bad": problem})
+
+
+def write_header(directory: Path, header: dict[str, Any]) -> None:
+    (directory / HEADER).write_text(json.dumps(header) + "\n")
+
+
+def read_header(directory: Path) -> dict[str, Any]:
+    return json.loads((directory / HEADER).read_bytes())
+
+
+class Documents:
+    """Reads what `write_documents` wrote. Raises ValueError or OSError where the files do not fit the header."""
+
+    def __init__(self, directory: Path) -> None:
+        self.header = read_header(directory)
+        n = self.header["documents"]
+        for name, expected in (("text.bin", self.header["bytes"]), ("ends.bin", 8 * n), ("places.bin", 8 * n)):
+            if (found := (directory / name).stat().st_size) != expected:
+                raise ValueError(f"{name} has {found} bytes, not {expected}")
+        self._text = _map(directory / "text.bin", "u1", self.header["bytes"])
+        self._ends = _map(directory / "ends.bin", "<u8", n)
+        self.places = _map(directory / "places.bin", "<f8", n)
+
+    def __len__(self) -> int:
+        return len(self._ends)
+
+    def __iter__(self) -> Iterator[str]:
+        return map(self.text, range(len(self)))
+
+    def sizes(self) -> NDArray[np.int64]:
+        """Bytes of each document."""
+        ends = np.append(0, self._ends).astype(np.int64)
+        return ends[1:] - ends[:-1]
+
+    def text(self, index: int) -> str:
+        start = int(self._ends[index - 1]) if index else 0
+        return self._text[start : int(self._ends[index])].tobytes().decode()
+
+
+def _map(path: Path, dtype: str, n: int) -> NDArray[Any]:
+    # A map of no bytes is refused by the system.
+    return np.asarray(np.memmap(path, dtype, mode="r")) if n else np.empty(0, dtype)

@@ -1,0 +1,278 @@
+"""A virtual stream: which documents it reads in which order, and the endless rows of ids that it makes of them.
+
+All of it is a function of the shards, the seed and the stream alone. An epoch takes the shards in a shuffled order,
+`open_shards` at a time: a window. The documents of a window are cut into pieces, neighbours within a shard; the pieces
+are shuffled and dealt out to the streams. So a stream needs the shards of one window at a time and no other stream's
+state, and whoever reads it gets the same documents. A cursor says where its next row begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
+from ngpt_train.data.permutation import keyed_hash, keyed_order, permuted
+from ngpt_train.data.rows import NOTHING, best_fit, row_format
+from ngpt_train.data.streamed.cache import OpenShards
+from ngpt_train.data.tokenizers import Tokenizer, encode_document
+
+# A window has at least so many pieces for each stream, so that streams stay together to within a fraction of a window.
+PIECES_PER_STREAM = 4
+# Documents that best_fit packs together: a stream holds so many, and a resume tokenizes up to so many again.
+PACKED_TOGETHER = 64
+MOST_EMPTY_EPOCHS = 3
+Ids = NDArray[np.integer]
+
+
+class Piece(NamedTuple):
+    """Documents `first` to `last - 1` of a shard."""
+
+    shard: int
+    first: int
+    last: int
+
+
+def n_windows(n_shards: int, open_shards: int) -> int:
+    """Windows of an epoch."""
+    return -(-n_shards // open_shards)
+
+
+def window_shards(n_shards: int, open_shards: int, epoch: int, window: int, seed: int) -> list[int]:
+    """The shards of a window, by their numbers in the manifest."""
+    places = np.arange(window * open_shards, min((window + 1) * open_shards, n_shards))
+    return permuted(places + epoch * n_shards, n_shards, seed).tolist()
+
+
+def window_pieces(sizes: Iterable[tuple[int, int]], n_streams: int, epoch: int, window: int, seed: int) -> list[Piece]:
+    """All pieces of a window, shuffled. sizes: (shard, its documents)."""
+    sizes = list(sizes)
+    step = max(1, sum(n for _, n in sizes) // (n_streams * PIECES_PER_STREAM))
+    pieces = [Piece(shard, first, min(first + step, n)) for shard, n in sizes for first in range(0, n, step)]
+    return [pieces[i] for i in keyed_order(len(pieces), seed, epoch, window)]
+
+
+def first_place(n_streams: int, stream: int, epoch: int, window: int, seed: int) -> int:
+    """Where among a window's pieces those of a stream begin; it has every `n_streams`-th from there.
+
+    Which stream begins is drawn anew for each window, so that none is short of pieces in all of them.
+    """
+    return (stream - keyed_hash(seed, epoch, window)) % n_streams
+
+
+def document_order(piece: Piece, epoch: int, seed: int) -> list[int]:
+    """The documents of a piece in the order in which they are read, by their numbers in the shard."""
+    return [piece.first + i for i in keyed_order(piece.last - piece.first, seed, epoch, *piece)]
+
+
+class Cursor(NamedTuple):
+    """Where the next row begins: in this document of this piece of the stream's in this window.
+
+    within: the first id of the document that is a target there; for best_fit the row of the documents that are
+    packed together.
+    """
+
+    epoch: int = 0
+    window: int = 0
+    piece: int = 0
+    document: int = 0
+    within: int = 0
+
+
+@dataclass(frozen=True)
+class StreamSettings:
+    """What, besides the text and the tokenizer, decides the rows of all streams."""
+
+    n_streams: int
+    open_shards: int
+    seed: int
+    context: int
+    rows: str  # concat, best_fit or prefix_continuation
+    shortest: int  # ids of a document below which prefix_continuation leaves it out
+
+
+def stream_settings(config: Config) -> StreamSettings:
+    data, form = config.data, row_format(config, eos=0)
+    beginnings = form.source_context is not None
+    return StreamSettings(
+        n_streams=data.streams,
+        open_shards=data.open_shards,
+        seed=config.run.seed,
+        context=form.context,
+        rows="prefix_continuation" if beginnings else data.pack,
+        shortest=form.source_context + 2 if form.source_context is not None else 0,
+    )
+
+
+def with_eos(tokenizer: Tokenizer, text: str) -> Ids:
+    """Ids of a document, eos at their end, in as few bytes as they need: each stream holds one, however long it is."""
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    return np.concatenate((encode_document(tokenizer, text), [tokenizer.eos]), dtype=dtype, casting="unsafe")
+
+
+class Windows:
+    """The pieces of the windows that streams are in, found once for all of them."""
+
+    KEPT = 16  # of little text, streams with more and with less of it are epochs apart
+
+    def __init__(self, text: OpenShards, settings: StreamSettings) -> None:
+        self._text, self._settings = text, settings
+        self._pieces: dict[tuple[int, int], list[Piece]] = {}
+
+    def pieces(self, epoch: int, window: int) -> list[Piece]:
+        """All pieces of a window; announces the shards of the next."""
+        if (epoch, window) not in self._pieces:
+            sizes = [(shard, self._text.n_documents(shard)) for shard in self._shards(epoch, window)]
+            if len(self._pieces) == self.KEPT:
+                del self._pieces[min(self._pieces)]
+            settings = self._settings
+            self._pieces[epoch, window] = window_pieces(sizes, settings.n_streams, epoch, window, settings.seed)
+            self._text.soon(self._shards(*self.after(epoch, window)))
+        return self._pieces[epoch, window]
+
+    def after(self, epoch: int, window: int) -> tuple[int, int]:
+        """Epoch and window of the next."""
+        last = window + 1 == n_windows(self._text.n_shards, self._settings.open_shards)
+        return (epoch + 1, 0) if last else (epoch, window + 1)
+
+    def _shards(self, epoch: int, window: int) -> list[int]:
+        return window_shards(self._text.n_shards, self._settings.open_shards, epoch, window, self._settings.seed)
+
+
+class Stream:
+    """Stream number `stream` of `settings.n_streams`."""
+
+    def __init__(
+        self,
+        text: OpenShards,
+        tokenizer: Tokenizer,
+        settings: StreamSettings,
+        stream: int,
+        windows: Windows | None = None,
+    ) -> None:
+        """windows: shared with other streams."""
+        self.text, self.tokenizer, self.settings, self.stream = text, tokenizer, settings, stream
+        self.windows = windows or Windows(text, settings)
+
+    def rows(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
+        """Rows of context + 1 ids from the cursor's on, and the cursor of the next. Raises DataError."""
+        kinds: dict[str, Callable[[Cursor], Iterator[tuple[Ids, Cursor]]]] = {
+            "concat": self._concat,
+            "best_fit": self._best_fit,
+            "prefix_continuation": self._beginnings,
+        }
+        return kinds[self.settings.rows](cursor)
+
+    def pieces(self, cursor: Cursor) -> Iterator[tuple[Cursor, Piece]]:
+        """The stream's pieces from the cursor's on, through one epoch after the other."""
+        settings = self.settings
+        epoch, window, skip = cursor.epoch, cursor.window, cursor.piece
+        last = epoch  # with a piece
+        while True:
+            self._check_epochs(last, epoch)
+            place = first_place(settings.n_streams, self.stream, epoch, window, settings.seed)
+            mine = self.windows.pieces(epoch, window)[place :: settings.n_streams]
+            for index in range(skip, len(mine)):
+                last = epoch
+                yield Cursor(epoch, window, index), mine[index]
+            (epoch, window), skip = self.windows.after(epoch, window), 0
+
+    def documents(self, cursor: Cursor) -> Iterator[tuple[Cursor, Ids]]:
+        """Ids of each training document from the cursor's on, eos at their end, and where it begins.
+
+        Raises DataError where there are none for this stream.
+        """
+        last = cursor.epoch  # with a document
+        for place, piece in self.pieces(cursor):
+            self._check_epochs(last, place.epoch)
+            order = document_order(piece, place.epoch, self.settings.seed)
+            first = cursor.document if place[:3] == cursor[:3] else 0
+            for index in range(first, len(order)):
+                text = self.text.document(piece.shard, order[index])
+                if text is not None:
+                    last = place.epoch
+                    yield place._replace(document=index), self._encode(text, piece.shard, order[index])
+
+    def _encode(self, text: str, shard: int, index: int) -> Ids:
+        try:
+            return with_eos(self.tokenizer, text)
+        except Exception as error:  # whatever the tokenizer's library raises
+            raise DataError(
+                f"{self.text.name(shard)}, document {index} of those with text: the tokenizer {self.tokenizer.name} "
+                f"fails on it ({type(error).__name__}: {error}). Correct or remove the document"
+            ) from error
+
+    def _check_epochs(self, last: int, epoch: int, kind: str = "") -> None:
+        """Of few documents a stream may have none in one epoch and some in the next."""
+        if epoch > last + MOST_EMPTY_EPOCHS:
+            raise DataError(
+                f"data.streams={self.settings.n_streams}: in {MOST_EMPTY_EPOCHS} epochs there is no document{kind} for "
+                f"stream {self.stream}. Take fewer streams, or more documents"
+            )
+
+    def _concat(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
+        """Documents one after the other. The last id of a row is the first of the next: a target, then an input."""
+        length = self.settings.context + 1
+        row = np.empty(length, np.int32)
+        filled = 0
+        for place, ids in self.documents(cursor):
+            taken = cursor.within if place[:4] == cursor[:4] else 0
+            if filled == 0:
+                row[0] = ids[taken - 1] if taken else self.tokenizer.eos
+                filled = 1
+            while filled + len(ids) - taken >= length:
+                end = taken + length - filled
+                row[filled:] = ids[taken:end]
+                taken = end
+                yield row.copy(), place._replace(within=taken)
+                row[0] = ids[taken - 1]
+                filled = 1
+            row[filled : filled + len(ids) - taken] = ids[taken:]
+            filled += len(ids) - taken
+
+    def _best_fit(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
+        """Whole documents, packed PACKED_TOGETHER at a time, those of two epochs apart."""
+        group: list[Ids] = []
+        skip = cursor.within
+        start = cursor
+        for place, ids in self.documents(cursor):
+            if len(group) == PACKED_TOGETHER or (group and place.epoch > start.epoch):
+                packed = self._packed(group)
+                for number in range(skip, len(packed)):
+                    last = number + 1 == len(packed)
+                    yield packed[number], place if last else start._replace(within=number + 1)
+                group, skip = [], 0
+            if not group:
+                start = place
+            group.append(ids)
+
+    def _packed(self, documents: list[Ids]) -> list[Ids]:
+        context = self.settings.context
+        rows: list[Ids] = []
+        for parts in best_fit([len(ids) for ids in documents], context):
+            row = np.full(context + 1, NOTHING, np.int32)
+            document, start, _ = parts[0]
+            row[0] = documents[document][start - 1] if start else self.tokenizer.eos
+            filled = 1
+            for document, start, size in parts:
+                row[filled : filled + size] = documents[document][start : start + size]
+                filled += size
+            rows.append(row)
+        return rows
+
+    def _beginnings(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
+        """The beginning of each document that is long enough."""
+        length = self.settings.context + 1
+        last = cursor.epoch  # with a row
+        for place, ids in self.documents(cursor):
+            self._check_epochs(last, place.epoch, f" of {self.settings.shortest} tokens (model.source_context + 2)")
+            if len(ids) >= self.settings.shortest:
+                last = place.epoch
+                row = np.full(length, NOTHING, np.int32)
+                row[: min(len(ids), length)] = ids[:length]
+                yield row, place._replace(document=place.document + 1)

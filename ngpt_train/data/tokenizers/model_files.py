@@ -1,0 +1,121 @@
+"""Where model files come from: a path, an installed package, or a download with a deadline.
+
+The SentencePiece models that everybody uses are known by the sha256 of their files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TypeVar
+
+from ngpt_train.core.errors import DataError
+
+DOWNLOAD_SECONDS = 30.0
+Result = TypeVar("Result")
+
+
+class DownloadError(Exception):
+    """Why a download has come to nothing."""
+
+
+def read_file(path: str) -> bytes:
+    """The content of tokenizer.path. Raises DataError."""
+    try:
+        return Path(path).expanduser().read_bytes()
+    except OSError as error:
+        raise DataError(f"tokenizer.path={path}: cannot be read ({error.strerror})") from None
+
+
+def package_file(package: str, name: str) -> Path | None:
+    """A file inside an installed package, which is not imported; None where it is not installed."""
+    spec = find_spec(package)
+    for place in spec.submodule_search_locations or [] if spec is not None else []:
+        if (path := Path(place, name)).is_file():
+            return path
+    return None
+
+
+def within_deadline(download: Callable[[], Result]) -> Result:
+    """What `download` returns. Raises DownloadError if it fails, or takes longer than DOWNLOAD_SECONDS: neither
+    tiktoken's requests nor the hub's retries have an end of their own that a user would wait for."""
+    result: list[Result] = []
+    problem = f"no answer in {DOWNLOAD_SECONDS:g} s"
+
+    def run() -> None:
+        nonlocal problem
+        try:
+            result.append(download())
+        except Exception as error:
+            problem = type(error).__name__
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(DOWNLOAD_SECONDS)
+    if not result:
+        raise DownloadError(problem)
+    return result[0]
+
+
+@dataclass(frozen=True)
+class Pinned:
+    """A model file: what it is called, its sha256, and where it is had from."""
+
+    name: str
+    sha256: str
+    fetch: Callable[[], bytes]
+
+    def read(self, path: str | None) -> bytes:
+        """The file, from `path` if that is given. Raises DataError if it cannot be had, or is another one."""
+        model, where = (self.fetch(), f"tokenizer={self.name}") if path is None else (read_file(path), f"{path}")
+        if (found := hashlib.sha256(model).hexdigest()) != self.sha256:
+            raise DataError(
+                f"{where}: not the model file that tokenizer={self.name} stands for: sha256 {found}, expected "
+                f"{self.sha256}. Another SentencePiece model is tokenizer=sentencepiece tokenizer.path=FILE"
+            )
+        return model
+
+
+# A copy that needs no account, at a commit that does not change.
+LLAMA2_COPY = ("NousResearch/Llama-2-7b-chat-hf", "tokenizer.model", "351844e75ed0bcbbe3f10671b3c808d2b83894ee")
+MISTRAL_FILE = ("mistral_common", "data/tokenizer.model.v1")
+
+
+def _llama2() -> bytes:
+    repository, name, revision = LLAMA2_COPY
+
+    def download() -> bytes:
+        from huggingface_hub import hf_hub_download
+
+        return Path(hf_hub_download(repository, name, revision=revision)).read_bytes()
+
+    try:
+        return within_deadline(download)
+    except DownloadError as error:
+        raise DataError(
+            f"tokenizer=llama2: {name} cannot be downloaded from the hub ({repository}: {error}). Copy the file here "
+            "and set tokenizer.path=FILE, or choose tokenizer=mistral32k, which needs no network, or another tokenizer"
+        ) from None
+
+
+def _mistral32k() -> bytes:
+    path = package_file(*MISTRAL_FILE)
+    if path is None:
+        raise DataError(
+            "tokenizer=mistral32k: the package mistral-common, which holds the model, is not installed or has it no "
+            "more. pip install 'ngpt-train[tokenizers]', or set tokenizer.path=FILE"
+        )
+    return path.read_bytes()
+
+
+PINNED = {
+    pinned.name: pinned
+    for pinned in (
+        Pinned("llama2", "9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347", _llama2),
+        Pinned("mistral32k", "dadfd56d766715c61d2ef780a525ab43b8e6da4de6865bda3d95fdef5e134055", _mistral32k),
+    )
+}

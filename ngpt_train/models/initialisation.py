@@ -1,0 +1,55 @@
+"""A model's weights at step 0."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ngpt_train.models.weights import named_weights, write_full
+
+if TYPE_CHECKING:
+    from ngpt_train.models.decoder import Decoder
+
+# From a seed and a matrix's path, shape and standard deviation to its values.
+Source = Callable[[int, str, tuple[int, ...], float], Tensor]
+
+
+def by_path(seed: int, path: str, shape: tuple[int, ...], std: float) -> Tensor:
+    """fp32, on the CPU, from a generator seeded by (seed, path): the same on any device, layout and number of ranks."""
+    digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(std=std, generator=generator)
+
+
+_source: Source = by_path
+
+
+@contextlib.contextmanager
+def drawn_by(source: Source) -> Iterator[None]:
+    """Weights come from another source for a while, where they need not be the same everywhere."""
+    global _source
+    before, _source = _source, source
+    try:
+        yield
+    finally:
+        _source = before
+
+
+@torch.no_grad()
+def init_weights_(model: Decoder, seed: int) -> None:
+    """Sets vectors and statistics to their start, draws every matrix from N(0, init_std^2), imposes the constraint."""
+    for module in model.modules():
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+    for parameter, parts in named_weights(model):
+        if parameter.ndim >= 2:
+            drawn = [
+                _source(seed, path, (rows, *parameter.shape[1:]), model.init_std(path)) for path, rows in parts.items()
+            ]
+            write_full(parameter, torch.cat(drawn))
+    model.project_()
