@@ -185,12 +185,13 @@ def main() -> int:
         directory = Path(name)
         untouched = directory / "untouched"
         copy_tree(untouched)
-        asked = {(test, mutant.only) for mutant in mutants for test in mutant.tests}
-        for only in sorted({only for _, only in asked}):
-            tests = sorted(test for test, other in asked if other == only)
-            log = directory / "untouched.log"
-            if (code := run_tests(untouched, tests, only, log)) != PASSED:
-                sys.exit(f"{log.read_text()[-6000:]}\nthe tests fail ({code}) on the tree as it is")
+        asked = {(mutant.tests, mutant.only) for mutant in mutants}
+        logs = {(tests, only): directory / f"untouched-{k}.log" for k, (tests, only) in enumerate(sorted(asked))}
+        failing = {key: log for key, log in logs.items() if run_tests(untouched, *key, log) != PASSED}
+        for (tests, only), log in failing.items():
+            print(f"{log.read_text()[-3000:]}\non the tree as it is: {' '.join(tests)} -k '{only}'")
+        if failing:
+            return 1
         results = on_each(mutants, given.jobs, directory)
         survivors = [(mutant, code) for mutant, code, _ in results if not is_caught(code)]
         for mutant, code in survivors:
