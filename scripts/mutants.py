@@ -42,7 +42,8 @@ SECONDS = 240  # a mutant that takes longer hangs
 # Imported once and inherited by each fork. Nothing of ngpt_train or tests: a fork imports those from its copy.
 IMPORTED = ("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint", "hydra", "sentencepiece")
 IMPORTED += ("rich.progress", "matplotlib.pyplot", "pytest", "xdist", "numpy.random", "yaml", "triton")
-PASSED, FAILED, TIMED_OUT = 0, 1, -1
+PASSED, TIMED_OUT = 0, 1000
+NOT_RUN = (2, 3, 4, 5)  # pytest's codes of tests that could not be collected, or are not there
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,11 @@ def run_tests(tree: Path, tests: Sequence[str], only: str, log: Path) -> int:
     return os.waitstatus_to_exitcode(ended[1])
 
 
+def is_caught(code: int) -> bool:
+    """A test has failed, or has taken pytest down with it."""
+    return code not in (PASSED, TIMED_OUT, *NOT_RUN)
+
+
 def on_each(mutants: Iterable[Mutant], jobs: int, directory: Path) -> list[tuple[Mutant, int, float]]:
     """Each mutant with the exit code of its tests and the seconds that they took."""
     trees: Queue[Path] = Queue()
@@ -142,7 +148,9 @@ def on_each(mutants: Iterable[Mutant], jobs: int, directory: Path) -> list[tuple
             path.write_text(text)
             trees.put(tree)
         seconds = time.monotonic() - began
-        print(f"{'caught' if code == FAILED else 'SURVIVES'}  {mutant.room}/{mutant.name}  {seconds:.1f} s", flush=True)
+        print(
+            f"{'caught' if is_caught(code) else 'SURVIVES'}  {mutant.room}/{mutant.name}  {seconds:.1f} s", flush=True
+        )
         return mutant, code, seconds
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -177,14 +185,15 @@ def main() -> int:
         directory = Path(name)
         untouched = directory / "untouched"
         copy_tree(untouched)
-        asked = {(test, mutant.only) for mutant in mutants for test in mutant.tests}
-        for only in sorted({only for _, only in asked}):
-            tests = sorted(test for test, other in asked if other == only)
-            log = directory / "untouched.log"
-            if (code := run_tests(untouched, tests, only, log)) != PASSED:
-                sys.exit(f"{log.read_text()[-6000:]}\nthe tests fail ({code}) on the tree as it is")
+        asked = {(mutant.tests, mutant.only) for mutant in mutants}
+        logs = {(tests, only): directory / f"untouched-{k}.log" for k, (tests, only) in enumerate(sorted(asked))}
+        failing = {key: log for key, log in logs.items() if run_tests(untouched, *key, log) != PASSED}
+        for (tests, only), log in failing.items():
+            print(f"{log.read_text()[-3000:]}\non the tree as it is: {' '.join(tests)} -k '{only}'")
+        if failing:
+            return 1
         results = on_each(mutants, given.jobs, directory)
-        survivors = [(mutant, code) for mutant, code, _ in results if code != FAILED]
+        survivors = [(mutant, code) for mutant, code, _ in results if not is_caught(code)]
         for mutant, code in survivors:
             why = {PASSED: "its tests pass", TIMED_OUT: f"no end after {SECONDS} s"}
             how = why.get(code, f"pytest ended with {code}")

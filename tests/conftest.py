@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 
 # The models here are tiny: a second thread gains nothing, and where the machine is busy the threads of one process,
 # waiting for each other, make it slower by an order of magnitude. Inherited by the processes that tests start.
@@ -23,3 +24,12 @@ if not torch.cuda.is_available():
 def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: each process holds torch and a fork server, some 1 GB, and more of them no longer save time."""
     return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+
+
+if os.environ.get("NGPT_TESTS_ROUNDING"):
+    from tests.rounding import Rounding
+
+    @pytest.fixture(autouse=True)
+    def another_rounding() -> Iterator[None]:
+        with Rounding():
+            yield

@@ -1,4 +1,4 @@
-"""Where torch.compile keeps what it has compiled, so that the next start need not."""
+"""Where torch.compile keeps compiled code, so that the next start need not compile it again."""
 
 import fcntl
 import hashlib
@@ -22,11 +22,12 @@ LEAST_FREE = 10**9  # bytes; torch ends a run where a file of its cache cannot b
 
 
 def keep_compiled(config: Config) -> None:
-    """Points torch.compile, from now on, at `data.cache`/compiled, but where its environment variables name a place.
-    Triton's part follows torch's, as torch has it: the user who names the first alone has chosen for both.
+    """Has torch.compile keep its files in `data.cache`/compiled, unless its environment variables name a place. Holds
+    for this process and those that it starts.
 
-    torch's own default is a directory of /tmp, which does not outlive a container or a reboot. It stays where the other
-    cannot be used, and the log says so. For this process and those that it starts.
+    A user who names torch's directory alone has chosen for Triton too, whose directory lies inside it by default.
+    torch's own default is a directory of /tmp, which does not outlive a container or a reboot. It is used where
+    `data.cache` cannot be, and the log says so.
     """
     # torch sets the first variable to its default as soon as torch._dynamo is imported.
     if os.environ.get(INDUCTOR) not in (None, default_cache_dir()):
@@ -42,8 +43,8 @@ def keep_compiled(config: Config) -> None:
 
 
 def machine() -> str:
-    """What compiled code must have been compiled for. torch's own keys know its version and the GPU, but not the CPU,
-    for whose own instructions (-march=native) it compiles."""
+    """A name for this kind of machine: code compiled for another must not be used. torch's own keys hold its version
+    and the GPU, but not the CPU, although it compiles for the instructions of this very one (-march=native)."""
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         kinds = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
@@ -55,13 +56,13 @@ def machine() -> str:
 
 
 def unusable(directory: Path) -> str | None:
-    """Why torch cannot keep its files in `directory`, which is made; None where it can."""
+    """Makes `directory`; says why torch cannot keep its files there, or None where it can."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"written")
             file.flush()
-            fcntl.flock(file, fcntl.LOCK_EX)  # which not every network's file system has, and torch does
+            fcntl.flock(file, fcntl.LOCK_EX)  # torch does; not every network file system can
     except OSError as error:
         return f"cannot be written ({error.strerror})"
     if os.statvfs(directory).f_flag & os.ST_NOEXEC:

@@ -1,26 +1,25 @@
-"""Compiled blocks as CUDA graphs: what must hold so that replaying them is right.
+"""Compiled blocks as CUDA graphs: what must hold for a replay to be right.
 
 torch records each block's forward and backward pass as a graph (torch/_inductor/cudagraph_trees.py). All graphs share
-one pool of memory; a replay writes its outputs, hidden states and gradients of parameters, where they lay when it was
-recorded. torch keeps account of what is alive only within a "step", which begins where it is told so: before a block
-is recorded, everything of an earlier step is freed, and touching it raises; a replay overwrites it in silence. So
+one pool of memory. A replay writes its outputs (hidden states, gradients of parameters) to the place where they were
+recorded. torch knows which of them are in use only within one "step", and the caller tells it where a step begins.
+Recording a block frees everything of earlier steps, and touching that raises; a replay overwrites it silently. So
 nothing that a graph has written may be needed after the next step begins. Here a step is one forward pass of the
 model, with the backward pass that follows, if one does (`begin_graphs_anew`). Of what blocks write,
 
-- hidden states, and what is saved for the backward pass, recomputation included, are dead when that is over;
-- gradients of parameters would not be: where `.grad` is None, autograd puts the graph's own memory there, and a second
-  micro batch would overwrite what it is to be added to. So `.grad` is memory of our own from the first step on
-  (`hold_gradients`), zeroed and never dropped, and what graphs write is added to it at once.
+- hidden states, and what is saved for the backward pass, recomputation included, are no longer needed after it;
+- gradients of parameters are. Where `.grad` is None, autograd puts the graph's own memory there, and a second micro
+  batch would overwrite it instead of adding to it. So `.grad` is memory of ours from the first step on
+  (`hold_gradients`); it is zeroed, never dropped, and what a graph writes is added to it at once.
 
-Losses, their sums and the gradients of embeddings are made outside of graphs. Weights, which the optimizer changes in
-place, are read where they are; all other inputs are copied in, and what the backward pass needs of them is saved from
-the copy. nGPT's two views of one hidden state share their storage, and with it one account.
+Losses, their sums and the gradients of embeddings are computed outside of graphs. Weights, which the optimizer changes
+in place, are read where they are. All other inputs are copied in, and the backward pass uses the copy.
 
-Evaluation's passes need their beginning as well: untold, torch takes each call of a block for a step where no backward
-pass is pending, and would free the hidden state that the next block is given.
+Evaluation must tell torch where its passes begin as well. Else torch takes each call of a block for a step, because no
+backward pass is pending, and frees the hidden state that the next block is given.
 
-Refused (config/resolve.py), because nobody has thought them through: DDP and FSDP2, which put memory of theirs into
-gradients and weights, and PowerNorm's statistics, which leave graphs by hooks. None of this has run on a GPU.
+Refused in the config, because nobody has worked them out: DDP and FSDP2, which put memory of their own into gradients
+and weights, and PowerNorm's statistics, which leave the graphs through hooks. None of this has run on a GPU.
 """
 
 import logging

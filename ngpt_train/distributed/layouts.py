@@ -24,9 +24,9 @@ from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
 from ngpt_train.models import Decoder, build_model
 
-# Running statistics are each rank's own. torch 2.13 has renamed the option, and warns of the older name.
-_RENAMED = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-_BUFFERS_APART: dict[str, Any] = {"forward_sync_buffers" if _RENAMED else "broadcast_buffers": False}
+# DDP must not overwrite a rank's running statistics by those of rank 0. torch 2.13 has renamed that option.
+_HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+_KEEP_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
 
 
 def resolve_kind(kind: str, world_size: int, device_type: str) -> str:
@@ -104,12 +104,12 @@ def choose_kernels(config: Config, device: torch.device, precision: torch.dtype)
 def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` under activation checkpointing: the backward pass computes it again.
 
-    Replacing the method rather than wrapping the module leaves the parameters their names. It is a
-    function of ours, because torch.compile passes over a block whose outermost function is torch's.
+    The method is replaced instead of the module being wrapped, so that parameters keep their names. The outermost
+    function is ours, because torch.compile skips a block whose outermost function is torch's.
     """
 
     def run(*arguments: Any) -> Any:
-        # Nothing in a block is random, so there is no generator to put back.
+        # Nothing in a block is random, so no random state has to be restored.
         return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
 
     return run
@@ -128,7 +128,7 @@ def shard(model: Decoder, world: World) -> None:
     gradients are averaged apart (gradients.py). The embeddings are gathered in fp32 and cast at use,
     as on a single device, so that the gradient of a repeated token adds up in fp32.
     """
-    # FSDP2 warns of blocks whose output is a view, as nGPT's are: a change in place would lose its hook. There is none.
+    # FSDP2 warns of blocks whose output is a view, as nGPT's are: its hooks would miss a change in place. We make none.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
     whole = set(vectors(model))
@@ -144,15 +144,15 @@ def shard(model: Decoder, world: World) -> None:
 def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
     """DDP, with its buckets in their final order before the first step.
 
-    DDP fills one bucket in its first backward pass and regroups by the order in which gradients
-    arrived; sums then round differently. A resumed process would differ from one that ran on, so
-    both pass through that on a batch of zeros that leaves no trace.
+    In its first backward pass DDP uses one bucket; afterwards it groups gradients in the order in which they came,
+    and sums round differently. A resumed run would then differ from one that went on. So every process does that
+    first backward pass here, on a batch of zeros, and drops its gradients.
     """
     ddp = DistributedDataParallel(
         model,
         device_ids=[world.device] if world.device.type == "cuda" else None,
         init_sync=False,  # every rank drew the same weights
-        **_BUFFERS_APART,
+        **_KEEP_OWN_BUFFERS,
         gradient_as_bucket_view=True,
     )
     tokens = tokens.to(world.device)

@@ -15,8 +15,8 @@ from ngpt_train.models import Decoder
 
 # The rows do not depend on run.seed, so that runs with different seeds are measured on the same text.
 SEED = 0
-# Tokens in one forward pass. Not train.micro_rows: the rows that share a matrix product, and with
-# them the rounding, must not depend on the number of ranks.
+# Tokens in one forward pass. Not train.micro_rows: rounding depends on which rows share a matrix product, and that must
+# not depend on the number of ranks.
 CHUNK_TOKENS = 8_192
 
 
@@ -50,7 +50,7 @@ class Validation:
                 if index < n_chunks:
                     sums[index] = loss_sum
         model.train(was_training)
-        # Each entry is one rank's number plus zeros, and they are added in one order: no rounding of its own.
+        # Each entry is one rank's number plus zeros, and all ranks add them in the same order: the sum is the same.
         total = float(world.sum_(sums).sum())
         loss = total / len(self.targets)
         # A text without bytes (special ids alone) has no bits per byte.
@@ -58,7 +58,7 @@ class Validation:
         return {"loss": loss, "ppl": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 
     def _chunk(self, index: int, device: torch.device) -> list[Tensor]:
-        """What the model takes of one chunk, each `(chunk, context)`, filled up with rows that do not count."""
+        """Tokens, targets, document ids of a chunk, each `(chunk, context)`, filled up with rows that do not count."""
         filled = []
         for part, filler in zip(self.batch, (0, IGNORED, 0), strict=False):
             rows = torch.full((self.chunk, part.shape[1]), filler, dtype=torch.int64)
@@ -71,8 +71,8 @@ class Validation:
 def unigram_loss(train: Rows, validation: Validation, vocab_size: int, sample: int = 10_000_000) -> float:
     """Nats per token of the model that knows how frequent each token is and nothing else.
 
-    Counted on about the first `sample` training targets, one added to each count. A model that is not clearly
-    below it on the validation rows has learnt nothing about the order of words.
+    Counted on about the first `sample` training targets, with one added to each count. A model whose validation loss is
+    not clearly lower has learnt nothing about the order of words.
     """
     counts = np.ones(vocab_size)
     first = 0

@@ -88,7 +88,7 @@ def rotary(
     q, k, v = heads_of(qkv, n_heads, n_kv_heads)
     q, k = rotate(wide(q), cos, sin, interleaved), rotate(wide(k), cos, sin, interleaved)
     if normalized:
-        q, k = normalize(q), normalize(k)
+        q, k = normalize(q), normalize(k)  # eq. 15 and 16 of nGPT
     if scale is not None:
         q = q * scale.view(n_heads, -1)
     return q.to(qkv.dtype), k.to(qkv.dtype), v

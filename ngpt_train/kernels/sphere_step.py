@@ -21,8 +21,8 @@ from ngpt_train.kernels.operation import operation
 class HiddenState(NamedTuple):
     """The hidden state h `(..., d_model)` of a model on the sphere: two tensors of the same values and memory.
 
-    The next matrix product reads one and the next step moves the other. So their gradients arrive apart, and the kernel
-    of the step adds them where it reads them. Autograd would add them in a pass of its own, which moves 10 % more bytes
+    The next step moves one and the next matrix product reads the other. So their gradients arrive apart, and the kernel
+    of the step adds them where it reads them. Autograd would add them in a pass of its own, which moves 6 % more bytes
     in a compiled block (docs/benchmarks/bytes.md).
     """
 

@@ -48,8 +48,8 @@ def swiglu(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> 
     """
     u, v = wide(uv).chunk(2, dim=-1)
     if s_u is not None and s_v is not None:
-        u, v = s_u * u, s_v * v
-    return (u * F.silu(v)).to(uv.dtype)
+        u, v = s_u * u, s_v * v  # eq. 20 and 21 of nGPT
+    return (u * F.silu(v)).to(uv.dtype)  # eq. 18
 
 
 class _SwiGLU(torch.autograd.Function):

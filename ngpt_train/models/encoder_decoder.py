@@ -11,22 +11,14 @@ from torch import Tensor, nn
 
 from ngpt_train.models import decoding, flops
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
+from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.layers.documents import causal_document_mask
-from ngpt_train.models.ntransformer.keys import NTransformerConfig
 
 
 class EncoderDecoder(Decoder):
     """Encoder blocks are called as (h, rope, mask), decoder blocks as (h, rope, mask, memory, memory_mask)."""
 
-    config: NTransformerConfig | GPTEncoderDecoderConfig
-
-    def __init__(
-        self,
-        config: NTransformerConfig | GPTEncoderDecoderConfig,
-        encoder: Iterable[nn.Module],
-        decoder: Iterable[nn.Module],
-    ) -> None:
+    def __init__(self, config: EncoderDecoderKeys, encoder: Iterable[nn.Module], decoder: Iterable[nn.Module]) -> None:
         super().__init__(config, decoder)
         self.source_context = config.source_length(config.context)
         self.source_embedding = nn.Parameter(torch.empty_like(self.embedding))

@@ -88,8 +88,7 @@ class PlainConsole:
         try:
             print(text, flush=True)
         except OSError:
-            # Whoever read the output is gone (`| head`, a dead terminal): no reason to lose a run, and the log
-            # file has the rest.
+            # The reader of the output is gone (`| head`, a closed terminal). The run goes on and has a log file.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
     def close(self, reason: str) -> None:
@@ -104,7 +103,7 @@ class LiveConsole:
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.clock = Clock(total_steps)
-        # Drawn when there is news, not by a thread that takes turns with the training.
+        # Drawn with each record, not by a thread, which would take time from the training.
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
@@ -149,7 +148,7 @@ class LogFile:
         try:
             self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
             self._file.flush()
-        except OSError as error:  # whether a run can go on is for metrics.jsonl and the checkpoints to say
+        except OSError as error:  # no reason to stop: if the disk is full, metrics.jsonl and checkpoints will say so
             print(f"warning: {self._file.name}: {error.strerror}: {text}", file=sys.stderr)
 
     def close(self, reason: str) -> None:

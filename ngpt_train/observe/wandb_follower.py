@@ -1,4 +1,4 @@
-"""Weights & Biases at arm's length: the process that wandb runs in, started by wandb_sink.py.
+"""Weights & Biases in a process of its own: that process, started by wandb_sink.py.
 
 Standard input: one line with the job as JSON, later one with the reason of the end; the end of the input
 without it means that the training process died. Standard output: `started ...` once wandb runs, or
@@ -19,9 +19,9 @@ POLL_SECONDS = 1.0
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Ends this process, with its stack in the log, where the body takes longer, however deep it hangs.
+    """Ends this process, with its stack in the log, if the body takes longer than `seconds`, wherever it hangs.
 
-    An exception leaves the time running: what follows here is the exit.
+    After an exception the time goes on running, so that the exit that follows is bounded too.
     """
     faulthandler.dump_traceback_later(seconds, exit=True)
     yield

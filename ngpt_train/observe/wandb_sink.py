@@ -1,9 +1,9 @@
-"""Weights & Biases at arm's length: the side that the training process sees.
+"""Weights & Biases in a process of its own: the side of the training process.
 
 wandb runs in a process of its own (wandb_follower.py), which reads `metrics.jsonl` as it grows. The
-training process starts it, looks once per record whether it still lives, and at the end waits a bounded
-time for it. So wandb may fail, hang, crash or be missing: it cannot delay or stop a run, it has no
-terminal on which to ask for a key, and no number depends on it.
+training process starts it, looks once per record whether it still runs, and at the end waits a bounded
+time for it. So wandb cannot delay or stop a run, whether it fails, hangs, crashes or is not installed. It has
+no terminal on which to ask for a key, and no number depends on it.
 """
 
 import contextlib
@@ -148,7 +148,7 @@ class WandbSink:
 
 
 def _run_id(run_dir: Path) -> str:
-    """The wandb id of this run directory, so that a resume continues the same wandb run."""
+    """The wandb id of this run directory; with it a resume continues the same wandb run."""
     path = run_dir / "wandb_id"
     if not path.exists():
         path.write_text(secrets.token_hex(4) + "\n")

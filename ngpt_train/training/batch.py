@@ -5,8 +5,8 @@ import math
 from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import ConfigError
 
-# `micro_rows=auto` keeps a forward pass within this many tokens: enough to fill a GPU at every
-# scale here, and small enough for 80 GB at 1B.
+# `micro_rows=auto` keeps a forward pass within this many tokens: enough to keep a GPU busy at every scale here, and few
+# enough for a model of 1B parameters in 80 GB.
 AUTO_MICRO_TOKENS = 16_384
 
 

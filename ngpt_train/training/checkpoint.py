@@ -92,7 +92,7 @@ class Checkpoints:
             tensors: dict[str, Any] = {
                 "model": model,
                 "optimizer": optimizer,
-                "statistics": _of_all_ranks(state.model, self.world),
+                "statistics": _statistics_of_all_ranks(state.model, self.world),
             }
             dcp.save(tensors, storage_writer=writer, no_dist=_no_dist())
         if self.world.is_main:
@@ -111,7 +111,7 @@ class Checkpoints:
         own = f"__{self.world.rank}_"
         names = [path.name for path in work.iterdir()]
         mine = [name for name in names if name.startswith(own) or (self.world.is_main and not name.startswith("__"))]
-        return {name: _describe(work / name) for name in mine}
+        return {name: _size_and_sha256(work / name) for name in mine}
 
     def _commit(self, work: Path, final: Path, files: dict[str, dict[str, Any]]) -> str | None:
         """Makes `work` the checkpoint `final`; returns what went wrong, if anything."""
@@ -128,7 +128,7 @@ class Checkpoints:
         return None
 
     def _prune(self) -> None:
-        """Deletes what keep_last and keep_every do not keep, and what killed processes left."""
+        """Deletes checkpoints that neither keep_last nor keep_every keeps, and unfinished ones of killed processes."""
         steps = {step_of(path): path for path in list_checkpoints(self.directory)}
         try:
             for step in sorted(steps)[: -self.keep_last]:
@@ -186,7 +186,7 @@ def verify(checkpoint: Path, world: World) -> None:
                 problems.append(f"{name} is missing")
             elif path.stat().st_size != expected["bytes"]:
                 problems.append(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
-            elif _describe(path) != expected:
+            elif _size_and_sha256(path) != expected:
                 problems.append(f"{name} has another sha256 than when it was written")
     found = [problem for part in world.gather(problems) for problem in part]
     if found:
@@ -197,7 +197,7 @@ def verify(checkpoint: Path, world: World) -> None:
 
 
 def check_names(checkpoint: Path, weights: Mapping[str, Any]) -> None:
-    """Raises DataError where the checkpoint's weights are not called as the model's are."""
+    """Raises DataError where the checkpoint has other names for the weights than the model."""
     known = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     if missing := [name for name in weights if f"model.{name}" not in known]:
         raise DataError(
@@ -214,7 +214,7 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     tensors: dict[str, Any] = {
         "model": model,
         "optimizer": optimizer,
-        "statistics": _room_for_all_ranks(checkpoint, state.model),
+        "statistics": _statistics_to_load(checkpoint, state.model),
     }
     with _quiet():
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
@@ -233,7 +233,7 @@ def load_model(checkpoint: Path, model: Decoder, world: World) -> None:
     verify(checkpoint, world)
     tensors: dict[str, Any] = {
         "model": get_model_state_dict(model),
-        "statistics": _room_for_all_ranks(checkpoint, model),
+        "statistics": _statistics_to_load(checkpoint, model),
     }
     check_names(checkpoint, tensors["model"])
     with _quiet():
@@ -242,15 +242,16 @@ def load_model(checkpoint: Path, model: Decoder, world: World) -> None:
     set_model_state_dict(model, tensors["model"])
 
 
-def _of_all_ranks(model: Decoder, world: World) -> dict[str, Tensor]:
-    """Each running statistic of every rank, `(ranks, ...)`, on every rank: they may differ, and a resume must not."""
+def _statistics_of_all_ranks(model: Decoder, world: World) -> dict[str, Tensor]:
+    """Each running statistic of all ranks, `(ranks, ...)`, on every rank. Ranks may have different ones, and a resume
+    gives each its own back."""
     own = {name: value.cpu() for name, value in model.statistics().items()}
     ranks = world.gather(own) if own else []
     return {name: torch.stack([rank[name] for rank in ranks]) for name in own}
 
 
-def _room_for_all_ranks(checkpoint: Path, model: Decoder) -> dict[str, Tensor]:
-    """What `_of_all_ranks` gave to the checkpoint, to be filled."""
+def _statistics_to_load(checkpoint: Path, model: Decoder) -> dict[str, Tensor]:
+    """Empty tensors of the shapes that `_statistics_of_all_ranks` had when the checkpoint was saved."""
     if not model.statistics():
         return {}
     n_ranks = read_json(checkpoint / "state.json")["world_size"]
@@ -258,7 +259,7 @@ def _room_for_all_ranks(checkpoint: Path, model: Decoder) -> dict[str, Tensor]:
 
 
 def _set_statistics(model: Decoder, ranks: dict[str, Tensor], world: World) -> None:
-    """This rank's own, or on another number of ranks the mean."""
+    """Gives this rank its own statistics back, or, on another number of ranks than before, the mean of all."""
     for name, value in model.statistics().items():
         same = len(ranks[name]) == world.size
         value.copy_(ranks[name][world.rank] if same else ranks[name].mean(0))
@@ -269,7 +270,7 @@ def _no_dist() -> bool:
 
 
 def _describe_error(error: BaseException) -> str:
-    """One line; of what failed on several ranks the first."""
+    """One line: the error, or the first one where several ranks failed."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}".splitlines()[0]
@@ -288,7 +289,7 @@ def _make_empty(directory: Path) -> None:
     directory.mkdir(parents=True)
 
 
-def _describe(path: Path) -> dict[str, Any]:
+def _size_and_sha256(path: Path) -> dict[str, Any]:
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}

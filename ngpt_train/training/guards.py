@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-# A single bad batch is survived; this many steps in a row without a finite gradient never recover.
+# A run survives a single bad batch. After this many skipped steps in a row it does not recover.
 MAX_SKIPPED_IN_A_ROW = 10
 
 

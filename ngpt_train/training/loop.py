@@ -46,7 +46,7 @@ class Parts:
 
 
 def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
-    """Trains from state.step to the end, or to train.stop_at, or until one rank is asked to stop.
+    """Trains from state.step to the end, or to train.stop_at, or until a rank is told to stop.
 
     A checkpoint is saved before an evaluation at the same step, so that a failure while evaluating
     loses nothing. Returns why it stopped early, None at the planned end. Raises NumericalError,
@@ -55,7 +55,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
     skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=world.device)
-    left_out: set[str] = set()  # shards
+    reported: set[str] = set()  # names of skipped shards
     stop_together = StopTogether(stop, world, state.step)
 
     def save(position: Position, must: bool) -> None:
@@ -74,23 +74,24 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         for sink in parts.sinks:
             sink.log(record)
 
-    # A run that was stopped between its last save and its evaluation has only the latter left to do.
+    # A run that was stopped after its last save and before the evaluation of that step evaluates now.
     if state.step == 0 or state.step >= last or _due(state.step, config.eval.every):
         evaluate()
     while state.step < last:
         started = time.perf_counter()
         micro_batches, position = next(parts.batches)
         fetched = time.perf_counter()
-        for name in position.skipped.keys() - left_out:
+        for name in position.skipped.keys() - reported:
             for sink in parts.sinks:
                 sink.message(f"warning: data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
-        left_out |= position.skipped.keys()
+        reported |= position.skipped.keys()
         with explain_out_of_memory(state.micro_rows):
             result = train_step(state, micro_batches, untouched=True)
         state.interval.add(result)
         skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
         logging = _due(state.step, config.logging.every)
-        loss = float(result.loss) if logging else None  # waits for the device, so that the time below is true
+        # Reading the loss waits for the device, so that the time measured below is the time of the steps.
+        loss = float(result.loss) if logging else None
         tokens = config.train.rows_per_step * config.model.context
         parts.meter.data(fetched - started)
         parts.meter.step(time.perf_counter() - started, tokens)
@@ -128,7 +129,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
 
 
 def padding(state: TrainState, tokens_per_step: int) -> Record:
-    """Share of all positions so far that no target counts at, where rows are padded."""
+    """Where rows are padded: the share of all positions so far whose target does not count."""
     pads = state.config.data.pack == "best_fit"
     return {"padding": 1 - int(state.tokens) / (state.step * tokens_per_step)} if pads else {}
 

@@ -13,8 +13,7 @@ from ngpt_train.distributed import World
 def profiled(enabled: bool, directory: Path, world: World) -> Iterator[Callable[[], None]]:
     """Yields what to call after each step; steps 4 to 6 of this process go to `directory/rank_<r>.json`.
 
-    The trace opens in Perfetto or chrome://tracing. The first steps, with compilation and warm-up, are
-    left out.
+    The trace opens in Perfetto or chrome://tracing. It leaves out the first steps, which compile and warm up.
     """
     if not enabled:
         yield lambda: None

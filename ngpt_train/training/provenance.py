@@ -41,7 +41,7 @@ def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
 
 
 def git_commit() -> str | None:
-    """Commit of the checkout that this package runs from, `+` appended where files differ; None elsewhere."""
+    """Commit of the checkout that this package runs from, with `+` if files differ from it; None without a checkout."""
     where = Path(ngpt_train.__file__).parent
 
     def git(*arguments: str) -> str:

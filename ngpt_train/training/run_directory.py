@@ -1,4 +1,4 @@
-"""The directory of a run: whose it is, whether it may be used, and what is written at each start and end.
+"""The directory of a run: which run it holds, whether a start may use it, what each start and end writes into it.
 
 config.yaml  run.json  metrics.jsonl  curves.png  checkpoints/  logs/  exit.json  lock
 """
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 DONE = "done"  # the reason in exit.json of a run that came to its planned end
 _LEFT_BY_A_KILLED_START = ("lock", "run.json", ".run.json.partial", ".config.yaml.partial")
-# What run.overwrite deletes, in this order: config.yaml, which makes it a run's directory, goes last.
+# What run.overwrite deletes, in this order. config.yaml goes last: it marks the directory as that of a run.
 _OURS = (
     *(
         "checkpoints",
@@ -40,7 +40,7 @@ _OURS = (
 
 
 class RunDirectory:
-    """`<run.root>/<run.name>` of a config whose name is resolved."""
+    """`<run.root>/<run.name>` of a config whose run.name is no longer auto."""
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.root).expanduser() / config.run.name
@@ -69,7 +69,7 @@ class RunDirectory:
         """
         name = f"run.name={config.run.name}"
         self._check_place(config)
-        if not self.used and not self._foreign():
+        if not self.used and not self._other_files():
             return _nothing_found(config, self.checkpoints)
         if not self.used:
             raise ConfigError(
@@ -160,9 +160,9 @@ class RunDirectory:
                 entry.unlink(missing_ok=True)
 
     def finish(self, code: int, reason: str, step: int) -> None:
-        """Writes how the run ended, where torchrun's exit code would hide it.
+        """Writes how the run ended into exit.json, because torchrun hides the exit codes of its workers.
 
-        Any rank may fail first and tell; what follows from it on the others is not the reason.
+        The rank that fails first writes the reason. Later failures of other ranks follow from it and change nothing.
         """
         if code and (self.path / "exit.json").exists():
             return
@@ -176,8 +176,8 @@ class RunDirectory:
         if self._lock is not None:
             self._lock.close()  # the kernel drops the lock with it
 
-    def _foreign(self) -> list[str]:
-        """What lies here and is not what a start that was killed at once leaves behind."""
+    def _other_files(self) -> list[str]:
+        """Files here, without those that a start leaves behind which was killed at once."""
         if not self.path.exists():
             return []
         return [entry.name for entry in self.path.iterdir() if entry.name not in _LEFT_BY_A_KILLED_START]
@@ -207,6 +207,7 @@ class RunDirectory:
 
 
 def _nothing_found(config: Config, checkpoints: Path) -> Path | None:
+    """None: there is no checkpoint. Raises DataError where run.resume=must asks for one."""
     if config.run.resume == "must":
         raise DataError(
             f"run.resume=must: there is no checkpoint in {checkpoints}. "

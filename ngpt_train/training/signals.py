@@ -9,8 +9,8 @@ from typing import Any
 
 from ngpt_train.distributed import World
 
-# torchrun hands the Ctrl-C that its workers also got on to them: within this many seconds a repeated
-# SIGINT is that echo, not a second wish.
+# A Ctrl-C reaches the workers of torchrun twice: from the terminal, and from torchrun, which forwards its own. A second
+# SIGINT within this many seconds is that echo and does not count.
 ECHO_SECONDS = 1.0
 # How often ranks ask each other whether one was told to stop. torchrun kills 30 seconds after its SIGTERM, and the
 # checkpoint is to be written by then.
@@ -19,10 +19,10 @@ MOST_STEPS = 16  # between two questions, however quick they are: they may turn 
 
 
 class StopRequest:
-    """While entered, turns SIGTERM and SIGINT into a wish that the loop reads after each step.
+    """While entered, SIGTERM and SIGINT do not end the process, but become a `reason` to stop, which the loop reads.
 
-    A second SIGINT ends the process at once, with 130 as shells expect; checkpoints are atomic, so
-    nothing saved is harmed. `max_hours` counts from construction.
+    A second SIGINT ends the process at once, with exit code 130 as shells expect. That harms no checkpoint, because
+    they are written atomically. `max_hours` counts from construction.
     """
 
     def __init__(self, max_hours: float | None) -> None:

@@ -37,8 +37,8 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch], untouched: boo
     divided once by their number in the whole step, so neither accumulation nor padding nor the
     number of ranks changes it. Raises ValueError for no micro batches and for ids that are not int64.
 
-    untouched: the caller knows that since the last step nobody has written to the weights behind torch's back (`.data`
-    is the usual way). Then the optimizer's bf16 copies of them are not made anew.
+    untouched: the caller promises that since the last step nobody has changed the weights unseen by torch, for example
+    through `.data`. Then the optimizer's bf16 copies of the last step are used again.
     """
     check_batches(micro_batches)
     world, config = state.world, state.config
@@ -68,7 +68,7 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch], untouched: boo
     skipped = ~torch.isfinite(grad_norm)
     lr = lr_at(state.step, config.schedule, float(config.optim.lr), config.train.steps)
     apply_gradients(state, grad_norm, skipped, lr)
-    if not isinstance(state.optimizer, RowAdam):  # which leaves every row projected
+    if not isinstance(state.optimizer, RowAdam):  # RowAdam has projected every row already
         state.model.project_(skipped)
     state.step += 1
     state.tokens += n_tokens
@@ -97,11 +97,11 @@ def working_copies(state: TrainState, untouched: bool) -> AbstractContextManager
 
 
 def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: float) -> None:
-    """Clips and steps in one pass over memory, and drops the gradients, or where graphs are recorded zeroes them.
+    """Clips and steps in one pass over memory. Then drops the gradients, or zeroes them where CUDA graphs hold them.
 
-    torch's fused optimizers divide gradients by `grad_scale` and leave weights, moments and step
-    count alone where `found_inf` is 1. It is how GradScaler drives them; here it clips without a
-    pass of its own and skips without asking the device. The factor is clip_grad_norm_'s.
+    torch's fused optimizers divide gradients by `grad_scale`, and where `found_inf` is 1 they change neither weights
+    nor moments nor the step count. GradScaler uses them so. Here they clip, by the factor of clip_grad_norm_, without
+    a pass of their own, and skip a step without asking the device.
     """
     optimizer = state.optimizer
     clip_norm = state.config.optim.clip_norm
@@ -111,4 +111,4 @@ def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: f
     for group in optimizer.param_groups:
         group["lr"] = lr
     optimizer.step()
-    optimizer.zero_grad(set_to_none=not state.config.train.cuda_graphs)  # they hold theirs: distributed/cuda_graphs.py
+    optimizer.zero_grad(set_to_none=not state.config.train.cuda_graphs)  # see distributed/cuda_graphs.py

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Returns 0 when the run is done, or was interrupted and saved; raises what the exit codes stand for."""
-    stop = StopRequest(config.run.max_time)  # the limit is of the job, and preparing is part of it
+    stop = StopRequest(config.run.max_time)  # first of all: preparing data counts
     run = RunDirectory(config)
     checkpoint = run.check(config)  # before anything slow; reads only
     if checkpoint is None:
@@ -57,9 +57,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     if checkpoint is not None:
         config = with_first_commits(config, read_yaml(checkpoint / "config.yaml"))
     world = join_world(config)
-    # Listing, downloading and tokenizing may take hours, longer than a collective waits. The run's own tokenizer is of
-    # use to streamed text alone: prepared shards bring theirs.
-    tokenizer = trained_tokenizer(config, checkpoint) if config.data.streamed else None
+    # Listing, downloading and tokenizing may take hours, longer than a collective waits.
+    tokenizer = trained_tokenizer(config, checkpoint)
     data = world.on_all_without_timeout(lambda: open_dataset(config, tokenizer, world.on_main_without_timeout))
     config = with_vocabulary(config, data)
     config = with_precision(config, world)
@@ -86,7 +85,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
 
 
 def with_first_commits(config: Config, stored: Config) -> Config:
-    """The config with the commits, of data sets of the hub, that the run began with, where it does not name others."""
+    """The config with the hub commits that the run began with; those that the user names stay."""
     data = with_commits(config.data, commits_of(stored.data))
     for name, commit in commits_of(data).items():
         if commit != (asked := commits_of(config.data)[name]):
@@ -97,8 +96,9 @@ def with_first_commits(config: Config, stored: Config) -> Config:
 
 
 def trained_tokenizer(config: Config, checkpoint: Path | None) -> Tokenizer | None:
-    """The tokenizer that the run had trained from its text; None where it is had otherwise."""
-    if checkpoint is None or config.tokenizer.kind != "sentencepiece" or config.tokenizer.path is not None:
+    """The tokenizer that the run has trained from its text; None if it has another."""
+    trained = config.tokenizer.kind == "sentencepiece" and config.tokenizer.path is None
+    if checkpoint is None or not trained or config.data.kind == "tokens":  # tokens bring theirs
         return None
     return read_tokenizer(checkpoint, read_json(checkpoint / "tokenizer.json"))
 
@@ -117,7 +117,7 @@ def with_vocabulary(config: Config, data: Dataset) -> Config:
 
 
 def with_precision(config: Config, world: World) -> Config:
-    """The config with `train.precision` known: a resume on another device must not change it in silence."""
+    """The config with `train.precision` known, so that a resume on another device cannot change it silently."""
     precision = "bf16" if resolve_precision(config.train.precision, world.device.type) == torch.bfloat16 else "fp32"
     return replace(config, train=replace(config.train, precision=precision))
 
@@ -131,8 +131,10 @@ def prepare_state(config: Config, world: World, data: Dataset, checkpoint: Path 
     elif initial := initial_checkpoint(config):
         load_model(initial, state.model, world)
         state.model.project_()
+    # The shards that the first rows need may have to be downloaded.
+    reader = world.on_all_without_timeout(lambda: reader_of(data, config, world.rank, world.size, position))
     loader = TrainLoader(
-        reader_of(data, config, world.rank, world.size, position),
+        reader,
         batch_rows=config.train.rows_per_step,
         micro_rows=state.micro_rows,
         rank=world.rank,
@@ -151,7 +153,7 @@ def train_in(
     start: dict[str, Any],
     stop: StopRequest,
 ) -> None:
-    """Trains in the directory that rank 0 has opened, and closes it whatever happens."""
+    """Trains in the directory that rank 0 has opened, and closes it whatever happens; a collective call."""
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
     checkpoints = Checkpoints(run.checkpoints, world, config.checkpoint.keep_last, config.checkpoint.keep_every)
@@ -214,7 +216,7 @@ def train_in(
 
 
 def close(sinks: list[Sink], reason: str) -> None:
-    """Closes every sink, whatever one of them says: the disk may be full."""
+    """Closes every sink, even if one of them fails, as on a full disk."""
     for sink in sinks:
         try:
             sink.close(reason)

@@ -28,9 +28,8 @@ def warn_of_repeats(text: OpenShards, settings: StreamSettings) -> None:
     while repeated_share(text, settings, fewer) > TOLERATED:  # none of one stream
         fewer //= 2
     logger.warning(
-        "data.streams=%d: that many streams share the text of %d documents unevenly. About %.0f %% of the rows of the "
-        "first epoch repeat text that was read before, and as much is read later; data.streams=%d, for a new run, "
-        "repeats %.0f %%",
+        "data.streams=%d: that many streams share the text of %d documents unevenly. Up to %.0f %% of the rows of the "
+        "first epoch repeat text that was read before; with data.streams=%d, in a new run, up to %.0f %% do",
         settings.n_streams,
         sum(text.n_documents(shard) for shard in range(text.n_shards)),
         100 * share,
@@ -50,7 +49,7 @@ def is_small(text: OpenShards) -> bool:
 
 
 def repeated_share(text: OpenShards, settings: StreamSettings, n_streams: int) -> float:
-    """Share of the first epoch's rows that repeat text: the bytes that streams with less text than the mean lack."""
+    """Share of the first epoch's rows that repeat text, at most: the bytes that streams lack of the mean."""
     sizes = np.zeros(n_streams)
     for window in range(n_windows(text.n_shards, settings.open_shards)):
         shards = window_shards(text.n_shards, settings.open_shards, 0, window, settings.seed)

@@ -13,7 +13,8 @@ Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, n_heads, d_head), k and v (B, 
 
 
 class Attention(nn.Module):
-    """softmax(softmax_scale q k^T) v W_o, where an architecture may say in `heads` what q and k are.
+    """softmax(softmax_scale q k^T) v W_o, where an architecture may say in `heads` what q and k are: eq. 12 to 14 of
+    nGPT's paper.
 
     W_q, W_k and W_v are `(heads * d_head, d_model)` and one product; W_o is `(heads * d_head, d_model)`, applied from
     the right.
@@ -55,17 +56,17 @@ class Attention(nn.Module):
         return q, k, v
 
     def combine(self, heads: Tensor) -> Tensor:
-        """Concat(heads) W_o: heads `(B, T, n_heads, d_head)` -> `(B, T, d_model)`."""
+        """Concat(heads) W_o, eq. 14: heads `(B, T, n_heads, d_head)` -> `(B, T, d_model)`."""
         return self.wo(heads.flatten(2))
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, memory: Tensor | None = None) -> Tensor:
         """x `(B, T, d_model)` -> the same shape, with keys and values from memory `(B, S, d_model)`, if not from x."""
         if memory is None:
-            q, k, v = self.heads_of_one_product(self.wqkv(x), rope)
+            q, k, v = self.heads_of_one_product(self.wqkv(x), rope)  # eq. 12
         else:
             assert self.wqkv.bias is None  # no architecture that attends to another sequence has biases
             w_q, w_kv = self.wqkv.weight(x.dtype).split([self.d_q, 2 * self.d_kv])
             k, v = F.linear(memory, w_kv).chunk(2, dim=-1)
             q, k, v = self.heads(F.linear(x, w_q), k, v, rope)
         q, k, v = (heads.to(x.dtype) for heads in (q, k, v))
-        return self.combine(attention(q, k, v, self.softmax_scale, self.causal, mask))
+        return self.combine(attention(q, k, v, self.softmax_scale, self.causal, mask))  # eq. 13

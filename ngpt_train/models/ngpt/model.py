@@ -41,7 +41,7 @@ class NGPTBlock(nn.Module):
 
     def forward(self, h: HiddenState, rope: Rope | None, mask: Mask) -> HiddenState:
         step, alpha_attn, alpha_mlp = self.step, self.alpha_attn(), self.alpha_mlp()
-        # step(h, x, alpha) is Norm(h + alpha (Norm(x) - h)).
+        # step(h, x, alpha) = Norm(h + alpha (Norm(x) - h)), unless model.update says otherwise.
         h = step(h, self.attention(h, rope, mask), alpha_attn)  # eq. 10
         h = step(h, self.mlp(h), alpha_mlp)  # eq. 11
         return h  # (B, T, d_model)
@@ -69,28 +69,26 @@ class NGPTAttention(Attention):
         self.qk_norm = config.qk_norm
         self.s_qk = ScaledParameter(config.d_model, config.s_qk, config)
 
-    def s_qk_squared(self) -> Tensor:
-        """`(n_heads * d_k,)`: s_qk of q and s_qk of k, both to go on q.
-
-        Only the product of q and k counts. So it is the same function with one pass less, and right for grouped keys,
-        which have fewer heads than s_qk.
-        """
-        return self.s_qk().square()
-
     @without_kernel("rotary", "queries without a rotation, as in cross-attention")
     def heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
-        q, k, v = super().heads(q, k, v, rope)
+        """q <- Norm(q) s_qk and k <- Norm(k) s_qk, both after their rotation, of each head: eq. 15 and 16.
+
+        Only the product of q and k counts, so both factors s_qk go to q: the same function, one pass
+        less, and right for grouped keys, which have fewer heads than s_qk.
+        """
+        q, k, v = super().heads(q, k, v, rope)  # rope(q), rope(k), v
+        s_qk = self.s_qk().view(self.n_heads, self.d_head)
         if self.qk_norm:
             q = normalize(q)  # eq. 15
             k = normalize(k)  # eq. 16
-        return q * self.s_qk_squared().view(self.n_heads, self.d_head), k, v
+        return q * s_qk.square(), k, v
 
     def heads_of_one_product(self, qkv: Tensor, rope: Rope | None) -> Heads:
-        """The same in one pass, where positions turn q and k: Norm(rope(q)) s_qk^2 and Norm(rope(k))."""
         if rope is None:
             return super().heads_of_one_product(qkv, None)
-        heads = self.n_heads, self.n_kv_heads
-        return rotary(qkv, rope.cos, rope.sin, *heads, rope.interleaved, self.qk_norm, self.s_qk_squared())
+        heads, s_qk = (self.n_heads, self.n_kv_heads), self.s_qk()
+        # Norm(rope(q)) s_qk^2 and Norm(rope(k)), as in `heads`.
+        return rotary(qkv, rope.cos, rope.sin, *heads, rope.interleaved, normalized=self.qk_norm, scale=s_qk.square())
 
     def forward(  # type: ignore[override]
         self, h: HiddenState, rope: Rope | None, mask: Mask, memory: Tensor | None = None
@@ -99,7 +97,7 @@ class NGPTAttention(Attention):
 
 
 class NGPTMLP(MLP):
-    """SwiGLU(u, v) W_down with u <- u s_u (eq. 20) and v <- v s_v sqrt(d_model) (eq. 21)."""
+    """SwiGLU(u, v) W_down, with u and v rescaled (section 2.4.2)."""
 
     def __init__(self, config: NGPTConfig) -> None:
         super().__init__(config, config.activation, unit_rows=config.constraint == "parametrization")
@@ -108,10 +106,14 @@ class NGPTMLP(MLP):
         self.sqrt_d_model = math.sqrt(config.d_model)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """s_u u * SiLU(sqrt(d_model) s_v v). v is a product of unit vectors, with entries near 1 / sqrt(d_model), where
-        SiLU would be linear: sqrt(d_model) brings them back to order 1."""
-        scaled = SCALED_GATES[self.activation]
-        return scaled(x, self.w_uv.weight(x.dtype), self.s_u(), self.s_v() * self.sqrt_d_model)
+        """SwiGLU(u s_u, v s_v sqrt(d_model)) of u = W_u x and v = W_v x.
+
+        v is a product of unit vectors, with entries near 1 / sqrt(d_model), where SiLU would be linear: sqrt(d_model)
+        brings them back to order 1 (section A.1).
+        """
+        of_u = self.s_u()  # eq. 20
+        of_v = self.s_v() * self.sqrt_d_model  # eq. 21
+        return SCALED_GATES[self.activation](x, self.w_uv.weight(x.dtype), of_u, of_v)
 
     def forward(self, h: HiddenState) -> Tensor:  # type: ignore[override]
         return super().forward(h.to_read)

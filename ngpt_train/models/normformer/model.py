@@ -21,24 +21,8 @@ from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.normformer.keys import NormFormerConfig
 
 
-class LearnedScale(nn.Module):
-    """Learned numbers that start at 1, `(size,)`."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.empty(size))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.ones_(self.gain)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """gain * x over the last dimension, in x's dtype."""
-        return (self.gain * x).to(x.dtype)
-
-
 class NormFormerBlock(nn.Module):
-    """Section 2.1: HeadScale and a LayerNorm after attention, a LayerNorm inside the MLP; lambda is section 3's."""
+    """NormFFN(NormScaledMHA(x)) of section 2.1, with ResScale's lambda of section 3, which is 1 without it."""
 
     def __init__(self, config: NormFormerConfig) -> None:
         super().__init__()
@@ -50,8 +34,10 @@ class NormFormerBlock(nn.Module):
         self.res_scale = LearnedScale(config.d_model) if config.res_scale else nn.Identity()
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
-        x = x + self.norm_post_attn(self.attention(self.norm_attn(x), rope, mask))  # x + LN(HeadScaleMHA(LN(x)))
-        x = self.res_scale(x) + self.mlp(self.norm_mlp(x))  # lambda * x + FFN(LN(x)); lambda is 1 without ResScale
+        # NormScaledMHA(x) = x + LN(HeadScaleMHA(LN(x)))
+        x = x + self.norm_post_attn(self.attention(self.norm_attn(x), rope, mask))
+        # NormFFN(x) = lambda * x + LN(sigma(LN(x) W_1 + b_1)) W_2 + b_2
+        x = self.res_scale(x) + self.mlp(self.norm_mlp(x))
         return x  # (B, T, d_model)
 
 
@@ -94,14 +80,12 @@ def relu2(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "relu2": relu2,
-}  # the exact GELU, not tanh's approximation
+# The exact GELU, not tanh's approximation.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu2": relu2}
 
 
 class NormFormerMLP(nn.Module):
-    """LN(sigma(x W_1 + b_1)) W_2 + b_2, where W_1 is w_u and W_2 is w_down; both are `(d_mlp, d_model)`."""
+    """LN(sigma(x W_1 + b_1)) W_2 + b_2, where W_1 is w_u and W_2 is w_down; both are stored as `(d_mlp, d_model)`."""
 
     def __init__(self, config: NormFormerConfig) -> None:
         super().__init__()
@@ -113,7 +97,24 @@ class NormFormerMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `(B, T, d_model)` -> the same shape."""
-        return self.w_down(self.norm_ffn(self.activation(self.w_u(x))))
+        hidden = self.activation(self.w_u(x))  # (B, T, d_mlp)
+        return self.w_down(self.norm_ffn(hidden))
+
+
+class LearnedScale(nn.Module):
+    """Learned numbers that start at 1, `(size,)`."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.gain)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """gain * x over the last dimension, in x's dtype."""
+        return (self.gain * x).to(x.dtype)
 
 
 class NormFormer(Decoder):

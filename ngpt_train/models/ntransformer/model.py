@@ -32,10 +32,10 @@ class NTransformerBlock(NGPTBlock):
     ) -> HiddenState:
         step = self.step
         alpha_attn, alpha_cross, alpha_mlp = self.alpha_attn(), self.alpha_cross(), self.alpha_mlp()
-        h = step(h, self.attention(h, rope, mask), alpha_attn)
+        h = step(h, self.attention(h, rope, mask), alpha_attn)  # h_A
         # Positions of two sequences have no distance, so no rotation here.
-        h = step(h, self.cross(h, None, memory_mask, memory), alpha_cross)
-        h = step(h, self.mlp(h), alpha_mlp)
+        h = step(h, self.cross(h, None, memory_mask, memory), alpha_cross)  # h_C
+        h = step(h, self.mlp(h), alpha_mlp)  # h_M
         return h  # (B, T, d_model)
 
 

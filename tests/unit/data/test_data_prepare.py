@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import json
 import os
@@ -9,7 +10,9 @@ import random
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,6 +165,40 @@ def test_a_given_tokenizer_needs_no_download(cfg: Config, monkeypatch: pytest.Mo
     cfg.tokenizer.kind = "gpt2"
     given = tokenizers.GPT2Tokenizer({bytes([i]): i for i in range(256)})
     assert open_dataset(cfg, given).tokenizer.fingerprint == given.fingerprint
+
+
+def test_one_process_of_a_cache_hashes_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others wait for what it finds, without a process group. Caught: each of them hashes all files."""
+    monkeypatch.setattr(hashes, "SETTLED", -1.0)
+    monkeypatch.setattr(hashes, "SHARED", 1000)
+    files = [tmp_path / f"{i}.bin" for i in range(3)]
+    for i, file in enumerate(files):
+        np.full(1000, i, "<u2").tofile(file)
+    hashed: list[Path] = []
+    hash_file = hashes._hash
+
+    def slow(path: Path, dtype: str | None) -> list[Any]:
+        hashed.append(path)
+        time.sleep(0.2)
+        return hash_file(path, dtype)
+
+    monkeypatch.setattr(hashes, "_hash", slow)
+    with ThreadPoolExecutor(4) as ranks:  # a lock keeps out threads as it does processes
+        found = list(ranks.map(lambda _: [FileHashes(tmp_path / "cache").tokens(f, "<u2") for f in files], range(4)))
+    assert sorted(hashed) == files
+    assert found == [[(hashlib.sha256(file.read_bytes()).hexdigest(), i) for i, file in enumerate(files)]] * 4
+    assert not list((tmp_path / "cache").glob(".*"))
+    np.full(1000, 9, "<u2").tofile(files[0])
+    assert FileHashes(tmp_path / "cache").tokens(files[0], "<u2")[1] == 9
+
+
+def test_hashes_where_the_cache_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashes, "SHARED", 1)
+    (tmp_path / "file").write_bytes(b"aaaa")
+    (tmp_path / "cache").write_bytes(b"not a directory")
+    known = FileHashes(tmp_path / "cache" / "below")
+    assert known.sha256(tmp_path / "file") == hashlib.sha256(b"aaaa").hexdigest()
+    known.save()
 
 
 def test_checksums_are_remembered_until_a_file_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,6 +483,55 @@ def test_sample_is_bounded_and_repeatable() -> None:
     assert max(map(len, few)) <= SAMPLE_PIECE
     assert len({text.split()[1] for text in few}) > 30  # from everywhere, not from the start
     assert "".join(all_of_it) == "".join(f"{i} " * 20_000 for i in range(200))
+
+
+def corpus_of_six(directory: Path) -> Path:
+    """Six files that differ in their words and the lengths of their documents."""
+    directory.mkdir()
+    for i in range(6):
+        texts = [" ".join(f"{'abcdef'[i]}{j * k % 97}" for k in range(40 * (1 + 20 * (j == 7)))) for j in range(40)]
+        (directory / f"{i}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return directory
+
+
+@pytest.mark.parametrize("characters", [10**9, 30_000])
+def test_streamed_and_prepared_text_train_the_same_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, characters: int
+) -> None:
+    """Of all text, and of a part of it, which is of several files. Caught: a sampler of its own for either."""
+    from ngpt_train.data.sources import sample
+
+    monkeypatch.setattr(sample, "SAMPLE_CHARACTERS", characters)
+    monkeypatch.setattr(sample, "SAMPLE_PIECE", 1000)
+    cfg = config(corpus_of_six(tmp_path / "text"), tmp_path / "cache")
+    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 330
+    prepared = open_dataset(cfg).tokenizer
+    cfg.data.streaming, cfg.eval.rows = True, 1
+    assert open_dataset(cfg).tokenizer.fingerprint == prepared.fingerprint
+
+
+def test_a_sample_is_of_several_shards_and_no_more_than_it_needs() -> None:
+    """The same wherever the shards stand. Caught: all text is read for a tokenizer; the first file speaks for all."""
+    from ngpt_train.data.sources.sample import SAMPLE_CHARACTERS, SAMPLE_SHARDS, draw_sample
+    from ngpt_train.data.sources.text import Shard
+
+    shards = [Shard(f"{i}", f"content {i}", ()) for i in range(9)]
+    read: list[int] = []
+
+    def documents(number: int) -> list[str]:
+        read.append(number)
+        return [f"{shards[number].identity} {i} ".ljust(SAMPLE_CHARACTERS // 2 - 1, "x") for i in range(2)]
+
+    texts, counts = draw_sample(shards, documents, 0.0)
+    assert len(read) == SAMPLE_SHARDS
+    assert counts is None
+    contents = {shards[number].identity for number in read}
+    assert {text[:9] for text in texts if text.startswith("content")} <= contents
+    shards.reverse()
+    read.clear()
+    draw_sample(shards, documents, 0.0)
+    assert {shards[number].identity for number in read} == contents
+    assert draw_sample(shards[:2], lambda number: ["a", "", "b"], 0.0)[1] is not None
 
 
 def test_real_text(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Dataset, TrainLoader, merged, open_dataset, reader_of
+from ngpt_train.data.sources.text import place_of
 from ngpt_train.data.streamed.stream import (
     Cursor,
     Piece,
@@ -129,8 +131,6 @@ def epoch_of(text: StreamedText, stream: int) -> list[tuple[NDArray[np.integer],
 def documents(text: Path, config: Config) -> Counter[bytes]:
     """What training should read of it, by a plain reading of the files."""
     import pyarrow.parquet as pq
-
-    from ngpt_train.data.sources.text import place_of
 
     all_of_it = [str(row) for file in sorted(text.glob("*.parquet")) for row in pq.read_table(file)["text"].to_pylist()]
     return Counter(x.encode() for x in all_of_it if x and place_of(x.encode()) >= config.data.val_fraction)
@@ -270,3 +270,24 @@ def test_more_streams_than_documents(tmp_path: Path) -> None:
     config = streamed(tmp_path / "text", streams=4096)
     with pytest.raises(DataError, match=r"data\.streams=4096: in 3 epochs there is no document for stream"):
         batches(config, [(200, 1, 0)])
+
+
+def test_few_documents_are_said_to_repeat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With the share of the rows, which is that of equal documents. Caught: text that is read twice in silence."""
+    (tmp_path / "text").mkdir()
+    texts = ["".join(f"{i},{j} " for j in range(1000, 1250)) for i in range(10, 27)]
+    held_out = sum(place_of(text.encode()) < 0.1 for text in texts)
+    (tmp_path / "text/a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    config = streamed(tmp_path / "text", "run.seed=2", streams=24)
+    rows = reader_of(open_dataset(config), config).take(np.arange(len(texts[0]) * (17 - held_out) // CONTEXT))[1]
+    repeated = 1 - len(np.unique(rows, axis=0)) / len(rows)
+    assert 0.2 < repeated < 0.6
+    [warning] = [record.getMessage() for record in caplog.records if "data.streams=24" in record.getMessage()]
+    assert "share the text of 17 documents unevenly" in warning
+    assert abs(int(re.findall(r"[Uu]p to (\d+) %", warning)[0]) / 100 - repeated) < 0.03
+    fewer = int(re.findall(r"with data.streams=(\d+)", warning)[0])
+    assert fewer < 24
+    caplog.clear()
+    config = replace(config, data=replace(config.data, streams=fewer))
+    reader_of(open_dataset(config), config)
+    assert "unevenly" not in caplog.text

@@ -108,6 +108,16 @@ def test_a_bad_gradient_moves_nothing(name: str, poison: Poison, parallel: str) 
     assert int(state.tokens) == sum(int((targets != -100).sum()) for s in range(3) for _, targets in micro_batches(s))
 
 
+def test_an_infinite_gradient_is_a_bad_one() -> None:
+    """Caught: NaN alone looked for, which an infinite loss happens to leave as well."""
+    state = build_state(step_config("gpt"))
+    gain = next(p for p in state.model.parameters() if p.ndim == 1)
+    gain.register_hook(lambda gradient: torch.full_like(gradient, torch.inf))
+    result = train_step(state, micro_batches(0))
+    assert result.grad_norm.isinf()
+    assert result.skipped
+
+
 @poisons
 @both
 def test_training_goes_on_as_if_the_bad_steps_had_not_been(name: str, poison: Poison) -> None:

@@ -57,7 +57,7 @@ def test_out_of_memory_names_the_key() -> None:
         torch.empty(1 << 60)  # what the CPU allocator says for real
     with pytest.raises(DeviceMemoryError, match="micro_rows is 1 already"), explain_out_of_memory(1):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-    with pytest.raises(RuntimeError, match="shapes differ"), explain_out_of_memory(8):
+    with pytest.raises(RuntimeError, match=r"^shapes differ$"), explain_out_of_memory(8):
         raise RuntimeError("shapes differ")
 
 
