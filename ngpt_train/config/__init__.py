@@ -4,9 +4,9 @@ Only this package knows Hydra and OmegaConf, and it imports them when something 
 are in `schema.py`, `data_keys.py` and `model_keys.py`.
 """
 
-from ngpt_train.config.compose import load_config
+from ngpt_train.config.composition.compose import load_config
+from ngpt_train.config.composition.files import config_dir, list_experiments
 from ngpt_train.config.conflicts import check
-from ngpt_train.config.files import config_dir, list_experiments
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import check_resume, read_yaml, redact, to_dict, to_yaml, write_yaml

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
-from ngpt_train.config.architectures import architectures, schema_keys
+from ngpt_train.config.architectures import architectures, build, schema_keys
+from ngpt_train.config.composition.files import GROUPS, PRIMARY, SCHEMA_GROUP, Files, find_files, nested
+from ngpt_train.config.composition.overrides import Overrides, parse
 from ngpt_train.config.conflicts import check
-from ngpt_train.config.files import GROUPS, PRIMARY, SCHEMA_GROUP, Files, find_files, nested
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.overrides import Overrides, parse
 from ngpt_train.config.resolve import resolve
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import Key, Origin, build, check_leaf, flatten, is_interpolation, mistake, show
+from ngpt_train.config.validate import Key, Origin, check_leaf, flatten, is_interpolation, mistake, show
 from ngpt_train.core.errors import ConfigError
 
 _ONE_HYDRA = threading.Lock()  # Hydra's state is global

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ngpt_train.config.architectures import architectures, schema_keys
-from ngpt_train.config.compose import compose
-from ngpt_train.config.files import GROUPS
+from ngpt_train.config.composition.compose import compose
+from ngpt_train.config.composition.files import GROUPS
 from ngpt_train.config.stored import redact, to_dict
 from ngpt_train.config.validate import Key, flatten, show
 
