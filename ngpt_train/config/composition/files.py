@@ -213,7 +213,7 @@ class Files:
             if name not in keys and bare in keys:
                 fix = f"Write {bare.removeprefix(f'{option.group}.')}, or make '{_HEADER}' the first line of the file"
                 raise mistake(f"{name}={show(value)}: no such key", fix, place=place)
-        check_leaves(values, keys, place)
+            check_leaves({name: value}, keys, place)
         if not option.row:
             return [(place, values)]
         of_row = self._row(option).values
