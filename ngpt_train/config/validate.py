@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import operator
 import sys
 import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -29,10 +30,6 @@ class Origin(typing.NamedTuple):
 
     order: int = -1
     place: str = ""
-
-    @classmethod
-    def of_command_line(cls) -> Origin:
-        return cls(sys.maxsize)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,12 +56,10 @@ class Key:
 
     def expected(self, value: Any = None) -> str:
         """What the key takes instead of `value`, in words: `an integer >= 1 or auto`."""
-        exceeds = self.maximum is not None and type(value) in (int, float) and value > self.maximum
-        maximum = self.maximum if exceeds or (self.maximum or 0) < _ABSURD else None
         limits = [
             f"{sign} {show(limit)}"
-            for sign, limit in ((">=", self.minimum), (">", self.above), ("<=", maximum), ("<", self.below))
-            if limit is not None
+            for sign, _, limit in self._limits()
+            if sign != "<=" or limit < _ABSURD or (type(value) in (int, float) and value > limit)
         ]
         parts: list[str] = []
         for kind in self.types:
@@ -112,7 +107,8 @@ class Key:
         if kind is bool:
             return isinstance(value, bool)
         if kind in (int, float):
-            return _is_finite(value) and (kind is float or isinstance(value, int)) and self._within(value)
+            is_number = _is_finite(value) and (kind is float or isinstance(value, int))
+            return is_number and all(holds(value, limit) for _, holds, limit in self._limits())
         if kind is str:
             # An empty text is a value forgotten, except where it is the default.
             return isinstance(value, str) and (
@@ -127,13 +123,10 @@ class Key:
             for scale, row in value.items()
         )
 
-    def _within(self, value: float) -> bool:
-        return (
-            (self.minimum is None or value >= self.minimum)
-            and (self.above is None or value > self.above)
-            and (self.maximum is None or value <= self.maximum)
-            and (self.below is None or value < self.below)
-        )
+    def _limits(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
+        lower = ((">=", operator.ge, self.minimum), (">", operator.gt, self.above))
+        upper = (("<=", operator.le, self.maximum), ("<", operator.lt, self.below))
+        return [(sign, holds, limit) for sign, holds, limit in (*lower, *upper) if limit is not None]
 
 
 def flatten(tree: Mapping[Any, Any], keys: Container[str], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -8,6 +8,7 @@ holds it.
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ def _origins(overrides: Overrides, architecture: str) -> dict[str, Origin]:
             raise mistake(problem, f"It belongs to {', '.join(owners)}")
         if not is_interpolation(value):
             check_leaf(name, value, keys, written=overrides.written[name])
-    return {name: Origin.of_command_line() for name in overrides.values}
+    return {name: Origin(sys.maxsize) for name in overrides.values}
 
 
 def _merged(old: Any, new: Any) -> Any:

@@ -104,9 +104,6 @@ class Option:
     def tree(self) -> Mapping[Any, Any]:
         return read_mapping(self.path) if self.path else BUILT_IN[f"{self.group}/{self.name}"]
 
-    def content(self) -> dict[Any, Any]:
-        return {name: x for name, x in self.tree().items() if name != "defaults" and not (self.row and name == "rows")}
-
     def defaults(self) -> list[Any]:
         defaults = self.tree().get("defaults", [])
         if isinstance(defaults, list):
@@ -200,7 +197,9 @@ class Files:
         fills, empty for the root."""
         if option.group in _GLOBAL_GROUPS and package:
             raise _without_header(option)
-        tree, place, section = option.content(), option.place, f"{package}." if package else ""
+        place, section = option.place, f"{package}." if package else ""
+        not_keys = ("defaults", "rows") if option.row else ("defaults",)
+        tree = {name: x for name, x in option.tree().items() if name not in not_keys}
         if dotted := dict(_dotted(tree, keys, section)):
             # The section of the file may be written again: model.d_model in a file of model/.
             tree = nested({name.removeprefix(section).removeprefix(section): x for name, x in dotted.items()})
