@@ -13,7 +13,7 @@ from pathlib import Path
 import ngpt_train.models
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import Key
+from ngpt_train.config.validate import Key, mistake
 from ngpt_train.core.errors import ConfigError
 
 _FORM = (
@@ -100,9 +100,9 @@ def _keys_of(name: str) -> type[ModelConfig]:
             raise
         form = f'One @dataclass of ModelConfig with name: str = key("{name}", ...), every key made by key(...)'
         reason = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"--plugin={plugin}: keys.py cannot be used: {reason}\n  {form}") from error
+        raise mistake(f"--plugin={plugin}: keys.py cannot be used: {reason}", form) from error
     return schema
 
 
 def _unusable(path: Path, problem: str) -> ConfigError:
-    return ConfigError(f"--plugin={path}: {problem}\n  {_FORM}")
+    return mistake(f"--plugin={path}: {problem}", _FORM)

@@ -21,7 +21,7 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.overrides import Overrides, parse
 from ngpt_train.config.resolve import resolve
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import Key, Origin, build, check_leaf, flatten, is_interpolation, report, show
+from ngpt_train.config.validate import Key, Origin, build, check_leaf, flatten, is_interpolation, mistake, show
 from ngpt_train.core.errors import ConfigError
 
 _ONE_HYDRA = threading.Lock()  # Hydra's state is global
@@ -76,7 +76,7 @@ def compose(arguments: Sequence[str], user_dir: str | None = None) -> Compositio
     if config.model.name != of_files.architecture:
         problem = f"model.name={config.model.name}: the architecture is {of_files.architecture}"
         fix = f"Choose it with model=NAME: {', '.join(architectures())}"
-        raise ConfigError(report([problem, fix], origins["model.name"].place))
+        raise mistake(problem, fix, place=origins["model.name"].place)
     return Composition(config, keys, of_files.choices, origins, files)
 
 
@@ -87,9 +87,9 @@ def _compose_files(files: Files, chosen: tuple[tuple[str, str], ...], reached: t
     choices = {group: name for group, _, name in (path.partition("/") for path in packages) if group in GROUPS}
     named = [path.removeprefix(f"{SCHEMA_GROUP}/") for path in packages if path.startswith(f"{SCHEMA_GROUP}/")]
     if not named:
-        raise ConfigError(
-            f"{files.option('model/' + choices['model']).path}: does not say which architecture it is"
-            f"\n  Begin it with\n    defaults:\n      - ngpt\n  or another of {', '.join(architectures())}"
+        path, example = files.option(f"model/{choices['model']}").path, "Begin it with\n    defaults:\n      - ngpt"
+        raise mistake(
+            f"{path}: does not say which architecture it is", example, f"or another of {', '.join(architectures())}"
         )
     keys = schema_keys(architectures()[named[0]])
     values: dict[str, Any] = {name: key.default for name, key in keys.items()}
@@ -143,7 +143,7 @@ def _origins(overrides: Overrides, architecture: str) -> dict[str, Origin]:
         if name not in keys:
             owners = [f"model={owner}" for owner, schema in architectures().items() if name in schema_keys(schema)]
             problem = f"{name}={show(value)}: model={architecture} has no such key"
-            raise ConfigError(f"{problem}\n  It belongs to {', '.join(owners)}")
+            raise mistake(problem, f"It belongs to {', '.join(owners)}")
         if not is_interpolation(value):
             check_leaf(name, value, keys, written=overrides.written[name])
     return {name: Origin.of_command_line() for name in overrides.values}
@@ -179,5 +179,5 @@ def _resolved(values: Mapping[str, Any], schema: type[ModelConfig], origins: Map
         # "KeyError raised while resolving interpolation: ..." says the same in fewer words from the colon on.
         reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
         lines = [f"{name}={show(values.get(name))}: cannot be resolved: {reason}", "A literal '${' is written '\\${'"]
-        raise ConfigError(report(lines, place(name))) from None
+        raise mistake(*lines, place=place(name)) from None
     return resolved

@@ -14,8 +14,7 @@ from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import Origin, report_together, show
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.config.validate import Origin, mistake, report_together, show
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")
@@ -35,12 +34,12 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
 def check_verb(config: Config, verb: str) -> None:
     """Raises ConfigError for what `verb` cannot do without, or cannot write to."""
     if verb in ("generate", "evaluate") and getattr(config, verb).checkpoint is None:
-        raise ConfigError(
-            f"{verb}.checkpoint=null: no checkpoint is named\n  For example {verb}.checkpoint=runs/quickstart"
+        raise mistake(
+            f"{verb}.checkpoint=null: no checkpoint is named", f"For example {verb}.checkpoint=runs/quickstart"
         )
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
         problem = "nothing to prepare" if config.data.kind == "tokens" else "one source at a time is prepared"
-        raise ConfigError(f"data.kind={config.data.kind}: {problem}\n  Choose text: data=embedded, local or hf")
+        raise mistake(f"data.kind={config.data.kind}: {problem}", "Choose text: data=embedded, local or hf")
     if verb == "plan":
         check(config, config.plan.world_size)
     out = getattr(getattr(config, verb), "out", None) if verb in ("plan", "evaluate", "bench") else None
@@ -48,14 +47,14 @@ def check_verb(config: Config, verb: str) -> None:
         return
     path = Path(out).expanduser()
     if path.is_dir():
-        raise ConfigError(f"{verb}.out={out}: is a directory\n  Name a file in it")
+        raise mistake(f"{verb}.out={out}: is a directory", "Name a file in it")
     if not path.parent.is_dir():
-        raise ConfigError(f"{verb}.out={out}: {path.parent} is not a directory\n  Create it, or name another file")
+        raise mistake(f"{verb}.out={out}: {path.parent} is not a directory", "Create it, or name another file")
     try:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        problem, fix = f"{path.parent} cannot be written ({error.strerror})", "Name a file where you may write"
-        raise ConfigError(f"{verb}.out={out}: {problem}\n  {fix}") from None
+        problem = f"{verb}.out={out}: {path.parent} cannot be written ({error.strerror})"
+        raise mistake(problem, "Name a file where you may write") from None
 
 
 def _run(config: Config, world_size: int) -> Iterator[Conflict]:

@@ -20,7 +20,7 @@ from ngpt_train.config.architectures import architectures, plugins
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.overrides import Overrides, check_option, parse_row
 from ngpt_train.config.reading import read_mapping
-from ngpt_train.config.validate import Key, check_leaf, did_you_mean, flatten, is_interpolation, nearest, report, show
+from ngpt_train.config.validate import Key, check_leaf, did_you_mean, flatten, is_interpolation, mistake, nearest, show
 from ngpt_train.core.errors import ConfigError
 
 # In the order of configs/train.yaml, where a later group overrides an earlier one.
@@ -76,12 +76,10 @@ def find_files(user_dir: str | None) -> Files:
     if user_dir is not None:
         user = Path(user_dir).expanduser().resolve()
         if not user.is_dir():
-            raise ConfigError(f"--config-dir={user_dir}: no such directory\n  Looked for {user}")
+            raise mistake(f"--config-dir={user_dir}: no such directory", f"Looked for {user}")
         if not any((user / group).is_dir() for group in GROUPS):
-            raise ConfigError(
-                f"--config-dir={user_dir}: holds no directory named like a group: {', '.join(GROUPS)}"
-                "\n  A file DIR/model/my.yaml, for example, is chosen with --config-dir=DIR model=my"
-            )
+            fix = "A file DIR/model/my.yaml, for example, is chosen with --config-dir=DIR model=my"
+            raise mistake(f"--config-dir={user_dir}: holds no directory named like a group: {', '.join(GROUPS)}", fix)
         directories += [user] if user not in directories else []
     return _files(tuple(directories), tuple(_found(directories)), tuple(architectures().values()))
 
@@ -114,7 +112,7 @@ class Option:
         if isinstance(defaults, list):
             return defaults
         example = "For example\n    defaults:\n      - gpt"
-        raise ConfigError(f"{self.path}: defaults={show(defaults)}: not a list\n  {example}")
+        raise mistake(f"{self.path}: defaults={show(defaults)}: not a list", example)
 
     def package(self) -> str | None:
         """The section that its first lines say it fills; None if they say nothing."""
@@ -177,7 +175,7 @@ class Files:
                     between = [f"{path.partition('/')[2]} -> " for path in chain[chain.index(config_path) :]]
                     problem = f"{group}={option}: builds upon itself: {''.join(between)}{option}"
                     place = f"in the defaults of {self.option(chain[-1]).path}"
-                    raise ConfigError(report([problem, f"Take {option} out of the list"], place))
+                    raise mistake(problem, f"Take {option} out of the list", place=place)
                 if config_path not in reached and group != SCHEMA_GROUP and option != "null":
                     reached.append(config_path)
                     visit(self._chosen(self.option(config_path)), [*chain, config_path])
@@ -209,13 +207,13 @@ class Files:
             tree = nested({name.removeprefix(section).removeprefix(section): x for name, x in dotted.items()})
             fix = "Write " + ", ".join(f"{name}: {show(value)}" for name, value in tree.items())
             problem = f"{', '.join(x.removeprefix(section) for x in dotted)}: only the rows of a table have dotted keys"
-            raise ConfigError(report([problem, fix], place))
+            raise mistake(problem, fix, place=place)
         values = dict(flatten(tree, keys, section))
         for name, value in values.items():
             bare = name.removeprefix(section)
             if name not in keys and bare in keys:
                 fix = f"Write {bare.removeprefix(f'{option.group}.')}, or make '{_HEADER}' the first line of the file"
-                raise ConfigError(report([f"{name}={show(value)}: no such key", fix], place))
+                raise mistake(f"{name}={show(value)}: no such key", fix, place=place)
             if name not in keys or not is_interpolation(value):
                 check_leaf(name, value, keys, place)
         if not option.row:
@@ -262,11 +260,11 @@ class Files:
             return None
         if target not in options:
             problem = f"{target}: no such group{did_you_mean(nearest(target, options))}"
-            raise ConfigError(report([problem, f"Groups: {', '.join(options)}"], place))
+            raise mistake(problem, f"Groups: {', '.join(options)}", place=place)
         check_option(target, str(option), options[target], place)
         if own not in (target, "") and not overriding:
             fix = f"Write override /{target}: {option}"
-            raise ConfigError(report([f"{target}={option}: already chosen", fix], place))
+            raise mistake(f"{target}={option}: already chosen", fix, place=place)
         return target, str(option)
 
 
@@ -294,14 +292,12 @@ def _row_names(path: Path) -> list[str]:
         return []
     rows = tree["rows"]
     if not isinstance(rows, dict) or not rows:
-        raise ConfigError(
-            f"{path}: rows={show(rows)}: not a mapping of names to rows"
-            "\n  For example\n    rows:\n      small: {scale: debug, optim.lr: 1.0e-3}"
-        )
+        example = "For example\n    rows:\n      small: {scale: debug, optim.lr: 1.0e-3}"
+        raise mistake(f"{path}: rows={show(rows)}: not a mapping of names to rows", example)
     for name in rows:
         if not isinstance(name, str) or not _ROW_NAME.fullmatch(name):
             fix = "Letters, digits, '.', '_' and '-', not beginning with '.' or '-'; a number in quotes"
-            raise ConfigError(report([f"{show(name)}: not a name for a row", fix], f"in {path}"))
+            raise mistake(f"{show(name)}: not a name for a row", fix, place=f"in {path}")
     return list(rows)
 
 
@@ -330,4 +326,4 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _without_header(option: Option) -> ConfigError:
     fix = f"Files of {option.group}/ need it: their keys are full names"
-    return ConfigError(f"{option.path}: the first line is not '{_HEADER}'\n  {fix}")
+    return mistake(f"{option.path}: the first line is not '{_HEADER}'", fix)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys
-from ngpt_train.config.validate import Key, check_section, did_you_mean, flatten, nearest, report, show, similar_keys
+from ngpt_train.config.validate import Key, check_section, did_you_mean, flatten, mistake, nearest, show, similar_keys
 from ngpt_train.core.errors import ConfigError
 
 _SPACES = (" ", "\t", "\n")
@@ -38,7 +38,7 @@ def parse(arguments: Iterable[str], options: Mapping[str, Sequence[str]]) -> Ove
         takes_spaces = name in keys and keys[name].is_free_text
         if argument.partition("=")[0].endswith(_SPACES) or (raw.startswith(_SPACES) and not takes_spaces):
             fix = f"Write {name}={raw.strip()}, without spaces around the '='"
-            raise ConfigError(f"{argument}: a space beside the '='\n  {fix}")
+            raise mistake(f"{argument}: a space beside the '='", fix)
         if name in options:
             option = raw.strip()
             check_option(name, option, options[name])
@@ -58,9 +58,8 @@ def parse_row(row: Any, options: Mapping[str, Sequence[str]], place: str) -> Ove
     """The same for a row of a table of experiments, whose values YAML has typed."""
     if not isinstance(row, Mapping):
         fix = "For example {model: gpt, optim.lr: 1.0e-3}; a row that sets nothing is {}"
-        raise ConfigError(
-            report([f"{show(row)}: a row is a mapping of groups to options and keys to values", fix], place)
-        )
+        problem = f"{show(row)}: a row is a mapping of groups to options and keys to values"
+        raise mistake(problem, fix, place=place)
     overrides, keys = Overrides(), all_keys()
     groups = {group: names for group, names in options.items() if group != "experiment"}
     for name, value in row.items():
@@ -68,7 +67,7 @@ def parse_row(row: Any, options: Mapping[str, Sequence[str]], place: str) -> Ove
         if isinstance(value, Mapping) and name not in keys:
             fix = ", ".join(f"{key}: {show(inner)}" for key, inner in flatten({name: value}, keys))
             problem = f"{name}={show(value)}: a section, but a row has full keys"
-            raise ConfigError(report([problem, f"Write {fix}" if fix else "Leave it out"], place))
+            raise mistake(problem, f"Write {fix}" if fix else "Leave it out", place=place)
         if name in groups:
             check_option(name, show(value), groups[name], place)
             overrides.choices[name] = show(value)
@@ -103,7 +102,7 @@ def expand(arguments: Iterable[str]) -> list[list[str]]:
             items = list(override.sweep_iterator())
         except HydraException:
             problem = f"{argument}: this kind of sweep is not supported"
-            raise ConfigError(report([problem, f"List the values: {name}=a,b"])) from None
+            raise mistake(problem, f"List the values: {name}=a,b") from None
         if name in keys and not keys[name].is_free_text:
             values = [Transformer.str(item) for item in items]
         else:
@@ -132,7 +131,7 @@ def check_option(group: str, option: str, options: Sequence[str], place: str = "
         problem = f"no such option{did_you_mean(near)}"
         if group == "model" and not near and option.isidentifier() and option != "null":
             known += f"\n  The folder of an architecture from outside is named each time: --plugin .../{option}"
-    raise ConfigError(report([f"{group}={option}: {problem}", known], place))
+    raise mistake(f"{group}={option}: {problem}", known, place=place)
 
 
 def _below(table: str, options: Iterable[str]) -> list[str]:
@@ -148,34 +147,31 @@ def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str
     name, equals, raw = argument.partition("=")
     name = name.strip()
     if not _is_utf8(argument):
-        raise ConfigError(f"{argument!a}: not UTF-8\n  Set the terminal to UTF-8, or leave the broken bytes out")
+        raise mistake(f"{argument!a}: not UTF-8", "Set the terminal to UTF-8, or leave the broken bytes out")
     if argument.startswith("-"):
         fix = f"write {argument.lstrip('-')}" if equals else "overrides are KEY=VALUE, without dashes"
-        raise ConfigError(
-            f"{argument}: no such option; {fix}\n  Options: --help, --cfg job, --config-dir DIR, --plugin DIR, -m"
-        )
+        options = "Options: --help, --cfg job, --config-dir DIR, --plugin DIR, -m"
+        raise mistake(f"{argument}: no such option; {fix}", options)
     if argument.startswith(("+", "~")):
         removing = argument.startswith("~")
         why = "no key can be removed, but each can be set" if removing else "every key exists already"
         fix = argument.lstrip("+~") + ("" if equals else "=VALUE")
-        raise ConfigError(f"{argument}: '{argument[0]}' is not understood: {why}\n  Write {fix}")
+        raise mistake(f"{argument}: '{argument[0]}' is not understood: {why}", f"Write {fix}")
     if not equals:
         fix = f"{name}=OPTION with one of {', '.join(groups[name])}" if name in groups else f"{name}=VALUE"
-        raise ConfigError(
-            f"{argument}: no '=' in this argument, which is neither GROUP=OPTION nor KEY=VALUE"
-            f"\n  Write {fix}, without spaces around the '='"
-        )
+        problem = f"{argument}: no '=' in this argument, which is neither GROUP=OPTION nor KEY=VALUE"
+        raise mistake(problem, f"Write {fix}, without spaces around the '='")
     if not name:
-        raise ConfigError(
-            f"{argument}: nothing before the '='\n  Write KEY={raw.strip()}, without spaces around the '='"
-        )
+        fix = f"Write KEY={raw.strip()}, without spaces around the '='"
+        raise mistake(f"{argument}: nothing before the '='", fix)
     return name, raw
 
 
 def _check_once(values: Mapping[str, Any], name: str, value: Any, written: Mapping[str, str], raw: str) -> None:
     if name in values and values[name] != value:
         first = f"{name}={written[name]}"
-        raise ConfigError(f"{name}={raw}: given twice, first as {first}\n  Keep one, or run both with -m {first},{raw}")
+        fix = f"Keep one, or run both with -m {first},{raw}"
+        raise mistake(f"{name}={raw}: given twice, first as {first}", fix)
 
 
 def _typed(key: Key, raw: str) -> Any:
@@ -196,10 +192,8 @@ def _typed(key: Key, raw: str) -> Any:
     except (HydraException, ValueError):  # a number of thousands of digits is a ValueError
         return raw
     if override.is_sweep_override():
-        raise ConfigError(
-            f"{key.name}={raw}: several values, but {key.name} takes one: {key.expected()}"
-            f"\n  To run them one after the other add -m; a list is written {key.name}=[a,b]"
-        )
+        problem = f"{key.name}={raw}: several values, but {key.name} takes one: {key.expected()}"
+        raise mistake(problem, f"To run them one after the other add -m; a list is written {key.name}=[a,b]")
     return override.value()
 
 
@@ -208,12 +202,12 @@ def _unknown(name: str, raw: str, groups: Iterable[str], keys: Mapping[str, Key]
         return _table(name, raw, place)
     check_section(name, raw, keys, place)
     problem = f"{name}={raw}: no such key or group{did_you_mean(similar_keys(name, [*groups, *keys]))}"
-    return ConfigError(report([problem, "`ngpt-train train --help` lists them all"], place))
+    return mistake(problem, "`ngpt-train train --help` lists them all", place=place)
 
 
 def _table(name: str, raw: str, place: str = "") -> ConfigError:
     problem = f"{name}={raw}: a table cannot be set here"
-    return ConfigError(report([problem, "Set optim.lr, or write a recipe in YAML"], place))
+    return mistake(problem, "Set optim.lr, or write a recipe in YAML", place=place)
 
 
 def _is_utf8(argument: str) -> bool:

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import Origin, report_together
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.config.validate import Origin, mistake, report_together
 
 
 def resolve(config: Config, origins: Mapping[str, Origin] | None = None) -> None:
@@ -62,9 +61,7 @@ def _table_lr(config: Config) -> float:
     row: dict[int, float] | None = config.optim.lr_table.get(config.scale.name)
     if not row:
         scales = ", ".join(config.optim.lr_table) or "no scale"
-        raise ConfigError(
-            f"optim.lr=auto: the recipe's table has no learning rate for scale={config.scale.name}, only for {scales}"
-            "\n  Set optim.lr=NUMBER"
-        )
+        problem = f"the recipe's table has no learning rate for scale={config.scale.name}, only for {scales}"
+        raise mistake(f"optim.lr=auto: {problem}", "Set optim.lr=NUMBER")
     within = [context for context in row if context <= config.model.context]
     return float(row[max(within) if within else min(row)])

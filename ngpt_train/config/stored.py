@@ -18,44 +18,21 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import redacted
 
-# What a resumed run may change: nothing here alters a weight or the order of the data. A name ending in a dot
-# is a whole section. data.path and tokenizer.path may move: their content is compared by fingerprint.
-_HARMLESS = (
-    "run.name",
-    "run.root",
-    "run.resume",
-    "run.overwrite",
-    "run.max_time",
-    "run.init_from",  # taken at step 0, and never again
-    "scale.name",
-    "train.stop_at",
-    "train.micro_rows",
-    "train.device",
-    "train.compile",
-    "train.cuda_graphs",
-    "train.activation_checkpointing",
-    "train.profile",
-    "optim.lr_table",
-    "data.path",
-    "data.out",
-    "data.cache",
-    "data.cache_gb",
-    "data.workers",
-    "data.prepare_workers",
-    "data.prefetch",
-    "data.on_bad_shard",
-    "data.fetch_minutes",
-    "tokenizer.path",
-    "parallel.",
-    "kernels.",
-    "checkpoint.",
-    "eval.every",
-    "logging.",
-    "generate.",
-    "evaluate.",
-    "plan.",
-    "bench.",
-)
+# What a resumed run may change: nothing here alters a weight or the order of the data. data.path and tokenizer.path may
+# move: their content is compared by fingerprint. run.init_from is taken at step 0, and never again.
+_HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", "generate", "evaluate", "plan", "bench")
+_PLACES = ("path", "out", "cache", "cache_gb")
+_WORKERS = ("workers", "prepare_workers", "prefetch", "on_bad_shard", "fetch_minutes")
+_LAYOUT = ("micro_rows", "device", "compile", "cuda_graphs", "activation_checkpointing")
+_HARMLESS = {
+    "run": ("name", "root", "resume", "overwrite", "max_time", "init_from"),
+    "scale": ("name",),
+    "train": ("stop_at", "profile", *_LAYOUT),
+    "optim": ("lr_table",),
+    "data": (*_PLACES, *_WORKERS),
+    "tokenizer": ("path",),
+    "eval": ("every",),
+}
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -147,4 +124,5 @@ def _is_harmless(name: str, stored: Config, new: Config) -> bool:
     if name == "train.precision":
         # auto becomes what the device computes in, and is compared again then.
         return AUTO in (stored.train.precision, new.train.precision)
-    return any(name == harmless or (harmless[-1] == "." and name.startswith(harmless)) for harmless in _HARMLESS)
+    section, _, key = name.partition(".")
+    return section in _HARMLESS_SECTIONS or key in _HARMLESS.get(section, ())

@@ -154,14 +154,14 @@ def check_leaf(name: str, value: Any, keys: Mapping[str, Key], place: str = "", 
     if name not in keys:
         check_section(name, value, keys, place)
         unknown = f"{name}={show(value)}: no such key{did_you_mean(similar_keys(name, keys))}"
-        raise ConfigError(report([unknown, "`ngpt-train train --help` lists all keys"], place))
+        raise mistake(unknown, "`ngpt-train train --help` lists all keys", place=place)
     key = keys[name]
     problem = key.problem(value)
     if problem:
         lines = [f"{name}={show(value) if written is None else written}: {problem}", key.doc]
         if key.default not in (None, "") and not key.is_table:
             lines.append(f"For example {name}={show(key.default)}")
-        raise ConfigError(report(lines, place))
+        raise mistake(*lines, place=place)
 
 
 def is_interpolation(value: Any) -> bool:
@@ -173,8 +173,8 @@ def check_section(name: str, value: Any, keys: Mapping[str, Key], place: str = "
     """Raises ConfigError if `name` is a section of keys, which cannot have a value itself."""
     members = [key for key in keys if key.startswith(name + ".")]
     if members:
-        lines = [f"{name}={show(value)}: {name} is a section, not a key", "Set its keys: " + ", ".join(members)]
-        raise ConfigError(report(lines, place))
+        fix = "Set its keys: " + ", ".join(members)
+        raise mistake(f"{name}={show(value)}: {name} is a section, not a key", fix, place=place)
 
 
 def build(tree: Mapping[str, Any], model: type[ModelConfig]) -> Config:
@@ -221,9 +221,9 @@ def any_of(names: Iterable[str]) -> str:
     return f"{', '.join(head)} or {last}" if head else last
 
 
-def report(lines: list[str], place: str = "") -> str:
-    """One message: what is wrong on the first line, what helps below it."""
-    return "\n  ".join([*lines, f"Set {place}"] if place else lines)
+def mistake(*lines: str, place: str = "") -> ConfigError:
+    """One message: what is wrong on the first line, what helps below it; `place` is where the key was set."""
+    return ConfigError("\n  ".join([*lines, f"Set {place}"] if place else lines))
 
 
 def report_together(config: Config, conflict: Conflict, origins: Mapping[str, Origin]) -> ConfigError:
@@ -233,7 +233,7 @@ def report_together(config: Config, conflict: Conflict, origins: Mapping[str, Or
     values = {name: functools.reduce(getattr, name.split("."), config) for name in names}
     lines = [f"{', '.join(f'{name}={show(value)}' for name, value in values.items())}: {problem}", fix]
     lines += [f"{name} is set {origins[name].place}" for name in names if name in origins and origins[name].place]
-    return ConfigError(report(lines))
+    return mistake(*lines)
 
 
 def show(value: Any) -> str:

@@ -27,8 +27,8 @@ ENDLESS = 2**62
 class Position(NamedTuple):
     """Where the data stands after a batch, as far as this rank knows.
 
-    rows: consumed so far over all ranks; data_hash: this rank's summand of it; cursors: by source, of the streams that
-    this rank owns; skipped: what is wrong with shards that were left out, by name; rows_by_source: of a mixture, this
+    rows: consumed so far by all ranks; data_hash: this rank's part of the sum; cursors: by source, of the streams that
+    this rank reads; skipped: what is wrong with shards that were left out, by name; rows_by_source: of a mixture, this
     rank's rows so far.
     """
 
@@ -40,7 +40,7 @@ class Position(NamedTuple):
 
 
 @dataclass(frozen=True)
-class PreparedReader:
+class PreparedReader(Reader):
     """Rows that are shuffled anew in each epoch and can be read at any number."""
 
     rows: Rows
@@ -48,18 +48,6 @@ class PreparedReader:
 
     def take(self, numbers: NDArray[np.int64]) -> Batch:
         return self.rows.batch(shuffled(numbers, len(self.rows), self.seed))
-
-    def cursors(self) -> dict[str, NDArray[np.int64]]:
-        return {}
-
-    def skipped(self) -> dict[str, str]:
-        return {}
-
-    def rows_by_source(self) -> dict[str, int]:
-        return {}
-
-    def close(self) -> None:
-        pass
 
 
 def reader_of(

@@ -68,7 +68,7 @@ def number_of(row: int, taken: NDArray[np.int64]) -> int:
     return number
 
 
-class MixtureReader:
+class MixtureReader(Reader):
     """This rank's rows of a mixture. rows: of the run that were taken before; taken: of them (sources, n_streams) that
     each stream has given of each source."""
 
@@ -115,7 +115,6 @@ class MixtureReader:
         return found
 
     def rows_by_source(self) -> dict[str, int]:
-        """Rows of each source; the sums over all ranks are those of the run."""
         return dict(zip(self._mixture.names, self._own.tolist(), strict=True))
 
     def skipped(self) -> dict[str, str]:

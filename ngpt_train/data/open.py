@@ -47,9 +47,9 @@ def open_dataset(
     it is there.
 
     tokenizer: to use in place of the one that `config.tokenizer` describes; prepared shards bring their own.
-    on_main: of several processes that open streamed text, runs a function on one and returns its result on all. The
-    function may list, download and tokenize for hours: no collective with a time limit may wait for it.
-    Otherwise needs no process group; of several processes that call it at once, one prepares and the others wait.
+    on_main: where several processes open streamed text, runs a function on one of them and returns its result on all.
+    The function may list, download and tokenize for hours: no collective with a time limit may wait for it.
+    Without streamed text no process group is needed; of several processes that call it, one prepares, the others wait.
     Raises ConfigError without `data.path`, DataError if anything is wrong with the text, the files or the
     tokenizer, or if a split is shorter than a row.
     """

@@ -65,26 +65,27 @@ def row_format(config: Config, eos: int) -> RowFormat:
     return RowFormat(model.context, eos, data.pack == "best_fit", data.document_mask, source or None)
 
 
-class Reader(Protocol):
-    """This rank's rows of one source."""
+class Reader:
+    """This rank's rows of one source. Rows that can be read at any number need `take` alone."""
 
     def take(self, numbers: NDArray[np.int64]) -> Batch:
         """Rows `numbers` (N,) of the source, which are the next ones of this rank."""
-        ...
+        raise NotImplementedError
 
     def cursors(self) -> dict[str, NDArray[np.int64]]:
-        """What continues after the rows that were taken; -1 where another rank knows."""
-        ...
+        """What continues after the rows that were taken, (n_streams, width); -1 for streams that others read."""
+        return {}
 
     def skipped(self) -> dict[str, str]:
         """What is wrong with shards that were left out, by name."""
-        ...
+        return {}
 
     def rows_by_source(self) -> dict[str, int]:
-        """Of a mixture, the rows of each source that were taken so far."""
-        ...
+        """Of a mixture, the rows of each source so far; the sums over all ranks are those of the run."""
+        return {}
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Ends what reads ahead."""
 
 
 class Rows(Protocol):

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.models import decoding, flops, initialisation, parameter_groups
 from ngpt_train.models.head import Head, Loss
-from ngpt_train.models.layers.documents import Mask, document_mask, positions_in_documents
+from ngpt_train.models.layers.documents import Mask, check_documents, document_mask, positions_in_documents
 from ngpt_train.models.layers.rope import Rope, rope_table
 from ngpt_train.models.parameter_groups import ParameterGroup
 
@@ -97,6 +97,11 @@ class Decoder(nn.Module):
 
         skipped: 0-dim, of the device; where it is true no bit of a weight changes, and the host does not wait for it.
         """
+
+    def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
+        """Raises ValueError where attention on `device` has no room for so many documents. doc_ids: on the CPU."""
+        dtype = self.compute_dtype or self.embedding.dtype
+        check_documents(doc_ids, device, self.config.d_model // self.config.n_heads, dtype)
 
     def begin_step_(self, step: int, loss_scale: Tensor) -> None:
         """Tells the model, before the forward passes of a step, how many steps are behind it and by what the

@@ -27,6 +27,9 @@ class EncoderDecoder(Decoder):
     def blocks(self) -> list[nn.Module]:
         return [*self.encoder, *self.layers]
 
+    def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
+        """There is room for any number: doc_ids tell padding alone, and a mask keeps it out."""
+
     def memory(self, h: Tensor) -> Tensor:
         """What the decoder attends to, of the encoder's last h `(B, S, d_model)`."""
         return h

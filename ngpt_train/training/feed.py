@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.models import Decoder
-from ngpt_train.models.layers.documents import check_documents
 
 if TYPE_CHECKING:  # a step needs torch alone; reading data needs numpy
     from ngpt_train.data import Position, TrainLoader
@@ -53,12 +52,10 @@ class Feed(Iterator["tuple[list[list[Tensor]], Position]"]):
             return _Step(_on_device(micro_batches, self._device), position, copied=self._copies.record_event())
 
     def _check(self, micro_batches: list[Batch]) -> None:
-        config = self._model.config
-        dtype = self._model.compute_dtype or self._model.embedding.dtype
         for _, _, *doc_ids in micro_batches:
             for ids in doc_ids:
                 try:
-                    check_documents(torch.from_numpy(ids), self._device, config.d_model // config.n_heads, dtype)
+                    self._model.check_documents(torch.from_numpy(ids), self._device)
                 except ValueError as error:
                     raise DataError(str(error)) from None
 

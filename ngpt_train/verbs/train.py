@@ -57,9 +57,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     if checkpoint is not None:
         config = with_first_commits(config, read_yaml(checkpoint / "config.yaml"))
     world = join_world(config)
-    # Listing, downloading and tokenizing may take hours, longer than a collective waits. The run's own tokenizer is of
-    # use to streamed text alone: prepared shards bring theirs.
-    tokenizer = trained_tokenizer(config, checkpoint) if config.data.streamed else None
+    # Listing, downloading and tokenizing may take hours, longer than a collective waits.
+    tokenizer = trained_tokenizer(config, checkpoint)
     data = world.on_all_without_timeout(lambda: open_dataset(config, tokenizer, world.on_main_without_timeout))
     config = with_vocabulary(config, data)
     config = with_precision(config, world)
@@ -98,7 +97,8 @@ def with_first_commits(config: Config, stored: Config) -> Config:
 
 def trained_tokenizer(config: Config, checkpoint: Path | None) -> Tokenizer | None:
     """The tokenizer that the run has trained from its text; None if it has another."""
-    if checkpoint is None or config.tokenizer.kind != "sentencepiece" or config.tokenizer.path is not None:
+    trained = config.tokenizer.kind == "sentencepiece" and config.tokenizer.path is None
+    if checkpoint is None or not trained or config.data.kind == "tokens":  # tokens bring theirs
         return None
     return read_tokenizer(checkpoint, read_json(checkpoint / "tokenizer.json"))
 
@@ -131,8 +131,10 @@ def prepare_state(config: Config, world: World, data: Dataset, checkpoint: Path 
     elif initial := initial_checkpoint(config):
         load_model(initial, state.model, world)
         state.model.project_()
+    # The shards that the first rows need may have to be downloaded.
+    reader = world.on_all_without_timeout(lambda: reader_of(data, config, world.rank, world.size, position))
     loader = TrainLoader(
-        reader_of(data, config, world.rank, world.size, position),
+        reader,
         batch_rows=config.train.rows_per_step,
         micro_rows=state.micro_rows,
         rank=world.rank,

@@ -30,10 +30,12 @@ from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer
 
 logger = logging.getLogger(__name__)
 
-# To be raised when the same text and settings begin to give other tokens; FORMAT is that of the files.
+# Raised when the same text and settings begin to give other tokens, so that text is prepared anew; FORMAT is the
+# version of the files. (Not raised when the sample that a SentencePiece model is trained from changed: every directory
+# keeps the model that it was prepared with.)
 RECIPE = 2
-# What waits for its turn lies beside the shards, each time under another name: processes of a start that was killed
-# may still be about to write.
+# Chunks that wait for their turn lie beside the shards, in a directory that has another name after each start:
+# processes of a start that was killed may still be about to write.
 WAITING = "waiting-"
 
 
@@ -118,7 +120,7 @@ class Preparation:
             logger.info("preparing %s: reading %s files", self._where, f"{len(self._source.names):,}")
             units = units_of(self._source, self._hashes.sha256)
             self._hashes.save()  # so that the next start need not compute them again
-            # That there is a single document is seen at its end, unless it is a .txt file; it is then read once more.
+            # Unless the text is one .txt file, only its end shows that it is a single document; it is then read again.
             for single in [True] if self._source.is_one_document else [False, True]:
                 journal = Journal(directory, [unit.shard.identity for unit in units])
                 header, tokenizer = self._begin(directory, journal, key, single)
@@ -139,7 +141,7 @@ class Preparation:
             raise
 
     def _begin(self, directory: Path, journal: Journal, key: str, single: bool) -> tuple[dict[str, Any], Tokenizer]:
-        """The first line of the journal and the tokenizer: those that lie there if they are of the same settings."""
+        """The first line of the journal and the tokenizer: those of an earlier start, if its settings were the same."""
         if not self._trains and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._config.tokenizer)
         data, tokenizer = self._config.data, self._tokenizer
@@ -147,7 +149,7 @@ class Preparation:
             {
                 "version": [FORMAT, RECIPE],
                 "text": [self._source.kind, self._source.settings],
-                # One that is trained depends on all text, another on nothing but itself.
+                # A tokenizer that is trained depends on the text, another on nothing but itself.
                 "tokenizer": key if self._trains or tokenizer is None else [tokenizer.fingerprint, tokenizer.eos],
                 "val_fraction": data.val_fraction,
                 "shard_tokens": data.shard_tokens,

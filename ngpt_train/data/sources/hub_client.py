@@ -1,8 +1,8 @@
-"""Requests to the hub: each bounded in time, what may pass tried again until a deadline, what arrives verified.
+"""Requests to the hub: each ends by a deadline, errors that may pass are tried again until then, content is verified.
 
-The session, the token and the addresses are those of huggingface_hub. Its own downloads are not used because a run
-cannot bound them: listings have no time limit at all, failed requests are repeated with waits as long as a server
-likes, and a connection that still trickles is never given up.
+The session, the token, the addresses of files and the reading of rate limits are huggingface_hub's. Its listings and
+downloads are not used because a run cannot bound them: listings have no time limit, failed requests are repeated with
+waits as long as a server likes, and a connection that still trickles is never given up.
 """
 
 from __future__ import annotations

@@ -52,13 +52,13 @@ def list_files(path: str) -> list[Path]:
         if not found:
             raise DataError(f"data.path={path}: no such file or directory, and no file matches it as a pattern")
     candidates = {file for match in found for file in (_visible_files(match) if match.is_dir() else [match])}
-    # A link to nothing is listed, so that it is missed.
+    # A broken link is listed, so that reading it fails with its name.
     readable = [file for file in candidates if extension(file) and (file.is_file() or not file.exists())]
     if not readable:
         raise DataError(f"data.path={path}: holds no text; read are files that end in {allowed}")
     if ignored := sorted(candidates - set(readable)):
         logger.warning("data.path=%s: %d other files are not read, such as %s", path, len(ignored), ignored[0])
-    # What is there under several names is read once, under its own if that is among them.
+    # A file with several names is read once, under its own name if that is among them.
     by_place = {file.resolve(): file for file in sorted(readable, key=lambda file: (not file.is_symlink(), file))}
     files = sorted(by_place.values())
     if again := sorted(set(readable) - set(files)):
@@ -69,7 +69,7 @@ def list_files(path: str) -> list[Path]:
 
 
 def _visible_files(directory: Path) -> Iterator[Path]:
-    """Of a directory and those in it; then of those that it has links to, each once."""
+    """The files of a directory and its subdirectories, then those of directories it links to; each directory once."""
     seen: set[Path] = set()
     directories, links = [directory], list[Path]()
     while directories or links:

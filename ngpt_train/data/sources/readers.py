@@ -1,7 +1,7 @@
 """Documents out of one local file: text, jsonl or parquet, plain or compressed.
 
-Whatever is wrong with a file is a `DataError` that says where, a `FetchError` where the system cannot read it; nothing
-is skipped on the way.
+A faulty file is a `DataError` that says where the fault is, a file that the system cannot read a `FetchError`; nothing
+is skipped.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def read_file(path: Path, text_field: str, part: tuple[int, int] | None = None) 
 
 def _open(path: Path) -> BinaryIO:
     if path.suffix.lower() in COMPRESSIONS and path.stat().st_size == 0:
-        raise EOFError("it has no bytes")  # which both formats take for no text, and is what a failed copy leaves
+        raise EOFError("it has no bytes")  # both formats take that for no text, but it is what a failed copy leaves
     if path.name.lower().endswith(".gz"):
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if path.name.lower().endswith(".zst"):

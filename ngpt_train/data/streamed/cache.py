@@ -128,7 +128,7 @@ def _disk_is_full(error: BaseException) -> bool:
 
 
 def _remove(directory: Path) -> None:
-    """Whoever has its files open keeps them; who is about to open them makes them again."""
+    """Processes that have its files open keep them; one that is about to open them makes them again."""
     with contextlib.suppress(OSError):
         (directory / HEADER).unlink()
     shutil.rmtree(directory, ignore_errors=True)
@@ -199,7 +199,7 @@ class OpenShards:
         return np.append(0, np.where(documents.places < self.val_fraction, 0, documents.sizes()).cumsum())
 
     def soon(self, shards: Sequence[int]) -> None:
-        """Fetches and decodes them in the background; whatever goes wrong there goes wrong again where it counts."""
+        """Fetches and decodes shards in the background; an error there comes again when a stream needs the shard."""
         if tuple(shards) in self._announced:
             return
         self._announced.add(tuple(shards))
@@ -213,7 +213,7 @@ class OpenShards:
 
 
 def write_documents(directory: Path, texts: Iterable[str]) -> None:
-    """Writes all but empty documents, in their order; nothing else is held in memory than one of them."""
+    """Writes all but empty documents, in their order; holds one of them in memory."""
     ends, places, n_empty, size = [], [], 0, 0
     digest = hashlib.sha256()
     with (directory / "text.bin").open("wb") as file:
@@ -238,7 +238,7 @@ def write_documents(directory: Path, texts: Iterable[str]) -> None:
 
 
 def write_bad(directory: Path, problem: str) -> None:
-    """A shard without documents, because of a problem that is skipped."""
+    """Writes a shard without documents in place of a faulty one that is skipped."""
     write_documents(directory, ())
     write_header(directory, read_header(directory) | {"bad": problem})
 

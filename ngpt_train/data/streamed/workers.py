@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.processes import end_with_parent
-from ngpt_train.data.rows import Batch, RowFormat
+from ngpt_train.data.rows import Batch, Reader, RowFormat
 from ngpt_train.data.sources.text import Shard
 from ngpt_train.data.streamed.cache import OpenShards, ShardCache
 from ngpt_train.data.streamed.stream import Cursor, Ids, Stream, StreamSettings, Windows, window_shards
@@ -114,7 +114,7 @@ class Streams:
         return next(self._rows[stream])
 
 
-class StreamReader:
+class StreamReader(Reader):
     """This rank's rows of a streamed text, in the order of `numbers`, and the cursors after those that were taken.
 
     numbers: of the rows that the rank will take, without an end; row n is of stream n mod n_streams.
@@ -144,7 +144,6 @@ class StreamReader:
         ]
 
     def take(self, numbers: NDArray[np.int64]) -> Batch:
-        """Rows `numbers` (N,), the next ones of this rank."""
         ids = np.empty((len(numbers), self._form.context + 1), np.int64)
         for row, number in zip(ids, numbers.tolist(), strict=True):
             stream = number % self._n_streams
@@ -154,15 +153,11 @@ class StreamReader:
         return self._form.batch(ids)
 
     def cursors(self) -> dict[str, NDArray[np.int64]]:
-        """(n_streams, 5): of the row after the last one taken; -1 for streams that this rank does not read."""
+        """(n_streams, 5): of the row after the last one taken."""
         return {"cursors": self._cursors.copy()}
 
     def skipped(self) -> dict[str, str]:
-        """What is wrong with shards that were left out, by name."""
         return self._skipped
-
-    def rows_by_source(self) -> dict[str, int]:
-        return {}
 
     def close(self) -> None:
         for worker in self._workers:
@@ -181,7 +176,8 @@ class Worker:
         self._process = context.Process(
             target=_make_rows, args=(text, numbers, streams, start, self._queue), name="data worker", daemon=True
         )
-        # Until it ignores them itself: an interrupt of a process that starts would leave this one writing to nobody.
+        # A worker ignores these signals as soon as it runs. One that is interrupted before would leave this process
+        # writing to nobody.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self._process.start()

@@ -285,9 +285,8 @@ def test_a_file_that_cannot_be_read_is_not_a_faulty_one(text: Path, tmp_path: Pa
     cfg = config(text, tmp_path / "cache", on_bad_shard="skip")
     data = open_dataset(cfg)
     (text / "d.jsonl").rename(tmp_path / "away")
-    reader = reader_of(data, cfg)
     with pytest.raises(FetchError, match=r"d\.jsonl: cannot be read \(No such file"):
-        take_all(reader, 0)
+        take_all(reader_of(data, cfg), 0)
     (tmp_path / "away").rename(text / "d.jsonl")
     assert rows(cfg, EPOCH)[1] == {}
 

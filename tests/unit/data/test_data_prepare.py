@@ -531,7 +531,10 @@ def test_a_sample_is_of_several_shards_and_no_more_than_it_needs() -> None:
     read.clear()
     draw_sample(shards, documents, 0.0)
     assert {shards[number].identity for number in read} == contents
-    assert draw_sample(shards[:2], lambda number: ["a", "", "b"], 0.0)[1] is not None
+    texts, counts = draw_sample(shards, lambda number: [f"{number} a", "", f"{number} b"], 0.0)
+    assert texts == [f"{number} {letter}" for number in range(9) for letter in "ab"]  # in the order of the text
+    assert counts is not None
+    assert (counts.documents, counts.empty) == (18, 9)
 
 
 def test_real_text(tmp_path: Path) -> None:

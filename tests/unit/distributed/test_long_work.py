@@ -1,5 +1,6 @@
 """Ranks wait for work that outlasts every collective, and notice when nobody works any more."""
 
+import importlib
 import multiprocessing
 import os
 import time
@@ -8,14 +9,18 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import MethodType
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ngpt_train.__main__ import main
+from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.distributed.long_work import LongWork, RankLostError
 from ngpt_train.distributed.world import World
+from tests.processes.runs import arguments, write_corpus
 
 
 def two_ranks(silence: float) -> tuple[LongWork, LongWork]:
@@ -118,3 +123,26 @@ def outlasting(world: World) -> None:
 def test_work_outlasts_collectives(tmp_path: Path) -> None:
     """Caught: the work inside a collective, which ends after its timeout."""
     in_processes(2, tmp_path / "store", outlasting, TIMEOUT)
+
+
+@pytest.mark.parametrize("verb", ["train", "evaluate"])
+def test_data_is_opened_outside_of_collectives(verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: `on_main`, which waits for a download in a broadcast; ranks that go on before all have opened theirs."""
+    seen: list[object] = []
+
+    def open_dataset(config: Config, tokenizer: object, on_main: MethodType) -> None:
+        seen.append(on_main.__func__)
+        raise DataError("opened")
+
+    def on_all(self: World, function: Callable[[], object]) -> object:
+        seen.append("all")
+        return function()
+
+    given = arguments(tmp_path, write_corpus(tmp_path / "text.jsonl"), "train.steps=1", "eval.rows=1")
+    if verb == "evaluate":
+        assert main(["train", *given]) == 0
+        given = [f"evaluate.checkpoint={tmp_path / 'runs/test'}", "train.device=cpu"]
+    monkeypatch.setattr(World, "on_all_without_timeout", on_all)
+    monkeypatch.setattr(importlib.import_module(f"ngpt_train.verbs.{verb}"), "open_dataset", open_dataset)
+    assert main([verb, *given]) == DataError.exit_code
+    assert seen == ["all", World.on_main_without_timeout]

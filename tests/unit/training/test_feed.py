@@ -157,3 +157,10 @@ def test_what_is_refused_is_the_datas_fault(monkeypatch: pytest.MonkeyPatch) -> 
     with pytest.raises(DataError, match=r"data.document_mask=true: .* holds 65 documents"):
         next(Feed(Loader([], documents=65), model, cpu))  # type: ignore[arg-type]
     assert asked == [(cpu, SMALL.d_model // SMALL.n_heads, torch.bfloat16)]
+
+
+def test_an_encoder_decoder_has_room_for_any_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its doc_ids tell padding alone. Caught: a line in the log about a kernel that it never takes, and a refusal."""
+    monkeypatch.setattr(documents, "varlen_kernel", lambda *_: attention.torch_varlen)
+    model = build_model(config(ARCHITECTURES["gpt_encoder_decoder"], SMALL))
+    next(Feed(Loader([], documents=65), model, torch.device("cpu")))  # type: ignore[arg-type]
