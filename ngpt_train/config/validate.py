@@ -43,11 +43,11 @@ class Key:
     types: tuple[Any, ...]
     default: Any
     doc: str
-    choices: tuple[str, ...] | None
-    minimum: float | None
-    above: float | None
-    maximum: float | None
-    below: float | None
+    choices: tuple[str, ...] | None = None
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
 
     @property
     def is_free_text(self) -> bool:
@@ -162,6 +162,13 @@ def check_leaf(name: str, value: Any, keys: Mapping[str, Key], place: str = "", 
         if key.default not in (None, "") and not key.is_table:
             lines.append(f"For example {name}={show(key.default)}")
         raise mistake(*lines, place=place)
+
+
+def check_leaves(values: Mapping[str, Any], keys: Mapping[str, Key], place: str = "") -> None:
+    """`check_leaf` for each, but for a value that OmegaConf will replace."""
+    for name, value in values.items():
+        if name not in keys or not is_interpolation(value):
+            check_leaf(name, value, keys, place)
 
 
 def is_interpolation(value: Any) -> bool:

@@ -164,20 +164,17 @@ def _resolved(values: Mapping[str, Any], schema: type[ModelConfig], origins: Map
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    def place(name: str) -> str:
-        return origins[name].place if name in origins else ""
-
     try:
         # By the schema's types: an environment variable is text, and train.steps=${oc.env:STEPS} a number.
         typed = OmegaConf.structured(Config(model=schema()))
         resolved = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(typed, tree), resolve=True))
         found = dict(flatten(resolved, schema_keys(schema)))
         for name in interpolated:
-            check_leaf(name, found[name], schema_keys(schema), place(name))
+            check_leaf(name, found[name], schema_keys(schema), origins.get(name, Origin()).place)
     except OmegaConfBaseException as error:
         name = str(getattr(error, "full_key", ""))
         # "KeyError raised while resolving interpolation: ..." says the same in fewer words from the colon on.
         reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
         lines = [f"{name}={show(values.get(name))}: cannot be resolved: {reason}", "A literal '${' is written '\\${'"]
-        raise mistake(*lines, place=place(name)) from None
+        raise mistake(*lines, place=origins.get(name, Origin()).place) from None
     return resolved
