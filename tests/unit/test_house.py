@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts.mutants import read
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ngpt_train"
 ROOMS = sorted({path.parent for path in PACKAGE.rglob("*.py")})
@@ -116,3 +118,11 @@ def test_rooms_are_not_crowded() -> None:
     }
     files["bench"] = {name for name in files["bench"] if not name.startswith("gpu")}
     assert not {room: sorted(names) for room, names in files.items() if len(names) > 13}
+
+
+def test_mutants_are_of_this_code() -> None:
+    """Caught: code that has moved away from the defects which scripts/mutants.py puts into it."""
+    mutants = read(room=None, only=None)  # ends the process where a text does not occur once
+    missing = {test for mutant in mutants for test in mutant.tests if not (ROOT / test.split("::")[0]).is_file()}
+    assert mutants
+    assert not missing
