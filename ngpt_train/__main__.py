@@ -92,7 +92,7 @@ def _run(arguments: list[str]) -> int:
     line = _parse(rest)
     use_plugins(line.plugins)
     if line.help:
-        from ngpt_train.config.help import help_text
+        from ngpt_train.config.composition.help import help_text
 
         _show(f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{help_text(line.overrides, line.config_dir)}")
         return 0
@@ -146,7 +146,7 @@ def _parse(arguments: list[str]) -> CommandLine:
 def _multirun(verb: str, line: CommandLine) -> int:
     """Runs the jobs of a sweep one after the other, each in a process of its own, so that neither a crash nor a
     process group reaches the next. The exit code is the first that is not 0."""
-    from ngpt_train.config.overrides import expand
+    from ngpt_train.config.composition.overrides import expand
 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
         raise ConfigError(

@@ -1,12 +1,12 @@
-"""Configuration: the typed schema, and its way from YAML files and the command line to a checked `Config`.
+"""Configuration: the keys that there are, their checks, what they resolve to and what excludes each other.
 
-Only this package knows Hydra and OmegaConf, and it imports them when something is composed. The sections of the schema
-are in `schema.py`, `data_keys.py` and `model_keys.py`.
+The sections of the schema are in `schema.py`, `data_keys.py` and `model_keys.py`. How values get there from YAML files
+and the command line is in the room `composition/`.
 """
 
-from ngpt_train.config.compose import load_config
+from ngpt_train.config.composition.compose import load_config
+from ngpt_train.config.composition.files import config_dir, list_experiments
 from ngpt_train.config.conflicts import check
-from ngpt_train.config.files import config_dir, list_experiments
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import check_resume, read_yaml, redact, to_dict, to_yaml, write_yaml

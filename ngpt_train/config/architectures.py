@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib
 import pkgutil
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import ngpt_train.models
 from ngpt_train.config.model_keys import ModelConfig
@@ -82,6 +84,28 @@ def _walk(schema: type, prefix: str, model: type[ModelConfig]) -> Iterator[Key]:
 def all_keys() -> dict[str, Key]:
     """The keys of every architecture together."""
     return {name: key for model in architectures().values() for name, key in schema_keys(model).items()}
+
+
+def build(tree: Mapping[str, Any], model: type[ModelConfig]) -> Config:
+    """The dataclasses of a checked tree; keys that it lacks have their defaults."""
+
+    def section(schema: type, values: Mapping[str, Any]) -> Any:
+        types = typing.get_type_hints(schema)
+        return schema(**{name: leaf(types[name], value) for name, value in values.items()})
+
+    def leaf(kind: Any, value: Any) -> Any:
+        if kind is ModelConfig:
+            kind = model
+        if dataclasses.is_dataclass(kind):
+            return section(typing.cast(type, kind), value)
+        if isinstance(value, Mapping):
+            return copy.deepcopy(value)  # a table, which the next config must not share
+        is_float = float in (kind, *typing.get_args(kind))
+        if is_float and isinstance(value, list):
+            return [float(x) for x in value]
+        return float(value) if is_float and type(value) is int else value
+
+    return typing.cast(Config, section(Config, tree))
 
 
 def _keys_of(name: str) -> type[ModelConfig]:

@@ -10,7 +10,7 @@ from functools import reduce
 from importlib.util import find_spec
 from pathlib import Path
 
-from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors
+from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_multiples
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import Config
@@ -63,8 +63,7 @@ def _run(config: Config, world_size: int) -> Iterator[Conflict]:
         fix = "Letters, digits, '.', '_' and '-', at most one '/', no part that begins with '.' or '-'"
         yield "run.name", "not a directory name", fix
     if run.overwrite and run.resume == "must":
-        problem = "overwriting deletes the run that must be resumed"
-        yield "run.overwrite run.resume", problem, "Keep one of them"
+        yield "run.overwrite run.resume", "overwriting deletes the run that must be resumed", "Keep one of them"
     if config.logging.tensorboard and find_spec("tensorboard") is None:
         fix = "pip install 'ngpt-train[tensorboard]', or set logging.tensorboard=false"
         yield "logging.tensorboard", "the package tensorboard is not installed", fix
@@ -102,8 +101,7 @@ def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
         problem = f"the batch cannot be shared evenly by {ranks}"
     else:
         return
-    below, above = rows // unit * unit, (rows // unit + 1) * unit
-    fix = f"The nearest train.batch_rows that work: {f'{below} or ' if below else ''}{above}"
+    fix = nearest_multiples("train.batch_rows", rows, unit)
     if isinstance(micro, int) and rows % world_size == 0:
         fix = f"{nearest_divisors('train.micro_rows', micro, rows // world_size)}\n  {fix}"
     yield names, problem, fix
@@ -135,8 +133,7 @@ def _steps(config: Config, world_size: int) -> Iterator[Conflict]:
         yield "schedule.warmup_steps train.steps", problem, fix
     yield from config.model.conflicts(config)
     if schedule.final_lr > float(config.optim.lr):
-        fix = f"Set schedule.final_lr to {config.optim.lr} or less"
-        yield "schedule.final_lr optim.lr", "ends above the peak", fix
+        yield "schedule.final_lr optim.lr", "ends above the peak", f"Set schedule.final_lr to {config.optim.lr} or less"
 
 
 def _optimizer(config: Config, world_size: int) -> Iterator[Conflict]:
@@ -144,8 +141,7 @@ def _optimizer(config: Config, world_size: int) -> Iterator[Conflict]:
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield "optim.betas", "not two numbers >= 0 and < 1", "For example optim.betas=[0.9,0.95]"
     if optim.weight_decay and optim.name == "adam":
-        fix = "Set optim.name=adamw or optim.weight_decay=0"
-        yield "optim.weight_decay optim.name", "adam never decays", fix
+        yield "optim.weight_decay optim.name", "adam never decays", "Set optim.name=adamw or optim.weight_decay=0"
 
 
 def _ranks(config: Config, world_size: int) -> Iterator[Conflict]:
@@ -169,18 +165,15 @@ def _source(config: Config, world_size: int) -> Iterator[Conflict]:
     if data.kind == "mixture" and data.path is not None:
         yield path, "a mixture names the path of each source", "Leave data.path out"
     if data.kind == "embedded" and data.path is not None:
-        fix = "Choose data=local for text or data=tokens for prepared shards"
-        yield path, "the embedded text reads no path", fix
+        yield path, "the embedded text reads no path", "Choose data=local for text or data=tokens for prepared shards"
     if data.on_hub and data.path is not None:
-        fix = "Choose data=local for files, or leave data.path out"
-        yield path, "a data set of the hub reads no path", fix
+        yield path, "a data set of the hub reads no path", "Choose data=local for files, or leave data.path out"
     if data.on_hub and data.repo is None:
         yield repo, "no data set is named", "Set data.repo=OWNER/NAME"
     if not data.on_hub and data.repo is not None:
         yield repo, "the text is not read from the hub", "Choose data=hf, or leave data.repo out"
     if not data.on_hub and data.files is not None:
-        fix = "Choose data=hf, or set data.path=GLOB"
-        yield "data.files data.kind", "the text is not read from the hub", fix
+        yield "data.files data.kind", "the text is not read from the hub", "Choose data=hf, or set data.path=GLOB"
     if data.kind == "tokens" and data.streamed:
         fix = "Leave data.streaming out, or choose data=local"
         yield "data.streaming data.kind", "prepared shards are tokens already", fix

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Any, Union
+from typing import Any, TypedDict, Union, Unpack
 
 AUTO = "auto"
 
@@ -16,29 +16,20 @@ FloatOrAuto = Union[float, int, str]  # an int becomes a float when the config i
 BoolOrAuto = Union[bool, str]
 
 
-def key(
-    default: Any,
-    doc: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    minimum: float | None = None,
-    above: float | None = None,
-    maximum: float | None = None,
-    below: float | None = None,
-) -> Any:
-    """A config key: `doc` is its sentence in `--help`, the rest are the limits of its value.
+class Limits(TypedDict, total=False):
+    """What a value may be. `minimum`/`maximum` are inclusive, `above`/`below` exclusive. A string key with `choices`
+    takes one of them; a number-or-string key takes a number within the limits or one of the choices."""
 
-    `minimum`/`maximum` are inclusive, `above`/`below` exclusive. A string key with `choices` takes one
-    of them; a number-or-string key takes a number within the limits or one of the choices.
-    """
-    metadata = {
-        "doc": doc,
-        "choices": choices,
-        "minimum": minimum,
-        "above": above,
-        "maximum": maximum,
-        "below": below,
-    }
+    choices: tuple[str, ...]
+    minimum: float
+    above: float
+    maximum: float
+    below: float
+
+
+def key(default: Any, doc: str, **limits: Unpack[Limits]) -> Any:
+    """A config key: `doc` is its sentence in `--help`, the rest are the limits of its value."""
+    metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -49,3 +40,9 @@ def nearest_divisors(name: str, value: int, whole: int) -> str:
     below = next(n for n in range(min(value, whole), 0, -1) if whole % n == 0)
     above = next((n for n in range(value + 1, min(whole, 8 * value) + 1) if whole % n == 0), None)
     return f"The nearest {name} that work: {below}" + (f" or {above}" if above else "")
+
+
+def nearest_multiples(name: str, value: int, unit: int) -> str:
+    """How to set key `name` near `value` so that `unit` divides it."""
+    below = value // unit * unit
+    return f"The nearest {name} that work: {f'{below} or ' if below else ''}{below + unit}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ngpt_train.config.keys import AUTO
+from ngpt_train.config.keys import AUTO, nearest_multiples
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import Origin, mistake, report_together
 
@@ -49,8 +49,7 @@ def _resolve_batch(config: Config, origins: Mapping[str, Origin]) -> None:
             train.batch_tokens = None
     if train.batch_tokens is not None:
         if train.batch_tokens % context:
-            below, above = train.batch_tokens // context * context, (train.batch_tokens // context + 1) * context
-            fix = f"The nearest train.batch_tokens that work: {f'{below} or ' if below else ''}{above}"
+            fix = nearest_multiples("train.batch_tokens", train.batch_tokens, context)
             names, problem = "train.batch_tokens model.context", "the batch is no multiple of the row"
             raise report_together(config, (names, problem, fix), origins)
         train.batch_rows = train.batch_tokens // context

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.architectures import all_keys, architectures, schema_keys
+from ngpt_train.config.architectures import all_keys, architectures, build, schema_keys
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import any_of, build, check_leaf, flatten, show
+from ngpt_train.config.validate import any_of, check_leaf, flatten, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import redacted

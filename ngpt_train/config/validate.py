@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import difflib
 import functools
@@ -13,9 +12,10 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any
 
 from ngpt_train.config.keys import Conflict
-from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
+
+if typing.TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "text"}
 # OmegaConf's word for a value that is still to be given; it would take the key for unset.
@@ -43,11 +43,11 @@ class Key:
     types: tuple[Any, ...]
     default: Any
     doc: str
-    choices: tuple[str, ...] | None
-    minimum: float | None
-    above: float | None
-    maximum: float | None
-    below: float | None
+    choices: tuple[str, ...] | None = None
+    minimum: float | None = None
+    above: float | None = None
+    maximum: float | None = None
+    below: float | None = None
 
     @property
     def is_free_text(self) -> bool:
@@ -164,6 +164,13 @@ def check_leaf(name: str, value: Any, keys: Mapping[str, Key], place: str = "", 
         raise mistake(*lines, place=place)
 
 
+def check_leaves(values: Mapping[str, Any], keys: Mapping[str, Key], place: str = "") -> None:
+    """`check_leaf` for each, but for a value that OmegaConf will replace."""
+    for name, value in values.items():
+        if name not in keys or not is_interpolation(value):
+            check_leaf(name, value, keys, place)
+
+
 def is_interpolation(value: Any) -> bool:
     """Whether OmegaConf will replace it; what it stands for is known after composition only."""
     return isinstance(value, str) and "${" in value
@@ -175,28 +182,6 @@ def check_section(name: str, value: Any, keys: Mapping[str, Key], place: str = "
     if members:
         fix = "Set its keys: " + ", ".join(members)
         raise mistake(f"{name}={show(value)}: {name} is a section, not a key", fix, place=place)
-
-
-def build(tree: Mapping[str, Any], model: type[ModelConfig]) -> Config:
-    """The dataclasses of a checked tree; keys that it lacks have their defaults."""
-
-    def section(schema: type, values: Mapping[str, Any]) -> Any:
-        types = typing.get_type_hints(schema)
-        return schema(**{name: leaf(types[name], value) for name, value in values.items()})
-
-    def leaf(kind: Any, value: Any) -> Any:
-        if kind is ModelConfig:
-            kind = model
-        if dataclasses.is_dataclass(kind):
-            return section(typing.cast(type, kind), value)
-        if isinstance(value, Mapping):
-            return copy.deepcopy(value)  # a table, which the next config must not share
-        is_float = float in (kind, *typing.get_args(kind))
-        if is_float and isinstance(value, list):
-            return [float(x) for x in value]
-        return float(value) if is_float and type(value) is int else value
-
-    return typing.cast(Config, section(Config, tree))
 
 
 def similar_keys(name: str, candidates: Iterable[str]) -> list[str]:

@@ -21,13 +21,48 @@ from ngpt_train.kernels.operation import operation
 WIDEST = 8192  # columns
 
 
-def unknown(weight: Tensor, *_: object, **__: object) -> str | None:
-    """What the kernel does not know about a weight, in a word for the log."""
-    if weight.dtype != torch.float32:
-        return f"weights in {weight.dtype}"
-    return f"rows of {weight.shape[-1]}" if weight.shape[-1] > WIDEST else None
+@operation("adam")
+@torch.no_grad()
+def adam_rows_(
+    weight: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: Tensor,
+    lr: float | Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    unit_rows: bool,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    copy: Tensor | None = None,
+) -> None:
+    """Moves `weight` and its moments, in place, without waiting for the device.
+
+    weight, exp_avg, exp_avg_sq `(rows, d)` fp32, contiguous; gradient `(rows, d)` fp32, bf16 or fp16, with any strides;
+    copy `(rows, d)` bf16, contiguous, receives the new weight. step, grad_scale, found_inf 0-dim fp32 on the device, lr
+    a number or such a tensor. Where found_inf is not 0 nothing is written. `step` counts this step and is not changed:
+    who counts leaves it where found_inf is 1. Raises ValueError for shapes and strides that do not fit.
+    """
+    g = gradient.to(weight.dtype) if grad_scale is None else gradient.to(weight.dtype) / grad_scale
+    m = beta1 * exp_avg + (1 - beta1) * g
+    v = beta2 * exp_avg_sq + (1 - beta2) * g.square()
+    t = step.double()  # in fp32 the corrections would be off by 5e-5 at the first step
+    m_hat = m / (1 - beta1**t)
+    v_hat = v / (1 - beta2**t)
+    w = (1 - lr * weight_decay) * weight
+    w = w - lr * m_hat / (v_hat.sqrt() + eps)
+    if unit_rows:
+        w = w / torch.linalg.vector_norm(w, dim=-1, keepdim=True).clamp_min(SHORTEST)
+    skipped = torch.zeros_like(step) if found_inf is None else found_inf
+    for old, new in ((weight, w), (exp_avg, m), (exp_avg_sq, v), (copy, w)):
+        if old is not None:
+            old.copy_(torch.where(skipped != 0, old, new))
 
 
+@adam_rows_.check
 def check(
     weight: Tensor,
     gradient: Tensor,
@@ -54,6 +89,15 @@ def check(
             raise ValueError(f"adam_rows_: {name} has strides {tensor.stride()}; what is written is contiguous")
 
 
+@adam_rows_.unknown
+def unknown(weight: Tensor, *_: object, **__: object) -> str | None:
+    """What the kernel does not know about a weight, in a word for the log."""
+    if weight.dtype != torch.float32:
+        return f"weights in {weight.dtype}"
+    return f"rows of {weight.shape[-1]}" if weight.shape[-1] > WIDEST else None
+
+
+@adam_rows_.twin
 @torch.no_grad()
 def in_few_passes_(
     on_triton: bool,
@@ -106,44 +150,3 @@ def in_few_passes_(
         weight.div_(torch.where(skipped != 0, 1.0, length))
     if copy is not None:
         copy.copy_(torch.where(skipped != 0, copy, weight))
-
-
-@operation("adam", twin=in_few_passes_, unknown=unknown, check=check)
-@torch.no_grad()
-def adam_rows_(
-    weight: Tensor,
-    gradient: Tensor,
-    exp_avg: Tensor,
-    exp_avg_sq: Tensor,
-    step: Tensor,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    unit_rows: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    copy: Tensor | None = None,
-) -> None:
-    """Moves `weight` and its moments, in place, without waiting for the device.
-
-    weight, exp_avg, exp_avg_sq `(rows, d)` fp32, contiguous; gradient `(rows, d)` fp32, bf16 or fp16, with any strides;
-    copy `(rows, d)` bf16, contiguous, receives the new weight. step, grad_scale, found_inf 0-dim fp32 on the device, lr
-    a number or such a tensor. Where found_inf is not 0 nothing is written. `step` counts this step and is not changed:
-    who counts leaves it where found_inf is 1. Raises ValueError for shapes and strides that do not fit.
-    """
-    g = gradient.to(weight.dtype) if grad_scale is None else gradient.to(weight.dtype) / grad_scale
-    m = beta1 * exp_avg + (1 - beta1) * g
-    v = beta2 * exp_avg_sq + (1 - beta2) * g.square()
-    t = step.double()  # in fp32 the corrections would be off by 5e-5 at the first step
-    m_hat = m / (1 - beta1**t)
-    v_hat = v / (1 - beta2**t)
-    w = (1 - lr * weight_decay) * weight
-    w = w - lr * m_hat / (v_hat.sqrt() + eps)
-    if unit_rows:
-        w = w / torch.linalg.vector_norm(w, dim=-1, keepdim=True).clamp_min(SHORTEST)
-    skipped = torch.zeros_like(step) if found_inf is None else found_inf
-    for old, new in ((weight, w), (exp_avg, m), (exp_avg_sq, v), (copy, w)):
-        if old is not None:
-            old.copy_(torch.where(skipped != 0, old, new))

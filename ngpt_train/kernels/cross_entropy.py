@@ -32,22 +32,7 @@ CPU_ROWS = 512  # measured: less costs the products more, more costs memory and 
 ALIGNMENT = 64  # rows of a GPU's logits start at multiples of it: aligned loads and products for any V
 
 
-def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0) -> None:
-    if h.shape[:-1] != targets.shape or h.shape[-1:] != matrix.shape[1:]:
-        raise ValueError(f"h {tuple(h.shape)}, matrix {tuple(matrix.shape)}, targets {tuple(targets.shape)} do not fit")
-    if scale is not None and scale.shape != matrix.shape[:1]:
-        raise ValueError(f"scale {tuple(scale.shape)} and matrix {tuple(matrix.shape)} do not fit")
-
-
-def in_chunks(
-    _: bool, h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, torch.is_grad_enabled())
-    cross_entropy, z_term = parts or (loss.detach(), None)
-    return loss, cross_entropy, z_term
-
-
-@operation(None, twin=in_chunks, check=check)
+@operation(None)
 def linear_cross_entropy(
     h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -74,6 +59,23 @@ def linear_cross_entropy(
     cross_entropy = (lse - z_t).where(counts, 0).sum()
     z_term = (z_loss * lse.square()).where(counts, 0).sum()
     return cross_entropy + z_term, cross_entropy.detach(), z_term.detach() if z_loss else None
+
+
+@linear_cross_entropy.check
+def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0) -> None:
+    if h.shape[:-1] != targets.shape or h.shape[-1:] != matrix.shape[1:]:
+        raise ValueError(f"h {tuple(h.shape)}, matrix {tuple(matrix.shape)}, targets {tuple(targets.shape)} do not fit")
+    if scale is not None and scale.shape != matrix.shape[:1]:
+        raise ValueError(f"scale {tuple(scale.shape)} and matrix {tuple(matrix.shape)} do not fit")
+
+
+@linear_cross_entropy.twin
+def in_chunks(
+    _: bool, h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, torch.is_grad_enabled())
+    cross_entropy, z_term = parts or (loss.detach(), None)
+    return loss, cross_entropy, z_term
 
 
 class _LinearCrossEntropy(torch.autograd.Function):

@@ -1,8 +1,11 @@
-"""An operation is a function whose body is its formula; the decorator swaps in what computes the same faster.
+"""An operation is a function whose body is its formula. What computes the same faster is named below it.
 
-    @operation("sphere_step", twin=by_hand_or_on_triton)
+    @operation("sphere_step")
     def sphere_step(h, x, alpha):
         return Norm(h + alpha * (Norm(x) - h))
+
+    @sphere_step.twin
+    def by_hand_or_on_triton(on_triton, h, x, alpha): ...
 
 A caller sees the formula and gets the twin, where there is one for these tensors. `sphere_step.formula` is the function
 as it is written, which tests and benchmarks take as their reference.
@@ -19,46 +22,63 @@ from ngpt_train.kernels.dispatch import runs_on_triton
 P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Operation(Protocol[P, R_co]):
-    """What `operation` makes of a formula."""
+    """What `operation` makes of a formula. The last four decorate functions that take the formula's arguments."""
 
     formula: Callable[..., Any]
+    # Computes the same, on Triton or with gradients by hand; takes before the arguments whether it is to run on Triton.
+    twin: Callable[[F], F]
+    # Whether the twin is the better one without Triton, too; without this function it is.
+    by_hand_where: Callable[[F], F]
+    # What of the arguments the kernel does not know, in a word for the log; None where it knows all.
+    unknown: Callable[[F], F]
+    # Raises ValueError for arguments that do not fit.
+    check: Callable[[F], F]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
 
-def operation(
-    name: str | None,
-    twin: Callable[..., Any],
-    by_hand: Callable[..., bool] | None = None,
-    unknown: Callable[..., str | None] | None = None,
-    check: Callable[..., None] | None = None,
-) -> Callable[[Callable[P, R]], Operation[P, R]]:
-    """Each function given takes the formula's arguments; `twin` takes before them whether it is to run on Triton.
+class _Parts:
+    """What an operation has beside its formula."""
 
-    name: the operation's in `kernels.dispatch` and in the log; None where the twin has no kernel of Triton's, or asks
-        for it itself.
-    twin: computes the same, on Triton or with gradients by hand.
-    by_hand: whether the twin is the better one without Triton, too; without this function it is.
-    unknown: what of the arguments the kernel does not know, in a word for the log.
-    check: raises ValueError for arguments that do not fit.
-    """
+    twin: Callable[..., Any] | None = None
+    by_hand_where: Callable[..., bool] | None = None
+    unknown: Callable[..., str | None] | None = None
+    check: Callable[..., None] | None = None
+
+    def taking(self, part: str) -> Callable[[F], F]:
+        def take(function: F) -> F:
+            setattr(self, part, function)
+            return function
+
+        return take
+
+
+def operation(name: str | None) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """name: the operation's in `kernels.dispatch` and in the log; None where the twin has no kernel of Triton's, or
+    asks for it itself."""
 
     def decorate(formula: Callable[P, R]) -> Operation[P, R]:
+        parts = _Parts()
+
         @functools.wraps(formula)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            if check is not None:
-                check(*args, **kwargs)
-            option = None if unknown is None else unknown(*args, **kwargs)
+            if parts.check is not None:
+                parts.check(*args, **kwargs)
+            option = None if parts.unknown is None else parts.unknown(*args, **kwargs)
             on_triton = name is not None and asked(name, option, args, kwargs)
-            if on_triton or by_hand is None or by_hand(*args, **kwargs):
-                return cast(R, twin(on_triton, *args, **kwargs))
+            if on_triton or parts.by_hand_where is None or parts.by_hand_where(*args, **kwargs):
+                assert parts.twin is not None
+                return cast(R, parts.twin(on_triton, *args, **kwargs))
             return formula(*args, **kwargs)
 
         made = cast(Operation[P, R], run)
         made.formula = formula
+        for part in ("twin", "by_hand_where", "unknown", "check"):
+            setattr(made, part, parts.taking(part))
         return made
 
     return decorate

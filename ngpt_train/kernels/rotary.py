@@ -25,49 +25,7 @@ Layout = tuple[int, int, bool, bool]  # n_heads, n_kv_heads, interleaved, normal
 Heads = tuple[Tensor, Tensor, Tensor]
 
 
-def check(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    n_heads: int,
-    n_kv_heads: int,
-    interleaved: bool,
-    normalized: bool,
-    scale: Tensor | None,
-) -> None:
-    D = 2 * cos.shape[-1]
-    expected = (*qkv.shape[:2], (n_heads + 2 * n_kv_heads) * D)
-    if qkv.shape != expected:
-        raise ValueError(f"rotary: qkv {tuple(qkv.shape)} must be {expected}")
-    B, T = qkv.shape[:2]
-    if cos.shape != sin.shape or cos.shape not in ((T, 1, D // 2), (B, T, 1, D // 2)):
-        raise ValueError(f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit {B} rows of {T} tokens")
-    if scale is not None and scale.shape != (n_heads * D,):
-        raise ValueError(f"rotary: scale {tuple(scale.shape)} must have shape ({n_heads * D},)")
-
-
-def by_hand_or_on_triton(
-    on_triton: bool,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    n_heads: int,
-    n_kv_heads: int,
-    interleaved: bool,
-    normalized: bool,
-    scale: Tensor | None,
-) -> Heads:
-    layout = n_heads, n_kv_heads, interleaved, normalized
-    if torch.compiler.is_compiling() and not on_triton:  # the compiler makes few passes of the formula by itself
-        if not normalized:
-            return cast(Heads, rotary.formula(qkv, cos, sin, *layout, scale))
-        # It would keep rotated heads beside the product, which attention keeps anyway; making them anew is no slower.
-        again = checkpoint(rotary.formula, qkv, cos, sin, *layout, scale, use_reentrant=False, preserve_rng_state=False)
-        return cast(Heads, again)
-    return _Rotary.apply(qkv, cos, sin, scale, layout, on_triton)
-
-
-@operation("rotary", twin=by_hand_or_on_triton, check=check)
+@operation("rotary")
 def rotary(
     qkv: Tensor,
     cos: Tensor,
@@ -92,6 +50,50 @@ def rotary(
     if scale is not None:
         q = q * scale.view(n_heads, -1)
     return q.to(qkv.dtype), k.to(qkv.dtype), v
+
+
+@rotary.check
+def check(
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    interleaved: bool,
+    normalized: bool,
+    scale: Tensor | None,
+) -> None:
+    D = 2 * cos.shape[-1]
+    expected = (*qkv.shape[:2], (n_heads + 2 * n_kv_heads) * D)
+    if qkv.shape != expected:
+        raise ValueError(f"rotary: qkv {tuple(qkv.shape)} must be {expected}")
+    B, T = qkv.shape[:2]
+    if cos.shape != sin.shape or cos.shape not in ((T, 1, D // 2), (B, T, 1, D // 2)):
+        raise ValueError(f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit {B} rows of {T} tokens")
+    if scale is not None and scale.shape != (n_heads * D,):
+        raise ValueError(f"rotary: scale {tuple(scale.shape)} must have shape ({n_heads * D},)")
+
+
+@rotary.twin
+def by_hand_or_on_triton(
+    on_triton: bool,
+    qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    n_heads: int,
+    n_kv_heads: int,
+    interleaved: bool,
+    normalized: bool,
+    scale: Tensor | None,
+) -> Heads:
+    layout = n_heads, n_kv_heads, interleaved, normalized
+    if torch.compiler.is_compiling() and not on_triton:  # the compiler makes few passes of the formula by itself
+        if not normalized:
+            return cast(Heads, rotary.formula(qkv, cos, sin, *layout, scale))
+        # It would keep rotated heads beside the product, which attention keeps anyway; making them anew is no slower.
+        again = checkpoint(rotary.formula, qkv, cos, sin, *layout, scale, use_reentrant=False, preserve_rng_state=False)
+        return cast(Heads, again)
+    return _Rotary.apply(qkv, cos, sin, scale, layout, on_triton)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:

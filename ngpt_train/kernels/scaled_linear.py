@@ -18,29 +18,32 @@ from ngpt_train.kernels.operation import operation
 from ngpt_train.kernels.swiglu import swiglu
 
 
-def unrounded_on_a_cpu(x: Tensor, *_: object, **__: object) -> bool:
-    return x.dtype in (torch.float32, torch.float64) and not x.is_cuda
-
-
-def of_a_scaled_matrix(on_triton: bool, x: Tensor, w_uv: Tensor, s_u: Tensor, s_v: Tensor) -> Tensor:
-    return swiglu(scaled_linear(x, w_uv, torch.cat([s_u, s_v])))
-
-
-@operation(None, twin=of_a_scaled_matrix, by_hand=unrounded_on_a_cpu)
+@operation(None)
 def scaled_swiglu(x: Tensor, w_uv: Tensor, s_u: Tensor, s_v: Tensor) -> Tensor:
     """s_u u * SiLU(s_v v) with u and v the halves of W_uv x: x `(..., d_model)`, w_uv `(2 d_mlp, d_model)`, s_u and
     s_v `(d_mlp,)` -> `(..., d_mlp)` in x's dtype."""
     return swiglu(F.linear(x, w_uv), s_u, s_v)
 
 
-def by_hand(on_triton: bool, x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
-    return _ScaledLinear.apply(x, matrix, scale)
+@scaled_swiglu.by_hand_where
+def unrounded_on_a_cpu(x: Tensor, *_: object, **__: object) -> bool:
+    return x.dtype in (torch.float32, torch.float64) and not x.is_cuda
 
 
-@operation(None, twin=by_hand)
+@scaled_swiglu.twin
+def of_a_scaled_matrix(on_triton: bool, x: Tensor, w_uv: Tensor, s_u: Tensor, s_v: Tensor) -> Tensor:
+    return swiglu(scaled_linear(x, w_uv, torch.cat([s_u, s_v])))
+
+
+@operation(None)
 def scaled_linear(x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
     """scale (matrix x): x `(..., d_in)`, matrix `(d_out, d_in)`, scale `(d_out,)` -> `(..., d_out)`."""
     return scale * F.linear(x, matrix)
+
+
+@scaled_linear.twin
+def by_hand(on_triton: bool, x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
+    return _ScaledLinear.apply(x, matrix, scale)
 
 
 class _ScaledLinear(torch.autograd.Function):

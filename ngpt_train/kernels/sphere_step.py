@@ -35,11 +35,7 @@ class HiddenState(NamedTuple):
         return cls(h, h.view_as(h) if torch.is_grad_enabled() else h)
 
 
-def by_hand_or_on_triton(on_triton: bool, h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
-    return HiddenState(*_SphereStep.apply(h.to_move, x, alpha, on_triton))
-
-
-@operation("sphere_step", twin=by_hand_or_on_triton)
+@operation("sphere_step")
 def sphere_step(h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
     """h <- Norm(h + alpha (h_A - h)), where h_A = Norm(x) is the point that a block suggests: eq. 10 and 11.
 
@@ -48,6 +44,11 @@ def sphere_step(h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
     point = wide(h.to_move)
     point = normalize(point + alpha * (normalize(x) - point)).to(h.to_move.dtype)
     return HiddenState(point, point)
+
+
+@sphere_step.twin
+def by_hand_or_on_triton(on_triton: bool, h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
+    return HiddenState(*_SphereStep.apply(h.to_move, x, alpha, on_triton))
 
 
 class _SphereStep(torch.autograd.Function):

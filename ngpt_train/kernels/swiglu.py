@@ -21,6 +21,19 @@ from ngpt_train.kernels.norm import wide
 from ngpt_train.kernels.operation import operation
 
 
+@operation("swiglu")
+def swiglu(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
+    """(s_u u) * SiLU(s_v v) of uv `(..., 2 m)` = [u, v]: `(..., m)` in uv's dtype, computed at least in fp32.
+
+    s_u, s_v: `(m,)` fp32, both or neither. Raises ValueError for other shapes.
+    """
+    u, v = wide(uv).chunk(2, dim=-1)
+    if s_u is not None and s_v is not None:
+        u, v = s_u * u, s_v * v  # eq. 20 and 21 of nGPT
+    return (u * F.silu(v)).to(uv.dtype)  # eq. 18
+
+
+@swiglu.check
 def check(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> None:
     m = uv.shape[-1] // 2
     if uv.shape[-1] % 2:
@@ -31,25 +44,15 @@ def check(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> N
         raise ValueError(f"swiglu: s_u {tuple(s_u.shape)} and s_v {tuple(s_v.shape)} must have shape ({m},)")
 
 
+@swiglu.by_hand_where
 def keeps_less(uv: Tensor, *_: object, **__: object) -> bool:
     """Of half precision autograd would keep every factor in fp32; a compiler sees that it need not."""
     return uv.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling()
 
 
+@swiglu.twin
 def by_hand_or_on_triton(on_triton: bool, uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
     return _SwiGLU.apply(uv, s_u, s_v, on_triton)
-
-
-@operation("swiglu", twin=by_hand_or_on_triton, by_hand=keeps_less, check=check)
-def swiglu(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
-    """(s_u u) * SiLU(s_v v) of uv `(..., 2 m)` = [u, v]: `(..., m)` in uv's dtype, computed at least in fp32.
-
-    s_u, s_v: `(m,)` fp32, both or neither. Raises ValueError for other shapes.
-    """
-    u, v = wide(uv).chunk(2, dim=-1)
-    if s_u is not None and s_v is not None:
-        u, v = s_u * u, s_v * v  # eq. 20 and 21 of nGPT
-    return (u * F.silu(v)).to(uv.dtype)  # eq. 18
 
 
 class _SwiGLU(torch.autograd.Function):

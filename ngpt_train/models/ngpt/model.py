@@ -111,9 +111,9 @@ class NGPTMLP(MLP):
         v is a product of unit vectors, with entries near 1 / sqrt(d_model), where SiLU would be linear: sqrt(d_model)
         brings them back to order 1 (section A.1).
         """
-        of_u = self.s_u()  # eq. 20
-        of_v = self.s_v() * self.sqrt_d_model  # eq. 21
-        return SCALED_GATES[self.activation](x, self.w_uv.weight(x.dtype), of_u, of_v)
+        s_u = self.s_u()  # eq. 20: u <- u s_u
+        s_v = self.s_v() * self.sqrt_d_model  # eq. 21: v <- v s_v sqrt(d_model)
+        return SCALED_GATES[self.activation](x, self.w_uv.weight(x.dtype), s_u, s_v)
 
     def forward(self, h: HiddenState) -> Tensor:  # type: ignore[override]
         return super().forward(h.to_read)

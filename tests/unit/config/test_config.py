@@ -9,9 +9,9 @@ import pytest
 
 from ngpt_train.config import ConfigError, check, config_dir, list_experiments, load_config
 from ngpt_train.config.architectures import architectures, schema_keys
-from ngpt_train.config.files import GROUPS
-from ngpt_train.config.help import help_text
-from ngpt_train.config.overrides import expand
+from ngpt_train.config.composition.files import GROUPS
+from ngpt_train.config.composition.help import help_text
+from ngpt_train.config.composition.overrides import expand
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
 

@@ -348,3 +348,13 @@ def test_flex_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
             y = compiled(*(x.transpose(1, 2) for x in (q, k, v)), block_mask=mask.mask, scale=SCALE)
         assert_equal(y.transpose(1, 2), softmax_attention(q, k, v, SCALE, visible_in(doc_ids)), inputs)
     module._compiled.cache_clear()
+
+
+def test_a_choice_for_a_while_is_undone() -> None:
+    """Caught: one that holds for good, also where the while ends in an error."""
+    with chosen("sdpa", CPU, D, torch.float32):
+        assert module._choice == "sdpa"
+    assert (module._choice, module._flash) == ("auto", None)
+    with pytest.raises(ZeroDivisionError), chosen("sdpa", CPU, D, torch.float32):
+        raise ZeroDivisionError
+    assert (module._choice, module._flash) == ("auto", None)

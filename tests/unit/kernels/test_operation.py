@@ -40,7 +40,9 @@ def far(x: Tensor, *_: object, **__: object) -> str | None:
 def test_what_runs(kernels: str, without: str | None, x: float, expected: float) -> None:
     """Eager and compiled without a break of the graph. Caught: a twin where the formula is better, one left out, the
     choice of before in compiled code."""
-    shift = operation("shift", twin=twin, by_hand=lambda x, *_, **__: x.stride(0) == 1)(plain)
+    shift = operation("shift")(plain)
+    shift.twin(twin)
+    shift.by_hand_where(lambda x, *_, **__: x.stride(0) == 1)
     torch.compiler.reset()
     compiled = torch.compile(lambda x: shift(x, factor=2.0), backend="eager", fullgraph=True, dynamic=False)
     # By hand where elements lie side by side.
@@ -59,10 +61,13 @@ def test_arguments_are_checked_first() -> None:
         if x.ndim != 1:
             raise ValueError("one dimension")
 
-    shift = operation(None, twin=lambda *_, **__: pytest.fail("ran"), check=check)(plain)
+    shift = operation(None)(plain)
+    shift.twin(lambda *_, **__: pytest.fail("ran"))
+    shift.check(check)
     with pytest.raises(ValueError, match="one dimension"):
         shift(torch.zeros(2, 2))
-    told = operation("shift", twin=twin)(plain)
+    told = operation("shift")(plain)
+    told.twin(twin)
     assert told(x=torch.ones(1), bias=torch.ones(1)).item() == 102.0
 
 
@@ -71,7 +76,9 @@ def test_what_the_log_says(kernels: str, caplog: pytest.LogCaptureFixture, monke
     """Once, and only where a kernel would have run. Caught: a line for each call, one for whoever asked for none."""
     monkeypatch.setattr(log, "_said", set())
     caplog.set_level("WARNING", "ngpt_train")
-    shift = operation("shift", twin=twin, unknown=far)(plain)
+    shift = operation("shift")(plain)
+    shift.twin(twin)
+    shift.unknown(far)
     other = without_kernel("scale", "model.scale=other")(plain)
     maybe = without_kernel("maybe", far)(plain)
     ids = without_kernel("ids", "model.ids=true")(lambda pair, x: x)

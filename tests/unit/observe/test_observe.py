@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from ngpt_train.config import Config, DataError
-from ngpt_train.observe import build_sinks
+from ngpt_train.observe import build_sinks, meters
 from ngpt_train.observe.console import Clock, LogFile, describe, format_count, format_seconds
 from ngpt_train.observe.meters import Meter, peak_flops, peak_memory_gb
 from ngpt_train.observe.sinks import JsonlSink
@@ -87,6 +87,16 @@ def test_jsonl_resume_cuts_off_later_records_and_a_torn_line(tmp_path: Path) -> 
     assert sorted(tmp_path.iterdir()) == [path]
 
 
+def test_jsonl_line_without_its_end_is_torn(tmp_path: Path) -> None:
+    """Though it can be read: the next record would go on in it."""
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(json.dumps(train_record(10)) + "\n" + json.dumps(train_record(20)))
+    sink = JsonlSink(path, 20)
+    sink.log(train_record(30))
+    sink.close("done")
+    assert keys(path) == [("train", 10), ("train", 30)]
+
+
 def test_jsonl_without_a_checkpoint_starts_anew(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(eval_record(0)) + "\n" + json.dumps(train_record(5)) + "\n")
@@ -133,9 +143,9 @@ def test_meter_averages_over_the_window() -> None:
     assert meter.read()["tokens_per_s"] == 10.0  # the window before is forgotten
 
 
-def test_mfu_divides_by_the_peak_of_all_ranks() -> None:
+def test_mfu_divides_by_the_peak_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meters, "peak_flops", lambda name, dtype: 1e12)
     meter = Meter(flops_per_token=1e9, world_size=4, device=torch.device("cpu"), dtype=torch.float32)
-    meter.peak = 4 * 1e12
     meter.step(1.0, tokens=1000)
     assert meter.read()["mfu"] == pytest.approx(0.25)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from ngpt_train.config.architectures import architectures, schema_keys
-from ngpt_train.config.compose import compose
-from ngpt_train.config.files import GROUPS
+from ngpt_train.config.composition.compose import compose
+from ngpt_train.config.composition.files import GROUPS
 from ngpt_train.config.stored import redact, to_dict
 from ngpt_train.config.validate import Key, flatten, show
 
@@ -57,20 +57,14 @@ def _described(key: Key, value: Any) -> list[str]:
 
 def _of_others(architecture: str) -> dict[tuple[str, ...], list[Key]]:
     """The keys that `architecture` does not have, or not the same; each once, by the architectures that share it."""
-    known = schema_keys(architectures()[architecture])
-    owners: list[tuple[Key, list[str]]] = []
-    for name, schema in architectures().items():
-        for key in schema_keys(schema).values():
-            if key == known.get(key.name) or key.name == "model.name":
-                continue
-            same = next((names for other, names in owners if other == key), None)
-            if same is None:
-                owners.append((key, [name]))
-            else:
-                same.append(name)
+    schemas = {owner: schema_keys(schema) for owner, schema in architectures().items()}
     groups: dict[tuple[str, ...], list[Key]] = {}
-    for key, names in owners:
-        groups.setdefault(tuple(names), []).append(key)
+    for keys in schemas.values():
+        for name, key in keys.items():
+            if name != "model.name" and key != schemas[architecture].get(name):
+                owners = tuple(owner for owner, others in schemas.items() if others.get(name) == key)
+                group = groups.setdefault(owners, [])
+                group += [key] if key not in group else []
     return groups
 
 

@@ -39,18 +39,19 @@ def parse(arguments: Iterable[str], options: Mapping[str, Sequence[str]]) -> Ove
         if argument.partition("=")[0].endswith(_SPACES) or (raw.startswith(_SPACES) and not takes_spaces):
             fix = f"Write {name}={raw.strip()}, without spaces around the '='"
             raise mistake(f"{argument}: a space beside the '='", fix)
+        said: dict[str, Any] = overrides.choices if name in options else overrides.values
         if name in options:
-            option = raw.strip()
-            check_option(name, option, options[name])
-            _check_once(overrides.choices, name, option, overrides.written, raw)
-            overrides.choices[name] = option
+            value = raw.strip()
+            check_option(name, value, options[name])
         elif name in keys:
             value = _typed(keys[name], raw)
-            _check_once(overrides.values, name, value, overrides.written, raw)
-            overrides.values[name] = value
         else:
             raise _unknown(name, raw, options, keys)
-        overrides.written[name] = raw
+        if name in said and said[name] != value:
+            first = f"{name}={overrides.written[name]}"
+            fix = f"Keep one, or run both with -m {first},{raw}"
+            raise mistake(f"{name}={raw}: given twice, first as {first}", fix)
+        said[name], overrides.written[name] = value, raw
     return overrides
 
 
@@ -58,8 +59,7 @@ def parse_row(row: Any, options: Mapping[str, Sequence[str]], place: str) -> Ove
     """The same for a row of a table of experiments, whose values YAML has typed."""
     if not isinstance(row, Mapping):
         fix = "For example {model: gpt, optim.lr: 1.0e-3}; a row that sets nothing is {}"
-        problem = f"{show(row)}: a row is a mapping of groups to options and keys to values"
-        raise mistake(problem, fix, place=place)
+        raise mistake(f"{show(row)}: a row is a mapping of groups to options and keys to values", fix, place=place)
     overrides, keys = Overrides(), all_keys()
     groups = {group: names for group, names in options.items() if group != "experiment"}
     for name, value in row.items():
@@ -101,8 +101,7 @@ def expand(arguments: Iterable[str]) -> list[list[str]]:
         try:
             items = list(override.sweep_iterator())
         except HydraException:
-            problem = f"{argument}: this kind of sweep is not supported"
-            raise mistake(problem, f"List the values: {name}=a,b") from None
+            raise mistake(f"{argument}: this kind of sweep is not supported", f"List the values: {name}=a,b") from None
         if name in keys and not keys[name].is_free_text:
             values = [Transformer.str(item) for item in items]
         else:
@@ -146,7 +145,8 @@ def folded(options: Iterable[str]) -> list[str]:
 def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str]:
     name, equals, raw = argument.partition("=")
     name = name.strip()
-    if not _is_utf8(argument):
+    # Python hands on what a terminal sends in another encoding as halves of surrogate pairs.
+    if any("\ud800" <= letter <= "\udfff" for letter in argument):
         raise mistake(f"{argument!a}: not UTF-8", "Set the terminal to UTF-8, or leave the broken bytes out")
     if argument.startswith("-"):
         fix = f"write {argument.lstrip('-')}" if equals else "overrides are KEY=VALUE, without dashes"
@@ -162,16 +162,8 @@ def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str
         problem = f"{argument}: no '=' in this argument, which is neither GROUP=OPTION nor KEY=VALUE"
         raise mistake(problem, f"Write {fix}, without spaces around the '='")
     if not name:
-        fix = f"Write KEY={raw.strip()}, without spaces around the '='"
-        raise mistake(f"{argument}: nothing before the '='", fix)
+        raise mistake(f"{argument}: nothing before the '='", f"Write KEY={raw.strip()}, without spaces around the '='")
     return name, raw
-
-
-def _check_once(values: Mapping[str, Any], name: str, value: Any, written: Mapping[str, str], raw: str) -> None:
-    if name in values and values[name] != value:
-        first = f"{name}={written[name]}"
-        fix = f"Keep one, or run both with -m {first},{raw}"
-        raise mistake(f"{name}={raw}: given twice, first as {first}", fix)
 
 
 def _typed(key: Key, raw: str) -> Any:
@@ -206,14 +198,4 @@ def _unknown(name: str, raw: str, groups: Iterable[str], keys: Mapping[str, Key]
 
 
 def _table(name: str, raw: str, place: str = "") -> ConfigError:
-    problem = f"{name}={raw}: a table cannot be set here"
-    return mistake(problem, "Set optim.lr, or write a recipe in YAML", place=place)
-
-
-def _is_utf8(argument: str) -> bool:
-    """Python hands on what a terminal sends in another encoding as halves of surrogate pairs."""
-    try:
-        argument.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+    return mistake(f"{name}={raw}: a table cannot be set here", "Set optim.lr, or write a recipe in YAML", place=place)

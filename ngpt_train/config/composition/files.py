@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.architectures import architectures, plugins
+from ngpt_train.config.composition.overrides import Overrides, check_option, parse_row
+from ngpt_train.config.composition.reading import read_mapping
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.overrides import Overrides, check_option, parse_row
-from ngpt_train.config.reading import read_mapping
-from ngpt_train.config.validate import Key, check_leaf, did_you_mean, flatten, is_interpolation, mistake, nearest, show
+from ngpt_train.config.validate import Key, check_leaves, did_you_mean, flatten, mistake, nearest, show
 from ngpt_train.core.errors import ConfigError
 
 # In the order of configs/train.yaml, where a later group overrides an earlier one.
@@ -60,7 +60,7 @@ Said = tuple[str, dict[str, Any]]  # a place, to be named in messages, and what 
 
 def config_dir() -> Path:
     """Directory of the packaged YAML files: inside the package in a wheel, beside it in a checkout."""
-    package = Path(__file__).resolve().parents[1]
+    package = Path(__file__).resolve().parents[2]
     inside = package / "configs"
     return inside if inside.is_dir() else package.parent / "configs"
 
@@ -111,8 +111,7 @@ class Option:
         defaults = self.tree().get("defaults", [])
         if isinstance(defaults, list):
             return defaults
-        example = "For example\n    defaults:\n      - gpt"
-        raise mistake(f"{self.path}: defaults={show(defaults)}: not a list", example)
+        raise mistake(f"{self.path}: defaults={show(defaults)}: not a list", "For example\n    defaults:\n      - gpt")
 
     def package(self) -> str | None:
         """The section that its first lines say it fills; None if they say nothing."""
@@ -214,14 +213,11 @@ class Files:
             if name not in keys and bare in keys:
                 fix = f"Write {bare.removeprefix(f'{option.group}.')}, or make '{_HEADER}' the first line of the file"
                 raise mistake(f"{name}={show(value)}: no such key", fix, place=place)
-            if name not in keys or not is_interpolation(value):
-                check_leaf(name, value, keys, place)
+            check_leaves({name: value}, keys, place)
         if not option.row:
             return [(place, values)]
         of_row = self._row(option).values
-        for name, value in of_row.items():
-            if name not in keys or not is_interpolation(value):
-                check_leaf(name, value, keys, option.row_place)
+        check_leaves(of_row, keys, option.row_place)
         assert option.path is not None
         # The usual name would be the same for all rows, and so would their directory.
         run_name = f"{option.path.stem}-{option.row}-${{scale.name}}-seed${{run.seed}}"
@@ -263,8 +259,7 @@ class Files:
             raise mistake(problem, f"Groups: {', '.join(options)}", place=place)
         check_option(target, str(option), options[target], place)
         if own not in (target, "") and not overriding:
-            fix = f"Write override /{target}: {option}"
-            raise mistake(f"{target}={option}: already chosen", fix, place=place)
+            raise mistake(f"{target}={option}: already chosen", f"Write override /{target}: {option}", place=place)
         return target, str(option)
 
 

@@ -14,14 +14,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
-from ngpt_train.config.architectures import architectures, schema_keys
+from ngpt_train.config.architectures import architectures, build, schema_keys
+from ngpt_train.config.composition.files import GROUPS, PRIMARY, SCHEMA_GROUP, Files, find_files, nested
+from ngpt_train.config.composition.overrides import Overrides, parse
 from ngpt_train.config.conflicts import check
-from ngpt_train.config.files import GROUPS, PRIMARY, SCHEMA_GROUP, Files, find_files, nested
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.overrides import Overrides, parse
 from ngpt_train.config.resolve import resolve
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import Key, Origin, build, check_leaf, flatten, is_interpolation, mistake, show
+from ngpt_train.config.validate import Key, Origin, check_leaf, flatten, is_interpolation, mistake, show
 from ngpt_train.core.errors import ConfigError
 
 _ONE_HYDRA = threading.Lock()  # Hydra's state is global
@@ -164,20 +164,17 @@ def _resolved(values: Mapping[str, Any], schema: type[ModelConfig], origins: Map
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    def place(name: str) -> str:
-        return origins[name].place if name in origins else ""
-
     try:
         # By the schema's types: an environment variable is text, and train.steps=${oc.env:STEPS} a number.
         typed = OmegaConf.structured(Config(model=schema()))
         resolved = cast(dict[str, Any], OmegaConf.to_container(OmegaConf.merge(typed, tree), resolve=True))
         found = dict(flatten(resolved, schema_keys(schema)))
         for name in interpolated:
-            check_leaf(name, found[name], schema_keys(schema), place(name))
+            check_leaf(name, found[name], schema_keys(schema), origins.get(name, Origin()).place)
     except OmegaConfBaseException as error:
         name = str(getattr(error, "full_key", ""))
         # "KeyError raised while resolving interpolation: ..." says the same in fewer words from the colon on.
         reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
         lines = [f"{name}={show(values.get(name))}: cannot be resolved: {reason}", "A literal '${' is written '\\${'"]
-        raise mistake(*lines, place=place(name)) from None
+        raise mistake(*lines, place=origins.get(name, Origin()).place) from None
     return resolved
