@@ -156,7 +156,11 @@ class ParallelConfig:
         choices=(AUTO, "single", "ddp", "fsdp"),
     )
     timeout: float = key(
-        600.0, "Seconds that a rank waits for the others before it gives up.", above=0, maximum=10_000_000
+        600.0,
+        "Seconds that a rank waits for the others before it gives up; data.fetch_minutes more while text of the hub is "
+        "streamed.",
+        above=0,
+        maximum=10_000_000,
     )
 
 

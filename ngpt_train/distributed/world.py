@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.distributed.long_work import LongWork
@@ -141,7 +142,7 @@ def join_world(config: Config) -> World:
         torch.cuda.set_device(device)
     if not dist.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(seconds=config.parallel.timeout)
+        timeout = timedelta(seconds=collective_timeout(config))
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             dist.init_process_group(backend, timeout=timeout)
         elif config.parallel.kind in ("ddp", "fsdp"):
@@ -150,6 +151,15 @@ def join_world(config: Config) -> World:
         return World(rank=0, size=1, local_rank=0, device=device)
     _outlive_process_group()
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device, config.parallel.timeout)
+
+
+def collective_timeout(config: Config) -> float:
+    """Seconds after which a collective ends: parallel.timeout, and data.fetch_minutes more where shards of the hub are
+    fetched while the model trains: in the step's first collective the others wait for a rank whose shard is late."""
+    data = config.data
+    sources = [source.data for source in mixture_of(data)] if data.kind == "mixture" else [data]
+    fetches = data.streamed and any(source.on_hub for source in sources)
+    return config.parallel.timeout + (60 * data.fetch_minutes if fetches else 0)
 
 
 @functools.cache

@@ -68,6 +68,12 @@ def test_the_order_of_more_rows_is_what_it_was() -> None:
     assert window_shards(7, 7, 0, 0, 5) == [1, 0, 3, 4, 6, 5, 2]
 
 
+def test_no_rows_are_refused() -> None:
+    """Caught: a division by zero where few rows are shuffled otherwise than many."""
+    with pytest.raises(ValueError, match="cannot shuffle 0 rows"):
+        shuffled(np.arange(3), 0, seed=1)
+
+
 def test_shuffle_looks_random() -> None:
     n = 1000
     orders = np.array([shuffled(np.arange(n), n, seed) for seed in range(200)])
