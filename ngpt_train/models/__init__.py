@@ -31,29 +31,27 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f"{__name__}.{_PLACES.get(name, 'weights')}"), name)
 
 
-# Set by the command line, and read where a process begins: workers unpickle what holds the keys of an architecture.
-_PLUGINS = "NGPT_TRAIN_PLUGINS"
+# Tells processes that this one starts: workers unpickle what holds the keys of an architecture.
+_VARIABLE = "NGPT_TRAIN_PLUGINS"
+_plugins: list[str] = []
 
 
 def plugins() -> list[str]:
     """The folders of the architectures from outside."""
-    return [folder for folder in os.environ.get(_PLUGINS, "").split("\n") if folder]
+    return list(_plugins)
 
 
 def use_plugins(folders: Sequence[str]) -> None:
     """Makes each of `folders` the package ngpt_train.models.NAME, NAME being its own; those of before are forgotten."""
-    for package in [f"{__name__}.{Path(folder).name}" for folder in plugins()]:
+    for package in [f"{__name__}.{Path(folder).name}" for folder in _plugins]:
         for module in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
             del sys.modules[module]
-    os.environ[_PLUGINS] = "\n".join(folders)
-    _begin()
-
-
-def _begin() -> None:
-    for folder in plugins():
+    _plugins[:] = folders
+    os.environ[_VARIABLE] = "\n".join(folders)
+    for folder in folders:
         spec = ModuleSpec(f"{__name__}.{Path(folder).name}", None, is_package=True)
         spec.submodule_search_locations = [folder]
         sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 
 
-_begin()
+use_plugins([folder for folder in os.environ.get(_VARIABLE, "").split("\n") if folder])
