@@ -28,7 +28,10 @@ class Limits(TypedDict, total=False):
 
 
 def key(default: Any, doc: str, **limits: Unpack[Limits]) -> Any:
-    """A config key: `doc` is its sentence in `--help`, the rest are the limits of its value."""
+    """A config key: `doc` is its sentence in `--help`, the rest are the limits of its value. Raises ValueError for an
+    empty sentence."""
+    if not doc.strip():
+        raise ValueError("a key without a sentence")
     metadata = {"doc": doc, **limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)

@@ -237,6 +237,7 @@ def test_what_needs_it_says_so(postln: Path, trained: Path, corpus: Path, capsys
         (('key("postln"', 'key("other"'), "its name is other"),
         (("@dataclass\n", ""), "One @dataclass of ModelConfig"),
         (('key(1e-6, "Added to the mean square in RMSNorm.", above=0)', "1e-6"), "every key made by key("),
+        (('"Added to the mean square in RMSNorm."', '""'), "a key without a sentence"),
     ],
 )
 def test_a_folder_of_another_form(
