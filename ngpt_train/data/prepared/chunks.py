@@ -14,6 +14,7 @@ import os
 import pickle
 import shutil
 import signal
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -194,7 +195,8 @@ class _Pool:
             for unit, (shard, skip) in ahead.items():
                 if unit not in self._futures:
                     self._futures[unit] = self._pool.submit(_tokenize, unit, shard, skip)
-            self._processes |= set(multiprocessing.active_children()) - self._others
+                    # At once: one that has ended by the next call is no longer among them.
+                    self._processes |= set(multiprocessing.active_children()) - self._others
             future = self._futures[number]
             for k in itertools.count():
                 path = _place(scratch, number, k)
@@ -214,8 +216,10 @@ class _Pool:
         self._pool.shutdown(cancel_futures=True)
 
     def _died(self) -> DataError:
-        for process in self._processes:
-            process.join(10)
+        # Not by join: the pool's own thread may be asking for the same code, which only one of two gets at once.
+        deadline = time.monotonic() + 10
+        while any(process.exitcode is None for process in self._processes) and time.monotonic() < deadline:
+            time.sleep(0.01)
         ended_by_pool = (0, None, -signal.SIGTERM)
         codes = [process.exitcode for process in self._processes if process.exitcode not in ended_by_pool]
         return DataError(
