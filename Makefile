@@ -6,7 +6,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-# Pytest processes: `auto` is one a core, at most 8. `make test WORKERS=0` runs all tests in one.
+# Pytest processes: `auto` is one a core and one more, at most 8. `make test WORKERS=0` runs all tests in one.
 WORKERS ?= auto
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 

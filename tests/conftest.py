@@ -22,8 +22,9 @@ if not torch.cuda.is_available():
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
-    """`-n auto`: each process holds torch and a fork server, some 1 GB, and more of them no longer save time."""
-    return min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    """`-n auto`: one more than there are cores, because tests of processes wait for them; at most 8, because each holds
+    torch and a fork server, some 1 GB."""
+    return min(8, 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
 
 
 if os.environ.get("NGPT_TESTS_ROUNDING"):
