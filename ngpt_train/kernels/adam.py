@@ -37,6 +37,7 @@ def adam_rows_(
     unit_rows: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    *,
     copy: Tensor | None = None,
 ) -> None:
     """Moves `weight` and its moments, in place, without waiting for the device.
@@ -68,16 +69,9 @@ def check(
     gradient: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    step: Tensor,
-    lr: float | Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    unit_rows: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
+    *_: object,
     copy: Tensor | None = None,
+    **__: object,
 ) -> None:
     written = {"weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "copy": copy}
     for name, tensor in (written | {"gradient": gradient}).items():
@@ -114,6 +108,7 @@ def in_few_passes_(
     unit_rows: bool,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    *,
     copy: Tensor | None = None,
 ) -> None:
     """On Triton in one; else torch's fused AdamW, then the division, in the weight's dtype."""

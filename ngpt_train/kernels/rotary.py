@@ -22,7 +22,7 @@ from ngpt_train.kernels.norm import SHORTEST, normalize, wide
 from ngpt_train.kernels.operation import operation
 
 Layout = tuple[int, int, bool, bool]  # n_heads, n_kv_heads, interleaved, normalized
-Heads = tuple[Tensor, Tensor, Tensor]
+Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, n_heads, d_head), k and v (B, S, n_kv_heads, d_head)
 
 
 @operation("rotary")

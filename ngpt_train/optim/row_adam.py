@@ -98,7 +98,7 @@ class RowAdam(torch.optim.Adam):
                     unit_rows,
                     grad_scale,
                     found_inf,
-                    copy,
+                    copy=copy,
                 )
                 if copy is not None:
                     self.copies.written(weight, copy)

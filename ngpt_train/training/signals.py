@@ -64,7 +64,7 @@ class StopTogether:
     To ask costs an all-reduce over the CPUs of all ranks, too much for every step of many ranks. So they ask about
     once in ASK_SECONDS, and in the same all-reduce agree on the step after which they ask again: as many steps on as
     fit into ASK_SECONDS at the pace of the slowest step of any rank since they asked last, at most MOST_STEPS. Where
-    steps take longer than ASK_SECONDS they ask after each.
+    steps take longer than ASK_SECONDS they ask after each; so does a rank that is alone, whom it costs nothing.
     """
 
     def __init__(self, stop: StopRequest, world: World, step: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -78,7 +78,7 @@ class StopTogether:
         now = self._clock()
         self._slowest_step = max(self._slowest_step, now - self._last_call)
         self._last_call = now
-        if step < self._next_question:
+        if step < self._next_question and self._world.size > 1:
             return None
         own = self._stop.reason
         stopping, slowest_step = self._world.largest([own is not None, self._slowest_step])

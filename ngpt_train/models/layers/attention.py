@@ -5,11 +5,9 @@ from torch import Tensor, nn
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.kernels.attention import Mask, attention
-from ngpt_train.kernels.rotary import rotary
+from ngpt_train.kernels.rotary import Heads, rotary
 from ngpt_train.models.layers.linear import FusedLinear, OutputLinear
 from ngpt_train.models.layers.rope import Rope, rotate
-
-Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, n_heads, d_head), k and v (B, S, n_kv_heads, d_head)
 
 
 class Attention(nn.Module):

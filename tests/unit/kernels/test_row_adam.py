@@ -196,7 +196,7 @@ def test_one_pass_for_a_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
     state, rows = built("ngpt", "triton"), []
     monkeypatch.setattr(torch, "_fused_adamw_", lambda *_, **__: pytest.fail("not on Triton"))
     real = row_adam.adam_rows_
-    monkeypatch.setattr(row_adam, "adam_rows_", lambda *a: (rows.append(a[0]), real(*a)))
+    monkeypatch.setattr(row_adam, "adam_rows_", lambda *a, **k: (rows.append(a[0]), real(*a, **k)))
     moved = []
     fused = torch._fused_adam_
     monkeypatch.setattr(torch, "_fused_adam_", lambda *a, **k: (moved.extend(a[0]), fused(*a, **k)))

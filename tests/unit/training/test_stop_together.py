@@ -41,6 +41,10 @@ class Rank:
     told_at: float | None
     seconds: float = 0.0
 
+    @property
+    def size(self) -> int:
+        return self.meeting.size
+
     def largest(self, values: Sequence[float]) -> list[float]:
         self.meeting.asked += self.rank == 0
         return [max(column) for column in zip(*self.meeting.exchange(self.rank, values), strict=True)]
@@ -87,6 +91,13 @@ def test_ranks_stop_together_and_ask_about_once_a_second() -> None:
     ends, asked = trained(uneven, [None, None, None], last=2_000)
     assert {end[0::2] for end in ends} == {(2_000, None)}
     assert 0.3 * ASK_SECONDS < ends[2][1] / asked < 1.5 * ASK_SECONDS
+
+
+def test_a_rank_alone_stops_at_once() -> None:
+    """Caught: a Ctrl-C that a single process answers when several would have asked each other."""
+    ends, asked = trained(lambda rank, step: 0.01, [0.995], last=1_000)
+    assert ends == [(100, pytest.approx(1.0), "told")]
+    assert asked == 100
 
 
 @pytest.mark.parametrize("told", [3.0, 1000.0])
