@@ -84,9 +84,9 @@ def _run(arguments: list[str]) -> int:
     if verb not in VERBS:
         raise ConfigError(_unknown_verb(verb))
     if verb == "bench" and rest[:1] == ["gpu"]:  # it has options of its own, and needs no configuration
-        from ngpt_train.bench import gpu
+        from ngpt_train.bench.gpu import protocol
 
-        return gpu.main(rest[1:])
+        return protocol.main(rest[1:])
     if verb == "bench" and rest and "=" not in rest[0] and not rest[0].startswith("-"):
         rest = [f"bench.what={rest[0]}", *rest[1:]]
     line = _parse(rest)

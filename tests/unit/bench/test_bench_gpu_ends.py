@@ -17,21 +17,21 @@ from typing import Any
 import pytest
 import torch
 
-from ngpt_train.bench import gpu
-from ngpt_train.bench.gpu_caches import compile_caches, store
+from ngpt_train.bench.gpu import protocol
+from ngpt_train.bench.gpu.caches import compile_caches, store
 
 ROOT = Path(__file__).parents[3]
 # 9 seconds before the end of its budget, one before it is cut off.
 HANGS = """
 import sys, time, torch
 from pathlib import Path
-from ngpt_train.bench import gpu, gpu_budget
+from ngpt_train.bench.gpu import budget, protocol
 out = Path(sys.argv[1])
-gpu.write_json = lambda *given: time.sleep(600)
-protocol = gpu.Protocol("debug", torch.device("cpu"), 64, out)
-protocol.started -= 55
-with gpu_budget.ending_in_time(protocol, out / "caches", out / "caches.tar.gz"):
-    protocol.write()
+protocol.write_json = lambda *given: time.sleep(600)
+running = protocol.Protocol("debug", torch.device("cpu"), 64, out)
+running.started -= 55
+with budget.ending_in_time(running, out / "caches", out / "caches.tar.gz"):
+    running.write()
 """
 
 
@@ -49,16 +49,16 @@ def test_a_write_that_hangs(tmp_path: Path) -> None:
 
 def test_one_writes_after_the_other(tmp_path: Path) -> None:
     """Caught: two threads that write one file at once, or one that waits and then writes what it saw before."""
-    protocol = gpu.Protocol("debug", torch.device("cpu"), 60, tmp_path)
-    with protocol.writing:
-        other = threading.Thread(target=protocol.write, args=(30,))
+    running = protocol.Protocol("debug", torch.device("cpu"), 60, tmp_path)
+    with running.writing:
+        other = threading.Thread(target=running.write, args=(30,))
         other.start()
         time.sleep(0.2)
         assert not list(tmp_path.iterdir())
-        protocol.found["cut_off"] = ["meanwhile"]
+        running.found["cut_off"] = ["meanwhile"]
     other.join()
     assert json.loads((tmp_path / "bench.json").read_text())["cut_off"] == ["meanwhile"]
-    assert protocol.writing.acquire(timeout=0), "kept"
+    assert running.writing.acquire(timeout=0), "kept"
 
 
 def test_a_file_that_vanishes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ngpt_train.bench.gpu_comparisons import public_steps
-from ngpt_train.bench.gpu_steps import Place, Row, build
+from ngpt_train.bench.gpu.comparisons import public_steps
+from ngpt_train.bench.gpu.steps import Place, Row, build
 from ngpt_train.bench.public_style import PublicSteps, PublicStyle, as_public
 from ngpt_train.models import build_model
 from ngpt_train.models.ngpt.keys import NGPTConfig

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from ngpt_train.bench import gpu_steps
-from ngpt_train.bench.gpu_predictions import OPERATIONS
-from ngpt_train.bench.gpu_steps import Row, Variant, make_config
+from ngpt_train.bench.gpu import steps
+from ngpt_train.bench.gpu.predictions import OPERATIONS
+from ngpt_train.bench.gpu.steps import Row, Variant, make_config
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.gpu import adam, cross_entropy, rotary, sphere_step, swiglu
 from ngpt_train.optim import RowAdam
@@ -29,7 +29,7 @@ KERNELS = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_step_without_one(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that no operation has leaves nothing out; another goes with it; the moments are Adam's of before."""
-    monkeypatch.setitem(gpu_steps.SIZES, "debug", (16, 1, 1, 32, 48))  # the interpreter is slow
+    monkeypatch.setitem(steps.SIZES, "debug", (16, 1, 1, 32, 48))  # the interpreter is slow
     called = set()
 
     def seen(name: str, run: Any, *given: Any, **more: Any) -> Any:

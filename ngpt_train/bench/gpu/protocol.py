@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import platform
-import sys
 import threading
 import time
 import traceback
@@ -27,15 +26,16 @@ from typing import Any
 
 import torch
 
-from ngpt_train.bench import attention, gpu_steps, kernels
+from ngpt_train.bench import attention, kernels
 from ngpt_train.bench.device_facts import facts
-from ngpt_train.bench.gpu_budget import ending_in_time
-from ngpt_train.bench.gpu_caches import compile_caches
-from ngpt_train.bench.gpu_ceilings import ceilings
-from ngpt_train.bench.gpu_comparisons import ABLATIONS, ablation_pair, run_ablation, run_public_style
-from ngpt_train.bench.gpu_predictions import PUBLIC_STYLE
-from ngpt_train.bench.gpu_steps import Measured, OutOfTimeError, Place, Row
-from ngpt_train.bench.gpu_tables import kernel_line, print_tables, step_line
+from ngpt_train.bench.gpu import steps
+from ngpt_train.bench.gpu.budget import ending_in_time
+from ngpt_train.bench.gpu.caches import compile_caches
+from ngpt_train.bench.gpu.ceilings import ceilings
+from ngpt_train.bench.gpu.comparisons import ABLATIONS, ablation_pair, run_ablation, run_public_style
+from ngpt_train.bench.gpu.predictions import PUBLIC_STYLE
+from ngpt_train.bench.gpu.steps import Measured, OutOfTimeError, Place, Row
+from ngpt_train.bench.gpu.tables import kernel_line, print_tables, step_line
 from ngpt_train.core.files import write_json
 
 ATTENTION_SHARE, KERNELS_SHARE = 0.1, 0.15  # of the budget, at the most
@@ -168,7 +168,7 @@ class Protocol:
         for shape in ATTENTION[self.scale]:
             with self.going_on(f"attention, {shape[2]} tokens"):
                 self.in_time(until)
-                gpu_steps.free_memory()
+                steps.free_memory()
                 for entry in attention.bench(self.device, [shape], 5, self.say, compiled_until):
                     assert entry.rate is not None
                     self.say(f"{entry.name}: {1e3 * entry.median_ms:.0f} us, {entry.rate / 1e12:.3g} TFLOP/s")
@@ -183,7 +183,7 @@ class Protocol:
     def pairs(self, rows: Sequence[Row]) -> None:
         for row in rows:
             with self.going_on(f"steps of {row.name}"):
-                self.note(gpu_steps.run_pair(row, self.place, self.say))
+                self.note(steps.run_pair(row, self.place, self.say))
 
     def public_style(self) -> None:
         row = HEADLINES[self.scale][0]
@@ -266,7 +266,3 @@ def run(protocol: Protocol) -> int:
             protocol.write()
             return error.exit_code
     return int(bool(protocol.found["problems"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from ngpt_train.bench.gpu_predictions import COMPILE_ONLY, OPERATIONS, PUBLIC_STYLE, without
-from ngpt_train.bench.gpu_steps import (
+from ngpt_train.bench.gpu.predictions import COMPILE_ONLY, OPERATIONS, PUBLIC_STYLE, without
+from ngpt_train.bench.gpu.steps import (
     LOSS_TOLERANCE,
     RATES,
     ROWS_PER_STEP,

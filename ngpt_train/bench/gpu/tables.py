@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ngpt_train.bench.gpu_steps import Measured
+from ngpt_train.bench.gpu.steps import Measured
 from ngpt_train.bench.interleaved import Entry
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ngpt_train.bench.device_time import copy_ceiling, product_seconds
-from ngpt_train.bench.gpu_steps import SIZES
+from ngpt_train.bench.gpu.steps import SIZES
 
 TOKENS = 32_768  # of the products that are timed: a step of 8 rows of 4096
 

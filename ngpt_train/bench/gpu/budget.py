@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
-from ngpt_train.bench.gpu_caches import store
+from ngpt_train.bench.gpu.caches import store
 
 CUT_OFF = 5  # the exit code
 LAST_SECOND = 1.0

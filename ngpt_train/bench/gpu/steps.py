@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ngpt_train.bench.gpu_predictions import expected_seconds, predicted_ms
+from ngpt_train.bench.gpu.predictions import expected_seconds, predicted_ms
 from ngpt_train.bench.interleaved import Entry, Measure, Run, by, interleaved
 from ngpt_train.bench.step import tokens_of
 from ngpt_train.config.architectures import architectures
