@@ -13,7 +13,7 @@ from ngpt_train.distributed import World
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
 from ngpt_train.training.signals import StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
-from ngpt_train.training.step import Batch, train_step
+from ngpt_train.training.step import MicroBatch, train_step
 
 Record = dict[str, Any]
 
@@ -37,7 +37,7 @@ class Meter(Protocol):
 class Parts:
     """What the verb hands to the loop."""
 
-    batches: Iterator[tuple[Sequence[Batch], Position]]
+    batches: Iterator[tuple[Sequence[MicroBatch], Position]]
     evaluate: Callable[[TrainState], Record]  # collective
     save: Callable[[TrainState, Position], None]  # collective; raises DataError
     sinks: Sequence[Sink]

@@ -15,7 +15,7 @@ from ngpt_train.optim import RowAdam, lr_at
 from ngpt_train.training.feed import to_device
 from ngpt_train.training.state import TrainState
 
-Batch = Sequence[Tensor]  # tokens, targets and optionally document ids, each (micro_rows, context) int64
+MicroBatch = Sequence[Tensor]  # tokens, targets and optionally document ids, each (micro_rows, context) int64
 
 
 class StepResult(NamedTuple):
@@ -30,7 +30,7 @@ class StepResult(NamedTuple):
     loss_sum: Tensor  # fp64: what `loss` is the mean of
 
 
-def train_step(state: TrainState, micro_batches: Sequence[Batch], untouched: bool = False) -> StepResult:
+def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched: bool = False) -> StepResult:
     """Forward and backward over this rank's micro batches, clip, optimizer step, projection.
 
     Every rank passes the same number of micro batches. The loss is summed over valid targets and
@@ -75,7 +75,7 @@ def train_step(state: TrainState, micro_batches: Sequence[Batch], untouched: boo
     return StepResult(loss, grad_norm, n_tokens, skipped, lr, z_loss, loss_sum)
 
 
-def check_batches(micro_batches: Sequence[Batch]) -> None:
+def check_batches(micro_batches: Sequence[MicroBatch]) -> None:
     if not micro_batches:
         raise ValueError("train_step: no micro batches; every rank passes at least one, and all the same number")
     for index, batch in enumerate(micro_batches):
