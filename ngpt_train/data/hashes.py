@@ -44,9 +44,10 @@ def canonical_hash(value: Any) -> str:
 
 
 class FileHashes:
-    """Remembers checksums in `hashes.json` below the cache directory; those of small files are
-    written by `save`. Raises
-    DataError where a file cannot be read."""
+    """Remembers checksums in `hashes.json` below the cache directory; those of small files are written by `save`.
+
+    Raises DataError where a file cannot be read.
+    """
 
     def __init__(self, cache: Path):
         self._path = cache / "hashes.json"
