@@ -22,7 +22,16 @@ from filelock import FileLock
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.data import Dataset, Tokens, directory, hashes, load_tokenizer, open_dataset, prepare_dataset, tokenizers
+from ngpt_train.data import (
+    Dataset,
+    Tokens,
+    directory,
+    hashes,
+    load_tokenizer,
+    open_dataset,
+    prepare_dataset,
+    tokenizers,
+)
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.prepared.build import Preparation
 from ngpt_train.verbs import prepare as verb
@@ -233,15 +242,19 @@ def test_a_file_that_has_just_changed_is_hashed_again(tmp_path: Path) -> None:
 
 def test_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a name that a power failure leaves without the files; a lock that others wait for after it is gone."""
-    target, done = tmp_path / "target", []
+    target = tmp_path / "target"
+    done: list[str] = []
     rename, sync, release = os.rename, directory.sync, FileLock.release
+
+    def write(partial: Path) -> None:
+        (partial / "file").write_bytes(b"text")
 
     def renamed(source: Path, to: Path) -> None:
         done.append("rename")
         rename(source, to)
 
     def synced(path: Path) -> None:
-        done.append(path.name if path != target.parent and path.name == "file" else "directory")
+        done.append(path.name if path.name == "file" else "directory")
         sync(path)
 
     def released(self: FileLock, *args: Any, **keys: Any) -> None:
@@ -253,7 +266,7 @@ def test_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monke
         patch.setattr(os, "rename", renamed)
         patch.setattr(directory, "sync", synced)
         patch.setattr(FileLock, "release", released)
-        directory.build_directory(target, lambda partial: (partial / "file").write_bytes(b"text") and None)
+        directory.build_directory(target, write)
     assert done[:5] == ["file", "directory", "rename", "directory", "release"]
 
 
