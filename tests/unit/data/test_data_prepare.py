@@ -18,10 +18,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.data import Dataset, Tokens, hashes, load_tokenizer, open_dataset, prepare_dataset, tokenizers
+from ngpt_train.data import (
+    Dataset,
+    Tokens,
+    directory,
+    hashes,
+    load_tokenizer,
+    open_dataset,
+    prepare_dataset,
+    tokenizers,
+)
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.prepared.build import Preparation
 from ngpt_train.verbs import prepare as verb
@@ -219,6 +229,45 @@ def test_checksums_are_remembered_until_a_file_changes(tmp_path: Path, monkeypat
     assert FileHashes(tmp_path / "cache").sha256(file) != first
     (tmp_path / "cache" / "hashes.json").write_text("{")
     assert FileHashes(tmp_path / "cache").sha256(file) != first
+
+
+def test_a_file_that_has_just_changed_is_hashed_again(tmp_path: Path) -> None:
+    """Within a tick of the file system's clock two versions look alike. Caught: the checksum of the first for both."""
+    (tmp_path / "file").write_bytes(b"aaaa")
+    known = FileHashes(tmp_path / "cache")
+    known.sha256(tmp_path / "file")
+    known.save()
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_directory_is_on_the_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a name that a power failure leaves without the files; a lock that others wait for after it is gone."""
+    target = tmp_path / "target"
+    done: list[str] = []
+    rename, sync, release = os.rename, directory.sync, FileLock.release
+
+    def write(partial: Path) -> None:
+        (partial / "file").write_bytes(b"text")
+
+    def renamed(source: Path, to: Path) -> None:
+        done.append("rename")
+        rename(source, to)
+
+    def synced(path: Path) -> None:
+        done.append(path.name if path.name == "file" else "directory")
+        sync(path)
+
+    def released(self: FileLock, *args: Any, **keys: Any) -> None:
+        assert not (tmp_path / ".target.lock").exists(), "another process may hold a lock of this name by now"
+        done.append("release")
+        release(self, *args, **keys)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "rename", renamed)
+        patch.setattr(directory, "sync", synced)
+        patch.setattr(FileLock, "release", released)
+        directory.build_directory(target, write)
+    assert done[:5] == ["file", "directory", "rename", "directory", "release"]
 
 
 def test_out_is_written_once_and_never_over(cfg: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -439,6 +488,8 @@ def test_nanogpt_files(cfg: Config, tmp_path: Path) -> None:
     # The same ids with the same tokenizer are the same data, whatever file they are in.
     assert dataset.fingerprint == prepared.fingerprint
     np.testing.assert_array_equal(ids_of(dataset.train), ids_of(prepared.train))
+    cfg.tokenizer.kind = "gpt2"
+    assert open_dataset(cfg).fingerprint != prepared.fingerprint
 
     cfg.tokenizer.kind = "sentencepiece"
     with pytest.raises(DataError, match=r"tokenizer\.path=null.*choose the tokenizer that made these tokens"):

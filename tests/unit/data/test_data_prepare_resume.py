@@ -186,10 +186,17 @@ def earlier_text(cfg: Config) -> None:
     Path(cfg.data.path or "", "a.jsonl").write_text('{"text": "another"}\n')
 
 
+def cut_line(cfg: Config) -> None:
+    """The kill came within the last line of the journal: shards have more than the line before says."""
+    journal = Path(cfg.data.path or "").parent / ".out.partial" / "journal.jsonl"
+    journal.write_text(journal.read_text()[:-20])
+
+
 @pytest.mark.parametrize(
     ("change", "used"),
     [
         (lambda cfg: None, True),
+        (cut_line, True),
         (later_text, True),
         (earlier_text, False),
         (other_shards, False),

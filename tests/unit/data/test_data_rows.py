@@ -17,7 +17,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.data import Rows, Tokens, TrainLoader, data_hash, merged, rows_of, validation_rows
 from ngpt_train.data.loader import PreparedReader, hash_of_rows
 from ngpt_train.data.permutation import shuffled
-from ngpt_train.data.rows import BestFit, NextToken, RowFormat
+from ngpt_train.data.rows import BestFit, NextToken, RowFormat, Span, best_fit
 from ngpt_train.data.streamed.stream import window_shards
 from ngpt_train.models.gpt.keys import GPTConfig
 
@@ -140,7 +140,7 @@ def test_best_fit_cuts_no_document_that_fits() -> None:
     assert (targets == -100).mean() < 0.2  # most are longer than a row
 
 
-@pytest.mark.parametrize("length", [1, 5, 12, 13, 40])
+@pytest.mark.parametrize("length", [1, 3, 5, 6, 12, 13, 20, 40])
 def test_best_fit_of_a_file_that_ends_within_a_document(length: int) -> None:
     """Caught: an id of it that the eos of another document overwrites."""
     _, made = documents(n=40)
@@ -149,6 +149,16 @@ def test_best_fit_of_a_file_that_ends_within_a_document(length: int) -> None:
     rows = BestFit(data, RowFormat(12, EOS, pads=True))
     targets = rows.batch(np.arange(len(rows)))[1]
     assert sorted(targets[targets != -100].tolist()) == sorted(ids.tolist())
+
+
+def test_best_fit_leaves_the_least_room() -> None:
+    """Caught: the row with the most room, which wastes more and gives other rows than before."""
+    assert best_fit([5, 7, 3, 6, 4], 10) == [
+        [Span(1, 0, 7), Span(2, 0, 3)],
+        [Span(3, 0, 6), Span(4, 0, 4)],
+        [Span(0, 0, 5)],
+    ]
+    assert best_fit([8, 6, 2], 10) == [[Span(0, 0, 8), Span(2, 0, 2)], [Span(1, 0, 6)]]
 
 
 def test_document_mask_of_stretches() -> None:

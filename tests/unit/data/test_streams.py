@@ -207,16 +207,20 @@ def test_best_fit_cuts_no_document_that_fits(text: Path) -> None:
 @pytest.mark.parametrize("n_documents", [[7], [0, 5, 1000], [1] * 30])
 def test_pieces_are_a_partition(n_documents: list[int]) -> None:
     orders = []
+    begins = set()
     for epoch in range(3):
         pieces = window_pieces(enumerate(n_documents), STREAMS, epoch, 0, seed=3)
         orders.append(pieces)
         firsts = [first_place(STREAMS, stream, epoch, 0, seed=3) for stream in range(STREAMS)]
         assert sorted(firsts) == list(range(STREAMS))
+        begins.add(firsts[0])
         covered = [(piece.shard, i) for piece in sorted(pieces) for i in range(piece.first, piece.last)]
         assert covered == [(shard, i) for shard, n in enumerate(n_documents) for i in range(n)]
         for piece in pieces:
             assert sorted(document_order(piece, epoch, seed=3)) == list(range(piece.first, piece.last))
     assert orders[0] != orders[1] != orders[2]
+    assert len(begins) > 1  # or the last streams would be short of pieces in every window
+    assert document_order(Piece(0, 3, 40), 0, seed=3) != document_order(Piece(0, 3, 40), 1, seed=3)
 
 
 def test_windows_are_a_partition() -> None:
