@@ -166,6 +166,7 @@ def test_a_file_that_changes_between_two_calls_counts(tmp_path: Path) -> None:
     """Nor is a config part of the next one. Caught: a composition remembered for a file that was edited since."""
     path = tmp_path / "model" / "mine.yaml"
     path.parent.mkdir()
+    lr = load_config(["model=gpt"]).optim.lr
     widths = []
     for text in ("d_model: 96", "d_model: 128", "d_model: 128\nqk_norm: true"):
         path.write_text(f"defaults: [gpt]\n{text}\n")
@@ -174,7 +175,7 @@ def test_a_file_that_changes_between_two_calls_counts(tmp_path: Path) -> None:
         config.optim.lr_table["tiny"][256] = 7.0
         config.model.d_model = 8
     assert widths == [(96, False), (128, False), (128, True)]
-    assert load_config(["model=mine"], str(tmp_path)).optim.lr == load_config(["model=gpt"]).optim.lr
+    assert load_config(["model=mine"], str(tmp_path)).optim.lr == load_config(["model=gpt"]).optim.lr == lr
     path.unlink()
     with pytest.raises(ConfigError, match="model=mine: no such option"):
         load_config(["model=mine"], str(tmp_path))
@@ -242,6 +243,8 @@ def test_own_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert config.model == dataclasses.replace(config.model, name="gpt", d_model=192, qk_norm=True)
     assert (config.train.steps, config.optim.lr, config.optim.name) == (7, 1.0, "adamw")
     assert load_config(["experiment=mine", "scale=tiny"], str(directory)).optim.lr == 0.5
+    of_gpt = load_config(["model=gpt", "scale=debug"]).optim.lr
+    assert load_config(["experiment=mine", "scale=debug"], str(directory)).optim.lr == of_gpt
     capsys.readouterr()
 
     assert load_config(["model=gpt"], str(directory)).model.name == "gpt"

@@ -323,7 +323,7 @@ def test_under_torchrun(
 def test_half_a_torchrun(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("RANK", raising=False)
-    assert main(["train"]) == 2
+    assert main(["train", "--cfg", "job"]) == 2
     assert "WORLD_SIZE=2 is set in the environment, but not RANK" in capsys.readouterr().err
 
 

@@ -84,7 +84,7 @@ def test_secrets_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     text = to_yaml(config)
     for secret in ("0123abcd0123abcd", "hunter2", "p@ss"):
         assert secret not in text
-    for harmless in ("sentencepiece", "s3://<redacted>@host/x", "a@b/c", "max_new_tokens: 200"):
+    for harmless in ("sentencepiece", "s3://<redacted>@host/x", "a@b/c", "max_new_tokens: 200", "1/sqrt(d)"):
         assert harmless in text
     assert config.run.name == "x_hunter2"
 

@@ -36,14 +36,26 @@ def build(cache: Path | str, compiled: bool = True) -> None:
     parallelize(config, World(0, 1, 0, torch.device("cpu")), micro_rows=1)
 
 
-def test_where_it_is_kept(tmp_path: Path) -> None:
-    """Caught: a directory that other machines share though their CPUs differ, a relative one, which compiling
-    processes that work elsewhere do not find."""
-    build(tmp_path)
+@pytest.mark.parametrize("relative", [False, True])
+def test_where_it_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, relative: bool) -> None:
+    """Caught: a directory that other machines share, a relative one, which compiling processes that work elsewhere do
+    not find."""
+    monkeypatch.chdir(tmp_path)
+    build("." if relative else tmp_path)
     assert [os.environ[name] for name in VARIABLES] == [
         str(tmp_path / "compiled" / machine() / part) for part in ("inductor", "triton")
     ]
     assert torch.__version__ in machine()
+
+
+def test_machines_differ_by_their_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: code compiled for instructions that another CPU lacks; a directory for each clock rate."""
+    names = []
+    for flags, mhz in (("avx2", 3000), ("avx2", 2999), ("avx2 avx512f", 3000)):
+        described = f"processor : 0\nmodel name : CPU\ncpu MHz : {mhz}\nflags : {flags}\n\nprocessor : 1\n"
+        monkeypatch.setattr(Path, "read_text", lambda _, described=described: described)
+        names.append(machine())
+    assert names[0] == names[1] != names[2]
 
 
 def test_torchs_default_is_nobodys_choice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,7 +133,13 @@ def test_gradients_stay_where_they_are(name: str, pretended: Calls, steps: list[
     """Caught: memory of a graph in .grad, which the next micro batch overwrites: in each backward pass, what arrives is
     added to memory that was there before, and that no graph knows."""
     state = with_graphs(name)
+
+    def check_held(*_: Any) -> None:
+        assert all(parameter.grad is not None for parameter in state.model.parameters())
+
+    first = state.model.register_forward_pre_hook(check_held)
     train_step(state, batches(name, 0))
+    first.remove()
     held = {key: parameter.grad.data_ptr() for key, parameter in state.model.named_parameters()}  # type: ignore[union-attr]
     seen = []
 

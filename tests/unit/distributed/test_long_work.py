@@ -42,12 +42,14 @@ def test_a_rank_that_stops_in_the_middle_is_noticed() -> None:
     main, waiting = two_ranks(silence=0.3)
     for _ in range(3):
         main.store.add("ngpt_train/life/0", 1)
+    started = time.monotonic()
     with pytest.raises(RankLostError, match="no sign of life"):
         waiting.wait_for_rank(0)
+    assert time.monotonic() - started < 3
 
 
 def test_what_failed_is_told_at_once() -> None:
-    main, waiting = two_ranks(silence=60)
+    main, waiting = two_ranks(silence=5)
     with pytest.raises(KeyboardInterrupt), main.working():
         raise KeyboardInterrupt
     with pytest.raises(RankLostError, match="rank 0: KeyboardInterrupt"):
