@@ -86,8 +86,8 @@ def moved(
 @pytest.mark.parametrize("step", [1, 500])
 def test_the_body_is_the_formula(step: int) -> None:
     """Caught: the same as of the kernel, in what benchmarks take as its reference."""
-    state, gradient = started(37, 64), matrix(37, 64, 3, 0.05)
-    state["copy"] = torch.full((37, 64), torch.nan, dtype=torch.bfloat16)
+    state, gradient = started(5, 1000), matrix(5, 1000, 3, 0.05)  # small weights, so that an error of a move shows
+    state["copy"] = torch.full((5, 1000), torch.nan, dtype=torch.bfloat16)
     actual = moved(state, gradient, step, 1.7, adam_rows_.formula, **OPTIONS)
     for name, x in formula(state, gradient, step, 1.7, **OPTIONS).items():
         assert error(actual[name], x) <= 1e-6, name
@@ -249,8 +249,9 @@ def test_refused(name: str, tensor: Tensor) -> None:
 @pytest.mark.parametrize(
     "weight", [torch.ones(2, 8, dtype=torch.float64), torch.ones(2, WIDEST + 1)], ids=["fp64", "wide"]
 )
-def test_what_the_kernel_does_not_know_runs_in_torch(weight: Tensor) -> None:
-    """Caught: fp64 weights moved by a kernel of fp32."""
+def test_what_the_kernel_does_not_know_runs_in_torch(weight: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: fp64 weights moved by a kernel of fp32, or in fp32; rows that do not fit into its registers."""
+    monkeypatch.setattr(gpu, "adam_rows_", lambda *_: pytest.fail("on Triton"))
     weight = weight.to(DEVICE)
     state = {"weight": weight, "exp_avg": torch.zeros_like(weight), "exp_avg_sq": torch.zeros_like(weight)}
     gradient = torch.linspace(-1, 1, weight.numel(), dtype=weight.dtype).view_as(weight)

@@ -15,7 +15,7 @@ from ngpt_train.kernels.gpu import cross_entropy as gpu
 from tests.unit.kernels.seen import Seen
 
 IMPLEMENTATIONS = ("torch", "triton")
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-2}
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 SHAPES = [  # leading dimensions of h, d, V
     ((1,), 64, 3),
     ((2, 7), 64, 101),
@@ -130,7 +130,13 @@ def test_random_shapes(implementation, seed: int) -> None:
 def test_bf16_matrix(implementation) -> None:
     """Catches a gradient that leaves in the dtype of the sum instead of the matrix's, and a scale folded in bf16."""
     h, matrix, targets, scale = draw((11,), 64, 101, torch.bfloat16)
-    check(h, matrix.detach().bfloat16().requires_grad_(), targets, scale, 0.01, 1e-2)
+    matrix = matrix.detach().bfloat16()
+    check(h, matrix.clone().requires_grad_(), targets, scale, 0.01, 1e-2)
+    # Autograd would cast what the operation does not.
+    assert linear_cross_entropy_forward(h, matrix, targets, scale, 0.01, True, True, True)[3].dtype == torch.bfloat16
+    # In fp32 products a scale folded in bf16 is all the rounding there is.
+    expected = formula(*in_fp64(h, matrix), targets, scale)
+    assert error(linear_cross_entropy(h.float(), matrix, targets, scale), expected) <= 1e-5
 
 
 def test_non_contiguous(implementation) -> None:
@@ -219,7 +225,8 @@ def test_shapes_that_do_not_fit() -> None:
 
 def test_chunks_do_not_change_the_loss(implementation, monkeypatch) -> None:
     """Catches losses summed chunk by chunk: then resuming on another device changes the curve."""
-    h, matrix, targets, scale = draw((16,), 64, 101)
+    # Of few, any order gives nearly the same; the interpreter takes its time, and the sum is not the kernel's.
+    h, matrix, targets, scale = draw((200 if implementation == "torch" else 16,), 64, 101)
     losses = []
     for rows in (1, 7, 16, 4096):
         monkeypatch.setattr(cross_entropy, "CPU_ROWS", rows)
