@@ -38,14 +38,21 @@ def reference_run(
     return train(forward, ngpt.project if projected else lambda _: None, weights, batches, RECIPES[name])
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize(("accumulation", "dtype"), [(1, torch.float32), (2, torch.float64)])
 @pytest.mark.parametrize("name", RECIPES)
-def test_thirty_steps(name: str, accumulation: int) -> None:
+def test_thirty_steps(name: str, accumulation: int, dtype: torch.dtype) -> None:
+    """In fp64 only the factor that clips is rounded to fp32, so that every other difference is seen."""
     recipe = RECIPES[name]
+    # Of loss, gradient norm and weights, in roundings of fp32. Adam divides a gradient by its own size, its roundings
+    # too, and each step starts from the last one's: with each operation moved by one (tests/rounding.py) up to 80, 210
+    # and 1060 were seen in fp32, and less than one in fp64.
+    roundings = (512, 1024, 4096) if dtype == torch.float32 else (8, 8, 8)
+    of_loss, of_norm, of_weights = (n * torch.finfo(torch.float32).eps for n in roundings)
     state = build_state(run_config(name, SIZE, recipe, rows=ROWS, context=T, micro_rows=ROWS // accumulation))
+    state.model.to(dtype)
     weights = ARCHITECTURES[name].random_weights(shapes(ARCHITECTURES[name], SIZE), 0)
-    weights = {key: x.float().double() for key, x in weights.items()}
-    load_weights(state.model, {key: x.float() for key, x in weights.items()})
+    weights = {key: x.to(dtype).double() for key, x in weights.items()}
+    load_weights(state.model, {key: x.to(dtype) for key, x in weights.items()})
     rows = [text_like_rows(ROWS, T, SIZE.vocab_size, seed=step) for step in range(STEPS)]
     batches = [
         list(zip(tokens.chunk(accumulation), targets.chunk(accumulation), strict=True)) for tokens, targets in rows
@@ -55,13 +62,13 @@ def test_thirty_steps(name: str, accumulation: int) -> None:
     expected = reference_run(name, weights, batches, projected=name == "ngpt")
 
     for step, (result, (loss, norm)) in enumerate(zip(results, expected, strict=True)):
-        assert result.loss.item() == pytest.approx(loss, rel=1e-5), f"loss of step {step}"
-        assert result.grad_norm.item() == pytest.approx(norm, rel=1e-4), f"gradient norm of step {step}"
+        assert result.loss.item() == pytest.approx(loss, rel=of_loss), f"loss of step {step}"
+        assert result.grad_norm.item() == pytest.approx(norm, rel=of_norm), f"gradient norm of step {step}"
         assert int(result.n_tokens) == sum(int((targets != -100).sum()) for _, targets in batches[step])
         assert not result.skipped
     final = export_weights(state.model)
     errors = {key: relative(final[key], x) for key, x in weights.items()}
-    assert max(errors.values()) < 1e-4, errors
+    assert max(errors.values()) < of_weights, errors
 
     losses, norms = [loss for loss, _ in expected], [norm for _, norm in expected]
     assert losses[-1] < 0.95 * losses[0]
@@ -69,6 +76,6 @@ def test_thirty_steps(name: str, accumulation: int) -> None:
     if name == "ngpt":
         for key, x in final.items():
             if x.ndim == 2:
-                torch.testing.assert_close(x.norm(dim=-1), torch.ones(len(x)), rtol=0, atol=1e-6, msg=key)
+                torch.testing.assert_close(x.norm(dim=-1), x.new_ones(len(x)), rtol=0, atol=1e-6, msg=key)
         free = [loss for loss, _ in reference_run(name, unprojected, batches, projected=False)]
         assert max(abs(a / b - 1) for a, b in zip(free, losses, strict=True)) > 1e-3, "the projection would not show"
