@@ -45,9 +45,11 @@ def test_layouts_agree(single: tuple[str, dict[str, Any]], layout: str, tmp_path
         assert report["tokens"] == expected["tokens"]
         assert report["losses"] == pytest.approx(expected["losses"], rel=1e-6)
         assert report["z_losses"] == pytest.approx(expected["z_losses"], rel=1e-5)
-        # Later ones drift by rounding alone, in one process with other micro batches as much as here.
-        compared = 4 if ARCHITECTURES[name].has_encoder else 8
-        assert report["norms"][:compared] == pytest.approx(expected["norms"][:compared], rel=1e-6)
+        # Of one gradient in other pieces 8 roundings of fp32. Later ones are at weights that Adam, which divides a
+        # gradient by its own size, has moved by their roundings as well: in one process, with each operation moved by
+        # one (tests/rounding.py), up to 115 were seen.
+        assert report["norms"][0] == pytest.approx(expected["norms"][0], rel=1e-6)
+        assert report["norms"] == pytest.approx(expected["norms"], rel=512 * 2**-23)
         assert report["unmoved"] == expected["unmoved"] == []
         assert not ARCHITECTURES[name].on_sphere or report["off_sphere"] < 1e-6
     assert len(expected["z_losses"]) == (len(expected["losses"]) if name == "gpt" else 0)

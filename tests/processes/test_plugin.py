@@ -251,7 +251,7 @@ def test_a_folder_of_another_form(
     else:
         for name in change:
             (folder / name).unlink()
-    assert main(["train", "--plugin", str(folder)]) == 2
+    assert main(["train", "--plugin", str(folder), "--cfg", "job"]) == 2
     message = capsys.readouterr().err
     assert message.startswith(f"error: --plugin={folder}: ")
     assert says in message
@@ -265,7 +265,7 @@ def test_a_name_that_cannot_be(name: str, postln: Path, tmp_path: Path, capsys: 
     folder = Path(shutil.copytree(postln, tmp_path / name))
     for group in ("model", "recipe"):
         (folder / "configs" / group / "postln.yaml").rename(folder / "configs" / group / f"{name}.yaml")
-    assert main(["train", "--plugin", str(folder)]) == 2
+    assert main(["train", "--plugin", str(folder), "--cfg", "job"]) == 2
     assert f"--plugin={folder}: the name is " in capsys.readouterr().err
     assert main(["train", "--plugin"]) == 2
     assert "--plugin DIR" in capsys.readouterr().err

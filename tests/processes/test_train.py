@@ -27,6 +27,7 @@ def test_records(directory: Path) -> None:
     assert sorted(evaluations) == [0, 8, 16, 20]
     assert train[20]["tokens"] == 20 * 8 * 64
     assert train[20]["mfu"] is None
+    assert all("z_loss" not in record for record in train.values())
     assert {"loss", "lr", "grad_norm", "tokens_per_s", "step_time", "data_time", "memory_gb", "skipped"} <= set(
         train[5]
     )

@@ -149,7 +149,7 @@ def test_what_lets_no_thread_run_is_ended(tmp_path: Path) -> None:
     """The thread that ends it waits for ever for what hangs."""
     program = (
         "import ctypes, sys; from ngpt_train.bench.gpu import protocol; "
-        "protocol.Protocol.ceilings = lambda self: ctypes.PyDLL(None).sleep(600); "  # PyDLL keeps Python's lock
+        "protocol.Protocol.ceilings = lambda self: ctypes.PyDLL(None).sleep(30); "  # PyDLL keeps Python's lock
         f"sys.exit(protocol.main([*{SMALL}, '--budget', '8', '--out', sys.argv[1]]))"
     )
     ended = process("-c", program, str(tmp_path))

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -198,6 +199,8 @@ def torchs_adam(state: TrainState) -> None:
 
 
 def in_place(state: TrainState) -> None:
+    if os.environ.get("NGPT_TESTS_ROUNDING"):
+        pytest.skip("under a dispatch mode torch's _foreach_mul_ leaves the versions of what it writes as they were")
     with torch.no_grad():
         torch._foreach_mul_([x for x in state.model.parameters() if x.ndim == 2], 2.0)
 
