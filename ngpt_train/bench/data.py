@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from ngpt_train.bench.interleaved import Entry, interleaved, quartiles
 from ngpt_train.config.schema import Config
 from ngpt_train.data import TrainLoader, merged, open_dataset, prepare_dataset, reader_of
-from ngpt_train.data.sources.source import open_source
+from ngpt_train.data.sources import open_source
 from ngpt_train.data.streamed.workers import StreamedText
 from ngpt_train.data.tokenizers import Tokenizer
 from ngpt_train.data.tokenizers.gpt2 import parse_ranks

@@ -6,9 +6,8 @@ promised. Arrays are numpy's: worker processes import this package and should st
 
 from __future__ import annotations
 
-from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.loader import Position, TrainLoader, data_hash, merged, reader_of, validation_rows
-from ngpt_train.data.open import open_dataset, prepare_dataset
+from ngpt_train.data.open import Dataset, open_dataset, prepare_dataset
 from ngpt_train.data.prepared.shards import Tokens
 from ngpt_train.data.rows import Batch, Reader, Rows, rows_of
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer

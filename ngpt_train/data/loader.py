@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.dataset import Dataset, Mixed
 from ngpt_train.data.mixture import MixtureReader, Turns
+from ngpt_train.data.open import Dataset, Mixed
 from ngpt_train.data.permutation import GOLDEN, mix, permuted, shuffled
 from ngpt_train.data.prepared.shards import Tokens
 from ngpt_train.data.rows import Batch, Reader, Rows, row_format, rows_of

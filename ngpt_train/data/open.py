@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.data.dataset import Dataset, Mixed
 from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
 from ngpt_train.data.mixture import Mixture
 from ngpt_train.data.prepared.build import prepare_shards
@@ -29,15 +28,44 @@ from ngpt_train.data.prepared.shards import (
     read_manifest,
 )
 from ngpt_train.data.rows import row_format, rows_of
+from ngpt_train.data.sources import open_source
+from ngpt_train.data.sources.local import shards_of
 from ngpt_train.data.sources.sample import draw_sample
-from ngpt_train.data.sources.source import Source, open_source
-from ngpt_train.data.sources.text import Shard
+from ngpt_train.data.sources.text import Shard, Source
 from ngpt_train.data.streamed.cache import OpenShards, ShardCache
 from ngpt_train.data.streamed.stream import stream_settings, with_eos
 from ngpt_train.data.streamed.workers import StreamedText
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer
 
 OnMain = Callable[[Callable[[], Any]], Any]
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """The training text of several data sets."""
+
+    mixture: Mixture
+    sources: tuple[Dataset, ...]
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """Both splits, and what identifies them: the same token ids and tokenizer have the same fingerprint."""
+
+    train: Tokens | StreamedText | Mixed
+    validation: Tokens
+    tokenizer: Tokenizer
+    fingerprint: str
+    path: Path
+    manifest: dict[str, Any]
+
+    @property
+    def commits(self) -> dict[str, str | None]:
+        """Of data sets of the hub, as `config.mixture.commits_of` names them."""
+        source = self.manifest["source"]
+        if source["kind"] != "mixture":
+            return {"": source.get("revision")}
+        return {name: part.get("revision") for name, part in source["sources"].items()}
 
 
 def open_dataset(
@@ -159,7 +187,7 @@ def _list_shards(config: Config) -> Source:
     """Where the text is, and its shards in their order."""
     source = open_source(config.data)
     hashes = FileHashes(cache_directory(config))
-    source = replace(source, shards=source.cut(hashes))
+    source = replace(source, shards=shards_of(source, hashes))
     hashes.save()
     return source
 

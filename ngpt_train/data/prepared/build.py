@@ -21,11 +21,11 @@ from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
 from ngpt_train.data.prepared.assembly import JOURNAL, Assembly, Journal, clear
 from ngpt_train.data.prepared.chunks import Tokenizing, chunks_in_order, n_processes
 from ngpt_train.data.prepared.shards import FORMAT, MANIFEST, check_length, fingerprint, read_manifest
-from ngpt_train.data.prepared.units import Unit, units_of
 from ngpt_train.data.prepared.writer import dtype_for
+from ngpt_train.data.sources import open_source
+from ngpt_train.data.sources.local import Unit, shards_of, units_of
 from ngpt_train.data.sources.sample import draw_sample
-from ngpt_train.data.sources.source import Source, open_source
-from ngpt_train.data.sources.text import Counts
+from ngpt_train.data.sources.text import Counts, Source
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, tokenizer_key, write_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -174,7 +174,7 @@ class Preparation:
     def _train(self) -> Tokenizer:
         data, tokenizer = self._config.data, self._config.tokenizer
         logger.info("reading a sample of the text for a SentencePiece model of %d pieces", tokenizer.vocab_size)
-        source, shards = self._source, self._source.cut(self._hashes)
+        source, shards = self._source, shards_of(self._source, self._hashes)
         with Progress("sampling", [1]) as progress:
             sample, counts = draw_sample(
                 shards,

@@ -1,1 +1,26 @@
-"""Where documents come from: files of this machine, the hub, and how a file is read."""
+"""Where documents come from: files of this machine, the hub, and how a file is read. `open_source` is the way in."""
+
+from __future__ import annotations
+
+import platform
+from functools import partial
+
+from ngpt_train.config.schema import DataConfig
+from ngpt_train.core.errors import ConfigError
+from ngpt_train.data.sources.hub import list_hub
+from ngpt_train.data.sources.local import LocalText, list_files, list_library, read_library_file
+from ngpt_train.data.sources.readers import read_file
+from ngpt_train.data.sources.text import Source
+
+
+def open_source(data: DataConfig) -> Source:
+    """The text that `data` names. Lists files or shards, reads none. Raises ConfigError and DataError."""
+    if data.kind == "embedded":
+        settings = {"python": platform.python_version()}
+        return Source("embedded", LocalText(read_library_file), settings, list_library())
+    if data.on_hub:
+        return list_hub(data)
+    if data.path is None:
+        raise ConfigError("data.path=null: data=local needs the file, directory or glob of the text, as data.path=PATH")
+    reader = LocalText(partial(read_file, text_field=data.text_field))
+    return Source("local", reader, {"text_field": data.text_field}, list_files(data.path))

@@ -21,8 +21,8 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.data.hashes import canonical_hash
 from ngpt_train.data.sources.hub_client import HubClient, HubFile, endpoint
-from ngpt_train.data.sources.readers import EXTENSIONS, checked_text, extension, read_file
-from ngpt_train.data.sources.text import FetchError, Shard
+from ngpt_train.data.sources.readers import checked_text, read_file
+from ngpt_train.data.sources.text import EXTENSIONS, FetchError, Shard, Source, extension
 
 logger = logging.getLogger(__name__)
 
@@ -68,29 +68,13 @@ class HubText:
             ) from None
 
 
-@dataclass(frozen=True)
-class HubListing:
-    """What a data set was when a run looked at it: its commit, and its shards in the order of their paths."""
+def list_hub(data: DataConfig) -> Source:
+    """The files that data.repo, data.revision, data.split and data.files name, one shard each, in the order of their
+    paths. Asks the hub: for one rank alone. Where it fails, a commit whose list is in data.cache is known.
 
-    commit: str
-    shards: tuple[Shard, ...]
-    source: HubText
-
-
-class NoPlainFiles(DataError):
-    """A data set whose files only the datasets library reads, at this commit."""
-
-    def __init__(self, message: str, commit: str | None) -> None:
-        super().__init__(message)
-        self.commit = commit
-
-
-def list_hub(data: DataConfig) -> HubListing:
-    """The files that data.repo, data.revision, data.split and data.files name. Asks the hub: for one rank alone.
-    Where it fails, a commit whose list is in data.cache is known.
-
-    Raises ConfigError unless data.repo is a name, FetchError where the hub cannot be reached or refuses, DataError
-    where none of the files is meant or can be read.
+    Where there are files that only the datasets library reads, these are one shard, which can be prepared. Raises
+    ConfigError unless data.repo is a name, FetchError where the hub cannot be reached or refuses, DataError where none
+    of the files is meant or can be read.
     """
     if data.repo is None or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", data.repo):
         raise ConfigError(
@@ -99,7 +83,11 @@ def list_hub(data: DataConfig) -> HubListing:
         )
     kept = Path(data.cache).expanduser() / "hub"
     commit, listed = _files(HubClient(data.repo, data.fetch_minutes), data.revision, kept)
-    paths = _chosen(sorted(listed), data, commit)
+    settings = {"repo": data.repo, "split": data.split, "text_field": data.text_field}
+    if not data.streamed and not any(extension(Path(path)) in KINDS for path in listed):
+        rows = DatasetsText(data.repo, commit, data.split, data.text_field)
+        return Source(data.kind, rows, settings, shards=(rows.shard,), revision=commit)
+    paths = _chosen(sorted(listed), data)
     files = {path: listed[path] for path in paths}
     size = sum(file.size for file in files.values())
     logger.info("%s@%s: %d files, %.2f GB", data.repo, commit, len(files), size / 1e9)
@@ -116,7 +104,8 @@ def list_hub(data: DataConfig) -> HubListing:
         Shard(f"{data.repo}@{commit}:{path}", f"{file.etag}:{file.size}:{extension(Path(path))}", (path,))
         for path, file in files.items()
     )
-    return HubListing(commit, shards, HubText(data.repo, commit, files, data.text_field, data.fetch_minutes))
+    reader = HubText(data.repo, commit, files, data.text_field, data.fetch_minutes)
+    return Source(data.kind, reader, settings, shards=shards, revision=commit)
 
 
 def _files(client: HubClient, revision: str | None, kept: Path) -> tuple[str, dict[str, HubFile]]:
@@ -150,7 +139,7 @@ def _read_list(path: Path) -> dict[str, HubFile] | None:
         return None
 
 
-def _chosen(paths: list[str], data: DataConfig, commit: str) -> list[str]:
+def _chosen(paths: list[str], data: DataConfig) -> list[str]:
     """Those of the paths that are read. Raises DataError if there are none.
 
     With data.files, those that match it. Otherwise a file belongs to a split if its path has the name of the split as
@@ -161,10 +150,9 @@ def _chosen(paths: list[str], data: DataConfig, commit: str) -> list[str]:
     if not readable:
         endings = Counter(PurePosixPath(path).suffix or PurePosixPath(path).name for path in paths)
         listed = ", ".join(f"{n} {ending}" for ending, n in endings.most_common(8)) or "nothing"
-        raise NoPlainFiles(
+        raise DataError(
             f"data.repo={data.repo}: none of its files ends in {', '.join(KINDS)} (there are: {listed}). `prepare` "
-            "reads other formats, through the library `datasets`; train on what it writes with data=tokens",
-            commit,
+            "reads other formats, through the library `datasets`; train on what it writes with data=tokens"
         )
     if data.files is not None:
         if found := [path for path in readable if fnmatchcase(path, data.files)]:

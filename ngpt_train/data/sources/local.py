@@ -1,8 +1,10 @@
-"""Text files of this machine: which ones, how they are read, and the shards that streamed text cuts them into."""
+"""Text files of this machine: which ones, how they are read, and how they are cut, into shards for streaming and into
+units for `prepare`."""
 
 from __future__ import annotations
 
 import glob
+import itertools
 import logging
 import os
 import sysconfig
@@ -13,13 +15,16 @@ from pathlib import Path
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.sources.readers import EXTENSIONS, extension
-from ngpt_train.data.sources.text import Shard
+from ngpt_train.data.sources.text import EXTENSIONS, Hash, Shard, Source, extension
 
 logger = logging.getLogger(__name__)
 
 NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
 DOCUMENTS_SHARD = 1 << 20  # bytes of files of one document that share a shard
+# Bytes of text in a unit: enough that its start costs nothing, little enough that all processes end together.
+UNIT_BYTES = 1 << 23
+# What text is compressed to, roughly.
+COMPRESSED = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -119,30 +124,106 @@ def read_library_file(path: Path) -> Iterator[str]:
     yield text
 
 
-def local_shards(files: list[Path], settings: dict[str, str], hashes: FileHashes) -> tuple[Shard, ...]:
-    """A shard for each file; files of one document share some, in the order of their paths.
+def shards_of(source: Source, hashes: FileHashes) -> tuple[Shard, ...]:
+    """The text in shards, as it is streamed: of local text one for each file, where files of one document share some,
+    in the order of their paths.
 
-    A shard's identity is that of its files, their kind and sha256, and that of `settings`, which decide with it what is
-    read.
+    A local shard's identity is that of its files, their kind and sha256, and that of the source's settings, which
+    decide with them what is read. Raises DataError where a file cannot be read.
     """
-    root = Path(os.path.commonpath([file.parent for file in files]))
+    if source.shards:
+        return source.shards
+    identities = {file: [extension(file), hashes.sha256(file)] for file in source.files}
     groups: list[list[Path]] = [[]]
     size = 0
-    identities = {file: [extension(file), hashes.sha256(file)] for file in files}
-    for file in files:
+    for file in source.files:
         if groups[-1] and (size >= DOCUMENTS_SHARD or not _is_a_document(file) or not _is_a_document(groups[-1][-1])):
             groups.append([])
             size = 0
         groups[-1].append(file)
         size += file.stat().st_size
-    return tuple(_shard(group, root, settings, [identities[file] for file in group]) for group in groups)
+    root = Path(os.path.commonpath([file.parent for file in source.files]))
+    shards = []
+    for group in groups:
+        name = str(group[0].relative_to(root)) + (f" to {group[-1].relative_to(root)}" if len(group) > 1 else "")
+        identity = canonical_hash([source.settings, [identities[file] for file in group]])
+        shards.append(Shard(name, identity, tuple(map(str, group))))
+    return tuple(shards)
 
 
 def _is_a_document(file: Path) -> bool:
     return extension(file).split(".")[1:2] not in (["jsonl"], ["parquet"])
 
 
-def _shard(files: list[Path], root: Path, settings: dict[str, str], identities: list[list[str]]) -> Shard:
-    name = str(files[0].relative_to(root)) + (f" to {files[-1].relative_to(root)}" if len(files) > 1 else "")
-    identity = canonical_hash([settings, identities])
-    return Shard(name, identity, tuple(map(str, files)))
+@dataclass(frozen=True)
+class Unit:
+    """What one process tokenizes at a time, and its size: roughly bytes of text where that is known, else 1."""
+
+    shard: Shard
+    size: int
+
+
+def units_of(source: Source, sha256: Hash) -> list[Unit]:
+    """The text in units, in order: large files in parts where their format allows it, small ones together. The cuts
+    decide which process reads what, and nothing that is written. Raises what `sha256` raises."""
+    if source.shards:
+        return [Unit(shard, 1) for shard in source.shards]
+    units: list[Unit] = []
+    group: list[Path] = []
+    size = 0
+
+    def end_group() -> None:
+        nonlocal group, size
+        if group:
+            identity = canonical_hash([[extension(file), sha256(file)] for file in group])
+            units.append(Unit(Shard(str(group[0]), identity, tuple(map(str, group))), size))
+        group, size = [], 0
+
+    for file in source.files:
+        n_bytes = _text_size(file)
+        if n_bytes > UNIT_BYTES and (parts := _parts(file)):
+            end_group()
+            content = sha256(file)
+            for part, part_size in parts:
+                identity = canonical_hash([extension(file), content, part])
+                units.append(Unit(Shard(str(file), identity, (str(file),), part), part_size))
+            continue
+        if size + n_bytes > UNIT_BYTES:
+            end_group()
+        group.append(file)
+        size += n_bytes
+    end_group()
+    return units
+
+
+def _text_size(file: Path) -> int:
+    plain = file.suffix.lower() in (".txt", ".jsonl", ".py")
+    return round(file.stat().st_size / (1 if plain else COMPRESSED))
+
+
+def _parts(file: Path) -> list[tuple[tuple[int, int], int]]:
+    """Each part of a file (see `Shard.part`) with its size; empty where the file is read as a whole."""
+    if extension(file) == ".jsonl":
+        n_bytes = file.stat().st_size
+        starts = [*range(0, n_bytes, UNIT_BYTES), n_bytes]
+        return [((start, end), end - start) for start, end in itertools.pairwise(starts)]
+    return _row_groups(file) if extension(file) == ".parquet" else []
+
+
+def _row_groups(file: Path) -> list[tuple[tuple[int, int], int]]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        footer = pq.read_metadata(file)
+    except (pa.ArrowException, OSError):
+        return []  # the reader will say what is wrong
+    parts = []
+    start = size = 0
+    for group in range(footer.num_row_groups):
+        columns = [footer.row_group(group).column(i) for i in range(footer.num_columns)]
+        size += round(sum(column.total_compressed_size for column in columns) / COMPRESSED)
+        if size >= UNIT_BYTES or group + 1 == footer.num_row_groups:
+            parts.append(((start, group + 1), size))
+            start, size = group + 1, 0
+    return parts

@@ -15,17 +15,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.sources.text import FetchError
+from ngpt_train.data.sources.text import FetchError, extension
 
 COMPRESSIONS = (".gz", ".zst")
-# Parquet compresses its own pages.
-EXTENSIONS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-
-
-def extension(path: Path) -> str:
-    """The ending that decides how the file is read, such as `.jsonl.gz`; empty if it is none of EXTENSIONS."""
-    name = path.name.lower()
-    return max((ending for ending in EXTENSIONS if name.endswith(ending)), key=len, default="")
 
 
 def read_file(path: Path, text_field: str, part: tuple[int, int] | None = None) -> Iterator[str]:

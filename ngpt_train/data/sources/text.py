@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from ngpt_train.core.errors import DataError
+
+# Parquet compresses its own pages.
+EXTENSIONS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+Hash = Callable[[Path], str]  # the sha256 of a file
+
+
+def extension(path: Path) -> str:
+    """The ending that decides how the file is read, such as `.jsonl.gz`; empty if it is none of EXTENSIONS."""
+    name = path.name.lower()
+    return max((ending for ending in EXTENSIONS if name.endswith(ending)), key=len, default="")
 
 
 class FetchError(DataError):
@@ -38,6 +49,46 @@ class ShardSource(Protocol):
         Raises FetchError where the shard cannot be reached, DataError where it is faulty.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Text in a fixed order: files of this machine, or shards from elsewhere whose identity is known.
+
+    settings: what, besides their content, decides the documents; revision: the commit on the hub.
+    """
+
+    kind: str
+    reader: ShardSource
+    settings: dict[str, str]
+    files: list[Path] = field(default_factory=list)
+    shards: tuple[Shard, ...] = ()
+    revision: str | None = None
+
+    @property
+    def names(self) -> list[str]:
+        return [str(file) for file in self.files] or [shard.name for shard in self.shards]
+
+    @property
+    def is_one_document(self) -> bool:
+        """Whether that is known without reading."""
+        return len(self.files) == 1 and extension(self.files[0]).startswith(".txt")
+
+    def content(self, sha256: Hash) -> list[list[str]]:
+        """What identifies the text: of local files their bytes, wherever they lie. Raises what `sha256` raises."""
+        if self.files:
+            return [[extension(file), sha256(file)] for file in self.files]
+        return [[shard.identity] for shard in self.shards]
+
+    def documents(self) -> Iterator[str]:
+        """All documents. Raises DataError where one cannot be read."""
+        for shard in self.shards or [Shard(str(file), "", (str(file),)) for file in self.files]:
+            yield from self.documents_of(shard)
+
+    def documents_of(self, shard: Shard) -> Iterator[str]:
+        """Those of one shard. Raises DataError where one cannot be read."""
+        with tempfile.TemporaryDirectory() as scratch:
+            yield from self.reader.documents(shard, Path(scratch))
 
 
 def place_of(text: bytes) -> float:

@@ -15,9 +15,8 @@ from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.tokenizers.gpt2 import GPT2Tokenizer, gpt2_ranks, parse_ranks
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from ngpt_train.data.tokenizers.interface import Tokenizer, encode_document
+from ngpt_train.data.tokenizers.interface import BytesTokenizer, Tokenizer, encode_document
 from ngpt_train.data.tokenizers.model_files import PINNED, read_file
-from ngpt_train.data.tokenizers.raw_bytes import BytesTokenizer
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
 
 __all__ = ["Tokenizer", "encode_document", "load_tokenizer", "read_tokenizer", "tokenizer_key", "write_tokenizer"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -37,6 +38,26 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids below vocab_size; special ids vanish, cut UTF-8 becomes U+FFFD."""
         ...
+
+
+class BytesTokenizer:
+    """Every UTF-8 byte is an id; 256 ends a document."""
+
+    kind = name = "bytes"
+    vocab_size = 257
+    eos = 256
+    model = b""
+    fingerprint = hashlib.sha256(b"bytes").hexdigest()
+
+    def __init__(self) -> None:
+        self.n_bytes = np.ones(self.vocab_size, np.int64)
+        self.n_bytes[self.eos] = 0
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in ids if i != self.eos).decode(errors="replace")
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> Ids:

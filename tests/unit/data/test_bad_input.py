@@ -35,8 +35,8 @@ from numpy.typing import NDArray
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import open_dataset, reader_of
-from ngpt_train.data.prepared import units
 from ngpt_train.data.rows import Reader
+from ngpt_train.data.sources import local
 from ngpt_train.data.sources.local import list_files
 from ngpt_train.data.sources.text import FetchError, Shard
 from ngpt_train.data.streamed import cache as shard_cache
@@ -600,11 +600,11 @@ import resource, sys
 from pathlib import Path
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import open_dataset
-from ngpt_train.data.prepared import units
+from ngpt_train.data.sources import local
 from tests.unit.data.test_bad_input import config
 if __name__ == "__main__":
     way, text, cache, workers = sys.argv[1:]
-    units.UNIT_BYTES = 500_000  # so that there is work for two processes
+    local.UNIT_BYTES = 500_000  # so that there is work for two processes
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
     try:
         open_dataset(config(text, Path(cache), way, prepare_workers=int(workers)))
@@ -644,7 +644,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_disk_that_is_full(small_disk: Path, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a process of `prepare` meets it. Caught: its traceback; what is half-made and keeps the disk full."""
-    monkeypatch.setattr(units, "UNIT_BYTES", 500_000)
+    monkeypatch.setattr(local, "UNIT_BYTES", 500_000)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_bytes(lines(texts(9000)))
     for workers in (1, 2):

@@ -13,7 +13,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,15 +20,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ngpt_train.config.schema import Config, DataConfig
+from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.progress import Progress
 from ngpt_train.data import prepare_dataset
-from ngpt_train.data.prepared import units
-from ngpt_train.data.sources.hub import DatasetsText, HubListing, NoPlainFiles
+from ngpt_train.data.sources import local, open_source
+from ngpt_train.data.sources.hub import DatasetsText
+from ngpt_train.data.sources.hub_client import HubFile
 from ngpt_train.data.sources.local import LocalText
-from ngpt_train.data.sources.source import open_source
-from ngpt_train.data.sources.text import Shard
+from ngpt_train.data.sources.text import Shard, Source
 
 UNIT = 8192
 
@@ -57,7 +56,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(units, "UNIT_BYTES", UNIT)
+    monkeypatch.setattr(local, "UNIT_BYTES", UNIT)
 
 
 def config(corpus: Path, **data: Any) -> Config:
@@ -76,7 +75,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 def test_any_number_of_processes_writes_the_same(corpus: Path, tmp_path: Path) -> None:
     cfg = config(corpus)
-    assert len(units.units_of(open_source(cfg.data), lambda path: path.name)) > 10
+    assert len(local.units_of(open_source(cfg.data), lambda path: path.name)) > 10
     written = []
     for n in (1, 2, 3):
         cfg.data.prepare_workers = n
@@ -91,10 +90,10 @@ def test_any_number_of_processes_writes_the_same(corpus: Path, tmp_path: Path) -
 
 def test_parts_of_files_hold_every_document_once(corpus: Path) -> None:
     for size in (100, 1000, 4096):
-        units.UNIT_BYTES = size
+        local.UNIT_BYTES = size
         for name, texts in (("a.jsonl", documents(400)), ("b.parquet", documents(300, 2))):
             source = open_source(config(corpus / name).data)
-            parts = units.units_of(source, lambda path: path.name)
+            parts = local.units_of(source, lambda path: path.name)
             assert len({unit.shard.identity for unit in parts}) == len(parts) > 5
             assert [text for unit in parts for text in source.reader.documents(unit.shard, Path())] == texts
 
@@ -102,13 +101,13 @@ def test_parts_of_files_hold_every_document_once(corpus: Path) -> None:
 KILLED = """
 import json, logging, multiprocessing, os, signal, sys
 from pathlib import Path
-from ngpt_train.config.schema import Config, DataConfig
+from ngpt_train.config.schema import Config
 from ngpt_train.data import prepare_dataset
 from ngpt_train.data.prepared import assembly
-from ngpt_train.data.prepared import units
+from ngpt_train.data.sources import local
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    corpus, out, workers, records, units.UNIT_BYTES = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+    corpus, out, workers, records, local.UNIT_BYTES = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
     cfg = Config()
     cfg.data.kind, cfg.data.path, cfg.data.cache, cfg.data.val_fraction = "local", corpus, out + "_cache", 0.1
     cfg.data.shard_tokens, cfg.data.prepare_workers = 5000, workers
@@ -290,15 +289,13 @@ def test_formats_of_the_datasets_library(corpus: Path, tmp_path: Path, monkeypat
     """A repository without parquet and jsonl files; one with them is read shard by shard."""
     pa_csv = pytest.importorskip("pyarrow.csv")
     texts = [text for text in documents(200) if text]
-    (tmp_path / "csv").mkdir()
-    pa_csv.write_csv(pa.table({"text": texts, "n": range(len(texts))}), tmp_path / "csv" / "train.csv")
+    (tmp_path / "owner/csv").mkdir(parents=True)
+    pa_csv.write_csv(pa.table({"text": texts, "n": range(len(texts))}), tmp_path / "owner/csv/train.csv")
     cfg = config(corpus)
-    cfg.data.kind, cfg.data.path, cfg.data.repo = "hf", None, str(tmp_path / "csv")
-
-    def no_plain_files(data: DataConfig) -> HubListing:
-        raise NoPlainFiles("csv alone", commit=None)
-
-    monkeypatch.setattr("ngpt_train.data.sources.source.list_hub", no_plain_files)
+    monkeypatch.chdir(tmp_path)  # where the library finds owner/csv
+    cfg.data.kind, cfg.data.path, cfg.data.repo = "hf", None, "owner/csv"
+    listed = {"README.md": HubFile(9, "1"), "train.csv": HubFile(9, "2")}
+    monkeypatch.setattr("ngpt_train.data.sources.hub._files", lambda *_: (None, listed))
     out = prepare_dataset(cfg, tmp_path / "out")
     assert out.manifest["source"]["documents"] == len(texts)
     assert out.manifest["source"]["bytes"] == sum(map(len, texts))
@@ -316,8 +313,8 @@ def test_formats_of_the_datasets_library(corpus: Path, tmp_path: Path, monkeypat
     cfg.data.split = "train"
     files = tuple(Shard(path.name, f"etag {path.name}", (str(path),)) for path in sorted(corpus.glob("c*.jsonl")))
     reader = open_source(config(corpus).data).reader
-    listing = SimpleNamespace(shards=files, commit="79d93d78", source=reader)
-    monkeypatch.setattr("ngpt_train.data.sources.source.list_hub", lambda data: listing)
+    listing = Source("hf", reader, {}, shards=files, revision="79d93d78")
+    monkeypatch.setattr("ngpt_train.data.sources.list_hub", lambda data: listing)
     shards = prepare_dataset(cfg, tmp_path / "shards")
     assert shards.manifest["source"]["revision"] == "79d93d78"
     assert shards.manifest["source"]["files"] == ["c0.jsonl", "c1.jsonl", "c2.jsonl"]

@@ -11,7 +11,7 @@ import pytest
 
 from ngpt_train.config.schema import DataConfig
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.data.sources.source import open_source
+from ngpt_train.data.sources import open_source
 
 TEXTS = ["Ein Anfang.\r\n\tZwei\u2028Zeilen\n", "", "naïve 😀 \0 ▁", "x" * 70_000]
 

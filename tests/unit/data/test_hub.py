@@ -25,8 +25,8 @@ from ngpt_train.config import load_config
 from ngpt_train.config.schema import DataConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.sources import hub_client
-from ngpt_train.data.sources.hub import HubListing, list_hub
-from ngpt_train.data.sources.text import FetchError
+from ngpt_train.data.sources.hub import HubText, list_hub
+from ngpt_train.data.sources.text import FetchError, Source
 from ngpt_train.data.streamed.cache import ShardCache
 from tests import hub_server
 from tests.hub_server import COMMIT, Fault, Hub, blob_id, serving, sha256
@@ -79,10 +79,10 @@ def options(**keys: object) -> DataConfig:
     return DataConfig(kind="hf", **{"repo": REPO, "revision": "main", "fetch_minutes": 0.2, **keys})  # type: ignore[arg-type]
 
 
-def read(listing: HubListing, scratch: Path, index: int = 0) -> list[str]:
+def read(listing: Source, scratch: Path, index: int = 0) -> list[str]:
     scratch.mkdir(exist_ok=True)
     try:
-        return list(listing.source.documents(listing.shards[index], scratch))
+        return list(listing.reader.documents(listing.shards[index], scratch))
     finally:
         assert list(scratch.iterdir()) == []
 
@@ -94,10 +94,11 @@ def read(listing: HubListing, scratch: Path, index: int = 0) -> list[str]:
 def test_listing_is_complete_and_in_a_fixed_order(hub: Hub, page: int) -> None:
     hub.page = page
     listing = list_hub(options())
-    assert listing.commit == COMMIT
+    assert listing.revision == COMMIT
+    assert isinstance(listing.reader, HubText)
     assert [shard.files for shard in listing.shards] == [(name,) for name in sorted(TEXTS)]
     assert listing.shards[0].name == f"{REPO}@{COMMIT}:{next(iter(TEXTS))}"
-    for (path, file), shard in zip(listing.source.files.items(), listing.shards, strict=True):
+    for (path, file), shard in zip(listing.reader.files.items(), listing.shards, strict=True):
         data = hub.files[path]
         large = len(data) >= hub.large
         assert file == (len(data), sha256(data) if large else blob_id(data))
@@ -114,7 +115,7 @@ def test_listing_is_complete_and_in_a_fixed_order(hub: Hub, page: int) -> None:
 def test_revision_becomes_a_commit(hub: Hub, revision: str | None) -> None:
     hub.revisions["refs/convert/parquet"] = COMMIT
     hub.revisions["main"] = COMMIT
-    assert list_hub(options(revision=revision)).commit == COMMIT
+    assert list_hub(options(revision=revision)).revision == COMMIT
     assert hub.requests[0].path == f"/api/datasets/{REPO}" + (f"/revision/{revision}" if revision else "")
 
 
@@ -240,7 +241,7 @@ def test_list_of_a_commit_is_kept(hub: Hub, tmp_path: Path) -> None:
     with pytest.raises(FetchError):
         list_hub(options(revision="main", **kept))
     hub.revisions |= {"main": "f" * 40, "f" * 40: "f" * 40}
-    assert list_hub(options(revision="main", **kept)).commit == "f" * 40
+    assert list_hub(options(revision="main", **kept)).revision == "f" * 40
     [file] = (tmp_path / "hub").glob(f"*@{COMMIT}.json")
     file.write_bytes(file.read_bytes()[:-5])
     hub.api_faults += [hub_server.status(404)]
@@ -476,7 +477,7 @@ def test_a_full_disk_is_the_cache_s_business(hub: Hub, tmp_path: Path, caplog: p
     caplog.clear()
     (tmp_path / "file.parquet").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space") as caught:
-        list(listing.source.documents(listing.shards[0], tmp_path))
+        list(listing.reader.documents(listing.shards[0], tmp_path))
     assert caught.value.errno == errno.ENOSPC
     assert len(hub.contents()) == 1
     assert not [record for record in caplog.records if record.levelno > logging.INFO]
@@ -502,7 +503,7 @@ def test_faulty_files_are_called_by_their_name_on_the_hub(hub: Hub, tmp_path: Pa
 
 def test_a_reader_that_stops_early_leaves_nothing(hub: Hub, tmp_path: Path) -> None:
     listing = list_hub(options())
-    documents = listing.source.documents(listing.shards[1], tmp_path / "scratch")
+    documents = listing.reader.documents(listing.shards[1], tmp_path / "scratch")
     (tmp_path / "scratch").mkdir()
     assert next(iter(documents)) == TEXTS[sorted(TEXTS)[1]][0]
     documents.close()  # type: ignore[attr-defined]
@@ -514,7 +515,7 @@ def test_a_reader_that_stops_early_leaves_nothing(hub: Hub, tmp_path: Path) -> N
 
 def test_cache_of_decoded_shards(hub: Hub, tmp_path: Path) -> None:
     listing = list_hub(options())
-    cache = ShardCache(tmp_path / "cache", 1e9, listing.source, "text", skip_bad=False)
+    cache = ShardCache(tmp_path / "cache", 1e9, listing.reader, "text", skip_bad=False)
     hub.faults.append(hub_server.dropped(700))
     for _ in range(2):
         for shard, texts in zip(listing.shards, TEXTS.values(), strict=True):
@@ -528,7 +529,7 @@ def test_cache_of_decoded_shards(hub: Hub, tmp_path: Path) -> None:
 def test_unreachable_is_not_bad(hub: Hub, tmp_path: Path) -> None:
     """on_bad_shard=skip leaves out faulty files, never those that a network did not bring."""
     listing = list_hub(options(fetch_minutes=0.002))
-    cache = ShardCache(tmp_path / "cache", 1e9, listing.source, "text", skip_bad=True)
+    cache = ShardCache(tmp_path / "cache", 1e9, listing.reader, "text", skip_bad=True)
     hub.faults += 100 * [hub_server.status(503)]
     with pytest.raises(FetchError):
         cache.open(listing.shards[0])
@@ -544,7 +545,7 @@ from ngpt_train.config.schema import DataConfig
 from ngpt_train.data.sources.hub import list_hub
 from ngpt_train.data.streamed.cache import ShardCache
 listing = list_hub(DataConfig(kind="hf", repo=sys.argv[2]))
-cache = ShardCache(Path(sys.argv[1]), 1e9, listing.source, "text", skip_bad=False)
+cache = ShardCache(Path(sys.argv[1]), 1e9, listing.reader, "text", skip_bad=False)
 print("ready", flush=True)
 sys.stdin.readline()
 documents = cache.open(listing.shards[0])

@@ -32,7 +32,7 @@ from ngpt_train.data.streamed.stream import (
     window_shards,
 )
 from ngpt_train.data.streamed.workers import StreamedText
-from ngpt_train.data.tokenizers.raw_bytes import BytesTokenizer
+from ngpt_train.data.tokenizers.interface import BytesTokenizer
 from tests.processes.runs import write_parquet_shards
 
 STREAMS, ROWS, CONTEXT, EOS = 12, 24, 31, 256
