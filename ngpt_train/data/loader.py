@@ -58,8 +58,6 @@ def reader_of(
     Of streamed text, fetches the shards that the first rows need: no collective with a time limit may wait for it.
     Raises DataError for the state of other data, or where a shard cannot be read.
     """
-    if isinstance(data.train, Tokens):
-        return PreparedReader(rows_of(data.train, config), config.run.seed)
     streams = config.data.streams
     rows = 0 if state is None else int(state["rows"])
     share = Share(rank, world_size)
@@ -72,11 +70,11 @@ def reader_of(
     taken = np.stack([_stored(state, f"{name}/rows", streams, 1)[:, 0] for name in mixture.names])
     readers = [
         _reader_of_source(
-            source, config, share, Turns(mixture, index, rows, share, taken[index]), taken[index], state, f"{name}/"
+            source, config, share, Turns(mixture, share, rows, taken, index), taken[index], state, f"{name}/"
         )
         for index, (name, source) in enumerate(zip(mixture.names, data.train.sources, strict=True))
     ]
-    return MixtureReader(mixture, readers, rows, share, taken)
+    return MixtureReader(mixture, readers, share, rows, taken)
 
 
 def _reader_of_source(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,67 +35,59 @@ class Mixture:
         return np.searchsorted(bounds, uniform(rows, self.seed), side="right")
 
 
+def turns(mixture: Mixture, share: Share, rows: int, taken: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Of each row that a rank takes, from row `rows` of the run on: its source, and its number within the source.
+
+    Row n of stream s has the number n * n_streams + s. taken: rows (sources, n_streams) that each stream has given of
+    each source; all rows of the rank's streams are counted there, those that other ranks take too.
+    """
+    n_streams = taken.shape[1]
+    step = share.step(n_streams)
+    first = share.next_row(rows, step)
+    while True:
+        block = first + step * np.arange(BLOCK)
+        for row, source in zip(block.tolist(), mixture.sources(block).tolist(), strict=True):
+            stream = row % n_streams
+            number = int(taken[source, stream]) * n_streams + stream
+            taken[source, stream] += 1
+            if row % share.world_size == share.rank:
+                yield source, number
+        first += step * BLOCK
+
+
 @dataclass(frozen=True)
 class Turns:
-    """Numbers, within source `index`, of the rows that a rank takes from it: row n of stream s has n * n_streams + s.
-
-    rows: of the run that were taken before; taken: rows (n_streams,) that each stream has given of the source.
-    """
+    """The numbers that `turns` gives the rows of one source. Travels to worker processes."""
 
     mixture: Mixture
-    index: int
-    rows: int
     share: Share
+    rows: int
     taken: NDArray[np.int64]
+    source: int
 
     def __iter__(self) -> Iterator[int]:
-        taken = self.taken.copy()
-        step = self.share.step(len(taken))
-        first = self.share.next_row(self.rows, step)
-        while True:
-            rows = first + step * np.arange(BLOCK)
-            for row in rows[self.mixture.sources(rows) == self.index].tolist():
-                number = number_of(row, taken)
-                if row % self.share.world_size == self.share.rank:
-                    yield number
-            first += step * BLOCK
-
-
-def number_of(row: int, taken: NDArray[np.int64]) -> int:
-    """The number, within its source, of a row of the run; counts it in `taken` (n_streams,)."""
-    stream = row % len(taken)
-    number = int(taken[stream]) * len(taken) + stream
-    taken[stream] += 1
-    return number
+        for source, number in turns(self.mixture, self.share, self.rows, self.taken.copy()):
+            if source == self.source:
+                yield number
 
 
 class MixtureReader(Reader):
-    """This rank's rows of a mixture. rows: of the run that were taken before; taken: of them (sources, n_streams) that
-    each stream has given of each source."""
+    """This rank's rows of a mixture; `rows` and `taken` as in `turns`."""
 
     def __init__(
-        self, mixture: Mixture, readers: Sequence[Reader], rows: int, share: Share, taken: NDArray[np.int64]
+        self, mixture: Mixture, readers: Sequence[Reader], share: Share, rows: int, taken: NDArray[np.int64]
     ) -> None:
-        self._mixture, self._readers, self._share = mixture, readers, share
+        self._mixture, self._readers = mixture, readers
         n_streams = taken.shape[1]
-        self._step = share.step(n_streams)
-        self._next = share.next_row(rows, self._step)
         owned = share.streams(n_streams)
         self._taken = np.full_like(taken, -1)
         self._taken[:, owned] = taken[:, owned]
+        self._turns = turns(mixture, share, rows, self._taken)
         # Every row before counts on one rank, also where several read its stream.
         self._own = taken[:, range(share.rank, n_streams, share.world_size)].sum(axis=1)
 
     def take(self, numbers: NDArray[np.int64]) -> Batch:
-        # All rows of this rank's streams are counted, those that other ranks take too.
-        rows = np.arange(self._next, numbers[-1] + 1, self._step)
-        self._next = int(rows[-1]) + self._step
-        sources = self._mixture.sources(rows)
-        within = np.array(
-            [number_of(row, self._taken[source]) for row, source in zip(rows.tolist(), sources, strict=True)]
-        )
-        own = rows % self._share.world_size == self._share.rank
-        sources, within = sources[own], within[own]
+        sources, within = np.array(list(islice(self._turns, len(numbers)))).T
         whole: list[NDArray[np.int64]] = []
         for index, reader in enumerate(self._readers):
             (places,) = np.nonzero(sources == index)

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from ngpt_train.config.schema import Config
 from ngpt_train.data import TrainLoader, merged, open_dataset, prepare_dataset, reader_of
 from ngpt_train.data.loader import latest
-from ngpt_train.data.mixture import Mixture, Turns, number_of
+from ngpt_train.data.mixture import Mixture, Turns
 from ngpt_train.data.streamed.stream import Cursor, Stream
 from ngpt_train.data.streamed.workers import Share, StreamedText
 from tests.processes.runs import write_parquet_shards
@@ -104,13 +104,14 @@ def test_workers_make_the_rows_of_a_mixture_that_their_rank_takes(world_size: in
     expected = Counter[tuple[int, int]]()
     counted = taken.copy()
     for row, source in enumerate(mixture.sources(np.arange(18, 18 + 4000)), 18):
-        expected[int(source), number_of(row, counted[source])] += 1
+        expected[int(source), int(counted[source, row % 4]) * 4 + row % 4] += 1
+        counted[source, row % 4] += 1
     found = Counter[tuple[int, int]]()
     for rank in range(world_size):
         share = Share(rank, world_size)
         own = mixture.sources(np.arange(share.next_row(18, world_size), 18 + 4000, world_size))
         for source in (0, 1):
-            numbers = list(islice(Turns(mixture, source, 18, share, taken[source]), int((own == source).sum())))
+            numbers = list(islice(Turns(mixture, share, 18, taken, source), int((own == source).sum())))
             found.update((source, number) for number in numbers)
     assert found == expected
     assert set(found.values()) == {1}
