@@ -33,9 +33,9 @@ from ngpt_train.data.sources.local import shards_of
 from ngpt_train.data.sources.sample import draw_sample
 from ngpt_train.data.sources.text import Shard, Source
 from ngpt_train.data.streamed.cache import OpenShards, ShardCache
-from ngpt_train.data.streamed.stream import stream_settings, with_eos
+from ngpt_train.data.streamed.stream import stream_settings
 from ngpt_train.data.streamed.workers import StreamedText
-from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer
+from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, with_eos
 
 OnMain = Callable[[Callable[[], Any]], Any]
 

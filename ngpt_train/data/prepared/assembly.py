@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import os
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,12 +51,9 @@ class Journal:
         self._chain = list(itertools.accumulate(identities, _chained, initial=""))[1:]
 
     def header(self) -> dict[str, Any] | None:
-        """What `begin` was given; None if there is no journal that can be read."""
+        """What `begin` was given by an earlier start; None if there is no journal that can be read."""
         lines = self._lines()
         return lines[0] if lines else None
-
-    def begin(self, header: dict[str, Any]) -> None:
-        self._append(header)
 
     def entries(self) -> list[Entry]:
         """Those about text that is the same as now, oldest first."""
@@ -69,8 +65,8 @@ class Journal:
             found.append(Entry(**{**line, "counts": Counts(**line["counts"])}))
         return found
 
-    def rewrite(self, header: dict[str, Any], entries: Sequence[Entry]) -> None:
-        """Keeps these entries alone: a line that was cut by a kill is no line to go on after."""
+    def begin(self, header: dict[str, Any], entries: Sequence[Entry]) -> None:
+        """Keeps these entries of an earlier start alone: a line that a kill has cut is no line to go on after."""
         self._path.unlink(missing_ok=True)
         self._append(header, *map(self._line, entries))
 
@@ -100,21 +96,20 @@ class Assembly:
     """The shards in `directory`. `position`: the unit, and how many of its documents are in them."""
 
     def __init__(self, directory: Path, journal: Journal, header: dict[str, Any]) -> None:
-        """Goes on after the last entry of the journal, if its header is this one, else begins anew."""
+        """Goes on after the last entry of the journal, where what it lists is in the directory, else begins anew."""
         self._directory, self._journal, self._header = directory, journal, header
+        self._writers: dict[str, SplitWriter] = {}
         self._text: bytes
-        self._reset()
-        entries = journal.entries() if journal.header() == header else []
+        entries = journal.entries()
         try:
             self._restore(entries)
         except (OSError, ValueError, KeyError, TypeError) as error:
             logger.warning("beginning anew: what an earlier start has left cannot be used (%s)", error)
             self.close()
-            self._reset()
             entries = []
             self._restore(entries)
         self._recorded = {split: len(writer.shards) for split, writer in self._writers.items()}
-        journal.rewrite(header, entries)
+        journal.begin(header, entries)
 
     def add(self, unit: int, chunk: Chunk) -> bool:
         """Appends the documents of a chunk. True if that finishes a shard, which is to be recorded."""
@@ -130,7 +125,7 @@ class Assembly:
         """Another start may go on from here."""
         splits = {}
         for split, writer in self._writers.items():
-            splits[split] = {"open": writer.sync(), "closed": writer.shards[self._recorded[split] :]}
+            splits[split] = {"open": writer.unfinished(), "closed": writer.shards[self._recorded[split] :]}
             self._recorded[split] = len(writer.shards)
         self._journal.add(Entry(*self.position, self.counts, self.text_sha256, splits))
 
@@ -151,38 +146,20 @@ class Assembly:
         for writer in self._writers.values():
             writer.abandon()
 
-    def _reset(self) -> None:
-        dtype, shard_tokens = self._header["dtype"], self._header["shard_tokens"]
-        self._writers = {
-            split: SplitWriter(self._directory, stem, dtype, shard_tokens) for split, stem in STEMS.items()
-        }
-        self.counts = Counts()
-        self._text = bytes(32)
-        self.position = (0, 0)
-
     def _restore(self, entries: Sequence[Entry]) -> None:
-        closed = {split: [shard for entry in entries for shard in entry.splits[split]["closed"]] for split in STEMS}
-        opened = {split: entries[-1].splits[split]["open"] if entries else None for split in STEMS}
-        shards = [shard for split in STEMS for shard in [*closed[split], opened[split]] if shard is not None]
-        kept = {shard[name] for shard in shards for name in ("file", "index")}
+        last = entries[-1] if entries else Entry(0, 0, Counts(), bytes(32).hex(), {})
+        shards = {split: [shard for entry in entries for shard in entry.splits[split]["closed"]] for split in STEMS}
+        for split, newest in last.splits.items():
+            shards[split] += [newest["open"]] if newest["open"] is not None else []
+        kept = {shard[name] for split in STEMS for shard in shards[split] for name in ("file", "index")}
         for path in self._directory.iterdir():
             if path.suffix in (".bin", ".idx") and path.name not in kept:
                 path.unlink()
-        for split, writer in self._writers.items():
-            writer.restore(closed[split], opened[split])
-        if entries:
-            self.counts = entries[-1].counts
-            self._text = bytes.fromhex(entries[-1].text)
-            self.position = (entries[-1].unit, entries[-1].taken)
-
-
-def clear(directory: Path) -> None:
-    """Empties a directory."""
-    for path in directory.iterdir():
-        if path.is_dir():
-            shutil.rmtree(path, ignore_errors=True)
-        else:
-            path.unlink()
+        dtype, shard_tokens = self._header["dtype"], self._header["shard_tokens"]
+        for split, stem in STEMS.items():
+            self._writers[split] = SplitWriter(self._directory, stem, dtype, shard_tokens, shards[split])
+        self.counts, self.position = last.counts, (last.unit, last.taken)
+        self._text = bytes.fromhex(last.text)
 
 
 def _chained(before: str, identity: str) -> str:

@@ -18,7 +18,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.progress import Progress
 from ngpt_train.data.directory import build_directory, is_filled
 from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
-from ngpt_train.data.prepared.assembly import JOURNAL, Assembly, Journal, clear
+from ngpt_train.data.prepared.assembly import JOURNAL, Assembly, Journal
 from ngpt_train.data.prepared.chunks import Tokenizing, chunks_in_order, n_processes
 from ngpt_train.data.prepared.shards import FORMAT, MANIFEST, check_length, fingerprint, read_manifest
 from ngpt_train.data.prepared.writer import dtype_for
@@ -107,6 +107,7 @@ class Preparation:
         self._where = f"data={source.kind}" + (f" data.path={config.data.path}" if source.kind == "local" else "")
         self._trains = tokenizer is None and config.tokenizer.kind == "sentencepiece" and config.tokenizer.path is None
         self._tokenizer = tokenizer
+        self._key = ""
 
     def write(self, directory: Path) -> None:
         """Writes everything into `directory`, going on from what an earlier call has left there.
@@ -116,31 +117,28 @@ class Preparation:
         _remove_waiting(directory)
         worth_keeping = (directory / JOURNAL).exists()
         try:
-            key = self._compute_key()
+            self._key = self._compute_key()
             logger.info("preparing %s: reading %s files", self._where, f"{len(self._source.names):,}")
             units = units_of(self._source, self._hashes.sha256)
             self._hashes.save()  # so that the next start need not compute them again
             # Unless the text is one .txt file, only its end shows that it is a single document; it is then read again.
             for single in [True] if self._source.is_one_document else [False, True]:
                 journal = Journal(directory, [unit.shard.identity for unit in units])
-                header, tokenizer = self._begin(directory, journal, key, single)
-                assembly = Assembly(directory, journal, header)
-                tokenizing = Tokenizing(
-                    self._source.reader, tokenizer, header["dtype"], self._config.data.val_fraction, single
-                )
-                with contextlib.closing(assembly):
+                header, tokenizer = self._begin(directory, journal, single)
+                tokenizing = Tokenizing(self._source.reader, tokenizer, self._config.data.val_fraction, single)
+                with contextlib.closing(Assembly(directory, journal, header)) as assembly:
                     try:
-                        self._assemble(assembly, units, directory, tokenizing, header, key)
+                        self._assemble(assembly, units, directory, tokenizing)
                         if single or assembly.counts.documents != 1:
-                            return self._finish(directory, assembly, header, key)
+                            return self._finish(directory, assembly, header)
                     finally:
                         worth_keeping = assembly.keeps_something
         except BaseException:
             if not worth_keeping:
-                clear(directory)
+                _clear(directory)
             raise
 
-    def _begin(self, directory: Path, journal: Journal, key: str, single: bool) -> tuple[dict[str, Any], Tokenizer]:
+    def _begin(self, directory: Path, journal: Journal, single: bool) -> tuple[dict[str, Any], Tokenizer]:
         """The first line of the journal and the tokenizer: those of an earlier start, if its settings were the same."""
         if not self._trains and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._config.tokenizer)
@@ -150,7 +148,7 @@ class Preparation:
                 "version": [FORMAT, RECIPE],
                 "text": [self._source.kind, self._source.settings],
                 # A tokenizer that is trained depends on the text, another on nothing but itself.
-                "tokenizer": key if self._trains or tokenizer is None else [tokenizer.fingerprint, tokenizer.eos],
+                "tokenizer": self._key if self._trains or tokenizer is None else [tokenizer.fingerprint, tokenizer.eos],
                 "val_fraction": data.val_fraction,
                 "shard_tokens": data.shard_tokens,
                 "single": single,
@@ -162,13 +160,12 @@ class Preparation:
                 return before, read_tokenizer(directory, before["tokenizer"])
             except (DataError, KeyError) as error:
                 logger.warning("beginning anew: %s", error)
-        clear(directory)
+        _clear(directory)
         if tokenizer is None:
             tokenizer = self._tokenizer = self._train()
         entry = write_tokenizer(tokenizer, directory)
         dtype = dtype_for(tokenizer.vocab_size)
         header = {"settings": settings, "dtype": dtype, "shard_tokens": data.shard_tokens, "tokenizer": entry}
-        journal.begin(header)
         return header, tokenizer
 
     def _train(self) -> Tokenizer:
@@ -187,15 +184,7 @@ class Preparation:
         logger.info("training a SentencePiece model of %d pieces", tokenizer.vocab_size)
         return load_tokenizer(tokenizer, corpus=sample)
 
-    def _assemble(
-        self,
-        assembly: Assembly,
-        units: Sequence[Unit],
-        directory: Path,
-        tokenizing: Tokenizing,
-        header: dict[str, Any],
-        key: str,
-    ) -> None:
+    def _assemble(self, assembly: Assembly, units: Sequence[Unit], directory: Path, tokenizing: Tokenizing) -> None:
         start = assembly.position
         if assembly.keeps_something:
             logger.info("going on after %s documents", f"{assembly.counts.documents:,}")
@@ -205,33 +194,31 @@ class Preparation:
             tempfile.TemporaryDirectory(prefix=WAITING, dir=directory, ignore_cleanup_errors=True) as waiting,
             Progress("preparing", sizes, start[0]) as progress,
             contextlib.closing(
-                chunks_in_order(
-                    units, start, tokenizing, directory, header["tokenizer"], processes, Path(waiting), progress.heard
-                )
+                chunks_in_order(units, start, tokenizing, processes, Path(waiting), progress.heard)
             ) as chunks,
         ):
             for unit, chunk in chunks:
                 progress.at(unit)
                 if assembly.add(unit, chunk):
-                    self._check_unchanged(key)
+                    self._check_unchanged()
                     assembly.record()
 
-    def _check_unchanged(self, key: str) -> None:
-        if self._compute_key() != key:
+    def _check_unchanged(self) -> None:
+        if self._compute_key() != self._key:
             raise DataError(f"{self._where}: a file was changed while it was read; start again")
 
-    def _finish(self, directory: Path, assembly: Assembly, header: dict[str, Any], key: str) -> None:
+    def _finish(self, directory: Path, assembly: Assembly, header: dict[str, Any]) -> None:
         """Raises DataError where a split is too small, or a file has changed."""
         data, counts = self._config.data, assembly.counts
         check_splits(counts, self._where, data.val_fraction)
         splits = assembly.finish()
         for split, entry in splits.items():
             check_length(split, entry["tokens"], self._config.model.context, self._where)
-        self._check_unchanged(key)
+        self._check_unchanged()
         manifest = {
             "version": FORMAT,
             "fingerprint": fingerprint(header["tokenizer"]["fingerprint"], splits),
-            "key": key,
+            "key": self._key,
             "dtype": header["dtype"],
             "tokenizer": header["tokenizer"],
             "source": {
@@ -250,6 +237,14 @@ class Preparation:
         (directory / JOURNAL).unlink()
         _remove_waiting(directory)
         (directory / MANIFEST).write_text(json.dumps(manifest, indent=1) + "\n")
+
+
+def _clear(directory: Path) -> None:
+    for path in directory.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
 
 
 def _remove_waiting(directory: Path) -> None:

@@ -21,7 +21,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +31,7 @@ from ngpt_train.core.processes import end_with_parent
 from ngpt_train.data.prepared.shards import STEMS
 from ngpt_train.data.sources.local import Unit
 from ngpt_train.data.sources.text import Counts, Shard, ShardSource, halves, place_of
-from ngpt_train.data.tokenizers import Tokenizer, encode_document, read_tokenizer
+from ngpt_train.data.tokenizers import Ids, Tokenizer, with_eos
 
 # Characters of a chunk, or one document: what a process holds in memory.
 CHUNK_CHARACTERS = 2_000_000
@@ -66,32 +65,33 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """How text becomes chunks. single: the text is one document, whose end validates."""
+    """How text becomes chunks. single: the text is one document, whose end validates. Travels to worker processes."""
 
     reader: ShardSource
     tokenizer: Tokenizer
-    dtype: str
     val_fraction: float
     single: bool
 
     def chunks(self, shard: Shard, skip: int, scratch: Path) -> Iterator[Chunk]:
-        """The unit after its first `skip` documents; at least one chunk. Raises DataError."""
-        chunk = _Growing(self.dtype)
+        """The unit after its first `skip` documents; at least one chunk. Its files lie in `scratch`, a directory that
+        is made for them, as long as they are read. Raises DataError."""
+        scratch.mkdir()
+        chunk = _Growing()
         taken = 0
-        for text in self.reader.documents(shard, scratch):
-            taken += 1
+        for taken, text in enumerate(self.reader.documents(shard, scratch), 1):
             if taken <= skip:
                 continue
             if not text:
                 chunk.counts.empty += 1
                 continue
             for split, document, n_bytes in self._placed(text, chunk):
-                chunk.add(split, encode_document(self.tokenizer, document), self.tokenizer.eos, n_bytes)
+                chunk.documents[split].append((with_eos(self.tokenizer, document), n_bytes))
             chunk.characters += len(text)
             if chunk.characters >= CHUNK_CHARACTERS:
                 yield chunk.finish(taken)
-                chunk = _Growing(self.dtype)
+                chunk = _Growing()
         yield chunk.finish(taken)
+        shutil.rmtree(scratch)
 
     def _placed(self, text: str, chunk: _Growing) -> list[tuple[str, str, int]]:
         """(split, text, bytes) of a document: one, or two of a text that is a single document. Counts it."""
@@ -111,21 +111,15 @@ class Tokenizing:
 class _Growing:
     """A chunk while documents are added to it."""
 
-    dtype: str
     counts: Counts = field(default_factory=Counts)
     digests: list[bytes] = field(default_factory=list)
     characters: int = 0
-    documents: dict[str, list[tuple[NDArray[np.integer], int]]] = field(
-        default_factory=lambda: {split: [] for split in STEMS}
-    )
-
-    def add(self, split: str, ids: NDArray[np.integer], eos: int, n_bytes: int) -> None:
-        self.documents[split].append((np.concatenate((ids, [eos]), dtype=self.dtype, casting="unsafe"), n_bytes))
+    documents: dict[str, list[tuple[Ids, int]]] = field(default_factory=lambda: {split: [] for split in STEMS})
 
     def finish(self, taken: int) -> Chunk:
         splits = {
             split: SplitIds(
-                np.concatenate([np.empty(0, self.dtype), *(ids for ids, _ in documents)]),
+                np.concatenate([np.empty(0, np.uint8), *(ids for ids, _ in documents)]),
                 np.array([len(ids) for ids, _ in documents], np.int64),
                 np.array([n_bytes for _, n_bytes in documents], np.int64),
             )
@@ -144,52 +138,44 @@ def chunks_in_order(
     units: Sequence[Unit],
     start: tuple[int, int],
     tokenizing: Tokenizing,
-    directory: Path,
-    tokenizer_entry: dict[str, Any],
     processes: int,
     scratch: Path,
     heard: Heard,
 ) -> Generator[tuple[int, Chunk], None, None]:
     """(unit, chunk) of all units from `start` on: a unit, and how many of its documents are done.
 
-    directory: holds the tokenizer of `tokenizer_entry`; scratch: a directory for what waits; heard: told of each chunk.
+    scratch: a directory for what waits; heard: told of each chunk.
     Raises what reading raises, in the order of the text.
     """
     skips = {start[0]: start[1]}
     with contextlib.ExitStack() as stack:
         if processes > 1:
-            settings = (tokenizing.reader, tokenizing.dtype, tokenizing.val_fraction, tokenizing.single)
-            pool = _Pool(processes, (settings, directory, tokenizer_entry, scratch))
+            pool = _Pool(processes, tokenizing, scratch)
             stack.callback(pool.close)
         for number in range(start[0], len(units)):
             if processes > 1:
                 ahead = range(number, min(len(units), number + AHEAD * processes))
-                chunks = pool.chunks(number, {n: (units[n].shard, skips.get(n, 0)) for n in ahead}, scratch)
+                chunks = pool.chunks(number, {n: (units[n].shard, skips.get(n, 0)) for n in ahead})
             else:
-                chunks = _chunks(tokenizing, units[number].shard, skips.get(number, 0), scratch / f"{number}")
+                chunks = tokenizing.chunks(units[number].shard, skips.get(number, 0), scratch / f"{number}")
             for chunk in chunks:
                 heard(number, chunk.counts.documents, chunk.counts.bytes)
                 yield number, chunk
 
 
-def _chunks(tokenizing: Tokenizing, shard: Shard, skip: int, own: Path) -> Iterator[Chunk]:
-    own.mkdir()
-    yield from tokenizing.chunks(shard, skip, own)
-    shutil.rmtree(own)
-
-
 class _Pool:
     """Processes that tokenize units, ended at once by `close`."""
 
-    def __init__(self, processes: int, initargs: tuple[Any, ...]) -> None:
+    def __init__(self, processes: int, tokenizing: Tokenizing, scratch: Path) -> None:
         # Not forked: a child of a process with threads, or with a GPU, may hang.
         context = multiprocessing.get_context("spawn")
         self._others = set(multiprocessing.active_children())
         self._processes: set[BaseProcess] = set()
-        self._pool = ProcessPoolExecutor(processes, context, _begin, initargs)
+        self._pool = ProcessPoolExecutor(processes, context, _begin, (tokenizing, scratch))
+        self._scratch = scratch
         self._futures: dict[int, Future[None]] = {}
 
-    def chunks(self, number: int, ahead: dict[int, tuple[Shard, int]], scratch: Path) -> Iterator[Chunk]:
+    def chunks(self, number: int, ahead: dict[int, tuple[Shard, int]]) -> Iterator[Chunk]:
         """The chunks of unit `number`, as they are made. ahead: the units that may be begun, and what each skips."""
         try:
             for unit, (shard, skip) in ahead.items():
@@ -199,7 +185,7 @@ class _Pool:
                     self._processes |= set(multiprocessing.active_children()) - self._others
             future = self._futures[number]
             for k in itertools.count():
-                path = _place(scratch, number, k)
+                path = _place(self._scratch, number, k)
                 while not path.exists():
                     if future.done() and not path.exists():
                         return future.result()
@@ -234,14 +220,14 @@ def _place(scratch: Path, number: int, k: int) -> Path:
     return scratch / f"{number}-{k}.chunk"
 
 
-_initargs: tuple[Any, ...] = ()
-_tokenizing: Tokenizing | None = None
+_tokenizing: Tokenizing
+_scratch: Path
 
 
-def _begin(*initargs: Any) -> None:
+def _begin(tokenizing: Tokenizing, scratch: Path) -> None:
     """In a process of the pool, before its first unit."""
-    global _initargs
-    _initargs = initargs
+    global _tokenizing, _scratch
+    _tokenizing, _scratch = tokenizing, scratch
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends its processes
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what is parallel
     end_with_parent()
@@ -249,13 +235,8 @@ def _begin(*initargs: Any) -> None:
 
 def _tokenize(number: int, shard: Shard, skip: int) -> None:
     """In a process of the pool: lays the chunks of a unit into files."""
-    global _tokenizing
-    (reader, dtype, val_fraction, single), directory, tokenizer_entry, scratch = _initargs
-    if _tokenizing is None:
-        tokenizer = read_tokenizer(directory, tokenizer_entry)
-        _tokenizing = Tokenizing(reader, tokenizer, dtype, val_fraction, single)
-    for k, chunk in enumerate(_chunks(_tokenizing, shard, skip, scratch / f"{number}")):
-        partial = _place(scratch, number, k).with_suffix(".partial")
+    for k, chunk in enumerate(_tokenizing.chunks(shard, skip, _scratch / f"{number}")):
+        partial = _place(_scratch, number, k).with_suffix(".partial")
         with partial.open("wb") as file:
             pickle.dump(chunk, file, protocol=5)
-        partial.rename(_place(scratch, number, k))
+        partial.rename(_place(_scratch, number, k))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,13 @@ class SplitWriter:
     held in memory. Shards that are closed are on the disk.
     """
 
-    def __init__(self, directory: Path, stem: str, dtype: str, shard_tokens: int):
+    def __init__(
+        self, directory: Path, stem: str, dtype: str, shard_tokens: int, before: Sequence[dict[str, Any]] = ()
+    ) -> None:
+        """before: shards in the directory to go on after; the last one may be unfinished (`unfinished`).
+
+        Raises ValueError or OSError where they are not what was written.
+        """
         self._directory, self._stem = directory, stem
         self._dtype = np.dtype(dtype)
         self._shard_tokens = shard_tokens
@@ -33,6 +40,10 @@ class SplitWriter:
         self._open: _OpenShard | None = None
         self.shards: list[dict[str, Any]] = []
         """What the manifest says of the closed shards."""
+        for entry in before:
+            self._open = _OpenShard(directory / entry["file"], self._dtype.itemsize, entry, self._split_hash)
+            if self._open.tokens >= shard_tokens:
+                self._close()
 
     def add(self, ids: NDArray[np.integer], lengths: NDArray[np.integer], sizes: NDArray[np.integer]) -> None:
         """Appends documents, one after the other in `ids`, each with eos at its end.
@@ -45,7 +56,8 @@ class SplitWriter:
         first = start = 0
         while first < len(ends):
             if self._open is None:
-                self._open = _OpenShard(self._directory / f"{self._stem}-{len(self.shards):05d}.bin")
+                path = self._directory / f"{self._stem}-{len(self.shards):05d}.bin"
+                self._open = _OpenShard(path, self._dtype.itemsize)
             shard = self._open
             last = int(np.searchsorted(ends, start + self._shard_tokens - shard.tokens))
             after = min(last + 1, len(ends))
@@ -57,28 +69,12 @@ class SplitWriter:
             if shard.tokens >= self._shard_tokens:
                 self._close()
 
-    def sync(self) -> dict[str, Any] | None:
-        """Waits until everything is on the disk; returns what `restore` needs of the shard that is not closed."""
+    def unfinished(self) -> dict[str, Any] | None:
+        """The shard that is not closed, if there is one, all of it on the disk."""
         if self._open is None:
             return None
         self._open.sync()
         return self._open.entry()
-
-    def restore(self, shards: list[dict[str, Any]], opened: dict[str, Any] | None) -> None:
-        """Goes on after these shards and the first tokens of the next one, which lie in the directory.
-
-        Raises ValueError or OSError where they are not what was written.
-        """
-        for shard in shards:
-            path, index = self._directory / shard["file"], self._directory / shard["index"]
-            found = _digest(path, shard["tokens"] * self._dtype.itemsize, hashlib.sha256(), self._split_hash)
-            found_index = _digest(index, (shard["documents"] + 1) * 8, hashlib.sha256())
-            if (found, found_index) != (shard["sha256"], shard["index_sha256"]):
-                raise ValueError(f"{path} has changed")
-        self.shards = shards
-        if opened is not None:
-            size = opened["tokens"] * self._dtype.itemsize
-            self._open = _OpenShard(self._directory / opened["file"], opened, size, self._split_hash)
 
     def finish(self) -> dict[str, Any]:
         """Closes the last shard; returns the split's part of the manifest."""
@@ -101,23 +97,23 @@ class SplitWriter:
 
 
 class _OpenShard:
-    """The shard that is written to. `so_far`: what is kept of its files, if it is one from before."""
+    """The shard that is written to."""
 
-    def __init__(self, path: Path, so_far: dict[str, Any] | None = None, size: int = 0, split_hash: Any = None) -> None:
+    def __init__(self, path: Path, itemsize: int, before: dict[str, Any] | None = None, split_hash: Any = None) -> None:
+        """before: what `entry` said of a shard to go on with; what was written after that is cut off, and the rest
+        goes into `split_hash`."""
         self.path, self.index = path, path.with_suffix(".idx")
         self.tokens = self.documents = self.bytes = 0
         self._hash, self._index_hash = hashlib.sha256(), hashlib.sha256()
-        if so_far is not None:
-            self.tokens, self.documents, self.bytes = so_far["tokens"], so_far["documents"], so_far["bytes"]
-            _cut(path, size)
-            _cut(self.index, (self.documents + 1) * 8)
-            found = _digest(path, size, self._hash, split_hash)
-            found_index = _digest(self.index, (self.documents + 1) * 8, self._index_hash)
-            if (found, found_index) != (so_far["sha256"], so_far["index_sha256"]):
+        if before is not None:
+            self.tokens, self.documents, self.bytes = before["tokens"], before["documents"], before["bytes"]
+            _read_again(path, self.tokens * itemsize, self._hash, split_hash)
+            _read_again(self.index, (self.documents + 1) * 8, self._index_hash)
+            if self.entry() != before:
                 raise ValueError(f"{path} has changed")
-        mode = "wb" if so_far is None else "ab"
+        mode = "wb" if before is None else "ab"
         self._files = (path.open(mode), self.index.open(mode))
-        if so_far is None:
+        if before is None:
             self._write_index(np.zeros(1, np.int64))
 
     def add(self, data: bytes, ends: NDArray[np.int64], n_bytes: int) -> None:
@@ -154,17 +150,12 @@ class _OpenShard:
         self._index_hash.update(data)
 
 
-def _cut(path: Path, size: int) -> None:
-    if path.stat().st_size > size:  # what was written after the last entry of the journal
-        os.truncate(path, size)
-
-
-def _digest(path: Path, size: int, *digests: Any) -> str:
-    """Feeds the file to all digests; returns what the first then is. Raises ValueError for another size."""
-    if (found := path.stat().st_size) != size:
+def _read_again(path: Path, size: int, *digests: Any) -> None:
+    """Cuts the file off after `size` bytes and feeds them to the digests. Raises ValueError where there are fewer."""
+    if (found := path.stat().st_size) < size:
         raise ValueError(f"{path} has {found} bytes, not {size}")
+    os.truncate(path, size)
     with path.open("rb") as file:
         while chunk := file.read(CHUNK):
             for digest in digests:
                 digest.update(chunk)
-    return digests[0].hexdigest()

@@ -13,21 +13,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.permutation import keyed_hash, keyed_order, permuted
 from ngpt_train.data.rows import NOTHING, best_fit, row_format
 from ngpt_train.data.streamed.cache import OpenShards
-from ngpt_train.data.tokenizers import Tokenizer, encode_document
+from ngpt_train.data.tokenizers import Ids, Tokenizer, with_eos
 
 # A window has at least so many pieces for each stream, so that streams stay together to within a fraction of a window.
 PIECES_PER_STREAM = 4
 # Documents that best_fit packs together: a stream holds so many, and a resume tokenizes up to so many again.
 PACKED_TOGETHER = 64
 MOST_EMPTY_EPOCHS = 3
-Ids = NDArray[np.integer]
 
 
 class Piece(NamedTuple):
@@ -107,12 +105,6 @@ def stream_settings(config: Config) -> StreamSettings:
         rows="prefix_continuation" if beginnings else data.pack,
         shortest=form.source_context + 2 if form.source_context is not None else 0,
     )
-
-
-def with_eos(tokenizer: Tokenizer, text: str) -> Ids:
-    """Ids of a document, eos at their end, in as few bytes as they need: each stream holds one, however long it is."""
-    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
-    return np.concatenate((encode_document(tokenizer, text), [tokenizer.eos]), dtype=dtype, casting="unsafe")
 
 
 class Windows:

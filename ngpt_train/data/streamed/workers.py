@@ -30,8 +30,8 @@ from ngpt_train.core.processes import end_with_parent
 from ngpt_train.data.rows import Batch, Reader, RowFormat
 from ngpt_train.data.sources.text import Shard
 from ngpt_train.data.streamed.cache import OpenShards, ShardCache
-from ngpt_train.data.streamed.stream import Cursor, Ids, Stream, StreamSettings, Windows, window_shards
-from ngpt_train.data.tokenizers import Tokenizer
+from ngpt_train.data.streamed.stream import Cursor, Stream, StreamSettings, Windows, window_shards
+from ngpt_train.data.tokenizers import Ids, Tokenizer
 
 BLOCK_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start
 POLL_SECONDS = 1.0

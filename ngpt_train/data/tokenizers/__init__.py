@@ -15,11 +15,11 @@ from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.tokenizers.gpt2 import GPT2Tokenizer, gpt2_ranks, parse_ranks
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from ngpt_train.data.tokenizers.interface import BytesTokenizer, Tokenizer, encode_document
+from ngpt_train.data.tokenizers.interface import BytesTokenizer, Ids, Tokenizer, with_eos
 from ngpt_train.data.tokenizers.model_files import PINNED, read_file
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
 
-__all__ = ["Tokenizer", "encode_document", "load_tokenizer", "read_tokenizer", "tokenizer_key", "write_tokenizer"]
+__all__ = ["Ids", "Tokenizer", "load_tokenizer", "read_tokenizer", "tokenizer_key", "with_eos", "write_tokenizer"]
 
 # Where the model lies beside tokens and in checkpoints; `tokenizer.json` is there the description.
 MODEL_FILES = {

@@ -85,6 +85,12 @@ def encode_document(tokenizer: Tokenizer, text: str) -> Ids:
     return np.concatenate(ids)
 
 
+def with_eos(tokenizer: Tokenizer, text: str) -> Ids:
+    """Ids of a document, eos at their end, in as few bytes as they need: each stream holds one, however long it is."""
+    dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
+    return np.concatenate((encode_document(tokenizer, text), [tokenizer.eos]), dtype=dtype, casting="unsafe")
+
+
 def _stretches(text: str) -> Iterator[str]:
     start = 0
     while len(text) - start > STRETCH:
