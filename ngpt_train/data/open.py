@@ -30,8 +30,7 @@ from ngpt_train.data.prepared.shards import (
 from ngpt_train.data.rows import row_format, rows_of
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local import shards_of
-from ngpt_train.data.sources.sample import draw_sample
-from ngpt_train.data.sources.text import Shard, Source
+from ngpt_train.data.sources.text import Shard, Source, draw_sample
 from ngpt_train.data.streamed.cache import OpenShards, ShardCache
 from ngpt_train.data.streamed.stream import stream_settings
 from ngpt_train.data.streamed.workers import StreamedText

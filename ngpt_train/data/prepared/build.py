@@ -24,8 +24,7 @@ from ngpt_train.data.prepared.shards import FORMAT, MANIFEST, check_length, fing
 from ngpt_train.data.prepared.writer import dtype_for
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local import Unit, shards_of, units_of
-from ngpt_train.data.sources.sample import draw_sample
-from ngpt_train.data.sources.text import Counts, Source
+from ngpt_train.data.sources.text import Counts, Source, draw_sample
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, tokenizer_key, write_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -121,9 +120,9 @@ class Preparation:
             logger.info("preparing %s: reading %s files", self._where, f"{len(self._source.names):,}")
             units = units_of(self._source, self._hashes.sha256)
             self._hashes.save()  # so that the next start need not compute them again
+            journal = Journal(directory, [unit.shard.identity for unit in units])
             # Unless the text is one .txt file, only its end shows that it is a single document; it is then read again.
             for single in [True] if self._source.is_one_document else [False, True]:
-                journal = Journal(directory, [unit.shard.identity for unit in units])
                 header, tokenizer = self._begin(directory, journal, single)
                 tokenizing = Tokenizing(self._source.reader, tokenizer, self._config.data.val_fraction, single)
                 with contextlib.closing(Assembly(directory, journal, header)) as assembly:

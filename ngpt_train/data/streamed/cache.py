@@ -89,7 +89,7 @@ class ShardCache:
             except DataError as error:
                 if not self._skip_bad:
                     raise
-                write_bad(directory, str(error))
+                write_documents(directory, (), problem=str(error))
             shutil.rmtree(scratch)
 
         try:
@@ -212,8 +212,11 @@ class OpenShards:
         threading.Thread(target=fetch, name="next shards", daemon=True).start()
 
 
-def write_documents(directory: Path, texts: Iterable[str]) -> None:
-    """Writes all but empty documents, in their order; holds one of them in memory."""
+def write_documents(directory: Path, texts: Iterable[str], problem: str | None = None) -> None:
+    """Writes all but empty documents, in their order; holds one of them in memory.
+
+    problem: what is wrong with a shard that is skipped, which is written without documents.
+    """
     ends, places, n_empty, size = [], [], 0, 0
     digest = hashlib.sha256()
     with (directory / "text.bin").open("wb") as file:
@@ -233,17 +236,7 @@ def write_documents(directory: Path, texts: Iterable[str]) -> None:
         # Not tofile, which says nothing of a full disk.
         (directory / name).write_bytes(data)
         sha256[name] = hashlib.sha256(data).hexdigest()
-    header = {"documents": len(ends), "bytes": size, "empty": n_empty, "sha256": sha256, "bad": None}
-    write_header(directory, header)
-
-
-def write_bad(directory: Path, problem: str) -> None:
-    """Writes a shard without documents in place of a faulty one that is skipped."""
-    write_documents(directory, ())
-    write_header(directory, read_header(directory) | {"bad": problem})
-
-
-def write_header(directory: Path, header: dict[str, Any]) -> None:
+    header = {"documents": len(ends), "bytes": size, "empty": n_empty, "sha256": sha256, "bad": problem}
     (directory / HEADER).write_text(json.dumps(header) + "\n")
 
 

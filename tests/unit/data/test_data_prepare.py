@@ -520,7 +520,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
 
 
 def test_sample_is_bounded_and_repeatable() -> None:
-    from ngpt_train.data.sources.sample import SAMPLE_PIECE, Sample
+    from ngpt_train.data.sources.text import SAMPLE_PIECE, Sample
 
     def draw(limit: int) -> list[str]:
         sample = Sample(limit)
@@ -550,10 +550,10 @@ def test_streamed_and_prepared_text_train_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, characters: int
 ) -> None:
     """Of all text, and of a part of it, which is of several files. Caught: a sampler of its own for either."""
-    from ngpt_train.data.sources import sample
+    from ngpt_train.data.sources import text
 
-    monkeypatch.setattr(sample, "SAMPLE_CHARACTERS", characters)
-    monkeypatch.setattr(sample, "SAMPLE_PIECE", 1000)
+    monkeypatch.setattr(text, "SAMPLE_CHARACTERS", characters)
+    monkeypatch.setattr(text, "SAMPLE_PIECE", 1000)
     cfg = config(corpus_of_six(tmp_path / "text"), tmp_path / "cache")
     cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 330
     prepared = open_dataset(cfg).tokenizer
@@ -563,8 +563,7 @@ def test_streamed_and_prepared_text_train_the_same_model(
 
 def test_a_sample_is_of_several_shards_and_no_more_than_it_needs() -> None:
     """The same wherever the shards stand. Caught: all text is read for a tokenizer; the first file speaks for all."""
-    from ngpt_train.data.sources.sample import SAMPLE_CHARACTERS, SAMPLE_SHARDS, draw_sample
-    from ngpt_train.data.sources.text import Shard
+    from ngpt_train.data.sources.text import SAMPLE_CHARACTERS, SAMPLE_SHARDS, Shard, draw_sample
 
     shards = [Shard(f"{i}", f"content {i}", ()) for i in range(9)]
     read: list[int] = []
