@@ -16,7 +16,7 @@ from ngpt_train.data.mixture import MixtureReader, Turns
 from ngpt_train.data.open import Dataset, Mixed
 from ngpt_train.data.permutation import GOLDEN, mix, permuted, shuffled
 from ngpt_train.data.prepared.shards import Tokens
-from ngpt_train.data.rows import Batch, Reader, Rows, row_format, rows_of
+from ngpt_train.data.rows import Batch, Reader, Rows, rows_of
 from ngpt_train.data.streamed.balance import warn_of_repeats
 from ngpt_train.data.streamed.stream import Cursor
 from ngpt_train.data.streamed.workers import Share, Start, StreamReader
@@ -97,15 +97,7 @@ def _reader_of_source(
     data.train.fetch(start, share)
     if share.rank == 0 and state is None:
         warn_of_repeats(data.train.open(), data.train.settings)
-    return StreamReader(
-        data.train,
-        row_format(config, data.tokenizer.eos),
-        numbers,
-        start,
-        share,
-        config.data.workers,
-        config.data.prefetch,
-    )
+    return StreamReader(data.train, numbers, start, share, config.data.workers, config.data.prefetch)
 
 
 def _stored(state: Mapping[str, Any] | None, name: str, streams: int, width: int) -> NDArray[np.int64]:

@@ -171,7 +171,7 @@ def _open_streamed(config: Config, tokenizer: Tokenizer | None, on_main: OnMain)
         assert tokenizer is not None
     known = tokenizer
     validation = on_main(lambda: _validation_tokens(config, text, known))
-    streamed = StreamedText(cache, shards, data.val_fraction, stream_settings(config), tokenizer)
+    streamed = StreamedText(cache, shards, data.val_fraction, stream_settings(config, tokenizer.eos), tokenizer)
     identity = {
         "tokenizer": tokenizer.fingerprint,
         "shards": [shard.identity for shard in shards],
@@ -199,7 +199,7 @@ def _corpus(text: OpenShards, shards: Sequence[Shard]) -> Iterator[str]:
 def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -> Tokens:
     """Held-out documents of the first shards until they make eval.rows rows; of data.open_shards, or of more where
     these make none."""
-    settings = stream_settings(config)
+    form = row_format(config, tokenizer.eos)
     ids: list[NDArray[np.integer]] = []
     n_tokens = n_documents = full = 0
     faulty: list[str] = []
@@ -209,8 +209,8 @@ def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -
         for document in text.held_out(shard):
             ids.append(with_eos(tokenizer, document))
             n_tokens += len(ids[-1])
-            n_documents += len(ids[-1]) >= settings.shortest
-            full = n_documents if settings.rows == "prefix_continuation" else (n_tokens - 1) // settings.context
+            n_documents += len(ids[-1]) >= form.shortest
+            full = (n_tokens - 1) // form.context if form.source_context is None else n_documents
             if full >= config.eval.rows:
                 break
         if full >= config.eval.rows or (full and shard + 1 >= config.data.open_shards):
@@ -268,10 +268,7 @@ def _beginning(tokens: Tokens, config: Config, n_rows: int) -> tuple[NDArray[np.
     """Ids and offsets of the first documents of a split, as many as make `n_rows` rows, or all."""
     form = row_format(config, tokens.eos)
     lengths = tokens.documents()[1]
-    if form.source_context is None:
-        full = lengths.cumsum() // form.context
-    else:
-        full = (lengths >= form.source_context + 2).cumsum()
+    full = lengths.cumsum() // form.context if form.source_context is None else (lengths >= form.shortest).cumsum()
     ends = lengths[: int(np.searchsorted(full, n_rows)) + 1].cumsum()
     ids = np.empty(int(ends[-1]), np.int64)
     tokens.read(0, ids)

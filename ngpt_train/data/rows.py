@@ -40,6 +40,11 @@ class RowFormat:
     document_mask: bool = False
     source_context: int | None = None
 
+    @property
+    def shortest(self) -> int:
+        """Ids of the shortest document that is a row: the source, a token that opens the target, and a target."""
+        return 0 if self.source_context is None else self.source_context + 2
+
     def batch(self, ids: NDArray[np.integer]) -> Batch:
         """ids: (N, context + 1)."""
         wide: NDArray[np.int64] = ids.astype(np.int64, copy=False)
@@ -171,15 +176,13 @@ class PrefixContinuation:
 
     def __init__(self, tokens: Tokens, form: RowFormat) -> None:
         self._tokens, self._form = tokens, form
-        source = form.source_context
-        assert source is not None
         starts, lengths = tokens.documents()
-        long_enough = lengths >= source + 2
+        long_enough = lengths >= form.shortest
         self._starts, self._lengths = starts[long_enough], np.minimum(lengths[long_enough], form.context + 1)
         if not len(self):
             raise DataError(
                 f"{tokens.path}: no document of the {tokens.split} split has model.source_context + 2 = "
-                f"{source + 2} tokens (the longest of {len(lengths):,} has {lengths.max(initial=0):,}); "
+                f"{form.shortest} tokens (the longest of {len(lengths):,} has {lengths.max(initial=0):,}); "
                 "shorten model.source_context, or add longer documents"
             )
 

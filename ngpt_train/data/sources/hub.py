@@ -13,7 +13,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from ngpt_train.config.mixture import is_commit
 from ngpt_train.config.schema import DataConfig
@@ -21,7 +20,7 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.data.hashes import canonical_hash
 from ngpt_train.data.sources.hub_client import HubClient, HubFile, endpoint
-from ngpt_train.data.sources.readers import checked_text, read_file
+from ngpt_train.data.sources.readers import checked_text, no_field, read_file
 from ngpt_train.data.sources.text import EXTENSIONS, FetchError, Shard, Source, extension
 
 logger = logging.getLogger(__name__)
@@ -191,41 +190,28 @@ class DatasetsText:
 
     def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
         """The split's rows, in order, as they arrive. Raises FetchError or DataError."""
-        where = f"data.repo={self.repo}"
-        number = 0
-        rows = iter(self._open(where))
-
-        def place() -> str:
-            return f"{where}, {self.split}, row {number}"
-
-        while True:
-            try:
-                row = next(rows, None)
-            except Exception as error:  # the library passes on what any of its readers raises
-                raise _unreadable(f"{place()} or the next", error) from error
-            if row is None:
-                return
-            number += 1
-            if self.text_field not in row:
-                listed = ", ".join(map(repr, row)) or "none"
-                raise DataError(
-                    f"{where}: no column {self.text_field!r} (there are: {listed}); "
-                    "set data.text_field to the column that holds the text"
-                )
-            yield checked_text(row[self.text_field], place, self.text_field)
-
-    def _open(self, where: str) -> Any:
         import datasets
 
+        data_set = f"data.repo={self.repo}"
+        number = -1  # of rows that have arrived; below 0 until the data set is open
+
+        def place() -> str:
+            return f"{data_set}, {self.split}, row {number}"
+
         try:
-            return datasets.load_dataset(self.repo, revision=self.revision, split=self.split, streaming=True)
-        except Exception as error:
-            raise _unreadable(where, error) from error
-
-
-def _unreadable(where: str, error: Exception) -> DataError:
-    kind = FetchError if isinstance(error, (OSError, TimeoutError)) else DataError
-    return kind(
-        f"{where}: the datasets library cannot read it ({type(error).__name__}: {error}). Check data.repo, "
-        "data.revision and data.split, or download the text and use data=local data.path=PATH"
-    )
+            rows = datasets.load_dataset(self.repo, revision=self.revision, split=self.split, streaming=True)
+            number = 0
+            for row in rows:
+                number += 1
+                if self.text_field not in row:
+                    raise DataError(f"{data_set}: {no_field('column', self.text_field, list(row))}")
+                yield checked_text(row[self.text_field], place, self.text_field)
+        except DataError:
+            raise
+        except Exception as error:  # the library passes on what any of its readers raises
+            kind = FetchError if isinstance(error, OSError) else DataError
+            raise kind(
+                f"{data_set if number < 0 else f'{place()} or the next'}: the datasets library cannot read it "
+                f"({type(error).__name__}: {error}). Check data.repo, data.revision and data.split, or download the "
+                "text and use data=local data.path=PATH"
+            ) from error

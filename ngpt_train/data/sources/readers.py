@@ -134,7 +134,7 @@ def _read_jsonl(path: Path, file: BinaryIO, text_field: str, part: tuple[int, in
                 f"{where()}: a JSON {type(record).__name__}; expected an object with the field {text_field!r}"
             )
         if text_field not in record:
-            raise DataError(f"{where()}: {_no_field('field', text_field, list(record))}")
+            raise DataError(f"{where()}: {no_field('field', text_field, list(record))}")
         yield checked_text(record[text_field], where, text_field)
 
 
@@ -156,7 +156,7 @@ def _read_parquet(path: Path, text_field: str, part: tuple[int, int] | None) -> 
     try:
         with pq.ParquetFile(path) as file:
             if text_field not in file.schema_arrow.names:
-                raise DataError(f"{path}: {_no_field('column', text_field, file.schema_arrow.names)}")
+                raise DataError(f"{path}: {no_field('column', text_field, file.schema_arrow.names)}")
             first, end = part or (0, file.num_row_groups)
             number = sum(file.metadata.row_group(group).num_rows for group in range(first))
 
@@ -192,7 +192,8 @@ def checked_text(value: object, where: Callable[[], str], text_field: str) -> st
     return value
 
 
-def _no_field(word: str, text_field: str, names: list[str]) -> str:
+def no_field(word: str, text_field: str, names: list[str]) -> str:
+    """What a message says of text that is not in the field, or column, data.text_field."""
     listed = ", ".join(map(repr, names)) or "none"
     return f"no {word} {text_field!r} (there are: {listed}); set data.text_field to the {word} that holds the text"
 

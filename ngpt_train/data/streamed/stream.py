@@ -8,7 +8,7 @@ state, and whoever reads it gets the same documents. A cursor says where its nex
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import numpy as np
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.permutation import keyed_hash, keyed_order, permuted
-from ngpt_train.data.rows import NOTHING, best_fit, row_format
+from ngpt_train.data.rows import NOTHING, RowFormat, best_fit, row_format
 from ngpt_train.data.streamed.cache import OpenShards
 from ngpt_train.data.tokenizers import Ids, Tokenizer, with_eos
 
@@ -89,22 +89,12 @@ class StreamSettings:
     n_streams: int
     open_shards: int
     seed: int
-    context: int
-    rows: str  # concat, best_fit or prefix_continuation
-    shortest: int  # ids of a document below which prefix_continuation leaves it out
+    form: RowFormat
 
 
-def stream_settings(config: Config) -> StreamSettings:
-    data, form = config.data, row_format(config, eos=0)
-    beginnings = form.source_context is not None
-    return StreamSettings(
-        n_streams=data.streams,
-        open_shards=data.open_shards,
-        seed=config.run.seed,
-        context=form.context,
-        rows="prefix_continuation" if beginnings else data.pack,
-        shortest=form.source_context + 2 if form.source_context is not None else 0,
-    )
+def stream_settings(config: Config, eos: int) -> StreamSettings:
+    """The settings that the config asks for."""
+    return StreamSettings(config.data.streams, config.data.open_shards, config.run.seed, row_format(config, eos))
 
 
 class Windows:
@@ -153,12 +143,9 @@ class Stream:
 
     def rows(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
         """Rows of context + 1 ids from the cursor's on, and the cursor of the next. Raises DataError."""
-        kinds: dict[str, Callable[[Cursor], Iterator[tuple[Ids, Cursor]]]] = {
-            "concat": self._concat,
-            "best_fit": self._best_fit,
-            "prefix_continuation": self._beginnings,
-        }
-        return kinds[self.settings.rows](cursor)
+        if self.settings.form.source_context is not None:
+            return self._beginnings(cursor)
+        return self._best_fit(cursor) if self.settings.form.pads else self._concat(cursor)
 
     def pieces(self, cursor: Cursor) -> Iterator[tuple[Cursor, Piece]]:
         """The stream's pieces from the cursor's on, through one epoch after the other."""
@@ -209,7 +196,7 @@ class Stream:
 
     def _concat(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
         """Documents one after the other. The last id of a row is the first of the next: a target, then an input."""
-        length = self.settings.context + 1
+        length = self.settings.form.context + 1
         row = np.empty(length, np.int32)
         filled = 0
         for place, ids in self.documents(cursor):
@@ -244,7 +231,7 @@ class Stream:
             group.append(ids)
 
     def _packed(self, documents: list[Ids]) -> list[Ids]:
-        context = self.settings.context
+        context = self.settings.form.context
         rows: list[Ids] = []
         for parts in best_fit([len(ids) for ids in documents], context):
             row = np.full(context + 1, NOTHING, np.int32)
@@ -259,11 +246,11 @@ class Stream:
 
     def _beginnings(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
         """The beginning of each document that is long enough."""
-        length = self.settings.context + 1
+        length, shortest = self.settings.form.context + 1, self.settings.form.shortest
         last = cursor.epoch  # with a row
         for place, ids in self.documents(cursor):
-            self._check_epochs(last, place.epoch, f" of {self.settings.shortest} tokens (model.source_context + 2)")
-            if len(ids) >= self.settings.shortest:
+            self._check_epochs(last, place.epoch, f" of {shortest} tokens (model.source_context + 2)")
+            if len(ids) >= shortest:
                 last = place.epoch
                 row = np.full(length, NOTHING, np.int32)
                 row[: min(len(ids), length)] = ids[:length]

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.processes import end_with_parent
-from ngpt_train.data.rows import Batch, Reader, RowFormat
+from ngpt_train.data.rows import Batch, Reader
 from ngpt_train.data.sources.text import Shard
 from ngpt_train.data.streamed.cache import OpenShards, ShardCache
 from ngpt_train.data.streamed.stream import Cursor, Stream, StreamSettings, Windows, window_shards
@@ -124,14 +124,13 @@ class StreamReader(Reader):
     def __init__(
         self,
         text: StreamedText,
-        form: RowFormat,
         numbers: Iterable[int],
         start: Start,
         share: Share,
         workers: int,
         prefetch: int,
     ) -> None:
-        self._form, self._n_streams = form, text.settings.n_streams
+        self._form, self._n_streams = text.settings.form, text.settings.n_streams
         owned = share.streams(self._n_streams)
         self._cursors = np.full_like(start.cursors, -1)
         self._cursors[owned] = start.cursors[owned]
@@ -240,7 +239,7 @@ def _make_rows(text: StreamedText, numbers: Iterable[int], streams: set[int], st
 
     try:
         opened = Streams(text, start)
-        n_streams, length = text.settings.n_streams, text.settings.context + 1
+        n_streams, length = text.settings.n_streams, text.settings.form.context + 1
         block = 1
         for number in numbers:
             if number % n_streams not in streams:

@@ -215,6 +215,19 @@ def test_what_a_kill_left_is_used_where_it_fits(
     assert written == content(prepare_dataset(cfg, tmp_path / "fresh").path)
 
 
+def test_text_that_has_changed_before_the_first_shard(
+    corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In a unit of its own, too small for a shard. Caught: the units after it are gone on with."""
+    caplog.set_level(logging.INFO)
+    (corpus / "0.jsonl").write_text('{"text": "one"}\n')
+    assert prepare_killed(corpus, tmp_path / "out", workers=1, records=3)[0] == -signal.SIGKILL
+    (corpus / "0.jsonl").write_text('{"text": "two"}\n')
+    written = content(prepare_dataset(config(corpus), tmp_path / "out").path)
+    assert "going on after" not in caplog.text
+    assert written == content(prepare_dataset(config(corpus), tmp_path / "fresh").path)
+
+
 def test_a_failure_before_anything_is_read_keeps_what_a_kill_left(corpus: Path, tmp_path: Path) -> None:
     assert prepare_killed(corpus, tmp_path / "out", 1, records=2)[0] == -signal.SIGKILL
     left = content(tmp_path / ".out.partial")

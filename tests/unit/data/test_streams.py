@@ -27,7 +27,6 @@ from ngpt_train.data.streamed.stream import (
     Stream,
     document_order,
     first_place,
-    stream_settings,
     window_pieces,
     window_shards,
 )
@@ -256,9 +255,9 @@ def test_tokenizer_that_fails_names_the_document(text: Path, monkeypatch: pytest
 def test_no_document_is_long_enough_to_continue(text: Path) -> None:
     """Caught: a stream that looks for one for ever."""
     config = streamed(text, "model=ntransformer", "model.source_context=4")
-    settings = replace(stream_settings(config), shortest=10_000)
     data = open_dataset(config).train
     assert isinstance(data, StreamedText)
+    settings = replace(data.settings, form=replace(data.settings.form, source_context=9_998))
     with pytest.raises(DataError, match=r"in 3 epochs there is no document of 10000 tokens"):
         next(Stream(data.open(), data.tokenizer, settings, 0).rows(Cursor()))
 
