@@ -21,18 +21,19 @@ logger = logging.getLogger(__name__)
 
 
 def build_directory(target: Path, build: Callable[[Path], None], resumable: bool = False) -> None:
-    """Makes `target` out of what `build` writes into the directory that it is given.
+    """Makes the directory `target`, whole or not at all: `build` writes into a hidden directory beside it, which is
+    then synced and renamed.
 
-    If another process is building `target`, waits for it; if `target` is there then, does nothing. A failure or a
-    kill leaves no `target`, and a failure nothing at all. resumable: the hidden directory that a failure or a kill has
-    left is given to the next `build`, which may use what is in it; an empty one is removed.
+    Waits while another process builds `target`, and does nothing if it is there. A failure leaves nothing; a kill
+    leaves the hidden directory, which the next call deletes. resumable: both leave it, unless it is empty, and the next
+    call gives it to its `build`, which may go on with what is in it.
     Raises DataError if the disk cannot be written, and whatever `build` raises.
     """
     missing = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with lock(target.with_name(f".{target.name}.lock"), f"preparing {target}") as locked:
-            if locked:  # nobody else is at work, so a killed process has left what lies here
+            if locked:  # nobody else is at work: a killed process has left what lies here
                 for stale in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
                     shutil.rmtree(stale)
             if not is_filled(target):
@@ -78,11 +79,11 @@ def _build(target: Path, build: Callable[[Path], None], resumable: bool) -> None
 def lock(path: Path, what: str, quiet: bool = False) -> Iterator[bool]:
     """Holds the lock file `path`; False where the file system has no locks. The kernel frees the lock on a kill.
 
-    what: another process holds the lock while it is doing this, which the log says unless `quiet`.
+    what: what the holder of the lock is doing; the log says so while this process waits, unless `quiet`.
     Raises OSError if `path` cannot be written.
     """
     held = FileLock(path, fallback_to_soft=False)
-    path.touch()  # a place that cannot be written is an error, one without locks is none
+    path.touch()  # a place that cannot be written is an error, a file system without locks is none
     try:
         try:
             held.acquire(timeout=0)
@@ -98,5 +99,5 @@ def lock(path: Path, what: str, quiet: bool = False) -> Iterator[bool]:
     try:
         yield True
     finally:
-        path.unlink(missing_ok=True)  # while it is held: who waits for a removed file notices, and makes a new one
+        path.unlink(missing_ok=True)  # before the release: who waits for the removed file notices, and makes a new one
         held.release()

@@ -41,7 +41,7 @@ class Position(NamedTuple):
 
 @dataclass(frozen=True)
 class PreparedReader(Reader):
-    """Rows that are shuffled anew in each epoch and can be read at any number."""
+    """Rows of prepared shards, shuffled anew in each epoch. Any row can be read at any time."""
 
     rows: Rows
     seed: int
@@ -147,13 +147,13 @@ class TrainLoader(Iterator[tuple[list[Batch], Position]]):
         return list(zip(*parts, strict=True)), position
 
     def close(self) -> None:
-        """Ends what reads ahead."""
+        """Ends the processes that read ahead."""
         self._reader.close()
 
 
 def hash_of_rows(numbers: NDArray[np.int64], batch: Batch) -> int:
-    """Sum over the rows of a hash of each one's number, tokens and last target, modulo 2^64: whoever adds up the same
-    rows, in any order and grouping, has the same sum.
+    """The sum, modulo 2^64, of one hash a row: of its number, its tokens and its last target. The same rows have the
+    same sum in any order and grouping.
 
     A row's ids are multiplied with fixed words that look random: two rows that differ have the same hash once in 2^63.
     """
@@ -168,7 +168,7 @@ def _words(n: int) -> NDArray[np.uint64]:
 
 
 def merged(positions: Sequence[Position]) -> dict[str, Any]:
-    """The positions of all ranks after the same step as one, for a checkpoint. JSON."""
+    """One position out of those of all ranks after the same step, as JSON for a checkpoint."""
     names = positions[0].cursors
     cursors = {name: latest([position.cursors[name] for position in positions]).tolist() for name in names}
     total = data_hash([position.data_hash for position in positions])
@@ -187,7 +187,7 @@ def latest(cursors: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 
 
 def data_hash(summands: Sequence[int]) -> str:
-    """Of all rows that were consumed so far, from the summands of all ranks after the same step: 16 hex digits."""
+    """16 hex digits for all rows consumed so far. summands: `Position.data_hash` of all ranks after the same step."""
     return f"{sum(summands) % 2**64:016x}"
 
 

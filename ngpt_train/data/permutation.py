@@ -26,7 +26,7 @@ def shuffled(k: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
 
     Positions e * n to (e + 1) * n - 1 hold every row once. The result depends on (k, n, seed) alone.
     """
-    if n >= FEW or n < 1:  # permuted refuses none
+    if n >= FEW or n < 1:  # `permuted` refuses n = 0
         return permuted(k, n, seed)
     orders = {epoch: keyed_order(n, seed, epoch) for epoch in set((k // n).tolist())}
     return np.array([orders[position // n][position % n] for position in k.tolist()], np.int64)

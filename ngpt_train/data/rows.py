@@ -71,14 +71,14 @@ def row_format(config: Config, eos: int) -> RowFormat:
 
 
 class Reader:
-    """This rank's rows of one source. Rows that can be read at any number need `take` alone."""
+    """This rank's rows of one source. A reader without streams needs `take` alone."""
 
     def take(self, numbers: NDArray[np.int64]) -> Batch:
         """Rows `numbers` (N,) of the source, which are the next ones of this rank."""
         raise NotImplementedError
 
     def cursors(self) -> dict[str, NDArray[np.int64]]:
-        """What continues after the rows that were taken, (n_streams, width); -1 for streams that others read."""
+        """Where each stream goes on after the rows taken so far, (n_streams, width); -1 for streams of other ranks."""
         return {}
 
     def skipped(self) -> dict[str, str]:
@@ -90,7 +90,7 @@ class Reader:
         return {}
 
     def close(self) -> None:
-        """Ends what reads ahead."""
+        """Ends the processes that read ahead."""
 
 
 class Rows(Protocol):
@@ -144,7 +144,8 @@ class BestFit:
         ends = [0]
         last = np.empty(1, np.int64)
         tokens.read(len(tokens) - 1, last)
-        if last[0] != tokens.eos:  # of a file that ends within a document: no eos would open the document beside it
+        if last[0] != tokens.eos:
+            # The last document lacks the eos that would open another one after it: it has rows of its own.
             parts += [(s, min(form.context, len(tokens) - s)) for s in range(starts[-1], len(tokens), form.context)]
             ends += range(1, len(parts) + 1)
             starts, lengths = starts[:-1], lengths[:-1]
@@ -208,8 +209,8 @@ def best_fit(lengths: Sequence[int], context: int) -> list[list[Span]]:
     """Rows of at most `context` targets that hold documents of `lengths` ids, eos counted, each id once.
 
     Largest first, each into the row that it leaves the least room in. A document longer than a row fills rows of its
-    own; what is left of it stands first in another, where the id before it can stand: documents after the first
-    are opened by the eos of the one before.
+    own. What is left of it stands first in another row, because there the id before it can be the first input;
+    documents further on are opened by the eos of the one before.
     """
     rows: list[list[Span]] = []
     rests: list[Span] = []

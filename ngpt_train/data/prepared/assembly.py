@@ -47,7 +47,7 @@ class Journal:
 
     def __init__(self, directory: Path, identities: Sequence[str]) -> None:
         self._path = directory / JOURNAL
-        # A unit is the one from before only if all units before it are.
+        # A unit counts as the same only if all units before it are the same, too.
         self._chain = list(itertools.accumulate(identities, _chained, initial=""))[1:]
 
     def header(self) -> dict[str, Any] | None:

@@ -56,7 +56,7 @@ def prepare_shards(
     if tokenizer is None:
         compute_key, directory = place(tokenizer_key(config.tokenizer))
     else:
-        # The text that a tokenizer was trained from lies there under the settings of the training.
+        # Text that a tokenizer was trained from is in the cache under the settings of that training.
         compute_key, directory = place([tokenizer.kind, "trained", tokenizer.vocab_size])
         if not is_filled(directory) or read_manifest(directory)["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
             of_a_file = [tokenizer.fingerprint] if tokenizer.kind in ("sentencepiece", "hf") else []
@@ -77,7 +77,7 @@ def prepare_shards(
 
 
 def _key(config: Config, source: Source, tokenizer_key: list[Any], hashes: FileHashes) -> str:
-    """What decides the shards, as one hash: found without reading the text if no file has changed."""
+    """One hash of everything that decides the shards. Files that have not changed are not read for it."""
     return canonical_hash(
         {
             "version": [FORMAT, RECIPE],
@@ -92,7 +92,7 @@ def _key(config: Config, source: Source, tokenizer_key: list[Any], hashes: FileH
 
 
 class Preparation:
-    """How the directory of a text is written, by `write`."""
+    """Writes the directory of a text, with `write`."""
 
     def __init__(
         self,

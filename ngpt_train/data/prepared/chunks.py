@@ -181,7 +181,7 @@ class _Pool:
             for unit, (shard, skip) in ahead.items():
                 if unit not in self._futures:
                     self._futures[unit] = self._pool.submit(_tokenize, unit, shard, skip)
-                    # At once: one that has ended by the next call is no longer among them.
+                    # Noted now: a process that has ended by the next call is no longer among the active ones.
                     self._processes |= set(multiprocessing.active_children()) - self._others
             future = self._futures[number]
             for k in itertools.count():
@@ -202,7 +202,7 @@ class _Pool:
         self._pool.shutdown(cancel_futures=True)
 
     def _died(self) -> DataError:
-        # Not by join: the pool's own thread may be asking for the same code, which only one of two gets at once.
+        # Not by join: the pool's own thread may be waiting for the same exit code, which only one of the two gets.
         deadline = time.monotonic() + 10
         while any(process.exitcode is None for process in self._processes) and time.monotonic() < deadline:
             time.sleep(0.01)

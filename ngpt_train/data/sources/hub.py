@@ -108,8 +108,8 @@ def list_hub(data: DataConfig) -> Source:
 
 
 def _files(client: HubClient, revision: str | None, kept: Path) -> tuple[str, dict[str, HubFile]]:
-    """A revision's commit and all its files. Lists are kept: what is in a commit never changes, so a run that goes on
-    with the one it began with can do without the hub where its text is on this machine."""
+    """The commit of a revision and all its files. The list is kept: a commit never changes, so a run that goes on with
+    its own commit needs no hub where its text is on this machine."""
 
     def place(commit: str) -> Path:
         return kept / f"{client.repo.replace('/', '--')}@{commit}.json"

@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Seconds before the second attempt at most; doubled with each. Somewhere below, so that ranks do not return together.
+# The longest wait in seconds before the second attempt, doubled with each attempt, and the longest of all. A wait is
+# drawn at random below it, so that ranks do not return together.
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 # A machine without a network is told so at the start of a run; later an outage is waited for.
 CONNECT_SECONDS = 10.0
@@ -136,7 +137,7 @@ class HubClient:
             try:
                 return attempt(start + seconds)
             except _PassingProblem as problem:
-                # Tenths of the deadline, so that the last wait does not give away much of it.
+                # A tenth of the time allowed at most, so that the last wait does not give away much of it.
                 longest = min(FIRST_WAIT * 2 ** min(n - 1, 10), LONGEST_WAIT, seconds / 10)
                 wait = problem.wait + JITTER.uniform(0, longest)
                 patience = seconds if problem.reached or not at_start else min(seconds, CONNECT_SECONDS)
@@ -244,7 +245,7 @@ def _files(entries: list[dict[str, Any]]) -> dict[str, HubFile]:
 
 
 def _chunks(response: httpx2.Response, deadline: float) -> Iterator[bytes]:
-    """The body as it arrives; a connection that trickles keeps the time limit of each read for ever."""
+    """The body as it arrives, until the deadline: a connection that trickles never exceeds the time limit of a read."""
     n = 0
     for chunk in response.iter_bytes():
         if time.monotonic() > deadline:
@@ -278,6 +279,6 @@ def _wait_asked_for(response: httpx2.Response) -> float:
 
 
 def _at_endpoint(url: str) -> str:
-    """The address of a next page. A mirror may pass on that of the hub itself, to which no token of its is sent."""
+    """The address of the next page at this endpoint. A mirror may pass on the hub's own, which must not see its token."""
     parts = urlsplit(url)
     return url if url.startswith(f"{endpoint()}/") else f"{endpoint()}{parts.path}?{parts.query}"

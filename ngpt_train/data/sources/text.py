@@ -135,11 +135,11 @@ def draw_sample(
     val_fraction: float,
     progress: Callable[[int, int], None] = lambda documents, n_bytes: None,
 ) -> tuple[list[str], Counts | None]:
-    """Pieces of the training documents, or of the training part of a single one, in the order of the text.
+    """Pieces of the training documents, in the order of the text; of a single document, pieces of its training part.
 
-    documents: those of a shard, by its number. Reads shards in an order that follows from their content, SAMPLE_SHARDS
-    of them or more until they have SAMPLE_CHARACTERS of training text. progress: told of documents and bytes.
-    Returns also what was counted, if that was all text. Raises DataError where text cannot be read.
+    documents: those of a shard, by its number. Shards are read in an order that follows from their content, at least
+    SAMPLE_SHARDS of them, and more until they have SAMPLE_CHARACTERS of training text. progress: told of documents and
+    bytes. Also returns the counts, if all text was read. Raises DataError where text cannot be read.
     """
     sample = Sample(SAMPLE_CHARACTERS)
     counts = Counts()
@@ -177,7 +177,7 @@ class Sample:
         self._size = 0
 
     def add(self, text: str, place: float, shard: int = 0) -> None:
-        """A document, after those of its shard that stand before it."""
+        """Adds a document; those of a shard come in their order."""
         for start in range(0, len(text), SAMPLE_PIECE):
             rank = place_of(f"{place} {start}".encode())
             if rank < self._limit:

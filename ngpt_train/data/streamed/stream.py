@@ -56,9 +56,9 @@ def window_pieces(sizes: Iterable[tuple[int, int]], n_streams: int, epoch: int, 
 
 
 def first_place(n_streams: int, stream: int, epoch: int, window: int, seed: int) -> int:
-    """Where among a window's pieces those of a stream begin; it has every `n_streams`-th from there.
+    """The place of a stream's first piece among the pieces of a window; it has every `n_streams`-th from there.
 
-    Which stream begins is drawn anew for each window, so that none is short of pieces in all of them.
+    Which stream has the very first piece is drawn anew for each window, so that none is short of pieces in all of them.
     """
     return (stream - keyed_hash(seed, epoch, window)) % n_streams
 
@@ -98,9 +98,9 @@ def stream_settings(config: Config, eos: int) -> StreamSettings:
 
 
 class Windows:
-    """The pieces of the windows that streams are in, found once for all of them."""
+    """The pieces of the windows that streams are in, found once for all streams."""
 
-    KEPT = 16  # of little text, streams with more and with less of it are epochs apart
+    KEPT = 16  # where there is little text, streams may be epochs apart
 
     def __init__(self, text: OpenShards, settings: StreamSettings) -> None:
         self._text, self._settings = text, settings
@@ -151,7 +151,7 @@ class Stream:
         """The stream's pieces from the cursor's on, through one epoch after the other."""
         settings = self.settings
         epoch, window, skip = cursor.epoch, cursor.window, cursor.piece
-        last = epoch  # with a piece
+        last = epoch  # the last one with a piece for this stream
         while True:
             self._check_epochs(last, epoch)
             place = first_place(settings.n_streams, self.stream, epoch, window, settings.seed)
@@ -166,7 +166,7 @@ class Stream:
 
         Raises DataError where there are none for this stream.
         """
-        last = cursor.epoch  # with a document
+        last = cursor.epoch  # the last one with a document for this stream
         for place, piece in self.pieces(cursor):
             self._check_epochs(last, place.epoch)
             order = document_order(piece, place.epoch, self.settings.seed)
@@ -247,7 +247,7 @@ class Stream:
     def _beginnings(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
         """The beginning of each document that is long enough."""
         length, shortest = self.settings.form.context + 1, self.settings.form.shortest
-        last = cursor.epoch  # with a row
+        last = cursor.epoch  # the last one with a row
         for place, ids in self.documents(cursor):
             self._check_epochs(last, place.epoch, f" of {shortest} tokens (model.source_context + 2)")
             if len(ids) >= shortest:

@@ -182,9 +182,9 @@ class Worker:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        # The worker's end of the pipe: while it is open here, a worker that is killed within a block has no end.
+        # Our copy of the worker's end of the pipe: while it is open, the block of a worker that was killed never ends.
         self._queue._writer.close()  # type: ignore[attr-defined]
-        # At the exit of a trainer that did not close it: multiprocessing's own SIGTERM is ignored.
+        # For a trainer that exits without `close`: a worker ignores the SIGTERM that multiprocessing would send.
         self._kill = Finalize(self, self._process.kill, exitpriority=0)
         self._block: Iterator[tuple[Ids, Any]] = iter(())
         self.skipped: dict[str, str] = {}
