@@ -279,6 +279,6 @@ def _wait_asked_for(response: httpx2.Response) -> float:
 
 
 def _at_endpoint(url: str) -> str:
-    """The address of the next page at this endpoint. A mirror may pass on the hub's own, which must not see its token."""
+    """The address of the next page here. A mirror may pass on the hub's own address, which must not see its token."""
     parts = urlsplit(url)
     return url if url.startswith(f"{endpoint()}/") else f"{endpoint()}{parts.path}?{parts.query}"
