@@ -16,10 +16,10 @@ from ngpt_train.data.mixture import MixtureReader, Turns
 from ngpt_train.data.open import Dataset, Mixed
 from ngpt_train.data.permutation import GOLDEN, mix, permuted, shuffled
 from ngpt_train.data.prepared.shards import Tokens
-from ngpt_train.data.rows import Batch, Reader, Rows, rows_of
+from ngpt_train.data.rows import Batch, Reader, Rows, Share, rows_of
 from ngpt_train.data.streamed.balance import warn_of_repeats
 from ngpt_train.data.streamed.stream import Cursor
-from ngpt_train.data.streamed.workers import Share, Start, StreamReader
+from ngpt_train.data.streamed.workers import Start, StreamReader
 
 ENDLESS = 2**62
 

@@ -15,8 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.data.permutation import uniform
-from ngpt_train.data.rows import Batch, Reader
-from ngpt_train.data.streamed.workers import Share
+from ngpt_train.data.rows import Batch, Reader, Share
 
 BLOCK = 4096  # rows whose sources are looked up at once
 

@@ -93,6 +93,26 @@ class Reader:
         """Ends the processes that read ahead."""
 
 
+class Share(NamedTuple):
+    """Which rows of the run, and so which virtual streams, are those of rank `rank` of `world_size`."""
+
+    rank: int
+    world_size: int
+
+    def step(self, n_streams: int) -> int:
+        """The rank reads every so many-th stream, and so its streams have every so many-th row of the run."""
+        return math.gcd(self.world_size, n_streams)
+
+    def streams(self, n_streams: int) -> range:
+        """The streams that the rank reads, alone or with others."""
+        step = self.step(n_streams)
+        return range(self.rank % step, n_streams, step)
+
+    def next_row(self, rows: int, step: int) -> int:
+        """The first row from `rows` on that is `rank` modulo `step`."""
+        return rows + (self.rank - rows) % step
+
+
 class Rows(Protocol):
     """Numbered rows of `context` tokens each."""
 

@@ -83,7 +83,7 @@ def _key(config: Config, source: Source, tokenizer_key: list[Any], hashes: FileH
             "version": [FORMAT, RECIPE],
             "kind": source.kind,
             "settings": source.settings,
-            "files": source.content(hashes.sha256),
+            "files": source.content(hashes),
             "tokenizer": tokenizer_key,
             "val_fraction": config.data.val_fraction,
             "shard_tokens": config.data.shard_tokens,
@@ -118,7 +118,7 @@ class Preparation:
         try:
             self._key = self._compute_key()
             logger.info("preparing %s: reading %s files", self._where, f"{len(self._source.names):,}")
-            units = units_of(self._source, self._hashes.sha256)
+            units = units_of(self._source, self._hashes)
             self._hashes.save()  # so that the next start need not compute them again
             journal = Journal(directory, [unit.shard.identity for unit in units])
             # Unless the text is one .txt file, only its end shows that it is a single document; it is then read again.

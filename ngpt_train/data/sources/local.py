@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.sources.text import EXTENSIONS, Hash, Shard, Source, extension
+from ngpt_train.data.sources.text import EXTENSIONS, Shard, Source, extension
 
 logger = logging.getLogger(__name__)
 
@@ -163,9 +163,9 @@ class Unit:
     size: int
 
 
-def units_of(source: Source, sha256: Hash) -> list[Unit]:
+def units_of(source: Source, hashes: FileHashes) -> list[Unit]:
     """The text in units, in order: large files in parts where their format allows it, small ones together. The cuts
-    decide which process reads what, and nothing that is written. Raises what `sha256` raises."""
+    decide which process reads what, and nothing that is written. Raises DataError where a file cannot be read."""
     if source.shards:
         return [Unit(shard, 1) for shard in source.shards]
     units: list[Unit] = []
@@ -175,7 +175,7 @@ def units_of(source: Source, sha256: Hash) -> list[Unit]:
     def end_group() -> None:
         nonlocal group, size
         if group:
-            identity = canonical_hash([[extension(file), sha256(file)] for file in group])
+            identity = canonical_hash([[extension(file), hashes.sha256(file)] for file in group])
             units.append(Unit(Shard(str(group[0]), identity, tuple(map(str, group))), size))
         group, size = [], 0
 
@@ -183,7 +183,7 @@ def units_of(source: Source, sha256: Hash) -> list[Unit]:
         n_bytes = _text_size(file)
         if n_bytes > UNIT_BYTES and (parts := _parts(file)):
             end_group()
-            content = sha256(file)
+            content = hashes.sha256(file)
             for part, part_size in parts:
                 identity = canonical_hash([extension(file), content, part])
                 units.append(Unit(Shard(str(file), identity, (str(file),), part), part_size))

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Protocol
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.data.hashes import FileHashes
 
 # Parquet compresses its own pages.
 EXTENSIONS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-Hash = Callable[[Path], str]  # the sha256 of a file
 # Text that a model is trained from at most: more changes few pieces and takes long.
 SAMPLE_CHARACTERS = 32_000_000
 SAMPLE_PIECE = 16_384
@@ -80,10 +80,11 @@ class Source:
         """Whether that is known without reading."""
         return len(self.files) == 1 and extension(self.files[0]).startswith(".txt")
 
-    def content(self, sha256: Hash) -> list[list[str]]:
-        """What identifies the text: of local files their bytes, wherever they lie. Raises what `sha256` raises."""
+    def content(self, hashes: FileHashes) -> list[list[str]]:
+        """What identifies the text: of local files their bytes, wherever they lie. Raises DataError where one cannot be
+        read."""
         if self.files:
-            return [[extension(file), sha256(file)] for file in self.files]
+            return [[extension(file), hashes.sha256(file)] for file in self.files]
         return [[shard.identity] for shard in self.shards]
 
     def documents(self) -> Iterator[str]:

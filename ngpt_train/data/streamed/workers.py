@@ -12,7 +12,6 @@ again after a resume.
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import queue
 import signal
@@ -20,14 +19,14 @@ import traceback
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.processes import end_with_parent
-from ngpt_train.data.rows import Batch, Reader
+from ngpt_train.data.rows import Batch, Reader, Share
 from ngpt_train.data.sources.text import Shard
 from ngpt_train.data.streamed.cache import OpenShards, ShardCache
 from ngpt_train.data.streamed.stream import Cursor, Stream, StreamSettings, Windows, window_shards
@@ -66,26 +65,6 @@ class Start:
     cursors: NDArray[np.int64]
     rows: NDArray[np.int64]
     skipped: dict[str, str]
-
-
-class Share(NamedTuple):
-    """What rank `rank` of `world_size` takes."""
-
-    rank: int
-    world_size: int
-
-    def step(self, n_streams: int) -> int:
-        """The rank reads every so many-th stream, and so its streams have every so many-th row of the run."""
-        return math.gcd(self.world_size, n_streams)
-
-    def streams(self, n_streams: int) -> range:
-        """The streams that the rank reads, alone or with others."""
-        step = self.step(n_streams)
-        return range(self.rank % step, n_streams, step)
-
-    def next_row(self, rows: int, step: int) -> int:
-        """The first row from `rows` on that is `rank` modulo `step`."""
-        return rows + (self.rank - rows) % step
 
 
 class Streams:

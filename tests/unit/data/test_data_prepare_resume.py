@@ -24,6 +24,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.progress import Progress
 from ngpt_train.data import prepare_dataset
+from ngpt_train.data.hashes import FileHashes
 from ngpt_train.data.sources import local, open_source
 from ngpt_train.data.sources.hub import DatasetsText
 from ngpt_train.data.sources.hub_client import HubFile
@@ -75,7 +76,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 def test_any_number_of_processes_writes_the_same(corpus: Path, tmp_path: Path) -> None:
     cfg = config(corpus)
-    assert len(local.units_of(open_source(cfg.data), lambda path: path.name)) > 10
+    assert len(local.units_of(open_source(cfg.data), FileHashes(tmp_path))) > 10
     written = []
     for n in (1, 2, 3):
         cfg.data.prepare_workers = n
@@ -93,7 +94,7 @@ def test_parts_of_files_hold_every_document_once(corpus: Path) -> None:
         local.UNIT_BYTES = size
         for name, texts in (("a.jsonl", documents(400)), ("b.parquet", documents(300, 2))):
             source = open_source(config(corpus / name).data)
-            parts = local.units_of(source, lambda path: path.name)
+            parts = local.units_of(source, FileHashes(corpus.parent))
             assert len({unit.shard.identity for unit in parts}) == len(parts) > 5
             assert [text for unit in parts for text in source.reader.documents(unit.shard, Path())] == texts
 
