@@ -23,8 +23,8 @@ from ngpt_train.data.prepared.chunks import Tokenizing, chunks_in_order, n_proce
 from ngpt_train.data.prepared.shards import FORMAT, MANIFEST, check_length, fingerprint, read_manifest
 from ngpt_train.data.prepared.writer import dtype_for
 from ngpt_train.data.sources import open_source
-from ngpt_train.data.sources.local import Unit, shards_of, units_of
-from ngpt_train.data.sources.text import Counts, Source, draw_sample
+from ngpt_train.data.sources.local import shards_of, units_of
+from ngpt_train.data.sources.text import Counts, Source, Unit, draw_sample
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, tokenizer_key, write_tokenizer
 
 logger = logging.getLogger(__name__)

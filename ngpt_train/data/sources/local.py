@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.sources.text import EXTENSIONS, Shard, Source, extension
+from ngpt_train.data.sources.text import EXTENSIONS, Shard, Source, Unit, extension
 
 logger = logging.getLogger(__name__)
 
@@ -153,14 +153,6 @@ def shards_of(source: Source, hashes: FileHashes) -> tuple[Shard, ...]:
 
 def _is_a_document(file: Path) -> bool:
     return extension(file).split(".")[1:2] not in (["jsonl"], ["parquet"])
-
-
-@dataclass(frozen=True)
-class Unit:
-    """What one process tokenizes at a time, and its size: roughly bytes of text where that is known, else 1."""
-
-    shard: Shard
-    size: int
 
 
 def units_of(source: Source, hashes: FileHashes) -> list[Unit]:

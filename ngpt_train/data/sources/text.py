@@ -46,6 +46,14 @@ class Shard:
     part: tuple[int, int] | None = None
 
 
+@dataclass(frozen=True)
+class Unit:
+    """What one process tokenizes at a time, and its size: roughly bytes of text where that is known, else 1."""
+
+    shard: Shard
+    size: int
+
+
 class ShardSource(Protocol):
     """Reads the documents of shards. Travels to worker processes."""
 
