@@ -23,7 +23,7 @@ from ngpt_train.data.directory import lock
 
 logger = logging.getLogger(__name__)
 
-CHUNK = 1 << 24
+READ_BYTES = 1 << 24
 # From here on a file is hashed by one process alone, and those that share its cache wait for the result.
 SHARED = 1 << 24
 # From here on a file takes seconds, and the user is told what they are spent on.
@@ -120,7 +120,7 @@ def _hash(path: Path, dtype: str | None) -> list[Any]:
     digest = hashlib.sha256()
     largest = -1
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(READ_BYTES):
             digest.update(chunk)
             if dtype is not None:
                 largest = max(largest, int(np.frombuffer(chunk, dtype).max()))

@@ -18,10 +18,10 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.progress import Progress
 from ngpt_train.data.directory import build_directory, is_filled
 from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
-from ngpt_train.data.prepared.assembly import JOURNAL, Assembly, Journal
 from ngpt_train.data.prepared.chunks import Tokenizing, chunks_in_order, n_processes
+from ngpt_train.data.prepared.journal import JOURNAL, Journal
 from ngpt_train.data.prepared.shards import FORMAT, MANIFEST, check_length, fingerprint, read_manifest
-from ngpt_train.data.prepared.writer import dtype_for
+from ngpt_train.data.prepared.writer import ShardWriter, dtype_for
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local import shards_of, units_of
 from ngpt_train.data.sources.text import Counts, Source, Unit, draw_sample
@@ -125,13 +125,13 @@ class Preparation:
             for single in [True] if self._source.is_one_document else [False, True]:
                 header, tokenizer = self._begin(directory, journal, single)
                 tokenizing = Tokenizing(self._source.reader, tokenizer, self._config.data.val_fraction, single)
-                with contextlib.closing(Assembly(directory, journal, header)) as assembly:
+                with contextlib.closing(ShardWriter(directory, journal, header)) as writer:
                     try:
-                        self._assemble(assembly, units, directory, tokenizing)
-                        if single or assembly.counts.documents != 1:
-                            return self._finish(directory, assembly, header)
+                        self._tokenize(writer, units, directory, tokenizing)
+                        if single or writer.counts.documents != 1:
+                            return self._finish(directory, writer, header)
                     finally:
-                        worth_keeping = assembly.keeps_something
+                        worth_keeping = writer.keeps_something
         except BaseException:
             if not worth_keeping:
                 _clear(directory)
@@ -183,10 +183,10 @@ class Preparation:
         logger.info("training a SentencePiece model of %d pieces", tokenizer.vocab_size)
         return load_tokenizer(tokenizer, corpus=sample)
 
-    def _assemble(self, assembly: Assembly, units: Sequence[Unit], directory: Path, tokenizing: Tokenizing) -> None:
-        start = assembly.position
-        if assembly.keeps_something:
-            logger.info("going on after %s documents", f"{assembly.counts.documents:,}")
+    def _tokenize(self, writer: ShardWriter, units: Sequence[Unit], directory: Path, tokenizing: Tokenizing) -> None:
+        start = writer.position
+        if writer.keeps_something:
+            logger.info("going on after %s documents", f"{writer.counts.documents:,}")
         processes = n_processes(self._config.data.prepare_workers, len(units) - start[0])
         sizes = [unit.size for unit in units]
         with (
@@ -198,19 +198,19 @@ class Preparation:
         ):
             for unit, chunk in chunks:
                 progress.at(unit)
-                if assembly.add(unit, chunk):
+                if writer.add(unit, chunk):
                     self._check_unchanged()
-                    assembly.record()
+                    writer.record()
 
     def _check_unchanged(self) -> None:
         if self._compute_key() != self._key:
             raise DataError(f"{self._where}: a file was changed while it was read; start again")
 
-    def _finish(self, directory: Path, assembly: Assembly, header: dict[str, Any]) -> None:
+    def _finish(self, directory: Path, writer: ShardWriter, header: dict[str, Any]) -> None:
         """Raises DataError where a split is too small, or a file has changed."""
-        data, counts = self._config.data, assembly.counts
+        data, counts = self._config.data, writer.counts
         check_splits(counts, self._where, data.val_fraction)
-        splits = assembly.finish()
+        splits = writer.finish()
         for split, entry in splits.items():
             check_length(split, entry["tokens"], self._config.model.context, self._where)
         self._check_unchanged()
@@ -227,7 +227,7 @@ class Preparation:
                 "documents": counts.documents,
                 "bytes": counts.bytes,
                 "skipped_empty": counts.empty,
-                "text_sha256": assembly.text_sha256,
+                "text_sha256": writer.text_sha256,
                 "val_fraction": data.val_fraction,
                 "files": self._source.names,
             },

@@ -1,8 +1,9 @@
-"""How the shards of a split are written, and how writing goes on after a kill. docs/data.md documents the files."""
+"""How token shards are written, and how writing goes on after a kill. docs/data.md documents the files."""
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,12 +12,92 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-CHUNK = 1 << 24
+from ngpt_train.data.prepared.chunks import Chunk
+from ngpt_train.data.prepared.journal import Entry, Journal
+from ngpt_train.data.prepared.shards import STEMS
+from ngpt_train.data.sources.text import Counts
+
+logger = logging.getLogger(__name__)
+
+READ_BYTES = 1 << 24
 
 
 def dtype_for(vocab_size: int) -> str:
     """Little-endian type of the stored ids."""
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+class ShardWriter:
+    """Writes chunks into the shards of both splits, in `directory`, and what is finished into the journal.
+
+    position: a unit, and how many of its documents are in the shards.
+    """
+
+    def __init__(self, directory: Path, journal: Journal, header: dict[str, Any]) -> None:
+        """Goes on after the last entry of the journal, where what it lists is in the directory, else begins anew."""
+        self._directory, self._journal, self._header = directory, journal, header
+        self._writers: dict[str, SplitWriter] = {}
+        self._text: bytes
+        entries = journal.entries()
+        try:
+            self._restore(entries)
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            logger.warning("beginning anew: what an earlier start has left cannot be used (%s)", error)
+            self.close()
+            entries = []
+            self._restore(entries)
+        self._recorded = {split: len(writer.shards) for split, writer in self._writers.items()}
+        journal.begin(header, entries)
+
+    def add(self, unit: int, chunk: Chunk) -> bool:
+        """Appends the documents of a chunk. True if that finishes a shard, which is to be recorded."""
+        for split, documents in chunk.splits.items():
+            self._writers[split].add(documents.ids, documents.lengths, documents.sizes)
+        for digest in chunk.digests:
+            self._text = hashlib.sha256(self._text + digest).digest()
+        self.counts.add(chunk.counts)
+        self.position = (unit, chunk.taken)
+        return any(len(writer.shards) > self._recorded[split] for split, writer in self._writers.items())
+
+    def record(self) -> None:
+        """Another start may go on from here."""
+        splits = {}
+        for split, writer in self._writers.items():
+            splits[split] = {"open": writer.unfinished(), "closed": writer.shards[self._recorded[split] :]}
+            self._recorded[split] = len(writer.shards)
+        self._journal.add(Entry(*self.position, self.counts, self.text_sha256, splits))
+
+    @property
+    def text_sha256(self) -> str:
+        return self._text.hex()
+
+    @property
+    def keeps_something(self) -> bool:
+        """Whether another start has something to go on from."""
+        return any(self._recorded.values())
+
+    def finish(self) -> dict[str, dict[str, Any]]:
+        """Closes the shards; returns the splits' part of the manifest."""
+        return {split: writer.finish() for split, writer in self._writers.items()}
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.abandon()
+
+    def _restore(self, entries: Sequence[Entry]) -> None:
+        last = entries[-1] if entries else Entry(0, 0, Counts(), bytes(32).hex(), {})
+        shards = {split: [shard for entry in entries for shard in entry.splits[split]["closed"]] for split in STEMS}
+        for split, newest in last.splits.items():
+            shards[split] += [newest["open"]] if newest["open"] is not None else []
+        kept = {shard[name] for split in STEMS for shard in shards[split] for name in ("file", "index")}
+        for path in self._directory.iterdir():
+            if path.suffix in (".bin", ".idx") and path.name not in kept:
+                path.unlink()
+        dtype, shard_tokens = self._header["dtype"], self._header["shard_tokens"]
+        for split, stem in STEMS.items():
+            self._writers[split] = SplitWriter(self._directory, stem, dtype, shard_tokens, shards[split])
+        self.counts, self.position = last.counts, (last.unit, last.taken)
+        self._text = bytes.fromhex(last.text)
 
 
 class SplitWriter:
@@ -156,6 +237,6 @@ def _read_again(path: Path, size: int, *digests: Any) -> None:
         raise ValueError(f"{path} has {found} bytes, not {size}")
     os.truncate(path, size)
     with path.open("rb") as file:
-        while chunk := file.read(CHUNK):
+        while chunk := file.read(READ_BYTES):
             for digest in digests:
                 digest.update(chunk)

@@ -365,13 +365,13 @@ def test_suggested_val_fraction_works(cfg: Config) -> None:
 
 
 def test_a_file_that_changes_meanwhile(cfg: Config, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assemble = Preparation._assemble
+    tokenize = Preparation._tokenize
 
-    def assemble_then_change(*args: Any) -> None:
-        assemble(*args)
+    def tokenize_then_change(*args: Any) -> None:
+        tokenize(*args)
         last_line_broken(cfg)
 
-    monkeypatch.setattr(Preparation, "_assemble", assemble_then_change)
+    monkeypatch.setattr(Preparation, "_tokenize", tokenize_then_change)
     with pytest.raises(DataError, match="changed while it was read"):
         open_dataset(cfg)
     assert not (tmp_path / "cache").exists()
@@ -407,8 +407,8 @@ def test_a_killed_prepare_leaves_nothing_that_looks_complete(cfg: Config, tmp_pa
 
 def test_two_processes_prepare_once(cfg: Config, tmp_path: Path) -> None:
     slow = (
-        "import time; from ngpt_train.data.prepared.build import Preparation; write = Preparation._assemble\n"
-        "Preparation._assemble = lambda *args: (time.sleep(1), write(*args))[1]"
+        "import time; from ngpt_train.data.prepared.build import Preparation; write = Preparation._tokenize\n"
+        "Preparation._tokenize = lambda *args: (time.sleep(1), write(*args))[1]"
     )
     processes = [run_prepare(cfg, slow) for _ in range(2)]
     results = [process.communicate() for process in processes]

@@ -104,7 +104,7 @@ import json, logging, multiprocessing, os, signal, sys
 from pathlib import Path
 from ngpt_train.config.schema import Config
 from ngpt_train.data import prepare_dataset
-from ngpt_train.data.prepared import assembly
+from ngpt_train.data.prepared import writer
 from ngpt_train.data.sources import local
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
@@ -113,7 +113,7 @@ if __name__ == "__main__":
     cfg.data.kind, cfg.data.path, cfg.data.cache, cfg.data.val_fraction = "local", corpus, out + "_cache", 0.1
     cfg.data.shard_tokens, cfg.data.prepare_workers = 5000, workers
     cfg.tokenizer.kind, cfg.model.context = "bytes", 32
-    record = assembly.Assembly.record
+    record = writer.ShardWriter.record
     def record_and_die(self):
         global records
         record(self)
@@ -121,7 +121,7 @@ if __name__ == "__main__":
         if records == 0:
             print(*[child.pid for child in multiprocessing.active_children()], flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-    assembly.Assembly.record = record_and_die
+    writer.ShardWriter.record = record_and_die
     prepare_dataset(cfg, Path(out))
 """
 
