@@ -216,14 +216,14 @@ def test_what_a_kill_left_is_used_where_it_fits(
     assert written == content(prepare_dataset(cfg, tmp_path / "fresh").path)
 
 
-def test_text_that_has_changed_before_the_first_shard(
+def test_an_earlier_unit_that_finished_no_shard_counts(
     corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In a unit of its own, too small for a shard. Caught: the units after it are gone on with."""
+    """The journal has no entry of it. Caught: entries of later units that are used although its text has changed."""
     caplog.set_level(logging.INFO)
     (corpus / "0.jsonl").write_text('{"text": "one"}\n')
-    assert prepare_killed(corpus, tmp_path / "out", workers=1, records=3)[0] == -signal.SIGKILL
-    (corpus / "0.jsonl").write_text('{"text": "two"}\n')
+    assert prepare_killed(corpus, tmp_path / "out", workers=1, records=6)[0] == -signal.SIGKILL
+    (corpus / "0.jsonl").write_text('{"text": "another"}\n')
     written = content(prepare_dataset(config(corpus), tmp_path / "out").path)
     assert "going on after" not in caplog.text
     assert written == content(prepare_dataset(config(corpus), tmp_path / "fresh").path)
