@@ -42,7 +42,7 @@ Heard = Callable[[int, int, int], None]  # unit, documents, bytes of text
 
 @dataclass
 class SplitIds:
-    """Of one split: the ids of documents one after the other, each with eos, and of each its ids and bytes."""
+    """Documents of one split: all their ids, eos after each. lengths, sizes: of each document its ids and its bytes."""
 
     ids: NDArray[np.integer]
     lengths: NDArray[np.int64]
