@@ -64,8 +64,8 @@ class _SphereStep(torch.autograd.Function):
         else:
             out, r_x, r_u = _forward(h, x, alpha)
             ctx.save_for_backward(h, x, alpha, r_x, r_u, out)  # which whoever reads it keeps anyway
-        # The same memory. A plain view torch.compile does not take for an output of its own: autograd adds up both
-        # gradients outside of the graph, which costs 8 bytes an element. What a split gives it does.
+        # The same memory twice. torch.compile takes a plain view for the same output: autograd then adds up the two
+        # gradients outside of the graph, which costs 8 bytes an element. It takes a split's output for a separate one.
         return out, out.split(out.shape[-1], dim=-1)[0]
 
     @staticmethod

@@ -116,7 +116,7 @@ def test_many_resumes(tmp_path: Path, text: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path, number: signal.Signals) -> None:
-    """To all processes at once, as Ctrl-C and many launchers do. Caught: a worker that ends before the trainer has."""
+    """To all processes at once, as Ctrl-C and many launchers do. Caught: a worker that is left behind."""
     given = arguments(tmp_path, text, *STREAMED, "train.steps=2000", "data.workers=2")
     process = start(given)
     wait_for_step(tmp_path / "runs/test", 3)
@@ -153,7 +153,7 @@ def test_ranks_that_do_not_divide_the_streams(tmp_path: Path, text: Path) -> Non
     assert data_hashes(tmp_path / "parts/runs/test") == expected
 
 
-def test_error_of_a_worker_names_the_shard(tmp_path: Path) -> None:
+def test_a_damaged_shard_is_named(tmp_path: Path) -> None:
     text = write_parquet_shards(tmp_path / "text", (30, 30, 30))
     damaged = text / "train-00002.parquet"
     damaged.write_bytes(damaged.read_bytes()[:-200] + bytes(200))

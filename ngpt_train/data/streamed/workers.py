@@ -176,8 +176,8 @@ class Worker:
         self._process = context.Process(
             target=_make_rows, args=(text, numbers, streams, start, self._queue), name="data worker", daemon=True
         )
-        # A worker ignores these signals as soon as it runs. One that is interrupted before would leave this process
-        # writing to nobody.
+        # Ctrl-C reaches the whole terminal, and SIGTERM often all processes of a job. A worker inherits that they are
+        # blocked: the trainer, which may need more rows to end its step, stops its workers.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
         try:
             self._process.start()
@@ -185,7 +185,7 @@ class Worker:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         # The worker's end of the pipe: while it is open here, a worker that is killed within a block has no end.
         self._queue._writer.close()  # type: ignore[attr-defined]
-        # At the exit of a trainer that did not close it: multiprocessing's own SIGTERM is ignored.
+        # At the exit of a trainer that did not close it: multiprocessing's own SIGTERM is blocked.
         self._kill = Finalize(self, self._process.kill, exitpriority=0)
         self._block: Iterator[tuple[Ids, Any]] = iter(())
         self.skipped: dict[str, str] = {}
@@ -226,10 +226,6 @@ class Worker:
 
 
 def _make_rows(text: StreamedText, numbers: Iterable[int], streams: set[int], start: Start, rows: Any) -> None:
-    # Ctrl-C reaches the whole terminal, and SIGTERM often all processes of a job. The trainer, which may need more rows
-    # to end its step, stops its workers.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_parent()
     made: list[tuple[Ids, Cursor]] = []
 

@@ -91,8 +91,13 @@ def test_both_sides_read_the_same_ids(tmp_path: Path) -> None:
     ours = TrainLoader(reader_of(dataset, config), 8, 8)
     theirs = data.datasets_batches(text, dataset.tokenizer, 64)
     counts = np.zeros((2, 257))
+    last = None
     for _ in range(20):
-        for side, targets in enumerate((next(ours)[0][0][1], next(theirs)[1])):
+        tokens, their_targets = next(theirs)
+        assert last in (None, tokens[0, 0])
+        np.testing.assert_array_equal(tokens[1:, 0], their_targets[:-1, -1])
+        last = their_targets[-1, -1]
+        for side, targets in enumerate((next(ours)[0][0][1], their_targets)):
             assert targets.shape == (8, 64)
             counts[side] += np.bincount(targets.ravel(), minlength=257)
     np.testing.assert_allclose(counts[0] / counts[0].sum(), counts[1] / counts[1].sum(), atol=0.02)

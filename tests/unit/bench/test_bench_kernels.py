@@ -66,7 +66,9 @@ def test_what_a_kernel_leaves_behind(how: str, monkeypatch: pytest.MonkeyPatch) 
         if how == "nan":
             out = out * float("nan")
         elif how == "unwritten":
-            out = torch.cat([out[:1], torch.empty_like(out[1:])])
+            rest = torch.empty_like(out[1:])
+            assert rest.isnan().all()
+            out = torch.cat([out[:1], rest])
         else:
             h.to_move.data.mul_(2)
             out, _ = formula(h, x, alpha)

@@ -12,6 +12,7 @@ Elsewhere:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -39,6 +40,7 @@ from ngpt_train.data.prepared import units
 from ngpt_train.data.rows import Reader
 from ngpt_train.data.sources.local import list_files
 from ngpt_train.data.sources.text import FetchError, Shard
+from ngpt_train.data.streamed import balance
 from ngpt_train.data.streamed import cache as shard_cache
 from ngpt_train.data.streamed.cache import HEADER, Documents, ShardCache, read_header
 from ngpt_train.data.streamed.workers import StreamReader
@@ -328,8 +330,19 @@ def test_a_killed_worker_is_noticed(text: Path, tmp_path: Path, n_rows: int) -> 
     reader.close()
 
 
-def test_a_worker_leaves_sigterm_to_its_trainer(text: Path, tmp_path: Path) -> None:
-    """As launchers send it to all processes. Caught: a last step without rows, and so no last checkpoint."""
+def test_the_error_of_a_worker(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """About a shard that nothing has opened before the workers start. Caught: a traceback of the worker."""
+    monkeypatch.setattr(balance, "MOST_BYTES", 0)
+    make, message = FAULTS["utf8 in jsonl"]
+    make(text)
+    cfg = config(text, tmp_path / "cache", workers=1, open_shards=1)
+    with contextlib.closing(reader_of(open_dataset(cfg), cfg)) as reader, pytest.raises(DataError, match=message):
+        take_all(reader, 0)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_worker_leaves_signals_to_its_trainer(text: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """As Ctrl-C and launchers send them to all processes. Caught: a last step without rows, and no last checkpoint."""
     cfg = config(text, tmp_path / "cache", workers=1)
     expected, _ = rows(dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, workers=0)), 400)
     reader = reader_of(open_dataset(cfg), cfg)
@@ -339,7 +352,7 @@ def test_a_worker_leaves_sigterm_to_its_trainer(text: Path, tmp_path: Path) -> N
     for first in range(0, 400, 8):
         found.append(np.stack(reader.take(np.arange(first, first + 8))[:2], 1))
         if first % 80 == 0 and process.pid is not None:
-            os.kill(process.pid, signal.SIGTERM)
+            os.kill(process.pid, number)
     np.testing.assert_array_equal(np.concatenate(found), expected)
     reader.close()
     assert not process.is_alive()

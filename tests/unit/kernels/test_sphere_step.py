@@ -118,8 +118,13 @@ def test_each_gradient_has_its_own_dtype(kernels: str) -> None:
     alpha = torch.full((1024,), 0.25 * (1 + 0.99 * 2**-8))
     arguments = [t.requires_grad_() for t in (h, x.float(), alpha)]
     with chosen(kernels):
-        found = torch.autograd.grad(sphere_step(*arguments), arguments, g)
+        out = sphere_step(*arguments)
+        found = torch.autograd.grad(out, arguments, g)
     assert [one.dtype for one in found] == [torch.bfloat16, torch.float32, torch.float32]
+    # Of the way from the output for alpha to the one for the rounded alpha: noise of 1 / sqrt(4096), or all of it.
+    right, rounded = expected(h, x, alpha, *g)[0], expected(h, x, alpha.detach().bfloat16(), *g)[0]
+    assert abs(((out[0].double() - right) * (rounded - right)).sum() / (rounded - right).square().sum()) < 0.2
+    assert (found[1] != found[1].bfloat16()).float().mean() > 0.9
     # Without Triton h' is kept in bf16, and the part of the gradient along it with it.
     assert error(found[1], expected(*arguments, *g)[3]) < {"triton": 1e-3, "torch": 3e-3}[kernels]
 

@@ -42,6 +42,7 @@ def test_a_step_without_one(operation: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert set(KERNELS) == set(OPERATIONS)
     config = make_config("ngpt", Row("debug", 8), "cpu", 1)
     config.train.batch_rows, config.kernels.kind = 1, "triton"
+    before = dispatch._choice
     with dispatch.chosen("triton"):
         full = Variant(build_state(config), "triton")
         full()
@@ -53,7 +54,7 @@ def test_a_step_without_one(operation: str, monkeypatch: pytest.MonkeyPatch) -> 
     assert ablated.state.model is full.state.model
     assert isinstance(ablated.state.optimizer, RowAdam) == (operation != "adam")
     assert max((p.norm(dim=-1) - 1).abs().max() for p in full.state.model.parameters() if p.ndim == 2) < 1e-5
-    assert dispatch._without == {}
+    assert (dispatch._choice, dispatch._without) == (before, {})
 
 
 def test_what_is_compiled_follows() -> None:
