@@ -88,7 +88,7 @@ def bench(
 def implementations(
     doc_ids: Tensor, d_head: int, dtype: torch.dtype, say: Callable[[str], None]
 ) -> dict[str, Implementation]:
-    """All implementations by name; flash-attn only where it is installed and runs here, the others anyway.
+    """All implementations by name, whether they run here or not; flash-attn only where it does.
 
     doc_ids `(B, T)`: the documents of those whose name begins with "documents, ".
     """

@@ -30,7 +30,7 @@ from ngpt_train.data.tokenizers.gpt2 import parse_ranks
 
 BATCH_ROWS = 8
 SHARDS = 8
-CHARACTERS = 6_000_000  # at most, of text: about what a round of streaming reads, so that all sides read the same
+CHARACTERS = 6_000_000  # of text: roughly what a round of streaming reads, so that all sides read the same text
 TOKENS = 1_500_000  # that a round of streaming reads
 PREPARED_TOKENS = 20_000_000  # that a round reads from prepared shards
 ROUNDS = 5
@@ -66,9 +66,9 @@ def _bench(config: Config, directory: Path) -> Iterator[Entry]:
 
 
 def write_parquet(config: Config, directory: Path) -> Path:
-    """Writes every nth document of the config's text, about CHARACTERS in all, to SHARDS parquet files in `directory`.
+    """Writes every nth document of the config's text to SHARDS parquet files in `directory`, which it returns.
 
-    Row groups have 100 documents. Returns `directory`.
+    n is chosen so that about CHARACTERS, at most twice as many, are left. Row groups have 100 documents.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
