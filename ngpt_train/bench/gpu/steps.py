@@ -113,7 +113,7 @@ class Measured:
 class Variant:
     """A training state that takes steps on the same tokens each time; a call is a step and returns its tokens.
 
-    kernels, without: as `dispatch.chosen` takes them. losses: of the steps so far, 0-dim, nats per token.
+    kernels, without: as for `dispatch.chosen`. losses: of the steps so far, 0-dim, nats per token.
     """
 
     def __init__(self, state: TrainState, kernels: str = AUTO, without: str | None = None) -> None:
@@ -130,12 +130,9 @@ class Variant:
         return float(config.train.rows_per_step * config.model.context)
 
     def changed(self, kernels: str = AUTO, without: str | None = None) -> Variant:
-        """A variant with the same weights and other kernels.
-
-        It has an optimizer of its own where the optimizer's kernel changes, because `build_optimizer` chooses it.
-        """
+        """The same weights with other kernels; its own optimizer if that one's kernel changes."""
         state = self.state
-        if kernels == "torch" or without == "adam":
+        if kernels == "torch" or without == "adam":  # build_optimizer chooses the optimizer's kernel
             with dispatch.chosen(kernels, without):
                 optimizer = build_optimizer(state.model, state.model.parameter_groups(), state.config.optim)
             state = replace(state, optimizer=optimizer)
@@ -264,8 +261,7 @@ def measured(
 ) -> Measured:
     """The result of a variant whose times are in `entry`, with its problems and peak memory.
 
-    gpt: GPT's entry, None where it was not timed. ablated: the weights are another variant's, which is checked itself;
-    then the losses need only be finite.
+    gpt: GPT's entry, if it was timed. ablated: the weights are another, checked variant's; losses need only be finite.
     """
     losses = [float(loss) for loss in variant.losses]
     if ablated:
@@ -324,11 +320,8 @@ def peak_memory(run: Run, place: Place) -> float | None:
 
 @torch.no_grad()
 def problems(state: TrainState, losses: list[float], micro_batch: tuple[Tensor, Tensor]) -> list[str]:
-    """What is wrong with the steps of a variant, in words; empty where nothing is.
-
-    Losses must be finite and fall, rows of projected matrices must have length 1, and the loss must be the same with
-    and without kernels.
-    """
+    """What is wrong with a variant's steps, in words: losses that are not finite or do not fall, rows off the sphere, a
+    loss that is another without kernels."""
     found = []
     if not all(map(_finite, losses)):
         found.append(f"a loss is not finite: {losses}")
