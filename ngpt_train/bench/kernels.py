@@ -138,7 +138,7 @@ def cases_of(device: torch.device, shape: Shape, sizes: Sizes) -> list[Case]:
 
     def rotary_step(function: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Operation:
         def step(qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
-            return function(qkv, cos, sin, heads, heads, False, scale is not None, scale)
+            return function(qkv, cos, sin, rotary.RotaryOptions(heads, heads, False, scale is not None), scale)
 
         return step
 
