@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.kernels.attention import Mask, attention
-from ngpt_train.kernels.rotary import Heads, rotary
+from ngpt_train.kernels.rotary import Heads, RotaryOptions, rotary
 from ngpt_train.models.layers.linear import FusedLinear, OutputLinear
 from ngpt_train.models.layers.rope import Rope, rotate
 
@@ -46,7 +46,8 @@ class Attention(nn.Module):
         """As `heads`, of q, k and v side by side `(B, T, d_q + 2 d_kv)`."""
         if rope is None:
             return self.heads(*self.split(qkv), None)
-        return rotary(qkv, rope.cos, rope.sin, self.n_heads, self.n_kv_heads, rope.interleaved, False, None)
+        options = RotaryOptions(self.n_heads, self.n_kv_heads, rope.interleaved, normalized=False)
+        return rotary(qkv, rope.cos, rope.sin, options, scale=None)
 
     def split(self, qkv: Tensor) -> Heads:
         """q, k and v, of q, k and v side by side."""
