@@ -1,9 +1,9 @@
-"""Weights & Biases in a process of its own: the side of the training process.
+"""The training process's side of Weights & Biases.
 
-wandb runs in a process of its own (wandb_follower.py), which reads `metrics.jsonl` as it grows. The
-training process starts it, looks once per record whether it still runs, and at the end waits a bounded
-time for it. So wandb cannot delay or stop a run, whether it fails, hangs, crashes or is not installed. It has
-no terminal on which to ask for a key, and no number depends on it.
+wandb runs in another process, the follower (wandb_follower.py), which reads `metrics.jsonl` as it grows. The training
+process starts the follower, checks once per record whether it still runs, and at the end waits a bounded time for it.
+So wandb cannot delay or stop a run, even if it fails, hangs, crashes or is not installed. The follower has no terminal
+on which wandb could ask for a key.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from typing import Any
 
 from ngpt_train.config.schema import WandbConfig
 
-OFFLINE_START_SECONDS = 30.0  # no network is involved, so only a broken installation or disk takes this long
+OFFLINE_START_SECONDS = 30.0  # without the network, only a broken installation or disk takes this long
 
 
 class WandbSink:
-    """Has a follower process hand to wandb what is appended to the file `metrics` from now on.
+    """Starts a follower, which logs to wandb the lines that are appended to the file `metrics` from now on.
 
-    config: what wandb shows as the run's config; secrets must be out of it already.
+    config: the config that wandb shows; it must be without secrets.
     say: takes one line for people.
-    All files are below run_dir; what wandb prints, with a traceback where it fails, is in logs/wandb.log.
+    All files are below run_dir. Prints of wandb, and the traceback if it fails, are in logs/wandb.log.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class WandbSink:
         self._started = False
         self._failure = ""
         with self._log_path.open("ab") as log:
-            # In a session of its own, neither Ctrl-C nor torchrun's signals end it before its records are read.
+            # In a session of its own the follower gets neither Ctrl-C nor torchrun's signals, which would end it before
+            # it has read all records.
             self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
                 [sys.executable, "-m", "ngpt_train.observe.wandb_follower"],
                 stdin=subprocess.PIPE,
@@ -76,14 +77,14 @@ class WandbSink:
     def _send(self, line: str) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone; _look finds that out and says so
+        with contextlib.suppress(BrokenPipeError):  # the follower has ended, which _look will report
             self._process.stdin.write(line.encode() + b"\n")
 
     def _look(self) -> None:
-        """Passes on what the follower says; where it ended before its time, starts an offline one or gives up."""
+        """Passes on the follower's messages. If it has ended too early, starts an offline follower or gives up."""
         if self._process is None:
             return
-        status = self._process.poll()  # before the read, so that its last words are not missed
+        status = self._process.poll()  # before the read, so that the last messages are not missed
         assert self._process.stdout is not None
         for line in (self._process.stdout.read() or b"").decode(errors="replace").splitlines():
             kind, _, text = line.partition(" ")
@@ -131,7 +132,7 @@ class WandbSink:
         pass
 
     def close(self, reason: str) -> None:
-        """Waits for the rest to be handed over: seconds, at most two timeouts and an offline start."""
+        """Waits until the follower has logged the rest: at most two timeouts and an offline start."""
         self._end = json.dumps(reason)
         self._look()
         if self._process is not None:
@@ -140,7 +141,7 @@ class WandbSink:
         while self._process is not None and time.monotonic() < deadline:
             self._look()
             time.sleep(0.02)
-        if self._process is not None:  # it watches its own time, so only a stopped process comes here
+        if self._process is not None:  # it bounds its own time, so only a suspended process is left here
             self._process.kill()
             self._process.wait()
             self._release()
@@ -148,7 +149,7 @@ class WandbSink:
 
 
 def _run_id(run_dir: Path) -> str:
-    """The wandb id of this run directory; with it a resume continues the same wandb run."""
+    """The wandb id of this run directory, kept in a file, by which a resume continues the same wandb run."""
     path = run_dir / "wandb_id"
     if not path.exists():
         path.write_text(secrets.token_hex(4) + "\n")
