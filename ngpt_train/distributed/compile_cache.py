@@ -33,7 +33,7 @@ def keep_compiled(config: Config) -> None:
         return
     ours = [name for name in VARIABLES if name == INDUCTOR or name not in os.environ]
     directory = Path(config.data.cache).expanduser().absolute() / "compiled" / machine()
-    if problem := unusable(directory):
+    if problem := why_unusable(directory):
         line = f"data.cache: {directory} {problem}; torch.compile keeps what it compiles where torch does by default"
         say_once(logging.WARNING, line)
         return
@@ -57,7 +57,7 @@ def machine() -> str:
     return f"torch{torch.__version__}-{python}-{platform.machine()}-{hashlib.sha256(cpu.encode()).hexdigest()[:8]}"
 
 
-def unusable(directory: Path) -> str | None:
+def why_unusable(directory: Path) -> str | None:
     """Creates `directory`; returns why torch cannot keep its files there, or None if it can."""
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,7 @@ one pool of memory. A replay writes its outputs (hidden states, gradients of par
 were recorded. torch tracks which outputs are in use only within one "step", and the caller tells torch where a step
 begins. Recording a block frees all outputs of earlier steps, and using one of them raises an error; a replay overwrites
 them silently. So no output of a graph may be needed after the next step begins. Here a step is one forward pass of the
-model with the backward pass that may follow (`begin_graphs_anew`). A block has two kinds of outputs:
+model with the backward pass that may follow (`begin_graph_step_at_forward`). A block has two kinds of outputs:
 
 - Hidden states, and tensors saved for the backward pass or recomputed in it. They are not needed after the backward
   pass.
@@ -43,7 +43,7 @@ def check_cuda_graphs(device: torch.device) -> None:
         )
 
 
-def begin_graphs_anew(model: nn.Module) -> None:
+def begin_graph_step_at_forward(model: nn.Module) -> None:
     """Registers a hook by which each forward pass of `model` begins a step of torch's CUDA graphs."""
 
     def begin(*_: Any) -> None:

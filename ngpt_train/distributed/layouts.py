@@ -18,7 +18,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.log import say_once
 from ngpt_train.distributed.compile_cache import keep_compiled
-from ngpt_train.distributed.cuda_graphs import begin_graphs_anew, check_cuda_graphs
+from ngpt_train.distributed.cuda_graphs import begin_graph_step_at_forward, check_cuda_graphs
 from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
@@ -81,7 +81,7 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
         for block in model.blocks():
             block.compile(dynamic=False, mode="reduce-overhead" if config.train.cuda_graphs else None)
     if config.train.cuda_graphs:
-        begin_graphs_anew(model)
+        begin_graph_step_at_forward(model)
     if kind == "fsdp":
         shard(model, world)
         model.to_empty(device=world.device)

@@ -73,7 +73,7 @@ class World:
         """
         if self.size == 1:
             return function()
-        return _of_main(_outcome(function) if self.is_main else (None, None))
+        return _share_outcome_of_main(_outcome(function) if self.is_main else (None, None))
 
     def on_main_without_timeout(self, function: Callable[[], T]) -> T:
         """As `on_main`, for a function that may take hours, such as a download.
@@ -89,7 +89,7 @@ class World:
                 outcome = _outcome(function)
         else:
             work.wait_for_rank(0)
-        return _of_main(outcome)
+        return _share_outcome_of_main(outcome)
 
     def on_all_without_timeout(self, function: Callable[[], T]) -> T:
         """Runs `function` on every rank and returns this rank's result when all ranks are done. A rank may take hours.
@@ -119,7 +119,7 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _of_main(outcome: tuple[T | None, Exception | None]) -> T:
+def _share_outcome_of_main(outcome: tuple[T | None, Exception | None]) -> T:
     """Returns rank 0's result on every rank, or raises its exception. A collective call."""
     box = list(outcome)
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
@@ -148,7 +148,7 @@ def join_world(config: Config) -> World:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     if not dist.is_initialized():
         return World(rank=0, size=1, local_rank=0, device=device)
-    _outlive_process_group()
+    _keep_process_group()
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device, config.parallel.timeout)
 
 
@@ -165,7 +165,7 @@ def collective_timeout(config: Config) -> float:
 
 
 @functools.cache
-def _outlive_process_group() -> None:
+def _keep_process_group() -> None:
     """Keeps gloo's destructor from running, and gives gloo's threads time before the interpreter ends.
 
     The destructor joins gloo's threads while it holds the interpreter's lock. A thread that still releases the tensors

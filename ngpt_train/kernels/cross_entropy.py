@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.kernels.dispatch import runs_on_triton
-from ngpt_train.kernels.norm import wide
+from ngpt_train.kernels.norm import at_least_fp32
 from ngpt_train.kernels.operation import operation
 
 GPU_ROWS = 4096  # tokens in a chunk: large enough for efficient products, 256 MiB of bf16 logits at V = 32k
@@ -50,7 +50,7 @@ def linear_cross_entropy(
     raise, and there the loss and the gradients that the target contributes to are NaN. Raises ValueError for shapes
     that do not fit.
     """
-    z = wide(h) @ matrix.to(wide(h).dtype).t()  # (..., V)
+    z = at_least_fp32(h) @ matrix.to(at_least_fp32(h).dtype).t()  # (..., V)
     if scale is not None:
         z = z * scale  # eq. 3 of nGPT
     counts = targets != IGNORED

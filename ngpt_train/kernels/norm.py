@@ -10,9 +10,9 @@ SHORTEST = 1e-12
 
 def normalize(x: Tensor) -> Tensor:
     """Norm(x) = x / max(||x||, 1e-12) over the last dimension; computed and returned in at least fp32."""
-    return F.normalize(wide(x), dim=-1, eps=SHORTEST)
+    return F.normalize(at_least_fp32(x), dim=-1, eps=SHORTEST)
 
 
-def wide(x: Tensor) -> Tensor:
+def at_least_fp32(x: Tensor) -> Tensor:
     """x in at least fp32: bf16 and fp16 are cast to fp32, fp64 stays fp64."""
     return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from ngpt_train.kernels.norm import SHORTEST, normalize, wide
+from ngpt_train.kernels.norm import SHORTEST, at_least_fp32, normalize
 from ngpt_train.kernels.operation import operation
 
 Layout = tuple[int, int, bool, bool]  # n_heads, n_kv_heads, interleaved, normalized
@@ -48,7 +48,7 @@ def rotary(
     Computed in at least fp32. Raises ValueError for other shapes.
     """
     q, k, v = heads_of(qkv, n_heads, n_kv_heads)
-    q, k = rotate(wide(q), cos, sin, interleaved), rotate(wide(k), cos, sin, interleaved)
+    q, k = rotate(at_least_fp32(q), cos, sin, interleaved), rotate(at_least_fp32(k), cos, sin, interleaved)
     if normalized:
         q, k = normalize(q), normalize(k)  # eq. 15 and 16 of nGPT
     if scale is not None:
@@ -161,7 +161,7 @@ def forward_by_hand(
     normalized: bool,
 ) -> tuple[Tensor, Tensor]:
     """q' and k', contiguous, as `rotary` returns them."""
-    q, k, _ = heads_of(wide(qkv), n_heads, n_kv_heads)
+    q, k, _ = heads_of(at_least_fp32(qkv), n_heads, n_kv_heads)
     q, k = (rotate_by_hand(x, cos, sin, interleaved) for x in (q, k))
     if normalized:
         for x in (q, k):
@@ -191,9 +191,9 @@ def backward_by_hand(
     """
     d_qkv, d_scale = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), None
     *d_qk, d_v = heads_of(d_qkv, n_heads, n_kv_heads)
-    *qk, _ = heads_of(wide(qkv), n_heads, n_kv_heads)
+    *qk, _ = heads_of(at_least_fp32(qkv), n_heads, n_kv_heads)
     d_v.copy_(dv)
-    for x, dx, g, t in zip(qk, d_qk, (wide(dq), wide(dk)), (scale, None), strict=True):
+    for x, dx, g, t in zip(qk, d_qk, (at_least_fp32(dq), at_least_fp32(dk)), (scale, None), strict=True):
         norm = norms(x) if normalized else None  # (B, T, H, 1): ||q|| = ||p||
         r = None if norm is None else reciprocal(norm)
         radial = None  # n . e

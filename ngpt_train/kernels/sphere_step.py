@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ngpt_train.kernels.norm import SHORTEST, normalize, wide
+from ngpt_train.kernels.norm import SHORTEST, at_least_fp32, normalize
 from ngpt_train.kernels.operation import operation
 
 
@@ -45,9 +45,9 @@ def sphere_step(h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
 
     h, x `(..., d_model)`, alpha `(d_model,)` in fp32 -> `(..., d_model)` in h's dtype, computed at least in fp32.
     """
-    point = wide(h.to_move)
-    point = normalize(point + alpha * (normalize(x) - point)).to(h.to_move.dtype)
-    return HiddenState(point, point)
+    old, h_A = at_least_fp32(h.to_move), normalize(x)
+    new = normalize(old + alpha * (h_A - old)).to(h.to_move.dtype)  # eq. 10 and 11
+    return HiddenState(new, new)
 
 
 @sphere_step.twin

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ngpt_train.kernels.norm import wide
+from ngpt_train.kernels.norm import at_least_fp32
 from ngpt_train.kernels.operation import operation
 
 
@@ -29,7 +29,7 @@ def swiglu(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> 
 
     s_u, s_v: `(m,)` fp32, both or neither; None is 1. Raises ValueError for other shapes.
     """
-    u, v = wide(uv).chunk(2, dim=-1)
+    u, v = at_least_fp32(uv).chunk(2, dim=-1)
     if s_u is not None and s_v is not None:
         u, v = s_u * u, s_v * v  # eq. 20 and 21 of nGPT
     return (u * F.silu(v)).to(uv.dtype)  # eq. 18
@@ -86,7 +86,7 @@ def backward_by_hand(
     dy: Tensor, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """d_uv `(..., 2 m)` in uv's dtype; ds_u and ds_v `(m,)` in at least fp32, None without scale vectors."""
-    u, v = wide(uv).chunk(2, dim=-1)
+    u, v = at_least_fp32(uv).chunk(2, dim=-1)
     x = v if s_v is None else s_v * v
     sigma = x.sigmoid()
     silu = x * sigma

@@ -37,7 +37,7 @@ class WandbSink:
         self._timeout = settings.timeout
         self._log_path = run_dir / "logs" / "wandb.log"
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._sync = f"wandb sync {run_dir}/wandb/*run-*"
+        self._sync_command = f"wandb sync {run_dir}/wandb/*run-*"
         self._job = {
             "id": _run_id(run_dir),
             "name": run_dir.name,
@@ -77,10 +77,10 @@ class WandbSink:
     def _send(self, line: str) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # the follower has ended, which _look will report
+        with contextlib.suppress(BrokenPipeError):  # the follower has ended, which _check_follower will report
             self._process.stdin.write(line.encode() + b"\n")
 
-    def _look(self) -> None:
+    def _check_follower(self) -> None:
         """Passes on the follower's messages. If it has ended too early, starts an offline follower or gives up."""
         if self._process is None:
             return
@@ -101,7 +101,7 @@ class WandbSink:
         if self._started:
             self._say(
                 f"wandb stopped ({self._failure or 'no answer'}); metrics.jsonl has everything, "
-                f"`{self._sync}` uploads what wandb has; details in {self._log_path}"
+                f"`{self._sync_command}` uploads what wandb has; details in {self._log_path}"
             )
         elif self._online:
             self._start(online=False, why_offline=self._failure or f"no connection within {self._timeout:g} s")
@@ -115,7 +115,7 @@ class WandbSink:
 
     def _offline_message(self) -> str:
         why = f" ({self._why_offline})" if self._why_offline else ""
-        return f"wandb: offline{why}; upload with `{self._sync}`"
+        return f"wandb: offline{why}; upload with `{self._sync_command}`"
 
     def _release(self) -> None:
         assert self._process is not None
@@ -126,7 +126,7 @@ class WandbSink:
         self._process = None
 
     def log(self, record: dict[str, Any]) -> None:
-        self._look()  # the follower reads the record from the file
+        self._check_follower()  # the follower reads the record from the file
 
     def message(self, text: str) -> None:
         pass
@@ -134,18 +134,18 @@ class WandbSink:
     def close(self, reason: str) -> None:
         """Waits until the follower has logged the rest: at most two timeouts and an offline start."""
         self._end = json.dumps(reason)
-        self._look()
+        self._check_follower()
         if self._process is not None:
             self._send(self._end)
         deadline = time.monotonic() + 2 * self._timeout + OFFLINE_START_SECONDS
         while self._process is not None and time.monotonic() < deadline:
-            self._look()
+            self._check_follower()
             time.sleep(0.02)
         if self._process is not None:  # it bounds its own time, so only a suspended process is left here
             self._process.kill()
             self._process.wait()
             self._release()
-            self._say(f"wandb did not finish; `{self._sync}` uploads what it has; details in {self._log_path}")
+            self._say(f"wandb did not finish; `{self._sync_command}` uploads what it has; details in {self._log_path}")
 
 
 def _run_id(run_dir: Path) -> str:

@@ -88,7 +88,7 @@ class Checkpoints:
         self.world.on_main(lambda: _make_empty(work))
         model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
         writer = dcp.FileSystemWriter(work, sync_files=True)  # every file is fsynced
-        with _quiet():
+        with _without_process_group_warning():
             tensors: dict[str, Any] = {
                 "model": model,
                 "optimizer": optimizer,
@@ -224,7 +224,7 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
         "optimizer": optimizer,
         "statistics": _statistics_to_load(checkpoint, state.model),
     }
-    with _quiet():
+    with _without_process_group_warning():
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
     _set_statistics(state.model, tensors["statistics"], state.world)
     set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_OPTIONS)
@@ -247,7 +247,7 @@ def load_model(checkpoint: Path, model: Decoder, world: World) -> None:
         "statistics": _statistics_to_load(checkpoint, model),
     }
     check_names(checkpoint, tensors["model"])
-    with _quiet():
+    with _without_process_group_warning():
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
     _set_statistics(model, tensors["statistics"], world)
     set_model_state_dict(model, tensors["model"])
@@ -288,7 +288,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _without_process_group_warning() -> Iterator[None]:
     """Hides torch's warning that a single process saves without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")

@@ -41,7 +41,7 @@ class Interval:
     def n_skipped(self) -> int:
         return int(self._n_skipped)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         for value in (self._loss_sum, self._n_targets, self._n_skipped):
             value.zero_()
 

@@ -112,7 +112,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             }
             for sink in parts.sinks:
                 sink.log(record)
-            state.interval.begin_anew()
+            state.interval.reset()
         parts.after_step()
         reason = stop_together.reason(state.step)
         ending = reason is not None or state.step == last

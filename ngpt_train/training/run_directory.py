@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 DONE = "done"  # the reason in exit.json of a run that reached its planned end
 _LEFT_BY_A_KILLED_START = ("lock", "run.json", ".run.json.partial", ".config.yaml.partial")
 # The files that run.overwrite deletes, in this order. config.yaml is last, because it marks a run directory.
-_OURS = (
+_RUN_FILES = (
     *(
         "checkpoints",
         "metrics.jsonl",
@@ -70,7 +70,7 @@ class RunDirectory:
         name = f"run.name={config.run.name}"
         self._check_place(config)
         if not self.used and not self._other_files():
-            return _nothing_found(config, self.checkpoints)
+            return _no_checkpoint(config, self.checkpoints)
         if not self.used:
             raise ConfigError(
                 f"{name}: {self.path} exists and is not the directory of a run. Choose another run.name or run.root."
@@ -82,7 +82,7 @@ class RunDirectory:
             )
         stored = read_yaml(self.path / "config.yaml")
         if config.run.overwrite:
-            return _nothing_found(config, self.checkpoints)
+            return _no_checkpoint(config, self.checkpoints)
         if config.run.resume == "never":
             raise ConfigError(
                 f"run.resume=never: {self.path} holds a run. Choose another run.name, "
@@ -92,7 +92,7 @@ class RunDirectory:
             self._check_data(name, data)  # before check_resume, which would report another model.vocab_size instead
         check_resume(stored, config)
         found = list_checkpoints(self.checkpoints)
-        return found[-1] if found else _nothing_found(config, self.checkpoints)
+        return found[-1] if found else _no_checkpoint(config, self.checkpoints)
 
     def _check_data(self, name: str, data: Dataset) -> None:
         """Raises DataError unless data and tokenizer are those of the run's last start."""
@@ -152,7 +152,7 @@ class RunDirectory:
         write_yaml(config, self.path / "config.yaml")
 
     def _delete(self) -> None:
-        for name in _OURS:
+        for name in _RUN_FILES:
             entry = self.path / name
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -206,7 +206,7 @@ class RunDirectory:
         return self._starts()[-1]
 
 
-def _nothing_found(config: Config, checkpoints: Path) -> Path | None:
+def _no_checkpoint(config: Config, checkpoints: Path) -> Path | None:
     """Returns None, for no checkpoint. Raises DataError if run.resume=must requires one."""
     if config.run.resume == "must":
         raise DataError(

@@ -46,9 +46,9 @@ class GPTAttention(Attention):
     def heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
         return super().heads(q, k, v, rope) if self.q_norm is None else self.normed_heads(q, k, v, rope)
 
-    def heads_of_one_product(self, qkv: Tensor, rope: Rope | None) -> Heads:
+    def heads_of_qkv(self, qkv: Tensor, rope: Rope | None) -> Heads:
         if self.q_norm is None:
-            return super().heads_of_one_product(qkv, rope)
+            return super().heads_of_qkv(qkv, rope)
         return self.normed_heads(*self.split(qkv), rope)
 
     @without_kernel("rotary", "GPT's model.qk_norm=true")

@@ -26,9 +26,9 @@ class GPTDecoderBlock(GPTBlock):
     def forward(  # type: ignore[override]
         self, h: Tensor, rope: Rope | None, mask: Tensor | None, memory: Tensor, memory_mask: Tensor | None
     ) -> Tensor:
-        h = h + self.attention(self.norm_attn(h), rope, mask)  # h_A
-        h = h + self.cross(self.norm_cross(h), None, memory_mask, memory)  # h_C, eq. 9
-        h = h + self.mlp(self.norm_mlp(h))  # h_M
+        h = h + self.attention(self.norm_attn(h), rope, mask)  # Table 1: h_A
+        h = h + self.cross(self.norm_cross(h), None, memory_mask, memory)  # Table 1: h_C, eq. 9
+        h = h + self.mlp(self.norm_mlp(h))  # Table 1: h_M
         return h  # (B, T, d_model)
 
 

@@ -43,7 +43,7 @@ class Attention(nn.Module):
         q, k, v = (x.unflatten(-1, (-1, self.d_head)) for x in (q, k, v))
         return rotate(q, rope), rotate(k, rope), v
 
-    def heads_of_one_product(self, qkv: Tensor, rope: Rope | None) -> Heads:
+    def heads_of_qkv(self, qkv: Tensor, rope: Rope | None) -> Heads:
         """As `heads`, but of one tensor qkv `(B, T, d_q + 2 d_kv)`, which `rotary` takes in one pass over memory."""
         if rope is None:
             return self.heads(*self.split(qkv), None)
@@ -61,7 +61,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, memory: Tensor | None = None) -> Tensor:
         """x `(B, T, d_model)` -> the same shape. memory `(B, S, d_model)` gives keys and values; without it x does."""
         if memory is None:
-            q, k, v = self.heads_of_one_product(self.wqkv(x), rope)  # eq. 12
+            q, k, v = self.heads_of_qkv(self.wqkv(x), rope)  # eq. 12
         else:
             assert self.wqkv.bias is None  # no architecture with cross-attention has biases
             w_q, w_kv = self.wqkv.weight(x.dtype).split([self.d_q, 2 * self.d_kv])

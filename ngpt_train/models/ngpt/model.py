@@ -40,10 +40,10 @@ class NGPTBlock(nn.Module):
         self.step = STEPS[config.update]
 
     def forward(self, h: HiddenState, rope: Rope | None, mask: Mask) -> HiddenState:
-        step, alpha_attn, alpha_mlp = self.step, self.alpha_attn(), self.alpha_mlp()
+        step, alpha_A, alpha_M = self.step, self.alpha_attn(), self.alpha_mlp()
         # step(h, x, alpha) = Norm(h + alpha (Norm(x) - h)), unless model.update says otherwise.
-        h = step(h, self.attention(h, rope, mask), alpha_attn)  # eq. 10
-        h = step(h, self.mlp(h), alpha_mlp)  # eq. 11
+        h = step(h, self.attention(h, rope, mask), alpha_A)  # eq. 10
+        h = step(h, self.mlp(h), alpha_M)  # eq. 11
         return h  # (B, T, d_model)
 
 
@@ -83,9 +83,9 @@ class NGPTAttention(Attention):
             k = normalize(k)  # eq. 16
         return q * s_qk.square(), k, v
 
-    def heads_of_one_product(self, qkv: Tensor, rope: Rope | None) -> Heads:
+    def heads_of_qkv(self, qkv: Tensor, rope: Rope | None) -> Heads:
         if rope is None:
-            return super().heads_of_one_product(qkv, None)
+            return super().heads_of_qkv(qkv, None)
         heads, s_qk = (self.n_heads, self.n_kv_heads), self.s_qk()
         # eq. 15 and 16 as in `heads`, in one pass: Norm(rope(q)) s_qk^2, Norm(rope(k)), v.
         return rotary(qkv, rope.cos, rope.sin, *heads, rope.interleaved, normalized=self.qk_norm, scale=s_qk.square())

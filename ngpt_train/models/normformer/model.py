@@ -53,9 +53,9 @@ class HeadScaleAttention(Attention):
         norms = [LayerNorm(width, config.norm_eps) if config.qkv_norm else None for width in widths]
         self.norm_q, self.norm_k, self.norm_v = norms
 
-    def heads_of_one_product(self, qkv: Tensor, rope: Rope | None) -> Heads:
+    def heads_of_qkv(self, qkv: Tensor, rope: Rope | None) -> Heads:
         if self.norm_q is None:
-            return super().heads_of_one_product(qkv, rope)
+            return super().heads_of_qkv(qkv, rope)
         return self.normed_heads(*self.split(qkv), rope)
 
     @without_kernel("rotary", lambda *arguments: None if arguments[-1] is None else "model.qkv_norm=true")

@@ -32,11 +32,11 @@ class NTransformerBlock(NGPTBlock):
         self, h: HiddenState, rope: Rope | None, mask: Tensor | None, memory: Tensor, memory_mask: Tensor | None
     ) -> HiddenState:
         step = self.step
-        alpha_attn, alpha_cross, alpha_mlp = self.alpha_attn(), self.alpha_cross(), self.alpha_mlp()
-        h = step(h, self.attention(h, rope, mask), alpha_attn)  # h_A, alpha_A
+        alpha_A, alpha_C, alpha_M = self.alpha_attn(), self.alpha_cross(), self.alpha_mlp()
+        h = step(h, self.attention(h, rope, mask), alpha_A)  # Table 1: h_A
         # Without RoPE: positions in two different sequences have no distance.
-        h = step(h, self.cross(h, None, memory_mask, memory), alpha_cross)  # h_C, alpha_C
-        h = step(h, self.mlp(h), alpha_mlp)  # h_M, alpha_M
+        h = step(h, self.cross(h, None, memory_mask, memory), alpha_C)  # Table 1: h_C
+        h = step(h, self.mlp(h), alpha_M)  # Table 1: h_M
         return h  # (B, T, d_model)
 
 

@@ -29,29 +29,29 @@ from ngpt_train.models.powernorm.keys import PowerNormConfig
 from ngpt_train.models.powernorm.running_statistics import (
     BatchStatistics,
     NormOverBatch,
-    NormWithNu,
+    PowerNormBase,
     RunningStatistics,
     move_average_,
-    updating,
+    run_and_update,
 )
 
 
-class PowerNorm(NormWithNu):
+class PowerNorm(PowerNormBase):
     """Algorithm 2, in its order. The backward pass is eq. 11 and 12, not the derivative of the forward pass.
 
     psi is sqrt(psi_squared + eps). In the warm-up X is divided by the batch's own psi, and psi_squared is the mean over
-    the batches so far. NormWithNu calls update_psi_ after a forward pass and update_nu_ after its backward pass.
+    the batches so far. PowerNormBase calls update_psi_ after a forward pass and update_nu_ after its backward pass.
     """
 
     # begin Forward Propagation
 
-    def train_on(
+    def forward_in_training(
         self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
     ) -> tuple[Tensor, BatchStatistics]:
         assert running is not None
         psi_B_squared, n_tokens = self.mean(X.detach().square(), valid)  # Get mini-batch statistics
         psi = self.root(psi_B_squared) if running.psi is None else running.psi
-        Y = _ByAlgorithm2.apply(X, psi, self.gain, self.bias, running.nu, running.sum_for_Lambda, valid)
+        Y = _PowerNormFunction.apply(X, psi, self.gain, self.bias, running.nu, running.sum_for_Lambda, valid)
         return Y, BatchStatistics((psi_B_squared,), n_tokens)
 
     @staticmethod
@@ -88,7 +88,7 @@ class PowerNorm(NormWithNu):
         return Y
 
 
-class _ByAlgorithm2(torch.autograd.Function):
+class _PowerNormFunction(torch.autograd.Function):
     """PowerNorm's two passes as an autograd function. Padding gets no gradient and does not count in Lambda."""
 
     @staticmethod
@@ -131,7 +131,7 @@ class PowerNormV(NormOverBatch):
         super().reset_parameters()
         self.psi_squared.fill_(1.0)
 
-    def train_on(
+    def forward_in_training(
         self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
     ) -> tuple[Tensor, BatchStatistics]:
         psi_B_squared, n_tokens = self.mean(X.square(), valid)
@@ -160,7 +160,7 @@ class BatchNorm(NormOverBatch):
         self.mu.zero_()
         self.variance.fill_(1.0)
 
-    def train_on(
+    def forward_in_training(
         self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
     ) -> tuple[Tensor, BatchStatistics]:
         mu_B, n_tokens = self.mean(X, valid)
@@ -246,13 +246,13 @@ class PowerNormDecoder(Decoder):
         valid = None if doc_ids is None else doc_ids >= 0
         warming_up = self.step < self.warmup_steps
         for block in cast(Iterable[PowerNormBlock], self.layers):
-            h = updating(block.norms(), warming_up, self.loss_scale, partial(block, h, rope, mask, valid))
+            h = run_and_update(block.norms(), warming_up, self.loss_scale, partial(block, h, rope, mask, valid))
 
         def final_norm(running: tuple[RunningStatistics | None, ...]) -> tuple[Tensor, tuple[BatchStatistics | None]]:
             x, batch = self.norm_final(h, valid, *running)
             return x, (batch,)
 
-        return updating([self.norm_final], warming_up, self.loss_scale, final_norm)
+        return run_and_update([self.norm_final], warming_up, self.loss_scale, final_norm)
 
     def head(self, h: Tensor) -> Head:
         return Head(h, self.unembedding)

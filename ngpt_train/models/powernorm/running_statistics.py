@@ -52,7 +52,7 @@ class NormOverBatch(nn.Module):
         self.gain = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size))
         # Sums a tensor over ranks, with a gradient. distributed/statistics.py sets it if statistics are synchronised.
-        self.over_ranks: Callable[[Tensor], Tensor] = one_rank
+        self.over_ranks: Callable[[Tensor], Tensor] = this_rank_alone
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.gain)
@@ -76,7 +76,7 @@ class NormOverBatch(nn.Module):
         for mean, value in zip(self.statistics().values(), batch.values, strict=True):
             move_average_(mean, value, (1 - self.alpha_fwd) * batch.counts())
 
-    def train_on(
+    def forward_in_training(
         self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
     ) -> tuple[Tensor, BatchStatistics]:
         """Y `(B, T, d)` in training, and the statistics of the batch."""
@@ -91,7 +91,7 @@ class NormOverBatch(nn.Module):
     ) -> tuple[Tensor, BatchStatistics | None]:
         """Y `(B, T, d)` in x's dtype, and in training the statistics of the batch."""
         X = self.group_scaled(x.to(self.gain.dtype))
-        Y, batch = self.train_on(X, valid, running) if self.training else (self.infer(X), None)
+        Y, batch = self.forward_in_training(X, valid, running) if self.training else (self.infer(X), None)
         return Y.to(x.dtype), batch
 
     def group_scaled(self, x: Tensor) -> Tensor:
@@ -116,7 +116,7 @@ class NormOverBatch(nn.Module):
         return (mean_square + self.eps).sqrt()
 
 
-def one_rank(x: Tensor) -> Tensor:
+def this_rank_alone(x: Tensor) -> Tensor:
     """The "sum over ranks" where each rank has statistics of its own: x itself."""
     return x
 
@@ -129,7 +129,9 @@ def move_average_(mean: Tensor, value: Tensor, share: Tensor | float) -> None:
 Pass = Callable[[tuple[RunningStatistics | None, ...]], tuple[Tensor, tuple[BatchStatistics | None, ...]]]
 
 
-def updating(norms: Sequence[NormOverBatch], warming_up: bool, loss_scale: Tensor | float, compute: Pass) -> Tensor:
+def run_and_update(
+    norms: Sequence[NormOverBatch], warming_up: bool, loss_scale: Tensor | float, compute: Pass
+) -> Tensor:
     """Calls `compute` with the running statistics of `norms`, updates these, and returns the h of `compute`."""
     running = tuple(norm.running_statistics(warming_up, loss_scale) for norm in norms)
     h, batches = compute(running)
@@ -138,7 +140,7 @@ def updating(norms: Sequence[NormOverBatch], warming_up: bool, loss_scale: Tenso
     return h
 
 
-class NormWithNu(NormOverBatch):
+class PowerNormBase(NormOverBatch):
     """PowerNorm's running statistics: when they are updated, and in which units. `PowerNorm` has the equations.
 
     nu is kept in units of the summed loss, so that it does not change when the loss is scaled differently in each step.
