@@ -1,1 +1,1 @@
-"""Benchmarks: what is compared runs side by side, in turn, in one process. `python -m ngpt_train bench WHAT`."""
+"""Benchmarks, `python -m ngpt_train bench WHAT`. Things that are compared take turns in one process."""

@@ -1,7 +1,7 @@
-"""What saving and loading a checkpoint costs, beside torch.save and torch.load of the same tensors.
+"""Times saving and loading a checkpoint, beside torch.save and torch.load of the same tensors.
 
-Ours writes through to the disk, with a checksum of every file, and reads them again before it loads; torch.save leaves
-what it wrote to the operating system. Times are of the wall clock: a disk is waited for.
+Our checkpoints are synced to the disk and have a checksum of every file, which is verified before loading. torch.save
+leaves its file in the operating system's buffers. Times are wall-clock times, because waiting for a disk takes no CPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ngpt_train.bench.interleaved import Entry, interleaved
+from ngpt_train.bench.interleaved import Entry, Run, interleaved
 from ngpt_train.bench.step import steps_of, with_vocabulary
 from ngpt_train.config.schema import Config
 from ngpt_train.training import build_state
@@ -25,7 +25,7 @@ SAVE, LOAD = "checkpoint, save", "checkpoint, load"
 
 
 def bench(config: Config, rounds: int = ROUNDS) -> Iterator[Entry]:
-    """Entries of a state after one step, so that moments are there; rates count the tensors' bytes."""
+    """Entries of saving and of loading the state after one step, which has Adam's moments; rates are in bytes/s."""
     state = build_state(with_vocabulary(config))
     steps_of(state)()
     with tempfile.TemporaryDirectory() as directory:
@@ -34,7 +34,7 @@ def bench(config: Config, rounds: int = ROUNDS) -> Iterator[Entry]:
         tensors = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}
         size = float(sum(tensor.nbytes for tensor in tensors_in(tensors)))
 
-        def saved() -> Path:
+        def save() -> Path:
             return checkpoints.save(state, {}, lambda _: None)
 
         def load() -> None:
@@ -45,13 +45,15 @@ def bench(config: Config, rounds: int = ROUNDS) -> Iterator[Entry]:
             state.model.load_state_dict(read["model"])
             state.optimizer.load_state_dict(read["optimizer"])
 
-        saving = {"ours": counting(saved, size), "torch.save": counting(lambda: torch.save(tensors, beside), size)}
-        yield from named(SAVE, interleaved(saving, "torch.save", rounds, "bytes"))
-        loading = {"ours": counting(load, size), "torch.load": counting(load_beside, size)}
-        yield from named(LOAD, interleaved(loading, "torch.load", rounds, "bytes"))
+        saving = {"ours": returning(size, save), "torch.save": returning(size, lambda: torch.save(tensors, beside))}
+        yield from with_prefix(SAVE, interleaved(saving, "torch.save", rounds, "bytes"))
+        loading = {"ours": returning(size, load), "torch.load": returning(size, load_beside)}
+        yield from with_prefix(LOAD, interleaved(loading, "torch.load", rounds, "bytes"))
 
 
-def counting(function: Callable[[], object], size: float) -> Callable[[], float]:
+def returning(size: float, function: Callable[[], object]) -> Run:
+    """`function` as a run of `size` units."""
+
     def run() -> float:
         function()
         return size
@@ -59,12 +61,14 @@ def counting(function: Callable[[], object], size: float) -> Callable[[], float]
     return run
 
 
-def named(what: str, entries: list[Entry]) -> Iterator[Entry]:
+def with_prefix(what: str, entries: list[Entry]) -> Iterator[Entry]:
+    """The entries with "WHAT: " before their names."""
     for entry in entries:
         yield replace(entry, name=f"{what}: {entry.name}", relative_to=f"{what}: {entry.relative_to}")
 
 
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
+    """The tensors among the values of nested dicts."""
     if isinstance(tree, torch.Tensor):
         yield tree
     elif isinstance(tree, dict):

@@ -1,7 +1,7 @@
-"""How fast text becomes batches: beside the `datasets` library with the same tokenizer, and nanoGPT's way of reading.
+"""Times text on its way to batches, beside the `datasets` library with the same tokenizer and beside nanoGPT's reader.
 
-All on one core, rows of the config's context, in batches of 8. The text is `data.path`, or the embedded corpus, as
-parquet files in a temporary directory.
+Everything runs on one core. Rows have the config's context, batches 8 rows. The text is the config's, by default the
+embedded corpus, written as parquet files into a temporary directory.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ngpt_train.data.tokenizers.gpt2 import parse_ranks
 
 BATCH_ROWS = 8
 SHARDS = 8
-CHARACTERS = 6_000_000  # of the text that is read: every side passes through all of it in a round, or almost
-TOKENS = 1_500_000  # of streamed text a round
-PREPARED_TOKENS = 20_000_000
+CHARACTERS = 6_000_000  # of text: roughly what a round of streaming reads, so that all sides read the same text
+TOKENS = 1_500_000  # that a round of streaming reads
+PREPARED_TOKENS = 20_000_000  # that a round reads from prepared shards
 ROUNDS = 5
 
 
 def bench(config: Config) -> Iterator[Entry]:
-    """Entries of streaming, prepared shards, and the time to the first batch."""
+    """Entries of streaming, of reading prepared shards, of the time to the first batch, and of streaming's memory."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
@@ -51,12 +51,12 @@ def _bench(config: Config, directory: Path) -> Iterator[Entry]:
     files = write_parquet(config, directory / "text")
     local = replace(config.data, kind="local", path=str(files), cache=str(directory / "cache"), text_field="text")
     for kind in dict.fromkeys((config.tokenizer.kind, "gpt2")):
-        described = replace(config.tokenizer, kind=kind, path=config.tokenizer.path if kind != "gpt2" else None)
+        tokenizer = replace(config.tokenizer, kind=kind, path=config.tokenizer.path if kind != "gpt2" else None)
         streamed = replace(
-            config, tokenizer=described, data=replace(local, streaming=True, workers=0, open_shards=SHARDS)
+            config, tokenizer=tokenizer, data=replace(local, streaming=True, workers=0, open_shards=SHARDS)
         )
         yield from streaming(streamed, files)
-    prepared = replace(config, data=replace(local, streaming=False), tokenizer=described)
+    prepared = replace(config, data=replace(local, streaming=False), tokenizer=tokenizer)
     shards = directory / "shards"
     prepare_dataset(prepared, shards)
     tokens = replace(prepared, data=replace(prepared.data, kind="tokens", path=str(shards)))
@@ -66,7 +66,10 @@ def _bench(config: Config, directory: Path) -> Iterator[Entry]:
 
 
 def write_parquet(config: Config, directory: Path) -> Path:
-    """CHARACTERS or less of the config's text as SHARDS parquet files in row groups of 100."""
+    """Writes every nth document of the config's text to SHARDS parquet files in `directory`, which it returns.
+
+    n is chosen so that about CHARACTERS, at most twice as many, are left. Row groups have 100 documents.
+    """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -80,7 +83,10 @@ def write_parquet(config: Config, directory: Path) -> Path:
 
 
 def batches_of(config: Config) -> Callable[[float], float]:
-    """Reads batches of the config's data until so many tokens are there; goes on where the last call stopped."""
+    """A function that reads batches until it has at least `n_tokens` tokens, and returns how many it has.
+
+    Each call goes on where the last one stopped.
+    """
     data = open_dataset(config)
     loader = TrainLoader(reader_of(data, config), BATCH_ROWS, BATCH_ROWS)
 
@@ -95,15 +101,16 @@ def batches_of(config: Config) -> Callable[[float], float]:
 
 
 def streaming(config: Config, files: Path) -> Iterator[Entry]:
+    """Streaming the text beside a loop over the `datasets` library, in tokens/s."""
     read = batches_of(config)
     name = f"streaming, {config.tokenizer.kind}"
     tokenizer = open_dataset(config).tokenizer
-    theirs = datasets_batches(files, tokenizer, config.model.context)
+    batches = datasets_batches(files, tokenizer, config.model.context)
 
     def datasets_read() -> float:
         done = 0
         while done < TOKENS:
-            done += next(theirs)[0].size
+            done += next(batches)[0].size
         return done
 
     beside = f"datasets, {config.tokenizer.kind}"
@@ -111,7 +118,10 @@ def streaming(config: Config, files: Path) -> Iterator[Entry]:
 
 
 def datasets_batches(files: Path, tokenizer: Tokenizer, context: int) -> Iterator[tuple[NDArray[np.int64], ...]]:
-    """Batches as one writes them with the `datasets` library: stream, tokenize, concatenate, cut."""
+    """Batches as its users write them with the `datasets` library: stream, tokenize, concatenate, cut; without end.
+
+    Each is inputs and targets, `(BATCH_ROWS, context)` int64.
+    """
     import datasets
 
     encode = plain_encoder(tokenizer)
@@ -133,7 +143,7 @@ def datasets_batches(files: Path, tokenizer: Tokenizer, context: int) -> Iterato
 
 
 def plain_encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
-    """The tokenizer's own library, called as its documentation says."""
+    """Text to ids by the tokenizer's own library, called as its documentation says."""
     if tokenizer.kind == "sentencepiece":
         import sentencepiece
 
@@ -153,6 +163,7 @@ def plain_encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
 
 
 def reading(config: Config) -> Iterator[Entry]:
+    """Reading prepared shards beside nanoGPT's reader on the first of them, in tokens/s."""
     read = batches_of(config)
     [shard] = itertools.islice(sorted(Path(str(config.data.path)).glob("train-*.bin")), 1)
     ids = np.memmap(shard, "<u2" if open_dataset(config).tokenizer.vocab_size <= 1 << 16 else "<u4", mode="r")
@@ -160,7 +171,7 @@ def reading(config: Config) -> Iterator[Entry]:
     context = config.model.context
 
     def nanogpt_read() -> float:
-        """Random stretches of a file of ids, as nanoGPT's get_batch takes them."""
+        """Reads random stretches of the file of ids, as nanoGPT's get_batch does."""
         done = 0
         while done < PREPARED_TOKENS:
             starts = generator.integers(len(ids) - context, size=BATCH_ROWS)
@@ -174,7 +185,7 @@ def reading(config: Config) -> Iterator[Entry]:
 
 
 def starting(prepared: Config, streamed: Config) -> Iterator[Entry]:
-    """Opening and the first batch, at the beginning and deep in the run; the imports of a new process apart."""
+    """The time to open the data and read a batch, at a run's start and after a resume at batch 200; without imports."""
     runs: dict[str, Callable[[], float]] = {}
     for name, config in (("prepared", prepared), ("streamed", streamed)):
         runs[f"{name}: first batch"] = partial(first_batch, config)
@@ -186,8 +197,10 @@ def starting(prepared: Config, streamed: Config) -> Iterator[Entry]:
 
 
 def memory(config: Config) -> Iterator[Entry]:
-    """Resident memory, and time beside the first tenth's, while an epoch of the text is streamed, by a tokenizer that
-    costs no time."""
+    """One entry of an epoch of streaming, in tenths: resident memory, and a tenth's time over the first tenth's.
+
+    The tokenizer is `bytes`, which takes almost no time.
+    """
     quick = replace(config, tokenizer=replace(config.tokenizer, kind="bytes", path=None))
     data = open_dataset(quick)
     assert isinstance(data.train, StreamedText)
@@ -212,12 +225,13 @@ def memory(config: Config) -> Iterator[Entry]:
 
 
 def resident_mb() -> float:
-    """Without the pages of files, which the system takes back as it likes."""
+    """Megabytes of this process's own memory, without the pages of files, which the system can take back (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) / 1e3 for line in lines if line.startswith("RssAnon:"))
 
 
 def first_batch(config: Config, state: dict[str, Any] | None = None) -> float:
+    """A run that opens the data and reads one batch, at the position `state` of a checkpoint; returns 1."""
     next(batches_from(config, state))
     return 1
 

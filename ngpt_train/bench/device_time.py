@@ -1,4 +1,4 @@
-"""What a GPU takes by itself, and what it reaches at the most: copies and matrix products."""
+"""Times on the GPU's own clock, and a GPU's ceilings: the rate of a copy and of matrix products."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import torch
 
 from ngpt_train.bench.interleaved import Run
 
-SLEEP_CYCLES = 20_000_000  # 10 ms or so, in which the host launches what is timed
-CALLS = 5  # in one measurement
+SLEEP_CYCLES = 20_000_000  # about 10 ms, in which the host launches the kernels that are timed
+CALLS = 5  # of the run in one measurement
 ROUNDS = 5
 
 
 def on_device(run: Run) -> tuple[float, float]:
-    """Seconds that the GPU takes for a run; it sleeps while the host launches, so that it never waits for the host."""
+    """Seconds that the GPU takes for one call of `run`, and its units; means of CALLS calls.
+
+    The GPU sleeps while the host launches the kernels, so that it never waits for the host.
+    """
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
     torch.cuda._sleep(SLEEP_CYCLES)
@@ -26,8 +29,8 @@ def on_device(run: Run) -> tuple[float, float]:
 
 
 def copy_ceiling(device: torch.device, gigabytes: float = 4.0) -> float:
-    """GB/s, read and written, of a large copy within the GPU: what no kernel that moves memory exceeds by much."""
-    # Not of zeros, which some devices move faster.
+    """GB/s, reads and writes together, of a large copy within the GPU, which no kernel exceeds by much."""
+    # Random values, because some devices move zeros faster.
     source = torch.empty(int(gigabytes * 2**30) // 2, dtype=torch.bfloat16, device=device).normal_()
     target = torch.empty_like(source)
 
@@ -39,7 +42,10 @@ def copy_ceiling(device: torch.device, gigabytes: float = 4.0) -> float:
 
 
 def product_seconds(device: torch.device, n: int, k: int, m: int, stored: str = "nn") -> float:
-    """Of a bf16 product `(n, k) (k, m)` of random numbers. stored: n as it is, t as the transpose, for each factor."""
+    """Seconds of a bf16 matrix product `(n, k) (k, m)`.
+
+    stored: a letter for each factor, "n" where memory holds it as it is, "t" where memory holds its transpose.
+    """
 
     def factor(rows: int, columns: int, how: str) -> torch.Tensor:
         if how == "t":
@@ -57,7 +63,7 @@ def product_seconds(device: torch.device, n: int, k: int, m: int, stored: str = 
 
 
 def rate(run: Run) -> float:
-    """Units a second, the median of a few after one untimed."""
+    """Units per second on the GPU: the median of ROUNDS measurements, after one that does not count."""
     on_device(run)
     rates = []
     for _ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""Times of things that do the same, taken in turn, so that a machine's moods fall on all of them alike."""
+"""Times things that do the same, in turn, so that changes of the machine's speed fall on all of them alike."""
 
 from __future__ import annotations
 
@@ -11,37 +11,36 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of a benchmark. ratio: of the time to that of `relative_to`, the median over rounds; spread: its
-    quartiles; memory_mb: resident after a tenth and at the end, of runs that are about memory; memory_gb: a GPU's peak;
-    activations_mb: kept for the backward pass; gb_per_s: the bytes that have to be moved at the least, over the time;
-    of_ceiling: that, of what a plain copy reaches on the same device; error: relative, the largest of all outputs and
-    gradients, against fp64; document_tokens: the mean length of the documents that attention was timed on."""
+    """One line of a benchmark. A field is None where it was not measured."""
 
     name: str
     median_ms: float
-    spread: tuple[float, float]
-    ratio: float
-    relative_to: str
-    rate: float | None = None
-    unit: str | None = None
-    memory_mb: tuple[float, float] | None = None
-    mfu: float | None = None
-    memory_gb: float | None = None
-    activations_mb: float | None = None
-    gb_per_s: float | None = None
-    of_ceiling: float | None = None
-    error: float | None = None
-    document_tokens: float | None = None
+    spread: tuple[float, float]  # quartiles of the ratio
+    ratio: float  # time over that of `relative_to` in the same round, median over rounds
+    relative_to: str  # the name of another entry
+    rate: float | None = None  # units per second
+    unit: str | None = None  # of the rate, "tokens/s" for example
+    memory_mb: tuple[float, float] | None = None  # resident memory after a tenth of a run and at its end
+    mfu: float | None = None  # 0 to 1
+    memory_gb: float | None = None  # peak of the GPU's tensors
+    activations_mb: float | None = None  # kept for the backward pass
+    gb_per_s: float | None = None  # the bytes that must at least be read and written, over the time
+    of_ceiling: float | None = None  # gb_per_s over that of a plain copy on the same device
+    error: float | None = None  # the largest relative error, against fp64, of an output or a gradient
+    document_tokens: float | None = None  # mean length of the documents that attention was timed on
 
     def json(self) -> dict[str, Any]:
+        """All fields by name, for a JSON file."""
         return asdict(self)
 
 
-Run = Callable[[], float]  # does something; returns how many units of it, for the rate
-Measure = Callable[[Run], tuple[float, float]]  # calls a run once; its seconds and units
+Run = Callable[[], float]  # does the work once; returns its number of units (tokens, rows, bytes)
+Measure = Callable[[Run], tuple[float, float]]  # gives the seconds and units of a run
 
 
 def by(clock: Callable[[], float]) -> Measure:
+    """Measures a run by `clock`, which gives seconds."""
+
     def measure(run: Run) -> tuple[float, float]:
         started = clock()
         units = run()
@@ -60,17 +59,20 @@ def interleaved(
     unit: str = "units",
     measure: Measure = WALL,
 ) -> list[Entry]:
-    """Runs each of `runs` once a round, the first round untimed."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    """Runs each of `runs` once in every round; the first of rounds + 1 does not count. An entry for each run.
+
+    relative_to: the run that the others are compared with. unit: of what runs return.
+    """
+    seconds_per_unit: dict[str, list[float]] = {name: [] for name in runs}
     units: dict[str, float] = {}
     for number in range(rounds + 1):
         for name, run in runs.items():
-            taken_by_run, units[name] = measure(run)
+            run_seconds, units[name] = measure(run)
             if number:
-                seconds[name].append(taken_by_run / units[name])
+                seconds_per_unit[name].append(run_seconds / units[name])
     entries = []
-    for name, taken in seconds.items():
-        ratios = [one / other for one, other in zip(taken, seconds[relative_to], strict=True)]
+    for name, taken in seconds_per_unit.items():
+        ratios = [one / other for one, other in zip(taken, seconds_per_unit[relative_to], strict=True)]
         entries.append(
             Entry(
                 name,
@@ -86,5 +88,6 @@ def interleaved(
 
 
 def quartiles(values: list[float]) -> tuple[float, float]:
+    """The lower and the upper quartile, each one of the values."""
     ordered = sorted(values)
     return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]

@@ -1,13 +1,18 @@
-"""nGPT as public code has it: what `bench gpu` compares ours with, where "faster than public code" needs a number.
+"""nGPT written as public code writes it: `bench gpu` times our step beside it.
 
-This is our own rendition of that way of doing it, not NVIDIA's code, none of which is here, nor a measurement of it.
-What it has in common with that code is what costs time: eager mode; autocast; bf16 matrices in the blocks, without fp32
-masters, and fp32 embeddings and scales; q, k and v by three products; every normalisation a division by a norm in fp32,
-also that of h, which is of unit length already; scales of q, k, u, v and the logits in passes of their own; all logits,
-and torch's cross-entropy of them; AdamW in torch's fused form; then each matrix divided by its norms in fp32 and copied
-back. What it has not: a wrong rotation, and flash-attn's deterministic backward pass, in place of which attention is
-torch's. The function on the sphere is that of models/ngpt with its defaults, as tests/unit/bench/test_public_style.py
-compares, and so are the gradients, but for the part of the embedding's that points along its rows.
+This is our own program in the style of NVIDIA's public code. None of that code is here, and no time of this program is
+a measurement of that code. Both do the same things that cost time:
+
+- eager mode and autocast; bf16 matrices in the blocks, without fp32 masters; fp32 embeddings and scales;
+- q, k and v by three products; scales of q, k, u, v and of the logits in passes of their own;
+- every Norm is a division by a norm, in fp32, also that of h, which has unit length already;
+- all logits at once, and torch's cross-entropy of them;
+- torch's fused AdamW, after which each matrix is divided by its norms in fp32 and copied back.
+
+Two things are not as in that code: the rotation is a true one, and attention is torch's instead of flash-attn with its
+deterministic backward pass. With weights on the sphere the loss is that of models/ngpt with default keys. So are the
+gradients, except that an embedding's gradient has no part along the embedding
+(tests/unit/bench/test_public_style.py).
 """
 
 from __future__ import annotations
@@ -22,10 +27,11 @@ from torch import Tensor, nn
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.models.layers.rope import Rope, rope_table, rotate
 
-ALPHA = 0.05  # at the start; every other scale starts at 1
+ALPHA = 0.05  # initial value of alpha_A and alpha_M; every other scale starts at 1
 
 
 def unit(x: Tensor, dim: int = -1) -> Tensor:
+    """Norm(x) along `dim`."""
     return x / x.norm(p=2, dim=dim, keepdim=True)
 
 
@@ -38,7 +44,7 @@ class Block(nn.Module):
         self.q, self.k, self.v, self.out = (nn.Linear(d, d, bias=False, dtype=dtype) for _ in range(4))
         self.up = nn.Linear(d, 2 * m, bias=False, dtype=dtype)  # u, then v
         self.down = nn.Linear(m, d, bias=False, dtype=dtype)
-        # Stored at 1 / sqrt(d_model), but for s_uv.
+        # s_qk and both alpha are stored as 1 / sqrt(d_model) at initialisation, s_uv as 1.
         self.s_qk, self.alpha_attn, self.alpha_mlp = (nn.Parameter(torch.empty(d)) for _ in range(3))
         self.s_uv = nn.Parameter(torch.empty(2 * m))
 
@@ -50,18 +56,22 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=math.sqrt(q.shape[-1]))
         h = self.step(h, self.out(y.transpose(1, 2).contiguous().flatten(2)), self.alpha_attn)
 
-        # The factor belongs to v alone; on u it changes the length of what is normalised next, and nothing else.
+        # In the paper sqrt(d_model) scales v alone. On u it only changes the length of a vector that `step` normalises.
         u, v = (self.s_uv * self.sqrt_d * self.up(h)).chunk(2, dim=-1)
         return self.step(h, self.down(u * F.silu(v)), self.alpha_mlp)
 
     def step(self, h: Tensor, suggestion: Tensor, alpha: Tensor) -> Tensor:
+        """Equations 10 and 11 of nGPT, with Norm(h) in h's place: Norm(h + alpha (Norm(suggestion) - h))."""
         share = (alpha * (ALPHA * self.sqrt_d)).abs()
         h, suggestion = unit(h), unit(suggestion)
         return unit(h + share * (suggestion - h))
 
 
 class PublicStyle(nn.Module):
-    """dtype: of the blocks' matrices. The rest, and what is not autocast, is fp32, or dtype where that is wider."""
+    """The whole model. dtype: of the blocks' matrices; embeddings and scales are fp32.
+
+    Weights come from `load_state_dict`: the scales are not initialised.
+    """
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         super().__init__()
@@ -74,11 +84,10 @@ class PublicStyle(nn.Module):
         self.s_z = nn.Parameter(torch.empty(config.vocab_size))
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The mean cross-entropy of `(B, T)` ids, in nats."""
+        """The mean cross-entropy in nats. tokens, targets: ids `(B, T)`."""
         config = self.config
-        wide = self.s_z.dtype
         rope = rope_table(
-            tokens.shape[1], config.d_model // config.n_heads, config.rope_base, False, tokens.device, wide
+            tokens.shape[1], config.d_model // config.n_heads, config.rope_base, False, tokens.device, self.s_z.dtype
         )
         h = self.embedding(tokens)
         for block in self.blocks:
@@ -88,18 +97,21 @@ class PublicStyle(nn.Module):
 
     @torch.no_grad()
     def normalize_(self) -> None:
-        """Every matrix along d_model, in fp32."""
-        along: list[tuple[Tensor, int]] = [(self.embedding.weight, 1), (self.head.weight, 1)]
+        """Divides every matrix, in place, by its norms along d_model, which are computed in fp32 at least."""
+        weights: list[tuple[Tensor, int]] = [(self.embedding.weight, 1), (self.head.weight, 1)]
         for block in self.blocks:
             assert isinstance(block, Block)
-            along += [(matrix.weight, 1) for matrix in (block.q, block.k, block.v, block.up)]
-            along += [(block.out.weight, 0), (block.down.weight, 0)]
-        for weight, dim in along:
+            weights += [(matrix.weight, 1) for matrix in (block.q, block.k, block.v, block.up)]
+            weights += [(block.out.weight, 0), (block.down.weight, 0)]
+        for weight, dim in weights:
             weight.copy_(unit(weight.to(torch.promote_types(weight.dtype, torch.float32)), dim))
 
 
 class PublicSteps:
-    """Optimizer steps of it on given micro batches, each `(tokens, targets)`; a call is a step."""
+    """Optimizer steps of a `PublicStyle` on the same micro batches each time; a call is a step.
+
+    micro_batches: tokens and targets, each `(micro_rows, context)`. losses: of the steps so far, 0-dim, nats per token.
+    """
 
     def __init__(self, model: PublicStyle, lr: float, micro_batches: Sequence[tuple[Tensor, Tensor]]) -> None:
         self.model, self.micro_batches = model, micro_batches
@@ -110,10 +122,12 @@ class PublicSteps:
         self.losses: list[Tensor] = []
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross-entropy, on a GPU under autocast to bf16."""
         with torch.autocast("cuda", torch.bfloat16, enabled=self.on_gpu):
             return self.model(tokens, targets)
 
     def __call__(self) -> float:
+        """Forward, backward, clipping, AdamW and the norms of the matrices; returns the number of tokens."""
         total = torch.zeros((), device=self.model.s_z.device)
         for tokens, targets in self.micro_batches:
             loss = self.loss(tokens, targets) / len(self.micro_batches)
@@ -128,7 +142,7 @@ class PublicSteps:
 
 
 def as_public(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Our weights or gradients by canonical name, under the names and shapes of here."""
+    """Weights or gradients of models/ngpt, by canonical name, under the names and in the shapes of `PublicStyle`."""
     found = {"embedding.weight": weights["embedding"], "head.weight": weights["output"], "s_z": weights["s_z"]}
     n_layers = sum(name.endswith(".wq") for name in weights)
     for index in range(n_layers):

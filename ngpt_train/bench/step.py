@@ -1,7 +1,7 @@
-"""What an optimizer step costs: two architectures in turn in one process, on tokens drawn at random.
+"""Times the optimizer steps of two architectures, in turn in one process, on random tokens.
 
-A step is all of it: forward, backward, clipping, optimizer and projection. On GPUs it is timed to its end; on CPUs what
-counts is the time that the process was computing, because others disturb the clock on the wall.
+A step is forward, backward, clipping, optimizer and projection. On a GPU its time is wall-clock time until the device
+has finished; on a CPU it is the process's CPU time, because other processes disturb wall-clock time.
 """
 
 from __future__ import annotations
@@ -25,7 +25,10 @@ WARM_UP = 3
 
 
 def bench(configs: Mapping[str, Config]) -> Iterator[Entry]:
-    """One entry for each config, compared with the first. Needs no data; the configs are of one batch and context."""
+    """One entry for each config, compared with the first; it needs no data.
+
+    The configs have the same batch and context.
+    """
     states = {name: build_state(with_vocabulary(config)) for name, config in configs.items()}
     runs = {name: steps_of(state) for name, state in states.items()}
     for run in runs.values():
@@ -41,13 +44,13 @@ def bench(configs: Mapping[str, Config]) -> Iterator[Entry]:
 
 
 def with_vocabulary(config: Config) -> Config:
-    """There is no tokenizer here to ask for its size."""
+    """`config` with VOCAB_SIZE where model.vocab_size is auto, because a benchmark has no tokenizer to ask."""
     size = VOCAB_SIZE if config.model.vocab_size == AUTO else config.model.vocab_size
     return replace(config, model=replace(config.model, vocab_size=size))
 
 
 def tokens_of(state: TrainState) -> list[tuple[Tensor, Tensor]]:
-    """The micro batches of a step: `(micro_rows, context)` each, of this rank."""
+    """This rank's micro batches of a step: random tokens and targets, each `(micro_rows, context)`, on its device."""
     config, world = state.config, state.world
     vocab_size = int(config.model.vocab_size)
     generator = torch.Generator().manual_seed(world.rank)
@@ -58,18 +61,18 @@ def tokens_of(state: TrainState) -> list[tuple[Tensor, Tensor]]:
 
 
 def steps_of(state: TrainState) -> Callable[[], float]:
-    """A step to its end; gives the tokens of it over all ranks."""
+    """A run that takes one step, on the same tokens each time, and returns the step's tokens over all ranks."""
     micro_batches = tokens_of(state)
 
     def run() -> float:
         result = train_step(state, micro_batches, untouched=True)
-        return float(result.n_tokens)  # waits for the device
+        return float(result.n_tokens)  # reading the number waits for the device
 
     return run
 
 
 def saved_activations(state: TrainState) -> int:
-    """Bytes that a forward pass over one micro batch keeps for the backward pass, weights left out."""
+    """Bytes that the forward pass of one micro batch keeps for the backward pass, without the weights."""
     weights = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
     kept: dict[int, int] = {}
 
@@ -87,7 +90,10 @@ def saved_activations(state: TrainState) -> int:
 
 
 def mfu(state: TrainState, entry: Entry) -> float | None:
-    """(6 weights + 12 L d_model T) tokens/s over the peak of all devices, as PaLM counts; None where not known."""
+    """Model FLOPs utilization, 0 to 1, by PaLM's count: (6 weights + 12 L d_model T) tokens/s over the devices' peak.
+
+    None where the peak is not known.
+    """
     config = state.config
     flops = state.model.flops_per_token(config.model.context)
     dtype = state.model.compute_dtype or torch.float32
@@ -96,7 +102,7 @@ def mfu(state: TrainState, entry: Entry) -> float | None:
 
 
 def peak_memory(run: Callable[[], float]) -> float | None:
-    """GB of tensors at the most during a step, both architectures' weights included; None on CPUs."""
+    """The most GB of tensors on the GPU during `run`, weights of all architectures included; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     torch.cuda.reset_peak_memory_stats()

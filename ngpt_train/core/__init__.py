@@ -1,1 +1,1 @@
-"""The ground floor: errors, atomic files, JSON, constants, the log. Knows nothing of the rest."""
+"""Errors, atomic files, JSON, constants, the log, progress, secrets. Imports no other room of the package."""

@@ -1,4 +1,4 @@
-"""Values with a meaning in a batch, for those who fill it (data) and those who read it (models, training)."""
+"""Special values in a batch: data/ writes them, models/ and training/ read them."""
 
-IGNORED = -100  # target that does not count, as in torch's cross_entropy
-PADDING = -1  # document id of positions that are none
+IGNORED = -100  # target that the loss leaves out, as in torch's cross_entropy
+PADDING = -1  # document id of a position that belongs to no document

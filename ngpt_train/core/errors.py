@@ -1,13 +1,13 @@
-"""The two mistakes of a user."""
+"""The two errors that a user's mistake raises. The command line exits with their `exit_code`."""
 
 
 class ConfigError(ValueError):
-    """A mistake of the user in the configuration; the message names key, value, what is allowed and the fix."""
+    """A mistake in the configuration. The message names the key, its value, what is allowed and the fix."""
 
     exit_code = 2
 
 
 class DataError(ValueError):
-    """Data, tokenizer or checkpoint that cannot be used as asked; the message names the file and the fix."""
+    """Data, a tokenizer or a checkpoint cannot be used as configured. The message names the file and the fix."""
 
     exit_code = 3

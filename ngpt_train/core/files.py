@@ -1,4 +1,4 @@
-"""Files that are the old ones or the new ones, never half of either."""
+"""Writes files atomically: a reader finds the old content or the new content, never a part of either."""
 
 import json
 import os
@@ -9,7 +9,7 @@ from ngpt_train.core.errors import DataError
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Gives `path` new content; a kill or a power cut at any moment leaves the old or the new."""
+    """Replaces the content of `path`. After a kill or a power cut, `path` has either the old or the new content."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("wb") as file:
         file.write(content)
@@ -20,7 +20,7 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until the file or directory is on the disk."""
+    """Waits until the operating system has written the file or directory to the disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -29,12 +29,12 @@ def sync(path: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes JSON so that the file is the old one or the new one, never half of it."""
+    """Writes `content` to `path` as JSON, atomically (see `write_atomically`)."""
     write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
 def read_json(path: Path) -> Any:
-    """What `write_json` wrote; raises DataError where it is missing or damaged."""
+    """The content of a JSON file. Raises DataError where `path` cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:

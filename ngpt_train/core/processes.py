@@ -1,4 +1,4 @@
-"""Processes that this program starts."""
+"""For the processes that this program starts with `multiprocessing`."""
 
 import multiprocessing
 import os
@@ -6,7 +6,7 @@ import threading
 
 
 def end_with_parent() -> None:
-    """Ends this process as soon as the one that started it is gone, whatever it is doing."""
+    """Ends this process, with exit code 1, as soon as its parent process has ended, whatever this process is doing."""
     parent = multiprocessing.parent_process()
     assert parent is not None
 

@@ -1,4 +1,4 @@
-"""How far `prepare` is: a bar on a terminal, else a line every few seconds."""
+"""Shows how far `prepare` has come: a bar on a terminal, elsewhere a log line every few seconds."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ BAR_SECONDS = 0.2
 
 
 class Progress:
-    """Counts text and estimates when it ends. sizes: of the units, roughly bytes of text, or 1 for each.
+    """Counts tokenized text and estimates the time that is left. A context manager, which ends the bar.
 
-    done: units that an earlier start has finished.
+    what: the word in front of the line. sizes: of each unit, roughly its bytes of text, or 1 where they are unknown.
+    done: the number of units that an earlier start of the same `prepare` finished; they are the first.
     """
 
     def __init__(self, what: str, sizes: Sequence[int], done: int = 0) -> None:
         self._what, self._sizes = what, sizes
-        self._left = sum(sizes[done:])
-        self._share = sum(sizes[:done]) / max(1, sum(sizes))
-        self._text = [0] * len(sizes)
-        self._unit = done
-        self.documents = self.bytes = 0
+        self._size_to_do = sum(sizes[done:])
+        self._share_done_before = sum(sizes[:done]) / max(1, sum(sizes))
+        self._bytes_by_unit = [0] * len(sizes)
+        self._n_finished = done  # units
+        self.documents = self.bytes = 0  # tokenized by this start
         self._start = self._reported = time.monotonic()
         self._bar, self._task = _bar()
         self._first = done
@@ -42,32 +43,33 @@ class Progress:
             self._bar.stop()
 
     def heard(self, unit: int, documents: int, n_bytes: int) -> None:
-        """More text of a unit is tokenized."""
+        """Counts more text: `documents` documents of `n_bytes` bytes in all, of the unit with that number."""
         self.documents += documents
         self.bytes += n_bytes
-        self._text[unit] += n_bytes
+        self._bytes_by_unit[unit] += n_bytes
         now = time.monotonic()
         if now - self._reported >= (LINE_SECONDS if self._bar is None else BAR_SECONDS):
             self._reported = now
             self._report()
 
     def at(self, unit: int) -> None:
-        """All units before this one are finished."""
-        self._unit = unit
+        """Notes that all units before this one are finished."""
+        self._n_finished = unit
 
     def fraction(self) -> float | None:
-        """Of the text that this start has to do; None while nothing tells how much text there is."""
-        finished = sum(self._sizes[self._first : self._unit])
-        text = sum(self._text[self._first : self._unit])
-        if finished and text:
-            return min(1.0, self.bytes / (text / finished * self._left))
-        return min(1.0, self.bytes / self._left) if max(self._sizes) > 1 else None
+        """The share, 0 to 1, of this start's text that is tokenized; None while the amount of text is unknown."""
+        finished_size = sum(self._sizes[self._first : self._n_finished])
+        finished_bytes = sum(self._bytes_by_unit[self._first : self._n_finished])
+        if finished_size and finished_bytes:
+            # Sizes may be of compressed files. The finished units tell how many bytes of text a unit of size is.
+            return min(1.0, self.bytes / (finished_bytes / finished_size * self._size_to_do))
+        return min(1.0, self.bytes / self._size_to_do) if max(self._sizes) > 1 else None
 
     def _report(self) -> None:
         seconds = max(1e-9, time.monotonic() - self._start)
         fraction = self.fraction()
         left = None if fraction is None else seconds * (1 - fraction) / fraction
-        whole = None if fraction is None else self._share + (1 - self._share) * fraction
+        whole = None if fraction is None else self._share_done_before + (1 - self._share_done_before) * fraction
         words = f"{self.documents:,} documents, {self.bytes / 1e6:,.1f} MB, {self.bytes / 1e6 / seconds:.1f} MB/s"
         if left is not None:
             words += f", {_duration(left)} left"
@@ -85,7 +87,10 @@ def _duration(seconds: float) -> str:
 
 
 def _bar() -> tuple[Any, Any]:
-    """A bar on the standard error, which is where the log goes; None where it is no terminal that can redraw a line."""
+    """A bar of rich's on stderr, where the log goes, and its task.
+
+    (None, None) where stderr is no terminal that can redraw a line, or the log leaves out INFO.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, TaskProgressColumn, TextColumn
     from rich.progress import Progress as Bar

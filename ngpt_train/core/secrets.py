@@ -1,4 +1,4 @@
-"""What must not be written into a file that others may read."""
+"""Removes secrets from what is written into files that others may read."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ REDACTED = "<redacted>"
 _SECRET_VARIABLE = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 _SECRET_KEY = re.compile(r"(^|_)(api_?key|access_?key|password|passwd|secret|token|credentials?)$", re.IGNORECASE)
 _URL_LOGIN = re.compile(r"(?<=://)[^/\s]+@")
-# A shorter value of a variable (1, true, debug) would redact words that are no secret.
+# In characters. A shorter value of an environment variable (1, true, debug) would redact ordinary words.
 _SHORTEST_SECRET = 6
 
 
 def redacted(tree: Mapping[str, Any], harmless: Container[str] = ()) -> dict[str, Any]:
-    """A copy of `tree` without secrets: values of keys named like one (api_key, password), values of environment
-    variables named like one unless they are among `harmless`, and the login in a URL."""
+    """A copy of `tree` with REDACTED in the place of secrets.
+
+    Secrets are: the value of a key that is named like a secret (api_key, password); the value of an environment
+    variable that is named like one (HF_TOKEN), wherever it stands in a text, unless it is in `harmless`; and the login
+    in a URL.
+    """
     values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and value not in harmless}
     secrets = sorted((value for value in values if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
 

@@ -13,7 +13,7 @@ and the same for k with t = 1. Of the activations only qkv is kept. Backward com
 fail where t is near 0.
 """
 
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,30 +23,28 @@ from torch.utils.checkpoint import checkpoint
 from ngpt_train.kernels.norm import SHORTEST, at_least_fp32, normalize
 from ngpt_train.kernels.operation import operation
 
-Layout = tuple[int, int, bool, bool]  # n_heads, n_kv_heads, interleaved, normalized
 Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, n_heads, d_head), k and v (B, S, n_kv_heads, d_head)
 
 
+class RotaryOptions(NamedTuple):
+    """The layout of qkv and its pairs, and whether q and k are normalised."""
+
+    n_heads: int
+    n_kv_heads: int
+    interleaved: bool  # R rotates the pairs (2i, 2i + 1); else (i, i + D/2)
+    normalized: bool  # each head of k', and of q' before scale, has length 1
+
+
 @operation("rotary")
-def rotary(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    n_heads: int,
-    n_kv_heads: int,
-    interleaved: bool,
-    normalized: bool,
-    scale: Tensor | None,
-) -> Heads:
+def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, options: RotaryOptions, scale: Tensor | None) -> Heads:
     """q' `(B, T, n_heads, D)`, k' and v `(B, T, n_kv_heads, D)` in qkv's dtype; v is a view of qkv.
 
     qkv: `(B, T, (n_heads + 2 n_kv_heads) D)`: the heads of q, then of k, then of v.
     cos, sin: fp32, `(T, 1, D/2)`, or `(B, T, 1, D/2)` where the positions of rows differ.
-    interleaved: R rotates the pairs (2i, 2i + 1); else (i, i + D/2).
-    normalized: each head of k', and of q' before scale, has length 1.
     scale: t `(n_heads D,)` fp32, multiplies q' last; None is 1.
     Computed in at least fp32. Raises ValueError for other shapes.
     """
+    n_heads, n_kv_heads, interleaved, normalized = options
     q, k, v = heads_of(qkv, n_heads, n_kv_heads)
     q, k = rotate(at_least_fp32(q), cos, sin, interleaved), rotate(at_least_fp32(k), cos, sin, interleaved)
     if normalized:
@@ -57,48 +55,30 @@ def rotary(
 
 
 @rotary.check
-def check(
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    n_heads: int,
-    n_kv_heads: int,
-    interleaved: bool,
-    normalized: bool,
-    scale: Tensor | None,
-) -> None:
+def check(qkv: Tensor, cos: Tensor, sin: Tensor, options: RotaryOptions, scale: Tensor | None) -> None:
     D = 2 * cos.shape[-1]
-    expected = (*qkv.shape[:2], (n_heads + 2 * n_kv_heads) * D)
+    expected = (*qkv.shape[:2], (options.n_heads + 2 * options.n_kv_heads) * D)
     if qkv.shape != expected:
         raise ValueError(f"rotary: qkv {tuple(qkv.shape)} must be {expected}")
     B, T = qkv.shape[:2]
     if cos.shape != sin.shape or cos.shape not in ((T, 1, D // 2), (B, T, 1, D // 2)):
         raise ValueError(f"rotary: cos {tuple(cos.shape)} and sin {tuple(sin.shape)} do not fit {B} rows of {T} tokens")
-    if scale is not None and scale.shape != (n_heads * D,):
-        raise ValueError(f"rotary: scale {tuple(scale.shape)} must have shape ({n_heads * D},)")
+    if scale is not None and scale.shape != (options.n_heads * D,):
+        raise ValueError(f"rotary: scale {tuple(scale.shape)} must have shape ({options.n_heads * D},)")
 
 
 @rotary.twin
 def by_hand_or_on_triton(
-    on_triton: bool,
-    qkv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    n_heads: int,
-    n_kv_heads: int,
-    interleaved: bool,
-    normalized: bool,
-    scale: Tensor | None,
+    on_triton: bool, qkv: Tensor, cos: Tensor, sin: Tensor, options: RotaryOptions, scale: Tensor | None
 ) -> Heads:
-    layout = n_heads, n_kv_heads, interleaved, normalized
     if torch.compiler.is_compiling() and not on_triton:  # torch.compile fuses the formula into few passes by itself
-        if not normalized:
-            return cast(Heads, rotary.formula(qkv, cos, sin, *layout, scale))
+        if not options.normalized:
+            return cast(Heads, rotary.formula(qkv, cos, sin, options, scale))
         # torch.compile would keep the rotated heads for the backward pass, beside q' and k', which attention keeps.
         # Computing them again from qkv is no slower.
-        again = checkpoint(rotary.formula, qkv, cos, sin, *layout, scale, use_reentrant=False, preserve_rng_state=False)
+        again = checkpoint(rotary.formula, qkv, cos, sin, options, scale, use_reentrant=False, preserve_rng_state=False)
         return cast(Heads, again)
-    return _Rotary.apply(qkv, cos, sin, scale, layout, on_triton)
+    return _Rotary.apply(qkv, cos, sin, scale, options, on_triton)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
@@ -124,18 +104,17 @@ class _Rotary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, layout: Layout, on_triton: bool
+        ctx: Any, qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None, options: RotaryOptions, on_triton: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.save_for_backward(qkv, cos, sin, scale)
-        ctx.layout, ctx.on_triton = layout, on_triton
+        ctx.options, ctx.on_triton = options, on_triton
         if on_triton:
             from ngpt_train.kernels.gpu.rotary import rotary_forward
 
-            q, k = rotary_forward(qkv, cos, sin, scale, *layout)
+            q, k = rotary_forward(qkv, cos, sin, scale, *options)
         else:
-            q, k = forward_by_hand(qkv, cos, sin, scale, *layout)
-        n_heads, n_kv_heads, *_ = layout
-        return q, k, heads_of(qkv, n_heads, n_kv_heads)[2]
+            q, k = forward_by_hand(qkv, cos, sin, scale, *options)
+        return q, k, heads_of(qkv, options.n_heads, options.n_kv_heads)[2]
 
     @staticmethod
     @once_differentiable
@@ -144,9 +123,9 @@ class _Rotary(torch.autograd.Function):
         if ctx.on_triton:
             from ngpt_train.kernels.gpu.rotary import rotary_backward
 
-            d_qkv, d_scale = rotary_backward(dq, dk, dv, qkv, cos, sin, scale, *ctx.layout)
+            d_qkv, d_scale = rotary_backward(dq, dk, dv, qkv, cos, sin, scale, *ctx.options)
         else:
-            d_qkv, d_scale = backward_by_hand(dq, dk, dv, qkv, cos, sin, scale, *ctx.layout)
+            d_qkv, d_scale = backward_by_hand(dq, dk, dv, qkv, cos, sin, scale, *ctx.options)
         return d_qkv, None, None, None if scale is None else d_scale, None, None
 
 

@@ -1,4 +1,4 @@
-"""Adam and AdamW over the groups that the model names."""
+"""Builds Adam or AdamW over the model's parameter groups."""
 
 from typing import Any
 
@@ -14,12 +14,14 @@ from ngpt_train.optim.row_adam import RowAdam
 
 
 def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimConfig) -> torch.optim.Optimizer:
-    """The optimizer over `model`'s parameters, in torch's fused form (one pass over memory, on CPUs too).
+    """The optimizer over all of `model`'s parameters, `optim.name`: "adam" or "adamw".
 
-    `groups` names the parameters as `model.named_parameters()` does. The learning rate is set before
-    each step from the schedule. Moments have the dtype of the weights, fp32. Where Triton runs it is
-    RowAdam, which does the model's projection as well and, where products are in bf16, the cast; FSDP2 casts its shards
-    itself.
+    groups: name the parameters as `model.named_parameters()` does, each parameter in one group. Moments have the
+    weights' dtype, fp32.
+
+    Where the Triton kernel of Adam runs (`kernels.dispatch`) the optimizer is RowAdam. It also projects the rows and,
+    where matrix products are in bf16, writes the matrices' bf16 copies, except under FSDP2, which casts its shards
+    itself. Elsewhere it is torch's optimizer in its fused form, one pass over memory, on CPUs too.
     """
     parameters = dict(model.named_parameters())
     assert sorted(parameters) == sorted(name for group in groups for name in group.names)
@@ -33,17 +35,17 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
     beta1, beta2 = config.betas
     matrices = [parameter for parameter in parameters.values() if parameter.ndim == 2]
     reason = next((found for matrix in matrices if (found := unsupported(matrix))), None)
+    # lr is 0 until the training step sets it from the schedule: a step that forgot to would be noticed at once.
     if dispatch.runs_on_triton("adam", *matrices, unsupported=reason):
         casts = model.compute_dtype == torch.bfloat16
         return RowAdam(
             arguments,
             unit_rows=[group.unit_rows for group in groups],
-            copied=[linear for linear in cast_linears(model) if casts and not isinstance(linear.matrix, DTensor)],
+            with_bf16_copy=[x for x in cast_linears(model) if casts and not isinstance(x.matrix, DTensor)],
             lr=0.0,
             betas=(beta1, beta2),
             eps=config.eps,
             decoupled_weight_decay=config.name == "adamw",
         )
     optimizer = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
-    # The rate is 0 until the schedule sets it: a step that forgot to would be seen at once.
     return optimizer(arguments, lr=0.0, betas=(beta1, beta2), eps=config.eps, fused=True)

@@ -1,4 +1,4 @@
-"""Adam that takes matrices row by row, and leaves each row where the projection would."""
+"""Adam whose step on a matrix also projects its rows onto the sphere, in the same pass over memory."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -14,36 +14,39 @@ from ngpt_train.optim.working_copies import WorkingCopies
 
 
 class RowAdam(torch.optim.Adam):
-    """torch's fused Adam or AdamW, with another implementation of a matrix's step: kernels/adam.py.
+    """torch's fused Adam or AdamW, but for a matrix, `(rows, d)`: its step is `kernels.adam.adam_rows_`.
 
-    Its state and groups are the parent's, name for name, so that each resumes from what the other saved. What the
-    parent does not know is therefore no key of a group: `unit_rows` says for each group whether rows are divided by
-    their length after the step. A group holds matrices or vectors; rows of vectors mean nothing.
+    groups: torch's parameter groups; each has matrices alone or vectors alone. unit_rows: for each group, whether its
+    matrices' rows are divided by their length after the step. with_bf16_copy: the linears whose bf16 copy the optimizer
+    rewrites with each step. The copies are made when `self.copies` first lends them out. options: torch.optim.Adam's.
 
-    No collective: FSDP2 shards rows whole, and a rank moves those that it holds. As torch's fused optimizers, it
-    divides gradients by the attribute `grad_scale` and changes nothing where `found_inf` is 1.
+    State and groups have the keys of torch's Adam, so that a checkpoint of either loads into the other. That is why
+    `unit_rows` is an attribute and no key of a group.
 
-    Of the matrices of `copied` it writes bf16 copies as it goes, from the first time on that `copies` were in use.
+    There is no collective: FSDP2 shards matrices by whole rows, and a rank moves the rows that it holds. As with
+    torch's fused optimizers, gradients are divided by the attribute `grad_scale`, and where the attribute `found_inf`
+    is 1 nothing changes.
     """
 
     def __init__(
         self,
         groups: list[dict[str, Any]],
         unit_rows: Sequence[bool],
-        copied: Sequence[FusedLinear] = (),
+        with_bf16_copy: Sequence[FusedLinear] = (),
         **options: Any,
     ) -> None:
         super().__init__(groups, fused=True, **options)
-        self.copies = WorkingCopies(copied)
+        self.copies = WorkingCopies(with_bf16_copy)
         self.unit_rows = list(unit_rows)
         for group, unit in zip(self.param_groups, self.unit_rows, strict=True):
             matrices = {parameter.ndim == 2 for parameter in group["params"]}
             assert len(matrices) <= 1, "matrices and vectors in one group"
             assert not unit or matrices == {True}
-            assert group["decoupled_weight_decay"] or not group["weight_decay"]  # the kernel knows AdamW's alone
+            assert group["decoupled_weight_decay"] or not group["weight_decay"]  # the kernel has AdamW's decay alone
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Moves all parameters that have a gradient, and their moments. Takes no closure."""
         assert closure is None
         grad_scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for group, unit_rows in zip(self.param_groups, self.unit_rows, strict=True):
@@ -77,12 +80,13 @@ class RowAdam(torch.optim.Adam):
                     maximize=False,
                 )
                 continue
-            # A list: of a single tensor torch would ask the device for the number.
+            # A list of tensors: given one tensor, torch would wait for the device to read its value.
             torch._foreach_add_(steps, 1 if found_inf is None else [1 - found_inf] * len(steps))
             for weight, gradient, exp_avg, exp_avg_sq, step in zip(
                 parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True
             ):
-                # A skipped step leaves a copy as it is: one that does not count must not seem written.
+                # Only a valid copy is written and then declared valid: where the step is skipped, the kernel leaves the
+                # copy as it was, and an outdated one must not pass for the weight's.
                 copy = self.copies.current(weight)
                 adam_rows_(
                     local_rows(weight),
@@ -101,7 +105,7 @@ class RowAdam(torch.optim.Adam):
                     copy=copy,
                 )
                 if copy is not None:
-                    self.copies.written(weight, copy)
+                    self.copies.declare_valid(weight, copy)
 
 
 def local_rows(matrix: Tensor) -> Tensor:

@@ -6,10 +6,10 @@ from ngpt_train.config.schema import ScheduleConfig
 
 
 def lr_at(step: int, schedule: ScheduleConfig, peak: float, steps: int) -> float:
-    """Learning rate of optimizer step `step` (the first is 0) of `steps`.
+    """Learning rate of optimizer step `step`; a run of `steps` steps has the numbers 0 to steps - 1.
 
-    peak * (t + 1) / W at step t of a warmup of W steps, so that no step is wasted at 0; then from
-    peak towards final_lr, which the step after the last would have.
+    Step t of a warmup of W steps has peak (t + 1) / W, so that no step has the rate 0. After the warmup the rate falls
+    from `peak` at step W to `schedule.final_lr` at step `steps`, one after the last, as `schedule.kind` says.
     """
     assert isinstance(schedule.warmup_steps, int)  # `auto` is resolved when the config is loaded
     if step < schedule.warmup_steps:
@@ -19,7 +19,7 @@ def lr_at(step: int, schedule: ScheduleConfig, peak: float, steps: int) -> float
 
 
 def _remaining(progress: float, schedule: ScheduleConfig, steps: int) -> float:
-    """What is left of the peak, 1 to 0, after the share `progress` of the steps behind the warmup."""
+    """(lr - final_lr) / (peak - final_lr), from 1 to 0. progress: the share, 0 to 1, of the steps after the warmup."""
     match schedule.kind:
         case "cosine":
             return (1 + math.cos(math.pi * progress)) / 2

@@ -1,4 +1,4 @@
-"""bf16 copies of fp32 matrices, written by the optimizer, so that no forward pass has to cast them."""
+"""The optimizer's bf16 copies of fp32 matrices, which save the forward passes the cast."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,17 +13,19 @@ from ngpt_train.models.layers.linear import FusedLinear
 @dataclass
 class _Copy:
     values: Tensor  # (rows, d) bf16
-    master: Tensor  # where it was copied from; being held, that memory cannot become another tensor's
-    version: int
+    master: Tensor  # the fp32 matrix, detached; held, so that its memory cannot be given to another tensor
+    version: int  # torch's version count of the matrix when `values` was written
 
 
 class WorkingCopies:
-    """A copy of the matrix of each of `linears`, there for models during a step and at no other time.
+    """A bf16 copy of the matrix of each of `linears`, which the linears see during a training step alone.
 
-    Outside of `in_use` parameters are as if there were no copies: whoever evaluates, saves or changes a model meets
-    nothing of them. A copy counts as long as its master has the memory and torch's version count that it had when the
-    copy was written. torch does not count what is written through `.data`, NumPy, a collective or its own fused
-    optimizers; that is why copies of an earlier step are used only where the caller knows of none of these.
+    Outside of `lent` the linears have no copy, so that evaluation, checkpoints and whoever changes a model need not
+    know of them.
+
+    A copy is valid while its matrix has the memory and torch's version count of when the copy was written. torch does
+    not count writes through `.data`, NumPy, a collective or its own fused optimizers. So a step uses copies of an
+    earlier step only where its caller promises that there was no such write.
     """
 
     def __init__(self, linears: Sequence[FusedLinear]) -> None:
@@ -31,15 +33,19 @@ class WorkingCopies:
         self._copies: dict[Tensor, _Copy] = {}
 
     @contextmanager
-    def in_use(self, untouched: bool) -> Iterator[None]:
-        """Lets the products find the copies. untouched: of those that still count none is made anew."""
+    def lent(self, untouched: bool) -> Iterator[None]:
+        """While the body runs, each linear has its copy as `bf16_copy`.
+
+        untouched: the caller promises that since the last step nothing has written to the matrices unseen by torch, so
+        that valid copies are lent as they are. Otherwise all are made anew.
+        """
         try:
             for linear in self.linears:
                 matrix = linear.matrix
                 copy = self.current(matrix) if untouched else None
                 if copy is None:
                     copy = matrix.detach().to(torch.bfloat16)
-                    self.written(matrix, copy)
+                    self.declare_valid(matrix, copy)
                 linear.bf16_copy = copy
             yield
         finally:
@@ -47,12 +53,12 @@ class WorkingCopies:
                 linear.bf16_copy = None
 
     def current(self, matrix: Tensor) -> Tensor | None:
-        """The copy of `matrix`, if there is one and it counts."""
+        """The copy of `matrix`, `(rows, d)` bf16; None where there is no valid one."""
         copy = self._copies.get(matrix)
-        counts = copy is not None and copy.master.is_set_to(matrix) and copy.version == matrix._version
-        return copy.values if copy is not None and counts else None
+        valid = copy is not None and copy.master.is_set_to(matrix) and copy.version == matrix._version
+        return copy.values if copy is not None and valid else None
 
-    def written(self, matrix: Tensor, values: Tensor) -> None:
-        """`values` are those of `matrix` from now on, until something else is written to it."""
-        # Detached it still counts with the parameter, but stays where it is if the parameter gets other memory.
+    def declare_valid(self, matrix: Tensor, values: Tensor) -> None:
+        """Takes `values` for the copy of `matrix`, valid until torch counts the next write to `matrix`."""
+        # A detached tensor shares the parameter's version count, but keeps its memory if the parameter gets another.
         self._copies[matrix] = _Copy(values, matrix.detach(), matrix._version)

@@ -1,1 +1,1 @@
-"""What a run looks like afterwards, or beforehand."""
+"""The curves of a run that has ended, and the plan of a run that has not begun."""

@@ -1,4 +1,4 @@
-"""The curves of a run as a picture."""
+"""Draws the curves of a run: losses, learning rate, gradient norm."""
 
 import json
 from pathlib import Path
@@ -8,14 +8,14 @@ import numpy as np
 
 from ngpt_train.core.errors import DataError
 
-SMOOTH_FROM = 200  # records; fewer are readable as they are
+SMOOTH_FROM = 200  # records; curves of fewer are readable unsmoothed
 SMOOTH_OVER = 50  # a smoothed point is the mean of 1 / SMOOTH_OVER of the records
 
 
 def plot_run(run_dir: Path) -> Path:
-    """Draws loss (training, validation), learning rate and gradient norm over tokens from metrics.jsonl.
+    """Draws training and validation loss, learning rate and gradient norm over tokens, from run_dir/metrics.jsonl.
 
-    Returns the picture, `curves.png` in run_dir; a run that ended before its first record has empty curves.
+    Returns the path of the picture, run_dir/curves.png. The curves are empty where a run ended before its first record.
     Raises DataError where there is no metrics.jsonl.
     """
     metrics = run_dir / "metrics.jsonl"
@@ -59,12 +59,12 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
-    """fp64 values of a metric; NaN where it is null."""
+    """The values, `(records,)` fp64, of the metric `name`; NaN where a record has null."""
     return np.array([np.nan if record[name] is None else record[name] for record in records], dtype=np.float64)
 
 
 def _draw(ax: Any, x: np.ndarray, y: np.ndarray, label: str | None = None) -> None:
-    """A line; of many values their spread, pale, and their moving mean."""
+    """Draws y over x as a line; SMOOTH_FROM values or more as a pale line with their moving mean on top of it."""
     if len(y) < SMOOTH_FROM:
         ax.plot(x, y, ".-", color="C0", lw=1.2, ms=3, label=label)
         return
@@ -75,7 +75,7 @@ def _draw(ax: Any, x: np.ndarray, y: np.ndarray, label: str | None = None) -> No
 
 
 def _moving_mean(y: np.ndarray, window: int) -> np.ndarray:
-    """Mean of the `window` values around each, fewer at the ends; NaN is left out."""
+    """For each value, the mean of those at most window // 2 away, without NaN; NaN where that leaves none."""
     finite = np.isfinite(y)
     sums = np.cumsum(np.concatenate([[0.0], np.where(finite, y, 0.0)]))
     counts = np.cumsum(np.concatenate([[0], finite]))

@@ -1,8 +1,9 @@
-"""Memory of one rank, item by item, worked out without running anything.
+"""Memory of one rank, item by item, computed without running anything.
 
-Weights, gradients and moments are exact. The rest depends on when the device allocates and frees, and is an
-estimate: what GPT, nGPT, NormFormer and PowerNorm keep for the backward pass was counted, in fp32 and bf16, eager and
-compiled, to be 0.7 to 1.2 times the activations given here (of eager ones tests/unit/report/test_plan.py holds it).
+Weights, gradients, moments and the optimizer's bf16 copies are exact. The other items depend on when the device
+allocates and frees, and are estimates. GPT, nGPT, NormFormer and PowerNorm, in fp32 and bf16, eager and compiled, were
+counted to keep 0.7 to 1.2 times the activations that this file computes; tests/unit/report/test_plan.py counts some of
+them, eager.
 """
 
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ngpt_train.models.layers.linear import cast_linears
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """Bytes on one rank, and how they come about."""
+    """One kind of memory on one rank. formula: how `bytes` is computed, for the user; exact: False for an estimate."""
 
     name: str
     bytes: int
@@ -28,12 +29,13 @@ class MemoryItem:
 def memory_per_rank(
     config: Config, model: Decoder, kind: str, dtype: torch.dtype, compiled: bool, micro_rows: int, fused_adam: bool
 ) -> list[MemoryItem]:
-    """What the fullest of plan.world_size ranks holds while the loss is differentiated; the sum estimates its peak.
+    """The memory, during the backward pass, of that of plan.world_size ranks which holds most.
 
-    kind: single, ddp or fsdp. dtype: of the matrix products. fused_adam: whether the optimizer is RowAdam.
+    The sum of the items estimates the peak. model: may be on the meta device. kind: single, ddp or fsdp. dtype: of the
+    matrix products. micro_rows: rows in a micro batch. fused_adam: whether the optimizer is RowAdam.
     """
-    copied = cast_linears(model) if fused_adam and dtype == torch.bfloat16 else []
-    copies = sum(linear.matrix.numel() for linear in copied)
+    with_bf16_copy = cast_linears(model) if fused_adam and dtype == torch.bfloat16 else []
+    copies = sum(linear.matrix.numel() for linear in with_bf16_copy)
     return [
         *state_items(model, kind, config.plan.world_size),
         *working_items(model, kind, dtype, config.train.activation_checkpointing == "full", copies),
@@ -42,10 +44,10 @@ def memory_per_rank(
 
 
 def state_items(model: Decoder, kind: str, world_size: int) -> list[MemoryItem]:
-    """What stays from step to step."""
+    """Weights, gradients and Adam's two moments, all in fp32."""
     vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
     if kind == "fsdp":
-        # FSDP2 deals out rows in parts of equal size, so the first rank has the most; vectors stay whole.
+        # FSDP2 shards a matrix by ceil(rows / ranks) rows, so the first rank holds most. Vectors are not sharded.
         rows = {p: -(-p.shape[0] // world_size) for p in model.parameters() if p.ndim == 2}
         held = vectors + sum(n_rows * p.shape[1] for p, n_rows in rows.items())
         share = f"(matrices / {world_size} + vectors)"
@@ -60,9 +62,9 @@ def state_items(model: Decoder, kind: str, world_size: int) -> list[MemoryItem]:
 
 
 def working_items(model: Decoder, kind: str, dtype: torch.dtype, checkpointing: bool, copies: int) -> list[MemoryItem]:
-    """Copies of the matrices that the products work on: whole ones under FSDP2, cast ones in bf16.
+    """Copies of the weights that the matrix products read: FSDP2's gathered matrices, and casts to bf16.
 
-    copies: values of which the optimizer keeps a copy, where FSDP2 does not gather them.
+    copies: how many values the optimizer's bf16 copies have; under FSDP2 it keeps none.
     """
     size = dtype.itemsize
     block = max(sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in model.blocks())
@@ -71,14 +73,15 @@ def working_items(model: Decoder, kind: str, dtype: torch.dtype, checkpointing: 
     embeddings = sum(p.numel() for p in model.parameters() if p.ndim == 2) - in_blocks
     items = []
     if kind == "fsdp":
-        # A block at work and the next one on its way, and the gradient before and in fp32 while it is scattered.
+        # The block at work and the next, prefetched, in `dtype`; a block's gradient in `dtype`, and in fp32 while FSDP2
+        # scatters it.
         items += [
             MemoryItem("gathered blocks", (3 * size + 4) * block, False, f"(2 x {size} + {size} + 4) x block"),
             MemoryItem("gathered embeddings", 8 * embeddings, False, "(4 + 4) x embeddings"),
         ]
     if dtype != torch.float32:
-        # The backward pass needs the copy that the forward pass made, but recomputing a block makes it anew. The
-        # optimizer's copies stay.
+        # The backward pass reads the cast that the forward pass made; with activation checkpointing a block's is made
+        # again when the block is recomputed. The optimizer's copies stay from step to step.
         if kind == "fsdp":
             cast, what = output, "output"
         elif copies:
@@ -93,28 +96,32 @@ def working_items(model: Decoder, kind: str, dtype: torch.dtype, checkpointing: 
 
 
 def activation_items(config: Config, model: Decoder, size: int, compiled: bool, tokens: int) -> list[MemoryItem]:
-    """What the forward pass of one micro batch of `tokens` tokens keeps for the backward pass."""
+    """What the forward pass of a micro batch of `tokens` tokens keeps for the backward pass.
+
+    size: bytes of a value in the dtype of the matrix products, 2 or 4.
+    """
     shape = config.model
     d_head = shape.d_model // shape.n_heads
     d_q, d_kv = shape.n_heads * d_head, (shape.n_kv_heads or shape.n_heads) * d_head
     d_mlp = shape.d_mlp or 4 * shape.d_model
-    # Input, its norm or the suggestion, and sum of both halves; q, k, v before and after; attention's y; u, v, hidden.
-    # Of the first six an eager block keeps fp32 copies, which norms work on.
+    # d_model wide, for attention and for the MLP: the input, its norm (nGPT: the suggestion) and the sum. An eager
+    # block keeps these six in fp32, because norms compute in fp32. Then the product of q, k and v; q and k, rotated;
+    # what attention returns; u, v and the hidden layer of the MLP.
     wide = size if compiled else 4
     block = wide * 6 * shape.d_model + size * (3 * d_q + 3 * d_kv + 3 * d_mlp)
     formula = f"({wide} x 6 d_model + {size} x (3 d_q + 3 d_kv + 3 d_mlp))"
-    # Of a row's tokens the source goes through the encoder's blocks, the rest through the decoder's.
+    # The source, the beginning of a row, passes the encoder's blocks, the rest the decoder's. A decoder has no source.
     source = shape.source_length(shape.context)
-    passed = [(len(model.blocks()) - shape.n_layers) * source, shape.n_layers * (shape.context - source)]
+    blocks_passed = (len(model.blocks()) - shape.n_layers) * source + shape.n_layers * (shape.context - source)  # a row
     tokens_decoded = tokens * (shape.context - source) // shape.context
-    token_blocks = tokens * sum(passed) // shape.context
+    token_blocks = tokens * blocks_passed // shape.context
     if config.train.activation_checkpointing == "full":
         activations = token_blocks * size * shape.d_model + tokens * block
         formula = f"micro tokens x (n_layers x {size} d_model + {formula})"
     else:
         activations = token_blocks * block
         formula = f"micro tokens x n_layers x {formula}"
-    # The loss keeps its gradients instead of logits, which it makes for some tokens at a time.
+    # The loss computes logits for `chunk` tokens at a time, and keeps the gradients in their place.
     vocab_size, chunk = model.unembedding.shape[0], min(tokens_decoded, GPU_ROWS)
     gradients = 4 * vocab_size * shape.d_model + size * tokens_decoded * shape.d_model
     formula_of_loss = f"4 x V x d_model + {size} x micro tokens x d_model + {size} x {chunk} x V"

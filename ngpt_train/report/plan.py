@@ -1,4 +1,4 @@
-"""Size, memory and time of a run, worked out from its config without running it."""
+"""Parameters, memory, FLOPs and hours of a run, computed from its config without running it."""
 
 from collections import Counter
 from dataclasses import asdict
@@ -15,10 +15,10 @@ from ngpt_train.training.batch import resolve_micro_rows
 
 
 def make_plan(config: Config) -> dict[str, Any]:
-    """The plan of a resolved config whose `model.vocab_size` is known, ready for JSON.
+    """The plan of a resolved config whose `model.vocab_size` is a number, as JSON can hold it.
 
-    Made for GPUs unless train.device=cpu, as plans are made away from the machines that they are for.
-    Raises ConfigError for what does not fit plan.world_size ranks.
+    Memory is in bytes. The plan is for GPUs unless train.device=cpu, because most plans are made on another machine
+    than the run's. Raises ConfigError for what does not fit plan.world_size ranks.
     """
     world_size, context = config.plan.world_size, config.model.context
     rows = config.train.rows_per_step
@@ -66,14 +66,14 @@ def make_plan(config: Config) -> dict[str, Any]:
 
 
 def count_parameters(model: Decoder) -> dict[str, int]:
-    """Learned values by part; `non_embedding` is all but embeddings and learned positions."""
+    """The number of learned values by part; `non_embedding` leaves out embeddings, output and learned positions."""
     tables = ("embedding", "source_embedding", "output", "positions")
     parts = Counter({"embedding": 0, "output": 0, "attention": 0, "mlp": 0, "vectors": 0})
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
             parts["vectors"] += parameter.numel()
         else:
-            path = name.split(".")  # layers.{i}.PART.{matrix}, or what belongs to no block
+            path = name.split(".")  # layers.{i}.PART.{matrix}; outside of the blocks PART is the first word
             parts[path[2] if path[1:2] and path[1].isdigit() else path[0]] += parameter.numel()
     total = model.n_params()
     return {
@@ -84,7 +84,7 @@ def count_parameters(model: Decoder) -> dict[str, int]:
 
 
 def describe_plan(plan: dict[str, Any]) -> str:
-    """The plan for people: what is exact, what an estimate, and by which formula."""
+    """The plan as text, which says of each number whether it is exact or an estimate, and by which formula."""
     ranks = f"{plan['world_size']} rank{'s' if plan['world_size'] > 1 else ''}"
     split = f"{ranks} x {plan['accumulation_steps']} accumulated x {plan['micro_rows']} rows x {plan['context']:,}"
     lines = [

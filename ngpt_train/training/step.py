@@ -96,8 +96,8 @@ def accumulating(state: TrainState, last: bool) -> AbstractContextManager:
 
 
 def working_copies(state: TrainState, untouched: bool) -> AbstractContextManager:
-    """Inside it, blocks multiply by the optimizer's bf16 copies of their matrices, if the optimizer keeps any."""
-    return state.optimizer.copies.in_use(untouched) if isinstance(state.optimizer, RowAdam) else nullcontext()
+    """Lends the optimizer's bf16 copies of the matrices, if it keeps any, to the blocks' products."""
+    return state.optimizer.copies.lent(untouched) if isinstance(state.optimizer, RowAdam) else nullcontext()
 
 
 def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: float) -> None:

@@ -1,1 +1,1 @@
-"""What the command line does: one module per verb, each with `main(config, overrides) -> exit code`."""
+"""One module for each verb of the command line; its `main(config, overrides)` returns the exit code."""

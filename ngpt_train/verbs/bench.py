@@ -1,4 +1,4 @@
-"""`bench`: what the parts of a run cost, ratios first."""
+"""`bench`: times, and other costs, of the parts of a run, each as a ratio to something that does the same."""
 
 from __future__ import annotations
 
@@ -15,24 +15,28 @@ from ngpt_train.training.provenance import git_commit
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Prints a table of entries; writes them to bench.out as JSON."""
+    """Runs the benchmark bench.what, prints an entry a line and writes all to bench.out as JSON; returns 0.
+
+    Raises KernelError (exit code 4) where `bench kernels` finds a wrong result.
+    """
     entries: list[dict[str, Any]] = []
     machine = {"python": platform.python_version(), "machine": platform.machine(), "commit": git_commit()}
     print(f"{'':<58} {'ratio':>6}  {'spread':>15}  {'median':>12}  rate", flush=True)
     for entry in entries_of(config, overrides):
         print(line(entry), flush=True)
         entries.append(entry.json())
-        if config.bench.out is not None:  # after each: what was measured is not lost with what comes later
+        if config.bench.out is not None:  # after each: a later failure loses nothing
             write_json(Path(config.bench.out).expanduser(), {"what": config.bench.what, **machine, "entries": entries})
     return 0
 
 
 def entries_of(config: Config, overrides: Sequence[str]) -> Iterator[Entry]:
-    """What bench.what names; its parts are imported here, because most need little of the others' packages."""
+    """The entries of the benchmark bench.what, as they are measured."""
+    # Imported one by one: most benchmarks do without the packages that the others import.
     if config.bench.what == "step":
         from ngpt_train.bench import step
 
-        # GPT first, the measure; the other is the config's own model, or nGPT.
+        # GPT comes first, because the other's time is compared with it. The other is the config's model, or nGPT.
         others = [override for override in overrides if not override.startswith("model=")]
         names = ["gpt", config.model.name if config.model.name != "gpt" else "ngpt"]
         return step.bench({name: load_config([*others, f"model={name}"], world_size=1) for name in names})
@@ -63,6 +67,7 @@ def entries_of(config: Config, overrides: Sequence[str]) -> Iterator[Entry]:
 
 
 def line(entry: Entry) -> str:
+    """One line of the table, with those of the entry's numbers that were measured."""
     spread = f"{entry.spread[0]:.4g} to {entry.spread[1]:.4g}"
     rate = ""
     if entry.rate is not None:

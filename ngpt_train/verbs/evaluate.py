@@ -1,4 +1,4 @@
-"""`evaluate`: validation loss of a checkpoint on named data."""
+"""`evaluate`: validation loss of a checkpoint, on its run's data or other data."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -15,27 +15,28 @@ from ngpt_train.evaluation.restore import find_trained, restore
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Prints loss, perplexity and bits per byte; writes them to evaluate.out.
+    """Prints loss (nats per token), perplexity and bits per byte, and writes them to evaluate.out; returns 0.
 
-    The data is the run's own unless the command line names another (of an experiment it takes the data alone); model
-    and tokenizer are the checkpoint's. Raises ConfigError for an override that contradicts it.
+    Model and tokenizer are the checkpoint's. The data is the run's own unless the command line names another; of an
+    experiment only the data is used. Raises ConfigError for an override that contradicts the checkpoint, DataError
+    where checkpoint or data cannot be used, or the data has another tokenizer than the model.
     """
     trained = find_trained("evaluate", config, overrides, also_used=("data", "eval.rows", "parallel"))
     world = join_world(config)
     restored = restore(trained, config, world)
-    given = {override.split("=")[0].strip() for override in overrides}
-    # Other text is named by these; any other key of data.* changes how the run's own is read.
-    other_text = given & {"data", "data.kind", "data.path", "experiment"}
-    data = config.data if other_text else replace(restored.config.data, **named(config.data, "data", given))
-    rows = config.eval.rows if "eval.rows" in given else restored.config.eval.rows
-    read = replace(
+    overridden = {override.split("=")[0].strip() for override in overrides}  # names of keys and groups
+    # Each of these names other text. Any other key of data.* changes how the run's own text is read.
+    other_text = overridden & {"data", "data.kind", "data.path", "experiment"}
+    data = config.data if other_text else replace(restored.config.data, **changes(config.data, "data", overridden))
+    rows = config.eval.rows if "eval.rows" in overridden else restored.config.eval.rows
+    combined = replace(
         config,
         model=restored.config.model,
         data=data,
         eval=replace(config.eval, rows=rows),
     )
     dataset = world.on_all_without_timeout(
-        lambda: open_dataset(read, restored.tokenizer, world.on_main_without_timeout)
+        lambda: open_dataset(combined, restored.tokenizer, world.on_main_without_timeout)
     )
     if dataset.tokenizer.fingerprint != restored.tokenizer.fingerprint:
         raise DataError(
@@ -43,7 +44,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             f"{restored.tokenizer.name}, the tokens at {dataset.path} were made with {dataset.tokenizer.name}. "
             "Prepare the text with the model's tokenizer (tokenizer.path=CHECKPOINT/tokenizer.model)."
         )
-    held_out = rows_of(dataset.validation, read)
+    held_out = rows_of(dataset.validation, combined)
     validation = Validation(held_out, dataset.tokenizer.n_bytes, rows)
     result = {
         "checkpoint": str(restored.path),
@@ -63,6 +64,6 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     return 0
 
 
-def named(section: Any, name: str, given: set[str]) -> dict[str, Any]:
-    """The keys of a config section that the command line sets, with their values."""
-    return {key: value for key, value in vars(section).items() if f"{name}.{key}" in given}
+def changes(section: Any, name: str, overridden: set[str]) -> dict[str, Any]:
+    """The keys, with their values, of the config section `name` that are in `overridden` as `NAME.KEY`."""
+    return {key: value for key, value in vars(section).items() if f"{name}.{key}" in overridden}

@@ -1,4 +1,4 @@
-"""`generate`: text from a checkpoint."""
+"""`generate`: text from a checkpoint's model."""
 
 import os
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from ngpt_train.evaluation.restore import find_trained, restore
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Prints the prompt and its continuation on the standard output. Under torchrun rank 0 does it all.
+    """Prints the prompt and its continuation on stdout; returns 0. Under torchrun rank 0 alone works.
 
-    Raises ConfigError for an override that contradicts the checkpoint.
+    Raises ConfigError for an override that contradicts the checkpoint, DataError where there is no usable checkpoint.
     """
     if os.environ.get("RANK", "0") != "0":
         return 0
@@ -23,9 +23,9 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     restored = restore(trained, config, world)
     tokenizer = restored.tokenizer
     prompt = tokenizer.encode_batch([config.generate.prompt])[0].tolist()
-    # A document starts after the end of the one before it; an encoder reads documents from their first token on.
-    bare = prompt and restored.config.data.objective == "prefix_continuation"
-    tokens = torch.tensor(prompt if bare else [tokenizer.eos, *prompt], device=world.device)
+    # As in training: a decoder reads an eos before each document, an encoder reads a document from its first token on.
+    without_eos = prompt and restored.config.data.objective == "prefix_continuation"
+    tokens = torch.tensor(prompt if without_eos else [tokenizer.eos, *prompt], device=world.device)
     new = generate(restored.model, tokens, config.generate, tokenizer.eos, tokenizer.vocab_size)
     print(tokenizer.decode([*prompt, *new.tolist()]))
     return 0

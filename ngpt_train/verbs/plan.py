@@ -1,4 +1,4 @@
-"""`plan`: size, memory and time of a run, without training and without a GPU."""
+"""`plan`: parameters, memory, FLOPs and hours of a run, without training and without a GPU."""
 
 import os
 from collections.abc import Sequence
@@ -13,12 +13,15 @@ from ngpt_train.data import load_tokenizer
 from ngpt_train.data.prepared.shards import MANIFEST, read_manifest
 from ngpt_train.report.plan import describe_plan, make_plan
 
-# Known without the model files, which may have to be downloaded.
+# Vocabulary sizes that are known without the tokenizer's file, which might have to be downloaded.
 FIXED_VOCABULARIES = {"bytes": 257, "gpt2": 50257, "llama2": 32000, "mistral32k": 32000}
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Prints the plan; writes it to plan.out. Under torchrun rank 0 speaks for all."""
+    """Prints the plan, and writes it to plan.out as JSON; returns 0. Under torchrun rank 0 alone does so.
+
+    Raises ConfigError for what does not fit plan.world_size ranks, DataError where a tokenizer's file is missing.
+    """
     if os.environ.get("RANK", "0") != "0":
         return 0
     if config.model.vocab_size == AUTO:
@@ -33,7 +36,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
 
 
 def planned_vocabulary(config: Config) -> int:
-    """The vocabulary that `train` would find, without reading text. Raises DataError where a file is missing."""
+    """The vocabulary size that `train` would find, without reading text. Raises DataError where a file is missing."""
     if config.data.kind == "tokens":
         directory = Path(config.data.path or "").expanduser()
         if not directory.is_dir():
@@ -47,5 +50,5 @@ def planned_vocabulary(config: Config) -> int:
     if tokenizer.kind in FIXED_VOCABULARIES:
         return FIXED_VOCABULARIES[tokenizer.kind]
     if tokenizer.path is None and config.data.kind != "tokens":
-        return tokenizer.vocab_size  # of the model that will be trained
+        return tokenizer.vocab_size  # the size of the SentencePiece model that `train` would make
     return load_tokenizer(tokenizer).vocab_size

@@ -1,4 +1,4 @@
-"""`prepare`: text to token shards on disk, in data.out or in the cache."""
+"""`prepare`: tokenizes text into shards on disk, in data.out or in the cache."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from ngpt_train.data import Dataset, prepare_dataset
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
+    """Prepares the text, unless the directory holds it already, and prints what the directory holds; returns 0.
+
+    Raises DataError where the text cannot be read, or data.out holds something else.
+    """
     out = None if config.data.out is None else Path(config.data.out).expanduser().resolve()
     dataset = prepare_dataset(config, out)
-    # Under torchrun one process prepares, the others wait for it and have nothing to add.
+    # Under torchrun all ranks come here: one of them prepares, the others wait for it.
     if os.environ.get("RANK", "0") == "0":
         _report(dataset)
     return 0

@@ -1,9 +1,9 @@
-"""`train`: from a config to a finished, or cleanly interrupted, run directory."""
+"""`train`: trains in a run directory, from its start or its last checkpoint to the planned end or an interruption."""
 
 import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,10 +47,13 @@ logger = logging.getLogger(__name__)
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Returns 0 when the run is done, or was interrupted and saved; raises what the exit codes stand for."""
-    stop = StopRequest(config.run.max_time)  # first of all: preparing data counts
+    """Returns 0 when the run is done, or was interrupted and saved; a collective call.
+
+    Raises ConfigError, DataError, NumericalError or DeviceMemoryError; each has its exit code.
+    """
+    stop = StopRequest(config.run.max_time)  # first of all: the time to prepare data counts
     run = RunDirectory(config)
-    checkpoint = run.check(config)  # before anything slow; reads only
+    checkpoint = run.check(config)  # only reads, so that a refusal comes before anything slow
     if checkpoint is None:
         initial_checkpoint(config)
     resolve_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
@@ -74,8 +77,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         if world.is_main:
             print(f"{run.path}: nothing to do, the run is at step {step_of(checkpoint)} and would end at {last}.")
         return 0
-    with stop:  # until everything is written, curves included
-        state, feed = prepare_state(config, world, data, checkpoint)
+    with stop:  # until everything is written, the curves too
+        state, feed = begin_or_resume(config, world, data, checkpoint)
         held_out = rows_of(data.validation, config)
         validation = Validation(held_out, data.tokenizer.n_bytes, config.eval.rows)
         start = world.on_main(lambda: describe_start(state, data))
@@ -85,26 +88,35 @@ def main(config: Config, overrides: Sequence[str]) -> int:
 
 
 def with_first_commits(config: Config, stored: Config) -> Config:
-    """The config with the hub commits that the run began with; those that the user names stay."""
+    """`config` with the commits of hub data sets that the run began with, except where `config` names a commit.
+
+    stored: the config in the run's checkpoint.
+    """
     data = with_commits(config.data, commits_of(stored.data))
     for name, commit in commits_of(data).items():
-        if commit != (asked := commits_of(config.data)[name]):
+        if commit != (configured := commits_of(config.data)[name]):
             logger.info(
-                "data.revision=%s%s: the run goes on with %s, as it began", asked, name and f" of {name}", commit
+                "data.revision=%s%s: the run goes on with %s, as it began", configured, name and f" of {name}", commit
             )
     return replace(config, data=data)
 
 
 def trained_tokenizer(config: Config, checkpoint: Path | None) -> Tokenizer | None:
-    """The tokenizer that the run has trained from its text; None if it has another."""
+    """The SentencePiece model that the run trained from its text, read from its checkpoint.
+
+    None for a new run, and for a run whose tokenizer comes from elsewhere.
+    """
     trained = config.tokenizer.kind == "sentencepiece" and config.tokenizer.path is None
-    if checkpoint is None or not trained or config.data.kind == "tokens":  # tokens bring theirs
+    if checkpoint is None or not trained or config.data.kind == "tokens":  # prepared tokens bring theirs
         return None
     return read_tokenizer(checkpoint, read_json(checkpoint / "tokenizer.json"))
 
 
 def with_vocabulary(config: Config, data: Dataset) -> Config:
-    """The config with `model.vocab_size` known; raises DataError where the model's is too small for the tokenizer."""
+    """`config` with the tokenizer's size where `model.vocab_size` is auto.
+
+    Raises DataError where `model.vocab_size` is smaller than the tokenizer's.
+    """
     needed = data.tokenizer.vocab_size
     if config.model.vocab_size == AUTO:
         return replace(config, model=replace(config.model, vocab_size=needed))
@@ -117,13 +129,16 @@ def with_vocabulary(config: Config, data: Dataset) -> Config:
 
 
 def with_precision(config: Config, world: World) -> Config:
-    """The config with `train.precision` known, so that a resume on another device cannot change it silently."""
+    """`config` with `train.precision` bf16 or fp32, so that a resume on another device cannot change it silently."""
     precision = "bf16" if resolve_precision(config.train.precision, world.device.type) == torch.bfloat16 else "fp32"
     return replace(config, train=replace(config.train, precision=precision))
 
 
-def prepare_state(config: Config, world: World, data: Dataset, checkpoint: Path | None) -> tuple[TrainState, Feed]:
-    """The state and the data at the checkpoint, at run.init_from, or at the very start."""
+def begin_or_resume(config: Config, world: World, data: Dataset, checkpoint: Path | None) -> tuple[TrainState, Feed]:
+    """The training state and the batches, at the checkpoint's step, or at step 0 where there is no checkpoint.
+
+    At step 0 the weights are those of run.init_from, or initial ones.
+    """
     state = build_state(config, world)
     position: dict[str, Any] | None = None
     if checkpoint:
@@ -131,7 +146,7 @@ def prepare_state(config: Config, world: World, data: Dataset, checkpoint: Path 
     elif initial := initial_checkpoint(config):
         load_model(initial, state.model, world)
         state.model.project_()
-    # The shards that the first rows need may have to be downloaded.
+    # Without a timeout: the shards of the first rows may have to be downloaded.
     reader = world.on_all_without_timeout(lambda: reader_of(data, config, world.rank, world.size, position))
     loader = TrainLoader(
         reader,
@@ -153,7 +168,10 @@ def train_in(
     start: dict[str, Any],
     stop: StopRequest,
 ) -> None:
-    """Trains in the directory that rank 0 has opened, and closes it whatever happens; a collective call."""
+    """Trains, and whatever happens writes how it ended and closes feed, sinks and directory; a collective call.
+
+    run: the directory, which rank 0 has opened. start: rank 0's entry in run.json. Raises what `loop.train` raises.
+    """
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
     checkpoints = Checkpoints(run.checkpoints, world, config.checkpoint.keep_last, config.checkpoint.keep_every)
@@ -181,9 +199,9 @@ def train_in(
     try:
         if world.is_main:
             sinks += build_sinks(config, run.path, start, last, resumed)
-        introduce(say, run, state, start, resumed)
+        say_what_starts(say, run, state, start, resumed)
         unigram = ""
-        if world.is_main and isinstance(data.train, Tokens):  # a stream would have to be read for it
+        if world.is_main and isinstance(data.train, Tokens):  # of streamed text the ids are not there to be counted
             loss = unigram_loss(rows_of(data.train, config), validation, int(config.model.vocab_size))
             unigram = f"a unigram model reaches {loss:.4f}"
             say(f"validation loss: {unigram}")
@@ -207,7 +225,7 @@ def train_in(
         raise
     finally:
         if world.is_main or code:
-            run.finish(code, reason, state.step)  # first: closing wandb may outlast a launcher's patience
+            run.finish(code, reason, state.step)  # first: wandb may take so long to close that torchrun kills
         feed.close()
         close(sinks, reason)
         run.release()
@@ -216,7 +234,7 @@ def train_in(
 
 
 def close(sinks: list[Sink], reason: str) -> None:
-    """Closes every sink, even if one of them fails, as on a full disk."""
+    """Closes every sink. One that fails, for example on a full disk, is reported on stderr and stops no other."""
     for sink in sinks:
         try:
             sink.close(reason)
@@ -224,8 +242,10 @@ def close(sinks: list[Sink], reason: str) -> None:
             print(f"warning: {type(sink).__name__} could not be closed: {error}", file=sys.stderr)
 
 
-def introduce(say: Any, run: RunDirectory, state: TrainState, start: dict[str, Any], resumed: int | None) -> None:
-    """What a reader of the log wants to know first."""
+def say_what_starts(
+    say: Callable[[str], None], run: RunDirectory, state: TrainState, start: dict[str, Any], resumed: int | None
+) -> None:
+    """Says the run, model, batch, device and optimizer, the first lines of the log. resumed: the step, None if new."""
     config = state.config
     tokens = config.train.rows_per_step * config.model.context
     accumulation = config.train.rows_per_step // state.micro_rows // state.world.size

@@ -1,1 +1,1 @@
-"""`bench gpu`: the whole protocol on one GPU, within a budget of seconds; needs torch and triton alone."""
+"""`bench gpu`: all benchmarks on one GPU, within a budget of seconds. It needs no package but torch and triton."""

@@ -1,4 +1,4 @@
-"""`python -m ngpt_train.bench.gpu`, where nothing but torch and triton is installed."""
+"""`python -m ngpt_train.bench.gpu`, for machines without the packages that the command line needs."""
 
 import sys
 

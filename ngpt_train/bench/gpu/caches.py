@@ -1,4 +1,4 @@
-"""What torch.compile and Triton compiled, from one run of `bench gpu` to the next."""
+"""Carries the caches of torch.compile and Triton from one run of `bench gpu` to the next."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from ngpt_train.distributed.compile_cache import VARIABLES
 
 @contextlib.contextmanager
 def compile_caches(archive: Path) -> Iterator[Path]:
-    """What is compiled goes to a directory of its own, which is given, from and to `archive`."""
+    """While the body runs, compilers keep their caches in a temporary directory, which is yielded.
+
+    It is filled from the tar file `archive`, if there is one, and stored to it at the end.
+    """
     before = {name: os.environ.get(name) for name in VARIABLES}
-    # A compiler that is still at work may write into it while it is removed.
+    # Errors are ignored, because a compiler that is still at work may write into the directory while it is removed.
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:
         if archive.exists():
             with tarfile.open(archive) as stored:
@@ -34,12 +37,14 @@ def compile_caches(archive: Path) -> Iterator[Path]:
 
 
 def store(directory: Path, archive: Path) -> None:
-    """The archive is the old one or the new one, never half of it. Compilers may still be at work: what they rename or
-    remove meanwhile is left out."""
+    """Writes the caches in `directory` to the tar file `archive`, atomically.
+
+    Files that a compiler renames or removes meanwhile are left out.
+    """
     partial = archive.with_name(f"{archive.name}.partial")
     with tarfile.open(partial, "w:gz", compresslevel=1) as stored:
         for part in VARIABLES.values():
-            # One by one: TarFile.add of a directory raises where one of its files is gone.
+            # File by file, because TarFile.add of a directory raises where one of its files has gone.
             for parent, _, names in os.walk(directory / part):
                 for path in (Path(parent, name) for name in names):
                     with contextlib.suppress(FileNotFoundError):  # raised before anything of the file is written

@@ -1,4 +1,4 @@
-"""What a GPU reaches at the most: copies, and the matrix products of a step."""
+"""A GPU's ceilings: the rate of a copy, and of the matrix products of a step."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 from ngpt_train.bench.device_time import copy_ceiling, product_seconds
 from ngpt_train.bench.gpu.steps import SIZES
 
-TOKENS = 32_768  # of the products that are timed: a step of 8 rows of 4096
+TOKENS = 32_768  # rows of a product's input: those of a step of 8 rows of 4096 tokens
 
 
 def ceilings(device: torch.device, say: Callable[[str], None]) -> dict[str, float | dict[str, float]]:
-    """GB/s of a copy, TFLOP/s of products, and the milliseconds that those of a step take."""
+    """By name: GB/s of a copy, TFLOP/s of bf16 products, and the milliseconds of all products of a step."""
     copy = copy_ceiling(device)
     say(f"copy within the device: {copy:.0f} GB/s")
     n = 8192
@@ -26,8 +26,12 @@ def ceilings(device: torch.device, say: Callable[[str], None]) -> dict[str, floa
 
 
 def products(size: str, device: torch.device, say: Callable[[str], None]) -> dict[str, float | dict[str, float]]:
-    """The matrix products of a step. W_o and W_down are stored transposed, as d_model is what they write."""
+    """The matrix products of a step of TOKENS tokens, forward and backward: TFLOP/s of each, milliseconds of all.
+
+    W_o and W_down are stored as `(in, d_model)`, the other matrices as `(out, d_model)` (docs/decisions/0002).
+    """
     d, n_layers, _, m, vocab = SIZES[size]
+    # Name, d_in, d_out, whether stored as (in, out), how often a step has it.
     shapes = [
         ("qkv", d, 3 * d, False, n_layers),
         ("o", d, d, True, n_layers),

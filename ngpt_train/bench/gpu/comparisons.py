@@ -1,7 +1,7 @@
-"""nGPT's step beside other ways to do it, at one size: without one kernel after the other, and as public code has it.
+"""nGPT's step beside the same step without kernels, and beside public code's way to do it.
 
-What is compared is timed in turn with full nGPT, whose time is the measure; what leaves a kernel out, with GPT as well.
-That takes its steps with full nGPT's own weights, so that they are drawn and held once.
+Ratios are to full nGPT's time. Public code's way takes turns with full nGPT. A step without a kernel, an ablation,
+takes turns with full nGPT and GPT; it moves full nGPT's own weights, so that these are drawn and held once.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from ngpt_train.training.batch import resolve_micro_rows
 WARM_UP = 2  # the first compiles
 PUBLIC_ROUNDS, ABLATION_ROUNDS, FEWEST_ROUNDS = 3, 5, 2
 
-Ablation = tuple[str, str, str | None]  # its name, `kernels` and the operation it is without
-# The most telling first: later ones may find no time left.
+Ablation = tuple[str, str, str | None]  # name, `kernels.kind`, and the operation whose kernel is left out
+# The most important first, because time may run out.
 ABLATIONS: list[Ablation] = [
     (COMPILE_ONLY, "torch", None),
     *((without(operation), AUTO, operation) for operation in OPERATIONS),
@@ -46,9 +46,10 @@ ABLATIONS: list[Ablation] = [
 
 
 def run_public_style(row: Row, place: Place, say: Callable[[str], None]) -> list[Measured]:
-    """Raises OutOfTimeError, and DeviceMemoryError where one row of tokens is too much."""
-    place.check_time_for(row, 4 * (WARM_UP + PUBLIC_ROUNDS))  # it was predicted to take three times as long as ours
-
+    """nGPT as public code has it. Raises OutOfTimeError, and DeviceMemoryError where one row of tokens is too much."""
+    place.check_time_for(
+        row, 4 * (WARM_UP + PUBLIC_ROUNDS)
+    )  # a step of ours, and one predicted to take three times that
     ours = resolve_micro_rows(ROWS_PER_STEP, AUTO, row.context, 1)
 
     def measure(micro_rows: int | str) -> list[Measured]:
@@ -62,11 +63,13 @@ def run_public_style(row: Row, place: Place, say: Callable[[str], None]) -> list
             problems.append(f"the loss did not fall: {losses[0]:.4f} -> {losses[-1]:.4f}")
         return [describe(row, entry, None, ngpt.state.model, micro_rows, losses, memory, problems, place)]
 
-    return halving_rows(row, max(1, ours // 2), measure, say)  # eager mode keeps more for the backward pass
+    return halving_rows(
+        row, max(1, ours // 2), measure, say
+    )  # half, because eager mode keeps more for the backward pass
 
 
 def public_steps(ngpt: Variant, micro_rows: int, row: Row) -> tuple[PublicSteps, list[str]]:
-    """With nGPT's weights, on nGPT's tokens; and what is wrong, where its loss is another."""
+    """Public code's steps from nGPT's weights on nGPT's tokens, and the problems: a loss that differs from nGPT's."""
     state = ngpt.state
     config = state.config.model
     dtype = state.model.compute_dtype or torch.float32
@@ -84,14 +87,15 @@ def public_steps(ngpt: Variant, micro_rows: int, row: Row) -> tuple[PublicSteps,
 
 
 def ablation_pair(row: Row, place: Place, say: Callable[[str], None]) -> dict[str, Variant]:
-    """What ablations are timed beside. Raises as `run_public_style`."""
+    """GPT and nGPT, beside which ablations are timed. Raises what `run_public_style` raises."""
     place.check_time_for(row, 2 * WARM_UP)
     return halving_rows(row, AUTO, lambda micro_rows: compiled_pair(row, place, micro_rows), say)
 
 
 def run_ablation(ablation: Ablation, pair: Mapping[str, Variant], row: Row, place: Place) -> Measured:
-    """Raises OutOfTimeError."""
-    place.check_time_for(row, 3 * (WARM_UP + FEWEST_ROUNDS), of_preparation=0.5)  # one model is compiled, none drawn
+    """One ablation beside `pair`, from `ablation_pair`. Raises OutOfTimeError."""
+    # Half of a pair's preparation: one model is compiled, none is initialised.
+    place.check_time_for(row, 3 * (WARM_UP + FEWEST_ROUNDS), share_of_preparation=0.5)
     name, kernels, operation = ablation
     variant = pair["ngpt"].changed(kernels, operation)
     runs = {**pair, name: variant}

@@ -1,17 +1,17 @@
-"""What was predicted of steps on a GPU before anything ran on one: by bytes moved and the products' rates."""
+"""Times of steps on GPUs, predicted from bytes moved and rates of matrix products before anything ran on a GPU."""
 
 from __future__ import annotations
 
 import re
 
-Size = tuple[str, int]  # of the model, tokens of a row
+Size = tuple[str, int]  # name of the model's size, tokens of a row
 
-# What an nGPT step is without one thing: `kernels.dispatch`'s name of an operation.
+# Operations that an ablation runs without a kernel, by their names in `kernels.dispatch`.
 OPERATIONS = ("swiglu", "sphere_step", "rotary", "adam", "linear_cross_entropy")
 COMPILE_ONLY = "ngpt, kernels=torch"
 PUBLIC_STYLE = "ngpt as public code has it"
 
-# GPT's ms per step, nGPT's time over GPT's, the same without kernels.
+# GPT's ms per step; nGPT's time over GPT's; nGPT's time with kernels=torch over GPT's.
 STEPS: dict[str, dict[Size, tuple[float, float, float]]] = {
     "H100": {
         ("0.5b", 1024): (53, 1.012, 1.20),
@@ -30,30 +30,31 @@ STEPS: dict[str, dict[Size, tuple[float, float, float]]] = {
         ("1b", 8192): (2975, 1.005, 1.04),
     },
 }
-# nGPT's time over GPT's at 0.5B and 4096 tokens without one kernel: what each adds is the difference of two columns of
-# the model of bytes, from compiled alone (STEPS) by SwiGLU, sphere_step and rotary to Adam.
+# nGPT's time over GPT's without one kernel, at 0.5B and 4096 tokens. What a kernel is worth is the difference of two
+# neighbouring columns of the second table of predictions in docs/benchmarks/gpu.md.
 WITHOUT: dict[str, dict[str, float]] = {
     "H100": {"swiglu": 1.07, "sphere_step": 1.07, "rotary": 1.02, "adam": 1.02, "linear_cross_entropy": 1.02},
     "A100": {"swiglu": 1.05, "sphere_step": 1.04, "rotary": 1.02, "adam": 1.01, "linear_cross_entropy": 1.01},
 }
-PUBLIC_MS = {"H100": 819.0}  # 40,000 tokens/s
-ABLATED: Size = ("0.5b", 4096)
+PUBLIC_MS = {"H100": 819.0}  # of a step of public code's way: 40,000 tokens/s
+ABLATED: Size = ("0.5b", 4096)  # the size of WITHOUT and PUBLIC_MS
+# Names that torch.cuda reports.
 KNOWN = [(r"NVIDIA H100 80GB HBM3", "H100"), (r"(NVIDIA )?A100-SXM4-80GB", "A100")]
 NO_SLOWER_THAN_H100 = r"NVIDIA (H100 80GB HBM3|G?H200.*|G?B[23]00.*)"
 
 
 def without(operation: str) -> str:
-    """The variant's name."""
+    """The name of the variant of nGPT without the operation's kernel."""
     return f"ngpt without {operation}"
 
 
 def predicted_for(device_name: str) -> str | None:
-    """The key of the tables; None for hardware of which nothing was predicted."""
+    """The device's key in STEPS; None where nothing was predicted for it."""
     return next((key for name, key in KNOWN if re.fullmatch(name, device_name)), None)
 
 
 def predicted_ms(size: Size, variant: str, device_name: str) -> float | None:
-    """Of a step; None where nothing was predicted."""
+    """Predicted milliseconds of a step of `variant`; None where nothing was predicted."""
     key = predicted_for(device_name)
     if key is None or size not in STEPS[key]:
         return None
@@ -67,6 +68,6 @@ def predicted_ms(size: Size, variant: str, device_name: str) -> float | None:
 
 
 def expected_seconds(size: Size, device_name: str) -> float:
-    """Of GPT's step, for planning: what is not known is taken to be as slow as an A100; 0 for other sizes."""
+    """A guess, for planning, of the seconds of GPT's step; unknown devices count as an A100. 0 for other sizes."""
     key = "H100" if re.fullmatch(NO_SLOWER_THAN_H100, device_name) else "A100"
     return STEPS[key].get(size, (0.0, 0.0, 0.0))[0] / 1e3

@@ -48,20 +48,23 @@ SCALES: dict[str, tuple[list[kernels.Shape], kernels.Sizes]] = {
     "debug": ([(64, 256, 32)], kernels.Sizes(2, 64, 512, 3)),
 }
 ATTENTION = {"paper": attention.ON_GPU, "debug": [(2, 2, 64, 32)]}
-# The most telling first: later ones may find no time left.
+# The most important first, because time may run out.
 HEADLINES = {"paper": [Row("0.5b", 4096), Row("1b", 4096)], "debug": [Row("debug", 64)]}
 OTHER_ROWS = {
     "paper": [Row("0.5b", 1024), Row("0.5b", 8192), Row("1b", 1024), Row("1b", 8192)],
     "debug": [Row("debug", 128)],
 }
-PREPARATION = {"paper": 45.0, "debug": 1.0}  # see Place
-# Each kernel left out is compiled anew. Torch's limit is for programs that would compile without end, and it would go
-# on in eager mode, at another speed, without a word.
+PREPARATION = {"paper": 45.0, "debug": 1.0}  # seconds; see Place
+# Each ablation compiles the blocks again. At torch's default limit of recompilations a block would go on in eager mode,
+# at another speed and without a word.
 COMPILING: dict[str, Any] = {"recompile_limit": 64, "fail_on_recompile_limit_hit": True}
 
 
 class Protocol:
-    """What is found, part by part; bench.json always holds what there is so far."""
+    """Runs the benchmarks, part by part, and collects their results, which are written to bench.json after each part.
+
+    scale: a key of SCALES. budget: seconds from now. out: the directory of bench.json.
+    """
 
     def __init__(self, scale: str, device: torch.device, budget: float, out: Path) -> None:
         self.scale, self.device, self.out = scale, device, out
@@ -72,45 +75,51 @@ class Protocol:
         name = torch.cuda.get_device_name(device) if on_gpu else f"CPU ({platform.machine()})"
         self.place = Place(device.type, name, self.deadline, PREPARATION[scale])
         self.cases: list[kernels.Case] = []
-        self.errors: dict[str, float] = {}  # of those that are right
+        self.errors: dict[str, float] = {}  # of the operations that are right, by their case's name
         self.steps: list[Measured] = []
-        self.writing = threading.Lock()  # the thread that cuts off writes, too, and what it cuts off may be writing
-        self.doing = "versions"  # what is cut off, if it comes to that
+        # The thread that cuts a part off writes bench.json, and the part may be writing it.
+        self.writing = threading.Lock()
+        self.doing = "versions"  # the name of the part at work
         self.found: dict[str, Any] = {"what": "gpu", "scale": scale, "is_gpu": on_gpu, "device": name, "mfu": MFU}
         self.found |= {"ceilings": {}, "entries": [], "skipped": [], "cut_off": [], "problems": [], "log": []}
 
     def parts(self) -> list[Callable[[], None]]:
-        """Named as they are called in the log."""
+        """The parts, in their order. The log calls each by its function's name."""
         return [
             *(self.versions, self.ceilings, self.checks, self.headlines, self.public_style, self.attention),
             *(self.kernel_times, self.other_rows, self.ablations),
         ]
 
     def say(self, text: str) -> None:
+        """Prints a line with the seconds since the start, and logs it in bench.json."""
         print(f"{time.monotonic() - self.started:6.1f} s  {text}", flush=True)
         self.found["log"].append(text)
 
     def skip(self, what: str) -> None:
+        """Notes that the budget has no time for a part."""
         self.say(f"{what}: skipped (budget)")
         self.found["skipped"].append(what)
 
     def cut_off(self) -> None:
-        """What is going on will not be finished."""
+        """Notes that the part at work is cut off."""
         self.say(f"{self.doing}: cut off (budget)")
         self.found["cut_off"].append(self.doing)
 
     def problem(self, text: str) -> None:
+        """Notes that something failed or is wrong, which makes the exit code 1."""
         self.say(f"FAILED: {text}")
         self.found["problems"].append(text)
 
     def late(self, until: float | None = None) -> bool:
+        """Whether the deadline is over, or `until`, a value of time.monotonic()."""
         return time.monotonic() > min(self.deadline, until or self.deadline)
 
-    def share(self, of_budget: float) -> float:
-        return time.monotonic() + of_budget * self.budget
+    def end_of_share(self, share: float) -> float:
+        """When, of time.monotonic(), a part that begins now has used up this share of the budget."""
+        return time.monotonic() + share * self.budget
 
     def write(self, patience: float = -1) -> None:
-        """patience: seconds to wait for another thread that is writing, which may hang; -1: for ever."""
+        """Writes bench.json. patience: seconds to wait for another thread that writes it and may hang; -1: forever."""
         if not self.writing.acquire(timeout=patience):
             self.say("bench.json: not written, because writing it hangs")
             return
@@ -123,9 +132,9 @@ class Protocol:
         print_tables(self.found, self.steps)
 
     def versions(self) -> None:
-        about = facts(self.device)
-        self.found |= about
-        for name, value in {"device": self.place.name, **about}.items():
+        device_facts = facts(self.device)
+        self.found |= device_facts
+        for name, value in {"device": self.place.name, **device_facts}.items():
             self.say(f"{name}: {value}")
         if self.device.type != "cuda":
             self.say("THIS IS NOT A GPU: nothing below says anything about one")
@@ -135,7 +144,7 @@ class Protocol:
             self.found["ceilings"] = ceilings(self.device, self.say)
 
     def checks(self) -> None:
-        """Raises KernelError, once all are checked, where one is wrong: times of it would mean nothing."""
+        """Checks all operations. Raises KernelError at the end where one is wrong: its times would mean nothing."""
         shapes, sizes = SCALES[self.scale]
         self.cases = [case for shape in shapes for case in kernels.cases_of(self.device, shape, sizes)]
         wrong = []
@@ -151,7 +160,7 @@ class Protocol:
             raise kernels.KernelError(f"nothing is timed, because of {'; '.join(wrong)}")
 
     def kernel_times(self) -> None:
-        until = self.share(KERNELS_SHARE)
+        until = self.end_of_share(KERNELS_SHARE)
         ceiling = self.found["ceilings"].get("copy_gb_per_s")
         rounds = SCALES[self.scale][1].rounds
         for case in self.cases:
@@ -164,7 +173,7 @@ class Protocol:
                     self.found["entries"].append(entry.json())
 
     def attention(self) -> None:
-        until, compiled_until = self.share(ATTENTION_SHARE), self.share(ATTENTION_SHARE / 2)
+        until, compiled_until = self.end_of_share(ATTENTION_SHARE), self.end_of_share(ATTENTION_SHARE / 2)
         for shape in ATTENTION[self.scale]:
             with self.going_on(f"attention, {shape[2]} tokens"):
                 self.in_time(until)
@@ -181,6 +190,7 @@ class Protocol:
         self.pairs(OTHER_ROWS[self.scale])
 
     def pairs(self, rows: Sequence[Row]) -> None:
+        """Steps of GPT and nGPT in turn on each row."""
         for row in rows:
             with self.going_on(f"steps of {row.name}"):
                 self.note(steps.run_pair(row, self.place, self.say))
@@ -200,6 +210,7 @@ class Protocol:
                 self.note([run_ablation(ablation, pair, row, self.place)])
 
     def note(self, measured: Sequence[Measured]) -> None:
+        """Adds results of steps, and their problems, to what was found."""
         for one in measured:
             self.steps.append(one)
             self.found["entries"].append(one.json())
@@ -208,12 +219,16 @@ class Protocol:
                 self.problem(f"{one.row}, {one.variant}: {problem}")
 
     def in_time(self, until: float | None = None) -> None:
+        """Raises OutOfTimeError where it is `late`."""
         if self.late(until):
             raise OutOfTimeError
 
     @contextlib.contextmanager
     def going_on(self, what: str) -> Iterator[None]:
-        """An error ends one part, not the others: time on a GPU is short. What was found is written."""
+        """Around a part, or a piece of one: notes its error or that it is out of time, then writes bench.json.
+
+        So an error ends this part alone. Only KernelError passes through.
+        """
         self.doing = what
         try:
             yield
@@ -228,12 +243,12 @@ class Protocol:
 
 
 def reserved(budget: float) -> float:
-    """Seconds of the budget in which nothing is measured: the caches and the tables take them."""
+    """Seconds at the end of the budget in which nothing is measured, for the tables and for storing the caches."""
     return min(15.0, budget / 4)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code; see the module."""
+    """Runs `bench gpu` with these arguments; returns the exit code, which the module's docstring explains."""
     parser = argparse.ArgumentParser(
         prog="bench gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -257,6 +272,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(protocol: Protocol) -> int:
+    """Runs all parts; returns the exit code."""
     for part in protocol.parts():
         try:
             with protocol.going_on(part.__name__):

@@ -1,8 +1,8 @@
-"""Optimizer steps of GPT and nGPT at the paper's sizes, in turn in one process, with what was predicted of them.
+"""Times optimizer steps of GPT and nGPT at the paper's sizes, in turn in one process, beside predicted times.
 
-A step is all of it: forward, backward, clipping, optimizer, projection; 8 rows of tokens, the paper's 512 over 64 GPUs.
-MFU = FLOPs per token * tokens/s / peak of dense bf16 products, where the FLOPs per token are 6 weights + 12 L d T
-(`mfu`, PaLM's convention) or, with the masked half of attention left out, 6 weights + 6 L d T (`mfu_causal`).
+A step is forward, backward, clipping, optimizer and projection over 8 rows, which is the paper's batch of 512 over 64
+GPUs. MFU = FLOPs per token * tokens/s / peak of dense bf16 products, where the FLOPs per token are 6 weights + 12 L d T
+(`mfu`, PaLM's convention) or, without the masked half of attention, 6 weights + 6 L d T (`mfu_causal`).
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from ngpt_train.training.guards import DeviceMemoryError
 
 ROWS_PER_STEP = 8
 WARM_UP, ROUNDS, FEWEST_ROUNDS = 4, 10, 3
-TOTAL_STEPS = 1000  # of the schedule, of which these are the first
-UNIT_TOLERANCE = 1e-3
-LOSS_TOLERANCE = 1e-2
+TOTAL_STEPS = 1000  # of the schedule; only the first of them are taken
+UNIT_TOLERANCE = 1e-3  # of a row's length, which is 1
+LOSS_TOLERANCE = 1e-2  # nats per token, between two ways to compute a loss
 
 # d_model, n_layers, n_heads, d_mlp, vocabulary
 SIZES = {
@@ -44,7 +44,8 @@ SIZES = {
     "1b": (1280, 36, 20, 5120, 32_000),
     "debug": (64, 2, 2, 256, 512),
 }
-# Rates that move both within a few steps; an nGPT step turns a row by about lr * sqrt(d_model) radians.
+# Learning rates, by d_model, with which both losses fall within a few steps. A step of nGPT turns a row by about
+# lr * sqrt(d_model) radians.
 RATES: dict[str, Callable[[int], float]] = {"gpt": lambda d: 1e-3, "ngpt": lambda d: 0.25 / d**0.5}
 PAIR = ("gpt", "ngpt")
 
@@ -53,7 +54,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Row:
-    """Models of `size` on rows of `context` tokens."""
+    """A row of the table: models of `size`, a key of SIZES, on rows of `context` tokens."""
 
     size: str
     context: int
@@ -64,59 +65,62 @@ class Row:
 
 
 class OutOfTimeError(Exception):
-    """The deadline leaves too little."""
+    """Too little time is left before the deadline."""
 
 
 @dataclass
 class Place:
-    """Where it runs, and until when, of time.monotonic; preparation: seconds that the weights and blocks of a pair
-    take to be drawn and compiled, a guess until there was one."""
+    """The device, and the time that is left on it."""
 
-    device: str
-    name: str
-    deadline: float
-    preparation: float
+    device: str  # cuda or cpu
+    name: str  # as torch.cuda reports it
+    deadline: float  # of time.monotonic()
+    preparation: float  # seconds to initialise and compile GPT and nGPT; a guess until a pair has been prepared
 
-    def check_time_for(self, row: Row, steps: int, of_preparation: float = 1.0) -> None:
-        """steps: of GPT's length. Raises OutOfTimeError."""
-        needed = of_preparation * self.preparation + steps * expected_seconds((row.size, row.context), self.name)
+    def check_time_for(self, row: Row, steps: int, share_of_preparation: float = 1.0) -> None:
+        """Raises OutOfTimeError where a preparation, and as many steps as long as GPT's, would pass the deadline."""
+        needed = share_of_preparation * self.preparation + steps * expected_seconds((row.size, row.context), self.name)
         if time.monotonic() + needed > self.deadline:
             raise OutOfTimeError
 
 
 @dataclass
 class Measured:
-    """A variant of a row; `entry` is of the interleaved times."""
+    """The result of a variant on a row."""
 
     row: str
     variant: str
-    entry: Entry
-    over_gpt: float | None  # the time over GPT's, medians of the same rounds
+    entry: Entry  # of `interleaved`
+    over_gpt: float | None  # median time over GPT's median time in the same rounds
     tokens: int
     micro_rows: int
     mfu: float | None
     mfu_causal: float | None
-    memory_gb: float | None  # at the most in a step, the weights of the other variants included
+    memory_gb: float | None  # peak during a step, including the weights of the other variants
     first_loss: float
     last_loss: float
     predicted_ms: float | None
-    gap: float | None  # measured over predicted, less 1
+    gap: float | None  # measured time over predicted time, minus 1
     problems: list[str] = field(default_factory=list)
 
     def json(self) -> dict[str, Any]:
+        """All fields, and those of the entry, by name, for bench.json."""
         own = {key: value for key, value in asdict(self).items() if key != "entry"}
         names = {"name": f"{self.row}: {self.variant}", "relative_to": f"{self.row}: {self.entry.relative_to}"}
         return self.entry.json() | own | names
 
 
 class Variant:
-    """A state that takes steps on the same tokens, with all kernels or without some, and the losses of them."""
+    """A training state that takes steps on the same tokens each time; a call is a step and returns its tokens.
+
+    kernels, without: as for `dispatch.chosen`. losses: of the steps so far, 0-dim, nats per token.
+    """
 
     def __init__(self, state: TrainState, kernels: str = AUTO, without: str | None = None) -> None:
         self.state, self.kernels, self.without = state, kernels, without
         self.micro_batches = tokens_of(state)
         self.losses: list[Tensor] = []
-        self.shares_weights = False  # with a variant that moves them, too, where this one's optimizer does not see it
+        self.shares_weights = False  # whether another variant, whose steps this optimizer does not see, moves them too
 
     def __call__(self) -> float:
         with dispatch.chosen(self.kernels, self.without):
@@ -126,10 +130,9 @@ class Variant:
         return float(config.train.rows_per_step * config.model.context)
 
     def changed(self, kernels: str = AUTO, without: str | None = None) -> Variant:
-        """The same weights under other kernels; an optimizer of its own where that is what changes, because which one
-        it is is decided when it is built."""
+        """The same weights with other kernels; its own optimizer if that one's kernel changes."""
         state = self.state
-        if kernels == "torch" or without == "adam":
+        if kernels == "torch" or without == "adam":  # build_optimizer chooses the optimizer's kernel
             with dispatch.chosen(kernels, without):
                 optimizer = build_optimizer(state.model, state.model.parameter_groups(), state.config.optim)
             state = replace(state, optimizer=optimizer)
@@ -139,6 +142,7 @@ class Variant:
 
 
 def make_config(architecture: str, row: Row, device: str, micro_rows: int | str = AUTO) -> Config:
+    """A config without Hydra, which may not be installed."""
     d_model, n_layers, n_heads, d_mlp, vocab_size = SIZES[row.size]
     model = architectures()[architecture]
     config = Config(model=model(architecture, d_model, n_layers, n_heads, None, d_mlp, vocab_size, row.context))
@@ -151,7 +155,7 @@ def make_config(architecture: str, row: Row, device: str, micro_rows: int | str 
 
 
 def compiled_pair(row: Row, place: Place, micro_rows: int | str) -> dict[str, Variant]:
-    """GPT and nGPT, a step each behind them."""
+    """GPT and nGPT, compiled: each has taken one step."""
     started = time.monotonic()
     variants = {name: build(name, row, place, micro_rows) for name in PAIR}
     for variant in variants.values():
@@ -161,14 +165,18 @@ def compiled_pair(row: Row, place: Place, micro_rows: int | str) -> dict[str, Va
 
 
 def build(architecture: str, row: Row, place: Place, micro_rows: int | str) -> Variant:
+    """An architecture with initial weights, which has taken no step."""
     with drawn_on(torch.device(place.device)):
         return Variant(build_state(make_config(architecture, row, place.device, micro_rows)))
 
 
 @contextlib.contextmanager
 def drawn_on(device: torch.device) -> Iterator[None]:
-    """Weights are drawn on the device, from the same distributions. In training they are the same on all of them, which
-    takes a CPU some seconds for each model: here that would be an eighth of all the time there is."""
+    """While the body runs, initial weights are drawn on the device, from the distributions of training.
+
+    Training draws the same weights for every device, on the CPU. That takes seconds for each model, an eighth of the
+    default budget in all.
+    """
     generator = torch.Generator(device).manual_seed(0)
 
     def drawn(seed: int, path: str, shape: tuple[int, ...], std: float) -> Tensor:
@@ -193,23 +201,26 @@ def run_pair(row: Row, place: Place, say: Callable[[str], None]) -> list[Measure
 def halving_rows(
     row: Row, micro_rows: int | str, work: Callable[[int | str], Result], say: Callable[[str], None]
 ) -> Result:
-    """`work` of a number of rows in a micro batch, half of it where memory does not suffice, and so on. Memory is
-    freed before. Raises DeviceMemoryError where one row is too much."""
+    """The result of `work(micro_rows)`; where the device's memory is too small, of half as many rows, and so on.
+
+    Frees memory before each attempt. Raises DeviceMemoryError where one row is too much.
+    """
     while True:
         free_memory()
         try:
-            with dispatch.chosen(AUTO):  # each state that is built chooses for the process
+            with dispatch.chosen(AUTO):  # restores the choice of kernels, which each `build_state` changes
                 return work(micro_rows)
         except (torch.OutOfMemoryError, DeviceMemoryError) as error:
             used = resolve_micro_rows(ROWS_PER_STEP, micro_rows, row.context, 1)
             if used == 1:
                 raise DeviceMemoryError(f"{row.name}: out of memory with one row at a time") from error
-        # The traceback, which holds the tensors, is gone here.
+        # Outside of `except`, because the traceback holds the tensors of the failed attempt.
         micro_rows = used // 2
         say(f"{row.name}: out of memory with {used} rows at a time; again with {micro_rows}")
 
 
 def free_memory() -> None:
+    """Gives up compiled code and unused memory of the GPU."""
     gc.collect()
     torch._dynamo.reset()
     if torch.cuda.is_available():
@@ -217,7 +228,10 @@ def free_memory() -> None:
 
 
 def timed(runs: Mapping[str, Run], relative_to: str, place: Place, warm_up: int, most: int, fewest: int) -> list[Entry]:
-    """Interleaved entries of as many rounds as there is time for; raises OutOfTimeError where that is too few."""
+    """Entries of `interleaved` over `most` rounds, or as many as the deadline allows.
+
+    warm_up: rounds before, at least one. Raises OutOfTimeError where fewer than `fewest` rounds are possible.
+    """
     measure = measure_on(place)
     round_seconds = 0.0
     for _ in range(warm_up):
@@ -225,7 +239,7 @@ def timed(runs: Mapping[str, Run], relative_to: str, place: Place, warm_up: int,
         for run in runs.values():
             measure(run)
         round_seconds = time.monotonic() - started
-    # interleaved runs a round untimed.
+    # One less, because `interleaved` runs one more round than it counts.
     rounds = min(most, int((place.deadline - time.monotonic()) / round_seconds) - 1)
     if rounds < fewest:
         raise OutOfTimeError
@@ -233,6 +247,7 @@ def timed(runs: Mapping[str, Run], relative_to: str, place: Place, warm_up: int,
 
 
 def measure_on(place: Place) -> Measure:
+    """Wall-clock time with the device synchronized on a GPU, CPU time elsewhere."""
     return by(_synchronized) if place.device == "cuda" else by(time.process_time)
 
 
@@ -244,7 +259,10 @@ def _synchronized() -> float:
 def measured(
     row: Row, entry: Entry, gpt: Entry | None, variant: Variant, place: Place, ablated: bool = False
 ) -> Measured:
-    """ablated: the weights are those of another variant, so that a loss need not fall nor be checked again."""
+    """The result of a variant whose times are in `entry`, with its problems and peak memory.
+
+    gpt: GPT's entry, if it was timed. ablated: the weights are another, checked variant's; losses need only be finite.
+    """
     losses = [float(loss) for loss in variant.losses]
     if ablated:
         found = [f"a loss is not finite: {losses}"] if not all(map(_finite, losses)) else []
@@ -265,7 +283,7 @@ def describe(
     found: list[str],
     place: Place,
 ) -> Measured:
-    """model: whose FLOPs are counted; found: problems."""
+    """The result from its parts. model: its FLOPs are counted. found: the problems."""
     assert entry.rate is not None
     peak = peak_flops(place.name, model.compute_dtype or torch.float32)
     mfu, mfu_causal = (
@@ -292,6 +310,7 @@ def describe(
 
 
 def peak_memory(run: Run, place: Place) -> float | None:
+    """The most GB of tensors on the GPU during one more run; None on a CPU."""
     if place.device != "cuda":
         return None
     torch.cuda.reset_peak_memory_stats()
@@ -301,7 +320,8 @@ def peak_memory(run: Run, place: Place) -> float | None:
 
 @torch.no_grad()
 def problems(state: TrainState, losses: list[float], micro_batch: tuple[Tensor, Tensor]) -> list[str]:
-    """What is wrong with a run; nothing, if it is one."""
+    """What is wrong with a variant's steps, in words: losses that are not finite or do not fall, rows off the sphere, a
+    loss that is another without kernels."""
     found = []
     if not all(map(_finite, losses)):
         found.append(f"a loss is not finite: {losses}")
@@ -318,7 +338,7 @@ def problems(state: TrainState, losses: list[float], micro_batch: tuple[Tensor, 
 
 
 def first_row_loss(model: Decoder, micro_batch: tuple[Tensor, Tensor], kernels: str) -> float:
-    """Per token, of the first row; not compiled, so that nothing is compiled for it."""
+    """The loss, nats per token, of the first row of a micro batch, in eager mode, which spares a compilation."""
     with dispatch.chosen(kernels), torch.compiler.set_stance("force_eager"):
         loss_sum, n_tokens = model.loss(*(part[:1] for part in micro_batch))
     return float(loss_sum / n_tokens)

@@ -1,4 +1,4 @@
-"""What `bench gpu` prints: a line as soon as something is measured, and all of it in tables at the end."""
+"""The lines that `bench gpu` prints when something is measured, and the tables that it prints at the end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ngpt_train.bench.interleaved import Entry
 
 
 def print_tables(found: dict[str, Any], steps: Sequence[Measured]) -> None:
-    """found: what bench.json holds. Some may be missing, where it was cut off."""
+    """found: the content of bench.json, which lacks the later parts where the run was cut off."""
     print(f"\n{found['device']}, torch {torch.__version__}" + ("" if found["is_gpu"] else ": NOT A GPU"))
     pairs = [one for one in steps if one.entry.relative_to == "gpt"]
     others = [one for one in steps if one.entry.relative_to != "gpt"]
@@ -31,6 +31,7 @@ def print_tables(found: dict[str, Any], steps: Sequence[Measured]) -> None:
 
 
 def attention_table(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """A row for each implementation of attention, pass and number of tokens, below a row of headings."""
     lines = [["attention", "us", "TFLOP/s", "/ as torch picks"]]
     for entry in entries:
         if entry["name"].startswith("attention, "):
@@ -40,7 +41,7 @@ def attention_table(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def kernel_table(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
-    """Times of ours, over those of plain PyTorch in eager mode and compiled."""
+    """A row for each operation and pass: our time, and its ratios to plain PyTorch's in eager mode and compiled."""
     times = {entry["name"]: entry["median_ms"] for entry in entries}
     lines = [["operation", "error", "us", "GB/s", "of a copy's", "/ eager", "/ compiled"]]
     for entry in entries:
@@ -55,6 +56,7 @@ def kernel_table(entries: Sequence[dict[str, Any]]) -> list[list[str]]:
 
 
 def step_table(steps: Sequence[Measured]) -> list[list[str]]:
+    """A row for each size, context and architecture."""
     head = ["variant", "row", "tokens", "step ms", "tokens/s", "MFU causal", "MFU", "peak GB", "/ GPT", "predicted ms"]
     lines = [[*head, "gap"]]
     for one in steps:
@@ -67,7 +69,7 @@ def step_table(steps: Sequence[Measured]) -> list[list[str]]:
 
 
 def comparison_table(steps: Sequence[Measured]) -> list[list[str]]:
-    """nGPT's step in other ways. Its quartiles are of the ratio to full nGPT, round by round."""
+    """A row for each other way to take nGPT's step. The quartiles are those of the ratio to full nGPT's time."""
     lines = [["instead of nGPT", "row", "step ms", "tokens/s", "/ nGPT", "quartiles", "/ GPT", "predicted ms", "gap"]]
     for one in steps:
         entry = one.entry
@@ -78,6 +80,7 @@ def comparison_table(steps: Sequence[Measured]) -> list[list[str]]:
 
 
 def kernel_line(entry: Entry) -> str:
+    """An entry of `bench.kernels` in words."""
     text = f"{entry.name}: {1e3 * entry.median_ms:.0f} us, {entry.ratio:.2f} of eager's time"
     if entry.gb_per_s is not None:
         text += f", {entry.gb_per_s:.0f} GB/s"
@@ -85,11 +88,12 @@ def kernel_line(entry: Entry) -> str:
 
 
 def step_line(one: Measured) -> str:
+    """The result of a variant in words."""
     text = f"{one.row}, {one.variant}: {one.entry.median_ms:.1f} ms, {one.entry.rate:.0f} tokens/s, "
     other = {"gpt": "GPT", "ngpt": "nGPT"}[one.entry.relative_to]
     text += f"{one.entry.ratio:.3f} of {other}'s time ({one.entry.spread[0]:.3f} to {one.entry.spread[1]:.3f})"
     return f"{text}, loss {one.first_loss:.3f} -> {one.last_loss:.3f}"
 
 
-def shown(value: float | None, how: str) -> str:
-    return "-" if value is None else format(value, how)
+def shown(value: float | None, format_spec: str) -> str:
+    return "-" if value is None else format(value, format_spec)

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.kernels.attention import Mask, attention
-from ngpt_train.kernels.rotary import Heads, rotary
+from ngpt_train.kernels.rotary import Heads, RotaryOptions, rotary
 from ngpt_train.models.layers.linear import FusedLinear, OutputLinear
 from ngpt_train.models.layers.rope import Rope, rotate
 
@@ -47,7 +47,8 @@ class Attention(nn.Module):
         """As `heads`, but of one tensor qkv `(B, T, d_q + 2 d_kv)`, which `rotary` takes in one pass over memory."""
         if rope is None:
             return self.heads(*self.split(qkv), None)
-        return rotary(qkv, rope.cos, rope.sin, self.n_heads, self.n_kv_heads, rope.interleaved, False, None)
+        options = RotaryOptions(self.n_heads, self.n_kv_heads, rope.interleaved, normalized=False)
+        return rotary(qkv, rope.cos, rope.sin, options, scale=None)
 
     def split(self, qkv: Tensor) -> Heads:
         """Views q `(B, T, d_q)`, k and v `(B, T, d_kv)` of qkv `(B, T, d_q + 2 d_kv)`."""

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ngpt_train.kernels.norm import normalize
 from ngpt_train.kernels.operation import without_kernel
-from ngpt_train.kernels.rotary import rotary
+from ngpt_train.kernels.rotary import RotaryOptions, rotary
 from ngpt_train.kernels.scaled_linear import scaled_swiglu
 from ngpt_train.kernels.sphere_step import HiddenState, sphere_step
 from ngpt_train.models.decoder import Decoder, Head
@@ -86,9 +86,9 @@ class NGPTAttention(Attention):
     def heads_of_qkv(self, qkv: Tensor, rope: Rope | None) -> Heads:
         if rope is None:
             return super().heads_of_qkv(qkv, None)
-        heads, s_qk = (self.n_heads, self.n_kv_heads), self.s_qk()
+        options = RotaryOptions(self.n_heads, self.n_kv_heads, rope.interleaved, normalized=self.qk_norm)
         # eq. 15 and 16 as in `heads`, in one pass: Norm(rope(q)) s_qk^2, Norm(rope(k)), v.
-        return rotary(qkv, rope.cos, rope.sin, *heads, rope.interleaved, normalized=self.qk_norm, scale=s_qk.square())
+        return rotary(qkv, rope.cos, rope.sin, options, scale=self.s_qk().square())
 
     def forward(  # type: ignore[override]
         self, h: HiddenState, rope: Rope | None, mask: Mask, memory: Tensor | None = None
