@@ -1,4 +1,4 @@
-"""Processes, devices, and how a single-device model is spread over them."""
+"""The processes and devices of a run, and the layouts that spread a single-device model over them."""
 
 from ngpt_train.distributed.layouts import parallelize, resolve_compile, resolve_kind, resolve_precision
 from ngpt_train.distributed.statistics import averaged_statistics

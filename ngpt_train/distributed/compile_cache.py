@@ -1,4 +1,4 @@
-"""Where torch.compile keeps compiled code, so that the next start need not compile it again."""
+"""The directory in which torch.compile keeps compiled code, so that the next start need not compile it again."""
 
 import fcntl
 import hashlib
@@ -15,26 +15,25 @@ from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from ngpt_train.config.schema import Config
 from ngpt_train.core.log import say_once
 
-# The part of the directory that each variable names: torch's own compilations, and those of Triton's kernels.
+# The environment variables of torch's compiled code and of Triton's kernels, each with its subdirectory of ours.
 VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 INDUCTOR, TRITON = VARIABLES
-LEAST_FREE = 10**9  # bytes; torch ends a run where a file of its cache cannot be written
+LEAST_FREE = 10**9  # bytes free on the disk; torch ends a run if it cannot write a file of its cache
 
 
 def keep_compiled(config: Config) -> None:
-    """Has torch.compile keep its files in `data.cache`/compiled, unless its environment variables name a place. Holds
-    for this process and those that it starts.
+    """Makes torch.compile keep its files in `data.cache`/compiled, in this process and in those that it starts.
 
-    A user who names torch's directory alone has chosen for Triton too, whose directory lies inside it by default.
-    torch's own default is a directory of /tmp, which does not outlive a container or a reboot. It is used where
-    `data.cache` cannot be, and the log says so.
+    Directories that the user has set in the environment stay. If TORCHINDUCTOR_CACHE_DIR alone is set, Triton's
+    directory lies inside it, as is torch's default. torch's own directory is in /tmp and does not survive a container
+    or a reboot; it is used if `data.cache` is unusable, and the log says so.
     """
     # torch sets the first variable to its default as soon as torch._dynamo is imported.
     if os.environ.get(INDUCTOR) not in (None, default_cache_dir()):
         return
     ours = [name for name in VARIABLES if name == INDUCTOR or name not in os.environ]
     directory = Path(config.data.cache).expanduser().absolute() / "compiled" / machine()
-    if problem := unusable(directory):
+    if problem := why_unusable(directory):
         line = f"data.cache: {directory} {problem}; torch.compile keeps what it compiles where torch does by default"
         say_once(logging.WARNING, line)
         return
@@ -43,8 +42,11 @@ def keep_compiled(config: Config) -> None:
 
 
 def machine() -> str:
-    """A name for this kind of machine: code compiled for another must not be used. torch's own keys hold its version
-    and the GPU, but not the CPU, although it compiles for the instructions of this very one (-march=native)."""
+    """A name for this kind of machine, because code that was compiled for another kind must not be used.
+
+    torch's own cache keys hold its version and the GPU. They do not hold the CPU, although torch compiles for the
+    instructions of the CPU at hand (-march=native).
+    """
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
         kinds = ("vendor_id", "model name", "flags", "Features", "CPU implementer", "CPU part")
@@ -55,8 +57,8 @@ def machine() -> str:
     return f"torch{torch.__version__}-{python}-{platform.machine()}-{hashlib.sha256(cpu.encode()).hexdigest()[:8]}"
 
 
-def unusable(directory: Path) -> str | None:
-    """Makes `directory`; says why torch cannot keep its files there, or None where it can."""
+def why_unusable(directory: Path) -> str | None:
+    """Creates `directory`; returns why torch cannot keep its files there, or None if it can."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:

@@ -1,25 +1,27 @@
-"""Compiled blocks as CUDA graphs: what must hold for a replay to be right.
+"""Compiled blocks as CUDA graphs, and the conditions under which a replay is correct.
 
 torch records each block's forward and backward pass as a graph (torch/_inductor/cudagraph_trees.py). All graphs share
-one pool of memory. A replay writes its outputs (hidden states, gradients of parameters) to the place where they were
-recorded. torch knows which of them are in use only within one "step", and the caller tells it where a step begins.
-Recording a block frees everything of earlier steps, and touching that raises; a replay overwrites it silently. So
-nothing that a graph has written may be needed after the next step begins. Here a step is one forward pass of the
-model, with the backward pass that follows, if one does (`begin_graphs_anew`). Of what blocks write,
+one pool of memory. A replay writes its outputs (hidden states, gradients of parameters) to the memory in which they
+were recorded. torch tracks which outputs are in use only within one "step", and the caller tells torch where a step
+begins. Recording a block frees all outputs of earlier steps, and using one of them raises an error; a replay overwrites
+them silently. So no output of a graph may be needed after the next step begins. Here a step is one forward pass of the
+model with the backward pass that may follow (`begin_graph_step_at_forward`). A block has two kinds of outputs:
 
-- hidden states, and what is saved for the backward pass, recomputation included, are no longer needed after it;
-- gradients of parameters are. Where `.grad` is None, autograd puts the graph's own memory there, and a second micro
-  batch would overwrite it instead of adding to it. So `.grad` is memory of ours from the first step on
-  (`hold_gradients`); it is zeroed, never dropped, and what a graph writes is added to it at once.
+- Hidden states, and tensors saved for the backward pass or recomputed in it. They are not needed after the backward
+  pass.
+- Gradients of parameters. They are needed. If `.grad` were None, autograd would put the graph's memory there, and a
+  second micro batch would overwrite the gradient instead of adding to it. So from the first step on `.grad` is a tensor
+  of ours (`hold_gradients`). It is zeroed, never dropped, and autograd adds a graph's gradient to it at once.
 
-Losses, their sums and the gradients of embeddings are computed outside of graphs. Weights, which the optimizer changes
-in place, are read where they are. All other inputs are copied in, and the backward pass uses the copy.
+Losses, their sums and the gradients of embeddings are computed outside of graphs. Graphs read the weights in place,
+where the optimizer changes them. All other inputs are copied into the graph's memory, and the backward pass uses the
+copy.
 
-Evaluation must tell torch where its passes begin as well. Else torch takes each call of a block for a step, because no
-backward pass is pending, and frees the hidden state that the next block is given.
+Evaluation must also tell torch where its forward passes begin. Otherwise torch takes each call of a block for a step,
+because no backward pass is pending, and frees the hidden state that is the input of the next block.
 
-Refused in the config, because nobody has worked them out: DDP and FSDP2, which put memory of their own into gradients
-and weights, and PowerNorm's statistics, which leave the graphs through hooks. None of this has run on a GPU.
+The config refuses what has not been worked out: DDP and FSDP2, whose gradients and weights are memory of their own, and
+PowerNorm, whose statistics leave the graphs through hooks. None of this has run on a GPU.
 """
 
 import logging
@@ -33,7 +35,7 @@ from ngpt_train.core.log import say_once
 
 
 def check_cuda_graphs(device: torch.device) -> None:
-    """Raises ConfigError where `train.device=auto` has found no GPU."""
+    """Raises ConfigError if the device is not a GPU, as train.device=auto may find."""
     if device.type != "cuda":
         raise ConfigError(
             f"train.cuda_graphs=true: the device is {device.type}, and only GPUs have CUDA graphs\n"
@@ -41,8 +43,8 @@ def check_cuda_graphs(device: torch.device) -> None:
         )
 
 
-def begin_graphs_anew(model: nn.Module) -> None:
-    """From now on each forward pass of `model` begins a step of torch's CUDA graphs."""
+def begin_graph_step_at_forward(model: nn.Module) -> None:
+    """Registers a hook by which each forward pass of `model` begins a step of torch's CUDA graphs."""
 
     def begin(*_: Any) -> None:
         torch.compiler.cudagraph_mark_step_begin()
@@ -52,9 +54,9 @@ def begin_graphs_anew(model: nn.Module) -> None:
 
 
 def hold_gradients(model: nn.Module) -> None:
-    """Gives every parameter that has no gradient one of zeros, which backward passes add to in place.
+    """Gives every parameter without a gradient one of zeros, to which backward passes add in place.
 
-    Not before the first step: a checkpoint is loaded without gradients.
+    To be called in a step, not earlier, because a checkpoint is loaded into parameters without gradients.
     """
     for parameter in model.parameters():
         if parameter.grad is None:

@@ -1,4 +1,4 @@
-"""What must happen to gradients between the last backward pass and the optimizer."""
+"""The gradients between the last backward pass and the optimizer: averages over ranks, and the norm."""
 
 from collections.abc import Iterable
 
@@ -12,7 +12,7 @@ from ngpt_train.distributed.world import World
 
 
 def average_vectors_(model: nn.Module, world: World) -> None:
-    """Under FSDP2, averages the gradients of the unsharded vectors over ranks: one collective for all of them."""
+    """Under FSDP2, averages the gradients of the vectors, which are not sharded, over ranks, in one collective."""
     if world.size == 1 or not isinstance(model, FSDPModule):
         return
     gradients = [parameter.grad for parameter in vectors(model) if parameter.grad is not None]
@@ -21,9 +21,9 @@ def average_vectors_(model: nn.Module, world: World) -> None:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:
-    """L2 norm of all gradients as one vector, 0-dim fp64 on the device; the same on every rank.
+    """L2 norm of all gradients together, 0-dim fp64 on the device; the same on every rank. Collective if sharded.
 
-    CPU sums are taken in fp64: over millions of entries fp32 loses three digits there.
+    On CPUs the sums are in fp64: over millions of entries, fp32 sums lose three digits there.
     """
     sharded: list[Tensor] = []
     whole: list[Tensor] = []

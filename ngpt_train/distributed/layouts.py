@@ -1,4 +1,4 @@
-"""From a single-device model to one that trains in a world: checkpointing -> compile -> FSDP2 or DDP."""
+"""Layouts of a single-device model for training: activation checkpointing, then compile, then FSDP2 or DDP."""
 
 import inspect
 import logging
@@ -18,19 +18,19 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.log import say_once
 from ngpt_train.distributed.compile_cache import keep_compiled
-from ngpt_train.distributed.cuda_graphs import begin_graphs_anew, check_cuda_graphs
+from ngpt_train.distributed.cuda_graphs import begin_graph_step_at_forward, check_cuda_graphs
 from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
 from ngpt_train.models import Decoder, build_model
 
-# DDP must not overwrite a rank's running statistics by those of rank 0. torch 2.13 has renamed that option.
+# DDP must not overwrite a rank's running statistics with those of rank 0. torch 2.13 has renamed the option.
 _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _KEEP_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
 
 
 def resolve_kind(kind: str, world_size: int, device_type: str) -> str:
-    """`parallel.kind` without auto; raises ConfigError where one process is asked for and there are several."""
+    """`parallel.kind` with auto resolved. Raises ConfigError for kind=single with several ranks."""
     if kind == "single" and world_size > 1:
         raise ConfigError(
             f"parallel.kind=single: one process, but there are {world_size} ranks. "
@@ -44,22 +44,23 @@ def resolve_kind(kind: str, world_size: int, device_type: str) -> str:
 
 
 def resolve_precision(precision: str, device_type: str) -> torch.dtype:
-    """dtype of the activations and matrix products for `train.precision`."""
+    """The dtype of activations and matrix products for `train.precision`, with auto resolved."""
     if precision == AUTO:
         precision = "bf16" if device_type == "cuda" else "fp32"
     return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
 
 
 def resolve_compile(compiled: bool | str, device_type: str) -> bool:
-    """`train.compile` without auto."""
+    """`train.compile` with auto resolved."""
     return device_type == "cuda" if compiled == AUTO else bool(compiled)
 
 
 def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder, nn.Module]:
     """Builds the model of `config` for this world, with the weights of step 0.
 
-    Returns the model and what to call in a training step: the same object, but for DDP, which
-    wraps it. Weights are fp32 and the same for every layout and world size.
+    Returns the model, and the module that a training step calls: DDP around the model, or else the model itself.
+    Weights are fp32, and the same for every layout and number of ranks. Raises ConfigError if the layout, the kernels
+    or CUDA graphs do not fit the ranks and the device.
     """
     kind = resolve_kind(config.parallel.kind, world.size, world.device.type)
     precision = resolve_precision(config.train.precision, world.device.type)
@@ -80,7 +81,7 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
         for block in model.blocks():
             block.compile(dynamic=False, mode="reduce-overhead" if config.train.cuda_graphs else None)
     if config.train.cuda_graphs:
-        begin_graphs_anew(model)
+        begin_graph_step_at_forward(model)
     if kind == "fsdp":
         shard(model, world)
         model.to_empty(device=world.device)
@@ -91,7 +92,7 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
 
 
 def choose_kernels(config: Config, device: torch.device, precision: torch.dtype) -> None:
-    """Which kernels this process uses. Raises ConfigError where they cannot run."""
+    """Sets the kernels of this process. Raises ConfigError if they cannot run."""
     d_head = config.model.d_model // config.model.n_heads
     try:
         dispatch.choose(config.kernels.kind)
@@ -104,8 +105,8 @@ def choose_kernels(config: Config, device: torch.device, precision: torch.dtype)
 def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """`forward` under activation checkpointing: the backward pass computes it again.
 
-    The method is replaced instead of the module being wrapped, so that parameters keep their names. The outermost
-    function is ours, because torch.compile skips a block whose outermost function is torch's.
+    It replaces the method of a block and does not wrap the block, so that parameters keep their names. `run` is a
+    function of ours, because torch.compile skips a block whose outermost function is torch's.
     """
 
     def run(*arguments: Any) -> Any:
@@ -116,19 +117,19 @@ def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def vectors(model: nn.Module) -> list[nn.Parameter]:
-    """Gains and scale vectors: everything that is not a matrix."""
+    """Gains, biases and scale vectors: all parameters that are not matrices."""
     return [parameter for parameter in model.parameters() if parameter.ndim < 2]
 
 
 def shard(model: Decoder, world: World) -> None:
-    """FSDP2 over all ranks: each block a group, the embeddings one more; vectors stay whole on every rank.
+    """FSDP2 over all ranks. Each block is a group, the embeddings are another; vectors stay whole on every rank.
 
-    Blocks are gathered in the compute dtype. FSDP2 would cast the vectors along with the matrices;
-    they must stay fp32, and at 11 d_model values per layer sharding them saves nothing, so their
-    gradients are averaged apart (gradients.py). The embeddings are gathered in fp32 and cast at use,
-    as on a single device, so that the gradient of a repeated token adds up in fp32.
+    The matrices of blocks are gathered in the compute dtype. FSDP2 would cast the vectors with them, but vectors must
+    stay fp32. Sharding them would save nothing, with 11 d_model values per layer, so they are left out, and
+    gradients.py averages their gradients. The embeddings are gathered in fp32 and cast at use, as on a single device,
+    so that the gradients of a repeated token are summed in fp32.
     """
-    # FSDP2 warns of blocks whose output is a view, as nGPT's are: its hooks would miss a change in place. We make none.
+    # FSDP2 warns of blocks that return a view, as nGPT's do: its hooks would miss changes in place. There are none.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
     whole = set(vectors(model))
@@ -142,11 +143,11 @@ def shard(model: Decoder, world: World) -> None:
 
 
 def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
-    """DDP, with its buckets in their final order before the first step.
+    """The model in DDP, with DDP's buckets in their final order.
 
-    In its first backward pass DDP uses one bucket; afterwards it groups gradients in the order in which they came,
-    and sums round differently. A resumed run would then differ from one that went on. So every process does that
-    first backward pass here, on a batch of zeros, and drops its gradients.
+    In its first backward pass DDP uses one bucket. Afterwards it groups gradients in the order in which they arrived,
+    which rounds sums differently. So a resumed run would differ from one without interruption. Therefore every process
+    does the first backward pass here, on tokens `(micro_rows, context)`, and drops its gradients.
     """
     ddp = DistributedDataParallel(
         model,

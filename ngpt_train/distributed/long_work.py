@@ -1,7 +1,7 @@
-"""Work that may take hours, waited for without a collective, which would end after parallel.timeout.
+"""Waiting for the work of other ranks for hours, without a collective, which would end after parallel.timeout.
 
-Whoever works counts up a number in the process group's store every few seconds; whoever waits looks whether it still
-grows. So a wait lasts as long as the work does, and a rank that has died is noticed.
+A rank that works increases a number in the process group's store every few seconds. A rank that waits looks whether the
+number still grows. So a wait may last as long as the work, and the death of a rank is noticed.
 """
 
 import contextlib
@@ -12,21 +12,21 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-SIGNS_OF_LIFE = 20  # within the silence after which a rank is given up
-SLOWEST_LOOK = 1.0  # seconds between two looks of a rank that waits
+SIGNS_OF_LIFE = 20  # signs of life within the silence after which a rank is given up
+SLOWEST_LOOK = 1.0  # most seconds between two looks of a rank that waits
 
 
 class RankLostError(RuntimeError):
-    """A rank that others wait for has died, or has failed and told."""
+    """A rank that others wait for has died, or has reported an error."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class LongWork:
-    """One piece of work, the same on every rank: all of them construct it in the same order.
+    """One piece of work that ranks do or wait for. All ranks construct their pieces in the same order.
 
-    silence: seconds without a sign of life after which a rank that works is taken for dead.
+    silence: seconds without a sign of life after which a working rank counts as dead.
     """
 
     store: dist.Store
@@ -36,11 +36,11 @@ class LongWork:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """This rank works inside, and is done, or has failed, afterwards."""
+        """Inside, this rank gives signs of life; afterwards it is reported as done or, on an exception, as failed."""
         ended = threading.Event()
 
         def live() -> None:
-            with contextlib.suppress(dist.DistError):  # without a store the others know already
+            with contextlib.suppress(dist.DistError):  # the store is gone, which the other ranks notice themselves
                 while not ended.wait(self.silence / SIGNS_OF_LIFE):
                     self.store.add(_life_of(self.rank), 1)
                     self.store.add(f"{self.name}/life", 1)
@@ -59,11 +59,12 @@ class LongWork:
         self.store.add(f"{self.name}/done", 1)
 
     def wait_for_rank(self, rank: int) -> None:
-        """Until that rank has worked; raises RankLostError. It may be late, if it is at other long work until then."""
+        """Waits until that rank is done. Raises RankLostError if it has failed or gives no sign of life, in whichever
+        long work it is."""
         self._wait(n_done=1, life=_life_of(rank), who=f"rank {rank}")
 
     def wait_for_all(self, size: int) -> None:
-        """Until all ranks, `size` of them, have worked; raises RankLostError."""
+        """Waits until all `size` ranks are done. Raises RankLostError if one has failed, or no sign of life comes."""
         self._wait(n_done=size, life=f"{self.name}/life", who="a rank that the others wait for")
 
     def _wait(self, n_done: int, life: str, who: str) -> None:

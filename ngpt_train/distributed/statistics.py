@@ -1,4 +1,4 @@
-"""Running statistics of norms over the batch, where several ranks each have a part of it."""
+"""Statistics of norms over the batch when the rows of a batch are spread over ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from ngpt_train.models import Decoder
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """A sum over ranks whose gradient is one too: what one rank puts in changes the loss of every rank."""
+    """A sum over ranks. Its gradient is also summed over ranks, because the input of each rank changes every loss."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -29,8 +29,11 @@ class _SumOverRanks(torch.autograd.Function):
 
 
 def synchronise_statistics(model: nn.Module) -> None:
-    """From now on norms over the batch take their statistics over the rows of all ranks; every rank makes the same
-    passes. Such a norm is a module that has a function `over_ranks`, from its own sums to those of all ranks."""
+    """Makes norms over the batch take their statistics over the rows of all ranks.
+
+    Such a norm is a module with an attribute `over_ranks`, a function from this rank's sums to those of all ranks. Each
+    forward and backward pass is then collective.
+    """
     for module in model.modules():
         if hasattr(module, "over_ranks"):
             setattr(module, "over_ranks", _SumOverRanks.apply)  # noqa: B010 (types: a Module has no such attribute)
@@ -38,7 +41,7 @@ def synchronise_statistics(model: nn.Module) -> None:
 
 @contextmanager
 def averaged_statistics(model: Decoder, world: World) -> Iterator[None]:
-    """Inside, every rank has the mean of the ranks' running statistics; a collective call."""
+    """Inside, every rank's running statistics are the mean over ranks; afterwards its own again. A collective call."""
     own = {name: value.clone() for name, value in model.statistics().items()}
     for value in model.statistics().values():
         value.copy_(world.sum_(value.clone()) / world.size)

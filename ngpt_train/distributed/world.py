@@ -1,4 +1,4 @@
-"""The group of processes that train together, and the device of this one."""
+"""The group of processes that train together, and the device of this process."""
 
 import atexit
 import ctypes
@@ -24,26 +24,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among all; without torchrun a world of one."""
+    """The rank and device of this process and the number of ranks; 1 without torchrun. Its methods are collective."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
-    timeout: float = 600.0  # seconds that ranks wait for one without a sign of life: parallel.timeout
+    timeout: float = 600.0  # parallel.timeout: seconds that ranks wait for a rank without a sign of life
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sums `tensor` over all ranks, in place; every rank must call it."""
+        """Sums `tensor` over all ranks, in place, and returns it; every rank must call it."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """The largest of each value over all ranks. Through their CPUs, so that no GPU is waited for."""
+        """The largest of each value over all ranks. The values go through CPUs, so that no rank waits for its GPU."""
         if self.size == 1:
             return list(values)
         found = torch.tensor(values, dtype=torch.float64)
@@ -51,7 +51,7 @@ class World:
         return found.tolist()
 
     def sum_of(self, values: Sequence[int]) -> list[int]:
-        """The sum of each value over all ranks, through their CPUs; exact, as long as it is below 2^63."""
+        """The sum of each value over all ranks, through CPUs. Exact if it is below 2^63."""
         if self.size == 1:
             return list(values)
         found = torch.tensor(values, dtype=torch.int64)
@@ -67,13 +67,13 @@ class World:
         return items
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Runs `function` on rank 0 alone; its result, or its exception, comes out on every rank.
+        """Runs `function` on rank 0 alone. Every rank returns its result, or raises its exception.
 
-        For what takes less than parallel.timeout; else the other ranks give up.
+        For functions that take less than parallel.timeout; the other ranks wait no longer.
         """
         if self.size == 1:
             return function()
-        return _of_main(_outcome(function) if self.is_main else (None, None))
+        return _share_outcome_of_main(_outcome(function) if self.is_main else (None, None))
 
     def on_main_without_timeout(self, function: Callable[[], T]) -> T:
         """As `on_main`, for a function that may take hours, such as a download.
@@ -89,14 +89,13 @@ class World:
                 outcome = _outcome(function)
         else:
             work.wait_for_rank(0)
-        return _of_main(outcome)
+        return _share_outcome_of_main(outcome)
 
     def on_all_without_timeout(self, function: Callable[[], T]) -> T:
-        """Runs `function` on every rank, each at its own pace and for hours if need be; returns this rank's result
-        when all are done.
+        """Runs `function` on every rank and returns this rank's result when all ranks are done. A rank may take hours.
 
-        Raises this rank's own exception at once, RankLostError where another rank has failed or died. Inside,
-        `on_main_without_timeout` may be called, other collectives may not.
+        Raises this rank's own exception at once, and RankLostError if another rank has failed or died. `function` may
+        call `on_main_without_timeout`, but no other collective.
         """
         if self.size == 1:
             return function()
@@ -108,7 +107,7 @@ class World:
 
     def _long_work(self) -> LongWork:
         store = dist.distributed_c10d._get_default_store()
-        # Every rank counts for itself, and all count the same.
+        # Each rank counts its own pieces of long work. The numbers agree, because ranks do them in the same order.
         number = store.add(f"ngpt_train/long_work/{self.rank}", 1)
         return LongWork(store, f"ngpt_train/long_work_{number}", self.rank, self.timeout)
 
@@ -120,8 +119,8 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _of_main(outcome: tuple[T | None, Exception | None]) -> T:
-    """Rank 0's result on every rank, or its exception; a collective call."""
+def _share_outcome_of_main(outcome: tuple[T | None, Exception | None]) -> T:
+    """Returns rank 0's result on every rank, or raises its exception. A collective call."""
     box = list(outcome)
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     result, failure = cast(T | None, box[0]), cast(Exception | None, box[1])
@@ -131,10 +130,10 @@ def _of_main(outcome: tuple[T | None, Exception | None]) -> T:
 
 
 def join_world(config: Config) -> World:
-    """Joins the processes that torchrun started, or the process group that already exists.
+    """Joins the process group that already exists, or else that of the processes that torchrun started.
 
-    parallel=ddp and fsdp get a group of one where there is no torchrun. Raises ConfigError for
-    train.device=cuda without a GPU.
+    Without torchrun, parallel=ddp and fsdp get a process group of one. Raises ConfigError if this process has no GPU
+    that train.device requires.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = resolve_device(config.train.device, local_rank)
@@ -149,13 +148,16 @@ def join_world(config: Config) -> World:
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     if not dist.is_initialized():
         return World(rank=0, size=1, local_rank=0, device=device)
-    _outlive_process_group()
+    _keep_process_group()
     return World(dist.get_rank(), dist.get_world_size(), local_rank, device, config.parallel.timeout)
 
 
 def collective_timeout(config: Config) -> float:
-    """Seconds after which a collective ends: parallel.timeout, and data.fetch_minutes more where shards of the hub are
-    fetched while the model trains: in the step's first collective the others wait for a rank whose shard is late."""
+    """Seconds after which a collective ends: parallel.timeout.
+
+    data.fetch_minutes are added if shards of the hub are fetched while the model trains, because the first collective
+    of a step then waits for a rank whose shard is late.
+    """
     data = config.data
     sources = [source.data for source in mixture_of(data)] if data.kind == "mixture" else [data]
     fetches = data.streamed and any(source.on_hub for source in sources)
@@ -163,20 +165,20 @@ def collective_timeout(config: Config) -> float:
 
 
 @functools.cache
-def _outlive_process_group() -> None:
-    """Keeps gloo's destructor from running, and gives its threads time before the interpreter ends.
+def _keep_process_group() -> None:
+    """Keeps gloo's destructor from running, and gives gloo's threads time before the interpreter ends.
 
-    The destructor joins gloo's threads while it holds the interpreter's lock; a thread that is still
-    letting go of the tensors of the last collective waits for that lock, and the finished process
-    hangs. So one reference is never returned. A thread that still waits when the interpreter ends
-    aborts the process: hence the pause.
+    The destructor joins gloo's threads while it holds the interpreter's lock. A thread that still releases the tensors
+    of the last collective waits for that lock, and then the finished process hangs. So the process group gets a
+    reference that is never released. A thread that still waits when the interpreter ends aborts the process: hence the
+    pause.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
     atexit.register(time.sleep, 0.5)
 
 
 def resolve_device(device: str, local_rank: int) -> torch.device:
-    """The device of this process for `train.device`."""
+    """The device of this process for `train.device`. Raises ConfigError if the machine has no GPU for it."""
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if local_rank >= torch.cuda.device_count():

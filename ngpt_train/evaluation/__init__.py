@@ -1,4 +1,4 @@
-"""What a model is worth: validation loss, and text that it writes."""
+"""Evaluation of a model: its validation loss, and text that it generates."""
 
 from ngpt_train.evaluation.generation import generate
 from ngpt_train.evaluation.validation import Validation, unigram_loss

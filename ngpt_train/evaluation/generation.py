@@ -10,14 +10,14 @@ from ngpt_train.models import Decoder
 
 @torch.no_grad()
 def generate(model: Decoder, prompt: Tensor, config: GenerateConfig, eos: int, vocab_size: int) -> Tensor:
-    """The tokens that `model` continues `prompt` with, `(n,)` int64, n <= max_new_tokens, up to eos.
+    """The tokens `(n,)` int64 with which `model` continues `prompt`: n <= max_new_tokens, without eos, where they end.
 
     prompt: `(T,)` int64, T >= 1, on the model's device. The model sees the last `context` tokens.
-    vocab_size: of the tokenizer; the model's may be padded beyond it.
-    The same seed gives the same text.
+    vocab_size: that of the tokenizer; the model's may be larger, and no id beyond it is sampled.
+    The same seed gives the same tokens, on every device up to rounding of the logits.
     """
     model.eval()
-    # Drawn on the CPU, so that a seed means the same on every device.
+    # A generator of the CPU, so that a seed gives the same random numbers on every device.
     generator = torch.Generator().manual_seed(config.seed)
     new = prompt[:0]
     for _ in range(config.max_new_tokens):
@@ -30,7 +30,7 @@ def generate(model: Decoder, prompt: Tensor, config: GenerateConfig, eos: int, v
 
 
 def sample(logits: Tensor, config: GenerateConfig, generator: torch.Generator) -> int:
-    """One token from logits `(V,)`: temperature, then top-k, then top-p."""
+    """Samples an id from logits `(V,)`: temperature, then top-k, then top-p. Temperature 0 takes the largest logit."""
     if config.temperature == 0:
         return int(logits.argmax())
     logits = logits / config.temperature
@@ -39,7 +39,7 @@ def sample(logits: Tensor, config: GenerateConfig, generator: torch.Generator) -
     probabilities = F.softmax(logits, dim=-1)
     if config.top_p is not None:
         ordered, indices = probabilities.sort(descending=True)
-        # A token stays if those before it do not reach p: the first one always does.
+        # A token stays if the more probable ones sum to less than p; so the most probable one always stays.
         dropped = ordered.cumsum(0) - ordered >= config.top_p
         probabilities[indices[dropped]] = 0
     return int(torch.multinomial(probabilities, 1, generator=generator))

@@ -1,4 +1,4 @@
-"""A trained model, with its tokenizer, from a checkpoint."""
+"""Loads a trained model and its tokenizer from a checkpoint."""
 
 import json
 import logging
@@ -19,15 +19,16 @@ from ngpt_train.training.checkpoint import find_checkpoint, load_model
 
 logger = logging.getLogger(__name__)
 
-# Sections and groups that say what a model is or how it was trained, and the key that a group's option is known by.
+# The sections that say what a model is and how it was trained, which the checkpoint decides; and for each the key that
+# an override of the whole group, such as model=gpt, sets.
 DECIDED_BY_CHECKPOINT = {"model": "name", "scale": "name", "tokenizer": "kind", "optim": "name", "schedule": "kind"}
-# What every verb that restores a model reads from the command line, beside its own section.
+# The keys and sections that every verb that restores a model reads, beside its own section.
 USED = ("train.device", "train.precision", "kernels")
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint, and the config of the run that it is of."""
+    """A checkpoint, and the config of the run that saved it."""
 
     path: Path
     config: Config
@@ -35,7 +36,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Restored:
-    """What a checkpoint holds, apart from the optimizer; `config` is that of the run."""
+    """The contents of a checkpoint, without the optimizer. config: that of the run that saved it."""
 
     path: Path
     step: int
@@ -45,10 +46,11 @@ class Restored:
 
 
 def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used: Collection[str] = ()) -> Trained:
-    """The checkpoint that the user's `<verb>.checkpoint` names; touches neither data nor devices.
+    """The checkpoint that `<verb>.checkpoint` names. Touches neither data nor devices.
 
-    also_used: sections and keys that the verb reads, beside its own and those of USED. The log names the overrides that
-    it makes no use of. Raises DataError where there is no checkpoint, ConfigError for an override that contradicts it.
+    overrides: the arguments of the command line. The log names those that the verb does not use. also_used: sections
+    and keys that the verb reads, beside its own section and USED. Raises DataError if there is no checkpoint, and
+    ConfigError for an override that contradicts it.
     """
     path = find_checkpoint(f"{verb}.checkpoint", getattr(config, verb).checkpoint)
     stored = read_yaml(path / "config.yaml")
@@ -66,7 +68,7 @@ def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used:
 
 
 def _check_decided(override: str, name: str, value: str, config: Config, trained: Trained) -> None:
-    """Raises ConfigError unless the override says what the checkpoint says, or leaves it open."""
+    """Raises ConfigError unless the override has the value of the checkpoint, or is auto."""
     if name == "recipe":
         raise ConfigError(
             f"{override}: how a model was trained, which the checkpoint {trained.path} has decided\n  Leave it out"
@@ -88,9 +90,9 @@ def _value(config: Config, key: str) -> Any:
 
 
 def restore(trained: Trained, config: Config, world: World) -> Restored:
-    """The model of a checkpoint, whole on this rank's device, with the kernels and the precision of `config`.
+    """Loads the model of a checkpoint, unsharded, on this rank's device, with kernels and precision of `config`.
 
-    Raises DataError where the checkpoint is damaged, ConfigError where the kernels cannot run.
+    A collective call. Raises DataError if the checkpoint is damaged, ConfigError if the kernels cannot run.
     """
     path = trained.path
     precision = resolve_precision(config.train.precision, world.device.type)

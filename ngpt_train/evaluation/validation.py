@@ -13,17 +13,17 @@ from ngpt_train.data import Rows, validation_rows
 from ngpt_train.distributed import World, averaged_statistics
 from ngpt_train.models import Decoder
 
-# The rows do not depend on run.seed, so that runs with different seeds are measured on the same text.
+# The seed of the validation rows. It is not run.seed, so that runs with different seeds are measured on the same text.
 SEED = 0
-# Tokens in one forward pass. Not train.micro_rows: rounding depends on which rows share a matrix product, and that must
-# not depend on the number of ranks.
+# Most tokens in one forward pass. It is not train.micro_rows, which may depend on the number of ranks: rounding depends
+# on which rows share a matrix product.
 CHUNK_TOKENS = 8_192
 
 
 class Validation:
-    """Evaluates a model on `n_rows` seeded rows, the chunks shared by the ranks.
+    """Evaluates a model on `n_rows` seeded rows. Each rank computes some chunks of them.
 
-    n_bytes: `(vocab_size,)` bytes of text behind each id, from the tokenizer.
+    n_bytes: `(vocab_size,)`, the number of bytes of text that each id stands for, from the tokenizer.
     """
 
     def __init__(self, rows: Rows, n_bytes: NDArray[np.int64], n_rows: int) -> None:
@@ -37,12 +37,12 @@ class Validation:
 
     @torch.no_grad()
     def __call__(self, model: Decoder, world: World) -> dict[str, Any]:
-        """loss (nats per token), ppl, bits_per_byte of the target text; the same on every rank. Collective."""
+        """loss (nats per token), ppl and bits_per_byte of the targets; the same on every rank. A collective call."""
         was_training = model.training
         model.eval()
         n_chunks = -(-self.n_rows // self.chunk)
         sums = torch.zeros(n_chunks, dtype=torch.float64, device=world.device)
-        # FSDP2 gathers weights in every forward pass, so all ranks make the same number of them.
+        # FSDP2 gathers weights in every forward pass, so all ranks make the same number of forward passes.
         with averaged_statistics(model, world):
             for first in range(0, n_chunks, world.size):
                 index = first + world.rank
@@ -50,7 +50,8 @@ class Validation:
                 if index < n_chunks:
                     sums[index] = loss_sum
         model.train(was_training)
-        # Each entry is one rank's number plus zeros, and all ranks add them in the same order: the sum is the same.
+        # Only one rank has a chunk's loss, the others have 0. All ranks sum the chunks in the same order, so the total
+        # does not depend on the number of ranks.
         total = float(world.sum_(sums).sum())
         loss = total / len(self.targets)
         # A text without bytes (special ids alone) has no bits per byte.
@@ -58,7 +59,10 @@ class Validation:
         return {"loss": loss, "ppl": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
 
     def _chunk(self, index: int, device: torch.device) -> list[Tensor]:
-        """Tokens, targets, document ids of a chunk, each `(chunk, context)`, filled up with rows that do not count."""
+        """Tokens, targets and document ids of a chunk, each `(chunk, context)` int64.
+
+        If there are too few rows, the chunk is filled up with rows whose targets do not count.
+        """
         filled = []
         for part, filler in zip(self.batch, (0, IGNORED, 0), strict=False):
             rows = torch.full((self.chunk, part.shape[1]), filler, dtype=torch.int64)
@@ -69,10 +73,10 @@ class Validation:
 
 
 def unigram_loss(train: Rows, validation: Validation, vocab_size: int, sample: int = 10_000_000) -> float:
-    """Nats per token of the model that knows how frequent each token is and nothing else.
+    """Validation loss, in nats per token, of the model that predicts each token by its frequency alone.
 
-    Counted on about the first `sample` training targets, with one added to each count. A model whose validation loss is
-    not clearly lower has learnt nothing about the order of words.
+    Frequencies are counted in about the first `sample` training targets, with 1 added to each count. A model whose
+    validation loss is not clearly lower has learnt nothing about the order of words.
     """
     counts = np.ones(vocab_size)
     first = 0

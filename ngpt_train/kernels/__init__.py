@@ -1,1 +1,1 @@
-"""Fused operations. Each has its formula in plain PyTorch here, and a Triton kernel of the same name in `gpu/`."""
+"""Fused operations: the formulas in plain PyTorch, with gradients by hand; the Triton kernels are in `gpu/`."""

@@ -8,8 +8,8 @@ With t the steps including this one, per element, after g <- g / grad_scale:
     w <- w - lr m_hat / (sqrt(v_hat) + eps)   m_hat = m / (1 - beta1^t), v_hat = v / (1 - beta2^t)
     w <- w / max(||w||, 1e-12)                per row, if unit_rows
 
-Bytes per parameter: r w, g, m, v; w w, m, v, that is 28 for fp32 gradients and 2 more for a copy in bf16. A projection
-in a pass of its own would add 12.
+The Triton kernel moves 28 bytes per parameter: it reads w, g, m and v and writes w, m and v in fp32; a bf16 copy of w
+costs 2 more. A projection in a separate pass would add 12.
 """
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from ngpt_train.kernels.norm import SHORTEST
 from ngpt_train.kernels.operation import operation
 
-WIDEST = 8192  # columns
+WIDEST = 8192  # columns of the widest matrix that the Triton kernel takes: a program holds a whole row
 
 
 @operation("adam")
@@ -40,17 +40,20 @@ def adam_rows_(
     *,
     copy: Tensor | None = None,
 ) -> None:
-    """Moves `weight` and its moments, in place, without waiting for the device.
+    """One step of Adam: updates `weight`, its moments and `copy`, in place, without waiting for the device.
 
-    weight, exp_avg, exp_avg_sq `(rows, d)` fp32, contiguous; gradient `(rows, d)` fp32, bf16 or fp16, with any strides;
-    copy `(rows, d)` bf16, contiguous, receives the new weight. step, grad_scale, found_inf 0-dim fp32 on the device, lr
-    a number or such a tensor. Where found_inf is not 0 nothing is written. `step` counts this step and is not changed:
-    who counts leaves it where found_inf is 1. Raises ValueError for shapes and strides that do not fit.
+    weight, exp_avg, exp_avg_sq: `(rows, d)` fp32, contiguous.
+    gradient: `(rows, d)` fp32, bf16 or fp16, with any strides.
+    copy: `(rows, d)` bf16, contiguous; receives the new weight.
+    step, grad_scale, found_inf: 0-dim fp32 on the device; lr: a number or such a tensor.
+
+    If found_inf is not 0, nothing is written. `step` is t and is not changed; the caller counts it, and does not where
+    found_inf is 1. Raises ValueError for shapes and strides that do not fit.
     """
     g = gradient.to(weight.dtype) if grad_scale is None else gradient.to(weight.dtype) / grad_scale
     m = beta1 * exp_avg + (1 - beta1) * g
     v = beta2 * exp_avg_sq + (1 - beta2) * g.square()
-    t = step.double()  # in fp32 the corrections would be off by 5e-5 at the first step
+    t = step.double()  # in fp32, 1 - beta2^t would be off by 5e-5 at the first step
     m_hat = m / (1 - beta1**t)
     v_hat = v / (1 - beta2**t)
     w = (1 - lr * weight_decay) * weight
@@ -83,9 +86,9 @@ def check(
             raise ValueError(f"adam_rows_: {name} has strides {tensor.stride()}; what is written is contiguous")
 
 
-@adam_rows_.unknown
-def unknown(weight: Tensor, *_: object, **__: object) -> str | None:
-    """What the kernel does not know about a weight, in a word for the log."""
+@adam_rows_.unsupported
+def unsupported(weight: Tensor, *_: object, **__: object) -> str | None:
+    """The dtype or width of a weight that the kernel does not support, in words for the log; else None."""
     if weight.dtype != torch.float32:
         return f"weights in {weight.dtype}"
     return f"rows of {weight.shape[-1]}" if weight.shape[-1] > WIDEST else None
@@ -111,7 +114,7 @@ def in_few_passes_(
     *,
     copy: Tensor | None = None,
 ) -> None:
-    """On Triton in one; else torch's fused AdamW, then the division, in the weight's dtype."""
+    """On Triton in one pass; else torch's fused AdamW, then the projection, both in the weight's dtype."""
     if on_triton:
         from ngpt_train.kernels.gpu import adam
 
@@ -123,7 +126,7 @@ def in_few_passes_(
         return
     torch._fused_adamw_(
         [weight],
-        # torch's would take the weight's strides for the gradient's, and write the scaled gradient back.
+        # torch's kernel assumes that the gradient has the weight's strides, and writes the unscaled gradient back.
         [gradient.to(weight.dtype, copy=grad_scale is not None).contiguous()],
         [exp_avg],
         [exp_avg_sq],

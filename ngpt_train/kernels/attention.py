@@ -1,4 +1,4 @@
-"""softmax(scale q k^T) v, and what computes it: `kernels.attention=auto|sdpa|flash_attn|flex`.
+"""softmax(scale q k^T) v, and the choice of its kernel: `kernels.attention=auto|sdpa|flash_attn|flex`.
 
     rows of one document          auto, sdpa, flex  torch's scaled_dot_product_attention ("sdpa")
                                   flash_attn        the package's flash_attn_func
@@ -8,11 +8,11 @@
                                   flex              torch's flex_attention
     any other boolean mask        all               sdpa with that mask
 
-A varlen kernel computes sequences laid end to end, and does no work for pairs of tokens in two of them: flash-attn's
-if the package is installed, else torch's own. flex_attention skips the blocks of the mask that are all false. The
-boolean mask is computed whole, and runs everywhere.
+A varlen kernel takes the documents as sequences laid end to end, and does no work for pairs of tokens from two
+documents. It is flash-attn's if the package is installed, else torch's own. flex_attention skips the blocks of the mask
+that are all false. sdpa with a boolean mask computes all pairs of tokens, and runs everywhere.
 
-The scale is always told, because nGPT's is sqrt(D) and each of these would take 1/sqrt(D).
+The scale is always passed, because nGPT's is sqrt(D), and the default of each kernel is 1/sqrt(D).
 """
 
 import contextlib
@@ -31,33 +31,37 @@ from ngpt_train.kernels import flash
 from ngpt_train.kernels.flash import Flash, NoKernel, Varlen
 
 CHOICES = ("auto", "sdpa", "flash_attn", "flex")
-LARGEST_VARLEN_HEAD = 192  # larger ones have no backward pass on some GPUs
+LARGEST_VARLEN_HEAD = 192  # larger heads have no backward pass on some GPUs
 
 _choice = "auto"
-_flash: Flash | None = None  # what flash_attn stands for, if chosen
+_flash: Flash | None = None  # the version of flash-attn in use, with kernels.attention=flash_attn
 
 
 class Packed(NamedTuple):
     """The rows of a batch laid end to end, cut into documents."""
 
     kernel: Varlen
-    boundaries: Tensor  # int32, where documents begin and the last one ends; then that end again, to a fixed length
-    longest: int
+    boundaries: Tensor  # int32: the first token of each document, then B T, repeated up to a fixed length
+    longest: int  # no document is longer
 
 
 class Blocks(NamedTuple):
-    """A mask as flex_attention takes it: which blocks are to be computed, and what is visible in them."""
+    """A mask in flex_attention's form: the blocks to compute, and which pairs of tokens count in them."""
 
     mask: Any  # torch.nn.attention.flex_attention.BlockMask
 
 
-# Which keys a query sees: those where a boolean tensor that broadcasts to (B, H, T, S) is true; those before it in its
-# document; those that the blocks say; None: all, or those before it where the attention is causal.
+# The keys that a query sees. Tensor: those where this boolean, which broadcasts to (B, H, T, S), is true. Packed: its
+# own and the earlier ones of its document. Blocks: those of flex_attention's mask. None: all keys or, with causal
+# attention, its own and all earlier ones.
 Mask = Tensor | Packed | Blocks | None
 
 
 def choose(attention: str, device: torch.device, d_head: int, dtype: torch.dtype) -> None:
-    """For this process, from now on, for heads of d_head in that dtype on that device. Raises ValueError."""
+    """Sets `kernels.attention=` for this process, for heads of size d_head in `dtype` on `device`.
+
+    Raises ValueError for an unknown choice, and where no kernel of that choice runs.
+    """
     global _choice, _flash
     if attention not in CHOICES:
         raise ValueError(f"kernels.attention={attention}: allowed are {', '.join(CHOICES)}")
@@ -74,7 +78,7 @@ def choose(attention: str, device: torch.device, d_head: int, dtype: torch.dtype
 
 @contextlib.contextmanager
 def chosen(attention: str, device: torch.device, d_head: int, dtype: torch.dtype) -> Iterator[None]:
-    """As `choose`, for a while."""
+    """Sets `kernels.attention=` inside a `with`; raises as `choose`."""
     global _choice, _flash
     before = _choice, _flash
     choose(attention, device, d_head, dtype)
@@ -87,7 +91,7 @@ def chosen(attention: str, device: torch.device, d_head: int, dtype: torch.dtype
 def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Mask = None) -> Tensor:
     """softmax(scale q k^T) v: q `(B, T, H, D)`, k and v `(B, S, H_kv, D)` -> `(B, T, H, D)`, all of one dtype.
 
-    causal: without a mask each query sees the keys up to its own position, and T = S; a mask says so itself.
+    causal: without a mask, query t sees the keys 0 to t, and T = S; ignored with a mask. Raises ValueError for T != S.
     """
     if isinstance(mask, Packed):
         y = mask.kernel(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask.boundaries, mask.longest, scale)
@@ -95,7 +99,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask:
     if isinstance(mask, Blocks):
         return flex(q, k, v, scale, mask)
     if mask is None and causal and q.shape[1] != k.shape[1]:
-        # The kernels disagree which keys these queries see.
+        # With T != S the kernels differ in which keys a query sees.
         raise ValueError(f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys")
     if mask is None and _flash is not None:
         _say(f"flash-attn {_flash.version}", "kernels.attention=flash_attn")
@@ -108,6 +112,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None) -> Tensor:
+    """torch's scaled_dot_product_attention; shapes as of `attention`."""
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2),  # (B, H, T, D)
         k.transpose(1, 2),
@@ -120,11 +125,11 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tens
     return y.transpose(1, 2)
 
 
-# Documents: what the mask of a forward pass is to be is asked once, outside of what is compiled.
+# Documents. The model asks once per forward pass, outside of compiled code, which form the mask is to have.
 
 
 def varlen_kernel(device: torch.device, d_head: int, dtype: torch.dtype) -> Varlen | None:
-    """What computes documents laid end to end; None where a mask does it."""
+    """The kernel for documents laid end to end; None where a mask separates the documents instead."""
     if _choice == "flex":
         _say("flex_attention for documents", "kernels.attention=flex")
         return None
@@ -141,7 +146,7 @@ def varlen_kernel(device: torch.device, d_head: int, dtype: torch.dtype) -> Varl
 
 @functools.lru_cache
 def find_varlen(device: torch.device, d_head: int, dtype: torch.dtype) -> tuple[Varlen | None, str, str]:
-    """The kernel of kernels.attention=auto, its name, and why it is that."""
+    """The varlen kernel of kernels.attention=auto, or None; the name of what runs, and the reason, for the log."""
     try:
         flash.check_suits(device, d_head, dtype, LARGEST_VARLEN_HEAD)
     except NoKernel as error:
@@ -154,43 +159,48 @@ def find_varlen(device: torch.device, d_head: int, dtype: torch.dtype) -> tuple[
 
 
 def torch_varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor:
+    """torch's own varlen kernel, as a `Varlen`."""
     from torch.nn.attention.varlen import varlen_attn  # here, because it imports triton
 
-    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] and asks_for_groups() else {}
-    causal = (-1, 0)  # how far it sees to the left, where -1 is all the way, and to the right
+    grouped: dict[str, Any] = {"enable_gqa": True} if q.shape[1] != k.shape[1] and has_enable_gqa() else {}
+    causal = (-1, 0)  # tokens seen to the left, -1 for all, and to the right
     y = varlen_attn(q, k, v, boundaries, boundaries, longest, longest, scale=scale, window_size=causal, **grouped)
     assert isinstance(y, Tensor)
     return y
 
 
 @torch.compiler.assume_constant_result
-def asks_for_groups() -> bool:
-    """torch 2.11 does not have the word, and takes grouped heads without it."""
+def has_enable_gqa() -> bool:
+    """Whether torch's varlen_attn has the argument enable_gqa; in torch 2.11 it accepts grouped heads without it."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def wants_blocks() -> bool:
-    """Whether document masks are flex_attention's."""
+    """Whether document masks are to be flex_attention's block masks."""
     return _choice == "flex"
 
 
 def blocks(visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], B: int, T: int, device: torch.device) -> Blocks:
-    """visible(b, h, t, s): of integers, whether in row b, head h, query t sees key s; the same for all heads."""
+    """A block mask of `(B, 1, T, T)`, the same for all heads.
+
+    visible(b, h, t, s), of 0-dim integer tensors, returns whether query t of row b sees key s; h is always 0.
+    """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # Uncompiled it would write out all of (B, T, T).
+    # Uncompiled, create_block_mask would allocate the whole (B, T, T) mask.
     create = _compiled(create_block_mask) if device.type == "cuda" else create_block_mask
     return Blocks(create(visible, B, None, T, T, device=device))
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Blocks) -> Tensor:
+    """torch's flex_attention; shapes as of `attention`."""
     from torch.nn.attention.flex_attention import flex_attention
 
-    # In a compiled block it is compiled with that. On a CPU it is the plain formula, for tests.
-    apart = q.is_cuda and not torch.compiler.is_compiling()
-    run = _compiled(flex_attention) if apart else cast(Callable[..., Any], flex_attention)
+    # A compiled block compiles flex_attention with it. On a CPU, in tests, flex_attention runs uncompiled.
+    compile_here = q.is_cuda and not torch.compiler.is_compiling()
+    run = _compiled(flex_attention) if compile_here else cast(Callable[..., Any], flex_attention)
     grouped = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
     y = run(q, k, v, block_mask=mask.mask, scale=scale, enable_gqa=grouped)

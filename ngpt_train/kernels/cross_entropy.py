@@ -1,19 +1,19 @@
-"""The output embedding and the cross-entropy as one operation that never holds all logits.
+"""The product with the output embedding and the cross-entropy as one operation, which never holds all logits.
 
-For a hidden state h, the output embedding W `(V, d)`, nGPT's scale s_z `(V,)` and the target t (paper, eq. 3):
+For a hidden state h `(d,)`, the output embedding W `(V, d)`, nGPT's scale s_z `(V,)` (eq. 3) and the target t:
 
     z = s_z W h        lse = log(sum_v exp(z_v))        loss = lse - z_t + c lse^2
 
-where c is `z_loss`, whose term is summed apart: it trains, and what is reported stays the cross-entropy. s_z multiplies
-rows of W, so it is folded into them: W' = diag(s_z) W in fp32, z = W' h, and the logits need no pass of their own for
-it. Gradients of the summed loss, with p = softmax(z) and e_t the unit vector of t:
+where c is `z_loss`. The terms c lse^2 have a sum of their own, because the reported loss is without them; gradients are
+those of the whole loss. s_z is multiplied into the rows of W in fp32, W' = diag(s_z) W and z = W' h, so that scaling
+the logits takes no separate pass. Gradients of the summed loss, with p = softmax(z) and e_t the unit vector of t:
 
     dz = (1 + 2 c lse) p - e_t        dh = W'^T dz        dW' = sum over tokens of dz h^T
     dW = diag(s_z) dW'                ds_z = rowsum(dW' * W)
 
-The loss is a sum, so its gradients are known, up to the factor that comes from above, as soon as it is. Tokens
-therefore go in chunks: logits, losses, dz written over the logits, then dh and the chunk's share of dW'; after which
-the chunk's logits are forgotten. Backward only multiplies.
+The loss is a sum, so the forward pass can compute its gradients too, up to the incoming factor dL/dloss. It takes
+the tokens in chunks. For each chunk it computes the logits and losses, writes dz over the logits, and computes dh and
+the chunk's part of dW'. The next chunk's logits use the same memory. The backward pass only multiplies by dL/dloss.
 """
 
 from typing import Any
@@ -24,33 +24,33 @@ from torch.autograd.function import once_differentiable
 
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.kernels.dispatch import runs_on_triton
-from ngpt_train.kernels.norm import wide
+from ngpt_train.kernels.norm import at_least_fp32
 from ngpt_train.kernels.operation import operation
 
 GPU_ROWS = 4096  # tokens in a chunk: large enough for efficient products, 256 MiB of bf16 logits at V = 32k
-CPU_ROWS = 512  # measured: less costs the products more, more costs memory and gains nothing
-ALIGNMENT = 64  # rows of a GPU's logits start at multiples of it: aligned loads and products for any V
+CPU_ROWS = 512  # measured: with fewer the products are slower, with more they are no faster and take more memory
+ALIGNMENT = 64  # elements; each row of a GPU's logits starts at a multiple, for aligned loads and products at any V
 
 
 @operation(None)
 def linear_cross_entropy(
     h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(loss, cross_entropy, z_term): sums, in nats, over the targets of the logits z = scale * (matrix h).
+    """(loss, cross_entropy, z_term) of the logits z = scale * (matrix h): sums over the targets, in nats.
 
     h: `(..., d)` in the dtype of the products; fp32, bf16, fp16 or fp64.
-    matrix: `(V, d)`, the output embedding as stored; a copy is cast to h's dtype after scaling.
-    targets: `(...)` int64 in [0, V), or IGNORED where a token does not count.
+    matrix: `(V, d)`, the output embedding as stored; scale * matrix is cast to h's dtype.
+    targets: `(...)` int64 in [0, V), or IGNORED for a token that does not count.
     scale: `(V,)`; None is 1.
     z_loss: adds z_loss * logsumexp(logits)^2 to the loss for every target that counts.
 
-    They are 0-dim, in fp32, fp64 for fp64 h. loss = cross_entropy + z_term, which have no gradients; z_term is None
-    where z_loss is 0. Gradients have the dtype and shape of what they belong to; sums over tokens are in fp32 at least.
-    Never waits for the device. A target outside the vocabulary raises as torch's gather does; in the Triton kernel,
-    which cannot raise, it makes the loss and all gradients that it reaches NaN. Raises ValueError where shapes do not
-    fit.
+    Results are 0-dim, in fp32 (fp64 for fp64 h). loss = cross_entropy + z_term; only loss has gradients, and z_term is
+    None where z_loss is 0. Gradients have the dtype and shape of their tensors; sums over tokens are in at least fp32.
+    Never waits for the device. For a target outside the vocabulary torch's gather raises; the Triton kernel cannot
+    raise, and there the loss and the gradients that the target contributes to are NaN. Raises ValueError for shapes
+    that do not fit.
     """
-    z = wide(h) @ matrix.to(wide(h).dtype).t()  # (..., V)
+    z = at_least_fp32(h) @ matrix.to(at_least_fp32(h).dtype).t()  # (..., V)
     if scale is not None:
         z = z * scale  # eq. 3 of nGPT
     counts = targets != IGNORED
@@ -89,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         grad_enabled: bool,
     ) -> tuple[Tensor, ...]:
-        # grad_enabled comes from outside, because here it is always off; needs_input_grad does not ask for it.
+        # grad_enabled is an argument because autograd is always off in here, and needs_input_grad ignores it.
         need_h, need_matrix, _, need_scale, *_ = (grad_enabled and needed for needed in ctx.needs_input_grad)
         cross_entropy, z_term, dh, dmatrix, dscale = linear_cross_entropy_forward(
             h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale
@@ -103,7 +103,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        # Out of place, so that a second backward of a retained graph is right too.
+        # Not in place, so that a second backward pass through a retained graph is correct too.
         need_h, need_matrix, _, need_scale, *_ = ctx.needs_input_grad
         dh, dmatrix, dscale = ctx.saved_tensors
         return (
@@ -127,10 +127,12 @@ def linear_cross_entropy_forward(
     need_matrix: bool,
     need_scale: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The summed cross-entropy, the summed term of the z-loss, and the gradients of both together by h, matrix and
-    scale; an empty tensor for what is not needed."""
+    """The summed cross-entropy, the summed z-loss terms, and the gradients of their sum by h, matrix and scale.
+
+    A gradient that is not needed is an empty tensor, as are the z-loss terms where z_loss is 0.
+    """
     dtype = torch.promote_types(h.dtype, torch.float32)
-    on_triton = runs_on_triton("linear_cross_entropy", h)  # asked here: a compiled graph does not look inside
+    on_triton = runs_on_triton("linear_cross_entropy", h)  # here, because torch.compile does not trace custom ops
     weight = (matrix if scale is None else scale[:, None] * matrix).to(h.dtype)  # W', (V, d)
     rows_of_h, rows_of_targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1).contiguous()  # (N, d), (N,)
     n_rows, n_vocab = len(rows_of_h), len(weight)
@@ -160,7 +162,7 @@ def linear_cross_entropy_forward(
             torch.mm(logits, weight, out=dh[here])
         if dweight is not None:
             _add_product_(dweight, logits.t(), x, keep=int(start > 0))
-    del buffer  # what follows takes memory of its own
+    del buffer  # its memory serves the tensors below
 
     dmatrix = dscale = None
     if dweight is not None and need_scale:
@@ -169,7 +171,7 @@ def linear_cross_entropy_forward(
     if dweight is not None and need_matrix:
         dmatrix = (dweight if scale is None else dweight.mul_(scale[:, None])).to(matrix.dtype)
     return (
-        losses.sum(),  # one sum at the end: the size of the chunks does not change its order
+        losses.sum(),  # one sum at the end, whose order does not depend on the size of the chunks
         z_terms.sum() if z_loss else z_terms,
         dh.view(h.shape) if need_h else dh,
         h.new_empty(0) if dmatrix is None else dmatrix,
@@ -201,8 +203,10 @@ def _(
 def _cross_entropy_(
     logits: Tensor, targets: Tensor, losses: Tensor, z_terms: Tensor, z_loss: float, gradient: bool
 ) -> None:
-    """Writes the cross-entropies of logits `(N, V)` to losses `(N,)`, c lse^2 to z_terms, `(N,)` or empty where c is 0,
-    and dz over the logits if gradient; else they are lost."""
+    """Writes the cross-entropies of logits `(N, V)` to losses `(N,)`, and c lse^2 to z_terms, `(N,)`, empty if c = 0.
+
+    If gradient, it writes dz over the logits; otherwise it may leave intermediate values there.
+    """
     counts = (targets != IGNORED)[:, None]
     index = targets[:, None].where(counts, 0)  # (N, 1)
     z = logits.to(losses.dtype)  # for fp32 and fp64 the logits themselves
@@ -220,12 +224,12 @@ def _cross_entropy_(
 
 
 def _add_product_(total: Tensor, a: Tensor, b: Tensor, keep: int) -> None:
-    """total <- keep total + a b, with the sum in total's dtype; where keep is 0, what total held is not read."""
+    """total <- keep total + a b, summed in total's dtype. keep is 1 or 0; with 0 the old total is not read."""
     if a.dtype == total.dtype:
         total.addmm_(a, b, beta=keep)
     elif total.is_cuda:
         torch.addmm(total, a, b, beta=keep, out_dtype=total.dtype, out=total)
-    elif keep:  # CPUs have no product of another dtype than its factors
+    elif keep:  # on CPUs a product always has the dtype of its factors
         total.add_(torch.mm(a, b))
     else:
         total.copy_(torch.mm(a, b))

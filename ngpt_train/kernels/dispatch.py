@@ -13,17 +13,17 @@ from torch import Tensor
 from ngpt_train.core.log import say_once
 
 CHOICES = ("auto", "triton", "torch")
-OLDEST = (8, 0)  # compute capability: Ampere
+OLDEST = (8, 0)  # compute capability of the oldest GPUs that Triton's kernels run on: Ampere
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 _choice = "auto"
-# Operations whose kernels do not run, whatever the choice. Of a dict's keys, unlike a set's, torch.compile knows which
-# the compiled code depends on, and compiles again for those only.
+# Operations whose Triton kernels do not run, whatever the choice. A dict, not a set: of a dict torch.compile knows the
+# keys that compiled code depends on, and compiles again only when one of these changes.
 _without: dict[str, bool] = {}
 
 
 def choose(kernels: str) -> None:
-    """For this process, from now on. Raises ValueError."""
+    """Sets `kernels=` for this process. Raises ValueError for an unknown choice and where Triton cannot run."""
     global _choice
     if kernels not in CHOICES:
         raise ValueError(f"kernels={kernels}: allowed are {', '.join(CHOICES)}")
@@ -33,17 +33,17 @@ def choose(kernels: str) -> None:
 
 
 def described(device: torch.device) -> str:
-    """What runs on that device, and why: a line for the log."""
+    """A line for the log: which kernels run on that device, and why."""
     reason = None
     if _choice == "auto":
-        reason = _why_not_by_itself() if device.type == "cuda" else f"this runs on a {device.type.upper()}"
+        reason = _why_auto_takes_torch() if device.type == "cuda" else f"this runs on a {device.type.upper()}"
     runs = "plain PyTorch" if reason or _choice == "torch" else "Triton's where there are some"
     return f"kernels: {runs} (kernels={_choice}{': ' + reason if reason else ''})"
 
 
 @contextlib.contextmanager
 def chosen(kernels: str, without: str | None = None) -> Iterator[None]:
-    """As `choose`, for a while; without: an operation, as `runs_on_triton` knows it, that runs in plain PyTorch."""
+    """Sets `kernels=` inside a `with`. without: the name of an operation that runs in plain PyTorch all the same."""
     global _without
     before = _choice, _without
     choose(kernels)
@@ -56,7 +56,7 @@ def chosen(kernels: str, without: str | None = None) -> Iterator[None]:
 
 
 def why_no_triton() -> str | None:
-    """What keeps Triton's kernels from running in this process; None where they run."""
+    """Why Triton's kernels cannot run in this process; None where they can."""
     if importlib.util.find_spec("triton") is None:
         return "the package triton is not installed"
     if interpreted():
@@ -69,15 +69,15 @@ def why_no_triton() -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether Triton runs its kernels in Python, on the CPU: for tests."""
+    """Whether Triton's interpreter runs the kernels in Python, on the CPU; only tests use it."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = None) -> bool:
-    """Whether the Triton kernel of `operation` takes these tensors.
+    """Whether the Triton kernel of `operation` runs on these tensors, of which there is at least one.
 
-    unsupported: an option of the architecture that it does not know. Where a kernel would run but for that, or for a
-    dtype, the log says so, once.
+    unsupported: an option that the kernel does not support. If the kernel would run without that option, or with
+    another dtype, the log says so once.
     """
     if _choice == "torch" or operation in _without:
         return False
@@ -91,12 +91,13 @@ def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = N
     return unsupported is None
 
 
-# Asked while a model is compiled, too, and no part of what is compiled.
+# torch.compile calls this while it traces a model, and takes the answer as a constant.
 @torch.compiler.assume_constant_result
 def _gpu_suits() -> bool:
-    return _why_not_by_itself() is None
+    return _why_auto_takes_torch() is None
 
 
-@functools.cache  # every operation asks, and finding packages takes longer than most of them
-def _why_not_by_itself() -> str | None:
+@functools.cache  # every call of an operation asks, and finding packages takes longer than most operations
+def _why_auto_takes_torch() -> str | None:
+    """Why kernels=auto does not take Triton on a GPU; None where it does."""
     return "Triton's interpreter is for tests" if interpreted() else why_no_triton()

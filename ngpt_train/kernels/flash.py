@@ -1,12 +1,14 @@
-"""The package flash-attn, which is three: its major versions are installed, and imported, under names of their own.
+"""The package flash-attn. Its major versions are installed and imported under different names.
 
-    2  flash_attn               GPUs since Ampere       gives y
-    3  flash_attn_interface     Hopper                  gives y, before its first release (y, log-sum-exp)
-    4  flash_attn.cute          Hopper and Blackwell    gives (y, log-sum-exp)
+    version  import name             GPUs                    returns
+    2        flash_attn              since Ampere            y
+    3        flash_attn_interface    Hopper                  y; before its first release (y, log-sum-exp)
+    4        flash_attn.cute         Hopper and Blackwell    (y, log-sum-exp)
 
-Several may be installed side by side, and a directory flash_attn says nothing: version 4 alone brings one without
-functions, and there are builds of 2 that hold the files of 4 without what those need. So a version is there if its
-functions can be imported. Their order of arguments differs, their names do not.
+Several versions may be installed side by side. A directory flash_attn does not tell which: version 4 creates one
+without the functions of version 2, and some builds of version 2 hold the files of version 4 without the packages that
+those import. So a version counts as installed if its functions can be imported. The versions agree in the names of the
+arguments, not in their order.
 """
 
 import importlib
@@ -16,17 +18,17 @@ import torch
 from torch import Tensor
 
 PACKAGES = {2: "flash_attn", 3: "flash_attn_interface", 4: "flash_attn.cute"}
-# Heads with a backward pass on each GPU that a version is taken for.
+# The largest head whose backward pass a version has on every GPU that `by_speed` names it for.
 LARGEST_HEAD = {2: 192, 3: 256, 4: 128}
 DTYPES = (torch.bfloat16, torch.float16)
 
 
 class NoKernel(ValueError):
-    """Why there is none, in words that end with no full stop."""
+    """No kernel of flash-attn runs here. The message says why, without a full stop at its end."""
 
 
 class Dense(Protocol):
-    """softmax(scale q k^T) v: q `(B, T, H, D)`, k and v `(B, S, H_kv, D)` -> `(B, T, H, D)`; causal wants T = S."""
+    """softmax(scale q k^T) v: q `(B, T, H, D)`, k and v `(B, S, H_kv, D)` -> `(B, T, H, D)`; causal requires T = S."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor: ...
 
@@ -34,15 +36,15 @@ class Dense(Protocol):
 class Varlen(Protocol):
     """Causal softmax(scale q k^T) v within each sequence: q `(N, H, D)`, k, v `(N, H_kv, D)` -> `(N, H, D)`.
 
-    Sequence i is the tokens from boundaries[i] to boundaries[i + 1], none where both are the same; `longest` is at
-    least the length of each.
+    Sequence i is the tokens from boundaries[i] up to, not including, boundaries[i + 1]; it may be empty. No sequence is
+    longer than `longest` tokens.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor: ...
 
 
 class Flash(NamedTuple):
-    """One of the versions, called as attention.py calls a kernel."""
+    """One version of flash-attn, with its functions in the form that attention.py calls."""
 
     version: int
     dense: Dense
@@ -50,7 +52,7 @@ class Flash(NamedTuple):
 
 
 def check_suits(device: torch.device, d_head: int, dtype: torch.dtype, largest_head: int) -> None:
-    """Raises NoKernel where the kernels of flash-attn, torch's copy of them included, do not run."""
+    """Raises NoKernel where the kernels of flash-attn do not run. The same holds for torch's copy of them."""
     if device.type != "cuda":
         raise NoKernel(f"its kernels are for GPUs, and this runs on a {device.type.upper()}")
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -62,33 +64,33 @@ def check_suits(device: torch.device, d_head: int, dtype: torch.dtype, largest_h
 
 
 def find(device: torch.device, d_head: int, dtype: torch.dtype) -> Flash:
-    """The fastest version that is installed and runs there. Raises NoKernel, with what was found."""
+    """The fastest version that is installed and runs there. Raises NoKernel, with the reason for each version."""
     check_suits(device, d_head, dtype, max(LARGEST_HEAD.values()))
-    found = []
+    reasons = []
     for version in by_speed(torch.cuda.get_device_capability(device)):
         try:
             check_suits(device, d_head, dtype, LARGEST_HEAD[version])
             return load(version)
         except (NoKernel, ImportError) as error:
-            found.append(f"{version}: {error}")
-    raise NoKernel(f"no flash-attn for this GPU is installed; the extra [flash] is version 2 ({'; '.join(found)})")
+            reasons.append(f"{version}: {error}")
+    raise NoKernel(f"no flash-attn for this GPU is installed; the extra [flash] is version 2 ({'; '.join(reasons)})")
 
 
 def by_speed(capability: tuple[int, int]) -> tuple[int, ...]:
-    """The versions with a backward pass on such a GPU, the fastest first."""
+    """The versions with a backward pass on GPUs of this compute capability, the fastest first."""
     if capability < (9, 0):
         return (2,)
     return (3, 4, 2) if capability < (10, 0) else (4, 2)
 
 
 def load(version: int) -> Flash:
-    """Raises ImportError."""
+    """Imports a version. Raises ImportError where it is not installed, or not completely."""
     package = importlib.import_module(PACKAGES[version])
     try:
         of_rows, of_sequences = package.flash_attn_func, package.flash_attn_varlen_func
     except AttributeError as error:
         raise ImportError(f"{PACKAGES[version]} is there without its functions: {error}") from None
-    if version == 4:  # it generates its code when called, which the compiler cannot trace
+    if version == 4:  # it generates code when it is called, which torch.compile cannot trace
         of_rows, of_sequences = torch.compiler.disable(of_rows), torch.compiler.disable(of_sequences)
 
     def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""An operation is a function whose body is its formula. What computes the same faster is named below it.
+"""An operation is a function whose body is its formula. A faster function, its twin, is registered below it.
 
     @operation("sphere_step")
     def sphere_step(h, x, alpha):
@@ -7,8 +7,8 @@
     @sphere_step.twin
     def by_hand_or_on_triton(on_triton, h, x, alpha): ...
 
-A caller sees the formula and gets the twin, where there is one for these tensors. `sphere_step.formula` is the function
-as it is written, which tests and benchmarks take as their reference.
+A caller reads the formula and gets the twin, which computes the same with gradients by hand or in a Triton kernel.
+`sphere_step.formula` is the undecorated function, the reference of tests and benchmarks.
 """
 
 import functools
@@ -26,75 +26,82 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class Operation(Protocol[P, R_co]):
-    """What `operation` makes of a formula. The last four decorate functions that take the formula's arguments."""
+    """A formula decorated with `operation`. The last four are decorators of functions that take its arguments."""
 
     formula: Callable[..., Any]
-    # Computes the same, on Triton or with gradients by hand; takes before the arguments whether it is to run on Triton.
+    # Registers the twin. Its first argument, before those of the formula, is whether it is to run on Triton.
     twin: Callable[[F], F]
-    # Whether the twin is the better one without Triton, too; without this function it is.
+    # Registers the condition under which the twin runs without Triton; without a condition it always does.
     by_hand_where: Callable[[F], F]
-    # What of the arguments the kernel does not know, in a word for the log; None where it knows all.
-    unknown: Callable[[F], F]
-    # Raises ValueError for arguments that do not fit.
+    # Registers a function that returns, in a word for the log, what the Triton kernel does not support; else None.
+    unsupported: Callable[[F], F]
+    # Registers a function that raises ValueError for arguments that do not fit. It runs first.
     check: Callable[[F], F]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
 
-class _Parts:
-    """What an operation has beside its formula."""
+class _Registered:
+    """The functions that are registered for an operation."""
 
     twin: Callable[..., Any] | None = None
     by_hand_where: Callable[..., bool] | None = None
-    unknown: Callable[..., str | None] | None = None
+    unsupported: Callable[..., str | None] | None = None
     check: Callable[..., None] | None = None
 
-    def taking(self, part: str) -> Callable[[F], F]:
-        def take(function: F) -> F:
-            setattr(self, part, function)
+    def decorator(self, attribute: str) -> Callable[[F], F]:
+        """A decorator that registers a function as `attribute` and returns it unchanged."""
+
+        def register(function: F) -> F:
+            setattr(self, attribute, function)
             return function
 
-        return take
+        return register
 
 
 def operation(name: str | None) -> Callable[[Callable[P, R]], Operation[P, R]]:
-    """name: the operation's in `kernels.dispatch` and in the log; None where the twin has no kernel of Triton's, or
-    asks for it itself."""
+    """Decorates a formula so that a call runs its twin where that is faster.
+
+    name: of the operation in `kernels.dispatch` and in the log; None where there is no Triton kernel, or where the twin
+    itself asks `runs_on_triton`.
+    """
 
     def decorate(formula: Callable[P, R]) -> Operation[P, R]:
-        parts = _Parts()
+        registered = _Registered()
 
         @functools.wraps(formula)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            if parts.check is not None:
-                parts.check(*args, **kwargs)
-            option = None if parts.unknown is None else parts.unknown(*args, **kwargs)
-            on_triton = name is not None and asked(name, option, args, kwargs)
-            if on_triton or parts.by_hand_where is None or parts.by_hand_where(*args, **kwargs):
-                assert parts.twin is not None
-                return cast(R, parts.twin(on_triton, *args, **kwargs))
+            if registered.check is not None:
+                registered.check(*args, **kwargs)
+            option = None if registered.unsupported is None else registered.unsupported(*args, **kwargs)
+            on_triton = name is not None and kernel_runs(name, option, args, kwargs)
+            if on_triton or registered.by_hand_where is None or registered.by_hand_where(*args, **kwargs):
+                assert registered.twin is not None
+                return cast(R, registered.twin(on_triton, *args, **kwargs))
             return formula(*args, **kwargs)
 
         made = cast(Operation[P, R], run)
         made.formula = formula
-        for part in ("twin", "by_hand_where", "unknown", "check"):
-            setattr(made, part, parts.taking(part))
+        for attribute in ("twin", "by_hand_where", "unsupported", "check"):
+            setattr(made, attribute, registered.decorator(attribute))
         return made
 
     return decorate
 
 
 def without_kernel(name: str, option: str | Callable[..., str | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """For a formula in the place of the operation `name`, because of an option that its kernel does not know. Where the
-    kernel would run but for that, the log says so, once. option: in a word for the log, or what tells it, or that there
-    is none, from the arguments."""
+    """Decorates a formula that stands in for the operation `name`, whose Triton kernel does not support an option.
+
+    The log says so once, if the kernel would run without that option. option: a word for the log, or a function of the
+    formula's arguments that returns one, or None where no such option is set.
+    """
 
     def decorate(formula: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(formula)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
             chosen = option(*args, **kwargs) if callable(option) else option
             if chosen is not None:
-                asked(name, chosen, args, kwargs)
+                kernel_runs(name, chosen, args, kwargs)
             return formula(*args, **kwargs)
 
         return run
@@ -102,15 +109,15 @@ def without_kernel(name: str, option: str | Callable[..., str | None]) -> Callab
     return decorate
 
 
-def asked(name: str, option: str | None, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the kernel of `name` runs on these arguments."""
-    return runs_on_triton(name, *real_tensors((*args, *kwargs.values())), unsupported=option)
+def kernel_runs(name: str, option: str | None, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the Triton kernel of `name` runs on these arguments; not if it does not support `option`."""
+    return runs_on_triton(name, *float_tensors((*args, *kwargs.values())), unsupported=option)
 
 
-def real_tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
-    """The tensors of real numbers among the arguments, in their order."""
+def float_tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """The floating-point tensors among the arguments and in their tuples, in order."""
     for argument in arguments:
         if isinstance(argument, Tensor) and argument.is_floating_point():
             yield argument
         elif isinstance(argument, tuple):
-            yield from real_tensors(argument)
+            yield from float_tensors(argument)

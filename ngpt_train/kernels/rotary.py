@@ -1,14 +1,16 @@
-"""Rotary positions of packed queries, keys and values, with nGPT's norm of each head and scale of q; gradients by hand.
+"""Rotary positions of q and k, with nGPT's normalisation of each head and s_qk; gradients by hand.
 
-q' = t Norm(R q), k' = Norm(R k): eq. 15 and 16 of nGPT, where t = s_qk^2, because only the product of q and k counts;
-R turns pairs of dimensions by their token's angle, Norm(x) = x / max(||x||, 1e-12). GPT has neither Norm nor t. With
-p = R q, r = 1 / max(||p||, 1e-12), n = r p and g = dL/dq':
+q' = t Norm(R q), k' = Norm(R k): eq. 15 and 16 of nGPT with t = s_qk^2: attention sees only the product q' k', so both
+factors s_qk may go to q. R rotates pairs of dimensions by the angle of the token's position, and
+Norm(x) = x / max(||x||, 1e-12). GPT has neither Norm nor t. With p = R q, r = 1 / max(||p||, 1e-12), n = r p and
+g = dL/dq':
 
     dt = sum_tokens g n                 e = t g
     dp = r (e - n (n . e))              but r e where ||p|| < 1e-12
     dq = R^T dp
 
-and the same for k with t = 1. Nothing but the packed product is kept; t may be near 0, so n is not had from q'.
+and the same for k with t = 1. Of the activations only qkv is kept. Backward computes n from it again; n = q' / t would
+fail where t is near 0.
 """
 
 from typing import Any, NamedTuple, cast
@@ -18,32 +20,33 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
-from ngpt_train.kernels.norm import SHORTEST, normalize, wide
+from ngpt_train.kernels.norm import SHORTEST, at_least_fp32, normalize
 from ngpt_train.kernels.operation import operation
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, n_heads, d_head), k and v (B, S, n_kv_heads, d_head)
 
 
 class RotaryOptions(NamedTuple):
-    """How q, k and v lie in the packed product, and what becomes of q and k."""
+    """The layout of qkv and its pairs, and whether q and k are normalised."""
 
     n_heads: int
     n_kv_heads: int
-    interleaved: bool  # pairs (2i, 2i + 1) turn together; else (i, i + D/2)
-    normalized: bool  # each head of q' (before scale) and k' has length 1
+    interleaved: bool  # R rotates the pairs (2i, 2i + 1); else (i, i + D/2)
+    normalized: bool  # each head of k', and of q' before scale, has length 1
 
 
 @operation("rotary")
 def rotary(qkv: Tensor, cos: Tensor, sin: Tensor, options: RotaryOptions, scale: Tensor | None) -> Heads:
-    """q' `(B, T, n_heads, D)` and k' `(B, T, n_kv_heads, D)`, contiguous, and v, as k', a view; all in qkv's dtype.
+    """q' `(B, T, n_heads, D)`, k' and v `(B, T, n_kv_heads, D)` in qkv's dtype; v is a view of qkv.
 
-    qkv `(B, T, (n_heads + 2 n_kv_heads) D)`: the heads of q, of k, of v. cos, sin: fp32, `(T, 1, D/2)`, or
-    `(B, T, 1, D/2)` where rows differ. scale `(n_heads D,)` fp32: times q', after all else. Computed at least in fp32.
-    Raises ValueError for other shapes.
+    qkv: `(B, T, (n_heads + 2 n_kv_heads) D)`: the heads of q, then of k, then of v.
+    cos, sin: fp32, `(T, 1, D/2)`, or `(B, T, 1, D/2)` where the positions of rows differ.
+    scale: t `(n_heads D,)` fp32, multiplies q' last; None is 1.
+    Computed in at least fp32. Raises ValueError for other shapes.
     """
     n_heads, n_kv_heads, interleaved, normalized = options
     q, k, v = heads_of(qkv, n_heads, n_kv_heads)
-    q, k = rotate(wide(q), cos, sin, interleaved), rotate(wide(k), cos, sin, interleaved)
+    q, k = rotate(at_least_fp32(q), cos, sin, interleaved), rotate(at_least_fp32(k), cos, sin, interleaved)
     if normalized:
         q, k = normalize(q), normalize(k)  # eq. 15 and 16 of nGPT
     if scale is not None:
@@ -68,17 +71,18 @@ def check(qkv: Tensor, cos: Tensor, sin: Tensor, options: RotaryOptions, scale: 
 def by_hand_or_on_triton(
     on_triton: bool, qkv: Tensor, cos: Tensor, sin: Tensor, options: RotaryOptions, scale: Tensor | None
 ) -> Heads:
-    if torch.compiler.is_compiling() and not on_triton:  # the compiler makes few passes of the formula by itself
+    if torch.compiler.is_compiling() and not on_triton:  # torch.compile fuses the formula into few passes by itself
         if not options.normalized:
             return cast(Heads, rotary.formula(qkv, cos, sin, options, scale))
-        # It would keep rotated heads beside the product, which attention keeps anyway; making them anew is no slower.
+        # torch.compile would keep the rotated heads for the backward pass, beside q' and k', which attention keeps.
+        # Computing them again from qkv is no slower.
         again = checkpoint(rotary.formula, qkv, cos, sin, options, scale, use_reentrant=False, preserve_rng_state=False)
         return cast(Heads, again)
     return _Rotary.apply(qkv, cos, sin, scale, options, on_triton)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """R x: turns each pair of x `(B, T, H, D)` by its position's angle; the length of x does not change."""
+    """R x: rotates each pair of x `(B, T, H, D)` by its position's angle; the length of x does not change."""
     first, second = pairs(x, interleaved)
     turned = first * cos - second * sin, second * cos + first * sin
     return torch.stack(turned, dim=-1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
@@ -91,12 +95,12 @@ def heads_of(qkv: Tensor, n_heads: int, n_kv_heads: int) -> tuple[Tensor, ...]:
 
 
 def pairs(x: Tensor, interleaved: bool) -> tuple[Tensor, ...]:
-    """Views of the first and of the second of each pair, `(..., D/2)`."""
+    """Views `(..., D/2)` of the first and of the second member of each pair."""
     return (x[..., 0::2], x[..., 1::2]) if interleaved else x.chunk(2, dim=-1)
 
 
 class _Rotary(torch.autograd.Function):
-    """By the kernels of gpu/rotary.py, or else by hand: autograd would keep, read and write far more."""
+    """By the kernels of gpu/rotary.py, or else by hand: autograd of the formula keeps, reads and writes far more."""
 
     @staticmethod
     def forward(
@@ -135,9 +139,9 @@ def forward_by_hand(
     interleaved: bool,
     normalized: bool,
 ) -> tuple[Tensor, Tensor]:
-    """q' and k'."""
-    q, k, _ = heads_of(wide(qkv), n_heads, n_kv_heads)
-    q, k = (turned(x, cos, sin, interleaved) for x in (q, k))
+    """q' and k', contiguous, as `rotary` returns them."""
+    q, k, _ = heads_of(at_least_fp32(qkv), n_heads, n_kv_heads)
+    q, k = (rotate_by_hand(x, cos, sin, interleaved) for x in (q, k))
     if normalized:
         for x in (q, k):
             x.mul_(reciprocal(norms(x)))
@@ -159,32 +163,32 @@ def backward_by_hand(
     interleaved: bool,
     normalized: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """d_qkv, and the gradient of scale.
+    """d_qkv, and the gradient of scale `(n_heads D,)`, None without scale.
 
-    dq = r (f - q r^2 (q . f)) with f = R^T (t g), which is the module's formula with R^T carried through. Since q . f =
-    p . (t g), one product p g serves dt as well.
+    dq = r (f - q r^2 (q . f)) with f = R^T (t g): the formula above, with R^T applied to each term. Since q . f =
+    p . (t g), the product n g gives both dt and n . e.
     """
     d_qkv, d_scale = torch.empty(qkv.shape, dtype=qkv.dtype, device=qkv.device), None
     *d_qk, d_v = heads_of(d_qkv, n_heads, n_kv_heads)
-    *qk, _ = heads_of(wide(qkv), n_heads, n_kv_heads)
+    *qk, _ = heads_of(at_least_fp32(qkv), n_heads, n_kv_heads)
     d_v.copy_(dv)
-    for x, dx, g, t in zip(qk, d_qk, (wide(dq), wide(dk)), (scale, None), strict=True):
-        norm = norms(x) if normalized else None  # (B, T, H, 1), of p as well
+    for x, dx, g, t in zip(qk, d_qk, (at_least_fp32(dq), at_least_fp32(dk)), (scale, None), strict=True):
+        norm = norms(x) if normalized else None  # (B, T, H, 1): ||q|| = ||p||
         r = None if norm is None else reciprocal(norm)
         radial = None  # n . e
         if t is None:
-            f = turned(g, cos, sin, interleaved, back=True)
+            f = rotate_by_hand(g, cos, sin, interleaved, back=True)
             if r is not None:
                 radial = (x * f).sum(-1, keepdim=True).mul_(r)
         else:
             t = t.view(n_heads, -1)
-            ng = turned(x, cos, sin, interleaved).mul_(g)
+            ng = rotate_by_hand(x, cos, sin, interleaved).mul_(g)
             if r is not None:
                 ng.mul_(r)
             d_scale = ng.sum((0, 1)).flatten()
             radial = ng.mul_(t).sum(-1, keepdim=True)
-            e = torch.mul(g, t, out=ng)  # memory that is there already
-            f = turned(e, cos, sin, interleaved, back=True)
+            e = torch.mul(g, t, out=ng)  # in the memory of ng, which is no longer needed
+            f = rotate_by_hand(e, cos, sin, interleaved, back=True)
         if norm is None or r is None or radial is None:
             dx.copy_(f)
         else:
@@ -193,10 +197,10 @@ def backward_by_hand(
     return d_qkv, d_scale
 
 
-def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool = False) -> Tensor:
-    """R x, or R^T x, of x `(B, T, H, D)`: a new, contiguous tensor."""
-    whole = cos.repeat_interleave(2, dim=-1) if interleaved else torch.cat([cos, cos], dim=-1)  # (..., 1, D)
-    y = torch.mul(x, whole, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
+def rotate_by_hand(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool = False) -> Tensor:
+    """R x, or R^T x if back, of x `(B, T, H, D)`: a new, contiguous tensor of the same shape."""
+    cos_of_both = cos.repeat_interleave(2, dim=-1) if interleaved else torch.cat([cos, cos], dim=-1)  # (..., 1, D)
+    y = torch.mul(x, cos_of_both, out=torch.empty(x.shape, dtype=x.dtype, device=x.device))
     (first, second), (y_first, y_second) = pairs(x, interleaved), pairs(y, interleaved)
     y_first.addcmul_(second, sin, value=1 if back else -1)
     y_second.addcmul_(first, sin, value=-1 if back else 1)
@@ -204,7 +208,7 @@ def turned(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, back: bool = 
 
 
 def norms(x: Tensor) -> Tensor:
-    """Of the last dimension, which stays."""
+    """Lengths over the last dimension: x `(..., D)` -> `(..., 1)`."""
     return torch.linalg.vector_norm(x, dim=-1, keepdim=True)
 
 

@@ -1,10 +1,10 @@
-"""Products with a matrix whose rows have scales: s (W x) = (s W) x, exactly.
+"""A product whose outputs are scaled, by scaling the rows of the matrix instead: s (W x) = (s W) x.
 
-There are more activations than weights wherever tokens outnumber d_model, so the matrix is what is cheaper to scale:
+Where a batch has more tokens than d_model, W has fewer elements than W x, so it is cheaper to scale W:
 
     y = (s W) x,    dx = (s W)^T dy,    dW = s (dy x^T),    ds = rowsum((dy x^T) W)
 
-Half precision would round s W once more; there the SwiGLU kernel scales what it reads.
+In half precision s W would be rounded once more than W x; there swiglu scales u and v itself.
 """
 
 from typing import Any
@@ -20,24 +20,26 @@ from ngpt_train.kernels.swiglu import swiglu
 
 @operation(None)
 def scaled_swiglu(x: Tensor, w_uv: Tensor, s_u: Tensor, s_v: Tensor) -> Tensor:
-    """s_u u * SiLU(s_v v) with u and v the halves of W_uv x: x `(..., d_model)`, w_uv `(2 d_mlp, d_model)`, s_u and
-    s_v `(d_mlp,)` -> `(..., d_mlp)` in x's dtype."""
+    """(s_u u) * SiLU(s_v v), where u and v are the halves of W_uv x.
+
+    x `(..., d_model)`, w_uv `(2 d_mlp, d_model)`, s_u and s_v `(d_mlp,)` -> `(..., d_mlp)` in x's dtype.
+    """
     return swiglu(F.linear(x, w_uv), s_u, s_v)
 
 
 @scaled_swiglu.by_hand_where
-def unrounded_on_a_cpu(x: Tensor, *_: object, **__: object) -> bool:
+def full_precision_on_a_cpu(x: Tensor, *_: object, **__: object) -> bool:
     return x.dtype in (torch.float32, torch.float64) and not x.is_cuda
 
 
 @scaled_swiglu.twin
-def of_a_scaled_matrix(on_triton: bool, x: Tensor, w_uv: Tensor, s_u: Tensor, s_v: Tensor) -> Tensor:
+def by_scaling_the_matrix(on_triton: bool, x: Tensor, w_uv: Tensor, s_u: Tensor, s_v: Tensor) -> Tensor:
     return swiglu(scaled_linear(x, w_uv, torch.cat([s_u, s_v])))
 
 
 @operation(None)
 def scaled_linear(x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
-    """scale (matrix x): x `(..., d_in)`, matrix `(d_out, d_in)`, scale `(d_out,)` -> `(..., d_out)`."""
+    """scale * (matrix x): x `(..., d_in)`, matrix `(d_out, d_in)`, scale `(d_out,)` -> `(..., d_out)`."""
     return scale * F.linear(x, matrix)
 
 
@@ -49,7 +51,8 @@ def by_hand(on_triton: bool, x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor
 class _ScaledLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
-        ctx.save_for_backward(x, matrix, scale)  # s W is made again: keeping it would cost a second set of weights
+        # Backward computes s W again: keeping it would take as much memory as all weights.
+        ctx.save_for_backward(x, matrix, scale)
         return F.linear(x, scale[:, None] * matrix)
 
     @staticmethod

@@ -1,13 +1,15 @@
-"""SwiGLU of a packed product, with nGPT's scale vectors or without, and its gradients by hand.
+"""SwiGLU with nGPT's scale vectors or without, and its gradients by hand.
 
-y = (s_u u) * SiLU(x), x = s_v v, SiLU(x) = x sigma(x): eq. 18, 20 and 21 of nGPT, whose sqrt(d_model) s_v is the s_v of
-here; GPT has neither vector. u and v are the two halves of uv, which one matrix product makes. With g = dL/dy:
+y = (s_u u) * SiLU(x), x = s_v v, SiLU(x) = x sigma(x): eq. 18, 20 and 21 of nGPT, where s_v here is the paper's
+s_v sqrt(d_model); GPT has no scale vectors. u and v are the two halves of uv, the result of one matrix product. With
+g = dL/dy:
 
     du  = g s_u SiLU(x)                                     ds_u = sum_tokens g u SiLU(x)
     dx  = g s_u u (sigma(x) + SiLU(x) (1 - sigma(x)))
     dv  = dx s_v                                            ds_v = sum_tokens dx v
 
-The kernel reads uv and writes y; backward it reads uv and g and writes one packed d_uv, and keeps nothing but uv.
+The Triton kernel reads uv and writes y; its backward pass reads uv and g and writes d_uv. Between the passes only the
+arguments are kept.
 """
 
 from typing import Any
@@ -17,17 +19,17 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ngpt_train.kernels.norm import wide
+from ngpt_train.kernels.norm import at_least_fp32
 from ngpt_train.kernels.operation import operation
 
 
 @operation("swiglu")
 def swiglu(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
-    """(s_u u) * SiLU(s_v v) of uv `(..., 2 m)` = [u, v]: `(..., m)` in uv's dtype, computed at least in fp32.
+    """(s_u u) * SiLU(s_v v): uv `(..., 2 m)` = [u, v] -> `(..., m)` in uv's dtype, computed in at least fp32.
 
-    s_u, s_v: `(m,)` fp32, both or neither. Raises ValueError for other shapes.
+    s_u, s_v: `(m,)` fp32, both or neither; None is 1. Raises ValueError for other shapes.
     """
-    u, v = wide(uv).chunk(2, dim=-1)
+    u, v = at_least_fp32(uv).chunk(2, dim=-1)
     if s_u is not None and s_v is not None:
         u, v = s_u * u, s_v * v  # eq. 20 and 21 of nGPT
     return (u * F.silu(v)).to(uv.dtype)  # eq. 18
@@ -45,8 +47,8 @@ def check(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> N
 
 
 @swiglu.by_hand_where
-def keeps_less(uv: Tensor, *_: object, **__: object) -> bool:
-    """Of half precision autograd would keep every factor in fp32; a compiler sees that it need not."""
+def half_precision_uncompiled(uv: Tensor, *_: object, **__: object) -> bool:
+    """In half precision autograd would keep every factor in fp32. torch.compile computes the factors again instead."""
     return uv.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling()
 
 
@@ -56,7 +58,7 @@ def by_hand_or_on_triton(on_triton: bool, uv: Tensor, s_u: Tensor | None = None,
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Keeps nothing but its arguments."""
+    """SwiGLU by hand or on Triton. It keeps only its arguments for the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None, on_triton: bool) -> Tensor:
@@ -83,13 +85,13 @@ class _SwiGLU(torch.autograd.Function):
 def backward_by_hand(
     dy: Tensor, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """d_uv, ds_u and ds_v."""
-    u, v = wide(uv).chunk(2, dim=-1)
+    """d_uv `(..., 2 m)` in uv's dtype; ds_u and ds_v `(m,)` in at least fp32, None without scale vectors."""
+    u, v = at_least_fp32(uv).chunk(2, dim=-1)
     x = v if s_v is None else s_v * v
     sigma = x.sigmoid()
     silu = x * sigma
     g = dy.to(u.dtype)
-    du, dx = g * silu, g * u * (sigma + silu * (1 - sigma))  # but for s_u
+    du, dx = g * silu, g * u * (sigma + silu * (1 - sigma))  # still without the factor s_u
     if s_u is None or s_v is None:
         return torch.cat([du, dx], dim=-1).to(uv.dtype), None, None
     ds_u = (du * u).flatten(0, -2).sum(0)

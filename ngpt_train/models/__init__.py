@@ -1,6 +1,6 @@
-"""The architectures, a folder each. ngpt_train.config reads their keys without torch; all else needs torch alone.
+"""The architectures, one folder each. ngpt_train.config imports their keys without torch; the rest needs torch alone.
 
-A folder from outside becomes ngpt_train.models.NAME as well: see docs/add_an_architecture.md.
+A plug-in, the folder of an architecture from outside, becomes ngpt_train.models.NAME too: docs/add_an_architecture.md.
 """
 
 from __future__ import annotations
@@ -22,27 +22,29 @@ if TYPE_CHECKING:
 
 __all__ = ["Decoder", "ParameterGroup", "build_model", "export_gradients", "export_weights", "load_weights"]
 
-_PLACES = {"Decoder": "decoder", "ParameterGroup": "parameter_groups", "build_model": "registry"}
+# The modules of the names above; names that are missing here are in `weights`. They are imported on first use, because
+# importing the keys must not import torch.
+_MODULES = {"Decoder": "decoder", "ParameterGroup": "parameter_groups", "build_model": "registry"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_PLACES.get(name, 'weights')}"), name)
+    return getattr(importlib.import_module(f"{__name__}.{_MODULES.get(name, 'weights')}"), name)
 
 
-# Tells processes that this one starts: workers unpickle what holds the keys of an architecture.
+# Passes the folders on to the processes that this one starts: data workers unpickle a plug-in's keys.
 _VARIABLE = "NGPT_TRAIN_PLUGINS"
 _plugins: list[str] = []
 
 
 def plugins() -> list[str]:
-    """The folders of the architectures from outside."""
+    """The folders of the plug-ins in use."""
     return list(_plugins)
 
 
 def use_plugins(folders: Sequence[str]) -> None:
-    """Makes each of `folders` the package ngpt_train.models.NAME, NAME being its own; those of before are forgotten."""
+    """Makes each folder the package ngpt_train.models.NAME, NAME being the folder's; forgets the earlier plug-ins."""
     for package in [f"{__name__}.{Path(folder).name}" for folder in _plugins]:
         for module in [name for name in sys.modules if name == package or name.startswith(f"{package}.")]:
             del sys.modules[module]

@@ -1,4 +1,4 @@
-"""The scores of the next token, of what was asked and what has been answered so far."""
+"""The logits of the next token, from a prompt and the tokens generated so far."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ if TYPE_CHECKING:
 
 @torch.no_grad()
 def by_decoder(model: Decoder, prompt: Tensor, new: Tensor) -> Tensor:
-    """`(V,)`: scores of the token after prompt `(P,)`, P >= 1, and new `(N,)`; the last `context` tokens count."""
+    """Logits `(V,)` of the token after prompt `(P,)`, P >= 1, and new `(N,)`; only the last `context` tokens count."""
     return model(torch.cat([prompt, new])[None, -model.config.context :])[0, -1]
 
 
 @torch.no_grad()
 def by_encoder_decoder(model: EncoderDecoder, prompt: Tensor, new: Tensor) -> Tensor:
-    """As of a decoder. The prompt but for its last token is the source, as in training, where it is always full; the
-    decoder begins with that last token."""
+    """Logits `(V,)` of the token that follows prompt `(P,)`, P >= 1, and new `(N,)`.
+
+    The decoder begins with the last token of the prompt. The source is the tokens before it, at most the last
+    `source_context`, padded to that length, because the model takes the first `source_context` tokens of a row for it.
+    """
     S, context = model.source_context, model.config.context
     source = prompt[:-1][-S:]
     padding = prompt.new_zeros(S - len(source))
@@ -30,5 +33,5 @@ def by_encoder_decoder(model: EncoderDecoder, prompt: Tensor, new: Tensor) -> Te
     doc_ids = torch.zeros_like(row)
     doc_ids[len(source) : S] = -1
     if not len(source):
-        doc_ids[0] = 0  # something to attend to: token 0 alone
+        doc_ids[0] = 0  # the source is padding alone: one token of it counts, so that attention has a key
     return model(row[None], doc_ids=doc_ids[None])[0, -1]

@@ -1,7 +1,7 @@
-"""What every encoder-decoder is: an encoder of the source, a decoder that also attends to it, a head, a loss.
+"""The skeleton of every encoder-decoder: encoder, decoder with cross-attention to its output, head, loss.
 
-A row holds both: its first `source_context` tokens are the source, the rest goes into the decoder. Where doc_ids
-are given, those below 0 mark padding on either side; nothing attends to it.
+The first `source_context` tokens of a row are the source, which the encoder reads; the others are the decoder's. A
+doc_id below 0 marks a token as padding, in the source or after it; no other token attends to padding.
 """
 
 from collections.abc import Iterable
@@ -28,16 +28,17 @@ class EncoderDecoder(Decoder):
         return [*self.encoder, *self.layers]
 
     def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
-        """There is room for any number: doc_ids tell padding alone, and a mask keeps it out."""
+        """Any number of documents is allowed: doc_ids only mark padding, and attention uses a boolean mask."""
 
     def memory(self, h: Tensor) -> Tensor:
-        """What the decoder attends to, of the encoder's last h `(B, S, d_model)`."""
+        """What the decoder attends to `(B, S, d_model)`, from the encoder's last h `(B, S, d_model)`."""
         return h
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor | tuple:
-        """Logits `(B, T, V)` of the decoder's positions, or with targets their `Loss`.
+        """Logits `(B, T, V)` at the decoder's positions, in at least fp32, or with targets their `Loss`.
 
-        tokens, targets, doc_ids: `(B, S + T)` integers, S = source_context; targets count from S on.
+        tokens, targets, doc_ids: `(B, S + T)` integers, S = source_context; the first S targets do not count. Raises
+        ValueError for rows of S tokens or fewer.
         """
         S = self.source_context
         if tokens.shape[1] <= S:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class EncoderDecoderKeys(ModelConfig):
-    """What every encoder-decoder has besides: it continues the beginning of a document."""
+    """The keys that an encoder-decoder has besides a decoder's. It learns to continue the beginning of a document."""
 
     objective = "prefix_continuation"
 
@@ -27,7 +27,7 @@ class EncoderDecoderKeys(ModelConfig):
     )
 
     def source_length(self, context: int) -> int:
-        """source_context, filled in."""
+        """Tokens of a row of `context` tokens that the encoder reads: source_context or, where it is null, 2/3."""
         return self.source_context or max(1, 2 * context // 3)
 
     def resolve(self, config: Config) -> None:

@@ -1,7 +1,8 @@
-"""Floating-point operations of a token, forward and backward, by the usual convention.
+"""Floating-point operations (FLOPs) per token, of forward and backward, by the usual convention.
 
-Three times the forward matrix products, the head's included and the embedding look-up not, which is 6 for each value of
-a matrix; and 12 d_model for each pair of tokens that attention compares in a layer.
+6 for each value of a matrix: a multiplication and an addition in the forward pass, and twice as many in the backward
+pass. The output embedding counts, the look-up in the input embedding does not. In addition 12 d_model in each layer for
+each pair of tokens that attention compares.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ if TYPE_CHECKING:
 
 
 def of_decoder(model: Decoder, context: int, causal: bool) -> int:
-    """A token's, of a row of `context` tokens: 6 x matrices + 12 L d_model T; causal counts only the half of the
-    pairs that is not masked."""
+    """FLOPs per token in rows of T = `context` tokens: 6 x matrices + 12 L d_model T. causal: counts half the pairs,
+    those that are not masked."""
     config = model.config
     matrices = in_matrices(model.layers) + model.unembedding.numel()
     attention = 12 * config.n_layers * config.d_model * context
@@ -26,8 +27,9 @@ def of_decoder(model: Decoder, context: int, causal: bool) -> int:
 
 
 def of_encoder_decoder(model: EncoderDecoder, context: int, causal: bool) -> int:
-    """As for a decoder; of a row of `context` tokens the first S go through the encoder and the keys and values of the
-    cross-attention, the others through the rest. causal halves the decoder's self-attention."""
+    """FLOPs per token in rows of `context` tokens. The first S of them, the source, go through the encoder and through
+    W_k and W_v of the cross-attention, the others through all other matrices. causal: counts half the pairs of the
+    decoder's self-attention."""
     S, T = model.source_context, context - model.source_context
     n_encoder, n_decoder, d_model = len(model.encoder), len(model.layers), model.config.d_model
     cross = n_decoder * 2 * cast("Attention", model.layers[0].cross).d_kv * d_model  # W_k and W_v
@@ -38,5 +40,5 @@ def of_encoder_decoder(model: EncoderDecoder, context: int, causal: bool) -> int
 
 
 def in_matrices(module: nn.Module) -> int:
-    """Values in its matrices."""
+    """Number of values in the matrices of a module."""
     return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 2)

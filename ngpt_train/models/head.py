@@ -1,4 +1,4 @@
-"""The end of a model: logits, or their loss without holding them."""
+"""The end of a model: the logits, or their loss, which is computed without holding all logits."""
 
 from typing import NamedTuple
 
@@ -11,12 +11,12 @@ from ngpt_train.kernels.cross_entropy import linear_cross_entropy
 
 
 class Loss(NamedTuple):
-    """Of the targets that count (not -100), 0-dim."""
+    """Sums over the targets that count, that is, are not -100; 0-dim tensors."""
 
-    total: Tensor  # what is differentiated: the summed cross-entropy and in training z_loss * logsumexp(logits)^2
-    n_tokens: Tensor  # how many they are
-    cross_entropy: Tensor  # its first part, in nats, without gradient
-    z_term: Tensor | None  # its second part, if there is one
+    total: Tensor  # the loss that is differentiated: cross_entropy + z_term
+    n_tokens: Tensor  # number of targets that count
+    cross_entropy: Tensor  # in nats, without gradient
+    z_term: Tensor | None  # z_loss * logsumexp(logits)^2, without gradient; None if z_loss is 0
 
 
 class Head(NamedTuple):
@@ -27,11 +27,11 @@ class Head(NamedTuple):
     scale: Tensor | None = None
 
     def logits(self) -> Tensor:
-        """`(B, T, V)`, at least fp32."""
+        """Logits `(B, T, V)` in at least fp32."""
         logits = F.linear(self.h, self.matrix.to(self.h.dtype)).to(torch.promote_types(self.h.dtype, torch.float32))
         return logits if self.scale is None else logits * self.scale
 
     def loss(self, targets: Tensor, z_loss: float) -> Loss:
-        """Of the targets `(B, T)`, without the logits."""
+        """The loss of targets `(B, T)`, computed without holding all logits."""
         total, cross_entropy, z_term = linear_cross_entropy(self.h, self.matrix, targets, self.scale, z_loss)
         return Loss(total, (targets != IGNORED).sum(), cross_entropy, z_term)

@@ -15,12 +15,13 @@ from ngpt_train.models.weights import named_weights, write_full
 if TYPE_CHECKING:
     from ngpt_train.models.decoder import Decoder
 
-# From a seed and a matrix's path, shape and standard deviation to its values.
+# A function that draws a matrix from the seed and the matrix's path, shape and standard deviation.
 Source = Callable[[int, str, tuple[int, ...], float], Tensor]
 
 
 def by_path(seed: int, path: str, shape: tuple[int, ...], std: float) -> Tensor:
-    """fp32, on the CPU, from a generator seeded by (seed, path): the same on any device, layout and number of ranks."""
+    """N(0, std^2) in fp32, drawn on the CPU by a generator that (seed, path) seeds: the same on every device, in every
+    layout, and on any number of ranks."""
     digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(std=std, generator=generator)
@@ -31,7 +32,7 @@ _source: Source = by_path
 
 @contextlib.contextmanager
 def drawn_by(source: Source) -> Iterator[None]:
-    """Weights come from another source for a while, where they need not be the same everywhere."""
+    """Inside a `with`, `source` draws the weights: a faster one, where they need not be the same everywhere."""
     global _source
     before, _source = _source, source
     try:
@@ -42,7 +43,7 @@ def drawn_by(source: Source) -> Iterator[None]:
 
 @torch.no_grad()
 def init_weights_(model: Decoder, seed: int) -> None:
-    """Sets vectors and statistics to their start, draws every matrix from N(0, init_std^2), imposes the constraint."""
+    """Resets vectors and running statistics, draws every matrix from N(0, init_std^2), and imposes the constraint."""
     for module in model.modules():
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()

@@ -1,4 +1,4 @@
-"""Which parameters the optimizer treats alike."""
+"""Parameters in groups that the optimizer treats alike."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
 class ParameterGroup:
     """Parameters that the optimizer treats alike."""
 
-    names: list[str]
-    decay: bool
-    unit_rows: bool  # after a step every row is divided by its length: what project_ does
+    names: list[str]  # as in named_parameters
+    decay: bool  # whether weight decay applies
+    unit_rows: bool  # whether every row is divided by its length after a step, as by the model's project_
 
 
 def parameter_groups(model: Decoder) -> list[ParameterGroup]:
-    """Matrices, embeddings included, may decay; gains and scale vectors never.
+    """Two groups: matrices, including embeddings, which may decay; gains and scale vectors, which never do.
 
-    Two groups even where nothing decays: under FSDP2 matrices alone are sharded, and torch's fused
+    There are two even where nothing decays: FSDP2 shards the matrices and keeps the vectors whole, and torch's fused
     optimizers refuse sharded and whole tensors in one group.
     """
     shapes = {name: parameter.ndim for name, parameter in model.named_parameters()}

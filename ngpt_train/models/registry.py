@@ -9,9 +9,9 @@ from ngpt_train.models.decoder import Decoder
 
 
 def build_model(config: ModelConfig, seed: int = 0) -> Decoder:
-    """The model of `config` on the current default device, its weights drawn from `seed`.
+    """The model of `config` on the current default device, with the weights that `seed` gives it.
 
-    On the `meta` device it has shapes only; `init_weights_` fills it once it is somewhere.
+    On the `meta` device the parameters have no values: move the model with `to_empty`, then call `init_weights_`.
     Raises ConfigError while `model.vocab_size` or another key is still `auto`.
     """
     if not isinstance(config.vocab_size, int):

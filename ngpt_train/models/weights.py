@@ -1,4 +1,4 @@
-"""Weights under canonical names and full shapes, whatever the model fuses, shards or wraps.
+"""Weights under canonical names and in full shapes, however the model fuses, shards or wraps them.
 
 Names are listed in docs/weights.md: `embedding`, `output`, `layers.{i}.wq`, `layers.{i}.alpha_attn`, ...
 """
@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from ngpt_train.core.errors import DataError
 from ngpt_train.models.layers.linear import FusedLinear
 
-# Steps of a parameter's path that are in no name: a block's two halves, wrappers of torch, and the one vector of a
-# norm or a scale, which is called as the norm is.
+# Parts of a parameter's path that its canonical name leaves out: the two halves of a block, torch's wrappers, and the
+# attribute that holds the only vector of a norm or a scale, which has the name of the norm.
 _NOT_IN_NAME = frozenset({"attention", "mlp", "module", "_orig_mod", "gain", "stored"})
 
 
@@ -27,7 +27,7 @@ def write_full(parameter: Tensor, values: Tensor) -> None:
 
 
 def export_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all weights, full and unsharded, by canonical name; a collective call when sharded."""
+    """Copies of all weights, whole, by canonical name. A collective call if the model is sharded."""
     return {
         name: part.clone()
         for parameter, parts in named_weights(model)
@@ -36,10 +36,10 @@ def export_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
-    """Copies full tensors by canonical name into the model, as they are (no projection).
+    """Copies whole tensors, by canonical name, into the model. It does not project them.
 
-    Raises DataError that names every missing or unknown name and every wrong shape; the model is
-    then unchanged. Raises ValueError for a model on `meta`, which has no values.
+    Raises DataError, which names every missing or unknown name and every wrong shape, and then leaves the model
+    unchanged. Raises ValueError for a model on `meta`, which has no memory.
     """
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("load_weights: the model is on meta; give it memory first, with model.to_empty(device=...)")
@@ -62,7 +62,7 @@ def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def export_gradients(model: nn.Module) -> dict[str, Tensor]:
-    """As `export_weights`, of the gradients that there are."""
+    """Copies of the gradients, as `export_weights`; a weight without gradient is left out."""
     return {
         name: part.clone()
         for parameter, parts in named_weights(model)
@@ -72,8 +72,10 @@ def export_gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[str, int]]]:
-    """The model's parameters, each with the paths of the matrices (or vectors) that lie one below the other in it, and
-    their rows. Raises ValueError where two weights have one canonical name."""
+    """The model's parameters, each with the paths and numbers of rows of the weights that are stacked in it.
+
+    A parameter that is not fused has one path, its own. Raises ValueError if two weights have one canonical name.
+    """
     fused = {
         f"{place}.{name}": {".".join([*place.split(".")[:-1], part]): rows for part, rows in parts.items()}
         for place, module in model.named_modules()
@@ -90,10 +92,11 @@ def named_weights(model: nn.Module) -> Iterator[tuple[nn.Parameter, dict[str, in
 
 
 def canonical(path: str) -> str:
-    """The name of a weight, of where it lies in the model."""
-    return ".".join(step for step in path.split(".") if step not in _NOT_IN_NAME)
+    """The canonical name of the weight at `path`: layers.0.attention.wq -> layers.0.wq."""
+    return ".".join(part for part in path.split(".") if part not in _NOT_IN_NAME)
 
 
 def _cut(tensor: Tensor, parts: Mapping[str, int]) -> tuple[Tensor, ...]:
+    """The whole tensor, cut into the rows of its parts."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().split(list(parts.values()))

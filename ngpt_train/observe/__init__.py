@@ -1,4 +1,4 @@
-"""Watching a run: meters, and the sinks that its records go to."""
+"""Observing a run: the meter of its speed, and the sinks that its records go to."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ __all__ = ["Sink", "build_sinks"]
 def build_sinks(
     config: Config, run_dir: Path, run_info: dict[str, Any], total_steps: int, resume_step: int | None
 ) -> list[Sink]:
-    """The sinks of a run, for rank 0; to be called, and closed, in this order.
+    """The sinks of a run, for rank 0, in the order in which they are to be called and closed.
 
-    run_info: what goes into run.json; wandb shows it beside the config. total_steps: the step that the run
-    ends at. resume_step: completed steps of the checkpoint that it goes on from, None where it starts anew.
+    run_info: the entry of run.json, which wandb shows beside the config. total_steps: the last step of the run.
+    resume_step: completed steps of the checkpoint that the run resumes from; None if it starts anew.
     """
     metrics = JsonlSink(run_dir / "metrics.jsonl", resume_step)
     people: list[Sink] = [console_sink(total_steps, resume_step), LogFile(run_dir / "logs" / "rank_0.log", total_steps)]

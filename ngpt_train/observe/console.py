@@ -1,4 +1,4 @@
-"""What people read while a run goes: a live bar on a terminal, plain lines elsewhere and in the log file."""
+"""The display of a run for people: a live bar on a terminal, plain lines elsewhere and in the log file."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ from typing import Any
 
 
 class Clock:
-    """Seconds that the rest of the run takes, from recent step times."""
+    """Estimates the seconds that the rest of the run takes, from recent step times."""
 
     def __init__(self, total_steps: int) -> None:
         self.total_steps = total_steps
@@ -16,13 +16,13 @@ class Clock:
 
     def remaining(self, step: int, step_time: float) -> float:
         """Seconds left after `step`; step_time is the seconds per step since the last call."""
-        # Recent times count most, so that the first ones, with compilation, are soon forgotten.
+        # Recent step times have most weight, so that those of the first steps, with compilation, are soon forgotten.
         self._step_time = step_time if self._step_time is None else 0.7 * step_time + 0.3 * self._step_time
         return max(self.total_steps - step, 0) * self._step_time
 
 
 def format_count(value: float) -> str:
-    """1234567 -> 1.23M: three digits and a unit."""
+    """A number in three digits and a unit: 1234567 -> 1.23M."""
     value = float(f"{value:.3g}")
     for unit, size in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
@@ -31,7 +31,7 @@ def format_count(value: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """192 -> 3m12s; at most two units."""
+    """A duration in at most two units: 192 -> 3m12s."""
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     days, h = divmod(hours, 24)
@@ -43,9 +43,9 @@ def format_seconds(seconds: float) -> str:
 
 
 def describe_train(record: dict[str, Any], eta: float) -> str:
-    """`loss 4.1234  mean 4.1301  lr 1.9e-02  grad 0.81  12.3k tok/s  mfu 31.2%  eta 3m12s`, mfu only where it is known.
+    """`loss 4.1234  mean 4.1301  lr 1.9e-02  grad 0.81  12.3k tok/s  mfu 31.2%  eta 3m12s`, mfu only if it is known.
 
-    mean: of the losses since the last record.
+    mean: loss_mean, the mean loss since the last record.
     """
     parts = [
         f"loss {record['loss']:.4f}",
@@ -68,7 +68,7 @@ def describe_eval(record: dict[str, Any]) -> str:
 
 
 def describe(record: dict[str, Any], clock: Clock) -> str:
-    """The plain line of a record."""
+    """A record as a plain line."""
     progress = f"{record['step']}/{clock.total_steps}"
     if record["kind"] == "eval":
         return f"eval {progress}  {describe_eval(record)}"
@@ -103,7 +103,7 @@ class LiveConsole:
         from rich.progress import BarColumn, Progress, TextColumn
 
         self.clock = Clock(total_steps)
-        # Drawn with each record, not by a thread, which would take time from the training.
+        # The bar is drawn with each record, not by a thread, which would take time from training.
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
@@ -134,7 +134,7 @@ class LiveConsole:
 
 
 class LogFile:
-    """The same plain lines in a file, each after the time; it goes on where an earlier start ended."""
+    """Plain lines in a file, each with the time before it. Lines are appended to those of earlier starts."""
 
     def __init__(self, path: Path, total_steps: int) -> None:
         self.clock = Clock(total_steps)
@@ -157,7 +157,7 @@ class LogFile:
 
 
 def console_sink(total_steps: int, resume_step: int | None) -> PlainConsole | LiveConsole:
-    """The live console where the standard output is a terminal that can redraw a line, else the plain one."""
+    """The live console if standard output is a terminal that can redraw a line, else the plain one."""
     from rich.console import Console
 
     if sys.stdout.isatty() and not Console().is_dumb_terminal:

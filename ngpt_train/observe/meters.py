@@ -1,4 +1,4 @@
-"""How fast and how large a run is: tokens per second, MFU, seconds per step, memory."""
+"""Measurements of a run: tokens per second, MFU, seconds per step, memory."""
 
 import re
 import resource
@@ -6,10 +6,10 @@ import sys
 
 import torch
 
-# Peak FLOP/s of dense bf16 matrix products, by the full name that torch.cuda reports: variants of one
-# chip differ by half, and a slice (MIG) of one is not the chip. Vendors' data sheets, where figures
-# "with sparsity" are twice these: A100, H100 (SXM5, PCIe, NVL), H200 (SXM, NVL), GH200, HGX B200,
-# GB200 NVL72, L4, L40S; for the RTX 4090 the Ada whitepaper, with fp32 accumulation.
+# Peak FLOP/s of dense bf16 matrix products, by the full name that torch.cuda reports, because variants of one chip
+# differ by up to a third, and a slice (MIG) is slower than the chip. Sources: the vendor's data sheets, whose figures
+# "with sparsity" are twice these, of A100, H100 (SXM5, PCIe, NVL), H200 (SXM, NVL), GH200, HGX B200, GB200 NVL72, L4
+# and L40S; for the RTX 4090 the Ada whitepaper, with fp32 accumulation.
 DENSE_BF16_PEAKS = [
     (r"(NVIDIA )?A100-SXM4-[48]0GB", 312e12),
     (r"(NVIDIA )?A100-PCIE-40GB", 312e12),
@@ -29,9 +29,9 @@ DENSE_BF16_PEAKS = [
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of the device's matrix products in `dtype`; None where it is not known for certain.
+    """Peak FLOP/s of the device's matrix products in `dtype`; None if it is not known for certain.
 
-    Only bf16 is listed: what fp32 products peak at depends on whether TF32 is on.
+    Only bf16 is listed: the peak of fp32 products depends on whether TF32 is on.
     """
     if dtype != torch.bfloat16:
         return None
@@ -39,7 +39,7 @@ def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
 
 
 def peak_memory_gb(device: torch.device) -> float:
-    """Most memory in use since the start, in 1e9 bytes: the GPU's tensors, or on a CPU this process's resident set."""
+    """Peak memory since the start, in 1e9 bytes: of the GPU's tensors, or on a CPU of this process's resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
     unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB on Linux
@@ -47,10 +47,10 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 class Meter:
-    """Averages the host's timings over the steps since the last reading.
+    """Averages the seconds that the host measured over the steps since the last reading.
 
     flops_per_token: of forward and backward, non-causal convention (`model.flops_per_token(context)`).
-    device, dtype: what the matrix products run on and in.
+    device, dtype: those of the matrix products, for the peak in MFU.
     """
 
     def __init__(self, flops_per_token: float, world_size: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -68,11 +68,11 @@ class Meter:
         self._data_seconds = 0.0
 
     def data(self, seconds: float) -> None:
-        """Adds a wait for data; it counts as part of its step's seconds too."""
+        """Adds the seconds of a wait for data, which are also part of the seconds of its step."""
         self._data_seconds += seconds
 
     def step(self, seconds: float, tokens: int) -> None:
-        """Adds a whole step, its wait for data included, that took in `tokens` tokens over all ranks."""
+        """Adds the seconds of a whole step, including its wait for data; tokens: of all ranks."""
         self._steps += 1
         self._step_seconds += seconds
         self._tokens += tokens
@@ -80,8 +80,8 @@ class Meter:
     def read(self) -> dict[str, float | None]:
         """The metrics of the steps since the last call, at least one; starts the next window.
 
-        tokens_per_s is global; step_time and data_time are seconds per step; mfu is a fraction, None
-        where the peak is unknown; memory_gb is the peak of this rank since the start.
+        tokens_per_s: of all ranks. step_time, data_time: seconds per step. mfu: a fraction, None if the peak is not
+        known. memory_gb: the peak of this rank since the start.
         """
         assert self._steps > 0, "nothing measured since the last reading"
         tokens_per_s = self._tokens / self._step_seconds

@@ -1,4 +1,4 @@
-"""Where the records of a run go: the contract of a sink, and the sinks that are files."""
+"""Sinks, which take the records of a run: their protocol, and the sinks that write files."""
 
 import json
 import math
@@ -10,28 +10,27 @@ from ngpt_train.core.files import write_atomically
 
 
 class Sink(Protocol):
-    """Takes what the training loop has to tell. Sinks live on rank 0 only."""
+    """Takes the records and messages of the training loop. Only rank 0 has sinks."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Takes one record: {"kind": "train" | "eval", "step": n, "tokens": n, ...}, values plain numbers or None."""
+        """Takes a record {"kind": "train" | "eval", "step": n, "tokens": n, ...}, whose values are numbers or None."""
 
     def message(self, text: str) -> None:
         """Takes one line for people."""
 
     def close(self, reason: str) -> None:
-        """Ends the run; `reason` says how. Nothing follows."""
+        """Called once, last. reason: how the run ended."""
 
 
 class JsonlSink:
     """`metrics.jsonl`: one JSON object a line, floats with all their digits, NaN and infinities as null.
 
-    A kill loses at most the line in flight. No (kind, step) is ever written twice: opening the file cuts
-    off the records after the step that the run resumes from (all of them when it starts anew), and a
-    record that is already there is not written again, because a run saves before it evaluates and may
-    therefore evaluate its last step a second time.
+    A kill loses at most the line that is being written. No (kind, step) is in the file twice. Opening the file cuts off
+    the records after the step that the run resumes from, or all records if the run starts anew. A record that is in the
+    file already is not written again: a run saves before it evaluates, so a resumed run may repeat an evaluation.
 
-    resume_step: completed steps of the checkpoint that the run goes on from, None without one.
-    Afterwards `dropped` is the number of lines that were cut off.
+    resume_step: completed steps of the checkpoint that the run resumes from, None without one.
+    After the construction `dropped` is the number of lines that were cut off.
     """
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
@@ -74,7 +73,7 @@ class JsonlSink:
 
 
 def _record_key(line: bytes) -> tuple[str, int] | None:
-    """(kind, step) of a complete line, None for one torn by a kill."""
+    """(kind, step) of a complete line; None for a line that a kill has cut short."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -85,12 +84,12 @@ def _record_key(line: bytes) -> tuple[str, int] | None:
 
 
 class TensorboardSink:
-    """TensorBoard event files in `directory`, over steps."""
+    """TensorBoard event files in `directory`, with the step as x axis."""
 
     def __init__(self, directory: Path, resume_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        # TensorBoard itself hides the points from purge_step on that an earlier start wrote.
+        # TensorBoard hides the points of earlier starts from purge_step on.
         purge_step = 0 if resume_step is None else resume_step + 1
         self._writer = SummaryWriter(str(directory), purge_step=purge_step)
 

@@ -1,8 +1,8 @@
-"""Weights & Biases in a process of its own: that process, started by wandb_sink.py.
+"""The process that runs Weights & Biases beside the training process; wandb_sink.py starts it.
 
-Standard input: one line with the job as JSON, later one with the reason of the end; the end of the input
-without it means that the training process died. Standard output: `started ...` once wandb runs, or
-`failed ...` before the exit. Everything else that is printed here goes to the log file.
+Standard input: a line with the job as JSON, and at the end of the run a line with the reason as JSON. If the input ends
+without that line, the training process has died. Standard output: `started ...` once wandb runs, or `failed ...` before
+the exit. All else that is printed here goes to the log file.
 """
 
 import contextlib
@@ -19,9 +19,9 @@ POLL_SECONDS = 1.0
 
 @contextlib.contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Ends this process, with its stack in the log, if the body takes longer than `seconds`, wherever it hangs.
+    """Ends this process, with its stack in the log, if the body of the `with` takes longer than `seconds`.
 
-    After an exception the time goes on running, so that the exit that follows is bounded too.
+    After an exception the clock keeps running, so that it also bounds the exit that follows.
     """
     faulthandler.dump_traceback_later(seconds, exit=True)
     yield
@@ -29,15 +29,15 @@ def at_most(seconds: float) -> Iterator[None]:
 
 
 def start(job: dict[str, Any]) -> Any:
-    """The wandb run of the job; without a key or a server wandb raises."""
-    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # a failure here is the user's to report
+    """Starts and returns the wandb run of the job. wandb raises an error without a key or a server."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # wandb must not report failures by itself
     import wandb
 
     settings = wandb.Settings(
         console="off",
         disable_code=True,
         disable_git=True,
-        x_disable_meta=True,  # the command line, where an override may hold a secret
+        x_disable_meta=True,  # it would upload the command line, where an override may hold a secret
         x_stats_pid=job["trainer_pid"],
         init_timeout=job["start_timeout"],
     )
@@ -52,13 +52,14 @@ def start(job: dict[str, Any]) -> Any:
         config=job["config"],
         settings=settings,
     )
-    # Records carry no wandb step: wandb drops those below one that it has, as after a resume. The x axis is tokens.
+    # Records are logged without a wandb step, because wandb drops steps below its last one, as after a resume. The x
+    # axis is tokens.
     run.define_metric("*", step_metric="tokens")
     return run
 
 
 def hand_over(lines: IO[bytes], run: Any) -> None:
-    """Logs the complete lines from the file's position on."""
+    """Logs the complete lines from the position of the file on, and leaves the position after them."""
     while True:
         position = lines.tell()
         line = lines.readline()
@@ -72,26 +73,27 @@ def hand_over(lines: IO[bytes], run: Any) -> None:
 
 
 def follow(job: dict[str, Any], run: Any, control: IO[bytes]) -> None:
-    """Hands over records until the control input has news, then finishes the run."""
+    """Logs new records until a line or the end comes on the control input, then finishes the wandb run."""
     with open(job["metrics"], "rb") as lines:
         lines.seek(job["offset"])
         ended = False
         while not ended:
-            # The last record is written before the end is told: what is read after it is everything.
+            # The training process writes the last record before it sends the reason, so this reads all of them.
             ended = bool(select.select([control], [], [], POLL_SECONDS)[0])
             with at_most(job["finish_timeout"]):
                 hand_over(lines, run)
     reason = control.readline()
-    faulthandler.dump_traceback_later(job["finish_timeout"], exit=True)  # until the exit: wandb has hooks there
+    faulthandler.dump_traceback_later(job["finish_timeout"], exit=True)  # never cancelled, for wandb's exit hooks
     run.summary["end"] = json.loads(reason) if reason else "the training process died"
     run.finish(exit_code=0 if reason else 1)
 
 
 def main() -> None:
-    # Standard output is the channel to the training process; wandb and its children print to the log.
+    # The original standard output is the channel to the training process. Prints of wandb and its children go to the
+    # log.
     channel = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    control = os.fdopen(os.dup(0), "rb", buffering=0)  # unbuffered, so that select sees what is left
+    control = os.fdopen(os.dup(0), "rb", buffering=0)  # unbuffered, so that select sees all unread input
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     job = json.loads(control.readline())
     try:

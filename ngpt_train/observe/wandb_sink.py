@@ -1,9 +1,9 @@
-"""Weights & Biases in a process of its own: the side of the training process.
+"""The training process's side of Weights & Biases.
 
-wandb runs in a process of its own (wandb_follower.py), which reads `metrics.jsonl` as it grows. The
-training process starts it, looks once per record whether it still runs, and at the end waits a bounded
-time for it. So wandb cannot delay or stop a run, whether it fails, hangs, crashes or is not installed. It has
-no terminal on which to ask for a key, and no number depends on it.
+wandb runs in another process, the follower (wandb_follower.py), which reads `metrics.jsonl` as it grows. The training
+process starts the follower, checks once per record whether it still runs, and at the end waits a bounded time for it.
+So wandb cannot delay or stop a run, even if it fails, hangs, crashes or is not installed. The follower has no terminal
+on which wandb could ask for a key.
 """
 
 import contextlib
@@ -19,15 +19,15 @@ from typing import Any
 
 from ngpt_train.config.schema import WandbConfig
 
-OFFLINE_START_SECONDS = 30.0  # no network is involved, so only a broken installation or disk takes this long
+OFFLINE_START_SECONDS = 30.0  # without the network, only a broken installation or disk takes this long
 
 
 class WandbSink:
-    """Has a follower process hand to wandb what is appended to the file `metrics` from now on.
+    """Starts a follower, which logs to wandb the lines that are appended to the file `metrics` from now on.
 
-    config: what wandb shows as the run's config; secrets must be out of it already.
+    config: the config that wandb shows; it must be without secrets.
     say: takes one line for people.
-    All files are below run_dir; what wandb prints, with a traceback where it fails, is in logs/wandb.log.
+    All files are below run_dir. Prints of wandb, and the traceback if it fails, are in logs/wandb.log.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class WandbSink:
         self._timeout = settings.timeout
         self._log_path = run_dir / "logs" / "wandb.log"
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
-        self._sync = f"wandb sync {run_dir}/wandb/*run-*"
+        self._sync_command = f"wandb sync {run_dir}/wandb/*run-*"
         self._job = {
             "id": _run_id(run_dir),
             "name": run_dir.name,
@@ -59,7 +59,8 @@ class WandbSink:
         self._started = False
         self._failure = ""
         with self._log_path.open("ab") as log:
-            # In a session of its own, neither Ctrl-C nor torchrun's signals end it before its records are read.
+            # In a session of its own the follower gets neither Ctrl-C nor torchrun's signals, which would end it before
+            # it has read all records.
             self._process: subprocess.Popen[bytes] | None = subprocess.Popen(
                 [sys.executable, "-m", "ngpt_train.observe.wandb_follower"],
                 stdin=subprocess.PIPE,
@@ -76,14 +77,14 @@ class WandbSink:
     def _send(self, line: str) -> None:
         assert self._process is not None
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it is gone; _look finds that out and says so
+        with contextlib.suppress(BrokenPipeError):  # the follower has ended, which _check_follower will report
             self._process.stdin.write(line.encode() + b"\n")
 
-    def _look(self) -> None:
-        """Passes on what the follower says; where it ended before its time, starts an offline one or gives up."""
+    def _check_follower(self) -> None:
+        """Passes on the follower's messages. If it has ended too early, starts an offline follower or gives up."""
         if self._process is None:
             return
-        status = self._process.poll()  # before the read, so that its last words are not missed
+        status = self._process.poll()  # before the read, so that the last messages are not missed
         assert self._process.stdout is not None
         for line in (self._process.stdout.read() or b"").decode(errors="replace").splitlines():
             kind, _, text = line.partition(" ")
@@ -100,7 +101,7 @@ class WandbSink:
         if self._started:
             self._say(
                 f"wandb stopped ({self._failure or 'no answer'}); metrics.jsonl has everything, "
-                f"`{self._sync}` uploads what wandb has; details in {self._log_path}"
+                f"`{self._sync_command}` uploads what wandb has; details in {self._log_path}"
             )
         elif self._online:
             self._start(online=False, why_offline=self._failure or f"no connection within {self._timeout:g} s")
@@ -114,7 +115,7 @@ class WandbSink:
 
     def _offline_message(self) -> str:
         why = f" ({self._why_offline})" if self._why_offline else ""
-        return f"wandb: offline{why}; upload with `{self._sync}`"
+        return f"wandb: offline{why}; upload with `{self._sync_command}`"
 
     def _release(self) -> None:
         assert self._process is not None
@@ -125,30 +126,30 @@ class WandbSink:
         self._process = None
 
     def log(self, record: dict[str, Any]) -> None:
-        self._look()  # the follower reads the record from the file
+        self._check_follower()  # the follower reads the record from the file
 
     def message(self, text: str) -> None:
         pass
 
     def close(self, reason: str) -> None:
-        """Waits for the rest to be handed over: seconds, at most two timeouts and an offline start."""
+        """Waits until the follower has logged the rest: at most two timeouts and an offline start."""
         self._end = json.dumps(reason)
-        self._look()
+        self._check_follower()
         if self._process is not None:
             self._send(self._end)
         deadline = time.monotonic() + 2 * self._timeout + OFFLINE_START_SECONDS
         while self._process is not None and time.monotonic() < deadline:
-            self._look()
+            self._check_follower()
             time.sleep(0.02)
-        if self._process is not None:  # it watches its own time, so only a stopped process comes here
+        if self._process is not None:  # it bounds its own time, so only a suspended process is left here
             self._process.kill()
             self._process.wait()
             self._release()
-            self._say(f"wandb did not finish; `{self._sync}` uploads what it has; details in {self._log_path}")
+            self._say(f"wandb did not finish; `{self._sync_command}` uploads what it has; details in {self._log_path}")
 
 
 def _run_id(run_dir: Path) -> str:
-    """The wandb id of this run directory; with it a resume continues the same wandb run."""
+    """The wandb id of this run directory, kept in a file, by which a resume continues the same wandb run."""
     path = run_dir / "wandb_id"
     if not path.exists():
         path.write_text(secrets.token_hex(4) + "\n")

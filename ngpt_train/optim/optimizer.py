@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 from ngpt_train.config.schema import OptimConfig
 from ngpt_train.kernels import dispatch
-from ngpt_train.kernels.adam import unknown
+from ngpt_train.kernels.adam import unsupported
 from ngpt_train.models import Decoder, ParameterGroup
 from ngpt_train.models.layers.linear import cast_linears
 from ngpt_train.optim.row_adam import RowAdam
@@ -34,9 +34,9 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
     ]
     beta1, beta2 = config.betas
     matrices = [parameter for parameter in parameters.values() if parameter.ndim == 2]
-    unsupported = next((reason for matrix in matrices if (reason := unknown(matrix))), None)
+    reason = next((found for matrix in matrices if (found := unsupported(matrix))), None)
     # lr is 0 until the training step sets it from the schedule: a step that forgot to would be noticed at once.
-    if dispatch.runs_on_triton("adam", *matrices, unsupported=unsupported):
+    if dispatch.runs_on_triton("adam", *matrices, unsupported=reason):
         casts = model.compute_dtype == torch.bfloat16
         return RowAdam(
             arguments,

@@ -1,4 +1,4 @@
-"""The training state, one step of it, the loop over steps, and what survives a process.
+"""The training state, one training step, the loop over steps, checkpoints, and the directory of a run.
 
 state = build_state(config)
 result = train_step(state, [(tokens, targets), ...])

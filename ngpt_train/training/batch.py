@@ -5,15 +5,15 @@ import math
 from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import ConfigError
 
-# `micro_rows=auto` keeps a forward pass within this many tokens: enough to keep a GPU busy at every scale here, and few
-# enough for a model of 1B parameters in 80 GB.
+# With micro_rows=auto a forward pass has at most this many tokens: enough to keep a GPU busy at every scale here, and
+# few enough for a model of 1B parameters in 80 GB.
 AUTO_MICRO_TOKENS = 16_384
 
 
 def resolve_micro_rows(batch_rows: int, micro_rows: int | str, context: int, world_size: int) -> int:
-    """Rows per rank and forward pass.
+    """Rows of a micro batch: those of one rank in one forward pass.
 
-    Raises ConfigError where batch_rows is not a whole number of micro batches on every rank.
+    Raises ConfigError if batch_rows is not a whole number of micro batches on every rank.
     """
     if batch_rows % world_size:
         below = batch_rows // world_size * world_size

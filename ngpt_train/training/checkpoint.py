@@ -1,13 +1,13 @@
 """Checkpoints that are complete or absent.
 
     checkpoints/step_00001000/   __0_0.distcp ...  sharded tensors (torch.distributed.checkpoint)
-                                 .metadata         where each tensor lies in them
+                                 .metadata         the place of each tensor in those files
                                  state.json        step, tokens, sums since the last record, position in the data
                                  config.yaml, tokenizer files
                                  MANIFEST.json     size and sha256 of every file; written last
 
-A checkpoint is written under another name, synced to disk and renamed, so that a kill at any moment
-leaves the previous one. It can be read on any number of ranks and with any layout.
+A checkpoint is written under another name, synced to disk and then renamed, so that a kill at any moment leaves the
+previous checkpoint. It can be read on any number of ranks and with any layout.
 """
 
 import hashlib
@@ -59,8 +59,8 @@ class Checkpoints:
     def save(self, state: TrainState, position: Mapping[str, Any], add_files: Callable[[Path], None]) -> Path:
         """Saves `state` and the position in the data; a collective call.
 
-        `add_files` writes what else belongs into the checkpoint. Raises DataError, on every rank,
-        where it could not be written; what was there before is untouched.
+        `add_files` writes further files into the directory of the checkpoint. Raises DataError, on every rank, if the
+        checkpoint could not be written; earlier checkpoints are then untouched.
         """
         final = self.directory / f"step_{state.step:08d}"
         work = self.directory / f"{_UNFINISHED}{final.name}"
@@ -69,10 +69,10 @@ class Checkpoints:
         try:
             self._write(work, state, position, add_files)
             sums = self._checksums(work)
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is not a subclass of Exception
             problem = _describe_error(error)
         outcomes = self.world.gather((problem, sums))
-        problem = next((one for one, _ in outcomes if one), None)
+        problem = next((found for found, _ in outcomes if found), None)
         if problem is None:
             files = {name: entry for _, part in outcomes for name, entry in part.items()}
             problem = self.world.on_main(lambda: self._commit(work, final, files))
@@ -88,7 +88,7 @@ class Checkpoints:
         self.world.on_main(lambda: _make_empty(work))
         model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
         writer = dcp.FileSystemWriter(work, sync_files=True)  # every file is fsynced
-        with _quiet():
+        with _without_process_group_warning():
             tensors: dict[str, Any] = {
                 "model": model,
                 "optimizer": optimizer,
@@ -107,19 +107,19 @@ class Checkpoints:
             add_files(work)
 
     def _checksums(self, work: Path) -> dict[str, dict[str, Any]]:
-        """Size and sha256 of the files this rank wrote; rank 0 has those that belong to all as well."""
+        """Size and sha256 of the files that this rank wrote; on rank 0 also of the files that all ranks share."""
         own = f"__{self.world.rank}_"
         names = [path.name for path in work.iterdir()]
         mine = [name for name in names if name.startswith(own) or (self.world.is_main and not name.startswith("__"))]
         return {name: _size_and_sha256(work / name) for name in mine}
 
     def _commit(self, work: Path, final: Path, files: dict[str, dict[str, Any]]) -> str | None:
-        """Makes `work` the checkpoint `final`; returns what went wrong, if anything."""
+        """Makes `work` the checkpoint `final`; returns the error in words, or None."""
         try:
             for name in files:
                 sync(work / name)
             write_json(work / MANIFEST, {"format": 1, "files": dict(sorted(files.items()))})
-            if final.exists():  # saved before a resume from an older one
+            if final.exists():  # the run has resumed from an older checkpoint and is at this step again
                 os.rename(final, final.with_name(f"{_UNFINISHED}replaced-{final.name}"))
             os.rename(work, final)
             sync(self.directory)
@@ -153,15 +153,17 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint's directory."""
     match = _NAME.fullmatch(checkpoint.name)
     assert match
     return int(match[1])
 
 
 def find_checkpoint(key: str, value: str | None) -> Path:
-    """The checkpoint that the user's `key=value` means: its directory, or a run's, whose newest it is.
+    """The checkpoint that the user's `key=value` names: value is a checkpoint, or a run directory with checkpoints, of
+    which the newest is taken.
 
-    Raises DataError where there is none.
+    Raises DataError if there is none.
     """
     if not value:
         raise DataError(f"{key} is not set: name a run directory or a checkpoint, for example {key}=runs/quickstart")
@@ -176,7 +178,10 @@ def find_checkpoint(key: str, value: str | None) -> Path:
 
 
 def verify(checkpoint: Path, world: World) -> None:
-    """Compares every file with the manifest, the work shared by the ranks; raises DataError on every rank."""
+    """Compares every file with the manifest; a collective call, in which each rank reads some files.
+
+    Raises DataError, on every rank, which names the files that differ.
+    """
     files = read_json(checkpoint / MANIFEST)["files"]
     problems = []
     for index, (name, expected) in enumerate(files.items()):
@@ -197,7 +202,7 @@ def verify(checkpoint: Path, world: World) -> None:
 
 
 def check_names(checkpoint: Path, weights: Mapping[str, Any]) -> None:
-    """Raises DataError where the checkpoint has other names for the weights than the model."""
+    """Raises DataError if a weight of the model is not in the checkpoint under its name."""
     known = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
     if missing := [name for name in weights if f"model.{name}" not in known]:
         raise DataError(
@@ -207,7 +212,10 @@ def check_names(checkpoint: Path, weights: Mapping[str, Any]) -> None:
 
 
 def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
-    """Puts weights, moments and counters into `state`; returns the position in the data. A collective call."""
+    """Loads weights, moments, running statistics and counters into `state`; returns the position in the data.
+
+    A collective call. Raises DataError if the checkpoint is damaged or of another version.
+    """
     verify(checkpoint, state.world)
     model, optimizer = get_state_dict(state.model, state.optimizer, options=_OPTIONS)
     check_names(checkpoint, model)
@@ -216,7 +224,7 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
         "optimizer": optimizer,
         "statistics": _statistics_to_load(checkpoint, state.model),
     }
-    with _quiet():
+    with _without_process_group_warning():
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
     _set_statistics(state.model, tensors["statistics"], state.world)
     set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=_OPTIONS)
@@ -229,29 +237,32 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
 
 
 def load_model(checkpoint: Path, model: Decoder, world: World) -> None:
-    """Puts the checkpoint's weights alone into `model`, which has its architecture and size."""
+    """Loads weights and running statistics into `model`, which has the architecture and size of the checkpoint's.
+
+    A collective call. Raises DataError if the checkpoint is damaged or of another version.
+    """
     verify(checkpoint, world)
     tensors: dict[str, Any] = {
         "model": get_model_state_dict(model),
         "statistics": _statistics_to_load(checkpoint, model),
     }
     check_names(checkpoint, tensors["model"])
-    with _quiet():
+    with _without_process_group_warning():
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
     _set_statistics(model, tensors["statistics"], world)
     set_model_state_dict(model, tensors["model"])
 
 
 def _statistics_of_all_ranks(model: Decoder, world: World) -> dict[str, Tensor]:
-    """Each running statistic of all ranks, `(ranks, ...)`, on every rank. Ranks may have different ones, and a resume
-    gives each its own back."""
+    """Each running statistic of all ranks, `(ranks, ...)`, on every rank. The statistics of ranks may differ, and on a
+    resume each rank gets its own back."""
     own = {name: value.cpu() for name, value in model.statistics().items()}
     ranks = world.gather(own) if own else []
     return {name: torch.stack([rank[name] for rank in ranks]) for name in own}
 
 
 def _statistics_to_load(checkpoint: Path, model: Decoder) -> dict[str, Tensor]:
-    """Empty tensors of the shapes that `_statistics_of_all_ranks` had when the checkpoint was saved."""
+    """Uninitialised tensors, in the shapes that `_statistics_of_all_ranks` returned when the checkpoint was saved."""
     if not model.statistics():
         return {}
     n_ranks = read_json(checkpoint / "state.json")["world_size"]
@@ -259,7 +270,7 @@ def _statistics_to_load(checkpoint: Path, model: Decoder) -> dict[str, Tensor]:
 
 
 def _set_statistics(model: Decoder, ranks: dict[str, Tensor], world: World) -> None:
-    """Gives this rank its own statistics back, or, on another number of ranks than before, the mean of all."""
+    """Sets this rank's statistics: its own if the number of ranks is that of the checkpoint, else the mean of all."""
     for name, value in model.statistics().items():
         same = len(ranks[name]) == world.size
         value.copy_(ranks[name][world.rank] if same else ranks[name].mean(0))
@@ -270,15 +281,15 @@ def _no_dist() -> bool:
 
 
 def _describe_error(error: BaseException) -> str:
-    """One line: the error, or the first one where several ranks failed."""
+    """The error in one line; of a CheckpointException the error of the first rank that failed."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without torch's warning that a single process without a process group is a single process."""
+def _without_process_group_warning() -> Iterator[None]:
+    """Hides torch's warning that a single process saves without a process group."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield

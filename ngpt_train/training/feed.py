@@ -1,4 +1,4 @@
-"""Batches on their way to the device; on GPUs the next step's are copied while the model works on this step's."""
+"""Batches on the device; on GPUs the batches of the next step are copied while the model works on this step."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:  # a step needs torch alone; reading data needs numpy
 
 
 class Feed(Iterator["tuple[list[list[Tensor]], Position]"]):
-    """The loader's steps as int64 tensors on `device`, each with the position after it.
+    """The micro batches of each step, as int64 tensors on `device`, with the position in the data after the step.
 
-    On a GPU the copy of the next step is on its way, on a CUDA stream of its own, while the model works on this one.
-    Its position is kept back with it, so that what is saved is what was consumed.
+    On a GPU a separate CUDA stream copies the batches of the next step while the model works on this step. The position
+    of the next step is returned only with its batches, so that a checkpoint holds the position of the consumed rows.
     Raises DataError for documents that `model`'s attention has no room for.
     """
 
@@ -36,14 +36,14 @@ class Feed(Iterator["tuple[list[list[Tensor]], Position]"]):
             stream = torch.cuda.current_stream(self._device)
             stream.wait_event(step.copied)
             for part in step.parts():
-                # Allocated on the stream of the copies, which must not write the next batch there before the model
-                # is done with this one.
+                # The part was allocated on the stream of the copies. That stream must not use its memory for the next
+                # batch before the model is done with this one.
                 part.record_stream(stream)
         return step.micro_batches, step.position
 
     def _fetch(self) -> _Step:
         arrays, position = next(self._loader)
-        # Here, where it costs no wait: the device could end the run by an assertion only.
+        # On the host, where the ids still are: on the device only an assertion could end the run, without a message.
         self._check(arrays)
         micro_batches = [[torch.from_numpy(part) for part in batch] for batch in arrays]
         if self._copies is None:
@@ -77,7 +77,7 @@ def _on_device(micro_batches: list[list[Tensor]], device: torch.device) -> list[
 
 
 def to_device(part: Tensor, device: torch.device) -> Tensor:
-    """A copy to a GPU leaves from pinned memory, else the host would wait for it."""
+    """`part` on `device`. A copy to a GPU is made from pinned memory, so that the host does not wait for it."""
     if device.type == "cuda" and part.device.type == "cpu":
         part = part.pin_memory()
     return part.to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""When a run must not go on."""
+"""Errors that end a run: gradients that are not finite, and memory that is too small."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +23,7 @@ class DeviceMemoryError(RuntimeError):
 
 @contextmanager
 def explain_out_of_memory(micro_rows: int) -> Iterator[None]:
-    """Turns torch's out-of-memory errors, on GPUs and on CPUs, into one that says what to change."""
+    """Turns torch's out-of-memory errors, of GPUs and CPUs, into a DeviceMemoryError that says which keys to change."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is a RuntimeError

@@ -1,4 +1,4 @@
-"""What the steps between two train records add up to, on the device, so that no step waits for it."""
+"""Sums over the steps between two train records. They are on the device, so that no step waits for them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ if TYPE_CHECKING:
 
 
 class Interval:
-    """Since the last train record: summed loss, targets that counted and skipped steps. A checkpoint keeps it, so that
-    the first record after a resume is that of a run that went on."""
+    """Summed loss, number of targets and number of skipped steps since the last train record.
+
+    A checkpoint holds these, so that the first record after a resume is the same as without the interruption.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # nats
@@ -22,27 +24,29 @@ class Interval:
         self._n_skipped = torch.zeros((), dtype=torch.int64, device=device)
 
     def add(self, result: StepResult) -> None:
-        """Of a skipped step, whose loss may be no number, it counts only that it was skipped."""
+        """Adds a step. Of a skipped step, whose loss may be NaN, only the fact that it was skipped counts."""
         self._loss_sum += result.loss_sum.masked_fill(result.skipped, 0.0)
         self._n_targets += result.n_tokens.masked_fill(result.skipped, 0)
         self._n_skipped += result.skipped
 
     @property
     def loss_mean(self) -> float:
-        """Cross-entropy in nats, mean over all targets of the steps that were not skipped: each target counts alike,
-        as in the loss of a step, so a step with few targets counts little. NaN where no step was taken."""
+        """Cross-entropy in nats, mean over all targets of the steps that were not skipped; NaN if there are none.
+
+        Every target has the same weight, as in the loss of a step, so that a step with few targets has little weight.
+        """
         return float(self._loss_sum / self._n_targets) if self._n_targets else math.nan
 
     @property
     def n_skipped(self) -> int:
         return int(self._n_skipped)
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         for value in (self._loss_sum, self._n_targets, self._n_skipped):
             value.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON, which keeps every digit."""
+        """The sums as numbers that JSON stores without loss."""
         return {
             "loss_sum": float(self._loss_sum),
             "n_targets": int(self._n_targets),

@@ -19,14 +19,14 @@ Record = dict[str, Any]
 
 
 class Sink(Protocol):
-    """Where records go: metrics.jsonl, the console, wandb. Rank 0 has them, the others have none."""
+    """Takes the records of a run: metrics.jsonl, the console, wandb. Only rank 0 has sinks."""
 
     def log(self, record: Record) -> None: ...
     def message(self, text: str) -> None: ...
 
 
 class Meter(Protocol):
-    """Turns times into rates, averaged over the steps since the last reading."""
+    """Turns the seconds of steps into rates, averaged over the steps since the last reading."""
 
     def data(self, seconds: float) -> None: ...
     def step(self, seconds: float, tokens: int) -> None: ...
@@ -35,22 +35,22 @@ class Meter(Protocol):
 
 @dataclass
 class Parts:
-    """What the verb hands to the loop."""
+    """The functions and objects that the loop needs beside the state."""
 
     batches: Iterator[tuple[Sequence[MicroBatch], Position]]
     evaluate: Callable[[TrainState], Record]  # collective
     save: Callable[[TrainState, Position], None]  # collective; raises DataError
     sinks: Sequence[Sink]
     meter: Meter
-    after_step: Callable[[], None]  # for the profiler
+    after_step: Callable[[], None]  # tells the profiler that a step is over
 
 
 def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
-    """Trains from state.step to the end, or to train.stop_at, or until a rank is told to stop.
+    """Trains from state.step to train.steps, or to train.stop_at, or until a rank is told to stop.
 
-    A checkpoint is saved before an evaluation at the same step, so that a failure while evaluating
-    loses nothing. Returns why it stopped early, None at the planned end. Raises NumericalError,
-    DeviceMemoryError, and DataError if the last checkpoint could not be written.
+    At a step with both, the checkpoint is saved before the evaluation, so that an evaluation that fails loses nothing.
+    Returns why the run stopped early, None at the planned end. Raises NumericalError, DeviceMemoryError, and DataError
+    if the last checkpoint could not be written.
     """
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
@@ -74,7 +74,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         for sink in parts.sinks:
             sink.log(record)
 
-    # A run that was stopped after its last save and before the evaluation of that step evaluates now.
+    # A run that was stopped between its last checkpoint and the evaluation at that step evaluates now.
     if state.step == 0 or state.step >= last or _due(state.step, config.eval.every):
         evaluate()
     while state.step < last:
@@ -90,7 +90,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         state.interval.add(result)
         skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
         logging = _due(state.step, config.logging.every)
-        # Reading the loss waits for the device, so that the time measured below is the time of the steps.
+        # Reading the loss waits for the device, so that the seconds below are those that the steps took.
         loss = float(result.loss) if logging else None
         tokens = config.train.rows_per_step * config.model.context
         parts.meter.data(fetched - started)
@@ -112,7 +112,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             }
             for sink in parts.sinks:
                 sink.log(record)
-            state.interval.begin_anew()
+            state.interval.reset()
         parts.after_step()
         reason = stop_together.reason(state.step)
         ending = reason is not None or state.step == last
@@ -129,21 +129,21 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
 
 
 def padding(state: TrainState, tokens_per_step: int) -> Record:
-    """Where rows are padded: the share of all positions so far whose target does not count."""
+    """{"padding": share of all targets so far that do not count} if rows are padded, else {}."""
     pads = state.config.data.pack == "best_fit"
     return {"padding": 1 - int(state.tokens) / (state.step * tokens_per_step)} if pads else {}
 
 
 def seen(position: Position, world: World) -> Record:
-    """Which data all ranks have seen so far: data_hash, and of a mixture the rows of each source. Collective."""
-    # The hash is a sum modulo 2^64, whose halves add up without overflow.
+    """data_hash of the rows that all ranks have consumed and, with a mixture, the rows of each source. Collective."""
+    # data_hash is a sum modulo 2^64. Its two halves are summed apart, because the sums must stay below 2^63.
     upper, lower, *rows = world.sum_of([*divmod(position.data_hash, 2**32), *position.rows_by_source.values()])
     by_source = dict(zip(position.rows_by_source, rows, strict=True))
     return {"data_hash": data_hash([(upper << 32) + lower])} | ({"rows": by_source} if by_source else {})
 
 
 def check_finite(state: TrainState, skipped_in_a_row: int) -> None:
-    """Raises NumericalError after too many steps in a row without a finite gradient."""
+    """Raises NumericalError after MAX_SKIPPED_IN_A_ROW steps in a row whose gradient was not finite."""
     if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
         raise NumericalError(
             f"{skipped_in_a_row} steps in a row, up to step {state.step}, had a gradient that is not finite and were "

@@ -11,9 +11,9 @@ from ngpt_train.distributed import World
 
 @contextmanager
 def profiled(enabled: bool, directory: Path, world: World) -> Iterator[Callable[[], None]]:
-    """Yields what to call after each step; steps 4 to 6 of this process go to `directory/rank_<r>.json`.
+    """Yields a function to call after each step; the trace of steps 4 to 6 goes to `directory/rank_<r>.json`.
 
-    The trace opens in Perfetto or chrome://tracing. It leaves out the first steps, which compile and warm up.
+    Perfetto and chrome://tracing open the trace. It leaves out the first steps, which compile and warm up.
     """
     if not enabled:
         yield lambda: None

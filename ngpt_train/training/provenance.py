@@ -1,4 +1,4 @@
-"""Where the numbers of a run come from: code, versions, machine, data."""
+"""The origin of a run's numbers: code, versions, machine, data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
-    """One entry of run.json."""
+    """The entry of run.json for one start of a run."""
     device = state.world.device
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

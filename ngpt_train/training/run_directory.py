@@ -1,4 +1,4 @@
-"""The directory of a run: which run it holds, whether a start may use it, what each start and end writes into it.
+"""The directory of a run: the checks whether a start may use it, and the files that each start and end writes.
 
 config.yaml  run.json  metrics.jsonl  curves.png  checkpoints/  logs/  exit.json  lock
 """
@@ -20,10 +20,10 @@ from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints
 
 logger = logging.getLogger(__name__)
 
-DONE = "done"  # the reason in exit.json of a run that came to its planned end
+DONE = "done"  # the reason in exit.json of a run that reached its planned end
 _LEFT_BY_A_KILLED_START = ("lock", "run.json", ".run.json.partial", ".config.yaml.partial")
-# What run.overwrite deletes, in this order. config.yaml goes last: it marks the directory as that of a run.
-_OURS = (
+# The files that run.overwrite deletes, in this order. config.yaml is last, because it marks a run directory.
+_RUN_FILES = (
     *(
         "checkpoints",
         "metrics.jsonl",
@@ -52,25 +52,25 @@ class RunDirectory:
 
     @property
     def used(self) -> bool:
-        """True where a run was here before."""
+        """True if a run has been started here."""
         return (self.path / "config.yaml").is_file() and (self.path / "run.json").is_file()
 
     @property
     def done(self) -> bool:
-        """True where the last start came to its planned end."""
+        """True if the last start reached its planned end."""
         end = self.path / "exit.json"
         return end.is_file() and read_json(end)["reason"] == DONE
 
     def check(self, config: Config, data: Dataset | None = None) -> Path | None:
-        """Whether `config` may use the directory; reads only. Returns the checkpoint to continue from, if any.
+        """Checks, without writing, that `config` may use the directory; returns the checkpoint to resume from, if any.
 
-        data: once it is open. Raises ConfigError or DataError where the directory is in use, holds something
-        else, another run, or a run on other data.
+        data: None before it is open. Raises ConfigError or DataError if the directory is in use, is not that of a run,
+        or holds a run with another config or on other data.
         """
         name = f"run.name={config.run.name}"
         self._check_place(config)
         if not self.used and not self._other_files():
-            return _nothing_found(config, self.checkpoints)
+            return _no_checkpoint(config, self.checkpoints)
         if not self.used:
             raise ConfigError(
                 f"{name}: {self.path} exists and is not the directory of a run. Choose another run.name or run.root."
@@ -82,20 +82,20 @@ class RunDirectory:
             )
         stored = read_yaml(self.path / "config.yaml")
         if config.run.overwrite:
-            return _nothing_found(config, self.checkpoints)
+            return _no_checkpoint(config, self.checkpoints)
         if config.run.resume == "never":
             raise ConfigError(
                 f"run.resume=never: {self.path} holds a run. Choose another run.name, "
                 "or run.overwrite=true to delete it."
             )
         if data is not None:
-            self._check_data(name, data)  # first: another tokenizer has another vocabulary, too
+            self._check_data(name, data)  # before check_resume, which would report another model.vocab_size instead
         check_resume(stored, config)
         found = list_checkpoints(self.checkpoints)
-        return found[-1] if found else _nothing_found(config, self.checkpoints)
+        return found[-1] if found else _no_checkpoint(config, self.checkpoints)
 
     def _check_data(self, name: str, data: Dataset) -> None:
-        """Raises DataError unless these are the data, and the tokenizer, of the run's last start."""
+        """Raises DataError unless data and tokenizer are those of the run's last start."""
         last = self._last_start()
         if data.tokenizer.fingerprint != last["tokenizer_fingerprint"]:
             raise DataError(
@@ -110,7 +110,7 @@ class RunDirectory:
             )
 
     def _check_place(self, config: Config) -> None:
-        """Raises ConfigError where the directory can neither be read nor made."""
+        """Raises ConfigError if the directory cannot be written or created."""
         nearest = next(path for path in (self.path, *self.path.parents) if path.exists())
         if not nearest.is_dir():
             problem = "is a file, not a directory"
@@ -123,10 +123,10 @@ class RunDirectory:
         )
 
     def open(self, config: Config, start: dict[str, Any], checkpoint: Path | None) -> None:
-        """Takes the directory for this process and writes config.yaml and run.json; after `check`, on rank 0.
+        """Locks the directory for this process and writes config.yaml and run.json. Rank 0 calls it, after `check`.
 
-        `start` describes this start: versions, device, world size, fingerprints; `checkpoint` is what
-        `check` returned. Raises ConfigError where the directory cannot be written, or was used since.
+        start: versions, device, world size, fingerprints of this start. checkpoint: the result of `check`. Raises
+        ConfigError if the directory cannot be written, or if another process has used it since `check`.
         """
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ class RunDirectory:
         write_yaml(config, self.path / "config.yaml")
 
     def _delete(self) -> None:
-        for name in _OURS:
+        for name in _RUN_FILES:
             entry = self.path / name
             if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
@@ -160,9 +160,9 @@ class RunDirectory:
                 entry.unlink(missing_ok=True)
 
     def finish(self, code: int, reason: str, step: int) -> None:
-        """Writes how the run ended into exit.json, because torchrun hides the exit codes of its workers.
+        """Writes exit code, reason and step into exit.json, because torchrun hides the exit codes of its workers.
 
-        The rank that fails first writes the reason. Later failures of other ranks follow from it and change nothing.
+        The rank that fails first writes its reason. Later failures of other ranks follow from it and are not written.
         """
         if code and (self.path / "exit.json").exists():
             return
@@ -172,12 +172,12 @@ class RunDirectory:
             logger.warning("%s/exit.json could not be written: %s", self.path, error.strerror)
 
     def release(self) -> None:
-        """Gives the directory up."""
+        """Unlocks the directory."""
         if self._lock is not None:
             self._lock.close()  # the kernel drops the lock with it
 
     def _other_files(self) -> list[str]:
-        """Files here, without those that a start leaves behind which was killed at once."""
+        """The names of the files here, without those that a start leaves behind when it is killed at once."""
         if not self.path.exists():
             return []
         return [entry.name for entry in self.path.iterdir() if entry.name not in _LEFT_BY_A_KILLED_START]
@@ -185,7 +185,7 @@ class RunDirectory:
     def _locked(self) -> bool:
         try:
             with (self.path / "lock").open() as lock:
-                # Shared, so that ranks which look at the same time do not see each other.
+                # A shared lock, so that ranks that check at the same time do not refuse each other.
                 fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False
@@ -206,8 +206,8 @@ class RunDirectory:
         return self._starts()[-1]
 
 
-def _nothing_found(config: Config, checkpoints: Path) -> Path | None:
-    """None: there is no checkpoint. Raises DataError where run.resume=must asks for one."""
+def _no_checkpoint(config: Config, checkpoints: Path) -> Path | None:
+    """Returns None, for no checkpoint. Raises DataError if run.resume=must requires one."""
     if config.run.resume == "must":
         raise DataError(
             f"run.resume=must: there is no checkpoint in {checkpoints}. "
@@ -217,7 +217,7 @@ def _nothing_found(config: Config, checkpoints: Path) -> Path | None:
 
 
 def initial_checkpoint(config: Config) -> Path | None:
-    """The checkpoint of run.init_from, whose architecture and size must be the config's; raises DataError."""
+    """The checkpoint that run.init_from names, or None. Raises DataError unless it has the config's model."""
     if config.run.init_from is None:
         return None
     checkpoint = find_checkpoint("run.init_from", config.run.init_from)

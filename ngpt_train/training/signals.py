@@ -1,4 +1,4 @@
-"""Stopping a run from outside: SIGTERM, Ctrl-C and the time limit; all ranks after the same step."""
+"""Stopping a run from outside by SIGTERM, Ctrl-C or the time limit. All ranks stop after the same step."""
 
 import os
 import signal
@@ -9,20 +9,20 @@ from typing import Any
 
 from ngpt_train.distributed import World
 
-# A Ctrl-C reaches the workers of torchrun twice: from the terminal, and from torchrun, which forwards its own. A second
-# SIGINT within this many seconds is that echo and does not count.
+# A Ctrl-C reaches the workers of torchrun twice: from the terminal, and from torchrun, which forwards the signal. A
+# second SIGINT within this many seconds is that echo and does not count.
 ECHO_SECONDS = 1.0
-# How often ranks ask each other whether one was told to stop. torchrun kills 30 seconds after its SIGTERM, and the
-# checkpoint is to be written by then.
+# Seconds between two questions of the ranks to each other whether one was told to stop. torchrun kills its workers 30
+# seconds after SIGTERM, and by then the checkpoint must be written.
 ASK_SECONDS = 1.0
-MOST_STEPS = 16  # between two questions, however quick they are: they may turn slow at once
+MOST_STEPS = 16  # between two questions, even if steps are quick, because the next ones may be slow
 
 
 class StopRequest:
-    """While entered, SIGTERM and SIGINT do not end the process, but become a `reason` to stop, which the loop reads.
+    """Inside a `with`, SIGTERM and SIGINT do not end the process but set `reason`, which the loop reads.
 
-    A second SIGINT ends the process at once, with exit code 130 as shells expect. That harms no checkpoint, because
-    they are written atomically. `max_hours` counts from construction.
+    A second SIGINT ends the process at once, with exit code 130 as shells expect. No checkpoint is damaged, because
+    checkpoints are written atomically. max_hours counts from construction.
     """
 
     def __init__(self, max_hours: float | None) -> None:
@@ -59,22 +59,23 @@ class StopRequest:
 
 
 class StopTogether:
-    """Has all ranks stop after the same step, once one of them is told to stop.
+    """Makes all ranks stop after the same step once one of them is told to stop.
 
-    To ask costs an all-reduce over the CPUs of all ranks, too much for every step of many ranks. So they ask about
-    once in ASK_SECONDS, and in the same all-reduce agree on the step after which they ask again: as many steps on as
-    fit into ASK_SECONDS at the pace of the slowest step of any rank since they asked last, at most MOST_STEPS. Where
-    steps take longer than ASK_SECONDS they ask after each; so does a rank that is alone, whom it costs nothing.
+    The ranks ask each other in an all-reduce over their CPUs, which is too slow for every step of many ranks. So they
+    ask about once in ASK_SECONDS. In the same all-reduce they agree on the step after which they ask again: as many
+    steps later as fit into ASK_SECONDS at the slowest step of any rank since the last question, at most MOST_STEPS.
+    Where a step takes longer than ASK_SECONDS they ask after each. A single rank asks after each step, without a cost.
     """
 
     def __init__(self, stop: StopRequest, world: World, step: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """step: after which the first call of `reason` is one step later; clock: in seconds."""
+        """step: number of completed steps; the first call of `reason` follows the next one. clock: in seconds."""
         self._stop, self._world, self._clock = stop, world, clock
         self._steps_between, self._next_question = 1, step + 1
         self._last_call, self._slowest_step = clock(), 0.0
 
     def reason(self, step: int) -> str | None:
-        """Why the run ends after `step`, the same on every rank, or None. All ranks call it after each step."""
+        """Why the run is to end after `step`, the same on every rank; None if it goes on. All ranks call it after each
+        step."""
         now = self._clock()
         self._slowest_step = max(self._slowest_step, now - self._last_call)
         self._last_call = now
@@ -84,7 +85,7 @@ class StopTogether:
         stopping, slowest_step = self._world.largest([own is not None, self._slowest_step])
         if stopping:
             return next(reason for reason in self._world.gather(own) if reason)
-        # At most twice as many as before: on a GPU the host may have been ahead of steps that take longer.
+        # At most twice as many as before: on a GPU the host may run ahead, and then steps seem shorter than they are.
         most = min(2 * self._steps_between, MOST_STEPS)
         self._steps_between = max(1, min(most, int(ASK_SECONDS / max(slowest_step, 1e-9))))
         self._next_question, self._slowest_step = step + self._steps_between, 0.0

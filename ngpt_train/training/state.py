@@ -1,4 +1,4 @@
-"""Everything that a training step changes."""
+"""The training state: model, optimizer and counters, which a training step changes."""
 
 from dataclasses import dataclass
 
@@ -16,24 +16,23 @@ from ngpt_train.training.interval import Interval
 
 @dataclass
 class TrainState:
-    """Model, optimizer and how far they are, on this rank."""
+    """Model, optimizer and counters on this rank."""
 
     config: Config
     world: World
     model: Decoder
-    forward: nn.Module  # what a step calls: the model, or DDP around it
+    forward: nn.Module  # a training step calls it: the model, or DDP around the model
     optimizer: torch.optim.Optimizer
     micro_rows: int  # rows per rank in one forward pass
     step: int  # optimizer steps completed
-    tokens: Tensor  # targets that counted so far, over all ranks; 0-dim int64 on the device
-    interval: Interval  # the steps since the last train record
+    tokens: Tensor  # targets that have counted so far, over all ranks; 0-dim int64 on the device
+    interval: Interval  # sums since the last train record
 
 
 def build_state(config: Config, world: World | None = None) -> TrainState:
-    """The state at step 0 of `config` for the current process group (torchrun's, if none exists yet).
+    """The state at step 0. Without `world` it joins the current process group, or torchrun's if there is none yet.
 
-    Raises ConfigError for what does not fit the world: its size, its devices, or a vocab_size
-    that is still `auto`.
+    Raises ConfigError if the config does not fit the number of ranks or the devices, or if vocab_size is still `auto`.
     """
     world = world or join_world(config)
     micro_rows = resolve_micro_rows(

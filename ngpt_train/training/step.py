@@ -1,4 +1,4 @@
-"""One optimizer step, from rows of tokens to moved weights, without waiting for the device."""
+"""One optimizer step, from rows of tokens to updated weights. The host does not wait for the device."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,33 +19,34 @@ MicroBatch = Sequence[Tensor]  # tokens, targets and optionally document ids, ea
 
 
 class StepResult(NamedTuple):
-    """What a step did, the same on every rank. Tensors are 0-dim and on the device: reading them waits."""
+    """The result of a step, the same on every rank. Tensors are 0-dim and on the device; reading them waits for it."""
 
-    loss: Tensor  # mean cross-entropy in nats over all valid targets of the step, before it
+    loss: Tensor  # mean cross-entropy in nats over all valid targets of the step, of the weights before the step
     grad_norm: Tensor  # before clipping
     n_tokens: Tensor  # valid targets of the step, over all ranks
-    skipped: Tensor  # True where a gradient was not finite and weights and moments were left alone
+    skipped: Tensor  # true if a gradient was not finite; then weights and moments are bit for bit unchanged
     lr: float
-    z_loss: Tensor | None  # optim.z_loss * logsumexp(logits)^2, mean over the same targets; None where it is 0
-    loss_sum: Tensor  # fp64: what `loss` is the mean of
+    z_loss: Tensor | None  # optim.z_loss * logsumexp(logits)^2, mean over the same targets; None if optim.z_loss is 0
+    loss_sum: Tensor  # cross-entropy summed over the same targets, fp64
 
 
 def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched: bool = False) -> StepResult:
     """Forward and backward over this rank's micro batches, clip, optimizer step, projection.
 
-    Every rank passes the same number of micro batches. The loss is summed over valid targets and
-    divided once by their number in the whole step, so neither accumulation nor padding nor the
-    number of ranks changes it. Raises ValueError for no micro batches and for ids that are not int64.
+    Every rank passes the same number of micro batches. The loss is summed over valid targets and divided once by their
+    number in the whole step, so it does not depend on accumulation, padding or the number of ranks. Raises ValueError
+    if there are no micro batches, or if ids are not int64.
 
-    untouched: the caller promises that since the last step nobody has changed the weights unseen by torch, for example
-    through `.data`. Then the optimizer's bf16 copies of the last step are used again.
+    untouched: the caller promises that since the last step nothing has changed the weights without torch counting it,
+    for example through `.data`. Then the optimizer's bf16 copies of the last step are used again.
     """
     check_batches(micro_batches)
     world, config = state.world, state.config
     batches = [[to_device(part, world.device) for part in batch] for batch in micro_batches]
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, *_ in batches])
     n_tokens = world.sum_(counts.sum())
-    # DDP and FSDP2 average gradients over ranks where the step's loss is a sum over them.
+    # The factor of the summed loss: 1 / n_tokens for the mean, and world.size because DDP and FSDP2 average gradients
+    # over ranks, while the loss of the step is a sum over ranks.
     share = world.size / n_tokens.clamp(min=1).to(torch.float64)
     state.model.begin_step_(state.step, share)
     if config.train.cuda_graphs:
@@ -60,7 +61,7 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
             loss_sum += micro_loss.cross_entropy
             if micro_loss.z_term is not None:
                 z_sum += micro_loss.z_term
-    loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)  # in place: loss_sum is now that of all ranks
+    loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)  # sum_ works in place: loss_sum is now that of all ranks
     z_loss = world.sum_(z_sum) / n_tokens.clamp(min=1) if config.optim.z_loss else None
 
     average_vectors_(state.model, world)
@@ -84,8 +85,11 @@ def check_batches(micro_batches: Sequence[MicroBatch]) -> None:
 
 
 def accumulating(state: TrainState, last: bool) -> AbstractContextManager:
-    """DDP exchanges gradients in the last micro batch only. FSDP2 scatters each one's: holding a whole
-    gradient per rank until the last would cost the memory that sharding is there to save."""
+    """The context of one micro batch: DDP exchanges gradients in the last micro batch only.
+
+    FSDP2 scatters the gradients of each micro batch: a rank that accumulated whole gradients would need the memory that
+    sharding saves.
+    """
     if isinstance(state.forward, DistributedDataParallel) and not last:
         return state.forward.no_sync()
     return nullcontext()
@@ -97,11 +101,12 @@ def working_copies(state: TrainState, untouched: bool) -> AbstractContextManager
 
 
 def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: float) -> None:
-    """Clips and steps in one pass over memory. Then drops the gradients, or zeroes them where CUDA graphs hold them.
+    """Clips the gradients and takes the optimizer's step, in one pass over memory. Then drops the gradients, or zeroes
+    them if CUDA graphs hold them.
 
-    torch's fused optimizers divide gradients by `grad_scale`, and where `found_inf` is 1 they change neither weights
-    nor moments nor the step count. GradScaler uses them so. Here they clip, by the factor of clip_grad_norm_, without
-    a pass of their own, and skip a step without asking the device.
+    torch's fused optimizers divide gradients by `grad_scale`, and if `found_inf` is 1 they change neither weights nor
+    moments nor the step count; they have both for GradScaler. Here `grad_scale` clips, by the factor of
+    clip_grad_norm_, without a separate pass, and `found_inf` skips a step without the host waiting for the device.
     """
     optimizer = state.optimizer
     clip_norm = state.config.optim.clip_norm

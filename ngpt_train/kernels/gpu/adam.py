@@ -1,6 +1,7 @@
-"""Triton kernel of kernels/adam.py: each of w, g, m, v is read once, each of w, m, v (and the copy) is written once.
+"""Triton kernel of Adam with the projection; the formulas are in kernels/adam.py.
 
-A program holds one row, or a few where rows are short, so a row's length is known before the row is stored.
+It reads w, g, m and v once and writes w, m, v and the copy once: a program holds whole rows, one or several short ones,
+so it knows a row's length before it stores the row.
 """
 
 import math
@@ -10,12 +11,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS = 1024  # of a program, where a row has fewer
+ELEMENTS = 1024  # of a program, in several rows where one row has fewer
 
 
 @triton.jit
 def minus_expm1(x):
-    """1 - exp(x) for x <= 0. Near 0 the difference would lose all digits: there, eight terms of the series."""
+    """1 - exp(x) for x <= 0. Near 0, where the difference would lose all digits, by eight terms of the series."""
     # -x (1 + x/2 (1 + x/3 (1 + ...)))
     series = 1.0 + x / 7.0 * (1.0 + x / 8.0)
     series = 1.0 + x / 5.0 * (1.0 + x / 6.0 * series)
@@ -40,7 +41,7 @@ def adam_rows_kernel(
     gradient_row,
     gradient_column,
     beta2,
-    share1,  # 1 - beta1, rounded once: in fp32, 1 - 0.999 has four right digits
+    share1,  # 1 - beta1, computed in fp64: in fp32, 1 - 0.999 has four correct digits
     share2,
     log_beta1,
     log_beta2,
@@ -85,7 +86,7 @@ def adam_rows_kernel(
 
 
 def geometry(d: int) -> tuple[int, int, int]:
-    """Rows and columns of a program, and its warps: at most 16 elements of each tensor a thread."""
+    """Rows and columns of a program's tile, and its warps: a thread holds at most 16 elements of each tensor."""
     columns = triton.next_power_of_2(d)
     rows = max(1, ELEMENTS // columns)
     return rows, columns, min(16, max(4, columns // 256))
@@ -100,7 +101,7 @@ def adam_rows_(
     copy: Tensor | None,
     step: Tensor,
     lr: float,
-    lr_on_device: Tensor | None,  # counts where it is given
+    lr_on_device: Tensor | None,  # 0-dim fp32; replaces lr where it is not None
     beta1: float,
     beta2: float,
     eps: float,
@@ -110,7 +111,7 @@ def adam_rows_(
     found_inf: Tensor | None,
 ) -> None:
     rows, d = weight.shape
-    if weight.numel() == 0:  # a rank's share may be no row
+    if weight.numel() == 0:  # FSDP2 may leave a rank without a row
         return
     rows_each, columns, num_warps = geometry(d)
     adam_rows_kernel[(triton.cdiv(rows, rows_each),)](

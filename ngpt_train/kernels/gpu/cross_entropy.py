@@ -1,4 +1,4 @@
-"""Cross-entropy of rows of logits and its gradient, written over them. Formulas: kernels/cross_entropy.py."""
+"""Triton kernel of the cross-entropy and its gradient; the formulas are in kernels/cross_entropy.py."""
 
 import torch
 import triton
@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ngpt_train.core.constants import IGNORED
 
-BLOCK = 4096  # columns at once
+BLOCK = 4096  # columns that a program reads at once
 NUM_WARPS = 8
 
 
@@ -27,12 +27,13 @@ def cross_entropy_kernel(
     """One program per row. Columns from n_vocab to stride are padding, which the gradient overwrites with 0.
 
     z_terms_ptr is None where z_loss is 0."""
-    row = tl.program_id(0).to(tl.int64)  # row * stride passes 2^31
+    row = tl.program_id(0).to(tl.int64)  # row * stride may exceed 2^31
     logits_ptr += row * stride
     target = tl.load(targets_ptr + row)
     counts = target != ignored
     inside = (target >= 0) & (target < n_vocab)
-    # Read before the first pass: its reductions keep all threads together, so none of them has begun to overwrite.
+    # Read before the first pass over the row, whose reductions synchronise all threads: no thread has overwritten a
+    # logit yet.
     target_logit = tl.load(logits_ptr + tl.where(inside, target, 0)).to(tl.float32)
 
     largest = float("-inf")
@@ -53,7 +54,7 @@ def cross_entropy_kernel(
         tl.store(z_terms_ptr + row, tl.where(counts, z_loss * lse * lse, 0.0))
 
     if gradient:
-        # A training step that sees a NaN in a gradient is skipped: what such a target would teach is nothing.
+        # For a target outside the vocabulary the gradient is NaN, so that the training step is skipped.
         factor = tl.where(inside, 1.0 + 2.0 * z_loss * lse, float("nan"))
         for start in range(0, n_vocab, block):
             columns = start + tl.arange(0, block)
@@ -67,9 +68,9 @@ def cross_entropy_(
     logits: Tensor, targets: Tensor, losses: Tensor, z_terms: Tensor, z_loss: float, gradient: bool
 ) -> None:
     """Writes the cross-entropies of logits `(N, V)` to losses `(N,)` fp32, z_loss * logsumexp^2 to z_terms, fp32 `(N,)`
-    or empty where z_loss is 0, and dz over the logits if gradient.
+    or empty where z_loss is 0, and, if gradient, dz over the logits.
 
-    logits: fp32, bf16 or fp16, in rows that may be longer than V; what lies between V and their end is overwritten.
+    logits: fp32, bf16 or fp16. Rows may be longer than V; their elements from V on are overwritten too.
     """
     n_rows, n_vocab = logits.shape
     assert logits.stride(1) == targets.stride(0) == losses.stride(0) == z_terms.stride(0) == 1

@@ -1,4 +1,4 @@
-"""How kernels over rows are launched."""
+"""Launch sizes of kernels that work row by row."""
 
 import torch
 import triton
@@ -6,24 +6,25 @@ from torch import Tensor
 
 from ngpt_train.kernels.dispatch import interpreted
 
-INTERPRETED = 3  # programs in the interpreter: few, because they run one after the other, but more than one
+# Programs in Triton's interpreter: few, because it runs them one after the other; several, so that sums are added.
+INTERPRETED = 3
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`(..., D)` -> `(N, D)` with neighbours in memory along a row; a copy only where it must be."""
+    """x `(..., D)` as `(N, D)` with contiguous rows; a copy only where the strides of x require one."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 
 
 def warps(block: int) -> int:
-    """For a row of `block` elements that is held in registers: 8 elements a thread, which are 16 bytes of bf16."""
+    """Warps of a program that holds a row of `block` elements: 8 elements per thread, which are 16 bytes in bf16."""
     return max(1, min(16, block // 256))
 
 
 def programs(rows: int, column_blocks: int, warps_per_sm: int, num_warps: int, device: torch.device) -> int:
-    """Number of programs that share `rows` for each block of columns: about as many as run at once, and at most `rows`.
+    """Programs that share `rows` for each block of columns: about as many as run at once, at most one per row.
 
-    Each walks over many rows, so that it reads a vector once, and leaves one partial sum of the vector's gradient.
+    Each goes through many rows, so that it reads the scale vector once and writes one partial sum of its gradient.
     """
     if interpreted():
         return min(rows, INTERPRETED)

@@ -1,7 +1,7 @@
 """Triton kernels of rotary positions with QK-norm and scale; the formulas are in kernels/rotary.py.
 
-A program has a few heads of q, of k, or (backward) of v, and walks over every n-th token. Both members of the pairs
-are tiles of their own, (HEADS, PAIRS), so that turning them is arithmetic of whole tiles.
+A program has a few heads of q, of k, or (backward) of v, and goes through every n-th token. The first members of the
+pairs are one tile (HEADS, PAIRS), the second members another, so that a rotation is arithmetic of whole tiles.
 """
 
 import torch
@@ -12,15 +12,15 @@ from torch import Tensor
 from ngpt_train.kernels.gpu.launch import programs
 
 EPS = tl.constexpr(1e-12)
-PAIRS_PER_WARP, MOST_WARPS = 128, 4  # 8 values a thread, which are 16 bytes of bf16
-FORWARD_WARPS_PER_SM, BACKWARD_WARPS_PER_SM = 32, 24  # as many as their registers leave room for
+PAIRS_PER_WARP, MOST_WARPS = 128, 4  # 8 values per thread, which are 16 bytes in bf16
+FORWARD_WARPS_PER_SM, BACKWARD_WARPS_PER_SM = 32, 24  # as many as the registers of their threads allow
 
 
 @triton.jit
 def load_pairs(
     ptr, heads, real, stride, D: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr
 ):
-    """First and second of the pairs, fp32, of the heads that start at the offsets `heads`; 0 where there are none."""
+    """First and second members of the pairs, fp32, of the heads at the offsets `heads`; 0 where not `real`."""
     if INTERLEAVED:
         columns = tl.arange(0, 2 * PAIRS)[None, :]
         x = tl.load(ptr + heads[:, None] + columns * stride, mask=real[:, None] & (columns < D), other=0.0)
@@ -63,7 +63,7 @@ def forward_heads(
     COUNT: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
-    """y = scale * Norm(R x) of the heads from `start`, out of COUNT."""
+    """y = scale * Norm(R x) of HEADS heads from number `start` on, of COUNT heads."""
     heads = (start + tl.arange(0, HEADS)) * D
     real = heads < COUNT * D
     if scale_ptr is not None:
@@ -114,7 +114,7 @@ def backward_heads(
     COUNT: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, PAIRS: tl.constexpr,
     INTERLEAVED: tl.constexpr, NORMALIZED: tl.constexpr,
 ):  # fmt: skip
-    """dx of the heads from `start`, out of COUNT, and this program's share of the gradient of scale."""
+    """dx of HEADS heads from number `start` on, of COUNT heads, and this program's part of the gradient of scale."""
     head = start + tl.arange(0, HEADS)
     heads = head * D
     real = head < COUNT
@@ -206,7 +206,7 @@ def rotary_forward(
     qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None,
     n_heads: int, n_kv_heads: int, interleaved: bool, normalized: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """q' and k'; arguments and results as of kernels/rotary.py."""
+    """q' and k', contiguous; shapes and dtypes as in kernels/rotary.py."""
     B, T = qkv.shape[:2]
     D = 2 * cos.shape[-1]
     qkv, cos, sin = rows_contiguous(qkv), cos.contiguous(), sin.contiguous()
@@ -238,7 +238,7 @@ def rotary_backward(
     dq: Tensor, dk: Tensor, dv: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None,
     n_heads: int, n_kv_heads: int, interleaved: bool, normalized: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """d_qkv, contiguous, and fp32 d_scale `(n_heads D,)`, which is `(0,)` where there is no scale."""
+    """d_qkv, contiguous, in qkv's dtype, and fp32 d_scale `(n_heads D,)`, which is `(0,)` without scale."""
     B, T = qkv.shape[:2]
     D = 2 * cos.shape[-1]
     qkv, cos, sin = rows_contiguous(qkv), cos.contiguous(), sin.contiguous()
@@ -265,10 +265,10 @@ def _(
 
 
 def blocks_of(n_heads: int, n_kv_heads: int, D: int) -> tuple[dict[str, int], int, int, int]:
-    """HEADS and PAIRS of a program's tile, its warps, and how many such tiles hold the heads of q, and of k.
+    """HEADS and PAIRS of a program's tile, warps of a program, number of tiles for q, and number of tiles for k.
 
-    Of the numbers of heads that give a program 1 to 4 warps the one that leaves fewest places of tiles empty, and
-    then the largest, because every program reads the angles for itself.
+    A program has 1, 2 or 4 warps. HEADS is chosen so that the tiles have the fewest rows without a head; among equals
+    the largest, because every program reads the angles again.
     """
     pairs = triton.next_power_of_2(D // 2)
     sizes = [max(1, warps * PAIRS_PER_WARP // pairs) for warps in range(MOST_WARPS, 0, -1) if warps != 3]
@@ -278,10 +278,10 @@ def blocks_of(n_heads: int, n_kv_heads: int, D: int) -> tuple[dict[str, int], in
 
 
 def rows_contiguous(x: Tensor) -> Tensor:
-    """x, copied only where the columns of a token are not side by side."""
+    """x, copied if the columns of a token are not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def batch_stride(angles: Tensor) -> int:
-    """Between the angles `(B, T, 1, D/2)` of two rows; 0 where rows share angles `(T, 1, D/2)`."""
+    """Elements from a row's angles `(B, T, 1, D/2)` to the next row's; 0 if all rows share the angles `(T, 1, D/2)`."""
     return angles.stride(0) if angles.ndim == 4 else 0

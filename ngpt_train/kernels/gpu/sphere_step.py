@@ -1,7 +1,8 @@
-"""Triton kernels of `kernels/sphere_step.py`, which has the formulas.
+"""Triton kernels of the step on the sphere; the formulas are in kernels/sphere_step.py.
 
-Forward reads h and x and writes h': 6 bytes an element in bf16. Backward reads both gradients, h and x, makes h' again
-from them, and writes dh and dx: 12 bytes. Each program sums the gradient of alpha over its rows; torch adds the sums.
+Forward reads h and x and writes h': 6 bytes per element in bf16. Backward reads h, x and the two gradients of h',
+computes h' again, and writes dh and dx: 12 bytes. Each program sums the gradient of alpha over its rows, and torch adds
+these sums.
 """
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from ngpt_train.kernels.gpu.launch import as_rows, programs, warps
 from ngpt_train.kernels.sphere_step import SHORTEST
 
-WARPS_PER_SM = 24  # with 80 registers a thread, which backward needs
+WARPS_PER_SM = 24  # of the backward pass, whose threads need 80 registers
 
 
 @torch.library.custom_op("ngpt_train::sphere_step_forward", mutates_args=())
@@ -40,7 +41,10 @@ def _(h: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def sphere_step_backward(
     g: Tensor, g_too: Tensor | None, h: Tensor, x: Tensor, alpha: Tensor, r_x: Tensor, r_u: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """g and g_too, whose sum is the gradient of h' -> dh and dx like h and x, dalpha `(D,)` in fp32."""
+    """dh and dx, in the shapes and dtypes of h and x, and dalpha `(D,)` in fp32.
+
+    g + g_too is the gradient of h' (see HiddenState); g_too None is 0. r_x, r_u: from the forward pass.
+    """
     h_rows, x_rows, g_rows = as_rows(h), as_rows(x), as_rows(g)
     too_rows = g_rows if g_too is None else as_rows(g_too)
     N, D = h_rows.shape

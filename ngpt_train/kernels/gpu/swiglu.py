@@ -1,6 +1,6 @@
 """Triton kernels of SwiGLU with scale vectors; the formulas are in kernels/swiglu.py.
 
-A program has one block of columns, reads s_u and s_v there once, and walks over every n-th row.
+A program has one block of columns. It reads s_u and s_v there once, and then goes through every n-th row.
 """
 
 import torch
@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ngpt_train.kernels.gpu.launch import programs
 
-BLOCK = 1024  # columns of a program: 8 a thread, which are 16 bytes of bf16
+BLOCK = 1024  # columns of a program: 8 per thread, which are 16 bytes in bf16
 COLUMNS_PER_WARP = 256
-FORWARD_WARPS_PER_SM, BACKWARD_WARPS_PER_SM = 32, 24  # as many as their registers leave room for
+FORWARD_WARPS_PER_SM, BACKWARD_WARPS_PER_SM = 32, 24  # as many as the registers of their threads allow
 
 
 @triton.jit
@@ -54,8 +54,8 @@ def backward_kernel(
             x = s_v * v
         sigma = tl.sigmoid(x)
         silu = x * sigma
-        du = g * silu  # but for s_u
-        dx = g * u * (sigma + silu * (1 - sigma))  # but for s_u
+        du = g * silu  # still without the factor s_u, as dx
+        dx = g * u * (sigma + silu * (1 - sigma))
         if s_u_ptr is not None:
             ds_u += du * u
             du *= s_u
@@ -72,7 +72,7 @@ def backward_kernel(
 
 @torch.library.custom_op("ngpt_train::swiglu_forward", mutates_args=())
 def swiglu_forward(uv: Tensor, s_u: Tensor | None, s_v: Tensor | None) -> Tensor:
-    """y `(..., m)` of uv `(..., 2 m)`, s_u and s_v `(m,)` or None."""
+    """uv `(..., 2 m)`, s_u and s_v `(m,)` or None -> y `(..., m)` in uv's dtype."""
     rows = as_rows(uv)  # (N, 2 m)
     N, M = rows.shape[0], rows.shape[1] // 2
     y = torch.empty((*uv.shape[:-1], M), dtype=uv.dtype, device=uv.device)
@@ -90,7 +90,7 @@ def _(uv: Tensor, s_u: Tensor | None, s_v: Tensor | None) -> Tensor:
 
 @torch.library.custom_op("ngpt_train::swiglu_backward", mutates_args=())
 def swiglu_backward(dy: Tensor, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None) -> tuple[Tensor, Tensor]:
-    """d_uv, as uv `(..., 2 m)`, and fp32 [ds_u, ds_v] `(2, m)`, which is `(2, 0)` where there are no vectors."""
+    """d_uv `(..., 2 m)` in uv's dtype, and [ds_u, ds_v] `(2, m)` in fp32, which is `(2, 0)` without scale vectors."""
     rows, dy_rows = as_rows(uv), as_rows(dy)
     N, M = dy_rows.shape
     d_uv = torch.empty(uv.shape, dtype=uv.dtype, device=uv.device)
@@ -113,17 +113,17 @@ def _(dy: Tensor, uv: Tensor, s_u: Tensor | None, s_v: Tensor | None) -> tuple[T
 
 
 def blocks_of(M: int) -> tuple[int, int, int]:
-    """Columns of a program, its warps, and how many such blocks hold M columns."""
+    """Columns of a program's block, warps of the program, and the number of blocks that cover M columns."""
     block = min(BLOCK, max(32, triton.next_power_of_2(M)))
     return block, max(1, block // COLUMNS_PER_WARP), triton.cdiv(M, block)
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """`(N, columns)`, with each row contiguous; a copy only where the strides leave no other way."""
+    """x as `(N, columns)` with contiguous rows; a copy only where the strides of x require one."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def contiguous(vector: Tensor | None) -> Tensor | None:
-    """Effective scales may be one number, expanded."""
+    """The vector, copied if it is not contiguous: a scalar scale comes expanded, with stride 0."""
     return None if vector is None else vector.contiguous()

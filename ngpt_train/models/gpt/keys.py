@@ -10,7 +10,7 @@ from ngpt_train.config.model_keys import ModelConfig
 
 @dataclass
 class GPTConfig(ModelConfig):
-    """Llama-like baseline: RMSNorm, RoPE, SwiGLU, untied embeddings, no biases."""
+    """The baseline, like Llama: RMSNorm, RoPE, SwiGLU, untied embeddings, no biases."""
 
     name: str = key("gpt", "Architecture, chosen with model=NAME.")
     norm_eps: float = key(1e-6, "Added to the mean square in RMSNorm.", above=0)

@@ -1,7 +1,7 @@
 """GPT, the baseline: pre-norm RMSNorm, RoPE, SwiGLU, untied embeddings, no biases (the Llama layout).
 
-nGPT paper, section 2.1-2.4, left column of Table 1; QK-norm is an option, because a baseline
-without it is a weak one.
+Sections 2.1 to 2.4 of the nGPT paper, left column of Table 1. model.qk_norm adds QK-norm, because a baseline without
+it is a weak one.
 """
 
 import math
@@ -19,7 +19,7 @@ from ngpt_train.models.layers.rope import Rope, rotate
 
 
 class GPTBlock(nn.Module):
-    """Attention and MLP, each of the normalised h and added to it."""
+    """Adds to h the attention and then the MLP of RMSNorm(h)."""
 
     def __init__(self, config: GPTConfig, causal: bool = True) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class GPTBlock(nn.Module):
 
 
 class GPTAttention(Attention):
-    """softmax(q k^T / sqrt(d_k)) v W_o: eq. 13 and 14, with model.qk_norm of normalised q and k."""
+    """softmax(q k^T / sqrt(d_k)) v W_o: eq. 13 and 14; with model.qk_norm, q and k are normalised before."""
 
     def __init__(self, config: GPTConfig, causal: bool = True) -> None:
         d_head = config.d_model // config.n_heads
@@ -46,14 +46,14 @@ class GPTAttention(Attention):
     def heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
         return super().heads(q, k, v, rope) if self.q_norm is None else self.normed_heads(q, k, v, rope)
 
-    def heads_of_one_product(self, qkv: Tensor, rope: Rope | None) -> Heads:
+    def heads_of_qkv(self, qkv: Tensor, rope: Rope | None) -> Heads:
         if self.q_norm is None:
-            return super().heads_of_one_product(qkv, rope)
+            return super().heads_of_qkv(qkv, rope)
         return self.normed_heads(*self.split(qkv), rope)
 
     @without_kernel("rotary", "GPT's model.qk_norm=true")
     def normed_heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
-        """rope(RMSNorm(q)), rope(RMSNorm(k)) and v: each head is normalised by itself."""
+        """rope(RMSNorm(q)), rope(RMSNorm(k)) and v, where RMSNorm is over each head."""
         assert self.q_norm is not None
         assert self.k_norm is not None
         q, k, v = (x.unflatten(-1, (-1, self.d_head)) for x in (q, k, v))
@@ -61,13 +61,14 @@ class GPTAttention(Attention):
 
 
 class GPT(Decoder):
-    """Logits = W_output RMSNorm(h), with h from n_layers blocks."""
+    """Logits = E_output RMSNorm(h), where h is the output of the last block."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__(config, (GPTBlock(config) for _ in range(config.n_layers)))
         self.norm_final = RMSNorm(config.d_model, config.norm_eps)
 
     def head(self, h: Tensor) -> Head:
+        """z = E_output RMSNorm(h): eq. 1, after the final norm of Table 1."""
         return Head(self.norm_final(h), self.unembedding)
 
 

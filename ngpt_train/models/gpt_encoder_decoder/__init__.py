@@ -1,1 +1,1 @@
-"""The N-Transformer's baseline."""
+"""The baseline of the N-Transformer."""

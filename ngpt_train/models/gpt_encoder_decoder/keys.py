@@ -11,6 +11,6 @@ from ngpt_train.models.gpt.keys import GPTConfig
 
 @dataclass
 class GPTEncoderDecoderConfig(EncoderDecoderKeys, GPTConfig):
-    """Encoder-decoder of the baseline's layers, what the N-Transformer is compared with."""
+    """An encoder-decoder with GPT's layers, the baseline of the N-Transformer."""
 
     name: str = key("gpt_encoder_decoder", "Architecture, chosen with model=NAME.")

@@ -1,6 +1,6 @@
-"""The baseline of the N-Transformer: gpt.py as an encoder-decoder, with everything a baseline needs.
+"""The baseline of the N-Transformer: an encoder-decoder with the layers of gpt/model.py.
 
-(The TnT authors' has neither positions nor cross-attention in its decoder.)
+Its decoder has positions and cross-attention (TnT paper, eq. 9); that of the authors' code has neither.
 """
 
 import math
@@ -16,7 +16,7 @@ from ngpt_train.models.layers.rope import Rope
 
 
 class GPTDecoderBlock(GPTBlock):
-    """The decoder's three sublayers: TnT's Table 1, left column."""
+    """The decoder's three sublayers: Table 1 of the TnT paper, left column."""
 
     def __init__(self, config: GPTEncoderDecoderConfig) -> None:
         super().__init__(config)
@@ -26,14 +26,14 @@ class GPTDecoderBlock(GPTBlock):
     def forward(  # type: ignore[override]
         self, h: Tensor, rope: Rope | None, mask: Tensor | None, memory: Tensor, memory_mask: Tensor | None
     ) -> Tensor:
-        h = h + self.attention(self.norm_attn(h), rope, mask)  # h_A
-        h = h + self.cross(self.norm_cross(h), None, memory_mask, memory)  # h_C, eq. 9
-        h = h + self.mlp(self.norm_mlp(h))  # h_M
+        h = h + self.attention(self.norm_attn(h), rope, mask)  # Table 1: h_A
+        h = h + self.cross(self.norm_cross(h), None, memory_mask, memory)  # Table 1: h_C, eq. 9
+        h = h + self.mlp(self.norm_mlp(h))  # Table 1: h_M
         return h  # (B, T, d_model)
 
 
 class GPTEncoderDecoder(EncoderDecoder):
-    """Logits = W_output RMSNorm(h); the encoder ends with an RMSNorm too."""
+    """Logits = E_output RMSNorm(h). The encoder ends with an RMSNorm too."""
 
     def __init__(self, config: GPTEncoderDecoderConfig) -> None:
         encoder = (GPTBlock(config, causal=False) for _ in range(config.n_encoder_layers or config.n_layers))
@@ -42,7 +42,7 @@ class GPTEncoderDecoder(EncoderDecoder):
         self.norm_final = RMSNorm(config.d_model, config.norm_eps)
 
     def init_std(self, path: str) -> float:
-        """As gpt.py, with three writes into the residual stream in each block of the decoder."""
+        """As in a decoder, but a block of the decoder writes three times into the residual stream."""
         if not path.endswith((".wo", ".w_down")):
             return 0.02
         writes = 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)

@@ -11,11 +11,12 @@ from ngpt_train.models.layers.rope import Rope, rotate
 
 
 class Attention(nn.Module):
-    """softmax(softmax_scale q k^T) v W_o, where an architecture may say in `heads` what q and k are: eq. 12 to 14 of
-    nGPT's paper.
+    """softmax(softmax_scale q k^T) v W_o: eq. 12 to 14 of nGPT's paper.
 
-    W_q, W_k and W_v are `(heads * d_head, d_model)` and one product; W_o is `(heads * d_head, d_model)`, applied from
-    the right.
+    An architecture may override `heads`, which turns the projections of x into the q, k and v of the formula.
+
+    W_q is `(n_heads d_head, d_model)`, W_k and W_v are `(n_kv_heads d_head, d_model)`; the three are one product.
+    W_o is `(n_heads d_head, d_model)`, applied from the right.
     """
 
     def __init__(
@@ -38,32 +39,32 @@ class Attention(nn.Module):
         self.wo = OutputLinear({"wo": self.d_q}, config.d_model, bias, unit_rows)
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
-        """rope(q), rope(k) and v, cut into heads, of the projections `(B, T, d_q)`, `(B, S, d_kv)`, `(B, S, d_kv)`."""
+        """rope(q), rope(k) and v in heads: projections `(B, T, d_q)`, `(B, S, d_kv)`, `(B, S, d_kv)` -> `Heads`."""
         q, k, v = (x.unflatten(-1, (-1, self.d_head)) for x in (q, k, v))
         return rotate(q, rope), rotate(k, rope), v
 
-    def heads_of_one_product(self, qkv: Tensor, rope: Rope | None) -> Heads:
-        """As `heads`, of q, k and v side by side `(B, T, d_q + 2 d_kv)`."""
+    def heads_of_qkv(self, qkv: Tensor, rope: Rope | None) -> Heads:
+        """As `heads`, but of one tensor qkv `(B, T, d_q + 2 d_kv)`, which `rotary` takes in one pass over memory."""
         if rope is None:
             return self.heads(*self.split(qkv), None)
         options = RotaryOptions(self.n_heads, self.n_kv_heads, rope.interleaved, normalized=False)
         return rotary(qkv, rope.cos, rope.sin, options, scale=None)
 
     def split(self, qkv: Tensor) -> Heads:
-        """q, k and v, of q, k and v side by side."""
+        """Views q `(B, T, d_q)`, k and v `(B, T, d_kv)` of qkv `(B, T, d_q + 2 d_kv)`."""
         q, k, v = qkv.split([self.d_q, self.d_kv, self.d_kv], dim=-1)
         return q, k, v
 
     def combine(self, heads: Tensor) -> Tensor:
-        """Concat(heads) W_o, eq. 14: heads `(B, T, n_heads, d_head)` -> `(B, T, d_model)`."""
-        return self.wo(heads.flatten(2))
+        """Concat(heads) W_o: heads `(B, T, n_heads, d_head)` -> `(B, T, d_model)`."""
+        return self.wo(heads.flatten(2))  # eq. 14
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, memory: Tensor | None = None) -> Tensor:
-        """x `(B, T, d_model)` -> the same shape, with keys and values from memory `(B, S, d_model)`, if not from x."""
+        """x `(B, T, d_model)` -> the same shape. memory `(B, S, d_model)` gives keys and values; without it x does."""
         if memory is None:
-            q, k, v = self.heads_of_one_product(self.wqkv(x), rope)  # eq. 12
+            q, k, v = self.heads_of_qkv(self.wqkv(x), rope)  # eq. 12
         else:
-            assert self.wqkv.bias is None  # no architecture that attends to another sequence has biases
+            assert self.wqkv.bias is None  # no architecture with cross-attention has biases
             w_q, w_kv = self.wqkv.weight(x.dtype).split([self.d_q, 2 * self.d_kv])
             k, v = F.linear(memory, w_kv).chunk(2, dim=-1)
             q, k, v = self.heads(F.linear(x, w_q), k, v, rope)

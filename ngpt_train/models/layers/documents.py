@@ -1,11 +1,11 @@
-"""Several documents in one row: positions that begin anew with each, and attention that ends with it.
+"""Several documents in one row: each has positions from 0 on, and a token attends only to its own document.
 
-doc_ids `(B, T)` name the document of each token: they do not decrease along a row, and -1 is padding. Padding is
-treated as one document more, so that what it computes is finite; nothing else sees it.
+doc_ids `(B, T)` name the document of each token. They do not decrease along a row, except for padding, which is -1.
+Padding counts as one more document, so that its activations are finite; no other token sees it.
 
-Attention takes a `Mask`: what a varlen kernel of GPUs needs to know, or where there is none a boolean mask or blocks
-that say the same (kernels/attention.py). All of this is computed once per forward pass, on the device, and the host
-waits for none of it.
+Attention takes a `Mask` (kernels/attention.py): the boundaries of documents for a varlen kernel of GPUs, or else a
+boolean mask or flex_attention's blocks. The mask is computed once per forward pass, on the device; the host does not
+wait for it.
 """
 
 import torch
@@ -17,19 +17,20 @@ from ngpt_train.kernels.flash import Varlen
 
 
 def starts(doc_ids: Tensor) -> Tensor:
-    """`(B, T)`, true where a document begins."""
+    """`(B, T)` bool: true at the first token of each document."""
     first = torch.ones_like(doc_ids[:, :1], dtype=torch.bool)
     return torch.cat([first, doc_ids[:, 1:] != doc_ids[:, :-1]], dim=1)
 
 
 def positions_in_documents(doc_ids: Tensor) -> Tensor:
-    """`(B, T)`: 0, 1, 2, ... in each document."""
+    """Positions `(B, T)` int64 of the tokens in their documents: 0, 1, 2, ... in each."""
     place = torch.arange(doc_ids.shape[1], device=doc_ids.device)
     return place - torch.where(starts(doc_ids), place, 0).cummax(dim=1).values
 
 
 def document_mask(doc_ids: Tensor, d_head: int, dtype: torch.dtype) -> Mask:
-    """Each token sees itself and what comes before it in its document; d_head and dtype of the q, k and v to come."""
+    """The mask by which each token sees itself and the earlier tokens of its document. d_head, dtype: those of the q, k
+    and v that the mask will be used with."""
     kernel = varlen_kernel(doc_ids.device, d_head, dtype)
     if kernel is not None:
         return packed(doc_ids, kernel)
@@ -37,14 +38,14 @@ def document_mask(doc_ids: Tensor, d_head: int, dtype: torch.dtype) -> Mask:
 
 
 def causal_document_mask(doc_ids: Tensor) -> Tensor:
-    """`(B, 1, T, T)`, true where query t may see key s: s <= t and both of one document."""
+    """`(B, 1, T, T)` bool: true where query t may see key s, that is, s <= t and both are in one document."""
     T = doc_ids.shape[1]
     same = doc_ids[:, None, :, None] == doc_ids[:, None, None, :]
     return same & torch.ones(T, T, dtype=torch.bool, device=doc_ids.device).tril()
 
 
 def document_blocks(doc_ids: Tensor) -> Blocks:
-    """As `causal_document_mask`, without its `(T, T)`."""
+    """The mask of `causal_document_mask` as blocks, without a tensor of T x T elements."""
 
     def visible(b: Tensor, h: Tensor, t: Tensor, s: Tensor) -> Tensor:
         return (s <= t) & (doc_ids[b, t] == doc_ids[b, s])
@@ -54,8 +55,11 @@ def document_blocks(doc_ids: Tensor) -> Blocks:
 
 
 def packed(doc_ids: Tensor, kernel: Varlen) -> Packed:
-    """The host does not know how many documents there are, so there is room for a fixed number of them. Rows may share
-    it, but no batch may need more; `check_documents` says so on the host before."""
+    """The boundaries of documents for a varlen kernel.
+
+    The host does not know the number of documents, so the tensor of boundaries has room for a fixed number per batch.
+    A batch with more fails on the device; `check_documents` refuses it on the host before.
+    """
     B, T = doc_ids.shape
     room = room_for_documents(B, T)
     place = torch.arange(B * T, device=doc_ids.device)
@@ -66,20 +70,23 @@ def packed(doc_ids: Tensor, kernel: Varlen) -> Packed:
 
 
 def room_for_documents(B: int, T: int) -> int:
-    """In a batch of varlen attention: 64 a row, or one for each 32 tokens. More would cost what varlen is to save: a
-    kernel starts threads, and has memory in its backward pass, for each sequence, be it empty."""
+    """The most documents that varlen attention takes in a batch of B rows: per row 64, or one for 32 tokens if that is
+    more, but at most T. More room would cost what varlen saves: for each sequence, even an empty one, a kernel starts
+    threads and its backward pass takes memory."""
     return B * min(T, max(64, T // 32))
 
 
 def check_documents(doc_ids: Tensor, device: torch.device, d_head: int, dtype: torch.dtype) -> None:
-    """Raises ValueError where attention on `device` has no room for so many documents, which only varlen kernels may
-    lack. doc_ids: on the CPU; d_head and dtype of the q, k and v to come."""
+    """Raises ValueError if a varlen kernel runs on `device` and has no room for the documents of a batch.
+
+    Other kinds of attention take any number. doc_ids: on the CPU. d_head, dtype: those of the q, k and v to come.
+    """
     if varlen_kernel(device, d_head, dtype) is not None:
         check_room(doc_ids)
 
 
 def check_room(doc_ids: Tensor) -> None:
-    """Raises ValueError where there are more documents than `packed` has room for. doc_ids: on the CPU."""
+    """Raises ValueError if a batch has more documents than `packed` has room for. doc_ids: on the CPU."""
     B, T = doc_ids.shape
     found, room = int(starts(doc_ids).sum()), room_for_documents(B, T)
     if found > room:

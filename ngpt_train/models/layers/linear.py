@@ -1,4 +1,4 @@
-"""Matrix products with several named matrices at once: what is stored, what is multiplied by, what it is called."""
+"""Linear layers of several named matrices in one product: storage, cast, parametrization and names of the weights."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +11,14 @@ from ngpt_train.kernels.norm import normalize
 
 
 class FusedLinear(nn.Module):
-    """y = W x + b, where the rows of W are those of several matrices, one below the other.
+    """y = W x + b, where W is several named matrices, one below the other, because one product is faster than several.
 
-    One product is faster than several. `rows` names the matrices and says how many rows `(d_model,)` each has; weights
-    are exported under these names, and b, cut like W, under the same with b for w (`w_u`, `b_u`).
+    rows: the name of each matrix and its number of rows `(d_model,)`. Weights are exported under these names; the parts
+    of b that belong to the matrices have b in the place of w (`w_u`, `b_u`).
+    unit_rows: nGPT's parametrization: W is the stored matrix with each row divided by its length, so that gradients are
+    tangent to the sphere.
 
-    W and b are stored in fp32, and W is cast to the dtype of x at each use, or comes from the optimizer in bf16.
-    unit_rows: nGPT's parametrization. The rows' directions count and their gradients are tangent to the sphere.
+    Matrix and bias are stored in fp32. At each use W is cast to the dtype of x, or read from the optimizer's bf16 copy.
     """
 
     def __init__(self, rows: Mapping[str, int], d_model: int, bias: bool = False, unit_rows: bool = False) -> None:
@@ -26,7 +27,7 @@ class FusedLinear(nn.Module):
         self.unit_rows = unit_rows
         self.matrix = nn.Parameter(torch.empty(sum(self.rows.values()), d_model))
         self.bias = nn.Parameter(torch.empty(sum(self.bias_rows().values()))) if bias else None
-        # W in bf16, there during a step alone: optim/working_copies.py keeps it up to date.
+        # The optimizer's bf16 copy of the matrix, set only during a training step (optim/working_copies.py).
         self.bf16_copy: Tensor | None = None
 
     def reset_parameters(self) -> None:
@@ -34,19 +35,19 @@ class FusedLinear(nn.Module):
             nn.init.zeros_(self.bias)
 
     def bias_rows(self) -> dict[str, int]:
-        """Of the part of b that belongs to each matrix."""
+        """The name and length of the part of b that belongs to each matrix."""
         return {"b" + name.removeprefix("w"): n_rows for name, n_rows in self.rows.items()}
 
     def parts(self) -> dict[str, dict[str, int]]:
-        """For each parameter the names and rows of what lies one below the other in it."""
+        """For each parameter of this module, the names and numbers of rows of the weights that are stacked in it."""
         return {"matrix": self.rows} if self.bias is None else {"matrix": self.rows, "bias": self.bias_rows()}
 
     def weight(self, dtype: torch.dtype) -> Tensor:
-        """W as it is multiplied by, in the dtype of the product."""
+        """W `(rows, d_model)` in `dtype`: normalised, copied by the optimizer, or cast from the stored matrix."""
         if self.unit_rows:
             return normalize(self.matrix).to(dtype)
         if self.bf16_copy is not None and dtype == torch.bfloat16:
-            return _Copied.apply(self.matrix, self.bf16_copy)
+            return _CastByCopy.apply(self.matrix, self.bf16_copy)
         return self.matrix.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -55,22 +56,22 @@ class FusedLinear(nn.Module):
 
 
 class OutputLinear(FusedLinear):
-    """y = x W + b, for the matrices that write into the residual stream: their rows are points of it, too.
+    """y = x W + b, for the matrices that write into the residual stream. W is stored as `(rows, d_model)` here too.
 
-    So rows are what nGPT normalises in every matrix, and FSDP2 shards them whole.
+    So in every matrix nGPT normalises rows, and FSDP2, which shards by rows, cuts none.
     """
 
     def bias_rows(self) -> dict[str, int]:
         return {"b" + name.removeprefix("w"): self.matrix.shape[1] for name in self.rows}
 
     def forward(self, x: Tensor) -> Tensor:
-        """x `(..., rows)` -> `(..., d_model)` in x's dtype."""
+        """x `(..., rows)` -> `(..., d_model)` in x's dtype; rows is their total number."""
         y = x @ self.weight(x.dtype)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-class _Copied(torch.autograd.Function):
-    """What `matrix.to(copy.dtype)` would give, from a copy that there is already; its gradient is `.to`'s."""
+class _CastByCopy(torch.autograd.Function):
+    """`matrix.to(copy.dtype)`, read from a copy that exists already; the gradient is that of `.to`."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, copy: Tensor) -> Tensor:
@@ -83,5 +84,5 @@ class _Copied(torch.autograd.Function):
 
 
 def cast_linears(model: nn.Module) -> list[FusedLinear]:
-    """Those whose matrix is cast as it is, so that a copy in bf16 spares them the cast."""
+    """The layers that cast their stored matrix, and that a bf16 copy therefore spares the cast."""
     return [module for module in model.modules() if isinstance(module, FusedLinear) and not module.unit_rows]

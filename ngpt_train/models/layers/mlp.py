@@ -1,4 +1,4 @@
-"""The gated MLP. One for all architectures but NormFormer, whose has no gate."""
+"""The gated MLP of all architectures but NormFormer, whose MLP has no gate."""
 
 from collections.abc import Callable
 
@@ -13,7 +13,7 @@ from ngpt_train.models.layers.linear import FusedLinear, OutputLinear
 
 @without_kernel("swiglu", "model.activation=gelu")
 def geglu(uv: Tensor) -> Tensor:
-    """u * GELU(v) of uv `(..., 2 m)` = [u, v]: `(..., m)`; the exact GELU, not tanh's approximation."""
+    """u * GELU(v): uv `(..., 2 m)` = [u, v] -> `(..., m)`; the exact GELU, not the tanh approximation."""
     u, v = uv.chunk(2, dim=-1)
     return u * F.gelu(v)
 
@@ -24,7 +24,8 @@ GATES: dict[str, Callable[[Tensor], Tensor]] = {"silu": swiglu, "gelu": geglu}
 class MLP(nn.Module):
     """SwiGLU(u, v) W_down with u = W_u x, v = W_v x and SwiGLU(u, v) = u * SiLU(v): eq. 17 to 19 of nGPT's paper.
 
-    W_u, W_v and W_down are `(d_mlp, d_model)`; W_u and W_v are one product, W_down is applied from the right.
+    W_u, W_v and W_down (the paper's W_oMLP) are `(d_mlp, d_model)`; W_u and W_v are one product, W_down is applied from
+    the right. activation=gelu: u * GELU(v).
     """
 
     def __init__(self, config: ModelConfig, activation: str = "silu", unit_rows: bool = False) -> None:
@@ -36,8 +37,8 @@ class MLP(nn.Module):
 
     def hidden(self, x: Tensor) -> Tensor:
         """SwiGLU(u, v) `(B, T, d_mlp)` of x `(B, T, d_model)`."""
-        return GATES[self.activation](self.w_uv(x))
+        return GATES[self.activation](self.w_uv(x))  # eq. 17 and 18
 
     def forward(self, x: Tensor) -> Tensor:
         """x `(B, T, d_model)` -> the same shape."""
-        return self.w_down(self.hidden(x).to(x.dtype))
+        return self.w_down(self.hidden(x).to(x.dtype))  # eq. 19

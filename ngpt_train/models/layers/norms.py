@@ -46,12 +46,12 @@ class LayerNorm(nn.Module):
 
 @torch.no_grad()
 def normalize_rows_(matrix: Tensor, skipped: Tensor | None = None) -> None:
-    """Puts every row of `matrix` `(rows, d_model)` on the unit sphere, in place; where `skipped` (0-dim) not a bit.
+    """Divides every row of `matrix` `(rows, d_model)` by its length, in place.
 
-    FSDP2 shards rows whole, so the rows of the local shard are rows of the matrix, and no rank
-    needs to hear from another.
+    skipped: 0-dim bool; if it is true, no bit of the matrix changes. FSDP2 shards by whole rows, so each rank
+    normalises the rows of its own shard, without communication.
     """
     rows = matrix.to_local() if isinstance(matrix, DTensor) else matrix
     length = torch.linalg.vector_norm(rows, dim=-1, keepdim=True).clamp_min_(SHORTEST)
-    # Even a row of length 1 would move by a rounding if it were divided once more; by 1 it stays.
+    # A skipped step divides by 1: dividing a row of length 1 by its computed length could change it by a rounding.
     rows.div_(length if skipped is None else length.masked_fill_(skipped, 1.0))

@@ -9,23 +9,23 @@ from ngpt_train.kernels import rotary
 
 
 class Rope(NamedTuple):
-    """cos and sin of the angles, each `(T, 1, D/2)` or `(B, T, 1, D/2)`, and which dimensions turn together."""
+    """cos and sin of the angles, each `(T, 1, D/2)` or `(B, T, 1, D/2)`, and which dimensions form a pair."""
 
     cos: Tensor
     sin: Tensor
-    interleaved: bool  # pairs (2i, 2i + 1); else (i, i + D/2), as Hugging Face's Llama has it
+    interleaved: bool  # pairs (2i, 2i + 1); else (i, i + D/2), as in Hugging Face's Llama
 
     def at(self, positions: Tensor) -> "Rope":
-        """The angles of positions `(B, T)`, out of those of 0, 1, 2, ..."""
+        """The angles of positions `(B, T)`, taken from this table of the positions 0, 1, 2, ..."""
         return Rope(self.cos[positions], self.sin[positions], self.interleaved)
 
 
 def rope_table(
     length: int, d_head: int, base: float, interleaved: bool, device: torch.device, dtype: torch.dtype
 ) -> Rope:
-    """The angles t * base^(-2i / d_head) of positions t < length and pairs i < d_head / 2.
+    """cos and sin, `(length, 1, d_head / 2)` in `dtype`, of the angles t * base^(-2i / d_head) at positions t.
 
-    They are computed in fp64: in fp32 they are off by 1e-4 rad at position 8192.
+    The angles are computed in fp64: in fp32 they are off by 1e-4 rad at position 8192.
     """
     pairs = torch.arange(0, d_head, 2, device=device, dtype=torch.float64)
     positions = torch.arange(length, device=device, dtype=torch.float64)
@@ -36,6 +36,6 @@ def rope_table(
 def rotate(x: Tensor, rope: Rope | None) -> Tensor:
     """Rotates each pair of x `(B, T, H, D)` by its position's angle; the length of x does not change.
 
-    None leaves x as it is: positions are told otherwise.
+    Without rope, x itself: the model has no positions, or has them in the embedding.
     """
     return x if rope is None else rotary.rotate(x, *rope)

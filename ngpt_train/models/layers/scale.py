@@ -1,4 +1,4 @@
-"""Learned scale vectors whose step size is set apart from their value (nGPT, section 2.5)."""
+"""Learned scale vectors whose effective learning rate is set independently of their value (nGPT, section 2.5)."""
 
 import math
 
@@ -10,21 +10,20 @@ from ngpt_train.models.ngpt.keys import ScaleVectorConfig
 
 
 class ScaledParameter(nn.Module):
-    """A vector s that is stored as s_scale and used as s * s_init / s_scale.
+    """A vector s whose stored value starts at s_scale and whose effective value is stored * s_init / s_scale.
 
-    Adam moves every entry by about the learning rate, whatever the entry's size. Storing s at
-    `scale` and multiplying by `init / scale` in the forward pass makes the effective step
-    lr * init / scale, so one learning rate serves matrices and scales alike.
+    Adam moves every stored entry by about the learning rate, whatever the entry's size. So the effective value moves by
+    about lr * s_init / s_scale per step, and one learning rate suits matrices and scales alike.
 
-    Stored in fp32 under every layout and precision: `(size,)` for kind=vector, `(1,)` for scalar; a fixed
-    one is no parameter (section A.8, Table 5).
+    Stored in fp32 in every layout and precision: `(size,)` for kind=vector, `(1,)` for kind=scalar. With kind=fixed it
+    is a buffer, not a parameter (section A.8, Table 5).
     """
 
     def __init__(self, size: int, chosen: ScaleVectorConfig, model: ModelConfig) -> None:
         super().__init__()
         self.size = size
-        self.init = in_numbers(chosen.init, model)
-        self.scale = 1.0 if chosen.kind == "fixed" else in_numbers(chosen.scale, model)
+        self.init = value_of(chosen.init, model)
+        self.scale = 1.0 if chosen.kind == "fixed" else value_of(chosen.scale, model)
         stored = torch.empty(1 if chosen.kind == "scalar" else size)
         if chosen.kind == "fixed":
             self.register_buffer("stored", stored, persistent=False)
@@ -36,11 +35,11 @@ class ScaledParameter(nn.Module):
         nn.init.constant_(self.stored, self.scale)
 
     def forward(self) -> Tensor:
-        """The effective vector, shape `(size,)`, in the dtype it is stored in."""
+        """The effective vector `(size,)`, in the dtype of the stored one."""
         return (self.stored * (self.init / self.scale)).expand(self.size)
 
 
-def in_numbers(value: float | str, model: ModelConfig) -> float:
-    """A start of the config, which may be a word of ngpt.keys.SCALE_WORDS."""
+def value_of(value: float | str, model: ModelConfig) -> float:
+    """The value of `init` or `scale` in the config: a number, or one of ngpt.keys.SCALE_WORDS, computed for `model`."""
     words = {"1/L": 1 / model.n_layers, "1/sqrt(d)": 1 / math.sqrt(model.d_model), "sqrt(d)": math.sqrt(model.d_model)}
     return words[value] if isinstance(value, str) else float(value)

@@ -12,13 +12,13 @@ from ngpt_train.config.model_keys import ModelConfig
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
 
-# What the start of a scale vector may be besides a number.
+# The words that `init` and `scale` of a scale vector may be besides a number.
 SCALE_WORDS = ("1/L", "1/sqrt(d)", "sqrt(d)")
 
 
 @dataclass
 class ScaleVectorConfig:
-    """A scale s of nGPT (section 2.5): stored as `scale` at the start, used as stored * init / scale."""
+    """A scale vector of nGPT (section 2.5). Its stored value starts at `scale`; in use it is stored * init / scale."""
 
     kind: str = key(
         "vector",
@@ -36,7 +36,7 @@ class ScaleVectorConfig:
 
 @dataclass
 class MLPScaleConfig(ScaleVectorConfig):
-    """s_u and s_v, which are stored as they are used."""
+    """s_u and s_v, which by default are used as they are stored."""
 
     scale: FloatOrAuto = key(1.0, "Stored value at the start, as above.", choices=SCALE_WORDS, above=0)
 

@@ -1,8 +1,8 @@
 """nGPT, the normalized Transformer on the hypersphere (Loshchilov et al. 2024), section 2.6.
 
-Every hidden state and every row of every matrix is a point of the unit sphere. A block does not add
-to h, it moves h towards the point it suggests, by a learned share alpha per dimension. The options
-are the paper's ablations (Tables 4 to 6) and variants (sections 2.2.2, A.2, A.3).
+Every hidden state and every row of every matrix has length 1. Attention and MLP are not added to h: h moves towards
+h_A = Norm(ATTN(h)) and h_M = Norm(MLP(h)) by the eigen learning rates alpha_A and alpha_M, one per dimension. The
+options are the paper's ablations (Tables 4 to 6) and variants (sections 2.2.2, A.2, A.3).
 """
 
 import math
@@ -29,7 +29,7 @@ from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig
 
 
 class NGPTBlock(nn.Module):
-    """Two steps on the sphere; no other normalisation."""
+    """Two steps on the sphere. There is no other normalisation of h (Table 1, right column)."""
 
     def __init__(self, config: NGPTConfig, causal: bool = True) -> None:
         super().__init__()
@@ -40,15 +40,15 @@ class NGPTBlock(nn.Module):
         self.step = STEPS[config.update]
 
     def forward(self, h: HiddenState, rope: Rope | None, mask: Mask) -> HiddenState:
-        step, alpha_attn, alpha_mlp = self.step, self.alpha_attn(), self.alpha_mlp()
+        step, alpha_A, alpha_M = self.step, self.alpha_attn(), self.alpha_mlp()
         # step(h, x, alpha) = Norm(h + alpha (Norm(x) - h)), unless model.update says otherwise.
-        h = step(h, self.attention(h, rope, mask), alpha_attn)  # eq. 10
-        h = step(h, self.mlp(h), alpha_mlp)  # eq. 11
+        h = step(h, self.attention(h, rope, mask), alpha_A)  # eq. 10
+        h = step(h, self.mlp(h), alpha_M)  # eq. 11
         return h  # (B, T, d_model)
 
 
 class EigenLearningRates(ScaledParameter):
-    """|alpha| `(d_model,)` (section 2.2.2); alpha as it is with alpha_sign=free (section A.2)."""
+    """|alpha| `(d_model,)` (section 2.2.2); with alpha_sign=free alpha itself (section A.2)."""
 
     def __init__(self, chosen: AlphaConfig, config: NGPTConfig) -> None:
         super().__init__(config.d_model, chosen, config)
@@ -60,10 +60,10 @@ class EigenLearningRates(ScaledParameter):
 
 
 class NGPTAttention(Attention):
-    """softmax(sqrt(d_k) q k^T) v W_o with q and k on the sphere of their head (section 2.3.2)."""
+    """softmax(sqrt(d_k) q k^T) v W_o, where q and k are normalised per head and scaled by s_qk (section 2.3.2)."""
 
     def __init__(self, config: NGPTConfig, causal: bool = True) -> None:
-        # q and k have length 1, so q k^T has variance 1 / d_k where the baseline's has d_k.
+        # The product of unit vectors q and k has variance 1 / d_k, where the baseline's has variance d_k.
         softmax_scale = math.sqrt(config.d_model // config.n_heads)
         super().__init__(config, softmax_scale, causal, unit_rows=config.constraint == "parametrization")
         self.qk_norm = config.qk_norm
@@ -71,10 +71,10 @@ class NGPTAttention(Attention):
 
     @without_kernel("rotary", "queries without a rotation, as in cross-attention")
     def heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
-        """q <- Norm(q) s_qk and k <- Norm(k) s_qk, both after their rotation, of each head: eq. 15 and 16.
+        """q <- Norm(q) s_qk and k <- Norm(k) s_qk in each head, after RoPE: eq. 15 and 16.
 
-        Only the product of q and k counts, so both factors s_qk go to q: the same function, one pass
-        less, and right for grouped keys, which have fewer heads than s_qk.
+        Attention depends on the product of q and k alone, so q gets both factors s_qk. The function is the same. It
+        takes one pass over memory less, and fits grouped keys, which have fewer heads than s_qk has.
         """
         q, k, v = super().heads(q, k, v, rope)  # rope(q), rope(k), v
         s_qk = self.s_qk().view(self.n_heads, self.d_head)
@@ -83,11 +83,11 @@ class NGPTAttention(Attention):
             k = normalize(k)  # eq. 16
         return q * s_qk.square(), k, v
 
-    def heads_of_one_product(self, qkv: Tensor, rope: Rope | None) -> Heads:
+    def heads_of_qkv(self, qkv: Tensor, rope: Rope | None) -> Heads:
         if rope is None:
-            return super().heads_of_one_product(qkv, None)
+            return super().heads_of_qkv(qkv, None)
         options = RotaryOptions(self.n_heads, self.n_kv_heads, rope.interleaved, normalized=self.qk_norm)
-        # Norm(rope(q)) s_qk^2 and Norm(rope(k)), as in `heads`.
+        # eq. 15 and 16 as in `heads`, in one pass: Norm(rope(q)) s_qk^2, Norm(rope(k)), v.
         return rotary(qkv, rope.cos, rope.sin, options, scale=self.s_qk().square())
 
     def forward(  # type: ignore[override]
@@ -106,10 +106,10 @@ class NGPTMLP(MLP):
         self.sqrt_d_model = math.sqrt(config.d_model)
 
     def hidden(self, x: Tensor) -> Tensor:
-        """SwiGLU(u s_u, v s_v sqrt(d_model)) of u = W_u x and v = W_v x.
+        """SwiGLU(u s_u, v s_v sqrt(d_model)) of u = W_u x and v = W_v x (eq. 17, 18).
 
-        v is a product of unit vectors, with entries near 1 / sqrt(d_model), where SiLU would be linear: sqrt(d_model)
-        brings them back to order 1 (section A.1).
+        The entries of v are products of unit vectors, of the order of 1 / sqrt(d_model), where SiLU is almost linear.
+        The factor sqrt(d_model) makes them of order 1 (section A.1).
         """
         s_u = self.s_u()  # eq. 20: u <- u s_u
         s_v = self.s_v() * self.sqrt_d_model  # eq. 21: v <- v s_v sqrt(d_model)
@@ -120,7 +120,10 @@ class NGPTMLP(MLP):
 
 
 class Spherical(Decoder):
-    """What a model on the sphere has apart from its blocks; `s_z` is its scale of the logits."""
+    """A model on the sphere without its blocks: embedding, head, initialisation and projection.
+
+    A subclass sets `s_z`, the scale of the logits.
+    """
 
     decays = False  # the projection fixes the length of every row (section 2.6, item 7)
     config: NGPTConfig
@@ -137,7 +140,7 @@ class Spherical(Decoder):
         return state.to_read
 
     def head(self, h: Tensor) -> Head:
-        """z <- s_z (W_output h): eq. 1 and 3."""
+        """z = E_output h and z <- z s_z: eq. 1 and 3."""
         parametrized = self.config.constraint == "parametrization"
         return Head(h, normalize(self.unembedding) if parametrized else self.unembedding, self.s_z())
 
@@ -149,7 +152,7 @@ class Spherical(Decoder):
         return self.config.constraint == "projection"
 
     def project_(self, skipped: Tensor | None = None) -> None:
-        """Section 2.6, item 2: every matrix and every embedding, along the embedding dimension."""
+        """Normalises every matrix and embedding along the embedding dimension: section 2.6, item 2."""
         if self.projects:
             for parameter in self.parameters():
                 if parameter.ndim == 2:
@@ -157,19 +160,19 @@ class Spherical(Decoder):
 
 
 class NGPT(Spherical):
-    """Logits = s_z W_output h, with h from n_layers blocks."""
+    """Logits = s_z (E_output h), where h is the output of the last block."""
 
     def __init__(self, config: NGPTConfig) -> None:
         super().__init__(config, (NGPTBlock(config) for _ in range(config.n_layers)))
         self.s_z = ScaledParameter(self.embedding.shape[0], config.s_z, config)
 
 
-# The options.
+# The options of model.update and model.activation.
 
 
 def slerp(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
     """sin((1 - alpha) theta) / sin(theta) h + sin(alpha theta) / sin(theta) h_new, alpha per dimension: eq. 6."""
-    # arccos has no derivative at +-1; so close, the arc is a straight line to rounding.
+    # arccos has no derivative at +-1. At the limit SLERP and LERP agree to rounding.
     limit = 1 - torch.finfo(h_new.dtype).eps
     theta = (h * h_new).sum(-1, keepdim=True).clamp(-limit, limit).arccos()
     return (((1 - alpha) * theta).sin() * h + (alpha * theta).sin() * h_new) / theta.sin()
@@ -184,7 +187,7 @@ Step = Callable[[HiddenState, Tensor, Tensor], HiddenState]
 
 
 def step_by(update: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
-    """Another update in the place of eq. 10's: h <- Norm(update(h, h_A, alpha)), where h_A = Norm(x)."""
+    """A step h <- Norm(update(h, h_A, alpha)) with h_A = Norm(x), in the place of eq. 10 and 11."""
 
     @without_kernel("sphere_step", f"model.update={update.__name__}")
     def step(h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
@@ -199,7 +202,7 @@ STEPS: dict[str, Step] = {"lerp": sphere_step, "slerp": step_by(slerp), "riemann
 
 @without_kernel("swiglu", "model.activation=gelu")
 def scaled_geglu(x: Tensor, w_uv: Tensor, s_u: Tensor, s_v: Tensor) -> Tensor:
-    """s_u u * GELU(s_v v), the authors' other gate; arguments as of scaled_swiglu."""
+    """(s_u u) * GELU(s_v v), the gate of TnT's N-transformer(GELU); arguments as of scaled_swiglu."""
     u, v = F.linear(x, w_uv).chunk(2, dim=-1)
     return s_u * u * F.gelu(s_v * v)
 

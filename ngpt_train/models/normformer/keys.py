@@ -11,7 +11,7 @@ from ngpt_train.config.model_keys import ModelConfig
 
 @dataclass
 class NormFormerConfig(ModelConfig):
-    """Pre-LayerNorm Transformer with the NormFormer paper's extra operations; each switches on and off alone."""
+    """Pre-LayerNorm Transformer with the extra operations of the NormFormer paper, each with a switch of its own."""
 
     name: str = key("normformer", "Architecture, chosen with model=NAME.")
     tied_embeddings: bool = key(True, "One matrix as input and output embedding.")
@@ -44,5 +44,5 @@ class NormFormerConfig(ModelConfig):
             yield from (("positions", name) for name in ("rope_base", "rope_layout"))
 
     def not_in_weights(self) -> set[str]:
-        """Learned positions are as many as a row is long."""
+        """The learned positions are a weight of shape `(context, d_model)`, so then context must agree."""
         return super().not_in_weights() - ({"context"} if self.positions == "learned" else set())

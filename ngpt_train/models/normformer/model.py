@@ -1,7 +1,7 @@
 """NormFormer (Shleifer, Weston and Ott 2021): a pre-LayerNorm Transformer with more normalisation inside each layer.
 
-Section 2.1, with ResScale of section 3. With every operation switched off it is the paper's baseline,
-GPT-3's layout.
+Section 2.1, with ResScale of section 3. Without any of its operations it is the paper's baseline, with GPT-3's layout.
+The paper has no equation numbers.
 """
 
 import math
@@ -22,7 +22,7 @@ from ngpt_train.models.normformer.keys import NormFormerConfig
 
 
 class NormFormerBlock(nn.Module):
-    """NormFFN(NormScaledMHA(x)) of section 2.1, with ResScale's lambda of section 3, which is 1 without it."""
+    """NormFFN(NormScaledMHA(x)) of section 2.1. lambda is ResScale's (section 3); without ResScale it is 1."""
 
     def __init__(self, config: NormFormerConfig) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class NormFormerBlock(nn.Module):
 
 
 class HeadScaleAttention(Attention):
-    """Concat(gamma_1 h_1, ..., gamma_n h_n) W_o, with softmax(q k^T / sqrt(d_k)) v as h_i."""
+    """HeadScaleMHA: Concat(gamma_1 h_1, ..., gamma_n h_n) W_o, where h_i = softmax(q_i k_i^T / sqrt(d_k)) v_i."""
 
     def __init__(self, config: NormFormerConfig) -> None:
         d_head = config.d_model // config.n_heads
@@ -53,39 +53,43 @@ class HeadScaleAttention(Attention):
         norms = [LayerNorm(width, config.norm_eps) if config.qkv_norm else None for width in widths]
         self.norm_q, self.norm_k, self.norm_v = norms
 
-    def heads_of_one_product(self, qkv: Tensor, rope: Rope | None) -> Heads:
+    def heads_of_qkv(self, qkv: Tensor, rope: Rope | None) -> Heads:
         if self.norm_q is None:
-            return super().heads_of_one_product(qkv, rope)
+            return super().heads_of_qkv(qkv, rope)
         return self.normed_heads(*self.split(qkv), rope)
 
     @without_kernel("rotary", lambda *arguments: None if arguments[-1] is None else "model.qkv_norm=true")
     def normed_heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
-        """LN(q), LN(k), LN(v): row `+ 3 More LN` of Table 4."""
+        """The heads of LN(q), LN(k) and LN(v): row `+ 3 More LN` of Table 4."""
         assert self.norm_q is not None
         assert self.norm_k is not None
         assert self.norm_v is not None
         return self.heads(self.norm_q(q), self.norm_k(k), self.norm_v(v), rope)
 
     def combine(self, heads: Tensor) -> Tensor:
-        """The scale comes before W_o in the paper; the authors' code has it after, on W_o's output cut into heads."""
+        """Concat(gamma_i h_i) W_o, as in the paper.
+
+        The authors' code multiplies gamma after W_o, with the output of W_o cut into heads (head_scale=after).
+        """
         if self.head_scale is None:
             return super().combine(heads)
         if self.before:
-            return super().combine(self.head_scale(heads.mT).mT)
+            return super().combine(self.head_scale(heads.mT).mT)  # heads.mT: (B, T, d_head, n_heads)
         y = super().combine(heads).view_as(heads)
         return self.head_scale(y.mT).mT.flatten(2)
 
 
 def relu2(x: Tensor) -> Tensor:
+    """ReLU(x)^2."""
     return F.relu(x).square()
 
 
-# The exact GELU, not tanh's approximation.
+# The exact GELU, not the tanh approximation.
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu2": relu2}
 
 
 class NormFormerMLP(nn.Module):
-    """LN(sigma(x W_1 + b_1)) W_2 + b_2, where W_1 is w_u and W_2 is w_down; both are stored as `(d_mlp, d_model)`."""
+    """LN(sigma(x W_1 + b_1)) W_2 + b_2. W_1 is w_u and W_2 is w_down, both stored as `(d_mlp, d_model)`."""
 
     def __init__(self, config: NormFormerConfig) -> None:
         super().__init__()
@@ -97,12 +101,12 @@ class NormFormerMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `(B, T, d_model)` -> the same shape."""
-        hidden = self.activation(self.w_u(x))  # (B, T, d_mlp)
+        hidden = self.activation(self.w_u(x))  # sigma(x W_1 + b_1): (B, T, d_mlp)
         return self.w_down(self.norm_ffn(hidden))
 
 
 class LearnedScale(nn.Module):
-    """Learned numbers that start at 1, `(size,)`."""
+    """Learned factors `(size,)` that start at 1: gamma of HeadScale, lambda of ResScale."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -118,10 +122,10 @@ class LearnedScale(nn.Module):
 
 
 class NormFormer(Decoder):
-    """Logits = W_output LN(x); positions are added to the embedding unless they are rotary.
+    """Logits = E_output LN(x). Positions are added to the embedding unless they are rotary.
 
-    Matrices start as the baseline's, so that the arms of a comparison start alike; the authors' code draws
-    them by Xavier's and Kaiming's rules.
+    Matrices are initialised as the baseline's, so that all models of a comparison start alike; the authors' code uses
+    Xavier's and Kaiming's rules.
     """
 
     def __init__(self, config: NormFormerConfig) -> None:
@@ -132,10 +136,11 @@ class NormFormer(Decoder):
         self.rotary = config.positions == "rotary"
 
     def init_std(self, path: str) -> float:
-        """The embedding, times sqrt(d_model), enters with 0.5, where positions have 0.7 and normed suggestions 1.
+        """As a decoder's, but for the embedding: times sqrt(d_model) it has standard deviation 0.5.
 
-        The authors have 1. Being the head's matrix as well, it would then give the token just read so high a logit
-        that the loss starts above ln V.
+        It is added to sinusoidal positions, which have 0.7, and to normalised outputs of attention, which have 1. The
+        authors' code has 1 here. With 1 the embedding, which is the output embedding too, would give the token just
+        read so high a logit that the loss starts above ln V.
         """
         return 0.5 / math.sqrt(self.config.d_model) if path == "embedding" else super().init_std(path)
 
@@ -143,7 +148,10 @@ class NormFormer(Decoder):
         return super().embed(tokens, table) * math.sqrt(self.config.d_model)
 
     def add_positions(self, h: Tensor, positions: Tensor) -> Tensor:
-        """sqrt(d_model) E[token] + position, as Vaswani et al. 2017, section 3.4."""
+        """sqrt(d_model) E[token] + position (Vaswani et al. 2017, sections 3.4 and 3.5).
+
+        Raises ValueError for a row that is longer than the learned positions.
+        """
         T, d_model = h.shape[1:]
         if self.rotary:
             return h
@@ -161,7 +169,10 @@ class NormFormer(Decoder):
 
 
 def sinusoids(length: int, d_model: int, device: torch.device) -> Tensor:
-    """`(length, d_model)` fp64: at 2i sin(t / 10000^(2i/d)), at 2i + 1 its cos (Vaswani et al. 2017, section 3.5)."""
+    """PE `(length, d_model)` in fp64: PE(t, 2i) = sin(t / 10000^(2i/d)), PE(t, 2i + 1) = cos(t / 10000^(2i/d)).
+
+    Vaswani et al. 2017, section 3.5.
+    """
     evens = torch.arange(0, d_model, 2, device=device, dtype=torch.float64)
     angles = torch.outer(
         torch.arange(length, device=device, dtype=torch.float64), 10000.0 ** (-evens / d_model)

@@ -11,7 +11,7 @@ from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig
 
 @dataclass
 class NTransformerConfig(EncoderDecoderKeys, NGPTConfig):
-    """Encoder-decoder nGPT (TnT), with cross-attention on the sphere; the options are nGPT's."""
+    """nGPT as an encoder-decoder (TnT), with cross-attention on the sphere; the options are nGPT's."""
 
     name: str = key("ntransformer", "Architecture, chosen with model=NAME.")
     alpha_cross: AlphaConfig = field(default_factory=AlphaConfig)

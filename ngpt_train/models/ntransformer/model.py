@@ -1,7 +1,8 @@
-"""N-Transformer (TnT), nGPT's encoder-decoder, as its paper describes it: cross-attention on the sphere as well.
+"""N-Transformer (TnT), nGPT as an encoder-decoder, with cross-attention on the sphere too.
 
-The corrected model: the authors' code leaves cross-attention without QK-norm and its matrices off the sphere,
-and divides the decoder's scores by sqrt(d_k) where unit vectors want the factor (nGPT, section 2.3.2).
+It follows the paper where the authors' code does not: in the code, cross-attention has no QK-norm and its matrices are
+not normalised. It follows nGPT (section 2.3.2) in the scale of the scores, sqrt(d_k), where the paper has 1 / sqrt(d_k)
+(eq. 7 and 12) and so has the code in the decoder.
 """
 
 from dataclasses import replace
@@ -19,7 +20,7 @@ from ngpt_train.models.ntransformer.keys import NTransformerConfig
 class NTransformerBlock(NGPTBlock):
     """The decoder's three steps on the sphere: Table 1 of the paper, right column.
 
-    Cross-attention is eq. 10 to 12, but for eq. 12's division by sqrt(d_k), see above.
+    Cross-attention is eq. 10 to 12, but with the factor sqrt(d_k) instead of eq. 12's division, see above.
     """
 
     def __init__(self, config: NTransformerConfig) -> None:
@@ -31,23 +32,23 @@ class NTransformerBlock(NGPTBlock):
         self, h: HiddenState, rope: Rope | None, mask: Tensor | None, memory: Tensor, memory_mask: Tensor | None
     ) -> HiddenState:
         step = self.step
-        alpha_attn, alpha_cross, alpha_mlp = self.alpha_attn(), self.alpha_cross(), self.alpha_mlp()
-        h = step(h, self.attention(h, rope, mask), alpha_attn)  # h_A
-        # Positions of two sequences have no distance, so no rotation here.
-        h = step(h, self.cross(h, None, memory_mask, memory), alpha_cross)  # h_C
-        h = step(h, self.mlp(h), alpha_mlp)  # h_M
+        alpha_A, alpha_C, alpha_M = self.alpha_attn(), self.alpha_cross(), self.alpha_mlp()
+        h = step(h, self.attention(h, rope, mask), alpha_A)  # Table 1: h_A
+        # Without RoPE: positions in two different sequences have no distance.
+        h = step(h, self.cross(h, None, memory_mask, memory), alpha_C)  # Table 1: h_C
+        h = step(h, self.mlp(h), alpha_M)  # Table 1: h_M
         return h  # (B, T, d_model)
 
 
 class NTransformer(Spherical, EncoderDecoder):
-    """Logits = s_z W_output h. The encoder's blocks are nGPT's, attending in both directions."""
+    """Logits = s_z (E_output h). The encoder's blocks are nGPT's without the causal mask."""
 
     config: NTransformerConfig
 
     def __init__(self, config: NTransformerConfig) -> None:
-        # To the encoder its own depth is the L of an init or scale of 1/L.
-        of_encoder = replace(config, n_layers=config.n_encoder_layers or config.n_layers)
-        encoder = (NGPTBlock(of_encoder, causal=False) for _ in range(of_encoder.n_layers))
+        # The L of an init or scale of 1/L is the encoder's own number of layers in the encoder.
+        encoder_config = replace(config, n_layers=config.n_encoder_layers or config.n_layers)
+        encoder = (NGPTBlock(encoder_config, causal=False) for _ in range(encoder_config.n_layers))
         super().__init__(config, encoder, (NTransformerBlock(config) for _ in range(config.n_layers)))
         self.s_z = ScaledParameter(self.embedding.shape[0], config.s_z, config)
 

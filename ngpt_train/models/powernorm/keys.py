@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PowerNormConfig(ModelConfig):
-    """The baseline's pre-norm decoder with a norm over the batch (PowerNorm paper) in place of RMSNorm."""
+    """The baseline's pre-norm decoder with one of the PowerNorm paper's norms in place of RMSNorm."""
 
     name: str = key("powernorm", "Architecture, chosen with model=NAME.")
     norm: str = key(
@@ -68,7 +68,7 @@ class PowerNormConfig(ModelConfig):
             fix = f"Set model.psi_warmup_steps below {config.train.steps}, or choose model.norm=pn_v"
             yield "model.psi_warmup_steps train.steps", "the whole run would be warm-up, which is not causal", fix
         if self.norm == "layer":
-            return  # no statistics of the batch
+            return  # LayerNorm has no statistics of the batch
         if config.train.cuda_graphs:
             problem = "statistics of the batch leave the graphs in the middle of a pass, which is not supported"
             yield "train.cuda_graphs model.norm", problem, "Set model.norm=layer, or train.cuda_graphs=false"
@@ -78,5 +78,5 @@ class PowerNormConfig(ModelConfig):
             yield "data.pack data.document_mask model.norm", problem, fix
 
     def not_in_weights(self) -> set[str]:
-        """Nor how statistics are gathered in training."""
+        """Adds the keys of the running statistics, which change training but no weight's shape or meaning."""
         return super().not_in_weights() | {"psi_warmup_steps", "alpha_fwd", "alpha_bkw", "statistics"}

@@ -1,14 +1,14 @@
 """PowerNorm (Shen, Yao, Gholami, Mahoney and Keutzer 2020): the baseline's decoder with a norm over the batch.
 
-gpt/model.py with every RMSNorm replaced by one of the paper's four norms, and nothing else, so that the norms are
-compared and not the decoders.
+The model is gpt/model.py with every RMSNorm replaced by one of the paper's four norms. Nothing else differs, so that a
+comparison of such models compares the norms.
 
-Symbols are the paper's: X, X_hat, Y `(B, T, d)`, whose B x T valid tokens are the paper's B rows; psi, nu, gamma, beta,
+Symbols are the paper's: X, X_hat, Y `(B, T, d)`, whose valid tokens are the paper's B rows; psi, nu, gamma, beta,
 Gamma, Lambda `(d,)`. gamma and beta are the parameters `gain` and `bias`.
 
-In training PN-V and BatchNorm are not causal, nor is PowerNorm in its warm-up: the statistics of a batch
-contain its later tokens, and the training loss is too low by what leaks. Evaluation uses running statistics,
-which are known before the first token, and is causal always.
+In training PN-V and BatchNorm are not causal, nor is PowerNorm in its warm-up: the statistics of a batch include later
+tokens. These leak into the training loss, which is too low. Evaluation uses running statistics, which do not depend on
+the row, and is always causal.
 """
 
 import math
@@ -29,29 +29,29 @@ from ngpt_train.models.powernorm.keys import PowerNormConfig
 from ngpt_train.models.powernorm.running_statistics import (
     BatchStatistics,
     NormOverBatch,
-    NormWithNu,
+    PowerNormBase,
     RunningStatistics,
     move_average_,
-    updating,
+    run_and_update,
 )
 
 
-class PowerNorm(NormWithNu):
-    """Algorithm 2, in its order. Its backward pass is no derivative of its forward pass, but eq. 11 and 12.
+class PowerNorm(PowerNormBase):
+    """Algorithm 2, in its order. The backward pass is eq. 11 and 12, not the derivative of the forward pass.
 
-    psi is sqrt(psi_squared + eps). In the warm-up it is the batch's own, and psi_squared the mean over the batches so
-    far. When the updates run, after each pass, running_statistics.py says.
+    psi is sqrt(psi_squared + eps). In the warm-up X is divided by the batch's own psi, and psi_squared is the mean over
+    the batches so far. PowerNormBase calls update_psi_ after a forward pass and update_nu_ after its backward pass.
     """
 
     # begin Forward Propagation
 
-    def train_on(
+    def forward_in_training(
         self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
     ) -> tuple[Tensor, BatchStatistics]:
         assert running is not None
         psi_B_squared, n_tokens = self.mean(X.detach().square(), valid)  # Get mini-batch statistics
         psi = self.root(psi_B_squared) if running.psi is None else running.psi
-        Y = _ByAlgorithm2.apply(X, psi, self.gain, self.bias, running.nu, running.sum_for_Lambda, valid)
+        Y = _PowerNormFunction.apply(X, psi, self.gain, self.bias, running.nu, running.sum_for_Lambda, valid)
         return Y, BatchStatistics((psi_B_squared,), n_tokens)
 
     @staticmethod
@@ -61,7 +61,7 @@ class PowerNorm(NormWithNu):
         return Y, X_hat
 
     def update_psi_(self, psi_B_squared: Tensor, share: Tensor | float) -> None:
-        """psi^2 + (1 - alpha) (psi_B^2 - psi^2); share: 1 - alpha, or in the warm-up one of the batches so far."""
+        """psi^2 <- psi^2 + share (psi_B^2 - psi^2). share: 1 - alpha, in the warm-up 1 / number of batches so far."""
         move_average_(self.psi_squared, psi_B_squared, share)  # eq. 10
 
     # begin Backward Propagation
@@ -74,8 +74,11 @@ class PowerNorm(NormWithNu):
         return dL_dX, dL_dX_hat
 
     def update_nu_(self, Gamma: Tensor, Lambda: Tensor) -> None:
-        """nu (1 - (1 - alpha) Gamma) + (1 - alpha) Lambda, where Gamma is the mean of X_hat^2 and Lambda that of
-        dL/dX_hat * X_hat; as eq. 10 it is an average that moves by 1 - alpha, to nu (1 - Gamma) + Lambda."""
+        """nu <- nu (1 - (1 - alpha) Gamma) + (1 - alpha) Lambda, as printed in eq. 13.
+
+        Gamma is the mean of X_hat^2, Lambda the mean of dL/dX_hat * X_hat. The statement below is the same in the form
+        of eq. 10: nu <- nu + (1 - alpha) (nu (1 - Gamma) + Lambda - nu).
+        """
         move_average_(self.nu, self.nu * (1 - Gamma) + Lambda, 1 - self.alpha_bkw)  # eq. 13
 
     # Inference
@@ -85,8 +88,8 @@ class PowerNorm(NormWithNu):
         return Y
 
 
-class _ByAlgorithm2(torch.autograd.Function):
-    """PowerNorm's two passes, as torch's autograd calls them; padding gives and gets no gradient."""
+class _PowerNormFunction(torch.autograd.Function):
+    """PowerNorm's two passes as an autograd function. Padding gets no gradient and does not count in Lambda."""
 
     @staticmethod
     def forward(
@@ -115,7 +118,7 @@ class _ByAlgorithm2(torch.autograd.Function):
 
 
 class PowerNormV(NormOverBatch):
-    """PN-V: by the batch's own psi, with the exact gradient, by way of psi as well (eq. 6, which autograd finds)."""
+    """PN-V: X divided by the batch's own psi. autograd computes the exact gradient, through psi too (eq. 6)."""
 
     psi_squared: Tensor
 
@@ -128,7 +131,7 @@ class PowerNormV(NormOverBatch):
         super().reset_parameters()
         self.psi_squared.fill_(1.0)
 
-    def train_on(
+    def forward_in_training(
         self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
     ) -> tuple[Tensor, BatchStatistics]:
         psi_B_squared, n_tokens = self.mean(X.square(), valid)
@@ -141,7 +144,7 @@ class PowerNormV(NormOverBatch):
 
 
 class BatchNorm(NormOverBatch):
-    """Algorithm 1, with the exact gradient (eq. 3, which autograd finds)."""
+    """Algorithm 1. autograd computes the exact gradient (eq. 3)."""
 
     mu: Tensor
     variance: Tensor
@@ -157,7 +160,7 @@ class BatchNorm(NormOverBatch):
         self.mu.zero_()
         self.variance.fill_(1.0)
 
-    def train_on(
+    def forward_in_training(
         self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
     ) -> tuple[Tensor, BatchStatistics]:
         mu_B, n_tokens = self.mean(X, valid)
@@ -171,7 +174,7 @@ class BatchNorm(NormOverBatch):
 
 
 class PerToken(NormOverBatch):
-    """LayerNorm in the place of a norm over the batch: it has no running statistics."""
+    """LayerNorm, with the interface of a norm over the batch. It has no running statistics."""
 
     def __init__(self, size: int, config: PowerNormConfig) -> None:
         super().__init__(size, config)
@@ -193,7 +196,7 @@ NORMS: dict[str, type[NormOverBatch]] = {
 
 
 class PowerNormBlock(nn.Module):
-    """h + attention(norm(h)), then h + mlp(norm(h)); beside h it returns what its norms have found of the batch."""
+    """h + attention(norm(h)), then h + mlp(norm(h)). It returns h and the batch statistics of its two norms."""
 
     def __init__(self, config: PowerNormConfig) -> None:
         super().__init__()
@@ -203,6 +206,7 @@ class PowerNormBlock(nn.Module):
         self.mlp = MLP(config)
 
     def norms(self) -> tuple[NormOverBatch, NormOverBatch]:
+        """The norms, in the order in which `forward` takes and returns their statistics."""
         return self.norm_attn, self.norm_mlp
 
     def forward(
@@ -221,7 +225,7 @@ class PowerNormBlock(nn.Module):
 
 
 class PowerNormDecoder(Decoder):
-    """Logits = W_output norm(h), where `stack` ends with the norm. Padding, doc_ids below 0, counts in no statistic."""
+    """Logits = E_output norm(h); `stack` ends with the norm. Padding (doc_ids below 0) counts in no statistic."""
 
     def __init__(self, config: PowerNormConfig) -> None:
         super().__init__(config, (PowerNormBlock(config) for _ in range(config.n_layers)))
@@ -232,7 +236,7 @@ class PowerNormDecoder(Decoder):
 
     def begin_step_(self, step: int, loss_scale: Tensor) -> None:
         self.step, self.loss_scale = step, loss_scale
-        if step == 0:  # also of weights that another run has trained: their warm-up is not this one's
+        if step == 0:  # weights from run.init_from come with the n_warmup of another run
             for norm in self.modules():
                 if isinstance(norm, PowerNorm):
                     norm.n_warmup.zero_()
@@ -242,13 +246,13 @@ class PowerNormDecoder(Decoder):
         valid = None if doc_ids is None else doc_ids >= 0
         warming_up = self.step < self.warmup_steps
         for block in cast(Iterable[PowerNormBlock], self.layers):
-            h = updating(block.norms(), warming_up, self.loss_scale, partial(block, h, rope, mask, valid))
+            h = run_and_update(block.norms(), warming_up, self.loss_scale, partial(block, h, rope, mask, valid))
 
-        def last(running: tuple[RunningStatistics | None, ...]) -> tuple[Tensor, tuple[BatchStatistics | None]]:
+        def final_norm(running: tuple[RunningStatistics | None, ...]) -> tuple[Tensor, tuple[BatchStatistics | None]]:
             x, batch = self.norm_final(h, valid, *running)
             return x, (batch,)
 
-        return updating([self.norm_final], warming_up, self.loss_scale, last)
+        return run_and_update([self.norm_final], warming_up, self.loss_scale, final_norm)
 
     def head(self, h: Tensor) -> Head:
         return Head(h, self.unembedding)

@@ -78,7 +78,7 @@ def test_what_the_log_says(kernels: str, caplog: pytest.LogCaptureFixture, monke
     caplog.set_level("WARNING", "ngpt_train")
     shift = operation("shift")(plain)
     shift.twin(twin)
-    shift.unknown(far)
+    shift.unsupported(far)
     other = without_kernel("scale", "model.scale=other")(plain)
     maybe = without_kernel("maybe", far)(plain)
     ids = without_kernel("ids", "model.ids=true")(lambda pair, x: x)
