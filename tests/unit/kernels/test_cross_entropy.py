@@ -122,7 +122,10 @@ def test_random_shapes(implementation, seed: int) -> None:
     """Catches what goes wrong only where a size meets a block or a chunk exactly, or misses it by one."""
     generator = torch.Generator().manual_seed(seed)
     rows, n_vocab = (int(torch.randint(1, high, (), generator=generator)) for high in (17, 200))
-    rows, n_vocab = (rows // 5 * 5 or 5, n_vocab // 64 * 64 + 1) if seed % 3 == 0 else (rows, n_vocab)
+    # Chunks are of 5 rows, blocks of 64 columns: the one full and the other with one left over; then the other way.
+    full_rows, full_columns = rows // 5 * 5 or 5, n_vocab // 64 * 64 or 64
+    sizes = [(full_rows, full_columns + 1), (full_rows + 1, full_columns), (rows, n_vocab)]
+    rows, n_vocab = sizes[seed % 3]
     h, matrix, targets, scale = draw((rows,), 32, n_vocab, seed=seed)
     check(h, matrix, targets, scale, 0.01, 1e-5)
 
@@ -237,7 +240,10 @@ def test_chunks_do_not_change_the_loss(implementation, monkeypatch) -> None:
 def test_deterministic(implementation) -> None:
     """Catches anything that reads what it did not write, and sums in no fixed order."""
     h, matrix, targets, scale = draw((23,), 64, 101)
-    runs = [torch.autograd.grad(linear_cross_entropy(h, matrix, targets, scale), (h, matrix, scale)) for _ in "ab"]
+    runs = []
+    for _ in "ab":
+        loss = linear_cross_entropy(h, matrix, targets, scale)
+        runs.append([loss, *torch.autograd.grad(loss, (h, matrix, scale))])
     assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
@@ -328,7 +334,7 @@ def test_all_logits_are_never_held(implementation) -> None:
 
 
 def test_compiled(implementation) -> None:
-    """Catches a graph break, and a fake kernel whose shapes, strides or dtypes are not the real one's."""
+    """Catches a graph break, and a fake kernel whose shapes are not the real one's."""
     h, matrix, targets, scale = draw((3, 4), 64, 101, torch.bfloat16)
     compiled = torch.compile(linear_cross_entropy, fullgraph=True, backend="aot_eager")
     losses, gradients = [], []
@@ -346,19 +352,20 @@ def test_compiled(implementation) -> None:
 
 
 def test_recomputed(implementation) -> None:
-    """Catches gradients that hang on something beside what autograd saves."""
+    """Catches gradients that hang on something beside what autograd saves, which is then kept and not made anew."""
     h, matrix, targets, scale = draw((9,), 64, 101)
     direct = torch.autograd.grad(linear_cross_entropy(h, matrix, targets, scale, 0.01), (h, matrix, scale))
-    recomputed = torch.autograd.grad(
-        checkpoint(linear_cross_entropy, h, matrix, targets, scale, 0.01, use_reentrant=False), (h, matrix, scale)
-    )
+    loss = checkpoint(linear_cross_entropy, h, matrix, targets, scale, 0.01, use_reentrant=False)
+    with Seen(linear_cross_entropy_forward) as seen:
+        recomputed = torch.autograd.grad(loss, (h, matrix, scale))
     assert all(torch.equal(a, b) for a, b in zip(direct, recomputed, strict=True))
+    assert seen.products == 2 * 3  # all anew: none of it was kept
 
 
 @pytest.mark.parametrize("needed", [(True, True, True), (True, False, False), (False, True, False)])
 @pytest.mark.parametrize(("scaled", "z_loss"), [(False, 0.01), (True, 0.01), (True, 0.0)])
 def test_opcheck(implementation, scaled: bool, z_loss: float, needed: tuple[bool, bool, bool]) -> None:
-    """Catches an operation that changes an argument, aliases one, or whose fake kernel is wrong."""
+    """Catches an operation that changes or aliases an argument, and a fake kernel of another shape, stride or dtype."""
     h, matrix, targets, scale = (t.detach() for t in draw((2, 4), 64, 101, torch.bfloat16))
     arguments = (h, matrix, targets, scale if scaled else None, z_loss, *needed[:2], needed[2] and scaled)
     torch.library.opcheck(linear_cross_entropy_forward, arguments)

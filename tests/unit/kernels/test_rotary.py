@@ -185,7 +185,7 @@ def test_one_gradient() -> None:
 
 @pytest.mark.parametrize("normalized", [False, True], ids=["gpt", "ngpt"])
 def test_compiled_and_recomputed(way: str, normalized: bool) -> None:
-    """Catches a graph break, a fake kernel with another shape or dtype, and state that a recomputation misses."""
+    """Catches a graph break, a fake kernel of another shape, and what is kept beside what autograd saves."""
     torch.manual_seed(5)
     torch.compiler.reset()
     case = Case(2, 4, 4, 2, 16, documents=True)
@@ -197,17 +197,24 @@ def test_compiled_and_recomputed(way: str, normalized: bool) -> None:
         qkv, scale = (*inputs, None)[:2]
         return rotary(qkv, cos, sin, RotaryOptions(4, 2, False, normalized), scale)
 
+    computed = []
+
+    def counted(*inputs: Tensor) -> tuple[Tensor, ...]:
+        computed.append(inputs)
+        return plain(*inputs)
+
     compiled = torch.compile(plain, backend="aot_eager", fullgraph=True)
     y = plain(*arguments)
     dy = gradients_of(y, case)
     expected = [*y, *torch.autograd.grad(y, arguments, dy)]
-    for other in (compiled, lambda *inputs: checkpoint(plain, *inputs, use_reentrant=False)):
+    for other in (compiled, lambda *inputs: checkpoint(counted, *inputs, use_reentrant=False)):
         y = other(*arguments)
         found = [*y, *torch.autograd.grad(y, arguments, dy)]
         if way == "triton" or other is not compiled:
             assert all(map(torch.equal, found, expected))
         else:  # the compiler has the plain formula
             assert all(error(x, right.double()) <= 4e-3 for x, right in zip(found, expected, strict=True))
+    assert len(computed) == 2  # anew for the backward pass
 
 
 @pytest.mark.usefixtures("way")

@@ -109,19 +109,26 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize("way", ["triton"], indirect=True)
 @pytest.mark.usefixtures("way")
 def test_compiled_and_recomputed(scaled: bool) -> None:
-    """Catches a graph break, a fake kernel with another shape or dtype, and state that a recomputation misses."""
+    """Catches a graph break, a fake kernel of another shape, and what is kept beside what autograd saves."""
     torch.manual_seed(2)
     arguments, dy = inputs((2, 5, 96), torch.bfloat16, scaled), torch.randn(2, 5, 96, device=DEVICE).bfloat16()
     compiled = torch.compile(swiglu, backend="aot_eager", fullgraph=True)
 
+    computed = []
+
+    def counted(*inputs: Tensor) -> Tensor:
+        computed.append(inputs)
+        return swiglu(*inputs)
+
     def recomputed(*inputs: Tensor) -> Tensor:
-        return checkpoint(swiglu, *inputs, use_reentrant=False)
+        return checkpoint(counted, *inputs, use_reentrant=False)
 
     plain = swiglu(*arguments)
     expected = [plain, *torch.autograd.grad(plain, arguments, dy)]
     for way in (compiled, recomputed):
         y = way(*arguments)
         assert all(map(torch.equal, [y, *torch.autograd.grad(y, arguments, dy)], expected))
+    assert len(computed) == 2  # anew for the backward pass
 
 
 @pytest.mark.usefixtures("way")

@@ -65,13 +65,15 @@ def kept(name: str, kernels: str, precision: str, compiled: bool, rows: int, con
         return saved_activations(build_state(config))
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
-def test_saved_activations(kernels: str, precision: str) -> None:
-    """nGPT keeps no more for its backward pass than GPT, within a tenth. Caught: a normalised copy that is kept."""
+@pytest.mark.parametrize(
+    ("kernels", "precision", "measured"),
+    [("torch", "fp32", 0.895), ("torch", "bf16", 0.826), ("triton", "fp32", 0.841), ("triton", "bf16", 0.803)],
+)
+def test_saved_activations(kernels: str, precision: str, measured: float) -> None:
+    """nGPT keeps less for its backward pass than GPT, as measured. Caught: a normalised copy that is kept."""
     gpt, ngpt = (kept(name, kernels, precision, compiled=False, rows=1, context=16) for name in ("gpt", "ngpt"))
     assert gpt > 16 * 1 * 32 * 2 * 10
-    assert ngpt <= 1.1 * gpt
+    assert ngpt <= (measured + 0.01) * gpt  # a copy of one hidden state in bf16 is 0.02
 
 
 @pytest.mark.slow

@@ -325,7 +325,8 @@ def test_gradients_are_those_of_a_cast() -> None:
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_one_graph_for_all_blocks(recompute: str) -> None:
-    """Caught: a copy that the compiler bakes in, or for which it compiles again in each block or step."""
+    """Caught: compiled blocks that take no copies in, or for whose copies the compiler compiles again in each block or
+    step."""
     ours, eager = (built("ngpt", f"train.activation_checkpointing={recompute}") for _ in range(2))
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
