@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib
+import operator
 import pkgutil
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -86,26 +86,13 @@ def all_keys() -> dict[str, Key]:
     return {name: key for model in architectures().values() for name, key in schema_keys(model).items()}
 
 
-def build(tree: Mapping[str, Any], model: type[ModelConfig]) -> Config:
-    """The dataclasses of a checked tree; keys that it lacks have their defaults."""
-
-    def section(schema: type, values: Mapping[str, Any]) -> Any:
-        types = typing.get_type_hints(schema)
-        return schema(**{name: leaf(types[name], value) for name, value in values.items()})
-
-    def leaf(kind: Any, value: Any) -> Any:
-        if kind is ModelConfig:
-            kind = model
-        if dataclasses.is_dataclass(kind):
-            return section(typing.cast(type, kind), value)
-        if isinstance(value, Mapping):
-            return copy.deepcopy(value)  # a table, which the next config must not share
-        is_float = float in (kind, *typing.get_args(kind))
-        if is_float and isinstance(value, list):
-            return [float(x) for x in value]
-        return float(value) if is_float and type(value) is int else value
-
-    return typing.cast(Config, section(Config, tree))
+def build(values: Mapping[str, Any], model: type[ModelConfig]) -> Config:
+    """The configuration with these checked values, by dotted names; all other keys have their defaults."""
+    config, keys = Config(model=model()), schema_keys(model)
+    for name, value in values.items():
+        section, _, key = name.rpartition(".")
+        setattr(operator.attrgetter(section)(config), key, keys[name].held(value))
+    return config
 
 
 def _keys_of(name: str) -> type[ModelConfig]:

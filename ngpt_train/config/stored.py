@@ -70,12 +70,13 @@ def read_yaml(path: str | os.PathLike[str]) -> Config:
         raise DataError(problem)
     schema = architectures()[name]
     keys = schema_keys(schema)
+    values = dict(flatten(tree, keys))
     try:
-        for key, value in flatten(tree, keys):
+        for key, value in values.items():
             check_leaf(key, value, keys)
     except ConfigError as error:
         raise DataError(f"{path}: {error}") from None
-    return build(tree, schema)
+    return build(values, schema)
 
 
 def redact(tree: Mapping[str, Any]) -> dict[str, Any]:

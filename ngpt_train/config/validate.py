@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -101,6 +102,14 @@ class Key:
             return f"{text}; put it in quotes"
         return text
 
+    def held(self, value: Any) -> Any:
+        """`value`, which the key takes, as a configuration holds it: a number is a float, a table its own copy."""
+        if isinstance(value, list):
+            return [float(x) for x in value]
+        if isinstance(value, dict):
+            return copy.deepcopy(value)
+        return float(value) if float in self.types and type(value) is int else value
+
     def _takes(self, kind: Any, value: Any) -> bool:
         if value is None or kind is type(None):
             return value is None and kind is type(None)
@@ -137,6 +146,20 @@ def flatten(tree: Mapping[Any, Any], keys: Container[str], prefix: str = "") -> 
             yield from flatten(value, keys, name + ".")
         else:
             yield name, value
+
+
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of dotted names."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, key = name.split(".")
+        branch = tree
+        for section in sections:
+            if not isinstance(branch.get(section), dict):
+                branch[section] = {}
+            branch = branch[section]
+        branch[key] = value
+    return tree
 
 
 def check_leaf(name: str, value: Any, keys: Mapping[str, Key], place: str = "", written: str | None = None) -> None:
