@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ngpt_train.models
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import Key, mistake
@@ -77,7 +78,9 @@ def _walk(schema: type, prefix: str, model: type[ModelConfig]) -> Iterator[Key]:
         if float in members:
             members = tuple(member for member in members if member is not int)
         default = field.default_factory() if callable(field.default_factory) else field.default
-        yield Key(name=name, types=members, default=default, **field.metadata)
+        or_auto = str in members and not {int, float, bool}.isdisjoint(members)
+        limits = {"choices": (AUTO,) if or_auto else None, **field.metadata}
+        yield Key(name=name, types=members, default=default, **limits)
 
 
 @cache

@@ -6,8 +6,8 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from functools import reduce
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
 
 from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_multiples
@@ -33,27 +33,28 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
 
 def check_verb(config: Config, verb: str) -> None:
     """Raises ConfigError for what `verb` cannot do without, or cannot write to."""
-    if verb in ("generate", "evaluate") and getattr(config, verb).checkpoint is None:
-        raise mistake(
-            f"{verb}.checkpoint=null: no checkpoint is named", f"For example {verb}.checkpoint=runs/quickstart"
-        )
+    section = getattr(config, verb, None)
+    if getattr(section, "checkpoint", "") is None:
+        fix = f"For example {verb}.checkpoint=runs/quickstart"
+        raise mistake(f"{verb}.checkpoint=null: no checkpoint is named", fix)
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
         problem = "nothing to prepare" if config.data.kind == "tokens" else "one source at a time is prepared"
         raise mistake(f"data.kind={config.data.kind}: {problem}", "Choose text: data=embedded, local or hf")
     if verb == "plan":
         check(config, config.plan.world_size)
-    out = getattr(getattr(config, verb), "out", None) if verb in ("plan", "evaluate", "bench") else None
-    if out is None:
-        return
-    path = Path(out).expanduser()
+    if out := getattr(section, "out", None):
+        _check_writable(f"{verb}.out={out}", Path(out).expanduser())
+
+
+def _check_writable(setting: str, path: Path) -> None:
     if path.is_dir():
-        raise mistake(f"{verb}.out={out}: is a directory", "Name a file in it")
+        raise mistake(f"{setting}: is a directory", "Name a file in it")
     if not path.parent.is_dir():
-        raise mistake(f"{verb}.out={out}: {path.parent} is not a directory", "Create it, or name another file")
+        raise mistake(f"{setting}: {path.parent} is not a directory", "Create it, or name another file")
     try:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        problem = f"{verb}.out={out}: {path.parent} cannot be written ({error.strerror})"
+        problem = f"{setting}: {path.parent} cannot be written ({error.strerror})"
         raise mistake(problem, "Name a file where you may write") from None
 
 
@@ -84,8 +85,8 @@ def _model(config: Config, world_size: int) -> Iterator[Conflict]:
         fix = nearest_divisors("model.n_kv_heads", model.n_kv_heads, model.n_heads)
         yield "model.n_kv_heads model.n_heads", "the key/value heads do not divide the heads", fix
     for switch, name in model.without_effect():
-        default = reduce(getattr, name.split("."), type(model)())
-        if reduce(getattr, name.split("."), model) not in (default, 0 if default == AUTO else default):
+        value, default = (attrgetter(name)(of) for of in (model, type(model)()))
+        if value not in (default, 0 if default == AUTO else default):
             key, fix = f"model.{name}", f"Leave it out, or set model.{name}={show(default)}"
             yield f"{key} model.{switch}", f"{key} has no effect then", fix
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import difflib
-import functools
 import json
 import operator
 import sys
 import typing
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ngpt_train.config.keys import Conflict
@@ -168,9 +167,7 @@ def check_leaf(name: str, value: Any, keys: Mapping[str, Key], place: str = "", 
     `place` is `in FILE` for a value of a file; `written` is the value as the user typed it.
     """
     if name not in keys:
-        check_section(name, value, keys, place)
-        unknown = f"{name}={show(value)}: no such key{did_you_mean(similar_keys(name, keys))}"
-        raise mistake(unknown, "`ngpt-train train --help` lists all keys", place=place)
+        raise unknown_key(name, show(value), keys, place=place)
     key = keys[name]
     problem = key.problem(value)
     if problem:
@@ -192,12 +189,15 @@ def is_interpolation(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
-def check_section(name: str, value: Any, keys: Mapping[str, Key], place: str = "") -> None:
-    """Raises ConfigError if `name` is a section of keys, which cannot have a value itself."""
+def unknown_key(name: str, value: str, keys: Iterable[str], groups: Sequence[str] = (), place: str = "") -> ConfigError:
+    """The error for a name that is none of `keys`; it says whether it is a section, or which key or group is near."""
     members = [key for key in keys if key.startswith(name + ".")]
     if members:
         fix = "Set its keys: " + ", ".join(members)
-        raise mistake(f"{name}={show(value)}: {name} is a section, not a key", fix, place=place)
+        return mistake(f"{name}={value}: {name} is a section, not a key", fix, place=place)
+    what, lists = ("key or group", "them all") if groups else ("key", "all keys")
+    near = did_you_mean(similar_keys(name, [*groups, *keys]))
+    return mistake(f"{name}={value}: no such {what}{near}", f"`ngpt-train train --help` lists {lists}", place=place)
 
 
 def similar_keys(name: str, candidates: Iterable[str]) -> list[str]:
@@ -231,7 +231,7 @@ def report_together(config: Config, conflict: Conflict, origins: Mapping[str, Or
     """The error of keys that do not go together, with the files that set them."""
     keys, problem, fix = conflict
     names = keys.split()
-    values = {name: functools.reduce(getattr, name.split("."), config) for name in names}
+    values = {name: operator.attrgetter(name)(config) for name in names}
     lines = [f"{', '.join(f'{name}={show(value)}' for name, value in values.items())}: {problem}", fix]
     lines += [f"{name} is set {origins[name].place}" for name in names if name in origins and origins[name].place]
     return mistake(*lines)

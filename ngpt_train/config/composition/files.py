@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -115,12 +116,9 @@ class Option:
         """The section that its first lines say it fills; None if they say nothing."""
         if self.row:
             return "_global_"
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path else ():
-            if said := re.fullmatch(r"#+\s*@package +(\S+)", line.strip()):
-                return said[1]
-            if line.strip() and not re.match(r"#\s*@", line.strip()):
-                break
-        return None
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path else []
+        header = takewhile(re.compile(r"\s*(#+\s*@|$)").match, lines)
+        return next((said[1] for line in header if (said := re.search(r"@package +(\S+)\s*$", line))), None)
 
 
 class Files:

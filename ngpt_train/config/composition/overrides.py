@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys
-from ngpt_train.config.validate import Key, check_section, did_you_mean, flatten, mistake, nearest, show, similar_keys
+from ngpt_train.config.validate import Key, did_you_mean, flatten, mistake, nearest, show, unknown_key
 from ngpt_train.core.errors import ConfigError
 
 _SPACES = (" ", "\t", "\n")
@@ -192,9 +192,7 @@ def _typed(key: Key, raw: str) -> Any:
 def _unknown(name: str, raw: str, groups: Iterable[str], keys: Mapping[str, Key], place: str = "") -> ConfigError:
     if any(key.is_table and name.startswith(key.name + ".") for key in keys.values()):
         return _table(name, raw, place)
-    check_section(name, raw, keys, place)
-    problem = f"{name}={raw}: no such key or group{did_you_mean(similar_keys(name, [*groups, *keys]))}"
-    return mistake(problem, "`ngpt-train train --help` lists them all", place=place)
+    return unknown_key(name, raw, keys, list(groups), place)
 
 
 def _table(name: str, raw: str, place: str = "") -> ConfigError:
