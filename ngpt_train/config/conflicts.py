@@ -7,13 +7,16 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
+from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
 from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_multiples
 from ngpt_train.config.mixture import mixture_of
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import auto_warmup
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import CheckpointConfig, Config, OptimConfig, TrainConfig
 from ngpt_train.config.validate import Origin, mistake, report_together, show
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
@@ -24,11 +27,21 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
     """Raises ConfigError for values that exclude each other. `config` is resolved; `world_size` is the
     number of ranks, by default torchrun's."""
     world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    rules = [_run, _model, _batch, _cuda_graphs, _steps, _optimizer, _ranks]
-    rules += [_source, _rows, _tokenizer, _checkpoints]
-    for rule in rules:
-        for conflict in rule(config, world_size):
-            raise report_together(config, conflict, origins or {})
+    conflicts = chain(
+        _run(config),
+        _model(config.model),
+        _batch(config.train, world_size),
+        _cuda_graphs(config, world_size),
+        _steps(config),
+        _optimizer(config.optim),
+        _ranks(config.parallel.kind, world_size),
+        _source(config.data, config.tokenizer),
+        _rows(config.data, config.model),
+        _tokenizer(config.tokenizer),
+        _checkpoints(config.checkpoint),
+    )
+    for conflict in conflicts:
+        raise report_together(config, conflict, origins or {})
 
 
 def check_verb(config: Config, verb: str) -> None:
@@ -58,7 +71,7 @@ def _check_writable(setting: str, path: Path) -> None:
         raise mistake(problem, "Name a file where you may write") from None
 
 
-def _run(config: Config, world_size: int) -> Iterator[Conflict]:
+def _run(config: Config) -> Iterator[Conflict]:
     run = config.run
     if not _RUN_NAME.fullmatch(run.name):
         fix = "Letters, digits, '.', '_' and '-', at most one '/', no part that begins with '.' or '-'"
@@ -70,8 +83,7 @@ def _run(config: Config, world_size: int) -> Iterator[Conflict]:
         yield "logging.tensorboard", "the package tensorboard is not installed", fix
 
 
-def _model(config: Config, world_size: int) -> Iterator[Conflict]:
-    model = config.model
+def _model(model: ModelConfig) -> Iterator[Conflict]:
     assert isinstance(model.n_kv_heads, int)
     heads = "model.n_heads model.d_model"
     if model.d_model % model.n_heads:
@@ -91,8 +103,8 @@ def _model(config: Config, world_size: int) -> Iterator[Conflict]:
             yield f"{key} model.{switch}", f"{key} has no effect then", fix
 
 
-def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
-    rows, micro = config.train.rows_per_step, config.train.micro_rows
+def _batch(train: TrainConfig, world_size: int) -> Iterator[Conflict]:
+    rows, micro = train.rows_per_step, train.micro_rows
     ranks = f"{world_size} ranks" if world_size > 1 else "one rank"
     if isinstance(micro, int) and rows % (micro * world_size):
         names, unit = "train.batch_rows train.micro_rows", micro * world_size
@@ -124,7 +136,7 @@ def _cuda_graphs(config: Config, world_size: int) -> Iterator[Conflict]:
         yield "train.cuda_graphs parallel.kind", problem, f"Use one rank and parallel=single, {without}"
 
 
-def _steps(config: Config, world_size: int) -> Iterator[Conflict]:
+def _steps(config: Config) -> Iterator[Conflict]:
     train, schedule = config.train, config.schedule
     if train.stop_at is not None and train.stop_at > train.steps:
         yield "train.stop_at train.steps", "stops after the end", f"Set train.stop_at to {train.steps} or less"
@@ -137,22 +149,20 @@ def _steps(config: Config, world_size: int) -> Iterator[Conflict]:
         yield "schedule.final_lr optim.lr", "ends above the peak", f"Set schedule.final_lr to {config.optim.lr} or less"
 
 
-def _optimizer(config: Config, world_size: int) -> Iterator[Conflict]:
-    optim = config.optim
+def _optimizer(optim: OptimConfig) -> Iterator[Conflict]:
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield "optim.betas", "not two numbers >= 0 and < 1", "For example optim.betas=[0.9,0.95]"
     if optim.weight_decay and optim.name == "adam":
         yield "optim.weight_decay optim.name", "adam never decays", "Set optim.name=adamw or optim.weight_decay=0"
 
 
-def _ranks(config: Config, world_size: int) -> Iterator[Conflict]:
-    if config.parallel.kind == "single" and world_size > 1:
+def _ranks(parallel: str, world_size: int) -> Iterator[Conflict]:
+    if parallel == "single" and world_size > 1:
         problem = f"one process, but there are {world_size} ranks"
         yield "parallel.kind", problem, "Set parallel=auto, ddp or fsdp, or use one rank"
 
 
-def _source(config: Config, world_size: int) -> Iterator[Conflict]:
-    data, tokenizer = config.data, config.tokenizer
+def _source(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
     path, repo = "data.path data.kind", "data.repo data.kind"
     if data.kind in ("local", "tokens") and data.path is None:
         yield path, "no data is named", "Set data.path=PATH"
@@ -180,8 +190,7 @@ def _source(config: Config, world_size: int) -> Iterator[Conflict]:
         yield "data.streaming data.kind", "prepared shards are tokens already", fix
 
 
-def _rows(config: Config, world_size: int) -> Iterator[Conflict]:
-    data, model = config.data, config.model
+def _rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
     if data.objective != model.objective:
         fix = f"Set data.objective={model.objective}, or choose another model"
         yield "data.objective model.name", "the model is not made for this objective", fix
@@ -191,8 +200,8 @@ def _rows(config: Config, world_size: int) -> Iterator[Conflict]:
                 yield f"{name} data.objective", "a row is one document then", f"Leave {name} out"
 
 
-def _tokenizer(config: Config, world_size: int) -> Iterator[Conflict]:
-    tokenizer, names = config.tokenizer, "tokenizer.path tokenizer.kind"
+def _tokenizer(tokenizer: TokenizerConfig) -> Iterator[Conflict]:
+    names = "tokenizer.path tokenizer.kind"
     if tokenizer.path is not None and tokenizer.kind == "bytes":
         fix = "Choose tokenizer=sentencepiece or another, or leave tokenizer.path out"
         yield names, "bytes reads no model file", fix
@@ -202,8 +211,8 @@ def _tokenizer(config: Config, world_size: int) -> Iterator[Conflict]:
         yield "tokenizer.eos tokenizer.kind", "the tokenizer knows its own", "Leave tokenizer.eos out"
 
 
-def _checkpoints(config: Config, world_size: int) -> Iterator[Conflict]:
-    keep, every = config.checkpoint.keep_every, config.checkpoint.every
+def _checkpoints(checkpoint: CheckpointConfig) -> Iterator[Conflict]:
+    keep, every = checkpoint.keep_every, checkpoint.every
     if keep is not None and (every == 0 or keep % every):
         fix = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"
         yield "checkpoint.keep_every checkpoint.every", "no checkpoint is written at these steps", fix
