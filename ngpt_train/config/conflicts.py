@@ -16,7 +16,7 @@ from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_mul
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import auto_warmup
-from ngpt_train.config.schema import CheckpointConfig, Config, OptimConfig, TrainConfig
+from ngpt_train.config.schema import CheckpointConfig, Config
 from ngpt_train.config.validate import Origin, mistake, report_together, show
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
@@ -30,11 +30,9 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
     conflicts = chain(
         _run(config),
         _model(config.model),
-        _batch(config.train, world_size),
+        _batch(config, world_size),
         _cuda_graphs(config, world_size),
-        _steps(config),
-        _optimizer(config.optim),
-        _ranks(config.parallel.kind, world_size),
+        _optimization(config),
         _source(config.data, config.tokenizer),
         _rows(config.data, config.model),
         _tokenizer(config.tokenizer),
@@ -103,8 +101,11 @@ def _model(model: ModelConfig) -> Iterator[Conflict]:
             yield f"{key} model.{switch}", f"{key} has no effect then", fix
 
 
-def _batch(train: TrainConfig, world_size: int) -> Iterator[Conflict]:
-    rows, micro = train.rows_per_step, train.micro_rows
+def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
+    if config.parallel.kind == "single" and world_size > 1:
+        problem = f"one process, but there are {world_size} ranks"
+        yield "parallel.kind", problem, "Set parallel=auto, ddp or fsdp, or use one rank"
+    rows, micro = config.train.rows_per_step, config.train.micro_rows
     ranks = f"{world_size} ranks" if world_size > 1 else "one rank"
     if isinstance(micro, int) and rows % (micro * world_size):
         names, unit = "train.batch_rows train.micro_rows", micro * world_size
@@ -136,8 +137,8 @@ def _cuda_graphs(config: Config, world_size: int) -> Iterator[Conflict]:
         yield "train.cuda_graphs parallel.kind", problem, f"Use one rank and parallel=single, {without}"
 
 
-def _steps(config: Config) -> Iterator[Conflict]:
-    train, schedule = config.train, config.schedule
+def _optimization(config: Config) -> Iterator[Conflict]:
+    train, schedule, optim = config.train, config.schedule, config.optim
     if train.stop_at is not None and train.stop_at > train.steps:
         yield "train.stop_at train.steps", "stops after the end", f"Set train.stop_at to {train.steps} or less"
     if int(schedule.warmup_steps) >= train.steps:
@@ -145,21 +146,12 @@ def _steps(config: Config) -> Iterator[Conflict]:
         fix = f"Set schedule.warmup_steps below {train.steps}; auto would be {auto_warmup(train.steps)}"
         yield "schedule.warmup_steps train.steps", problem, fix
     yield from config.model.conflicts(config)
-    if schedule.final_lr > float(config.optim.lr):
-        yield "schedule.final_lr optim.lr", "ends above the peak", f"Set schedule.final_lr to {config.optim.lr} or less"
-
-
-def _optimizer(optim: OptimConfig) -> Iterator[Conflict]:
+    if schedule.final_lr > float(optim.lr):
+        yield "schedule.final_lr optim.lr", "ends above the peak", f"Set schedule.final_lr to {optim.lr} or less"
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield "optim.betas", "not two numbers >= 0 and < 1", "For example optim.betas=[0.9,0.95]"
     if optim.weight_decay and optim.name == "adam":
         yield "optim.weight_decay optim.name", "adam never decays", "Set optim.name=adamw or optim.weight_decay=0"
-
-
-def _ranks(parallel: str, world_size: int) -> Iterator[Conflict]:
-    if parallel == "single" and world_size > 1:
-        problem = f"one process, but there are {world_size} ranks"
-        yield "parallel.kind", problem, "Set parallel=auto, ddp or fsdp, or use one rank"
 
 
 def _source(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:

@@ -19,8 +19,8 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import redacted
 
-# What a resumed run may change, since it alters neither a weight nor the order of the data. data.path and tokenizer.path
-# may move: their content is compared by fingerprint. run.init_from counts at step 0 alone.
+# What a resumed run may change: it alters neither a weight nor the order of the data. data.path and tokenizer.path may
+# move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
 _HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", "generate", "evaluate", "plan", "bench")
 _HARMLESS = {
     "run": "name root resume overwrite max_time init_from",

@@ -98,19 +98,8 @@ class Option:
     def place(self) -> str:
         return f"in {self.path}" if self.path else f"by {self.group}={self.name}"
 
-    @property
-    def row_place(self) -> str:
-        return f"{self.place}, row {self.row}"
-
     def tree(self) -> Mapping[Any, Any]:
         return read_mapping(self.path) if self.path else BUILT_IN[f"{self.group}/{self.name}"]
-
-    def entries(self) -> list[Any]:
-        """The defaults list of the file."""
-        entries = self.tree().get("defaults", [])
-        if isinstance(entries, list):
-            return entries
-        raise mistake(f"{self.path}: defaults={show(entries)}: not a list", "For example\n    defaults:\n      - gpt")
 
     def package(self) -> str | None:
         """The section that its first lines say it fills; None if they say nothing."""
@@ -204,12 +193,12 @@ class Files:
             check_leaves({name: value}, keys, place)
         if not option.row:
             return [(place, values)]
-        of_row = self._row(option).values
-        check_leaves(of_row, keys, option.row_place)
+        row_place, of_row = f"{place}, row {option.row}", self._row(option).values
+        check_leaves(of_row, keys, row_place)
         assert option.path is not None
         # The usual name would be the same for all rows, and so would their directory.
         run_name = f"{option.path.stem}-{option.row}-${{scale.name}}-seed${{run.seed}}"
-        return [("", {"run.name": run_name}), (place, values), (option.row_place, of_row)]
+        return [("", {"run.name": run_name}), (place, values), (row_place, of_row)]
 
     def _options(self, group: str) -> list[str]:
         roots = [directory / group for directory in self.directories]
@@ -226,7 +215,7 @@ class Files:
         return list(dict.fromkeys(names))
 
     def _row(self, option: Option) -> Overrides:
-        return parse_row(option.tree()["rows"][option.row], self.options, option.row_place)
+        return parse_row(option.tree()["rows"][option.row], self.options, f"{option.place}, row {option.row}")
 
     def _file(self, config_path: str) -> Path | None:
         paths = (directory / f"{config_path}.yaml" for directory in self.directories)
@@ -234,13 +223,17 @@ class Files:
 
     def _defaults(self, option: Option) -> list[Any]:
         """Its defaults list; a row's choices go over those of the table."""
+        entries = option.tree().get("defaults", [])
+        if not isinstance(entries, list):
+            example = "For example\n    defaults:\n      - gpt"
+            raise mistake(f"{option.path}: defaults={show(entries)}: not a list", example)
         if not option.row:
-            return option.entries()
+            return entries
         assert option.path is not None
         if _HEADER not in option.path.read_text().splitlines():
             raise _without_header(option)
         said = self._row(option).choices
-        chosen = ((entry, self._choice(entry, option)) for entry in option.entries())
+        chosen = ((entry, self._choice(entry, option)) for entry in entries)
         kept = [entry for entry, choice in chosen if choice is None or choice[0] not in said]
         return [*kept, *({f"override /{group}": name} for group, name in said.items())]
 
