@@ -41,8 +41,8 @@ def plugins() -> list[Path]:
 
 
 def use_plugins(folders: Sequence[str]) -> None:
-    """From now on these architectures from outside exist besides ours, and no others, here and in processes that this
-    one starts. Raises ConfigError."""
+    """Makes these folders the only architectures besides ours, in this process and in those that it starts. Raises
+    ConfigError."""
     paths = list(dict.fromkeys(Path(folder).expanduser().resolve() for folder in folders))
     for folder, path in zip(folders, paths, strict=False):
         if not path.is_dir():
@@ -99,8 +99,7 @@ def build(values: Mapping[str, Any], model: type[ModelConfig]) -> Config:
 
 
 def _keys_of(name: str) -> type[ModelConfig]:
-    """The dataclass of an architecture's keys.py. Raises ConfigError for that of a plug-in which does not keep to the
-    form."""
+    """The dataclass of an architecture's keys.py. Raises ConfigError where a plug-in's does not have the form."""
     plugin = next((path for path in plugins() if path.name == name), None)
     try:
         module = importlib.import_module(f"ngpt_train.models.{name}.keys")

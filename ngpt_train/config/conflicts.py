@@ -1,4 +1,5 @@
-"""Keys that exclude each other, and what a verb cannot do without. What an architecture excludes, its keys say."""
+"""Refuses keys that exclude each other, and a verb that lacks what it needs. What an architecture excludes is in its
+keys.py."""
 
 from __future__ import annotations
 
@@ -122,7 +123,7 @@ def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
 
 
 def _cuda_graphs(config: Config, world_size: int) -> Iterator[Conflict]:
-    """What CUDA graphs need, and what distributed/cuda_graphs.py has not thought through."""
+    """What CUDA graphs need, and what distributed/cuda_graphs.py does not support."""
     kind, without = config.parallel.kind, "or train.cuda_graphs=false"
     if not config.train.cuda_graphs:
         return

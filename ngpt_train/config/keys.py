@@ -7,7 +7,7 @@ from typing import Any, TypedDict, Union, Unpack
 
 AUTO = "auto"
 
-# Keys that exclude each other with a space between them, what is wrong with that, and what to do.
+# The names of keys that exclude each other, with spaces between them; what is wrong; what to do.
 Conflict = tuple[str, str, str]
 
 # A key of such a type takes a number or a switch, or `auto`, or in its place the words that its `choices` name.

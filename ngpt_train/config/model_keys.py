@@ -38,7 +38,7 @@ class ModelConfig:
         choices=("half", "interleaved"),
     )
 
-    # What the rest of the house asks of an architecture before there is a model. Each may answer otherwise.
+    # What the rest of the house asks an architecture before there is a model. A subclass may answer otherwise.
 
     objective: ClassVar[str] = "next_token"  # what data.objective=auto becomes, and the only one that it learns
 

@@ -78,8 +78,8 @@ def read_yaml(path: str | os.PathLike[str]) -> Config:
 
 
 def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `tree` without secrets. A word of the schema (embedded, cosine) is none, and redacted it could not be
-    read back."""
+    """A copy of `tree` without secrets. The schema's own words, such as cosine, are never taken for secrets: redacted,
+    they could not be read back."""
     return redacted(tree, {choice for key in all_keys().values() for choice in key.choices or ()})
 
 
@@ -115,10 +115,10 @@ def _is_harmless(name: str, stored: Config, new: Config) -> bool:
     if name in ("model.vocab_size", "train.precision"):
         # auto becomes the tokenizer's number, or what the device computes in, and is compared again then.
         return AUTO in [attrgetter(name)(config) for config in (stored, new)]
-    if name in ("data.revision", "data.mixture"):  # a branch is the commit that the run began with
+    if name in ("data.revision", "data.mixture"):  # a branch stands for the commit that the run began with
         value = getattr(with_commits(new.data, commits_of(stored.data)), name.removeprefix("data."))
         return value == getattr(stored.data, name.removeprefix("data."))
     if name == "data.objective":
-        return stored.data.objective == AUTO  # of a run from before there was a choice
+        return stored.data.objective == AUTO  # a run from before this key existed
     section, _, key = name.partition(".")
     return section in _HARMLESS_SECTIONS or key in _HARMLESS.get(section, "").split()

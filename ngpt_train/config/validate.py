@@ -19,9 +19,9 @@ if typing.TYPE_CHECKING:
     from ngpt_train.config.schema import Config
 
 _TYPE_NAMES = {int: "an integer", float: "a number", str: "text"}
-# OmegaConf's word for a value that is still to be given; it would take the key for unset.
+# OmegaConf's mark of a value that is not given yet: a key with it would count as unset.
 _MISSING = "???"
-# From here on a maximum keeps out what nobody means, and is named only to who exceeds it.
+# A maximum from here on only keeps out what nobody means; a message names it only where a value exceeds it.
 _ABSURD = 1000
 
 
@@ -93,7 +93,7 @@ class Key:
         if isinstance(value, float) and int in self.types and value.is_integer():
             return f"{text}; write {int(value)}"
         if isinstance(value, str) and (bare := _unquoted(value)) is not value:
-            # Quotes are the problem unless without them there still is one.
+            # The quotes are the problem, unless the value is wrong without them too.
             return self.problem(bare) or f"{text}; write {show(bare)} without quotes"
         if isinstance(value, str) and self.choices:
             return text + did_you_mean(nearest(value, self.choices))
@@ -102,7 +102,7 @@ class Key:
         return text
 
     def held(self, value: Any) -> Any:
-        """`value`, which the key takes, as a configuration holds it: a number is a float, a table its own copy."""
+        """A valid `value` as the configuration holds it: integers of a float's key are floats, a table is a copy."""
         if isinstance(value, list):
             return [float(x) for x in value]
         if isinstance(value, dict):
@@ -118,7 +118,7 @@ class Key:
             is_number = _is_finite(value) and (kind is float or isinstance(value, int))
             return is_number and all(holds(value, limit) for _, holds, limit in self._limits())
         if kind is str:
-            # An empty text is a value forgotten, except where it is the default.
+            # Empty text is a forgotten value, unless it is the default.
             return isinstance(value, str) and (
                 value in self.choices if self.choices else bool(value) or self.default == ""
             )
@@ -178,14 +178,14 @@ def check_leaf(name: str, value: Any, keys: Mapping[str, Key], place: str = "", 
 
 
 def check_leaves(values: Mapping[str, Any], keys: Mapping[str, Key], place: str = "") -> None:
-    """`check_leaf` for each, but for a value that OmegaConf will replace."""
+    """Runs `check_leaf` on each value but interpolations, whose value is known only after composition."""
     for name, value in values.items():
         if name not in keys or not is_interpolation(value):
             check_leaf(name, value, keys, place)
 
 
 def is_interpolation(value: Any) -> bool:
-    """Whether OmegaConf will replace it; what it stands for is known after composition only."""
+    """Whether `value` is text such as ${scale.name}, which OmegaConf replaces after composition."""
     return isinstance(value, str) and "${" in value
 
 
@@ -228,7 +228,7 @@ def mistake(*lines: str, place: str = "") -> ConfigError:
 
 
 def report_together(config: Config, conflict: Conflict, origins: Mapping[str, Origin]) -> ConfigError:
-    """The error of keys that do not go together, with the files that set them."""
+    """The error for keys that exclude each other; it names the files that set them."""
     keys, problem, fix = conflict
     names = keys.split()
     values = {name: operator.attrgetter(name)(config) for name in names}
@@ -256,7 +256,7 @@ def _is_finite(value: Any) -> bool:
 
 
 def _unquoted(text: str) -> Any:
-    """What `text` would be without quotes, in YAML too: a number, true, false, null or a list; else `text` itself."""
+    """The number, boolean, null or list that `text` would be without its quotes, in YAML too; else `text` itself."""
     readers: tuple[Callable[[str], Any], ...] = (int, lambda text: float(text.replace(".inf", "inf")), json.loads)
     for read in readers:
         try:

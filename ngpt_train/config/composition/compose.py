@@ -89,10 +89,13 @@ def compose(arguments: Sequence[str], user_dir: str | None = None) -> Compositio
     return Composition(config, keys, choices, origins, files)
 
 
-@lru_cache(maxsize=256)  # of Hydra's work, which takes ten times as long as all else
+@lru_cache(maxsize=256)  # Hydra takes ten times as long as all the rest
 def _in_order(chosen: Sequence[str], lists: str) -> dict[str, str]:
-    """The sections that train.yaml and the files of `group/option` fill, by these names, in the order in which they
-    count. `lists` is JSON of Files.defaults_lists. What Hydra cannot order is the user's mistake."""
+    """The section that each file fills, by its path `group/option`, in the order in which the files count.
+
+    `chosen` are the command line's `group=option`, `lists` is JSON of Files.defaults_lists. Raises ConfigError for
+    lists that Hydra cannot order.
+    """
     import hydra
     from hydra.core.config_store import ConfigStore
     from hydra.core.global_hydra import GlobalHydra
@@ -111,7 +114,7 @@ def _in_order(chosen: Sequence[str], lists: str) -> dict[str, str]:
                 loader = GlobalHydra.instance().config_loader()
                 ordered = loader.compute_defaults_list(PRIMARY, list(chosen), RunMode.RUN).defaults
         except (HydraException, RecursionError, ValueError) as error:
-            # The checks before leave only tangled lists; the first line says which entry, or that it recurses.
+            # Files has checked each entry; what is left are entries that clash, and the first line says which.
             first_line = str(error).splitlines()[0]
             raise ConfigError(f"the defaults lists do not fit together: {first_line}") from None
     return {default.config_path: default.package or "" for default in ordered if default.config_path}

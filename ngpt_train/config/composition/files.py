@@ -210,7 +210,7 @@ class Files:
         names: list[str] = []
         for name in files:
             path = self._file(f"experiment/{name}")
-            # What is no file, a broken link for example, is an option whose choice says so.
+            # A name that is no file, such as a broken link, stays an option: who chooses it is told what is wrong.
             names += [f"{name}/{row}" for row in (_row_names(path) if path and path.is_file() else [])] or [name]
         return list(dict.fromkeys(names))
 
