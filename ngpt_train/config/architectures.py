@@ -74,7 +74,8 @@ def _walk(schema: type, prefix: str, model: type[ModelConfig]) -> Iterator[Key]:
         if dataclasses.is_dataclass(kind):
             yield from _walk(typing.cast(type, kind), name + ".", model)
             continue
-        members = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
+        union = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
+        members = tuple(typing.get_origin(member) or member for member in union)
         if float in members:
             members = tuple(member for member in members if member is not int)
         default = field.default_factory() if callable(field.default_factory) else field.default

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import difflib
@@ -18,7 +19,6 @@ from ngpt_train.core.errors import ConfigError
 if typing.TYPE_CHECKING:
     from ngpt_train.config.schema import Config
 
-_TYPE_NAMES = {int: "an integer", float: "a number", str: "text"}
 # OmegaConf's mark of a value that is not given yet: a key with it would count as unset.
 _MISSING = "???"
 # A maximum from here on only keeps out what nobody means; a message names it only where a value exceeds it.
@@ -34,10 +34,10 @@ class Origin(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A leaf of the schema: dotted name, the types that its union allows, default, sentence and limits."""
+    """A leaf of the schema: dotted name, the classes that a value may have, default, sentence and limits."""
 
     name: str
-    types: tuple[Any, ...]
+    types: tuple[type, ...]
     default: Any
     doc: str
     choices: tuple[str, ...] | None = None
@@ -52,7 +52,7 @@ class Key:
 
     @property
     def is_table(self) -> bool:
-        return any(typing.get_origin(t) is dict for t in self.types)
+        return dict in self.types
 
     def expected(self, value: Any = None) -> str:
         """What the key takes instead of `value`, in words: `an integer >= 1 or auto`."""
@@ -61,28 +61,24 @@ class Key:
             for sign, _, limit in self._limits()
             if sign != "<=" or limit < _ABSURD or (type(value) in (int, float) and value > limit)
         ]
-        parts: list[str] = []
-        for kind in self.types:
-            if kind is bool:
-                parts += ["true", "false"]
-            elif kind is type(None):
-                parts.append("null")
-            elif kind is str and self.choices:
-                parts += self.choices
-            elif typing.get_origin(kind) is list:
-                parts.append(f"a list of numbers such as {show(self.default)}")
-            elif typing.get_origin(kind) is dict:
-                parts.append("a table such as {tiny: {256: 0.001}}")
-            else:
-                parts.append(_TYPE_NAMES[kind] + (" " + " and ".join(limits) if limits and kind is not str else ""))
-        return any_of(parts)
+        bounds = f" {' and '.join(limits)}" if limits else ""
+        words: dict[type, Sequence[str]] = {
+            bool: ["true", "false"],
+            int: [f"an integer{bounds}"],
+            float: [f"a number{bounds}"],
+            str: self.choices or ["text"],
+            list: [f"a list of numbers such as {show(self.default)}"],
+            dict: ["a table such as {tiny: {256: 0.001}}"],
+            type(None): ["null"],
+        }
+        return any_of(word for kind in self.types for word in words[kind])
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with `value`, or None."""
         text = f"must be {self.expected(value)}"
         if value == _MISSING:
             return f"{text}; {_MISSING} stands for no value"
-        if any(self._takes(kind, value) for kind in self.types):
+        if self._takes(value):
             return None
         if value == "":
             return f"empty, but {text}"
@@ -109,27 +105,19 @@ class Key:
             return copy.deepcopy(value)
         return float(value) if float in self.types and type(value) is int else value
 
-    def _takes(self, kind: Any, value: Any) -> bool:
-        if value is None or kind is type(None):
-            return value is None and kind is type(None)
-        if kind is bool:
-            return isinstance(value, bool)
-        if kind in (int, float):
-            is_number = _is_finite(value) and (kind is float or isinstance(value, int))
-            return is_number and all(holds(value, limit) for _, holds, limit in self._limits())
-        if kind is str:
+    def _takes(self, value: Any) -> bool:
+        if value is None or isinstance(value, bool):
+            return type(value) in self.types
+        if isinstance(value, (int, float)):
+            is_number = float in self.types or (int in self.types and isinstance(value, int))
+            return is_number and _is_finite(value) and all(holds(value, limit) for _, holds, limit in self._limits())
+        if isinstance(value, str):
             # Empty text is a forgotten value, unless it is the default.
-            return isinstance(value, str) and (
-                value in self.choices if self.choices else bool(value) or self.default == ""
-            )
-        if typing.get_origin(kind) is list:
-            return isinstance(value, list) and all(_is_finite(x) for x in value)
-        return isinstance(value, dict) and all(
-            isinstance(scale, str)
-            and isinstance(row, dict)
-            and all(type(context) is int and context > 0 and _is_finite(lr) and lr > 0 for context, lr in row.items())
-            for scale, row in value.items()
-        )
+            allowed = value in self.choices if self.choices else bool(value) or self.default == ""
+            return str in self.types and allowed
+        if isinstance(value, list):
+            return list in self.types and all(_is_finite(x) for x in value)
+        return self.is_table and isinstance(value, dict) and _is_lr_table(value)
 
     def _limits(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
         lower = ((">=", operator.ge, self.minimum), (">", operator.gt, self.above))
@@ -255,12 +243,20 @@ def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
+def _is_lr_table(table: dict[Any, Any]) -> bool:
+    """Whether it is {scale: {context: lr}}."""
+    return all(
+        isinstance(scale, str)
+        and isinstance(row, dict)
+        and all(type(context) is int and context > 0 and _is_finite(lr) and lr > 0 for context, lr in row.items())
+        for scale, row in table.items()
+    )
+
+
 def _unquoted(text: str) -> Any:
     """The number, boolean, null or list that `text` would be without its quotes, in YAML too; else `text` itself."""
     readers: tuple[Callable[[str], Any], ...] = (int, lambda text: float(text.replace(".inf", "inf")), json.loads)
     for read in readers:
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             return read(text)
-        except (ValueError, RecursionError):
-            pass
     return text

@@ -122,9 +122,9 @@ def _in_order(chosen: Sequence[str], lists: str) -> dict[str, str]:
 
 def _architecture(files: Files, packages: Mapping[str, str], model: str) -> str:
     """The architecture whose schema the file of model=`model` names. Raises ConfigError if it names none."""
-    for path in packages:
-        if path.startswith(f"{SCHEMA_GROUP}/"):
-            return path.removeprefix(f"{SCHEMA_GROUP}/")
+    for group, _, name in (path.rpartition("/") for path in packages):
+        if group == SCHEMA_GROUP:
+            return name
     problem = f"{files.option(f'model/{model}').path}: does not say which architecture it is"
     example = "Begin it with\n    defaults:\n      - ngpt"
     raise mistake(problem, example, f"or another of {', '.join(architectures())}")
