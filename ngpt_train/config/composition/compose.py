@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, cast
 
 from ngpt_train.config.architectures import architectures, build, schema_keys
-from ngpt_train.config.composition.files import GROUPS, PRIMARY, SCHEMA_GROUP, Files, find_files
+from ngpt_train.config.composition.files import GROUPS, PRIMARY, SCHEMA_GROUP, Files
 from ngpt_train.config.composition.overrides import Overrides, parse
 from ngpt_train.config.conflicts import check
 from ngpt_train.config.model_keys import ModelConfig
@@ -57,7 +57,7 @@ def load_config(overrides: Sequence[str] = (), config_dir: str | None = None, wo
 def compose(arguments: Sequence[str], user_dir: str | None = None) -> Composition:
     """Composes and checks key by key; keys that belong together are for `resolve` and `check`.
     Raises ConfigError."""
-    files = find_files(user_dir)
+    files = Files(user_dir)
     overrides = parse(arguments, files.options)
     lists = files.defaults_lists(overrides.choices)
     files.warn_shadowed()
@@ -69,7 +69,7 @@ def compose(arguments: Sequence[str], user_dir: str | None = None) -> Compositio
     schema = architectures()[architecture]
     keys = schema_keys(schema)
     values: dict[str, Any] = {}
-    origins: dict[str, Origin] = {}
+    origins = {name: Origin() for name in keys}
     options = [(files.option(path), package) for path, package in packages.items() if path in lists]
     said_by_files = (said for option, package in options for said in files.said(option, package, keys))
     for order, (place, said) in enumerate(said_by_files):

@@ -68,21 +68,7 @@ def config_dir() -> Path:
 
 def list_experiments() -> list[str]:
     """Every name that `experiment=NAME` accepts without a directory of the user's own."""
-    return find_files(None).options["experiment"][:-1]
-
-
-def find_files(user_dir: str | None) -> Files:
-    """The files that there are now: the packaged ones, those of plug-ins, then those of `user_dir`."""
-    directories = [config_dir(), *(folder / "configs" for folder in plugins())]
-    if user_dir is not None:
-        user = Path(user_dir).expanduser().resolve()
-        if not user.is_dir():
-            raise mistake(f"--config-dir={user_dir}: no such directory", f"Looked for {user}")
-        if not any((user / group).is_dir() for group in GROUPS):
-            fix = "A file DIR/model/my.yaml, for example, is chosen with --config-dir=DIR model=my"
-            raise mistake(f"--config-dir={user_dir}: holds no directory named like a group: {', '.join(GROUPS)}", fix)
-        directories += [user] if user not in directories else []
-    return Files(directories)
+    return Files().options["experiment"][:-1]
 
 
 @dataclass(frozen=True)
@@ -111,10 +97,21 @@ class Option:
 
 
 class Files:
-    """The directories of YAML files; of two files of one name the first counts."""
+    """The YAML files: the packaged ones, those of plug-ins, then those of `user_dir`. Of two files of one name the first
+    counts. Raises ConfigError where `user_dir` is no directory of such files."""
 
-    def __init__(self, directories: Sequence[Path]) -> None:
-        self.directories = directories
+    def __init__(self, user_dir: str | None = None) -> None:
+        self.directories = [config_dir(), *(folder / "configs" for folder in plugins())]
+        if user_dir is None:
+            return
+        user = Path(user_dir).expanduser().resolve()
+        if not user.is_dir():
+            raise mistake(f"--config-dir={user_dir}: no such directory", f"Looked for {user}")
+        if not any((user / group).is_dir() for group in GROUPS):
+            fix = "A file DIR/model/my.yaml, for example, is chosen with --config-dir=DIR model=my"
+            raise mistake(f"--config-dir={user_dir}: holds no directory named like a group: {', '.join(GROUPS)}", fix)
+        if user not in self.directories:
+            self.directories.append(user)
 
     @cached_property
     def options(self) -> dict[str, list[str]]:
