@@ -97,7 +97,7 @@ class Option:
 
 
 class Files:
-    """The YAML files: the packaged ones, those of plug-ins, then those of `user_dir`. Of two files of one name the first
+    """The YAML files: packaged ones, those of plug-ins, then those of `user_dir`. Of two files of one name the first
     counts. Raises ConfigError where `user_dir` is no directory of such files."""
 
     def __init__(self, user_dir: str | None = None) -> None:
