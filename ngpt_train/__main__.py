@@ -32,8 +32,8 @@ VERBS = {
     "bench": "Measure the parts of a run: `bench data`, `step`, `kernels`, `attention`, ...",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
 }
-# What a shell reports of a tool that ends because nobody reads its output any more.
-NO_READER = 128 + signal.SIGPIPE
+# What a shell reports of a tool that ends because nobody reads its output any more: 128 + SIGPIPE.
+NO_READER = 141
 USAGE = """\
 Usage: ngpt-train VERB [GROUP=OPTION ...] [KEY=VALUE ...] [options]
 
