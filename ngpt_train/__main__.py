@@ -10,6 +10,7 @@ import difflib
 import importlib
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -31,6 +32,8 @@ VERBS = {
     "bench": "Measure the parts of a run: `bench data`, `step`, `kernels`, `attention`, ...",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
 }
+# What a shell reports of a tool that ends because nobody reads its output any more: 128 + SIGPIPE.
+NO_READER = 141
 USAGE = """\
 Usage: ngpt-train VERB [GROUP=OPTION ...] [KEY=VALUE ...] [options]
 
@@ -204,7 +207,35 @@ def _show(text: str) -> None:
     try:
         print(text, flush=True)
     except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()
+
+
+def _discard_stdout() -> None:
+    """Sends what is still to be written to nowhere: the interpreter's end writes it, and would fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _flushed() -> bool:
+    """Writes what the streams still hold; whether stdout's reader took it."""
+    if sys.stderr is not None:  # a stream is None where the shell has closed it: `>&-`
+        with contextlib.suppress(BrokenPipeError):
+            sys.stderr.flush()
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_stdout()
+        return False
+    return True
+
+
+def _stdout_has_no_reader() -> bool:
+    """Whether stdout is a pipe whose reader has gone. A BrokenPipeError alone may come from any other pipe."""
+    if sys.stdout is None:
+        return False
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), 0)
+    return bool(poll.poll(0))
 
 
 def _overview() -> str:
@@ -226,11 +257,13 @@ def run() -> NoReturn:
     code = 1
     try:
         code = main()
-    except Exception:
-        traceback.print_exc()
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    except Exception as error:
+        if isinstance(error, BrokenPipeError) and _stdout_has_no_reader():
+            code = NO_READER
+        else:
+            traceback.print_exc()
+    if not _flushed():
+        code = code or NO_READER
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         # Not by way of the interpreter's end, which gloo's threads may hang or abort: see distributed/world.py.

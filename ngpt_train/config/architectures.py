@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import importlib
+import operator
 import pkgutil
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ngpt_train.models
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import Key, mistake
@@ -40,8 +41,8 @@ def plugins() -> list[Path]:
 
 
 def use_plugins(folders: Sequence[str]) -> None:
-    """From now on these architectures from outside exist besides ours, and no others, here and in processes that this
-    one starts. Raises ConfigError."""
+    """Makes these folders the only architectures besides ours, in this process and in those that it starts. Raises
+    ConfigError."""
     paths = list(dict.fromkeys(Path(folder).expanduser().resolve() for folder in folders))
     for folder, path in zip(folders, paths, strict=False):
         if not path.is_dir():
@@ -73,11 +74,14 @@ def _walk(schema: type, prefix: str, model: type[ModelConfig]) -> Iterator[Key]:
         if dataclasses.is_dataclass(kind):
             yield from _walk(typing.cast(type, kind), name + ".", model)
             continue
-        members = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
+        union = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
+        members = tuple(typing.get_origin(member) or member for member in union)
         if float in members:
             members = tuple(member for member in members if member is not int)
         default = field.default_factory() if callable(field.default_factory) else field.default
-        yield Key(name=name, types=members, default=default, **field.metadata)
+        or_auto = str in members and not {int, float, bool}.isdisjoint(members)
+        limits = {"choices": (AUTO,) if or_auto else None, **field.metadata}
+        yield Key(name=name, types=members, default=default, **limits)
 
 
 @cache
@@ -86,31 +90,17 @@ def all_keys() -> dict[str, Key]:
     return {name: key for model in architectures().values() for name, key in schema_keys(model).items()}
 
 
-def build(tree: Mapping[str, Any], model: type[ModelConfig]) -> Config:
-    """The dataclasses of a checked tree; keys that it lacks have their defaults."""
-
-    def section(schema: type, values: Mapping[str, Any]) -> Any:
-        types = typing.get_type_hints(schema)
-        return schema(**{name: leaf(types[name], value) for name, value in values.items()})
-
-    def leaf(kind: Any, value: Any) -> Any:
-        if kind is ModelConfig:
-            kind = model
-        if dataclasses.is_dataclass(kind):
-            return section(typing.cast(type, kind), value)
-        if isinstance(value, Mapping):
-            return copy.deepcopy(value)  # a table, which the next config must not share
-        is_float = float in (kind, *typing.get_args(kind))
-        if is_float and isinstance(value, list):
-            return [float(x) for x in value]
-        return float(value) if is_float and type(value) is int else value
-
-    return typing.cast(Config, section(Config, tree))
+def build(values: Mapping[str, Any], model: type[ModelConfig]) -> Config:
+    """The configuration with these checked values, by dotted names; all other keys have their defaults."""
+    config, keys = Config(model=model()), schema_keys(model)
+    for name, value in values.items():
+        section, _, key = name.rpartition(".")
+        setattr(operator.attrgetter(section)(config), key, keys[name].held(value))
+    return config
 
 
 def _keys_of(name: str) -> type[ModelConfig]:
-    """The dataclass of an architecture's keys.py. Raises ConfigError for that of a plug-in which does not keep to the
-    form."""
+    """The dataclass of an architecture's keys.py. Raises ConfigError where a plug-in's does not have the form."""
     plugin = next((path for path in plugins() if path.name == name), None)
     try:
         module = importlib.import_module(f"ngpt_train.models.{name}.keys")

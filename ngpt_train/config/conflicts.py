@@ -1,4 +1,5 @@
-"""Keys that exclude each other, and what a verb cannot do without. What an architecture excludes, its keys say."""
+"""Refuses keys that exclude each other, and a verb that lacks what it needs. What an architecture excludes is in its
+keys.py."""
 
 from __future__ import annotations
 
@@ -6,14 +7,17 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator, Mapping
-from functools import reduce
 from importlib.util import find_spec
+from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 
+from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
 from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_multiples
 from ngpt_train.config.mixture import mixture_of
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import auto_warmup
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import CheckpointConfig, Config
 from ngpt_train.config.validate import Origin, mistake, report_together, show
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
@@ -24,40 +28,49 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
     """Raises ConfigError for values that exclude each other. `config` is resolved; `world_size` is the
     number of ranks, by default torchrun's."""
     world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    rules = [_run, _model, _batch, _cuda_graphs, _steps, _optimizer, _ranks]
-    rules += [_source, _rows, _tokenizer, _checkpoints]
-    for rule in rules:
-        for conflict in rule(config, world_size):
-            raise report_together(config, conflict, origins or {})
+    conflicts = chain(
+        _run(config),
+        _model(config.model),
+        _batch(config, world_size),
+        _cuda_graphs(config, world_size),
+        _optimization(config),
+        _source(config.data, config.tokenizer),
+        _rows(config.data, config.model),
+        _tokenizer(config.tokenizer),
+        _checkpoints(config.checkpoint),
+    )
+    for conflict in conflicts:
+        raise report_together(config, conflict, origins or {})
 
 
 def check_verb(config: Config, verb: str) -> None:
     """Raises ConfigError for what `verb` cannot do without, or cannot write to."""
-    if verb in ("generate", "evaluate") and getattr(config, verb).checkpoint is None:
-        raise mistake(
-            f"{verb}.checkpoint=null: no checkpoint is named", f"For example {verb}.checkpoint=runs/quickstart"
-        )
+    section = getattr(config, verb, None)
+    if getattr(section, "checkpoint", "") is None:
+        fix = f"For example {verb}.checkpoint=runs/quickstart"
+        raise mistake(f"{verb}.checkpoint=null: no checkpoint is named", fix)
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
         problem = "nothing to prepare" if config.data.kind == "tokens" else "one source at a time is prepared"
         raise mistake(f"data.kind={config.data.kind}: {problem}", "Choose text: data=embedded, local or hf")
     if verb == "plan":
         check(config, config.plan.world_size)
-    out = getattr(getattr(config, verb), "out", None) if verb in ("plan", "evaluate", "bench") else None
-    if out is None:
-        return
-    path = Path(out).expanduser()
+    if out := getattr(section, "out", None):
+        _check_writable(f"{verb}.out={out}", Path(out).expanduser())
+
+
+def _check_writable(setting: str, path: Path) -> None:
     if path.is_dir():
-        raise mistake(f"{verb}.out={out}: is a directory", "Name a file in it")
+        raise mistake(f"{setting}: is a directory", "Name a file in it")
     if not path.parent.is_dir():
-        raise mistake(f"{verb}.out={out}: {path.parent} is not a directory", "Create it, or name another file")
+        raise mistake(f"{setting}: {path.parent} is not a directory", "Create it, or name another file")
     try:
         tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as error:
-        problem = f"{verb}.out={out}: {path.parent} cannot be written ({error.strerror})"
+        problem = f"{setting}: {path.parent} cannot be written ({error.strerror})"
         raise mistake(problem, "Name a file where you may write") from None
 
 
-def _run(config: Config, world_size: int) -> Iterator[Conflict]:
+def _run(config: Config) -> Iterator[Conflict]:
     run = config.run
     if not _RUN_NAME.fullmatch(run.name):
         fix = "Letters, digits, '.', '_' and '-', at most one '/', no part that begins with '.' or '-'"
@@ -69,8 +82,7 @@ def _run(config: Config, world_size: int) -> Iterator[Conflict]:
         yield "logging.tensorboard", "the package tensorboard is not installed", fix
 
 
-def _model(config: Config, world_size: int) -> Iterator[Conflict]:
-    model = config.model
+def _model(model: ModelConfig) -> Iterator[Conflict]:
     assert isinstance(model.n_kv_heads, int)
     heads = "model.n_heads model.d_model"
     if model.d_model % model.n_heads:
@@ -84,13 +96,16 @@ def _model(config: Config, world_size: int) -> Iterator[Conflict]:
         fix = nearest_divisors("model.n_kv_heads", model.n_kv_heads, model.n_heads)
         yield "model.n_kv_heads model.n_heads", "the key/value heads do not divide the heads", fix
     for switch, name in model.without_effect():
-        default = reduce(getattr, name.split("."), type(model)())
-        if reduce(getattr, name.split("."), model) not in (default, 0 if default == AUTO else default):
+        value, default = (attrgetter(name)(of) for of in (model, type(model)()))
+        if value not in (default, 0 if default == AUTO else default):
             key, fix = f"model.{name}", f"Leave it out, or set model.{name}={show(default)}"
             yield f"{key} model.{switch}", f"{key} has no effect then", fix
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
+    if config.parallel.kind == "single" and world_size > 1:
+        problem = f"one process, but there are {world_size} ranks"
+        yield "parallel.kind", problem, "Set parallel=auto, ddp or fsdp, or use one rank"
     rows, micro = config.train.rows_per_step, config.train.micro_rows
     ranks = f"{world_size} ranks" if world_size > 1 else "one rank"
     if isinstance(micro, int) and rows % (micro * world_size):
@@ -108,7 +123,7 @@ def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
 
 
 def _cuda_graphs(config: Config, world_size: int) -> Iterator[Conflict]:
-    """What CUDA graphs need, and what distributed/cuda_graphs.py has not thought through."""
+    """What CUDA graphs need, and what distributed/cuda_graphs.py does not support."""
     kind, without = config.parallel.kind, "or train.cuda_graphs=false"
     if not config.train.cuda_graphs:
         return
@@ -123,8 +138,8 @@ def _cuda_graphs(config: Config, world_size: int) -> Iterator[Conflict]:
         yield "train.cuda_graphs parallel.kind", problem, f"Use one rank and parallel=single, {without}"
 
 
-def _steps(config: Config, world_size: int) -> Iterator[Conflict]:
-    train, schedule = config.train, config.schedule
+def _optimization(config: Config) -> Iterator[Conflict]:
+    train, schedule, optim = config.train, config.schedule, config.optim
     if train.stop_at is not None and train.stop_at > train.steps:
         yield "train.stop_at train.steps", "stops after the end", f"Set train.stop_at to {train.steps} or less"
     if int(schedule.warmup_steps) >= train.steps:
@@ -132,26 +147,15 @@ def _steps(config: Config, world_size: int) -> Iterator[Conflict]:
         fix = f"Set schedule.warmup_steps below {train.steps}; auto would be {auto_warmup(train.steps)}"
         yield "schedule.warmup_steps train.steps", problem, fix
     yield from config.model.conflicts(config)
-    if schedule.final_lr > float(config.optim.lr):
-        yield "schedule.final_lr optim.lr", "ends above the peak", f"Set schedule.final_lr to {config.optim.lr} or less"
-
-
-def _optimizer(config: Config, world_size: int) -> Iterator[Conflict]:
-    optim = config.optim
+    if schedule.final_lr > float(optim.lr):
+        yield "schedule.final_lr optim.lr", "ends above the peak", f"Set schedule.final_lr to {optim.lr} or less"
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield "optim.betas", "not two numbers >= 0 and < 1", "For example optim.betas=[0.9,0.95]"
     if optim.weight_decay and optim.name == "adam":
         yield "optim.weight_decay optim.name", "adam never decays", "Set optim.name=adamw or optim.weight_decay=0"
 
 
-def _ranks(config: Config, world_size: int) -> Iterator[Conflict]:
-    if config.parallel.kind == "single" and world_size > 1:
-        problem = f"one process, but there are {world_size} ranks"
-        yield "parallel.kind", problem, "Set parallel=auto, ddp or fsdp, or use one rank"
-
-
-def _source(config: Config, world_size: int) -> Iterator[Conflict]:
-    data, tokenizer = config.data, config.tokenizer
+def _source(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
     path, repo = "data.path data.kind", "data.repo data.kind"
     if data.kind in ("local", "tokens") and data.path is None:
         yield path, "no data is named", "Set data.path=PATH"
@@ -179,8 +183,7 @@ def _source(config: Config, world_size: int) -> Iterator[Conflict]:
         yield "data.streaming data.kind", "prepared shards are tokens already", fix
 
 
-def _rows(config: Config, world_size: int) -> Iterator[Conflict]:
-    data, model = config.data, config.model
+def _rows(data: DataConfig, model: ModelConfig) -> Iterator[Conflict]:
     if data.objective != model.objective:
         fix = f"Set data.objective={model.objective}, or choose another model"
         yield "data.objective model.name", "the model is not made for this objective", fix
@@ -190,8 +193,8 @@ def _rows(config: Config, world_size: int) -> Iterator[Conflict]:
                 yield f"{name} data.objective", "a row is one document then", f"Leave {name} out"
 
 
-def _tokenizer(config: Config, world_size: int) -> Iterator[Conflict]:
-    tokenizer, names = config.tokenizer, "tokenizer.path tokenizer.kind"
+def _tokenizer(tokenizer: TokenizerConfig) -> Iterator[Conflict]:
+    names = "tokenizer.path tokenizer.kind"
     if tokenizer.path is not None and tokenizer.kind == "bytes":
         fix = "Choose tokenizer=sentencepiece or another, or leave tokenizer.path out"
         yield names, "bytes reads no model file", fix
@@ -201,8 +204,8 @@ def _tokenizer(config: Config, world_size: int) -> Iterator[Conflict]:
         yield "tokenizer.eos tokenizer.kind", "the tokenizer knows its own", "Leave tokenizer.eos out"
 
 
-def _checkpoints(config: Config, world_size: int) -> Iterator[Conflict]:
-    keep, every = config.checkpoint.keep_every, config.checkpoint.every
+def _checkpoints(checkpoint: CheckpointConfig) -> Iterator[Conflict]:
+    keep, every = checkpoint.keep_every, checkpoint.every
     if keep is not None and (every == 0 or keep % every):
         fix = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"
         yield "checkpoint.keep_every checkpoint.every", "no checkpoint is written at these steps", fix

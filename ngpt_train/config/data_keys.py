@@ -55,9 +55,7 @@ class DataConfig:
     )
     document_mask: bool = key(False, "No attention across documents of a row, and positions begin anew with each.")
     streaming: BoolOrAuto = key(
-        AUTO,
-        "Tokenize while training instead of preparing all text before; auto: for data sets of the hub.",
-        choices=(AUTO,),
+        AUTO, "Tokenize while training instead of preparing all text before; auto: for data sets of the hub."
     )
     streams: int = key(
         192,
@@ -97,7 +95,6 @@ class DataConfig:
     prepare_workers: IntOrAuto = key(
         AUTO,
         "Processes that tokenize text for shards, which they do not change; auto: one for each CPU.",
-        choices=(AUTO,),
         minimum=1,
         maximum=1024,
     )

@@ -7,9 +7,10 @@ from typing import Any, TypedDict, Union, Unpack
 
 AUTO = "auto"
 
-# Keys that exclude each other with a space between them, what is wrong with that, and what to do.
+# The names of keys that exclude each other, with spaces between them; what is wrong; what to do.
 Conflict = tuple[str, str, str]
 
+# A key of such a type takes a number or a switch, or `auto`, or in its place the words that its `choices` name.
 # OmegaConf resolves these aliases at run time, where `int | str` inside a container is not understood.
 IntOrAuto = Union[int, str]
 FloatOrAuto = Union[float, int, str]  # an int becomes a float when the config is built
@@ -25,6 +26,14 @@ class Limits(TypedDict, total=False):
     above: float
     maximum: float
     below: float
+
+
+# Limits that several keys share. Their maxima keep out what nobody means.
+COUNT = Limits(minimum=1, maximum=1_000_000_000)
+COUNT_OR_0 = Limits(minimum=0, maximum=1_000_000_000)
+ROWS = Limits(minimum=1, maximum=10_000_000)
+SECONDS = Limits(above=0, maximum=10_000_000)
+SEED = Limits(minimum=0, maximum=2**63 - 1)
 
 
 def key(default: Any, doc: str, **limits: Unpack[Limits]) -> Any:

@@ -24,7 +24,7 @@ FORM = (
 
 
 class SourceConfig(NamedTuple):
-    """A source of a mixture: what its rows are called, how many of all they are, where they are from."""
+    """A source of a mixture: its name, its share of all rows, and where its rows come from."""
 
     name: str
     share: float
@@ -45,19 +45,19 @@ def mixture_of(data: DataConfig) -> list[SourceConfig]:
 
 
 def is_commit(revision: str) -> bool:
-    """Whether this is no branch or tag, which may move."""
+    """Whether `revision` is the hash of a commit, and not a branch or tag, which may move."""
     return re.fullmatch("[0-9a-f]{40}", revision) is not None
 
 
 def commits_of(data: DataConfig) -> dict[str, str | None]:
-    """The revisions of data sets of the hub, by the name of the source; without a mixture under an empty name."""
+    """The revision of each data set of the hub, by the name of its source; without a mixture that name is empty."""
     if data.kind == "mixture":
         return {source.name: source.data.revision for source in mixture_of(data)}
     return {"": data.revision}
 
 
 def with_commits(data: DataConfig, commits: Mapping[str, str | None]) -> DataConfig:
-    """`data` with these commits, named as `commits_of` does, where it says nothing or a branch, which moves."""
+    """`data` with these commits, named as by `commits_of`, where it names no revision, or a branch, which moves."""
 
     def commit(revision: str | None, name: str) -> str | None:
         return revision if revision and is_commit(revision) else commits.get(name) or revision

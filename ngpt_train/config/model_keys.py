@@ -27,7 +27,7 @@ class ModelConfig:
     )
     d_mlp: Union[int, None] = key(None, "Hidden width of the MLP; null is 4 * d_model.", minimum=1, maximum=10_000_000)
     vocab_size: IntOrAuto = key(
-        AUTO, "Rows of both embeddings; auto takes the tokenizer's.", choices=(AUTO,), minimum=2, maximum=10_000_000
+        AUTO, "Rows of both embeddings; auto takes the tokenizer's.", minimum=2, maximum=10_000_000
     )
     context: int = key(256, "Tokens per training row.", minimum=1, maximum=10_000_000)
     tied_embeddings: bool = key(False, "One matrix as input and output embedding.")
@@ -38,7 +38,7 @@ class ModelConfig:
         choices=("half", "interleaved"),
     )
 
-    # What the rest of the house asks of an architecture before there is a model. Each may answer otherwise.
+    # What the rest of the house asks an architecture before there is a model. A subclass may answer otherwise.
 
     objective: ClassVar[str] = "next_token"  # what data.objective=auto becomes, and the only one that it learns
 

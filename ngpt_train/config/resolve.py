@@ -9,10 +9,10 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import Origin, mistake, report_together
 
 
-def resolve(config: Config, origins: Mapping[str, Origin] | None = None) -> None:
+def resolve(config: Config, origins: Mapping[str, Origin]) -> None:
     """Replaces, in place, optim.lr, schedule.warmup_steps, run.name, train.batch_rows and batch_tokens,
-    model.n_kv_heads, d_mlp and what depends on other keys by their values. Raises ConfigError where there is none."""
-    origins = origins or {}
+    model.n_kv_heads, d_mlp and what depends on other keys by their values. Raises ConfigError where there is none.
+    `origins` says of two keys which was set later."""
     model, optim, schedule = config.model, config.optim, config.schedule
     model.n_kv_heads = model.n_heads if model.n_kv_heads is None else model.n_kv_heads
     model.d_mlp = 4 * model.d_model if model.d_mlp is None else model.d_mlp
@@ -20,7 +20,7 @@ def resolve(config: Config, origins: Mapping[str, Origin] | None = None) -> None
     if optim.lr == AUTO:
         optim.lr = _table_lr(config)
     # A warmup belongs to the steps it was written for: where fewer were set later, it is auto.
-    later = origins.get("train.steps", Origin()).order > origins.get("schedule.warmup_steps", Origin()).order
+    later = origins["train.steps"].order > origins["schedule.warmup_steps"].order
     if schedule.warmup_steps == AUTO or (later and int(schedule.warmup_steps) >= config.train.steps):
         schedule.warmup_steps = auto_warmup(config.train.steps)
     if config.data.objective == AUTO:
@@ -38,7 +38,7 @@ def _resolve_batch(config: Config, origins: Mapping[str, Origin]) -> None:
     """batch_rows and batch_tokens say the same thing; the one that was set last counts."""
     train, context = config.train, config.model.context
     names = "train.batch_rows train.batch_tokens"
-    rows, tokens = (origins.get(name, Origin()).order for name in names.split())
+    rows, tokens = (origins[name].order for name in names.split())
     if train.batch_rows is None and train.batch_tokens is None:
         fix = "Set one of them, for example train.batch_rows=16"
         raise report_together(config, (names, "no batch size", fix), origins)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Union
 
 from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
-from ngpt_train.config.keys import AUTO, BoolOrAuto, FloatOrAuto, IntOrAuto, key
+from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SECONDS, SEED, BoolOrAuto, FloatOrAuto, IntOrAuto, key
 from ngpt_train.config.model_keys import ModelConfig
 
 
@@ -31,7 +31,7 @@ class RunConfig:
         choices=(AUTO, "must", "never"),
     )
     overwrite: bool = key(False, "Delete what the run directory holds and start anew.")
-    seed: int = key(0, "Seed of the weights and of the order of the data.", minimum=0, maximum=2**63 - 1)
+    seed: int = key(0, "Seed of the weights and of the order of the data.", **SEED)
     init_from: Union[str, None] = key(None, "Checkpoint whose weights (nothing else) the run starts from.")
     max_time: Union[float, None] = key(
         None, "Hours after which the run saves and stops cleanly; null is no limit.", above=0, maximum=1_000_000
@@ -49,12 +49,10 @@ class ScaleConfig:
 class TrainConfig:
     """How long, how many tokens at once, and in which arithmetic."""
 
-    steps: int = key(500, "Optimizer steps of the whole schedule.", minimum=1, maximum=1_000_000_000)
-    stop_at: Union[int, None] = key(
-        None, "Stop after this step without changing the schedule.", minimum=1, maximum=1_000_000_000
-    )
+    steps: int = key(500, "Optimizer steps of the whole schedule.", **COUNT)
+    stop_at: Union[int, None] = key(None, "Stop after this step without changing the schedule.", **COUNT)
     batch_rows: Union[int, None] = key(
-        None, "Rows per optimizer step over all ranks; set this or batch_tokens.", minimum=1, maximum=10_000_000
+        None, "Rows per optimizer step over all ranks; set this or batch_tokens.", **ROWS
     )
     batch_tokens: Union[int, None] = key(
         None,
@@ -65,9 +63,7 @@ class TrainConfig:
     micro_rows: IntOrAuto = key(
         AUTO,
         "Rows per rank in one forward pass; auto is the largest divisor of the rank's rows within 16,384 tokens.",
-        choices=(AUTO,),
-        minimum=1,
-        maximum=10_000_000,
+        **ROWS,
     )
     device: str = key(AUTO, "auto takes the GPU if there is one.", choices=(AUTO, "cpu", "cuda"))
     precision: str = key(
@@ -99,12 +95,11 @@ class OptimConfig:
 
     name: str = key("adamw", "Optimizer; adam never decays.", choices=("adam", "adamw"))
     lr: FloatOrAuto = key(
-        AUTO, "Peak learning rate; auto looks up lr_table by scale and context.", choices=(AUTO,), above=0, maximum=1000
+        AUTO, "Peak learning rate; auto looks up lr_table by scale and context.", above=0, maximum=1000
     )
     # {scale: {context: lr}}, which validate.py checks: OmegaConf fails to merge two typed dicts of dicts.
     lr_table: dict[str, Any] = key(
-        {},
-        "lr by scale, then context. The longest context within model.context counts, else the shortest there is.",
+        {}, "lr by scale, then context. The longest context within model.context counts, else the shortest there is."
     )
     betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
     eps: float = key(1e-8, "Adam's epsilon.", above=0, maximum=1)
@@ -137,9 +132,7 @@ class ScheduleConfig:
         AUTO,
         "Linear warmup; auto is min(2000, 10 % of train.steps). One that a file sets is auto where a train.steps "
         "that is set later leaves no room for it.",
-        choices=(AUTO,),
-        minimum=0,
-        maximum=1_000_000_000,
+        **COUNT_OR_0,
     )
     final_lr: float = key(0.0, "Learning rate that the schedule ends at.", minimum=0, maximum=1000)
     decay_fraction: float = key(0.2, "wsd: last part of train.steps that decays.", above=0, maximum=1)
@@ -159,8 +152,7 @@ class ParallelConfig:
         600.0,
         "Seconds that a rank waits for the others before it gives up; data.fetch_minutes more while text of the hub is "
         "streamed.",
-        above=0,
-        maximum=10_000_000,
+        **SECONDS,
     )
 
 
@@ -186,26 +178,17 @@ class KernelsConfig:
 class CheckpointConfig:
     """What is saved, and for how long it is kept. The last step is always saved."""
 
-    every: int = key(1000, "Steps between checkpoints; 0 saves at the end only.", minimum=0, maximum=1_000_000_000)
-    keep_last: int = key(2, "Newest checkpoints that are kept.", minimum=1, maximum=1_000_000_000)
-    keep_every: Union[int, None] = key(
-        None, "Checkpoints at multiples of this step are kept for good.", minimum=1, maximum=1_000_000_000
-    )
+    every: int = key(1000, "Steps between checkpoints; 0 saves at the end only.", **COUNT_OR_0)
+    keep_last: int = key(2, "Newest checkpoints that are kept.", **COUNT)
+    keep_every: Union[int, None] = key(None, "Checkpoints at multiples of this step are kept for good.", **COUNT)
 
 
 @dataclass
 class EvalConfig:
     """Validation during training."""
 
-    every: int = key(
-        500,
-        "Steps between validations; 0 validates at the start and at the end only.",
-        minimum=0,
-        maximum=1_000_000_000,
-    )
-    rows: int = key(
-        64, "Rows of the fixed validation set (fewer where the data has fewer).", minimum=1, maximum=10_000_000
-    )
+    every: int = key(500, "Steps between validations; 0 validates at the start and at the end only.", **COUNT_OR_0)
+    rows: int = key(64, "Rows of the fixed validation set (fewer where the data has fewer).", **ROWS)
 
 
 @dataclass
@@ -218,8 +201,7 @@ class WandbConfig:
     timeout: float = key(
         20.0,
         "Seconds that wandb has to start, else it goes offline, and to finish; the run trains meanwhile.",
-        above=0,
-        maximum=10_000_000,
+        **SECONDS,
     )
 
 
@@ -227,7 +209,7 @@ class WandbConfig:
 class LoggingConfig:
     """What is written while training."""
 
-    every: int = key(10, "Steps between lines of metrics.jsonl and of the console.", minimum=1, maximum=1_000_000_000)
+    every: int = key(10, "Steps between lines of metrics.jsonl and of the console.", **COUNT)
     tensorboard: bool = key(False, "Write TensorBoard event files into the run directory as well.")
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
@@ -238,15 +220,13 @@ class GenerateConfig:
 
     checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
     prompt: str = key("", "Text to continue; empty starts a document.")
-    max_new_tokens: int = key(200, "Tokens to sample at most.", minimum=1, maximum=1_000_000_000)
+    max_new_tokens: int = key(200, "Tokens to sample at most.", **COUNT)
     temperature: float = key(0.8, "Divides the logits; 0 takes the most likely token.", minimum=0, maximum=1000)
-    top_k: Union[int, None] = key(
-        None, "Sample among the k most likely tokens; null: all.", minimum=1, maximum=1_000_000_000
-    )
+    top_k: Union[int, None] = key(None, "Sample among the k most likely tokens; null: all.", **COUNT)
     top_p: Union[float, None] = key(
         None, "Sample among the fewest tokens whose probability reaches p; null: all.", above=0, maximum=1
     )
-    seed: int = key(0, "Seed of the sampling.", minimum=0, maximum=2**63 - 1)
+    seed: int = key(0, "Seed of the sampling.", **SEED)
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,17 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import redacted
 
-# What a resumed run may change: nothing here alters a weight or the order of the data. data.path and tokenizer.path may
-# move: their content is compared by fingerprint. run.init_from is taken at step 0, and never again.
+# What a resumed run may change: it alters neither a weight nor the order of the data. data.path and tokenizer.path may
+# move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
 _HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", "generate", "evaluate", "plan", "bench")
-_PLACES = ("path", "out", "cache", "cache_gb")
-_WORKERS = ("workers", "prepare_workers", "prefetch", "on_bad_shard", "fetch_minutes")
-_LAYOUT = ("micro_rows", "device", "compile", "cuda_graphs", "activation_checkpointing")
 _HARMLESS = {
-    "run": ("name", "root", "resume", "overwrite", "max_time", "init_from"),
-    "scale": ("name",),
-    "train": ("stop_at", "profile", *_LAYOUT),
-    "optim": ("lr_table",),
-    "data": (*_PLACES, *_WORKERS),
-    "tokenizer": ("path",),
-    "eval": ("every",),
+    "run": "name root resume overwrite max_time init_from",
+    "scale": "name",
+    "train": "stop_at profile micro_rows device compile cuda_graphs activation_checkpointing",
+    "optim": "lr_table",
+    "data": "path out cache cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
+    "tokenizer": "path",
+    "eval": "every",
 }
 
 
@@ -70,17 +68,18 @@ def read_yaml(path: str | os.PathLike[str]) -> Config:
         raise DataError(problem)
     schema = architectures()[name]
     keys = schema_keys(schema)
+    values = dict(flatten(tree, keys))
     try:
-        for key, value in flatten(tree, keys):
+        for key, value in values.items():
             check_leaf(key, value, keys)
     except ConfigError as error:
         raise DataError(f"{path}: {error}") from None
-    return build(tree, schema)
+    return build(values, schema)
 
 
 def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `tree` without secrets. A word of the schema (embedded, cosine) is none, and redacted it could not be
-    read back."""
+    """A copy of `tree` without secrets. The schema's own words, such as cosine, are never taken for secrets: redacted,
+    they could not be read back."""
     return redacted(tree, {choice for key in all_keys().values() for choice in key.choices or ()})
 
 
@@ -113,16 +112,13 @@ def _is_harmless(name: str, stored: Config, new: Config) -> bool:
     if name == "schedule.warmup_steps":
         # The warmup of a recipe that leaves it to auto follows the steps.
         return all(config.schedule.warmup_steps == auto_warmup(config.train.steps) for config in (stored, new))
-    if name == "model.vocab_size":
-        # auto becomes the tokenizer's number later, when the tokenizers are compared as well.
-        return AUTO in (stored.model.vocab_size, new.model.vocab_size)
-    if name in ("data.revision", "data.mixture"):  # a branch is the commit that the run began with
+    if name in ("model.vocab_size", "train.precision"):
+        # auto becomes the tokenizer's number, or what the device computes in, and is compared again then.
+        return AUTO in [attrgetter(name)(config) for config in (stored, new)]
+    if name in ("data.revision", "data.mixture"):  # a branch stands for the commit that the run began with
         value = getattr(with_commits(new.data, commits_of(stored.data)), name.removeprefix("data."))
         return value == getattr(stored.data, name.removeprefix("data."))
     if name == "data.objective":
-        return stored.data.objective == AUTO  # of a run from before there was a choice
-    if name == "train.precision":
-        # auto becomes what the device computes in, and is compared again then.
-        return AUTO in (stored.train.precision, new.train.precision)
+        return stored.data.objective == AUTO  # a run from before this key existed
     section, _, key = name.partition(".")
-    return section in _HARMLESS_SECTIONS or key in _HARMLESS.get(section, ())
+    return section in _HARMLESS_SECTIONS or key in _HARMLESS.get(section, "").split()

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import dataclasses
 import difflib
-import functools
 import json
 import operator
 import sys
 import typing
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from ngpt_train.config.keys import Conflict
@@ -18,10 +19,9 @@ from ngpt_train.core.errors import ConfigError
 if typing.TYPE_CHECKING:
     from ngpt_train.config.schema import Config
 
-_TYPE_NAMES = {int: "an integer", float: "a number", str: "text"}
-# OmegaConf's word for a value that is still to be given; it would take the key for unset.
+# OmegaConf's mark of a value that is not given yet: a key with it would count as unset.
 _MISSING = "???"
-# From here on a maximum keeps out what nobody means, and is named only to who exceeds it.
+# A maximum from here on only keeps out what nobody means; a message names it only where a value exceeds it.
 _ABSURD = 1000
 
 
@@ -34,10 +34,10 @@ class Origin(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A leaf of the schema: dotted name, the types that its union allows, default, sentence and limits."""
+    """A leaf of the schema: dotted name, the classes that a value may have, default, sentence and limits."""
 
     name: str
-    types: tuple[Any, ...]
+    types: tuple[type, ...]
     default: Any
     doc: str
     choices: tuple[str, ...] | None = None
@@ -52,7 +52,7 @@ class Key:
 
     @property
     def is_table(self) -> bool:
-        return any(typing.get_origin(t) is dict for t in self.types)
+        return dict in self.types
 
     def expected(self, value: Any = None) -> str:
         """What the key takes instead of `value`, in words: `an integer >= 1 or auto`."""
@@ -61,28 +61,24 @@ class Key:
             for sign, _, limit in self._limits()
             if sign != "<=" or limit < _ABSURD or (type(value) in (int, float) and value > limit)
         ]
-        parts: list[str] = []
-        for kind in self.types:
-            if kind is bool:
-                parts += ["true", "false"]
-            elif kind is type(None):
-                parts.append("null")
-            elif kind is str and self.choices:
-                parts += self.choices
-            elif typing.get_origin(kind) is list:
-                parts.append(f"a list of numbers such as {show(self.default)}")
-            elif typing.get_origin(kind) is dict:
-                parts.append("a table such as {tiny: {256: 0.001}}")
-            else:
-                parts.append(_TYPE_NAMES[kind] + (" " + " and ".join(limits) if limits and kind is not str else ""))
-        return any_of(parts)
+        bounds = f" {' and '.join(limits)}" if limits else ""
+        words: dict[type, Sequence[str]] = {
+            bool: ["true", "false"],
+            int: [f"an integer{bounds}"],
+            float: [f"a number{bounds}"],
+            str: self.choices or ["text"],
+            list: [f"a list of numbers such as {show(self.default)}"],
+            dict: ["a table such as {tiny: {256: 0.001}}"],
+            type(None): ["null"],
+        }
+        return any_of(word for kind in self.types for word in words[kind])
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with `value`, or None."""
         text = f"must be {self.expected(value)}"
         if value == _MISSING:
             return f"{text}; {_MISSING} stands for no value"
-        if any(self._takes(kind, value) for kind in self.types):
+        if self._takes(value):
             return None
         if value == "":
             return f"empty, but {text}"
@@ -93,7 +89,7 @@ class Key:
         if isinstance(value, float) and int in self.types and value.is_integer():
             return f"{text}; write {int(value)}"
         if isinstance(value, str) and (bare := _unquoted(value)) is not value:
-            # Quotes are the problem unless without them there still is one.
+            # The quotes are the problem, unless the value is wrong without them too.
             return self.problem(bare) or f"{text}; write {show(bare)} without quotes"
         if isinstance(value, str) and self.choices:
             return text + did_you_mean(nearest(value, self.choices))
@@ -101,27 +97,27 @@ class Key:
             return f"{text}; put it in quotes"
         return text
 
-    def _takes(self, kind: Any, value: Any) -> bool:
-        if value is None or kind is type(None):
-            return value is None and kind is type(None)
-        if kind is bool:
-            return isinstance(value, bool)
-        if kind in (int, float):
-            is_number = _is_finite(value) and (kind is float or isinstance(value, int))
-            return is_number and all(holds(value, limit) for _, holds, limit in self._limits())
-        if kind is str:
-            # An empty text is a value forgotten, except where it is the default.
-            return isinstance(value, str) and (
-                value in self.choices if self.choices else bool(value) or self.default == ""
-            )
-        if typing.get_origin(kind) is list:
-            return isinstance(value, list) and all(_is_finite(x) for x in value)
-        return isinstance(value, dict) and all(
-            isinstance(scale, str)
-            and isinstance(row, dict)
-            and all(type(context) is int and context > 0 and _is_finite(lr) and lr > 0 for context, lr in row.items())
-            for scale, row in value.items()
-        )
+    def held(self, value: Any) -> Any:
+        """A valid `value` as the configuration holds it: integers of a float's key are floats, a table is a copy."""
+        if isinstance(value, list):
+            return [float(x) for x in value]
+        if isinstance(value, dict):
+            return copy.deepcopy(value)
+        return float(value) if float in self.types and type(value) is int else value
+
+    def _takes(self, value: Any) -> bool:
+        if value is None or isinstance(value, bool):
+            return type(value) in self.types
+        if isinstance(value, (int, float)):
+            is_number = float in self.types or (int in self.types and isinstance(value, int))
+            return is_number and _is_finite(value) and all(holds(value, limit) for _, holds, limit in self._limits())
+        if isinstance(value, str):
+            # Empty text is a forgotten value, unless it is the default.
+            allowed = value in self.choices if self.choices else bool(value) or self.default == ""
+            return str in self.types and allowed
+        if isinstance(value, list):
+            return list in self.types and all(_is_finite(x) for x in value)
+        return self.is_table and isinstance(value, dict) and _is_lr_table(value)
 
     def _limits(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
         lower = ((">=", operator.ge, self.minimum), (">", operator.gt, self.above))
@@ -139,15 +135,27 @@ def flatten(tree: Mapping[Any, Any], keys: Container[str], prefix: str = "") -> 
             yield name, value
 
 
+def nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The tree of dotted names."""
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, key = name.split(".")
+        branch = tree
+        for section in sections:
+            if not isinstance(branch.get(section), dict):
+                branch[section] = {}
+            branch = branch[section]
+        branch[key] = value
+    return tree
+
+
 def check_leaf(name: str, value: Any, keys: Mapping[str, Key], place: str = "", written: str | None = None) -> None:
     """Raises ConfigError unless `name` is a key that takes `value`.
 
     `place` is `in FILE` for a value of a file; `written` is the value as the user typed it.
     """
     if name not in keys:
-        check_section(name, value, keys, place)
-        unknown = f"{name}={show(value)}: no such key{did_you_mean(similar_keys(name, keys))}"
-        raise mistake(unknown, "`ngpt-train train --help` lists all keys", place=place)
+        raise unknown_key(name, show(value), keys, place=place)
     key = keys[name]
     problem = key.problem(value)
     if problem:
@@ -158,23 +166,26 @@ def check_leaf(name: str, value: Any, keys: Mapping[str, Key], place: str = "", 
 
 
 def check_leaves(values: Mapping[str, Any], keys: Mapping[str, Key], place: str = "") -> None:
-    """`check_leaf` for each, but for a value that OmegaConf will replace."""
+    """Runs `check_leaf` on each value but interpolations, whose value is known only after composition."""
     for name, value in values.items():
         if name not in keys or not is_interpolation(value):
             check_leaf(name, value, keys, place)
 
 
 def is_interpolation(value: Any) -> bool:
-    """Whether OmegaConf will replace it; what it stands for is known after composition only."""
+    """Whether `value` is text such as ${scale.name}, which OmegaConf replaces after composition."""
     return isinstance(value, str) and "${" in value
 
 
-def check_section(name: str, value: Any, keys: Mapping[str, Key], place: str = "") -> None:
-    """Raises ConfigError if `name` is a section of keys, which cannot have a value itself."""
+def unknown_key(name: str, value: str, keys: Iterable[str], groups: Sequence[str] = (), place: str = "") -> ConfigError:
+    """The error for a name that is none of `keys`; it says whether it is a section, or which key or group is near."""
     members = [key for key in keys if key.startswith(name + ".")]
     if members:
         fix = "Set its keys: " + ", ".join(members)
-        raise mistake(f"{name}={show(value)}: {name} is a section, not a key", fix, place=place)
+        return mistake(f"{name}={value}: {name} is a section, not a key", fix, place=place)
+    what, lists = ("key or group", "them all") if groups else ("key", "all keys")
+    near = did_you_mean(similar_keys(name, [*groups, *keys]))
+    return mistake(f"{name}={value}: no such {what}{near}", f"`ngpt-train train --help` lists {lists}", place=place)
 
 
 def similar_keys(name: str, candidates: Iterable[str]) -> list[str]:
@@ -205,10 +216,10 @@ def mistake(*lines: str, place: str = "") -> ConfigError:
 
 
 def report_together(config: Config, conflict: Conflict, origins: Mapping[str, Origin]) -> ConfigError:
-    """The error of keys that do not go together, with the files that set them."""
+    """The error for keys that exclude each other; it names the files that set them."""
     keys, problem, fix = conflict
     names = keys.split()
-    values = {name: functools.reduce(getattr, name.split("."), config) for name in names}
+    values = {name: operator.attrgetter(name)(config) for name in names}
     lines = [f"{', '.join(f'{name}={show(value)}' for name, value in values.items())}: {problem}", fix]
     lines += [f"{name} is set {origins[name].place}" for name in names if name in origins and origins[name].place]
     return mistake(*lines)
@@ -232,12 +243,20 @@ def _is_finite(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
 
 
+def _is_lr_table(table: dict[Any, Any]) -> bool:
+    """Whether it is {scale: {context: lr}}."""
+    return all(
+        isinstance(scale, str)
+        and isinstance(row, dict)
+        and all(type(context) is int and context > 0 and _is_finite(lr) and lr > 0 for context, lr in row.items())
+        for scale, row in table.items()
+    )
+
+
 def _unquoted(text: str) -> Any:
-    """What `text` would be without quotes, in YAML too: a number, true, false, null or a list; else `text` itself."""
+    """The number, boolean, null or list that `text` would be without its quotes, in YAML too; else `text` itself."""
     readers: tuple[Callable[[str], Any], ...] = (int, lambda text: float(text.replace(".inf", "inf")), json.loads)
     for read in readers:
-        try:
+        with contextlib.suppress(ValueError, RecursionError):
             return read(text)
-        except (ValueError, RecursionError):
-            pass
     return text

@@ -111,6 +111,39 @@ def test_help_into_a_closed_pipe() -> None:
     assert job.returncode == 0
 
 
+@pytest.mark.parametrize("unbuffered", ["1", ""], ids=["while it prints", "at its end"])
+def test_a_verb_whose_output_nobody_reads(unbuffered: str) -> None:
+    """Caught: a traceback on stderr, of `print` or of the interpreter's last flush; an exit that tells of success."""
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    with subprocess.Popen(
+        [*COMMANDS["module"], *PLAN], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment
+    ) as job:
+        assert job.stdout
+        assert job.stderr
+        job.stdout.close()
+        assert job.stderr.read() == b""
+    assert job.returncode == 128 + signal.SIGPIPE
+
+
+def test_a_broken_pipe_that_is_not_the_output_is_a_fault() -> None:
+    """Caught: the fault of a worker's pipe that ends the command without a word."""
+    code = """
+import os
+from ngpt_train import __main__
+
+def main():
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.write(writer, b"x")
+
+__main__.main = main
+__main__.run()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 1
+    assert "BrokenPipeError" in done.stderr
+
+
 def test_cfg_job_prints_a_config_that_can_be_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MY_API_KEY", "do-not-print")
     done = run("train", "model=gpt", "run.root=x/do-not-print", "--cfg", "job", cwd=tmp_path)

@@ -12,7 +12,8 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from ngpt_train.config.architectures import architectures, plugins
 from ngpt_train.config.composition.overrides import Overrides, check_option, parse_row
 from ngpt_train.config.composition.reading import read_mapping
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.validate import Key, check_leaves, did_you_mean, flatten, mistake, nearest, show
+from ngpt_train.config.validate import Key, check_leaves, did_you_mean, flatten, mistake, nearest, nested, show
 from ngpt_train.core.errors import ConfigError
 
 # In the order of configs/train.yaml, where a later group overrides an earlier one.
@@ -67,21 +68,7 @@ def config_dir() -> Path:
 
 def list_experiments() -> list[str]:
     """Every name that `experiment=NAME` accepts without a directory of the user's own."""
-    return find_files(None).options["experiment"][:-1]
-
-
-def find_files(user_dir: str | None) -> Files:
-    """The files that there are now: the packaged ones, those of plug-ins, then those of `user_dir`."""
-    directories = [config_dir(), *(folder / "configs" for folder in plugins())]
-    if user_dir is not None:
-        user = Path(user_dir).expanduser().resolve()
-        if not user.is_dir():
-            raise mistake(f"--config-dir={user_dir}: no such directory", f"Looked for {user}")
-        if not any((user / group).is_dir() for group in GROUPS):
-            fix = "A file DIR/model/my.yaml, for example, is chosen with --config-dir=DIR model=my"
-            raise mistake(f"--config-dir={user_dir}: holds no directory named like a group: {', '.join(GROUPS)}", fix)
-        directories += [user] if user not in directories else []
-    return _files(tuple(directories), tuple(_found(directories)), tuple(architectures().values()))
+    return Files().options["experiment"][:-1]
 
 
 @dataclass(frozen=True)
@@ -97,36 +84,34 @@ class Option:
     def place(self) -> str:
         return f"in {self.path}" if self.path else f"by {self.group}={self.name}"
 
-    @property
-    def row_place(self) -> str:
-        return f"{self.place}, row {self.row}"
-
     def tree(self) -> Mapping[Any, Any]:
         return read_mapping(self.path) if self.path else BUILT_IN[f"{self.group}/{self.name}"]
-
-    def defaults(self) -> list[Any]:
-        defaults = self.tree().get("defaults", [])
-        if isinstance(defaults, list):
-            return defaults
-        raise mistake(f"{self.path}: defaults={show(defaults)}: not a list", "For example\n    defaults:\n      - gpt")
 
     def package(self) -> str | None:
         """The section that its first lines say it fills; None if they say nothing."""
         if self.row:
             return "_global_"
-        for line in self.path.read_text(encoding="utf-8").splitlines() if self.path else ():
-            if said := re.fullmatch(r"#+\s*@package +(\S+)", line.strip()):
-                return said[1]
-            if line.strip() and not re.match(r"#\s*@", line.strip()):
-                break
-        return None
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path else []
+        header = takewhile(re.compile(r"\s*(#+\s*@|$)").match, lines)
+        return next((said[1] for line in header if (said := re.search(r"@package +(\S+)\s*$", line))), None)
 
 
 class Files:
-    """The directories of YAML files as they were at one moment; of two files of one name the first counts."""
+    """The YAML files: packaged ones, those of plug-ins, then those of `user_dir`. Of two files of one name the first
+    counts. Raises ConfigError where `user_dir` is no directory of such files."""
 
-    def __init__(self, directories: Sequence[Path]) -> None:
-        self.directories = directories
+    def __init__(self, user_dir: str | None = None) -> None:
+        self.directories = [config_dir(), *(folder / "configs" for folder in plugins())]
+        if user_dir is None:
+            return
+        user = Path(user_dir).expanduser().resolve()
+        if not user.is_dir():
+            raise mistake(f"--config-dir={user_dir}: no such directory", f"Looked for {user}")
+        if not any((user / group).is_dir() for group in GROUPS):
+            fix = "A file DIR/model/my.yaml, for example, is chosen with --config-dir=DIR model=my"
+            raise mistake(f"--config-dir={user_dir}: holds no directory named like a group: {', '.join(GROUPS)}", fix)
+        if user not in self.directories:
+            self.directories.append(user)
 
     @cached_property
     def options(self) -> dict[str, list[str]]:
@@ -139,57 +124,47 @@ class Files:
         group, _, name = config_path.partition("/")
         if config_path in BUILT_IN:
             return Option(group, name)
+        if path := self._file(config_path):
+            return Option(group, name, path)
         table, _, row = config_path.rpartition("/")
-        files = ((d / f"{x}.yaml", row) for x, row in ((config_path, ""), (table, row)) for d in self.directories)
-        path, row = next((path, row) for path, row in files if path.exists() or path.is_symlink())
-        return Option(group, name, path, row)
+        return Option(group, name, self._file(table), row)
 
     def warn_shadowed(self) -> None:
         """Says on stderr which files are not used because one of an earlier directory has their name."""
         if os.environ.get("RANK", "0") != "0":
             return
-        for index, directory in enumerate(self.directories[1:], start=1):
+        for directory in self.directories[1:]:
             inside = [path for group in GROUPS for path in (directory / group).rglob("*.yaml")]
             for path in sorted([*directory.glob("*.yaml"), *inside]):
-                name = path.relative_to(directory)
-                used = [str(earlier / name) for earlier in self.directories[:index] if (earlier / name).is_file()]
-                config_path = name.with_suffix("").as_posix()
-                used += [f"the built-in {config_path.replace('/', '=', 1)}"] if config_path in BUILT_IN else []
-                if used:
+                config_path = path.relative_to(directory).with_suffix("").as_posix()
+                built_in = f"the built-in {config_path.replace('/', '=', 1)}" if config_path in BUILT_IN else None
+                used = built_in or self._file(config_path)
+                if used != path:
                     fix = "rename yours and choose it by its new name"
-                    print(f"warning: {path} is not used: {used[0]} has the same name; {fix}", file=sys.stderr)
+                    print(f"warning: {path} is not used: {used} has the same name; {fix}", file=sys.stderr)
 
-    def reached(self, choices: Sequence[tuple[str, str]]) -> list[str]:
-        """`group/option` of all files that a command line with `choices` composes. Raises ConfigError for a mistake in
-        the defaults list of train.yaml, of a chosen file, or of one that these name in turn."""
-        reached: list[str] = []
+    def defaults_lists(self, choices: Mapping[str, str]) -> dict[str, tuple[list[Any], str | None]]:
+        """The defaults list and the section of train.yaml and of each `group/option` that a command line with `choices`
+        may compose. Raises ConfigError for a mistake in one of these lists."""
+        lists: dict[str, tuple[list[Any], str | None]] = {}
 
-        def visit(named: Sequence[tuple[str, str]], chain: list[str]) -> None:
-            for group, option in named:
-                config_path = f"{group}/{option}"
-                if config_path in chain and chain[-1].startswith(f"{group}/"):
-                    between = [f"{path.partition('/')[2]} -> " for path in chain[chain.index(config_path) :]]
-                    problem = f"{group}={option}: builds upon itself: {''.join(between)}{option}"
-                    place = f"in the defaults of {self.option(chain[-1]).path}"
-                    raise mistake(problem, f"Take {option} out of the list", place=place)
-                if config_path not in reached and group != SCHEMA_GROUP and option != "null":
-                    reached.append(config_path)
-                    visit(self._chosen(self.option(config_path)), [*chain, config_path])
+        def visit(config_path: str, chain: list[str]) -> None:
+            option = self.option(config_path)
+            defaults = self._defaults(option)
+            lists[config_path] = defaults, option.package()
+            for group, name in filter(None, [self._choice(entry, option) for entry in defaults]):
+                below = f"{group}/{name}"
+                if below in chain and config_path.startswith(f"{group}/"):
+                    between = [f"{path.partition('/')[2]} -> " for path in chain[chain.index(below) :]]
+                    problem = f"{group}={name}: builds upon itself: {''.join(between)}{name}"
+                    raise mistake(problem, f"Take {name} out of the list", place=f"in the defaults of {option.path}")
+                if below not in lists and group != SCHEMA_GROUP:
+                    visit(below, [*chain, below])
 
-        visit([*choices, *self._chosen(self.option(PRIMARY))], [])
-        return reached
-
-    def defaults(self, option: Option) -> list[Any]:
-        """Its defaults list; a row's choices go over those of the table."""
-        if not option.row:
-            return option.defaults()
-        assert option.path is not None
-        if _HEADER not in option.path.read_text().splitlines():
-            raise _without_header(option)
-        said = self._row(option).choices
-        chosen = ((entry, self._choice(entry, option)) for entry in option.defaults())
-        kept = [entry for entry, choice in chosen if choice is None or choice[0] not in said]
-        return [*kept, *({f"override /{group}": name} for group, name in said.items())]
+        for config_path in [*(f"{group}/{name}" for group, name in choices.items() if name != "null"), PRIMARY]:
+            if config_path not in lists:
+                visit(config_path, [config_path])
+        return lists
 
     def said(self, option: Option, package: str, keys: Mapping[str, Key]) -> list[Said]:
         """What the option sets; for a row of a table first the common part of the table, then the row.
@@ -215,12 +190,12 @@ class Files:
             check_leaves({name: value}, keys, place)
         if not option.row:
             return [(place, values)]
-        of_row = self._row(option).values
-        check_leaves(of_row, keys, option.row_place)
+        row_place, of_row = f"{place}, row {option.row}", self._row(option).values
+        check_leaves(of_row, keys, row_place)
         assert option.path is not None
         # The usual name would be the same for all rows, and so would their directory.
         run_name = f"{option.path.stem}-{option.row}-${{scale.name}}-seed${{run.seed}}"
-        return [("", {"run.name": run_name}), (place, values), (option.row_place, of_row)]
+        return [("", {"run.name": run_name}), (place, values), (row_place, of_row)]
 
     def _options(self, group: str) -> list[str]:
         roots = [directory / group for directory in self.directories]
@@ -231,18 +206,33 @@ class Files:
         """The names of the experiments; in a table's place those of its rows, in the order of the file."""
         names: list[str] = []
         for name in files:
-            path = self.option(f"experiment/{name}").path
-            # What is no file, a broken link for example, is an option whose choice says so.
+            path = self._file(f"experiment/{name}")
+            # A name that is no file, such as a broken link, stays an option: who chooses it is told what is wrong.
             names += [f"{name}/{row}" for row in (_row_names(path) if path and path.is_file() else [])] or [name]
         return list(dict.fromkeys(names))
 
     def _row(self, option: Option) -> Overrides:
-        return parse_row(option.tree()["rows"][option.row], self.options, option.row_place)
+        return parse_row(option.tree()["rows"][option.row], self.options, f"{option.place}, row {option.row}")
 
-    def _chosen(self, option: Option) -> list[tuple[str, str]]:
-        """The (group, option) pairs that a file, or a row, chooses in its defaults list."""
-        chosen = [choice for entry in option.defaults() if (choice := self._choice(entry, option))]
-        return chosen + (list(self._row(option).choices.items()) if option.row else [])
+    def _file(self, config_path: str) -> Path | None:
+        paths = (directory / f"{config_path}.yaml" for directory in self.directories)
+        return next((path for path in paths if path.exists() or path.is_symlink()), None)
+
+    def _defaults(self, option: Option) -> list[Any]:
+        """Its defaults list; a row's choices go over those of the table."""
+        entries = option.tree().get("defaults", [])
+        if not isinstance(entries, list):
+            example = "For example\n    defaults:\n      - gpt"
+            raise mistake(f"{option.path}: defaults={show(entries)}: not a list", example)
+        if not option.row:
+            return entries
+        assert option.path is not None
+        if _HEADER not in option.path.read_text().splitlines():
+            raise _without_header(option)
+        said = self._row(option).choices
+        chosen = ((entry, self._choice(entry, option)) for entry in entries)
+        kept = [entry for entry, choice in chosen if choice is None or choice[0] not in said]
+        return [*kept, *({f"override /{group}": name} for group, name in said.items())]
 
     def _choice(self, entry: Any, of: Option) -> tuple[str, str] | None:
         """The (group, option) that an entry of a defaults list chooses, None if it chooses nothing."""
@@ -260,23 +250,6 @@ class Files:
         if own not in (target, "") and not overriding:
             raise mistake(f"{target}={option}: already chosen", f"Write override /{target}: {option}", place=place)
         return target, str(option)
-
-
-@lru_cache(maxsize=16)
-def _files(directories: tuple[Path, ...], found: tuple[Any, ...], schemas: tuple[type, ...]) -> Files:
-    """What composing costs is paid once for each state of the files and the architectures."""
-    return Files(directories)
-
-
-def _found(directories: Sequence[Path]) -> Iterator[tuple[str, int, int]]:
-    """Each YAML file with the time of its last change and its size."""
-    for root in [directory / name for directory in directories for name in ("", *GROUPS)]:
-        for parent, below, names in os.walk(root):
-            if root in directories:
-                below.clear()
-            for path in (os.path.join(parent, name) for name in [*names, *below] if name.endswith(".yaml")):
-                status = os.stat(path) if os.path.exists(path) else os.lstat(path)
-                yield path, status.st_mtime_ns, status.st_size
 
 
 def _row_names(path: Path) -> list[str]:
@@ -302,20 +275,6 @@ def _dotted(tree: Mapping[Any, Any], keys: Mapping[str, Key], section: str) -> I
             yield from flatten({name: value}, keys, section)
         elif isinstance(value, Mapping) and f"{section}{name}" not in keys:
             yield from _dotted(value, keys, f"{section}{name}.")
-
-
-def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The tree of dotted names."""
-    tree: dict[str, Any] = {}
-    for name, value in values.items():
-        *sections, key = name.split(".")
-        branch = tree
-        for section in sections:
-            if not isinstance(branch.get(section), dict):
-                branch[section] = {}
-            branch = branch[section]
-        branch[key] = value
-    return tree
 
 
 def _without_header(option: Option) -> ConfigError:

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys
-from ngpt_train.config.validate import Key, check_section, did_you_mean, flatten, mistake, nearest, show, similar_keys
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.config.validate import Key, did_you_mean, flatten, mistake, nearest, show, unknown_key
 
 _SPACES = (" ", "\t", "\n")
 
@@ -39,14 +38,11 @@ def parse(arguments: Iterable[str], options: Mapping[str, Sequence[str]]) -> Ove
         if argument.partition("=")[0].endswith(_SPACES) or (raw.startswith(_SPACES) and not takes_spaces):
             fix = f"Write {name}={raw.strip()}, without spaces around the '='"
             raise mistake(f"{argument}: a space beside the '='", fix)
-        said: dict[str, Any] = overrides.choices if name in options else overrides.values
-        if name in options:
-            value = raw.strip()
-            check_option(name, value, options[name])
-        elif name in keys:
+        value: Any = raw.strip() if name in options else raw
+        _check_name(name, value, options)
+        if name in keys:
             value = _typed(keys[name], raw)
-        else:
-            raise _unknown(name, raw, options, keys)
+        said: dict[str, Any] = overrides.choices if name in options else overrides.values
         if name in said and said[name] != value:
             first = f"{name}={overrides.written[name]}"
             fix = f"Keep one, or run both with -m {first},{raw}"
@@ -68,13 +64,9 @@ def parse_row(row: Any, options: Mapping[str, Sequence[str]], place: str) -> Ove
             fix = ", ".join(f"{key}: {show(inner)}" for key, inner in flatten({name: value}, keys))
             problem = f"{name}={show(value)}: a section, but a row has full keys"
             raise mistake(problem, f"Write {fix}" if fix else "Leave it out", place=place)
+        _check_name(name, show(value), groups, place)
         if name in groups:
-            check_option(name, show(value), groups[name], place)
             overrides.choices[name] = show(value)
-        elif name not in keys:
-            raise _unknown(name, show(value), groups, keys, place)
-        elif keys[name].is_table:
-            raise _table(name, show(value), place)
         else:
             overrides.values[name] = value
     return overrides
@@ -166,14 +158,24 @@ def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str
     return name, raw
 
 
+def _check_name(name: str, value: str, options: Mapping[str, Sequence[str]], place: str = "") -> None:
+    """Raises ConfigError unless `name` is a group that has the option `value`, or a key that can be set here."""
+    keys = all_keys()
+    if name in options:
+        check_option(name, value, options[name], place)
+    elif any(key.is_table and f"{name}.".startswith(f"{key.name}.") for key in keys.values()):
+        fix = "Set optim.lr, or write a recipe in YAML"
+        raise mistake(f"{name}={value}: a table cannot be set here", fix, place=place)
+    elif name not in keys:
+        raise unknown_key(name, value, keys, list(options), place)
+
+
 def _typed(key: Key, raw: str) -> Any:
     """The value that `raw` stands for. Free text is taken as it is, so that a prompt may hold any character;
     all else is read by Hydra's grammar, and what that cannot read stays text for check_leaf to refuse."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    if key.is_table:
-        raise _table(key.name, raw)
     if key.is_free_text:
         if raw.lower() == "null":
             return None
@@ -187,15 +189,3 @@ def _typed(key: Key, raw: str) -> Any:
         problem = f"{key.name}={raw}: several values, but {key.name} takes one: {key.expected()}"
         raise mistake(problem, f"To run them one after the other add -m; a list is written {key.name}=[a,b]")
     return override.value()
-
-
-def _unknown(name: str, raw: str, groups: Iterable[str], keys: Mapping[str, Key], place: str = "") -> ConfigError:
-    if any(key.is_table and name.startswith(key.name + ".") for key in keys.values()):
-        return _table(name, raw, place)
-    check_section(name, raw, keys, place)
-    problem = f"{name}={raw}: no such key or group{did_you_mean(similar_keys(name, [*groups, *keys]))}"
-    return mistake(problem, "`ngpt-train train --help` lists them all", place=place)
-
-
-def _table(name: str, raw: str, place: str = "") -> ConfigError:
-    return mistake(f"{name}={raw}: a table cannot be set here", "Set optim.lr, or write a recipe in YAML", place=place)

@@ -13,22 +13,12 @@ from ngpt_train.core.errors import ConfigError
 def read_mapping(path: Path) -> Mapping[Any, Any]:
     """The content of a YAML file, interpolations unresolved; not to be changed. Raises ConfigError with file and
     line."""
-    try:
-        status = path.stat()
-    except OSError as error:
-        link = f"it links to {path.readlink()}: " if path.is_symlink() else ""
-        raise ConfigError(f"{path}: cannot be read: {link}{error.strerror or error}") from None
-    return _parsed(path, status.st_mtime_ns, status.st_size)
-
-
-@cache
-def _parsed(path: Path, modified: int, size: int) -> dict[Any, Any]:
-    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
     from yaml import MarkedYAMLError, YAMLError
 
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        status = path.stat()
+        tree = _parsed(path, status.st_mtime_ns, status.st_size)
     except MarkedYAMLError as error:
         line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
         raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
@@ -37,7 +27,15 @@ def _parsed(path: Path, modified: int, size: int) -> dict[Any, Any]:
     except OmegaConfBaseException as error:
         raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
+        link = "" if path.exists() or not path.is_symlink() else f"it links to {path.readlink()}: "
+        raise ConfigError(f"{path}: cannot be read: {link}{error.strerror or error}") from None
     if not isinstance(tree, dict):
         raise ConfigError(f"{path}: a list, but a config file is a mapping of keys to values")
     return tree
+
+
+@cache
+def _parsed(path: Path, modified: int, size: int) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.load(path), resolve=False)

@@ -28,13 +28,11 @@ class PowerNormConfig(ModelConfig):
     psi_warmup_steps: IntOrAuto = key(
         AUTO,
         "Optimizer steps in which pn uses the batch's statistics, not causal; auto is schedule.warmup_steps.",
-        choices=(AUTO,),
         minimum=0,
     )
     group_scaling: IntOrAuto = key(
         AUTO,
         "Groups of channels brought to a quadratic mean of 1 before a norm over the batch; auto is n_heads, 0 none.",
-        choices=(AUTO,),
         minimum=0,
     )
     statistics: str = key(

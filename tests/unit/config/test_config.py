@@ -176,6 +176,8 @@ def test_a_file_that_changes_between_two_calls_counts(tmp_path: Path) -> None:
         config.model.d_model = 8
     assert widths == [(96, False), (128, False), (128, True)]
     assert load_config(["model=mine"], str(tmp_path)).optim.lr == load_config(["model=gpt"]).optim.lr == lr
+    path.write_text("defaults: [ngpt]\n")
+    assert load_config(["model=mine"], str(tmp_path)).model.name == "ngpt"
     path.unlink()
     with pytest.raises(ConfigError, match="model=mine: no such option"):
         load_config(["model=mine"], str(tmp_path))

@@ -255,6 +255,14 @@ def test_experiments_that_build_upon_each_other(tmp_path: Path, capsys: pytest.C
     assert f"in the defaults of {tmp_path}/experiment/c.yaml" in message
 
 
+@pytest.mark.parametrize("defaults", ["[null]", "[ngpt, override /model: gpt]"])
+def test_a_defaults_list_that_has_no_order(defaults: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "my.yaml").write_text(f"defaults: {defaults}\n")
+    message = message_of(["model=my", "--config-dir", str(tmp_path)], capsys)
+    assert message.startswith("error: the defaults lists do not fit together: ")
+
+
 @pytest.mark.parametrize("group", ["experiment", "scale"])
 def test_an_option_that_is_no_file(group: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / group / "directory.yaml").mkdir(parents=True)
