@@ -14,8 +14,8 @@ def reports(out: Path, ranks: int, parallel: str) -> list[dict[str, Any]]:
 
 
 def test_shards_equal_one_process(tmp_path: Path) -> None:
-    """Caught: a rank without rows that launches a kernel or forgets its step, moments of another shard, lengths of
-    parts of rows, a norm or a step count that ranks exchange."""
+    """Caught: a rank without rows that forgets its step, moments of another shard, lengths of parts of rows, a norm or
+    a step count that ranks exchange. (That it launches no kernel shows on a GPU alone.)"""
     (single,) = reports(tmp_path / "single", 1, "single")
     ranks = reports(tmp_path / "fsdp", 2, "fsdp")
     assert not single["model"]["sharded"]

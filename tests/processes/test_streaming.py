@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -46,9 +47,23 @@ def workers_of(process: subprocess.Popen[str]) -> list[int]:
 
 def assert_gone(pids: list[int]) -> None:
     deadline = time.monotonic() + 20
-    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids):
-        assert time.monotonic() < deadline, "a data worker outlives its trainer"
+    while left := [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists()]:
+        if time.monotonic() > deadline:
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            pytest.fail("a data worker outlives its trainer")
         time.sleep(0.1)
+
+
+def output_of(process: subprocess.Popen[str], workers: list[int], seconds: float) -> str:
+    """What a run has said when it has ended and no worker of it can say more, which must be so in so many seconds."""
+    try:
+        return process.communicate(timeout=seconds)[0]
+    except subprocess.TimeoutExpired:
+        for pid in [process.pid, *workers]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def test_killed_and_resumed_on_other_ranks(tmp_path: Path, text: Path, whole: Path) -> None:
@@ -74,7 +89,8 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, text: Path, whole: Pa
 
 @pytest.mark.parametrize("victim", ["rank", "worker"])
 def test_one_process_is_killed(tmp_path: Path, text: Path, whole: Path, victim: str) -> None:
-    """kill -9, as a lack of memory does. Caught: others that wait for it for ever, or live on without a trainer."""
+    """kill -9, as a lack of memory does. Caught: a trainer that waits for its worker for ever; workers that live on
+    without their trainer."""
     ranks = 2 if victim == "rank" else 1
     given = arguments(tmp_path, text, *STREAMED, "train.steps=24", "checkpoint.every=5", "data.workers=1")
     # Steps that are slow enough, and few enough blocks made ahead, for the loss of a process to be felt.
@@ -88,7 +104,7 @@ def test_one_process_is_killed(tmp_path: Path, text: Path, whole: Path, victim: 
         stat = Path(f"/proc/{killed}/stat").read_text()
         killed = int(stat.rsplit(")", 1)[1].split()[1])  # its parent
     os.kill(killed, signal.SIGKILL)
-    output, _ = process.communicate(timeout=120)
+    output = output_of(process, workers, 90)
     if directory.joinpath("exit.json").exists() and json.loads((directory / "exit.json").read_text())["code"] == 0:
         pytest.skip("the run was over before it was killed")
     assert process.returncode != 0
@@ -116,14 +132,14 @@ def test_many_resumes(tmp_path: Path, text: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path, number: signal.Signals) -> None:
-    """To all processes at once, as Ctrl-C and many launchers do. Caught: a worker that is left behind."""
+    """To all processes at once, as Ctrl-C and many launchers do. Caught: a run that ends without its checkpoint."""
     given = arguments(tmp_path, text, *STREAMED, "train.steps=2000", "data.workers=2")
     process = start(given)
     wait_for_step(tmp_path / "runs/test", 3)
     workers = workers_of(process)
     assert len(workers) == 2
     os.killpg(process.pid, number)
-    output, _ = process.communicate(timeout=60)
+    output = output_of(process, workers, 60)
     assert process.returncode == 0, output
     assert "saved at step" in output
     assert_gone(workers)
@@ -137,7 +153,7 @@ def test_interrupted_while_workers_start(tmp_path: Path, text: Path) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     os.killpg(process.pid, signal.SIGINT)
-    output, _ = process.communicate(timeout=60)
+    output = output_of(process, workers, 60)
     assert process.returncode in (0, 130), output
     assert_gone(workers)
 

@@ -374,7 +374,7 @@ if __name__ == "__main__":
 
 
 def test_a_trainer_that_does_not_close_its_workers_ends(text: Path, tmp_path: Path) -> None:
-    """Caught: an exit that waits for workers which ignore SIGTERM; workers that are left behind."""
+    """Caught: an exit that waits for workers which ignore SIGTERM."""
     (tmp_path / "unclosed.py").write_text(UNCLOSED)
     finished = subprocess.run(
         [sys.executable, tmp_path / "unclosed.py", text, tmp_path / "cache"],
@@ -553,9 +553,11 @@ def test_the_cache_is_bounded(tmp_path: Path) -> None:
 
 
 def test_processes_that_share_a_small_cache(tmp_path: Path) -> None:
-    """Caught: a process that gives up because others delete what it has just made."""
-    cache = ShardCache(tmp_path / "cache", 1, Made(tmp_path / "log"), "text", skip_bad=False)
+    """Caught: shards that others delete as soon as they are made, so that all make them again, or give up."""
+    source = Made(tmp_path / "log")
+    cache = ShardCache(tmp_path / "cache", 1, source, "text", skip_bad=False)
     assert in_processes(cache, [list("abcd") * 8, list("dcba") * 8, list("bdac") * 8]) == [0, 0, 0]
+    assert sorted(source.asked()) == list("abcd")
 
 
 def test_a_small_cache_gives_the_same_rows(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -135,7 +135,7 @@ def assert_near(near: dict[str, Tensor], exact: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_bf16_is_near_fp32(name: str) -> None:
-    """The same weights: logits to 1 %, each gradient to 5 % of its norm. Caught: a hidden state of eight bits."""
+    """The same weights: logits to 1 %, each gradient to 5 % of its norm. Caught: a hidden state of fp8."""
     batch = random_batch(ARCHITECTURES[name], WIDE, 4, 64)
     logits, gradients = [], []
     for dtype in (torch.float32, torch.bfloat16):
