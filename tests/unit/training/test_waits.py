@@ -51,8 +51,22 @@ def chosen_anew() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize(("kernels", "z_loss"), [("torch", 0.0), ("torch", 1e-2), ("triton", 1e-2)])
-@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if "+" not in name])
+OPTIONS = [("torch", 0.0), ("torch", 1e-2), ("triton", 1e-2)]
+# The interpreter is slow. These two launch all kernels that the others launch.
+INTERPRETED = ("gpt", "ntransformer")
+
+
+@pytest.mark.parametrize(
+    ("name", "kernels", "z_loss"),
+    [
+        pytest.param(
+            name, *options, marks=[pytest.mark.slow] if options[0] == "triton" and name not in INTERPRETED else []
+        )
+        for name in ARCHITECTURES
+        if "+" not in name
+        for options in OPTIONS
+    ],
+)
 def test_a_step_waits_for_nothing(name: str, kernels: str, z_loss: float) -> None:
     """Forward, backward, clipping, optimizer and projection. Caught: .item(), a branch on a tensor, a boolean index, a
     tensor where torch wants a number."""
