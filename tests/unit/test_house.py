@@ -7,8 +7,6 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 from scripts.mutants import read
 
 ROOT = Path(__file__).parents[2]
