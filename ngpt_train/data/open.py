@@ -34,7 +34,7 @@ from ngpt_train.data.sources.text import Shard, Source, draw_sample
 from ngpt_train.data.streamed.cache import OpenShards, ShardCache
 from ngpt_train.data.streamed.stream import stream_settings
 from ngpt_train.data.streamed.workers import StreamedText
-from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, with_eos
+from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, tokenizer_identity, with_eos
 
 OnMain = Callable[[Callable[[], Any]], Any]
 
@@ -242,10 +242,10 @@ def _open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) 
         except DataError as error:
             raise DataError(f"data.mixture, source {source.name}: {error}") from error
         tokenizer = tokenizer or data.tokenizer
-        if data.tokenizer.fingerprint != tokenizer.fingerprint:
+        if tokenizer_identity(data.tokenizer) != tokenizer_identity(tokenizer):
             raise DataError(
-                f"data.mixture: {source.name} has the tokenizer {data.tokenizer.name}, another source "
-                f"{tokenizer.name}. Prepare all of them with the same one"
+                f"data.mixture: {source.name} has the tokenizer {data.tokenizer.name} with eos {data.tokenizer.eos}, "
+                f"another source {tokenizer.name} with eos {tokenizer.eos}. Prepare all of them with the same one"
             )
         opened[source.name] = data
     assert tokenizer is not None

@@ -9,6 +9,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.data import open_dataset, rows_of
+from ngpt_train.data.tokenizers import tokenizer_identity
 from ngpt_train.distributed import join_world
 from ngpt_train.evaluation import Validation
 from ngpt_train.evaluation.restore import find_trained, restore
@@ -38,10 +39,11 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     dataset = world.on_all_without_timeout(
         lambda: open_dataset(combined, restored.tokenizer, world.on_main_without_timeout)
     )
-    if dataset.tokenizer.fingerprint != restored.tokenizer.fingerprint:
+    if tokenizer_identity(dataset.tokenizer) != tokenizer_identity(restored.tokenizer):
         raise DataError(
             f"evaluate.checkpoint={config.evaluate.checkpoint}: the model was trained with the tokenizer "
-            f"{restored.tokenizer.name}, the tokens at {dataset.path} were made with {dataset.tokenizer.name}. "
+            f"{restored.tokenizer.name} with eos {restored.tokenizer.eos}, the tokens at {dataset.path} were made with "
+            f"{dataset.tokenizer.name} with eos {dataset.tokenizer.eos}. "
             "Prepare the text with the model's tokenizer (tokenizer.path=CHECKPOINT/tokenizer.model)."
         )
     held_out = rows_of(dataset.validation, combined)

@@ -25,7 +25,15 @@ from ngpt_train.data.prepared.writer import ShardWriter, dtype_for
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local import shards_of, units_of
 from ngpt_train.data.sources.text import Counts, Source, Unit, draw_sample
-from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, tokenizer_key, write_tokenizer
+from ngpt_train.data.tokenizers import (
+    Tokenizer,
+    load_tokenizer,
+    possible_keys,
+    read_tokenizer,
+    tokenizer_identity,
+    tokenizer_key,
+    write_tokenizer,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -53,14 +61,16 @@ def prepare_shards(
         compute_key = partial(_key, config, source, tokenizer_key, hashes)
         return compute_key, out or cache_directory(config) / "tokens" / f"{source.kind}-{compute_key()[:16]}"
 
-    if tokenizer is None:
-        compute_key, directory = place(tokenizer_key(config.tokenizer))
-    else:
-        # Text that a tokenizer was trained from is in the cache under the settings of that training.
-        compute_key, directory = place([tokenizer.kind, "trained", tokenizer.vocab_size])
-        if not is_filled(directory) or read_manifest(directory)["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
-            of_a_file = [tokenizer.fingerprint] if tokenizer.kind in ("sentencepiece", "hf") else []
-            compute_key, directory = place([tokenizer.kind, *of_a_file])
+    # Under the first keys another tokenizer's shards may lie.
+    *ambiguous, own = [tokenizer_key(config.tokenizer)] if tokenizer is None else possible_keys(tokenizer)
+    compute_key, directory = place(own)
+    for other in ambiguous:
+        found_key, found = place(other)
+        assert tokenizer is not None
+        made_with = read_manifest(found)["tokenizer"] if is_filled(found) else {}
+        if [made_with.get("fingerprint"), made_with.get("eos")] == tokenizer_identity(tokenizer):
+            compute_key, directory = found_key, found
+            break
     key = compute_key()
     prepared_before = is_filled(directory)
     if not prepared_before:
@@ -147,7 +157,7 @@ class Preparation:
                 "version": [FORMAT, RECIPE],
                 "text": [self._source.kind, self._source.settings],
                 # A tokenizer that is trained depends on the text, another on nothing but itself.
-                "tokenizer": self._key if self._trains or tokenizer is None else [tokenizer.fingerprint, tokenizer.eos],
+                "tokenizer": self._key if self._trains or tokenizer is None else tokenizer_identity(tokenizer),
                 "val_fraction": data.val_fraction,
                 "shard_tokens": data.shard_tokens,
                 "single": single,

@@ -15,11 +15,21 @@ from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.tokenizers.gpt2 import GPT2Tokenizer, gpt2_ranks, parse_ranks
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from ngpt_train.data.tokenizers.interface import BytesTokenizer, Ids, Tokenizer, with_eos
+from ngpt_train.data.tokenizers.interface import BytesTokenizer, Ids, Tokenizer, tokenizer_identity, with_eos
 from ngpt_train.data.tokenizers.model_files import PINNED, read_file
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
 
-__all__ = ["Ids", "Tokenizer", "load_tokenizer", "read_tokenizer", "tokenizer_key", "with_eos", "write_tokenizer"]
+__all__ = [
+    "Ids",
+    "Tokenizer",
+    "load_tokenizer",
+    "possible_keys",
+    "read_tokenizer",
+    "tokenizer_identity",
+    "tokenizer_key",
+    "with_eos",
+    "write_tokenizer",
+]
 
 # Where the model lies beside tokens and in checkpoints; `tokenizer.json` is there the description.
 MODEL_FILES = {
@@ -64,6 +74,15 @@ def tokenizer_key(config: TokenizerConfig) -> list[Any]:
         return [config.kind, "trained", config.vocab_size]
     model = hashlib.sha256(read_file(config.path)).hexdigest()
     return [config.kind, model] if config.eos is None else [config.kind, model, config.eos]
+
+
+def possible_keys(tokenizer: Tokenizer) -> list[list[Any]]:
+    """What `tokenizer_key` says of configs that give this tokenizer. The last key is of no other tokenizer."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):  # with another eos the same file is another tokenizer
+        return [["hf", tokenizer.fingerprint], ["hf", tokenizer.fingerprint, tokenizer.eos_piece]]
+    if tokenizer.kind == "sentencepiece":
+        return [["sentencepiece", "trained", tokenizer.vocab_size], ["sentencepiece", tokenizer.fingerprint]]
+    return [[tokenizer.kind]]
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:

@@ -45,6 +45,7 @@ class HuggingFaceTokenizer:
         special = {i for i, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
         self.vocab_size = max(pieces) + 1
         self.eos = eos if isinstance(eos, int) else _find_eos(eos, {pieces[i]: i for i in special}, where)
+        self.eos_piece = pieces[self.eos]
         self.model = model
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.name = f"hf-{self.vocab_size}-{self.fingerprint[:8]}"

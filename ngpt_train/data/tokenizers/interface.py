@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,11 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """The text of ids below vocab_size; special ids vanish, cut UTF-8 becomes U+FFFD."""
         ...
+
+
+def tokenizer_identity(tokenizer: Tokenizer) -> list[Any]:
+    """What tokenizers that give the same ids have in common, as JSON: one file may be used with another eos."""
+    return [tokenizer.fingerprint, tokenizer.eos]
 
 
 class BytesTokenizer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -35,6 +36,7 @@ from ngpt_train.data import (
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.prepared.build import Preparation
 from ngpt_train.verbs import prepare as verb
+from tests.unit.data.test_tokenizer import tokenizer_json
 
 EOS = 256
 
@@ -165,6 +167,26 @@ def test_a_given_tokenizer_finds_what_it_made(cfg: Config, tmp_path: Path) -> No
     file.write_bytes(trained.tokenizer.model)
     cfg.tokenizer.path = str(file)
     assert open_dataset(cfg).path == other.path
+
+
+def test_one_file_with_another_eos_is_another_tokenizer(cfg: Config, tmp_path: Path) -> None:
+    """As `evaluate` gives the checkpoint's. Caught: documents of it that end with the eos of who prepared the text."""
+    cfg.tokenizer.kind, cfg.tokenizer.path = "hf", str(tmp_path / "tokenizer.json")
+    Path(cfg.tokenizer.path).write_bytes(tokenizer_json(("<unk>", "</s>", "<sep>")))
+    usual = open_dataset(cfg)
+    cfg.tokenizer.eos = "<sep>"
+    other = load_tokenizer(cfg.tokenizer)
+    given = open_dataset(cfg, other)
+    assert given.tokenizer.eos == other.eos != usual.tokenizer.eos
+    assert given.path != usual.path
+    assert open_dataset(cfg).path == given.path
+    cfg.tokenizer.eos = None
+    assert open_dataset(cfg).path == open_dataset(cfg, usual.tokenizer).path == usual.path
+
+    sources = "; ".join(f"{name} 1 tokens {path}" for name, path in (("a", usual.path), ("b", given.path)))
+    mixed = dataclasses.replace(cfg.data, kind="mixture", path=None, mixture=sources, streaming=True)
+    with pytest.raises(DataError, match=r"data\.mixture: b has the tokenizer hf-.* with eos 2, another source .* 1\."):
+        open_dataset(dataclasses.replace(cfg, data=mixed))
 
 
 def test_a_given_tokenizer_needs_no_download(cfg: Config, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,7 +70,9 @@ def test_sources_with_other_tokenizers(text: Path) -> None:
         prepare_dataset(replace(one, data=replace(one.data, streaming=False)), text.parent / name)
     mixture = f"a 1 tokens {text.parent / 'a'}; b 1 tokens {text.parent / 'b'}"
     mixed = replace(config, data=replace(config.data, kind="mixture", path=None, mixture=mixture))
-    with pytest.raises(DataError, match=r"data\.mixture: b has the tokenizer gpt2, another source bytes"):
+    with pytest.raises(
+        DataError, match=r"data\.mixture: b has the tokenizer gpt2 with eos 50256, another source bytes"
+    ):
         open_dataset(mixed)
 
 
