@@ -102,6 +102,7 @@ def run_tests(tree: Path, tests: Sequence[str], only: str, log: Path) -> int:
         code = 3
         try:
             os.setsid()
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell's background jobs ignore
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for target in (1, 2):
                 os.dup2(out, target)
