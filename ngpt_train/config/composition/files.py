@@ -42,9 +42,8 @@ GROUPS = {
 BUILT_IN: dict[str, dict[str, Any]] = {
     **{f"parallel/{kind}": {"kind": kind} for kind in (AUTO, "ddp", "fsdp", "single")},
     **{f"kernels/{kind}": {"kind": kind} for kind in (AUTO, "torch", "triton")},
-    "checkpoint/default": {"keep_last": 2, "keep_every": None},
-    "eval/default": {"rows": 64},
-    "logging/default": {"tensorboard": False, "wandb": {"mode": AUTO}},
+    # The schema's defaults: as values, they would override those of a user's scale or recipe.
+    **{f"{group}/default": {} for group in ("checkpoint", "eval", "logging")},
 }
 # The file that lists the groups.
 PRIMARY = "train"

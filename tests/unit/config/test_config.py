@@ -183,6 +183,17 @@ def test_a_file_that_changes_between_two_calls_counts(tmp_path: Path) -> None:
         load_config(["model=mine"], str(tmp_path))
 
 
+def test_a_scale_of_ones_own_sets_any_section(tmp_path: Path) -> None:
+    """Caught: built-in options that repeat the schema's defaults, and so override what a user's file says."""
+    (tmp_path / "scale").mkdir()
+    (tmp_path / "scale/mine.yaml").write_text(
+        "# @package _global_\ndefaults: [debug]\n"
+        "checkpoint: {keep_last: 9}\neval: {rows: 7}\nlogging: {tensorboard: true}\n"
+    )
+    config = load_config(["scale=mine"], str(tmp_path))
+    assert (config.checkpoint.keep_last, config.eval.rows, config.logging.tensorboard) == (9, 7, True)
+
+
 @pytest.mark.parametrize("group", ["parallel", "kernels", "checkpoint", "eval", "logging"])
 def test_a_group_without_files_is_one(group: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """parallel=fsdp is parallel.kind=fsdp, on the command line, in a defaults list and in a row; own files are options,
