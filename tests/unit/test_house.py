@@ -82,8 +82,8 @@ def test_torch_alone() -> None:
         "    importlib.import_module(module)\n"
         f"    print(module, sorted((set(sys.modules) - before) & set({OPTIONAL})))"
     )
-    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines() == [f"{module} []" for module in modules]
+    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert found.stdout.splitlines() == [f"{module} []" for module in modules], found.stderr
 
 
 def test_files_are_short() -> None:

@@ -24,8 +24,8 @@ from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.norms import normalize_rows_
 from ngpt_train.models.layers.rope import Rope
-from ngpt_train.models.layers.scale import ScaledParameter
 from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig
+from ngpt_train.models.ngpt.scale import ScaledParameter
 
 
 class NGPTBlock(nn.Module):

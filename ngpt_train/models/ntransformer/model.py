@@ -12,8 +12,8 @@ from torch import Tensor
 from ngpt_train.kernels.sphere_step import HiddenState
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.models.layers.rope import Rope
-from ngpt_train.models.layers.scale import ScaledParameter
 from ngpt_train.models.ngpt.model import EigenLearningRates, NGPTAttention, NGPTBlock, Spherical
+from ngpt_train.models.ngpt.scale import ScaledParameter
 from ngpt_train.models.ntransformer.keys import NTransformerConfig
 
 
