@@ -159,7 +159,7 @@ def plain_encoder(tokenizer: Tokenizer) -> Callable[[str], list[int]]:
             special_tokens={"<|endoftext|>": tokenizer.eos},
         )
         return encoding.encode_ordinary
-    return lambda text: tokenizer.encode_batch([text])[0].tolist()
+    return lambda text: tokenizer.encode(text).tolist()
 
 
 def reading(config: Config) -> Iterator[Entry]:

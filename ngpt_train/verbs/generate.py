@@ -22,7 +22,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     world = World(rank=0, size=1, local_rank=0, device=resolve_device(config.train.device, local_rank=0))
     restored = restore(trained, config, world)
     tokenizer = restored.tokenizer
-    prompt = tokenizer.encode_batch([config.generate.prompt])[0].tolist()
+    prompt = tokenizer.encode(config.generate.prompt).tolist()
     # As in training: a decoder reads an eos before each document, an encoder reads a document from its first token on.
     without_eos = prompt and restored.config.data.objective == "prefix_continuation"
     tokens = torch.tensor(prompt if without_eos else [tokenizer.eos, *prompt], device=world.device)

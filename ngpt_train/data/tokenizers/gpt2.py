@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import os
 import re
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -55,13 +53,7 @@ class GPT2Tokenizer:
         self.fingerprint = hashlib.sha256(self.model).hexdigest()
         self.n_bytes = np.array([*map(len, tokens), 0], np.int64)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        if len(texts) == 1:  # threads would take longer to start than most texts to encode
-            return [self._encode(texts[0])]
-        with ThreadPoolExecutor(os.cpu_count()) as threads:
-            return list(threads.map(self._encode, texts))
-
-    def _encode(self, text: str) -> Ids:
+    def encode(self, text: str) -> Ids:
         data = np.frombuffer(text.encode(), np.uint8)
         if "\0" in text or WIDE_SPACE.search(data[data > 127].tobytes()):
             return _ids(self._encoding, text)

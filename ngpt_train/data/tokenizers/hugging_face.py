@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -60,11 +60,8 @@ class HuggingFaceTokenizer:
         # The package's own pickle forgets that special pieces are text here.
         return HuggingFaceTokenizer, (self.model, self.eos, self.name)
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        if len(texts) == 1:  # a batch is given to threads
-            return [np.array(self._tokenizer.encode(texts[0], add_special_tokens=False).ids, np.int32)]
-        encoded = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-        return [np.array(row.ids, np.int32) for row in encoded]
+    def encode(self, text: str) -> Ids:
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)

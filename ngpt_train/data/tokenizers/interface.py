@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,8 +31,8 @@ class Tokenizer(Protocol):
     n_bytes: NDArray[np.int64]
     """(vocab_size,) bytes of text that each id stands for; 0 for special ids and the unknown piece."""
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        """Ids of each text, without special ids even where the text spells one."""
+    def encode(self, text: str) -> Ids:
+        """Ids `(n,)` of a text, without special ids even where the text spells one."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -58,35 +58,32 @@ class BytesTokenizer:
         self.n_bytes = np.ones(self.vocab_size, np.int64)
         self.n_bytes[self.eos] = 0
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+    def encode(self, text: str) -> Ids:
+        return np.frombuffer(text.encode(), np.uint8)
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in ids if i != self.eos).decode(errors="replace")
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> Ids:
-    """Ids of a document, as `encode_batch` gives them, but of a long one in bounded memory and linear time.
+    """Ids of a document, as `encode` gives them, but of a long one in bounded memory and linear time.
 
     More than STRETCH characters are cut before a space after something else, where a word of the usual tokenizers
     begins and their ids stay the same; in text without spaces before a line, or, without lines, anywhere. Wherever
     it is cut, the ids decode to the text as those of a short one do.
     """
     if len(text) <= STRETCH:
-        return tokenizer.encode_batch([text])[0]
+        return tokenizer.encode(text)
     stretches = _stretches(text)
-    ids = [tokenizer.encode_batch([next(stretches)])[0]]
+    ids = [tokenizer.encode(next(stretches))]
     # A tokenizer that puts a space before each text would put one at every cut. It goes with the guard.
     guard = GUARD if _adds_space(tokenizer) else ""
-    guard_ids = tokenizer.encode_batch([guard])[0] if guard else np.empty(0, np.int32)
+    guard_ids = tokenizer.encode(guard) if guard else np.empty(0, np.int32)
     for stretch in stretches:
-        row = tokenizer.encode_batch([guard + stretch])[0]
-        if not np.array_equal(row[: len(guard_ids)], guard_ids):
-            # The guard has become one piece with what follows it; a space too many is what such a model costs.
-            row = tokenizer.encode_batch([stretch])[0]
-        else:
-            row = row[len(guard_ids) :]
-        ids.append(row)
+        row = tokenizer.encode(guard + stretch)
+        # Else the guard has become one piece with what follows it; a space too many is what such a model costs.
+        is_apart = np.array_equal(row[: len(guard_ids)], guard_ids)
+        ids.append(row[len(guard_ids) :] if is_apart else tokenizer.encode(stretch))
     return np.concatenate(ids)
 
 
@@ -118,5 +115,5 @@ def _cut(text: str, limit: int) -> int:
 
 
 def _adds_space(tokenizer: Tokenizer) -> bool:
-    first, second = tokenizer.encode_batch(["a", "b"])
+    first, second = tokenizer.encode("a"), tokenizer.encode("b")
     return tokenizer.decode(np.concatenate([first, second]).tolist()) != "ab"

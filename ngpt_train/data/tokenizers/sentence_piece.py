@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -38,14 +38,10 @@ class SentencePieceTokenizer:
         self.n_bytes = np.array([self._piece_bytes(i) for i in range(self.vocab_size)], np.int64)
         self._space_symbol = self._space_symbol_ids()
 
-    def encode_batch(self, texts: Sequence[str]) -> list[Ids]:
-        # A list is given to threads, which are not worth it for one text.
-        ids = [self._processor.encode(texts[0])] if len(texts) == 1 else self._processor.encode(list(texts))
-        if self._space_symbol is not None:
-            for i, text in enumerate(texts):
-                if SPACE_SYMBOL in text:
-                    ids[i] = self._encode_around_space_symbol(text)
-        return [np.array(row, np.int32) for row in ids]
+    def encode(self, text: str) -> Ids:
+        if self._space_symbol is not None and SPACE_SYMBOL in text:
+            return np.array(self._encode_around_space_symbol(text), np.int32)
+        return np.array(self._processor.encode(text), np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._processor.decode([int(i) for i in ids])

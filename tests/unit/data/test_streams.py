@@ -248,7 +248,7 @@ def test_tokenizer_that_fails_names_the_document(text: Path, monkeypatch: pytest
         raise RuntimeError("too strange")
 
     data = open_dataset(streamed(text))
-    monkeypatch.setattr(BytesTokenizer, "encode_batch", fails)
+    monkeypatch.setattr(BytesTokenizer, "encode", fails)
     with pytest.raises(DataError, match=r"train-0000\d\.parquet, document \d+ .*bytes fails on it .*too strange"):
         reader_of(data, streamed(text)).take(np.arange(1))
 

@@ -99,14 +99,12 @@ def test_any_text_comes_back(tokenizer: Tokenizer) -> None:
     rng = random.Random(0)
     alphabet = "ab \n\t\0▁é😀</s>"
     texts = AWKWARD + CORPUS[:3] + ["".join(rng.choices(alphabet, k=rng.randrange(1, 30))) for _ in range(300)]
-    ids = tokenizer.encode_batch(texts)
+    ids = [tokenizer.encode(text) for text in texts]
     assert [tokenizer.decode(row) for row in ids] == texts
     assert [int(tokenizer.n_bytes[row].sum()) for row in ids] == [len(text.encode()) for text in texts]
     assert all(tokenizer.eos not in row and row.max(initial=0) < tokenizer.vocab_size for row in ids)
     assert tokenizer.n_bytes[tokenizer.eos] == 0
     assert tokenizer.decode([tokenizer.eos]) == ""
-    alone = tokenizer.encode_batch(texts[5:6])[0]
-    np.testing.assert_array_equal(alone, ids[5])
 
 
 def long_texts() -> list[str]:
@@ -122,7 +120,7 @@ def short_stretches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_long_documents_are_encoded_in_stretches(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = [tokenizer.encode_batch([text])[0] for text in long_texts()]
+    plain = [tokenizer.encode(text) for text in long_texts()]
     for text, ids in zip(long_texts(), plain, strict=True):
         np.testing.assert_array_equal(encode_document(tokenizer, text), ids)
     short_stretches(monkeypatch)
@@ -150,7 +148,7 @@ def test_a_space_before_each_text_is_not_put_before_each_stretch(
     else:
         tokenizer = load_tokenizer(TokenizerConfig(kind="mistral32k"))
     texts = [text.replace("▁", "") for text in long_texts()]
-    plain = [tokenizer.encode_batch([text])[0] for text in texts]
+    plain = [tokenizer.encode(text) for text in texts]
     short_stretches(monkeypatch)
     for text in texts:
         assert tokenizer.decode(encode_document(tokenizer, text).tolist()) == text
@@ -161,7 +159,8 @@ def test_a_space_before_each_text_is_not_put_before_each_stretch(
 def test_a_copy_in_another_process_encodes_alike(tokenizer: Tokenizer) -> None:
     copy = pickle.loads(pickle.dumps(tokenizer))
     assert (copy.fingerprint, copy.eos, copy.vocab_size) == (tokenizer.fingerprint, tokenizer.eos, tokenizer.vocab_size)
-    for ids, again in zip(tokenizer.encode_batch(AWKWARD), copy.encode_batch(AWKWARD), strict=True):
+    for text in AWKWARD:
+        ids, again = tokenizer.encode(text), copy.encode(text)
         np.testing.assert_array_equal(ids, again)
 
 
@@ -174,7 +173,7 @@ def test_stored_beside_the_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
         tokenizer.eos,
         tokenizer.fingerprint,
     )
-    np.testing.assert_array_equal(again.encode_batch(AWKWARD)[4], tokenizer.encode_batch(AWKWARD)[4])
+    np.testing.assert_array_equal(again.encode(AWKWARD[4]), tokenizer.encode(AWKWARD[4]))
     if entry["file"] is not None:
         (tmp_path / entry["file"]).write_bytes(tokenizer.model + b"\n")
         with pytest.raises(DataError, match="checksum differs"):
@@ -184,7 +183,7 @@ def test_stored_beside_the_tokens(tokenizer: Tokenizer, tmp_path: Path) -> None:
 def test_training_is_deterministic_and_compresses(trained: Tokenizer) -> None:
     assert load_tokenizer(TokenizerConfig(vocab_size=400), CORPUS).fingerprint == trained.fingerprint
     assert trained.vocab_size == 400
-    assert len(trained.encode_batch(CORPUS[:1])[0]) < len(CORPUS[0]) / 2.5
+    assert len(trained.encode(CORPUS[0])) < len(CORPUS[0]) / 2.5
 
 
 def test_vocabulary_that_does_not_fit_the_corpus() -> None:
@@ -222,7 +221,7 @@ def test_foreign_model_files(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(TokenizerConfig(path=str(path)))
     assert (tokenizer.eos, tokenizer.vocab_size) == (2, 400)
     text = "for item in batch </s> ▁ 😀"
-    (ids,) = tokenizer.encode_batch([text])
+    ids = tokenizer.encode(text)
     assert 2 not in ids
     # LLaMA's models write the space symbol and the space alike.
     assert tokenizer.decode(ids) == text.replace("▁", " ")
@@ -270,7 +269,7 @@ def test_gpt2_from_a_package_or_a_file(tmp_path: Path) -> None:
     for config in (TokenizerConfig(kind="gpt2"), TokenizerConfig(kind="gpt2", path=str(packaged))):
         tokenizer = load_tokenizer(config)
         assert (tokenizer.fingerprint, tokenizer.vocab_size, tokenizer.eos) == (gpt2_module.R50K_SHA256, 50257, 50256)
-        assert tokenizer.encode_batch(["Hello world"])[0].tolist() == [15496, 995]
+        assert tokenizer.encode("Hello world").tolist() == [15496, 995]
     ranks = tmp_path / "r50k_base.tiktoken"
     ranks.write_bytes(tokenizer.model)
     assert load_tokenizer(TokenizerConfig(kind="gpt2", path=str(ranks))).fingerprint == tokenizer.fingerprint
@@ -294,7 +293,7 @@ def test_gpt2_words_found_without_looking_ahead_are_gpt2s() -> None:
     for number in range(20_000):
         alphabet = spaces + others * (number % 2) + wide * (number % 5 == 0) + ["word", "."]
         text = "".join(rng.choices(alphabet, k=rng.randrange(13)))
-        assert tokenizer._encode(text).tolist() == published.encode_ordinary(text), repr(text)
+        assert tokenizer.encode(text).tolist() == published.encode_ordinary(text), repr(text)
     # A run and its zero byte are one word there: no token of whitespace may merge otherwise than alone.
     ranks = parse_ranks(tokenizer.model)
     assert [token for token in ranks if b"\0" in token] == [b"\0"]
@@ -313,7 +312,7 @@ def test_mistral32k_from_its_package(monkeypatch: pytest.MonkeyPatch) -> None:
         2,
     )
     text = CORPUS[0] + "emoji 😀"
-    assert tokenizer.decode(tokenizer.encode_batch([text])[0]) == text
+    assert tokenizer.decode(tokenizer.encode(text)) == text
     monkeypatch.setattr(model_files, "MISTRAL_FILE", ("no_such_package", "tokenizer.model"))
     with pytest.raises(DataError, match=r"tokenizer=mistral32k.*mistral-common.*\[tokenizers\]"):
         load_tokenizer(TokenizerConfig(kind="mistral32k"))
@@ -360,7 +359,7 @@ def test_hugging_face_of_llamas_kind(tmp_path: Path) -> None:
     path.write_bytes(tokenizer_json(byte_level=False))
     tokenizer = load_tokenizer(TokenizerConfig(kind="hf", path=str(path)))
     for text in (CORPUS[0], "emoji 😀 é", "</s> <unk>"):
-        (ids,) = tokenizer.encode_batch([text])
+        ids = tokenizer.encode(text)
         assert tokenizer.decode(ids) == text
         assert tokenizer.n_bytes[ids].sum() == len(text.encode())
         assert tokenizer.eos not in ids
