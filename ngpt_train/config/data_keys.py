@@ -106,7 +106,7 @@ class DataConfig:
     @property
     def streamed(self) -> bool:
         """Whether text is tokenized while training."""
-        return self.on_hub or self.kind == "mixture" if self.streaming == AUTO else bool(self.streaming)
+        return (self.on_hub or self.kind == "mixture") if self.streaming == AUTO else bool(self.streaming)
 
 
 @dataclass

@@ -152,7 +152,7 @@ def shards_of(source: Source, hashes: FileHashes) -> tuple[Shard, ...]:
 
 
 def _is_a_document(file: Path) -> bool:
-    return extension(file).split(".")[1:2] not in (["jsonl"], ["parquet"])
+    return not extension(file).startswith((".jsonl", ".parquet"))
 
 
 def units_of(source: Source, hashes: FileHashes) -> list[Unit]:

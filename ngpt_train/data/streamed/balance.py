@@ -25,7 +25,7 @@ def warn_of_repeats(text: OpenShards, settings: StreamSettings) -> None:
     if share <= TOLERATED:
         return
     fewer = settings.n_streams // 2
-    while repeated_share(text, settings, fewer) > TOLERATED:  # none of one stream
+    while (share_of_fewer := repeated_share(text, settings, fewer)) > TOLERATED:  # none of one stream
         fewer //= 2
     logger.warning(
         "data.streams=%d: that many streams share the text of %d documents unevenly. Up to %.0f %% of the rows of the "
@@ -34,7 +34,7 @@ def warn_of_repeats(text: OpenShards, settings: StreamSettings) -> None:
         sum(text.n_documents(shard) for shard in range(text.n_shards)),
         100 * share,
         fewer,
-        100 * repeated_share(text, settings, fewer),
+        100 * share_of_fewer,
     )
 
 
