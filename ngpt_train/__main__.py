@@ -22,7 +22,7 @@ from typing import NoReturn
 
 from ngpt_train.config import ConfigError, check, load_config, to_yaml
 from ngpt_train.config.architectures import use_plugins
-from ngpt_train.config.conflicts import check_verb
+from ngpt_train.config.conflicts import check_arguments, check_verb
 
 VERBS = {
     "train": "Train a model; continues the run if its directory holds a checkpoint.",
@@ -107,6 +107,7 @@ def _run(arguments: list[str]) -> int:
             "\n  Start it with torchrun, or unset WORLD_SIZE"
         )
     # Only training shares a batch among the ranks of torchrun.
+    check_arguments(verb, line.overrides)
     config = load_config(line.overrides, line.config_dir, world_size=None if verb == "train" else 1)
     check_verb(config, verb)
     if line.print_config:

@@ -108,7 +108,9 @@ def _keys_of(name: str) -> type[ModelConfig]:
         (schema,) = [x for x in own if issubclass(x, ModelConfig) and "__dataclass_fields__" in vars(x)]
         if schema.name != name:
             raise ValueError(f"its name is {schema.name}")
-        schema_keys(schema)
+        for key in schema_keys(schema).values():
+            if problem := key.problem(key.default):
+                raise ValueError(f"the default of {key.name}, {key.default!r}: {problem}")
     except Exception as error:
         if plugin is None:
             raise

@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain
 from operator import attrgetter
@@ -41,6 +41,13 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
     )
     for conflict in conflicts:
         raise report_together(config, conflict, origins or {})
+
+
+def check_arguments(verb: str, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for what `verb` never takes. A recipe would be checked against the default model first."""
+    for override in overrides:
+        if verb in ("evaluate", "generate") and override.partition("=")[0].strip() == "recipe":
+            raise mistake(f"{override}: how a model was trained, which the checkpoint has decided", "Leave it out")
 
 
 def check_verb(config: Config, verb: str) -> None:

@@ -58,7 +58,7 @@ def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used:
     for override in overrides:
         name, _, value = (part.strip() for part in override.partition("="))
         section = name.partition(".")[0]
-        if section in DECIDED_BY_CHECKPOINT or name == "recipe":
+        if section in DECIDED_BY_CHECKPOINT:
             _check_decided(override, name, value, config, Trained(path, stored))
         elif not used & {name, section}:
             unused.append(name)
@@ -69,10 +69,6 @@ def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used:
 
 def _check_decided(override: str, name: str, value: str, config: Config, trained: Trained) -> None:
     """Raises ConfigError unless the override has the value of the checkpoint, or is auto."""
-    if name == "recipe":
-        raise ConfigError(
-            f"{override}: how a model was trained, which the checkpoint {trained.path} has decided\n  Leave it out"
-        )
     key = name if "." in name else f"{name}.{DECIDED_BY_CHECKPOINT[name]}"
     found = _value(trained.config, key)
     if value != AUTO and _value(config, key) != found:

@@ -12,7 +12,7 @@ def build_model(config: ModelConfig, seed: int = 0) -> Decoder:
     """The model of `config` on the current default device, with the weights that `seed` gives it.
 
     On the `meta` device the parameters have no values: move the model with `to_empty`, then call `init_weights_`.
-    Raises ConfigError while `model.vocab_size` or another key is still `auto`.
+    Raises ConfigError while `model.vocab_size` or another key is still `auto`, and for a model.py without `Model`.
     """
     if not isinstance(config.vocab_size, int):
         raise ConfigError(
@@ -23,7 +23,10 @@ def build_model(config: ModelConfig, seed: int = 0) -> Decoder:
         raise ConfigError(
             f"model.{unknown[0]}=auto: load_config fills it in; in a config made by hand set it to a number."
         )
-    model: Decoder = importlib.import_module(f"ngpt_train.models.{config.name}.model").Model(config)
+    module = importlib.import_module(f"ngpt_train.models.{config.name}.model")
+    if not hasattr(module, "Model"):
+        raise ConfigError(f"model.name={config.name}: {module.__file__} has no class Model\n  Add: Model = YOUR_CLASS")
+    model: Decoder = module.Model(config)
     if not model.embedding.is_meta:
         model.init_weights_(seed)
     return model

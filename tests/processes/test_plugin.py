@@ -238,6 +238,7 @@ def test_what_needs_it_says_so(postln: Path, trained: Path, corpus: Path, capsys
         (("@dataclass\n", ""), "One @dataclass of ModelConfig"),
         (('key(1e-6, "Added to the mean square in RMSNorm.", above=0)', "1e-6"), "every key made by key("),
         (('"Added to the mean square in RMSNorm."', '""'), "a key without a sentence"),
+        (("above=0)", "above=1)"), "the default of model.norm_eps, 1e-06: must be a number > 1"),
     ],
 )
 def test_a_folder_of_another_form(
@@ -256,6 +257,15 @@ def test_a_folder_of_another_form(
     assert message.startswith(f"error: --plugin={folder}: ")
     assert says in message
     assert main(["train", "--cfg", "job"]) == 0  # and is forgotten
+
+
+def test_a_model_file_without_its_model(postln: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Caught: an AttributeError from deep inside."""
+    folder = Path(shutil.copytree(postln, tmp_path / "postln"))
+    model = folder / "model.py"
+    model.write_text(re.sub(r"\bModel\b", "Postln", model.read_text()))
+    assert main(["plan", "--plugin", str(folder), "model=postln", "scale=debug", "tokenizer=bytes"]) == 2
+    assert f"model.name=postln: {model} has no class Model" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["gpt", "layers", "decoder", "post-ln"])

@@ -51,6 +51,7 @@ both = pytest.mark.parametrize("verb", ["evaluate", "generate"])
         ("optim.z_loss=0.5", "optim.z_loss is 0.0"),
         ("schedule.kind=linear", "schedule.kind is cosine"),
         ("recipe=ngpt", "has decided"),
+        ("recipe=gpt", "has decided"),
     ],
 )
 def test_what_contradicts_the_checkpoint_is_refused(
