@@ -54,10 +54,10 @@ def linear_cross_entropy(
     the V tokens of -log p, as torch's F.cross_entropy; `cross_entropy` stays the plain one.
 
     Results are 0-dim, in fp32 (fp64 for fp64 h). Only loss has gradients. Without smoothing loss is cross_entropy +
-    z_term; z_term is None where z_loss is 0. Gradients have the dtype and shape of their tensors; sums over tokens are in at least fp32.
-    Never waits for the device. For a target outside the vocabulary torch's gather raises; the Triton kernel cannot
-    raise, and there the loss and the gradients that the target contributes to are NaN. Raises ValueError for shapes
-    that do not fit.
+    z_term; z_term is None where z_loss is 0. Gradients have the dtype and shape of their tensors; sums over tokens are
+    in at least fp32. Never waits for the device. For a target outside the vocabulary torch's gather raises; the Triton
+    kernel cannot raise, and there the loss and the gradients that the target contributes to are NaN. Raises ValueError
+    for shapes that do not fit.
     """
     z = at_least_fp32(h) @ matrix.to(at_least_fp32(h).dtype).t()  # (..., V)
     if scale is not None:

@@ -64,7 +64,9 @@ def test_written_out_is_torchs(smoothing: float, z_loss: float) -> None:
     z = (h.detach().double() @ matrix.detach().double().T) * scale.detach()
     expected = F.cross_entropy(z, targets, label_smoothing=smoothing, reduction="sum")
     expected = expected + z_loss * (z.logsumexp(1) ** 2)[targets != -100].sum()
-    torch.testing.assert_close(written_out(h, matrix, targets, scale, smoothing, z_loss)[0], expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(
+        written_out(h, matrix, targets, scale, smoothing, z_loss)[0], expected, rtol=1e-12, atol=0
+    )
 
 
 @pytest.mark.parametrize("z_loss", [0.0, 0.02])
