@@ -31,6 +31,7 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
     conflicts = chain(
         _run(config),
         _model(config.model),
+        _dropout(config),
         _batch(config, world_size),
         _cuda_graphs(config, world_size),
         _optimization(config),
@@ -107,6 +108,18 @@ def _model(model: ModelConfig) -> Iterator[Conflict]:
         if value not in (default, 0 if default == AUTO else default):
             key, fix = f"model.{name}", f"Leave it out, or set model.{name}={show(default)}"
             yield f"{key} model.{switch}", f"{key} has no effect then", fix
+
+
+def _dropout(config: Config) -> Iterator[Conflict]:
+    model, kernel = config.model, config.kernels.attention
+    for name in ("residual_dropout", "attention_dropout"):
+        if getattr(model, name) and not model.applies_dropout:
+            fix = f"Set model.{name}=0, or have its blocks apply dropout (docs/add_an_architecture.md)"
+            yield f"model.{name} model.name", "the blocks of this architecture drop nothing", fix
+    if model.attention_dropout and kernel not in (AUTO, "sdpa"):
+        problem = f"the dropout of {kernel} depends on more than seed, step and row"
+        fix = "Set kernels.attention=auto, or model.attention_dropout=0"
+        yield "model.attention_dropout kernels.attention", problem, fix
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Conflict]:

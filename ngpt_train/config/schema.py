@@ -114,6 +114,13 @@ class OptimConfig:
         minimum=0,
         maximum=1000,
     )
+    label_smoothing: float = key(
+        0.0,
+        "Share of a target's label that training spreads evenly over all tokens of the vocabulary, as torch's "
+        "cross_entropy does; 0: none. The losses of metrics.jsonl and of validations are without it.",
+        minimum=0,
+        below=1,
+    )
     clip_norm: Union[float, None] = key(
         1.0, "Largest global gradient norm; larger gradients are scaled down to it. null: no clipping.", above=0
     )

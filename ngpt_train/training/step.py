@@ -1,6 +1,6 @@
 """One optimizer step, from rows of tokens to updated weights. The host does not wait for the device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.distributed.cuda_graphs import hold_gradients
 from ngpt_train.distributed.gradients import average_vectors_, gradient_norm
+from ngpt_train.kernels.dropout import row_seeds
 from ngpt_train.optim import RowAdam, lr_at
 from ngpt_train.training.feed import to_device
 from ngpt_train.training.state import TrainState
@@ -37,6 +38,9 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
     number in the whole step, so it does not depend on accumulation, padding or the number of ranks. Raises ValueError
     if there are no micro batches, or if ids are not int64.
 
+    Of R ranks, row j of rank r is row r + j R of the step, as the loader deals them. Dropout is a function of that
+    number, of the step and of run.seed.
+
     untouched: the caller promises that since the last step nothing has changed the weights without torch counting it,
     for example through `.data`. Then the optimizer's bf16 copies of the last step are used again.
     """
@@ -53,10 +57,11 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
         hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     z_sum = torch.zeros_like(loss_sum)
+    seeds = dropout_seeds(state, [len(batch[0]) for batch in batches])
     with working_copies(state, untouched):
         for index, batch in enumerate(batches):
             with accumulating(state, last=index == len(batches) - 1):
-                micro_loss = state.forward(*batch)
+                micro_loss = state.forward(*batch, **seeds[index])
                 (micro_loss.total * share.to(micro_loss.total.dtype)).backward()
             loss_sum += micro_loss.cross_entropy
             if micro_loss.z_term is not None:
@@ -82,6 +87,18 @@ def check_batches(micro_batches: Sequence[MicroBatch]) -> None:
     for index, batch in enumerate(micro_batches):
         if found := [str(part.dtype) for part in batch if part.dtype != torch.int64]:
             raise ValueError(f"train_step: micro batch {index} holds {found[0]}; ids are torch.int64 tensors")
+
+
+def dropout_seeds(state: TrainState, sizes: Sequence[int]) -> Sequence[Mapping[str, Tensor]]:
+    """For each micro batch the model's argument `seeds`, of its rows' dropout; none for a model without dropout.
+
+    sizes: the rows of this rank's micro batches. The rows of a step are dealt to the ranks in turn.
+    """
+    if not state.config.model.uses_dropout:
+        return [{}] * len(sizes)
+    rows = state.world.rank + state.world.size * torch.arange(sum(sizes))
+    seeds = row_seeds(state.config.run.seed, state.step, rows)
+    return [{"seeds": to_device(part, state.world.device)} for part in seeds.split(list(sizes))]
 
 
 def accumulating(state: TrainState, last: bool) -> AbstractContextManager:
