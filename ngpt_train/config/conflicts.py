@@ -185,6 +185,8 @@ def _source(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
         yield repo, "the text is not read from the hub", "Choose data=hf, or leave data.repo out"
     if not data.on_hub and data.files is not None:
         yield "data.files data.kind", "the text is not read from the hub", "Choose data=hf, or set data.path=GLOB"
+    if not data.on_hub and data.text_gb is not None:
+        yield "data.text_gb data.kind", "the size of the text is read from the files", "Leave data.text_gb out"
     if data.kind == "tokens" and data.streamed:
         fix = "Leave data.streaming out, or choose data=local"
         yield "data.streaming data.kind", "prepared shards are tokens already", fix

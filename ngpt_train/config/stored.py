@@ -27,7 +27,7 @@ _HARMLESS = {
     "scale": "name",
     "train": "stop_at profile micro_rows device compile cuda_graphs activation_checkpointing",
     "optim": "lr_table",
-    "data": "path out cache cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
+    "data": "path out cache text_gb cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
     "tokenizer": "path",
     "eval": "every",
 }
