@@ -68,8 +68,9 @@ class TrainConfig:
     device: str = key(AUTO, "auto takes the GPU if there is one.", choices=(AUTO, "cpu", "cuda"))
     precision: str = key(
         AUTO,
-        "Arithmetic of the matrix products; weights, norms and the loss stay fp32. auto: bf16 on GPUs, fp32 on CPUs.",
-        choices=(AUTO, "fp32", "bf16"),
+        "Arithmetic of the matrix products; weights, norms and the loss stay fp32. auto: bf16 on GPUs, fp32 on CPUs. "
+        "fp16 trains with a dynamic loss scale.",
+        choices=(AUTO, "fp32", "bf16", "fp16"),
     )
     compile: BoolOrAuto = key(AUTO, "torch.compile each block; auto: on GPUs only.", choices=(AUTO,))
     cuda_graphs: bool = key(

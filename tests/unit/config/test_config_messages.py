@@ -65,7 +65,7 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["schedule.kind=inverse"], ["schedule.kind=inverse", "did you mean inverse_sqrt"]),
     (["optim.lr_table.tiny.256=0.1"], ["optim.lr_table.tiny.256=0.1", "Set optim.lr"]),
     (["model.vocab_size=0"], ["model.vocab_size=0", "an integer >= 2 or auto"]),
-    (["train.precision=fp16"], ["train.precision=fp16", "auto, fp32 or bf16"]),
+    (["train.precision=fp8"], ["train.precision=fp8", "auto, fp32, bf16 or fp16"]),
     (["run.overwrite=yes"], ["run.overwrite=yes", "true or false"]),
     (["optim.lr=1e300"], ["optim.lr=1e300", "> 0 and <= 1000 or auto"]),
     (["train.batch_rows=1" + 20 * "0"], ["train.batch_rows=10000", "<= 10000000 or null"]),
