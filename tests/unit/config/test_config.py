@@ -166,7 +166,8 @@ def test_what_has_no_effect_is_none_or_the_default() -> None:
 
     assert powernorm() == (50, 4)
     assert powernorm("model.norm=batch", "model.psi_warmup_steps=auto") == (0, 4)
-    assert powernorm("model.norm=layer", "model.group_scaling=0") == (0, 0)
+    assert powernorm("model.norm=layer") == powernorm("model.norm=layer", "model.group_scaling=0") == (0, 0)
+    assert powernorm("model.norm=layer", "model.group_scaling=2") == (0, 2)
     load_config(["model.s_u.kind=fixed", "model.s_u.scale=1"])
     load_config(["model=normformer", "model.d_model=100", "model.n_heads=4"])  # without RoPE any width will do
 
