@@ -213,7 +213,7 @@ def test_activations_are_about_what_is_kept(model: str, precision: str, share: f
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_what_dropout_keeps(model: str, precision: str) -> None:
     """By two real forward passes, one with dropout in all places: the difference is what `dropout_items` says, within
-    15 %, but for the numbers that are held for a moment. Caught: bools or softmax weights that are not counted."""
+    20 %, but for the numbers that are held for a moment. Caught: bools or softmax weights that are not counted."""
     options = ["scale=debug", "model.d_model=128", "model.n_heads=4", "model.context=96", "model.vocab_size=64"]
     options += ["train.batch_rows=4", "train.micro_rows=4", f"train.precision={precision}", "train.device=cpu"]
     dropout = [f"model.{place}_dropout=0.1" for place in ("embedding", "residual", "attention")]
@@ -222,9 +222,9 @@ def test_what_dropout_keeps(model: str, precision: str) -> None:
     size = 2 if precision == "bf16" else 4
     (item,) = dropout_items(with_it, states[1].model, size, compiled=True, rows=4)
     difference = saved_activations(states[1]) - saved_activations(states[0])
-    assert difference == pytest.approx(item.bytes, rel=0.15)
+    assert difference == pytest.approx(item.bytes, rel=0.2)
     (eager,) = dropout_items(with_it, states[1].model, size, compiled=False, rows=4)
     assert eager.bytes > item.bytes
     with_it.train.activation_checkpointing = "full"
     (recomputed,) = dropout_items(with_it, states[1].model, size, compiled=True, rows=4)
-    assert recomputed.bytes < item.bytes / 3
+    assert recomputed.bytes < item.bytes / 1.5  # one of two blocks, or of four
