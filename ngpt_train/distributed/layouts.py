@@ -29,6 +29,9 @@ _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParal
 _KEEP_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
 
 
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def resolve_kind(kind: str, world_size: int, device_type: str) -> str:
     """`parallel.kind` with auto resolved. Raises ConfigError for kind=single with several ranks."""
     if kind == "single" and world_size > 1:
@@ -47,7 +50,7 @@ def resolve_precision(precision: str, device_type: str) -> torch.dtype:
     """The dtype of activations and matrix products for `train.precision`, with auto resolved."""
     if precision == AUTO:
         precision = "bf16" if device_type == "cuda" else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    return PRECISIONS[precision]
 
 
 def resolve_compile(compiled: bool | str, device_type: str) -> bool:

@@ -136,14 +136,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         need_h, need_matrix, _, need_scale, *_ = ctx.needs_input_grad
         dh, dmatrix, dscale = ctx.saved_tensors
         return (
-            dh * dloss if need_h else None,
-            dmatrix * dloss if need_matrix else None,
+            scaled(dh, dloss) if need_h else None,
+            scaled(dmatrix, dloss) if need_matrix else None,
             None,
             dscale * dloss if need_scale else None,
             None,
             None,
             None,
         )
+
+
+def scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
+    """gradient * dloss in gradient's dtype. fp16 cannot hold every 0-dim dloss, which a GPU would cast to it first."""
+    if gradient.dtype != torch.float16:
+        return gradient * dloss
+    return (gradient.to(dloss.dtype) * dloss).to(gradient.dtype)
 
 
 @torch.library.custom_op("ngpt_train::linear_cross_entropy_forward", mutates_args=())

@@ -23,12 +23,13 @@ class StepResult(NamedTuple):
     """The result of a step, the same on every rank. Tensors are 0-dim and on the device; reading them waits for it."""
 
     loss: Tensor  # mean cross-entropy in nats over all valid targets of the step, of the weights before the step
-    grad_norm: Tensor  # before clipping
+    grad_norm: Tensor  # before clipping, of the loss itself and not of the scaled one
     n_tokens: Tensor  # valid targets of the step, over all ranks
     skipped: Tensor  # true if a gradient was not finite; then weights and moments are bit for bit unchanged
     lr: float
     z_loss: Tensor | None  # optim.z_loss * logsumexp(logits)^2, mean over the same targets; None if optim.z_loss is 0
     loss_sum: Tensor  # cross-entropy summed over the same targets, fp64
+    loss_scale: Tensor | None = None  # by which the step's loss was multiplied; None but with train.precision=fp16
 
 
 def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched: bool = False) -> StepResult:
@@ -52,6 +53,9 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
     # The factor of the summed loss: 1 / n_tokens for the mean, and world.size because DDP and FSDP2 average gradients
     # over ranks, while the loss of the step is a sum over ranks.
     share = world.size / n_tokens.clamp(min=1).to(torch.float64)
+    loss_scale = None if state.loss_scale is None else state.loss_scale.value
+    if loss_scale is not None:  # the gradients are scaled until the optimizer divides them by it
+        share = share * loss_scale
     state.model.begin_step_(state.step, share)
     if config.train.cuda_graphs:
         hold_gradients(state.model)
@@ -71,14 +75,18 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
 
     average_vectors_(state.model, world)
     grad_norm = gradient_norm(state.model.parameters(), world)
+    if loss_scale is not None:
+        grad_norm = grad_norm / loss_scale
     skipped = ~torch.isfinite(grad_norm)
     lr = lr_at(state.step, config.schedule, float(config.optim.lr), config.train.steps)
     apply_gradients(state, grad_norm, skipped, lr)
     if not isinstance(state.optimizer, RowAdam):  # RowAdam has projected every row already
         state.model.project_(skipped)
+    if state.loss_scale is not None:
+        state.loss_scale.update(skipped)
     state.step += 1
     state.tokens += n_tokens
-    return StepResult(loss, grad_norm, n_tokens, skipped, lr, z_loss, loss_sum)
+    return StepResult(loss, grad_norm, n_tokens, skipped, lr, z_loss, loss_sum, loss_scale)
 
 
 def check_batches(micro_batches: Sequence[MicroBatch]) -> None:
@@ -123,11 +131,14 @@ def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: f
 
     torch's fused optimizers divide gradients by `grad_scale`, and if `found_inf` is 1 they change neither weights nor
     moments nor the step count; they have both for GradScaler. Here `grad_scale` clips, by the factor of
-    clip_grad_norm_, without a separate pass, and `found_inf` skips a step without the host waiting for the device.
+    clip_grad_norm_, and undoes the loss scale, without a separate pass, and `found_inf` skips a step without the host
+    waiting for the device.
     """
     optimizer = state.optimizer
     clip_norm = state.config.optim.clip_norm
     scale = None if clip_norm is None else ((grad_norm + 1e-6) / clip_norm).clamp(min=1.0).to(torch.float32)
+    if state.loss_scale is not None:
+        scale = state.loss_scale.value if scale is None else scale * state.loss_scale.value
     optimizer.grad_scale = scale  # type: ignore[attr-defined]
     optimizer.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
     for group in optimizer.param_groups:
