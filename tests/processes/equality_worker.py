@@ -55,8 +55,7 @@ def main(out: str, run: str, parallel: str, accumulation: int) -> None:
     initial = export_weights(state.model)
     losses, z_losses, norms, tokens = [], [], [], []
     for step in range(config.train.steps):
-        # Rows are dealt to the ranks in turn, as by the loader; dropout depends on it.
-        mine = [part[rank::size].chunk(accumulation) for part in batch(name, step)]
+        mine = [part.chunk(size)[rank].chunk(accumulation) for part in batch(name, step)]
         result = train_step(state, list(zip(*mine, strict=True)))
         losses.append(result.loss.item())
         if result.z_loss is not None:

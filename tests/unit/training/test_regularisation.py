@@ -90,7 +90,8 @@ def test_micro_batches_do_not_change_dropout(name: str) -> None:
 
 
 def test_row_numbers_do_not_depend_on_ranks() -> None:
-    """Rows are dealt to ranks in turn, as the loader does. Caught: a rank that enters the seed, rows in blocks."""
+    """Of a step whose ranks have consecutive rows, and of one whose rows are dealt in turn, as by the loader. Caught: a
+    rank that enters the seed, ranks whose rows drop alike."""
     given = config("gpt", *DROPOUT)
     whole = row_seeds(given.run.seed, 7, torch.arange(12))
     for size, micro in ((1, [12]), (2, [2, 4]), (3, [1, 1, 2]), (4, [3])):
@@ -98,9 +99,13 @@ def test_row_numbers_do_not_depend_on_ranks() -> None:
             state: Any = SimpleNamespace(
                 config=given, step=7, world=SimpleNamespace(rank=rank, size=size, device=torch.device("cpu"))
             )
-            found = [part["seeds"] for part in dropout_seeds(state, micro)]
-            assert [len(part) for part in found] == micro
-            assert torch.equal(torch.cat(found), whole[rank::size])
+            for rows, expected in (
+                (None, whole.chunk(size)[rank]),
+                (torch.arange(rank, 12, size), whole[rank::size]),
+            ):
+                found = [part["seeds"] for part in dropout_seeds(state, micro, rows)]
+                assert [len(part) for part in found] == micro
+                assert torch.equal(torch.cat(found), expected)
     assert len(whole.unique()) == 12
 
 
