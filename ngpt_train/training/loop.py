@@ -58,6 +58,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     last = config.train.stop_at or config.train.steps
     skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=world.device)
     reported: set[str] = set()  # names of skipped shards
+    rows = torch.arange(world.rank, config.train.rows_per_step, world.size)  # as data/loader.py deals them
     stop_together = StopTogether(stop, world, state.step)
 
     def save(position: Position, must: bool) -> None:
@@ -88,7 +89,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 sink.message(f"warning: data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
         reported |= position.skipped.keys()
         with explain_out_of_memory(state.micro_rows):
-            result = train_step(state, micro_batches, untouched=True)
+            result = train_step(state, micro_batches, untouched=True, rows=rows)
         state.interval.add(result)
         skipped_in_a_row = (skipped_in_a_row + 1) * without_remedy(result)
         logging = _due(state.step, config.logging.every)

@@ -32,18 +32,20 @@ class StepResult(NamedTuple):
     loss_scale: Tensor | None = None  # by which the step's loss was multiplied; None but with train.precision=fp16
 
 
-def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched: bool = False) -> StepResult:
+def train_step(
+    state: TrainState, micro_batches: Sequence[MicroBatch], untouched: bool = False, rows: Tensor | None = None
+) -> StepResult:
     """Forward and backward over this rank's micro batches, clip, optimizer step, projection.
 
     Every rank passes the same number of micro batches. The loss is summed over valid targets and divided once by their
     number in the whole step, so it does not depend on accumulation, padding or the number of ranks. Raises ValueError
     if there are no micro batches, or if ids are not int64.
 
-    Of R ranks, row j of rank r is row r + j R of the step, as the loader deals them. Dropout is a function of that
-    number, of the step and of run.seed.
-
     untouched: the caller promises that since the last step nothing has changed the weights without torch counting it,
     for example through `.data`. Then the optimizer's bf16 copies of the last step are used again.
+
+    rows: int64, the numbers of this rank's rows in the batch of all ranks, in their order here; dropout is a function
+    of them. By default the rows of rank 0 come first, then those of rank 1, and so on.
     """
     check_batches(micro_batches)
     world, config = state.world, state.config
@@ -61,7 +63,7 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
         hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     z_sum = torch.zeros_like(loss_sum)
-    seeds = dropout_seeds(state, [len(batch[0]) for batch in batches])
+    seeds = dropout_seeds(state, [len(batch[0]) for batch in batches], rows)
     with working_copies(state, untouched):
         for index, batch in enumerate(batches):
             with accumulating(state, last=index == len(batches) - 1):
@@ -97,16 +99,19 @@ def check_batches(micro_batches: Sequence[MicroBatch]) -> None:
             raise ValueError(f"train_step: micro batch {index} holds {found[0]}; ids are torch.int64 tensors")
 
 
-def dropout_seeds(state: TrainState, sizes: Sequence[int]) -> Sequence[Mapping[str, Tensor]]:
+def dropout_seeds(
+    state: TrainState, sizes: Sequence[int], rows: Tensor | None = None
+) -> Sequence[Mapping[str, Tensor]]:
     """For each micro batch the model's argument `seeds`, of its rows' dropout; none for a model without dropout.
 
-    sizes: the rows of this rank's micro batches. The rows of a step are dealt to the ranks in turn.
+    sizes: how many rows each of this rank's micro batches has. rows: as of `train_step`.
     """
     if not state.config.model.uses_dropout:
         return [{}] * len(sizes)
-    rows = state.world.rank + state.world.size * torch.arange(sum(sizes))
-    seeds = row_seeds(state.config.run.seed, state.step, rows)
-    return [{"seeds": to_device(part, state.world.device)} for part in seeds.split(list(sizes))]
+    n = sum(sizes)
+    rows = state.world.rank * n + torch.arange(n) if rows is None else rows
+    seeds = to_device(row_seeds(state.config.run.seed, state.step, rows), state.world.device)
+    return [{"seeds": part} for part in seeds.split(list(sizes))]
 
 
 def accumulating(state: TrainState, last: bool) -> AbstractContextManager:

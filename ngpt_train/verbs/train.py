@@ -261,8 +261,12 @@ def say_what_starts(
     )
     for note in state.model.notes():
         say(f"note: {note}")
+    if config.model.uses_dropout:
+        say("note: training losses are those with dropout, validation losses those without")
+    smoothing = config.optim.label_smoothing
     say(
         f"{config.optim.name}, lr {config.optim.lr:g}, {config.schedule.kind} over {config.train.steps} steps, "
         f"{config.schedule.warmup_steps} of them warmup"
         + (f", z-loss {config.optim.z_loss:g}, which the losses below leave out" if config.optim.z_loss else "")
+        + (f", label smoothing {smoothing:g}, which they leave out" if smoothing else "")
     )
