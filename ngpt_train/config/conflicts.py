@@ -17,7 +17,7 @@ from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_mul
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import auto_warmup
-from ngpt_train.config.schema import CheckpointConfig, Config
+from ngpt_train.config.schema import CheckpointConfig, Config, EvaluateConfig, GenerateConfig
 from ngpt_train.config.validate import Origin, mistake, report_together, show
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
@@ -57,6 +57,9 @@ def check_verb(config: Config, verb: str) -> None:
     if getattr(section, "checkpoint", "") is None:
         fix = f"For example {verb}.checkpoint=runs/quickstart"
         raise mistake(f"{verb}.checkpoint=null: no checkpoint is named", fix)
+    if isinstance(section, (GenerateConfig, EvaluateConfig)) and section.average > 1 and section.weights == "ema":
+        fix = f"Set {verb}.average=1 or {verb}.weights=trained"
+        raise mistake(f"{verb}.average={section.average}, {verb}.weights=ema: an average of averages", fix)
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
         problem = "nothing to prepare" if config.data.kind == "tokens" else "one source at a time is prepared"
         raise mistake(f"data.kind={config.data.kind}: {problem}", "Choose text: data=embedded, local or hf")

@@ -125,6 +125,13 @@ class OptimConfig:
     clip_norm: Union[float, None] = key(
         1.0, "Largest global gradient norm; larger gradients are scaled down to it. null: no clipping.", above=0
     )
+    ema_decay: Union[float, None] = key(
+        None,
+        "Keeps a moving average of the weights: after each step ema <- ema_decay ema + (1 - ema_decay) w, for example "
+        "0.999. `evaluate` and `generate` use it with evaluate.weights=ema. null: none.",
+        above=0,
+        below=1,
+    )
 
 
 @dataclass
@@ -232,11 +239,21 @@ class LoggingConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
 
+# Keys of `evaluate` and `generate` alike.
+AVERAGE = (
+    "Takes the mean of the weights of so many checkpoints: the run's newest ones, up to the one that is named. "
+    "checkpoint.keep_last says how many a run keeps."
+)
+WEIGHTS = "The trained weights, or their moving average, which a run keeps with optim.ema_decay."
+
+
 @dataclass
 class GenerateConfig:
     """Sampling from a checkpoint (`generate`)."""
 
     checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
+    average: int = key(1, AVERAGE, minimum=1, maximum=1000)
+    weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
     prompt: str = key("", "Text to continue; empty starts a document.")
     max_new_tokens: int = key(200, "Tokens to sample at most.", **COUNT)
     temperature: float = key(0.8, "Divides the logits; 0 takes the most likely token.", minimum=0, maximum=1000)
@@ -252,6 +269,8 @@ class EvaluateConfig:
     """Validation loss of a checkpoint (`evaluate`) on data.*, eval.rows rows."""
 
     checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
+    average: int = key(1, AVERAGE, minimum=1, maximum=1000)
+    weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
     out: Union[str, None] = key(None, "JSON file for the result; null prints only.")
 
 

@@ -84,17 +84,23 @@ def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
     return redacted(tree, {choice for key in all_keys().values() for choice in key.choices or ()})
 
 
-def check_resume(stored: Config, new: Config) -> None:
-    """Raises ConfigError, listing the differences, unless a run that was started with `stored` may go on with
-    `new`: with the same mathematics and the same data. Both are resolved. train.steps may only grow."""
+def what_differs(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
+    """The name, stored value and new value of each key that a run must not change on its way from `stored` to `new`,
+    both resolved."""
     old_values, new_values = (dict(flatten(to_dict(config), {"optim.lr_table"})) for config in (stored, new))
     as_stored = dict(flatten(redact(to_dict(new)), {"optim.lr_table"}))
-    differences = [
+    return [
         (name, old_values.get(name, "(none)"), as_stored.get(name, "(none)"))
         for name in dict.fromkeys([*old_values, *new_values])
         if old_values.get(name) not in (new_values.get(name), as_stored.get(name))
         and not _is_harmless(name, stored, new)
     ]
+
+
+def check_resume(stored: Config, new: Config) -> None:
+    """Raises ConfigError, listing the differences, unless a run that was started with `stored` may go on with
+    `new`: with the same mathematics and the same data. Both are resolved. train.steps may only grow."""
+    differences = what_differs(stored, new)
     if not differences:
         return
     lines = [f"run.name={new.run.name}: the run was started with another configuration; stored -> asked for:"]

@@ -37,15 +37,15 @@ def memory_per_rank(
     with_bf16_copy = cast_linears(model) if fused_adam and dtype == torch.bfloat16 else []
     copies = sum(linear.matrix.numel() for linear in with_bf16_copy)
     return [
-        *state_items(model, kind, config.plan.world_size),
+        *state_items(model, kind, config.plan.world_size, config.optim.ema_decay is not None),
         *working_items(model, kind, dtype, config.train.activation_checkpointing == "full", copies),
         *activation_items(config, model, dtype.itemsize, compiled, micro_rows * config.model.context),
         *dropout_items(config, model, dtype.itemsize, compiled, micro_rows),
     ]
 
 
-def state_items(model: Decoder, kind: str, world_size: int) -> list[MemoryItem]:
-    """Weights, gradients and Adam's two moments, all in fp32."""
+def state_items(model: Decoder, kind: str, world_size: int, averages: bool) -> list[MemoryItem]:
+    """Weights, gradients, Adam's two moments and the moving average of the weights, all in fp32."""
     vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
     if kind == "fsdp":
         # FSDP2 shards a matrix by ceil(rows / ranks) rows, so the first rank holds most. Vectors are not sharded.
@@ -59,6 +59,7 @@ def state_items(model: Decoder, kind: str, world_size: int) -> list[MemoryItem]:
         MemoryItem("weights", 4 * held, True, f"4 x {share}"),
         MemoryItem("gradients", 4 * held, True, f"4 x {share}"),
         MemoryItem("Adam's moments", 8 * held, True, f"8 x {share}"),
+        *([MemoryItem("moving average", 4 * held, True, f"4 x {share}")] if averages else []),
     ]
 
 

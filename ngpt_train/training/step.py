@@ -81,9 +81,13 @@ def train_step(
         grad_norm = grad_norm / loss_scale
     skipped = ~torch.isfinite(grad_norm)
     lr = lr_at(state.step, config.schedule, float(config.optim.lr), config.train.steps)
+    if state.ema is not None and state.step == 0:  # weights may have been loaded since it was made
+        state.ema.begin()
     apply_gradients(state, grad_norm, skipped, lr)
     if not isinstance(state.optimizer, RowAdam):  # RowAdam has projected every row already
         state.model.project_(skipped)
+    if state.ema is not None:
+        state.ema.update_(skipped)
     if state.loss_scale is not None:
         state.loss_scale.update(skipped)
     state.step += 1

@@ -269,4 +269,5 @@ def say_what_starts(
         f"{config.schedule.warmup_steps} of them warmup"
         + (f", z-loss {config.optim.z_loss:g}, which the losses below leave out" if config.optim.z_loss else "")
         + (f", label smoothing {smoothing:g}, which they leave out" if smoothing else "")
+        + (f", moving average of the weights with decay {config.optim.ema_decay:g}" if config.optim.ema_decay else "")
     )

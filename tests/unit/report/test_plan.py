@@ -102,6 +102,17 @@ def test_blocks_in_bf16(overrides: list[str], copies: int, cast: int) -> None:
     assert found.get("cast matrices", 0) == 2 * (cast * 16 * 1024**2 + output)
 
 
+def test_memory_of_a_moving_average() -> None:
+    for parallel in ("ddp", "fsdp"):
+        without, made = (
+            memory(plan("model=ngpt", "plan.world_size=8", f"parallel={parallel}", *ema))
+            for ema in ([], ["optim.ema_decay=0.999"])
+        )
+        assert "moving average" not in without
+        assert made["moving average"] == made["weights"]
+        assert sum(made.values()) == sum(without.values()) + made["weights"]
+
+
 def test_fsdp_rows_that_do_not_divide() -> None:
     made = make_plan(
         load_config(
