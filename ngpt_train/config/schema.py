@@ -96,12 +96,15 @@ class OptimConfig:
 
     name: str = key("adamw", "Optimizer; adam never decays.", choices=("adam", "adamw"))
     lr: FloatOrAuto = key(
-        AUTO, "Peak learning rate; auto looks up lr_table by scale and context.", above=0, maximum=1000
+        AUTO, "Peak learning rate; auto looks up lr_table by scale, context and budget.", above=0, maximum=1000
     )
-    # {scale: {context: lr}}, which validate.py checks: OmegaConf fails to merge two typed dicts of dicts.
+    # {scale: {context: lr or entries}}, which lr_table.py checks: OmegaConf fails to merge two typed dicts of dicts.
     lr_table: dict[str, Any] = key(
-        {}, "lr by scale, then context. The longest context within model.context counts, else the shortest there is."
+        {},
+        "lr by scale, then context, then tokens or steps of the whole run. The longest context within model.context "
+        "counts, else the shortest there is; of its entries the one with the nearest budget, by its logarithm.",
     )
+    lr_source: str = key("", "Where optim.lr is from, which the log says. With lr=auto the entry of lr_table says it.")
     betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
     eps: float = key(1e-8, "Adam's epsilon.", above=0, maximum=1)
     weight_decay: float = key(

@@ -14,6 +14,7 @@ from ngpt_train.config import read_yaml, write_yaml
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import with_first_lr
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.data import (
@@ -22,6 +23,8 @@ from ngpt_train.data import (
     Tokenizer,
     Tokens,
     TrainLoader,
+    epoch_rows,
+    many_epochs,
     merged,
     open_dataset,
     read_tokenizer,
@@ -58,7 +61,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         initial_checkpoint(config)
     resolve_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
     if checkpoint is not None:
-        config = with_first_commits(config, read_yaml(checkpoint / "config.yaml"))
+        stored = read_yaml(checkpoint / "config.yaml")
+        config = with_first_lr(with_first_commits(config, stored), stored)
     world = join_world(config)
     # Listing, downloading and tokenizing may take hours, longer than a collective waits.
     tokenizer = trained_tokenizer(config, checkpoint)
@@ -201,6 +205,9 @@ def train_in(
         if world.is_main:
             sinks += build_sinks(config, run.path, start, last, resumed)
         say_what_starts(say, run, state, start, resumed)
+        if world.is_main:
+            for warning in many_epochs(epoch_rows(data, config), config):
+                say(f"warning: {warning}")
         unigram = ""
         if world.is_main and isinstance(data.train, Tokens):  # of streamed text the ids are not there to be counted
             loss = unigram_loss(rows_of(data.train, config), validation, int(config.model.vocab_size))
@@ -271,3 +278,5 @@ def say_what_starts(
         + (f", label smoothing {smoothing:g}, which they leave out" if smoothing else "")
         + (f", moving average of the weights with decay {config.optim.ema_decay:g}" if config.optim.ema_decay else "")
     )
+    if config.optim.lr_source:
+        say(f"lr from {config.optim.lr_source}")

@@ -77,8 +77,10 @@ def test_lr_is_looked_up_by_scale_and_context() -> None:
     def lr(*arguments: str) -> float | str:
         return load_config(["model=ngpt", "scale=0.5b", *arguments]).optim.lr
 
-    assert lr() == lr("model.context=512") == lr("model.context=2048") == 1.0e-3
-    assert lr("model.context=4096") == lr("model.context=6000") == 3.0e-3
+    assert lr() == lr("model.context=2048") == 1.0e-3
+    assert lr("model.context=512") == 1.5e-3  # half the tokens
+    assert lr("model.context=4096") == lr("model.context=6000") == 1.5e-3
+    assert lr("model.context=4096", "train.steps=20000") == 3.0e-3
     assert lr("optim.lr=1") == 1.0  # a float, though written as an integer
     assert isinstance(lr("optim.lr=1"), float)
 
