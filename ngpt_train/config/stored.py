@@ -29,7 +29,7 @@ _HARMLESS = {
     "optim": "lr_table",
     "data": "path out cache cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
     "tokenizer": "path",
-    "eval": "every",
+    "eval": "every rows tokens budget contexts",
 }
 
 

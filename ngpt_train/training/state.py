@@ -27,6 +27,7 @@ class TrainState:
     step: int  # optimizer steps completed
     tokens: Tensor  # targets that have counted so far, over all ranks; 0-dim int64 on the device
     interval: Interval  # sums since the last train record
+    train_seconds: float | None = 0.0  # in training steps so far; None after a checkpoint that does not say
 
 
 def build_state(config: Config, world: World | None = None) -> TrainState:
@@ -42,6 +43,5 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
         model, forward = parallelize(config, world, micro_rows)
     optimizer = build_optimizer(model, model.parameter_groups(), config.optim)
     tokens = torch.zeros((), dtype=torch.int64, device=world.device)
-    return TrainState(
-        config, world, model, forward, optimizer, micro_rows, step=0, tokens=tokens, interval=Interval(world.device)
-    )
+    interval = Interval(world.device, config.optim.clip_norm)
+    return TrainState(config, world, model, forward, optimizer, micro_rows, step=0, tokens=tokens, interval=interval)

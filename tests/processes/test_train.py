@@ -101,16 +101,16 @@ def test_init_from_goes_on_at_another_length(
 
 def test_saved_before_evaluated(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation that fails at the end must not cost the run."""
-    from ngpt_train.evaluation import Validation
+    from ngpt_train.evaluation.validation import RowLosses, Validation
 
-    evaluate = Validation.__call__
+    evaluate = Validation.row_losses
 
-    def fail_later(self: Validation, model: object, world: object) -> dict[str, float]:
+    def fail_later(self: Validation, model: object, world: object) -> RowLosses:
         if (tmp_path / "runs/test/checkpoints/step_00000012").exists():
             raise MemoryError("the evaluation needs too much")
         return evaluate(self, model, world)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Validation, "__call__", fail_later)
+    monkeypatch.setattr(Validation, "row_losses", fail_later)
     assert main(["train", *arguments(tmp_path, corpus)]) == 1
     directory = tmp_path / "runs/test"
     assert json.loads((directory / "exit.json").read_text())["code"] == 1

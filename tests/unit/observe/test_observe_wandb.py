@@ -40,7 +40,7 @@ class Settings:
 class Run:
     url = "https://example.org/run"
     summary = {}
-    def define_metric(self, name, step_metric): event("define_metric", step_metric=step_metric)
+    def define_metric(self, name, step_metric=None): event("define_metric", name=name, step_metric=step_metric)
     def log(self, values):
         misbehave("log")
         event("log", values=values)
@@ -140,8 +140,12 @@ def test_records_reach_wandb(tmp_path: Path, fake: Path) -> None:
     assert settings["x_disable_meta"]
     assert settings["disable_git"]
     assert settings["disable_code"]
-    assert events(fake, "define_metric")[0]["step_metric"] == "tokens"
-    assert events(fake, "finish") == [{"event": "finish", "exit_code": 0, "summary": {"end": "done"}}]
+    assert {event["name"]: event["step_metric"] for event in events(fake, "define_metric")} == {
+        **dict.fromkeys(["tokens", "step", "flops", "train_seconds"]),
+        "*": "tokens",
+    }
+    summary = {"final/eval_loss": 2.0, "final/eval_ppl": 7.4, "end": "done"}
+    assert events(fake, "finish") == [{"event": "finish", "exit_code": 0, "summary": summary}]
 
     resumed = Trial(tmp_path / "run", resume_step=2)
     resumed.jsonl.log({"kind": "eval", "step": 2, "tokens": 200, "loss": 2.5})
