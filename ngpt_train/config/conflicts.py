@@ -39,9 +39,16 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
         _rows(config.data, config.model),
         _tokenizer(config.tokenizer),
         _checkpoints(config.checkpoint),
+        _contexts(config),
     )
     for conflict in conflicts:
         raise report_together(config, conflict, origins or {})
+
+
+def check_contexts(config: Config) -> None:
+    """Raises ConfigError unless config.model, which may be a checkpoint's, can be validated at eval.contexts."""
+    for conflict in _contexts(config):
+        raise report_together(config, conflict, {})
 
 
 def check_arguments(verb: str, overrides: Sequence[str]) -> None:
@@ -241,3 +248,13 @@ def _checkpoints(checkpoint: CheckpointConfig) -> Iterator[Conflict]:
     if keep is not None and (every == 0 or keep % every):
         fix = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"
         yield "checkpoint.keep_every checkpoint.every", "no checkpoint is written at these steps", fix
+
+
+def _contexts(config: Config) -> Iterator[Conflict]:
+    for context in config.eval.contexts or []:
+        problem = config.model.refuses_rows_of(context) if context != config.model.context else None
+        if problem:
+            yield "eval.contexts model.name model.context", problem, f"Leave {context} out of eval.contexts"
+    if config.eval.contexts and config.data.pack == "best_fit":
+        problem = "documents that fit together in one context are others in another, so the text would not be the same"
+        yield "eval.contexts data.pack", problem, "Leave eval.contexts out, or `evaluate` with data.pack=concat"

@@ -11,14 +11,16 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import Origin, mistake, report_together
 
 
-def resolve(config: Config, origins: Mapping[str, Origin]) -> None:
+def resolve(config: Config, origins: Mapping[str, Origin], experiment: str | None = None) -> None:
     """Replaces, in place, optim.lr and lr_source, schedule.warmup_steps, run.name, train.batch_rows and batch_tokens,
-    model.n_kv_heads, d_mlp and what depends on other keys by their values. Raises ConfigError where there is none.
-    `origins` says of two keys which was set later."""
+    eval.rows and tokens, model.n_kv_heads, d_mlp, logging.wandb.* and what depends on other keys by their values.
+    Raises ConfigError where there is none. `origins` says of two keys which was set later, `experiment` which one was
+    chosen."""
     model, optim = config.model, config.optim
     model.n_kv_heads = model.n_heads if model.n_kv_heads is None else model.n_kv_heads
     model.d_mlp = 4 * model.d_model if model.d_mlp is None else model.d_mlp
     _resolve_batch(config, origins)
+    _resolve_validation(config, origins)
     if optim.lr == AUTO:
         optim.lr, optim.lr_source = table_lr(config)
     _resolve_warmup(config, origins)
@@ -27,6 +29,7 @@ def resolve(config: Config, origins: Mapping[str, Origin]) -> None:
     model.resolve(config)
     if config.run.name == AUTO:
         config.run.name = f"{model.name}-{config.scale.name}-seed{config.run.seed}"
+    _resolve_wandb(config, experiment)
 
 
 def auto_warmup(config: Config) -> int:
@@ -83,3 +86,28 @@ def table_lr(config: Config) -> tuple[float, str]:
         raise mistake(f"optim.lr=auto: {problem}", "Set optim.lr=NUMBER")
     train, context = config.train, config.model.context
     return look_up(row, Run(config.model.name, context, train.steps * train.rows_per_step * context, train.steps))
+
+
+def _resolve_validation(config: Config, origins: Mapping[str, Origin]) -> None:
+    """Of eval.rows and eval.tokens, which both say how much text a validation has, the one that was set last counts."""
+    names = "eval.rows eval.tokens"
+    of_rows, of_tokens = (origins[name].order for name in names.split())
+    if config.eval.rows is None and config.eval.tokens is None:
+        raise report_together(config, (names, "no validation set", "Set one, for example eval.rows=64"), origins)
+    if config.eval.rows is not None and config.eval.tokens is not None:
+        if of_rows == of_tokens:
+            raise report_together(config, (names, "both set the validation set", "Set one of them"), origins)
+        if of_rows > of_tokens:
+            config.eval.tokens = None
+        else:
+            config.eval.rows = None
+
+
+def _resolve_wandb(config: Config, experiment: str | None) -> None:
+    """Fills in the name, group and tags that are null. The table of an experiment's row is a tag."""
+    wandb, model, scale = config.logging.wandb, config.model.name, config.scale.name
+    wandb.name = config.run.name if wandb.name is None else wandb.name
+    wandb.group = (experiment or scale) if wandb.group is None else wandb.group
+    if wandb.tags is None:
+        table = [experiment.rpartition("/")[0] or experiment] if experiment else []
+        wandb.tags = [model, scale, *table]

@@ -216,7 +216,29 @@ class EvalConfig:
     """Validation during training."""
 
     every: int = key(500, "Steps between validations; 0 validates at the start and at the end only.", **COUNT_OR_0)
-    rows: int = key(64, "Rows of the fixed validation set (fewer where the data has fewer).", **ROWS)
+    rows: Union[int, None] = key(
+        64, "Rows of the fixed validation set (fewer where the data has fewer); set this or tokens.", **ROWS
+    )
+    tokens: Union[int, None] = key(
+        None,
+        "Targets of the fixed validation set, at least (fewer where the data has fewer, which the log says); replaces "
+        "rows.",
+        minimum=1,
+        maximum=10_000_000_000,
+    )
+    budget: Union[float, None] = key(
+        None,
+        "Share of the compute between two validations that a validation before the last may take: it then has fewer "
+        "of the rows, always the same. null: no limit.",
+        above=0,
+        maximum=1000,
+    )
+    contexts: Union[list[int], None] = key(
+        None,
+        "Row lengths that the model is validated at besides model.context, such as [2048,4096], on the same text as "
+        "far as whole rows allow: metrics loss_ctx2048 and so on. null: none.",
+        **COUNT,
+    )
 
 
 @dataclass
@@ -226,6 +248,12 @@ class WandbConfig:
     mode: str = key(AUTO, "auto: online with a key, else offline.", choices=(AUTO, "online", "offline", "disabled"))
     project: str = key("ngpt-train", "wandb project.")
     entity: Union[str, None] = key(None, "wandb team or user; null is the account's default.")
+    name: Union[str, None] = key(None, "Name of the run in wandb; null is run.name.")
+    group: Union[str, None] = key(None, "Runs that wandb shows together; null is the experiment, or else the scale.")
+    tags: Union[list[str], None] = key(
+        None, "Words to find the run by; null is architecture, scale and, of an experiment, its name or table."
+    )
+    notes: Union[str, None] = key(None, "A text about the run, for wandb's page of it.")
     timeout: float = key(
         20.0,
         "Seconds that wandb has to start, else it goes offline, and to finish; the run trains meanwhile.",
@@ -269,12 +297,14 @@ class GenerateConfig:
 
 @dataclass
 class EvaluateConfig:
-    """Validation loss of a checkpoint (`evaluate`) on data.*, eval.rows rows."""
+    """Validation loss of a checkpoint (`evaluate`) on data.*, eval.rows rows or eval.tokens targets."""
 
     checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
     average: int = key(1, AVERAGE, minimum=1, maximum=1000)
     weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
-    out: Union[str, None] = key(None, "JSON file for the result; null prints only.")
+    out: Union[str, None] = key(
+        None, "JSON file for the result; the loss of each row goes beside it as .npz. null prints only."
+    )
 
 
 @dataclass

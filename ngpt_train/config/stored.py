@@ -30,7 +30,7 @@ _HARMLESS = {
     "optim": "lr_table lr_source",
     "data": "path out cache text_gb cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
     "tokenizer": "path",
-    "eval": "every",
+    "eval": "every rows tokens budget contexts",
     "schedule": "warmup_tokens",  # the steps that it stands for are compared
 }
 

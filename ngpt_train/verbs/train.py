@@ -33,7 +33,7 @@ from ngpt_train.data import (
     write_tokenizer,
 )
 from ngpt_train.distributed import PRECISIONS, World, join_world, resolve_device, resolve_precision
-from ngpt_train.evaluation import Validation, unigram_loss
+from ngpt_train.evaluation import Evaluations, RowFiles, unigram_loss
 from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
 from ngpt_train.report.curves import plot_run
@@ -83,8 +83,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         return 0
     with stop:  # until everything is written, the curves too
         state, feed = begin_or_resume(config, world, data, checkpoint)
-        held_out = rows_of(data.validation, config)
-        validation = Validation(held_out, data.tokenizer.n_bytes, config.eval.rows)
+        validation = Evaluations(data.validation, data.tokenizer.n_bytes, config)
         start = world.on_main(lambda: describe_start(state, data))
         world.on_main(lambda: run.open(config, start, checkpoint))
         train_in(run, state, feed, validation, data, start, stop)
@@ -168,7 +167,7 @@ def train_in(
     run: RunDirectory,
     state: TrainState,
     feed: Feed,
-    validation: Validation,
+    validation: Evaluations,
     data: Dataset,
     start: dict[str, Any],
     stop: StopRequest,
@@ -195,29 +194,37 @@ def train_in(
         say(f"saved {checkpoints.save(state, merged(world.gather(position)), add_files)}")
 
     last_evaluation: dict[str, Any] = {}
+    row_files: RowFiles | None = None
 
     def evaluate(state: TrainState) -> dict[str, Any]:
-        last_evaluation.update(validation(state.model, world))
+        losses = validation.row_losses(state.model, world, last=state.step >= last)
+        if row_files is not None:
+            row_files.write(state.step, losses)
+        last_evaluation.update(validation.metrics(losses))
         return dict(last_evaluation)
 
     code, reason = 1, "failed"
     try:
         if world.is_main:
             sinks += build_sinks(config, run.path, start, last, resumed)
+            row_files = RowFiles(run.path / "evals", run.path / "metrics.jsonl", config.model.context)
         say_what_starts(say, run, state, start, resumed)
-        if world.is_main:
-            for warning in many_epochs(epoch_rows(data, config), config):
-                say(f"warning: {warning}")
+        sizes = epoch_rows(data, config) if world.is_main else {}
+        rows_of_an_epoch = {name: size.rows for name, size in sizes.items()}
+        for note in [*validation.notes(), *(f"warning: {warning}" for warning in many_epochs(sizes, config))]:
+            say(note)
         unigram = ""
         if world.is_main and isinstance(data.train, Tokens):  # of streamed text the ids are not there to be counted
-            loss = unigram_loss(rows_of(data.train, config), validation, int(config.model.vocab_size))
+            loss = unigram_loss(
+                rows_of(data.train, config), validation.at_training_context, int(config.model.vocab_size)
+            )
             unigram = f"a unigram model reaches {loss:.4f}"
             say(f"validation loss: {unigram}")
         flops = state.model.flops_per_token(config.model.context)
         dtype = state.model.compute_dtype or state.model.embedding.dtype
         meter = Meter(flops, world.size, world.device, dtype)
         with profiled(config.train.profile, run.path / "profile", world) as after_step:
-            parts = Parts(feed, evaluate, save, sinks, meter, after_step)
+            parts = Parts(feed, evaluate, save, sinks, meter, after_step, rows_of_an_epoch)
             interruption = train(state, parts, stop)
         code, reason = 0, interruption or DONE
         if interruption:

@@ -96,6 +96,43 @@ def test_the_later_of_batch_rows_and_batch_tokens_counts(tmp_path: Path) -> None
     assert load_config([*arguments, "train.batch_rows=4"], str(tmp_path)).train.batch_tokens == 1024
 
 
+def test_the_later_of_eval_rows_and_eval_tokens_counts(tmp_path: Path) -> None:
+    """The papers' scales set tokens, over the schema's rows."""
+
+    def chosen(*options: str, config_dir: str | None = None) -> tuple[int | None, int | None]:
+        found = load_config(["model=gpt", "optim.lr=1e-3", *options], config_dir).eval
+        return found.rows, found.tokens
+
+    assert chosen("scale=debug") == chosen("scale=tiny") == (64, None)
+    for scale in ("125m", "355m", "0.5b", "1b", "1.3b", "2.7b", "gpt3_125m", "gpt3_355m", "tnt", "tnt_baseline"):
+        assert chosen(f"scale={scale}") == (None, 4_194_304)
+    assert chosen("scale=125m", "eval.rows=8") == (8, None)
+    assert chosen("eval.tokens=100") == (None, 100)
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval/mine.yaml").write_text("rows: 5\n")
+    assert chosen("scale=125m", "eval=mine", config_dir=str(tmp_path)) == (5, None)
+
+
+def test_wandb_is_told_what_the_run_is() -> None:
+    """Caught: a row whose table cannot be found; a name that the user gives and that does not count."""
+
+    def shown(*options: str) -> tuple[str | None, str | None, list[str] | None]:
+        wandb = load_config(options).logging.wandb
+        return wandb.name, wandb.group, wandb.tags
+
+    assert shown("model=gpt", "scale=debug", "run.seed=3", "optim.lr=1e-3") == (
+        *("gpt-debug-seed3", "debug"),
+        ["gpt", "debug"],
+    )
+    row = "paper/ngpt_table6/no_qk_norm"
+    assert shown(f"experiment={row}", "run.name=mine") == ("mine", row, ["ngpt", "0.5b", "paper/ngpt_table6"])
+    assert shown("experiment=quickstart") == ("quickstart", "quickstart", ["ngpt", "tiny", "quickstart"])
+    given = [f"logging.wandb.{key}" for key in ("name=a", "group=b", "tags=[c,d]", "notes=e f")]
+    assert shown("experiment=quickstart", *given) == ("a", "b", ["c", "d"])
+    assert load_config(given).logging.wandb.notes == "e f"
+    assert shown("logging.wandb.tags=[]")[2] == []
+
+
 def test_warmup_is_a_tenth_up_to_2000_steps() -> None:
     def warmup(steps: int) -> int | str:
         return load_config(["model=gpt", f"train.steps={steps}"]).schedule.warmup_steps

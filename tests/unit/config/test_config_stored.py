@@ -117,6 +117,7 @@ def resumed(*changes: str) -> Config:
         ["train.cuda_graphs=true"],
         ["parallel=ddp", "kernels=torch", "parallel.timeout=5"],
         ["checkpoint.every=7", "checkpoint.keep_last=9", "eval.every=3", "logging.every=1"],
+        ["eval.rows=7", "eval.budget=null", "eval.contexts=[2048]"],  # records say which rows they are of
         ["logging.tensorboard=true", "logging.wandb.mode=offline", "data.cache=x", "train.profile=true"],
         ["train.batch_tokens=524288"],  # the same as the scale's 512 rows
         ["model.vocab_size=4096"],
