@@ -13,7 +13,7 @@ from ngpt_train.distributed import World
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
 from ngpt_train.training.signals import StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
-from ngpt_train.training.step import MicroBatch, train_step
+from ngpt_train.training.step import NOBODY, MicroBatch, Observer, train_step
 
 Record = dict[str, Any]
 
@@ -43,6 +43,7 @@ class Parts:
     sinks: Sequence[Sink]
     meter: Meter
     after_step: Callable[[], None]  # tells the profiler that a step is over
+    telemetry: Observer = NOBODY  # observes one step in logging.telemetry
 
 
 def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
@@ -67,6 +68,11 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             for sink in parts.sinks:
                 sink.message(f"warning: {error} Training goes on; the next checkpoint is tried as planned.")
 
+    def log_telemetry() -> None:
+        for record in parts.telemetry.records():
+            for sink in parts.sinks:
+                sink.log(record)
+
     def evaluate() -> None:
         with explain_out_of_memory(state.micro_rows):
             metrics = parts.evaluate(state)
@@ -85,8 +91,9 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             for sink in parts.sinks:
                 sink.message(f"warning: data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
         reported |= position.skipped.keys()
+        observer = parts.telemetry if _due(state.step + 1, config.logging.telemetry) else NOBODY
         with explain_out_of_memory(state.micro_rows):
-            result = train_step(state, micro_batches, untouched=True)
+            result = train_step(state, micro_batches, untouched=True, observer=observer)
         state.interval.add(result)
         skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
         logging = _due(state.step, config.logging.every)
@@ -118,6 +125,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         ending = reason is not None or state.step == last
         saving = ending or _due(state.step, config.checkpoint.every)
         if logging or saving:
+            log_telemetry()  # here the host waits for the device anyway
             check_finite(state, int(skipped_in_a_row))
         if saving:
             save(position, must=ending)

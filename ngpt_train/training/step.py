@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,7 +30,29 @@ class StepResult(NamedTuple):
     loss_sum: Tensor  # cross-entropy summed over the same targets, fp64
 
 
-def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched: bool = False) -> StepResult:
+class Observer:
+    """Looks at a step and changes nothing of it; this one does not even look. Every rank has one, at the same steps."""
+
+    def before_step(self, state: TrainState, micro_batches: Sequence[MicroBatch]) -> None:
+        """Before the first forward pass. micro_batches: this rank's, on the device."""
+
+    def before_update(self, state: TrainState) -> None:
+        """Before the optimizer. Gradients are those of the whole step, averaged over ranks, and not yet clipped."""
+
+    def after_update(self, state: TrainState) -> None:
+        """After the projection. state.step and state.tokens count the step already."""
+
+    def records(self) -> list[dict[str, Any]]:
+        """Records of the steps seen since the last call, for the sinks. Waits for the device."""
+        return []
+
+
+NOBODY = Observer()
+
+
+def train_step(
+    state: TrainState, micro_batches: Sequence[MicroBatch], untouched: bool = False, observer: Observer = NOBODY
+) -> StepResult:
     """Forward and backward over this rank's micro batches, clip, optimizer step, projection.
 
     Every rank passes the same number of micro batches. The loss is summed over valid targets and divided once by their
@@ -39,6 +61,7 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
 
     untouched: the caller promises that since the last step nothing has changed the weights without torch counting it,
     for example through `.data`. Then the optimizer's bf16 copies of the last step are used again.
+    observer: sees the weights and gradients at three moments of the step.
     """
     check_batches(micro_batches)
     world, config = state.world, state.config
@@ -48,6 +71,7 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
     # The factor of the summed loss: 1 / n_tokens for the mean, and world.size because DDP and FSDP2 average gradients
     # over ranks, while the loss of the step is a sum over ranks.
     share = world.size / n_tokens.clamp(min=1).to(torch.float64)
+    observer.before_step(state, batches)
     state.model.begin_step_(state.step, share)
     if config.train.cuda_graphs:
         hold_gradients(state.model)
@@ -68,11 +92,13 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
     grad_norm = gradient_norm(state.model.parameters(), world)
     skipped = ~torch.isfinite(grad_norm)
     lr = lr_at(state.step, config.schedule, float(config.optim.lr), config.train.steps)
+    observer.before_update(state)
     apply_gradients(state, grad_norm, skipped, lr)
     if not isinstance(state.optimizer, RowAdam):  # RowAdam has projected every row already
         state.model.project_(skipped)
     state.step += 1
     state.tokens += n_tokens
+    observer.after_update(state)
     return StepResult(loss, grad_norm, n_tokens, skipped, lr, z_loss, loss_sum)
 
 
