@@ -213,7 +213,7 @@ class LoggingConfig:
     telemetry: int = key(
         0,
         "Steps between telemetry records (docs/telemetry.md): norms, updates, scales and attention of each layer; 0: "
-        "none. A record takes about as long as a third of a step of one row, so 100 costs well below 1 %.",
+        "none. 100 costs less than 1 % of the time.",
         **COUNT_OR_0,
     )
     tensorboard: bool = key(False, "Write TensorBoard event files into the run directory as well.")
