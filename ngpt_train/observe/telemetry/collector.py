@@ -44,7 +44,7 @@ class Telemetry(Observer):
         self._running.before_step()
 
     def before_update(self, state: TrainState) -> None:
-        self._weights.before_update()
+        self._weights.before_update(None if state.loss_scale is None else state.loss_scale.value)
 
     def after_update(self, state: TrainState) -> None:
         each = [part.after_update() for part in self._parts]

@@ -52,14 +52,15 @@ class WeightChanges:
         turning = [add for add, part in zip(adds, self.parts, strict=True) if part in self.turning]
         self.adds_angle = torch.tensor(turning, dtype=torch.float64, device=device)
 
-    def before_update(self) -> None:
-        """Takes the gradients, and a copy of the weights."""
+    def before_update(self, loss_scale: Tensor | None) -> None:
+        """Takes the gradients, and a copy of the weights. loss_scale: 0-dim, by which the gradients are multiplied."""
         # A weight without a gradient has a part without elements.
         gradients = [
             local(parameter).new_zeros(0) if parameter.grad is None else local(parameter.grad)
             for parameter in self.parameters
         ]
-        self._grad_l1, self._grad_l2 = self._norms(gradients, 1), self._norms(gradients, 2)
+        scale = 1 if loss_scale is None else loss_scale
+        self._grad_l1, self._grad_l2 = (self._norms(gradients, order) / scale for order in (1, 2))
         self._weights = [local(parameter).clone() for parameter in self.parameters]
         self._before = self._norms(self._weights, 2)
         self._lengths = self._row_lengths(self._weights)

@@ -59,6 +59,8 @@ def batch(name: str, step: int) -> list[MicroBatch]:
 class Witness(Telemetry):
     """Telemetry that also keeps what it was shown."""
 
+    grad_norm: float
+
     def before_step(self, state: TrainState, micro_batches: Sequence[MicroBatch]) -> None:
         self.weights = export_weights(state.model)
         super().before_step(state, micro_batches)
@@ -74,7 +76,7 @@ def observed(name: str, steps: int, *options: str) -> tuple[TrainState, Witness,
     for step in range(steps - 1):
         train_step(state, batch(name, step))
     witness = Witness(state)
-    train_step(state, batch(name, steps - 1), observer=witness)
+    witness.grad_norm = float(train_step(state, batch(name, steps - 1), observer=witness).grad_norm)
     (record,) = witness.records()
     return state, witness, record
 
@@ -123,6 +125,18 @@ def test_gradients_are_those_of_autograd_in_fp64(name: str) -> None:
     # fp32 against fp64: a small gradient is a sum of terms that cancel, so that norms agree to fewer digits.
     for key in [key for key in expected if key.startswith("grad")]:
         assert record[key] == pytest.approx(expected[key], rel=1e-3), key
+
+
+def test_gradients_in_fp16_are_without_the_loss_scale() -> None:
+    """Caught: gradients times the loss scale."""
+    state, witness, record = observed("gpt", 2, "train.precision=fp16")
+    assert state.loss_scale is not None
+    scale = float(state.loss_scale.value)
+    assert scale > 1
+    for name, gradient in witness.gradients.items():
+        assert record[f"grad_l1/{name}"] == pytest.approx(float(gradient.double().abs().sum()) / scale, rel=1e-6)
+    total = math.sqrt(sum(record[f"grad_l2/{name}"] ** 2 for name in witness.weights))
+    assert total == pytest.approx(witness.grad_norm, rel=1e-6)
 
 
 @pytest.mark.parametrize("constraint", ["parametrization", "none"])
