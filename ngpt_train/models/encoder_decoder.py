@@ -4,6 +4,7 @@ The first `source_context` tokens of a row are the source, which the encoder rea
 doc_id below 0 marks a token as padding, in the source or after it; no other token attends to padding.
 """
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from ngpt_train.models import decoding, flops
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
-from ngpt_train.models.layers.documents import causal_document_mask
+from ngpt_train.models.layers.documents import Mask, causal_document_mask
+from ngpt_train.models.layers.rope import Rope
 
 
 class EncoderDecoder(Decoder):
@@ -30,9 +32,25 @@ class EncoderDecoder(Decoder):
     def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
         """Any number of documents is allowed: doc_ids only mark padding, and attention uses a boolean mask."""
 
-    def memory(self, h: Tensor) -> Tensor:
-        """What the decoder attends to `(B, S, d_model)`, from the encoder's last h `(B, S, d_model)`."""
-        return h
+    def init_std(self, path: str) -> float:
+        """As in a decoder, but a block of the decoder writes three times into the residual stream."""
+        if not path.endswith((".wo", ".w_down")):
+            return 0.02
+        writes = 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)
+        return 0.02 / math.sqrt(writes)
+
+    # An architecture may override these. valid is false for padding; None: there is none.
+
+    def encode(self, h: Tensor, rope: Rope | None, mask: Mask, valid: Tensor | None) -> Tensor:
+        """What the decoder attends to `(B, S, d_model)`, from the embedded source h; valid is `(B, S)`."""
+        return self.run_blocks(self.encoder, h, rope, mask)
+
+    def decode(
+        self, h: Tensor, rope: Rope | None, mask: Mask, memory: Tensor, memory_mask: Mask, valid: Tensor | None
+    ) -> Tensor:
+        """The decoder's blocks, and what comes between them and the head: h and the result `(B, T, d_model)`, valid
+        `(B, T)`."""
+        return self.run_blocks(self.layers, h, rope, mask, memory, memory_mask)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor | tuple:
         """Logits `(B, T, V)` at the decoder's positions, in at least fp32, or with targets their `Loss`.
@@ -46,18 +64,20 @@ class EncoderDecoder(Decoder):
         dtype = self.compute_dtype or self.embedding.dtype
         angles_dtype = torch.promote_types(dtype, torch.float32)
         source, tokens = tokens[:, :S], tokens[:, S:]
-        mask = source_mask = None
+        mask = source_mask = valid = source_valid = None
         if doc_ids is not None:
-            source_mask = (doc_ids[:, :S] >= 0)[:, None, None, :]  # (B, 1, 1, S)
+            source_valid, valid = doc_ids[:, :S] >= 0, doc_ids[:, S:] >= 0
+            source_mask = source_valid[:, None, None, :]  # (B, 1, 1, S)
             mask = causal_document_mask(doc_ids[:, S:])  # (B, 1, T, T)
 
-        h = self.embed(source, self.source_embedding).to(dtype)  # (B, S, d_model)
+        source_positions, positions = (torch.arange(part.shape[1], device=part.device) for part in (source, tokens))
+        h = self.add_positions(self.embed(source, self.source_embedding), source_positions).to(dtype)  # (B, S, d_model)
         rope = self.rope(source, angles_dtype)
-        memory = self.memory(self.run_blocks(self.encoder, h, rope, source_mask))
+        memory = self.encode(h, rope, source_mask, source_valid)
 
-        h = self.embed(tokens, self.embedding).to(dtype)  # (B, T, d_model)
+        h = self.add_positions(self.embed(tokens, self.embedding), positions).to(dtype)  # (B, T, d_model)
         rope = self.rope(tokens, angles_dtype)
-        head = self.head(self.run_blocks(self.layers, h, rope, mask, memory, source_mask))
+        head = self.head(self.decode(h, rope, mask, memory, source_mask, valid))
         return head.logits() if targets is None else head.loss(targets[:, S:], self.z_loss if self.training else 0.0)
 
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ INTERNALS = ("Traceback", "hydra", "omegaconf", "full_key", "reference_type", "o
 # Arguments after `train`, then what the message must say.
 COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     # Names
-    (["model=ngtp"], ["model=ngtp", "did you mean ngpt", "options gpt, "]),
+    (["model=ngtp"], ["model=ngtp", "did you mean ngpt", "options composed, "]),
     (["modle=ngpt"], ["modle=ngpt", "did you mean model"]),
     (["train.step=10"], ["train.step=10", "train.steps"]),
     (["lr=1e-3"], ["lr=1e-3", "optim.lr"]),
@@ -82,7 +82,7 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["model=gpt,ngpt"], ["model=gpt,ngpt", "-m"]),
     (["optim.lr=1e-3,3e-3"], ["optim.lr=1e-3,3e-3", "-m"]),
     (["scale", "tiny"], ["scale: no '='", "scale=OPTION", "tiny"]),
-    (["model"], ["model: no '='", "one of gpt, "]),
+    (["model"], ["model: no '='", "one of composed, "]),
     (["train.steps", "=", "5"], ["train.steps: no '='", "without spaces"]),
     (["optim.lr = 3"], ["optim.lr = 3: a space", "Write optim.lr=3, without spaces"]),
     (["optim.lr= 3"], ["optim.lr= 3: a space", "Write optim.lr=3, without spaces"]),
@@ -119,7 +119,7 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["model=normformer", "model.qk_norm=true"],
-        ["model.qk_norm=true", "belongs to model=gpt, model=gpt_encoder_decoder, model=ngpt, "],
+        ["model.qk_norm=true", "belongs to model=composed, model=composed_encoder_decoder, model=gpt, "],
     ),
     (
         ["model=powernorm", "model.norm=pn_v", "model.psi_warmup_steps=5"],
