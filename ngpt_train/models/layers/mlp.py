@@ -1,4 +1,4 @@
-"""The MLP with a gate, of most architectures, and the one without, of NormFormer."""
+"""The MLP with a gate, of most architectures, and the one without, of NormFormer and of GPT's model.mlp=plain."""
 
 from collections.abc import Callable
 

@@ -100,6 +100,9 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["model.n_heads=3", "model.d_model=1000000"], ["model.n_heads=3", "2 or 4"]),
     (["model.d_model=100", "model.n_heads=4"], ["model.d_model=100", "even", "model.d_model=96"]),
     (["model=normformer", "model.positions=rotary", "model.d_model=100"], ["model.d_model=100", "even"]),
+    (["model=gpt", "model.activation=relu2"], ["model.activation=relu2, model.mlp=gated", "Set model.mlp=plain"]),
+    (["model=gpt_encoder_decoder", "model.activation=relu2"], ["model.activation=relu2, model.mlp=gated"]),
+    (["model=gpt", "model.mlp=swiglu"], ["model.mlp=swiglu", "gated or plain"]),
     (["model=powernorm", "model.group_scaling=3"], ["model.group_scaling=3", "model.d_model=128", "2 or 4"]),
     (
         ["model=powernorm", "model.norm=layer", "model.group_scaling=4"],
