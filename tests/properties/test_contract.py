@@ -62,7 +62,7 @@ def test_initial_weights(name: str) -> None:
     weights = export_weights(build_model(config(architecture, size)))
     for key, x in weights.items():
         if x.ndim == 1:
-            is_bias = key.split(".")[-1] in ("bias", "bq", "bk", "bv", "bo", "b_u", "b_down")
+            is_bias = key.split(".")[-1] in ("bias", "bq", "bk", "bv", "bo", "b_u", "b_v", "b_down")
             expected = initial_vector(key, size.d_model) if architecture.on_sphere else 0.0 if is_bias else 1.0
             assert x.unique().tolist() == pytest.approx([expected], rel=1e-6), key
             continue
@@ -72,7 +72,7 @@ def test_initial_weights(name: str) -> None:
             in_encoder = key.startswith("encoder.")
             writes = 2 * size.n_encoder_layers if in_encoder else (2 + architecture.has_encoder) * size.n_layers
             expected = 0.02 * writes**-0.5 if key.endswith((".wo", ".w_down")) else 0.02
-            if key == "embedding":
+            if key in ("embedding", "source_embedding"):
                 expected = architecture.embedding_std(size.d_model)
         assert x.std().item() == pytest.approx(expected, rel=0.03), key
         assert abs(x.mean().item()) < 0.03 * expected, key
