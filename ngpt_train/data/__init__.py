@@ -6,6 +6,7 @@ promised. Arrays are numpy's: worker processes import this package and should st
 
 from __future__ import annotations
 
+from ngpt_train.data.epochs import EpochRows, epoch_rows, many_epochs, planned_rows
 from ngpt_train.data.loader import Position, TrainLoader, data_hash, merged, reader_of, validation_rows
 from ngpt_train.data.open import Dataset, open_dataset, prepare_dataset
 from ngpt_train.data.prepared.shards import Tokens
@@ -15,6 +16,7 @@ from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer
 __all__ = [
     "Batch",
     "Dataset",
+    "EpochRows",
     "Position",
     "Reader",
     "Rows",
@@ -22,9 +24,12 @@ __all__ = [
     "Tokens",
     "TrainLoader",
     "data_hash",
+    "epoch_rows",
     "load_tokenizer",
+    "many_epochs",
     "merged",
     "open_dataset",
+    "planned_rows",
     "prepare_dataset",
     "read_tokenizer",
     "reader_of",

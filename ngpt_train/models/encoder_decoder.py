@@ -14,17 +14,20 @@ from ngpt_train.models import decoding, flops
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.layers.documents import Mask, causal_document_mask
+from ngpt_train.models.layers.dropout import number_places, seeds_of_parts
 from ngpt_train.models.layers.rope import Rope
 
 
 class EncoderDecoder(Decoder):
-    """Encoder blocks are called as (h, rope, mask), decoder blocks as (h, rope, mask, memory, memory_mask)."""
+    """Encoder blocks are called as (h, rope, mask), decoder blocks as (h, rope, mask, memory, memory_mask); in training
+    with dropout all get one argument more, their seeds."""
 
     def __init__(self, config: EncoderDecoderKeys, encoder: Iterable[nn.Module], decoder: Iterable[nn.Module]) -> None:
         super().__init__(config, decoder)
         self.source_context = config.source_length(config.context)
         self.source_embedding = nn.Parameter(torch.empty_like(self.embedding))
         self.encoder = nn.ModuleList(encoder)
+        number_places(self.encoder)
 
     def blocks(self) -> list[nn.Module]:
         return [*self.encoder, *self.layers]
@@ -39,25 +42,41 @@ class EncoderDecoder(Decoder):
         writes = 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)
         return 0.02 / math.sqrt(writes)
 
-    # An architecture may override these. valid is false for padding; None: there is none.
+    # An architecture may override these. valid is false for padding, None: there is none; seeds `(B,)`: of dropout.
 
-    def encode(self, h: Tensor, rope: Rope | None, mask: Mask, valid: Tensor | None) -> Tensor:
+    def encode(
+        self, h: Tensor, rope: Rope | None, mask: Mask, valid: Tensor | None, seeds: Tensor | None = None
+    ) -> Tensor:
         """What the decoder attends to `(B, S, d_model)`, from the embedded source h; valid is `(B, S)`."""
-        return self.run_blocks(self.encoder, h, rope, mask)
+        return self.run_blocks(self.encoder, h, rope, mask, seeds=seeds)
 
     def decode(
-        self, h: Tensor, rope: Rope | None, mask: Mask, memory: Tensor, memory_mask: Mask, valid: Tensor | None
+        self,
+        h: Tensor,
+        rope: Rope | None,
+        mask: Mask,
+        memory: Tensor,
+        memory_mask: Mask,
+        valid: Tensor | None,
+        seeds: Tensor | None = None,
     ) -> Tensor:
         """The decoder's blocks, and what comes between them and the head: h and the result `(B, T, d_model)`, valid
         `(B, T)`."""
-        return self.run_blocks(self.layers, h, rope, mask, memory, memory_mask)
+        return self.run_blocks(self.layers, h, rope, mask, memory, memory_mask, seeds=seeds)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor | tuple:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        seeds: Tensor | None = None,
+    ) -> Tensor | tuple:
         """Logits `(B, T, V)` at the decoder's positions, in at least fp32, or with targets their `Loss`.
 
-        tokens, targets, doc_ids: `(B, S + T)` integers, S = source_context; the first S targets do not count. Raises
-        ValueError for rows of S tokens or fewer.
+        tokens, targets, doc_ids: `(B, S + T)` integers, S = source_context; the first S targets do not count. seeds: as
+        of Decoder.forward. Raises ValueError for rows of S tokens or fewer, too.
         """
+        of_source, of_encoder, of_embedding, of_decoder = seeds_of_parts(self.seeds_in_use(seeds), 4)
         S = self.source_context
         if tokens.shape[1] <= S:
             raise ValueError(f"a row of {tokens.shape[1]} tokens: the first {S} are the source, none is left to decode")
@@ -72,13 +91,15 @@ class EncoderDecoder(Decoder):
 
         source_positions, positions = (torch.arange(part.shape[1], device=part.device) for part in (source, tokens))
         h = self.add_positions(self.embed(source, self.source_embedding), source_positions).to(dtype)  # (B, S, d_model)
+        h = self.drop_embedding(h, of_source)
         rope = self.rope(source, angles_dtype)
-        memory = self.encode(h, rope, source_mask, source_valid)
+        memory = self.encode(h, rope, source_mask, source_valid, of_encoder)
 
         h = self.add_positions(self.embed(tokens, self.embedding), positions).to(dtype)  # (B, T, d_model)
+        h = self.drop_embedding(h, of_embedding)
         rope = self.rope(tokens, angles_dtype)
-        head = self.head(self.decode(h, rope, mask, memory, source_mask, valid))
-        return head.logits() if targets is None else head.loss(targets[:, S:], self.z_loss if self.training else 0.0)
+        head = self.head(self.decode(h, rope, mask, memory, source_mask, valid, of_decoder))
+        return head.logits() if targets is None else self.loss_of(head, targets[:, S:])
 
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
         return decoding.by_encoder_decoder(self, prompt, new)

@@ -100,6 +100,7 @@ class Checkpoints:
                 "step": state.step,
                 "tokens": int(state.tokens),
                 "interval": state.interval.state_dict(),
+                **({} if state.loss_scale is None else {"loss_scale": state.loss_scale.state_dict()}),
                 "world_size": self.world.size,
                 "data": dict(position),
             }
@@ -233,6 +234,8 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     state.tokens.fill_(progress["tokens"])
     if "interval" in progress:  # earlier versions did not save it
         state.interval.load_state_dict(progress["interval"])
+    if state.loss_scale is not None:
+        state.loss_scale.load_state_dict(progress["loss_scale"])
     return progress["data"]
 
 

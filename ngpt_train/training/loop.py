@@ -6,14 +6,16 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Position, data_hash
 from ngpt_train.distributed import World
+from ngpt_train.optim.loss_scale import SMALLEST
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
 from ngpt_train.training.signals import StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
-from ngpt_train.training.step import MicroBatch, train_step
+from ngpt_train.training.step import MicroBatch, StepResult, train_step
 
 Record = dict[str, Any]
 
@@ -88,7 +90,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         with explain_out_of_memory(state.micro_rows):
             result = train_step(state, micro_batches, untouched=True)
         state.interval.add(result)
-        skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
+        skipped_in_a_row = (skipped_in_a_row + 1) * without_remedy(result)
         logging = _due(state.step, config.logging.every)
         # Reading the loss waits for the device, so that the seconds below are those that the steps took.
         loss = float(result.loss) if logging else None
@@ -102,6 +104,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 "loss": loss,
                 "loss_mean": state.interval.loss_mean,
                 **({} if result.z_loss is None else {"z_loss": float(result.z_loss)}),
+                **({} if result.loss_scale is None else {"loss_scale": float(result.loss_scale)}),
                 "lr": result.lr,
                 "grad_norm": float(result.grad_norm),
                 "tokens": int(state.tokens),
@@ -142,13 +145,20 @@ def seen(position: Position, world: World) -> Record:
     return {"data_hash": data_hash([(upper << 32) + lower])} | ({"rows": by_source} if by_source else {})
 
 
+def without_remedy(result: StepResult) -> Tensor:
+    """0-dim bool on the device: whether the step was skipped, and not because a loss scale was still too large."""
+    return result.skipped if result.loss_scale is None else result.skipped & (result.loss_scale <= SMALLEST)
+
+
 def check_finite(state: TrainState, skipped_in_a_row: int) -> None:
     """Raises NumericalError after MAX_SKIPPED_IN_A_ROW steps in a row whose gradient was not finite."""
     if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        in_fp16 = " The loss scale is 1: if fp16 overflows, use another precision." if state.loss_scale else ""
         raise NumericalError(
             f"{skipped_in_a_row} steps in a row, up to step {state.step}, had a gradient that is not finite and were "
             f"skipped. Start a new run from the last checkpoint (run.init_from=... run.name=...) with a lower optim.lr "
             f"(it is {state.config.optim.lr}), or look at the data after step {state.step - skipped_in_a_row}."
+            f"{in_fp16}"
         )
 
 

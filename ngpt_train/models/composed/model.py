@@ -5,6 +5,7 @@ with others normformer/model.py or powernorm/model.py; docs/architectures.md has
 """
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,19 +18,17 @@ from ngpt_train.models.composed.placement import PLACEMENTS, Around
 from ngpt_train.models.decoder import Head
 from ngpt_train.models.layers.attention import Heads
 from ngpt_train.models.layers.documents import Mask
+from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.learned_scale import HeadScaleAttention, LearnedScale
 from ngpt_train.models.layers.mlp import MLP, PlainMLP
 from ngpt_train.models.layers.positions import add_positions
 from ngpt_train.models.layers.rope import Rope, rotate
 from ngpt_train.models.powernorm.running_statistics import (
-    BatchStatistics,
     DecoderOverBatch,
     NormOverBatch,
-    RunningStatistics,
+    Output,
+    Running,
 )
-
-Running = tuple[RunningStatistics | None, ...]
-Output = tuple[Tensor, tuple[BatchStatistics | None, ...]]
 
 
 class ComposedBlock(nn.Module):
@@ -46,25 +45,36 @@ class ComposedBlock(nn.Module):
         self.norm_ffn = FFN_NORMS[config.ffn_norm](config, d_mlp)
         self.res_scale_attn, self.res_scale = (res_scale(config, f) for f in ("attn", "mlp"))
         self.layer_scale_attn, self.layer_scale_mlp = layer_scale(config), layer_scale(config)
+        self.drop_attn, self.drop_mlp = Dropout(config.residual_dropout), Dropout(config.residual_dropout)
         self.number_norms()
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, valid: Tensor | None, running: Running) -> Output:
+    def forward(
+        self,
+        x: Tensor,
+        rope: Rope | None,
+        mask: Mask,
+        valid: Tensor | None,
+        running: Running,
+        seeds: Tensor | None = None,
+    ) -> Output:
         """x `(B, T, d_model)`; valid `(B, T)` is false for padding, None: all are valid; running: one per norm."""
         norms = NormPass(valid, running)
-        x = self.attention_step(x, rope, mask, norms)
-        x = self.mlp_step(x, norms)
+        x = self.attention_step(x, rope, mask, norms, seeds)
+        x = self.mlp_step(x, norms, seeds)
         return x, tuple(norms.batches)
 
-    def attention_step(self, x: Tensor, rope: Rope | None, mask: Mask, norms: NormPass) -> Tensor:
+    def attention_step(self, x: Tensor, rope: Rope | None, mask: Mask, norms: NormPass, seeds: Tensor | None) -> Tensor:
         """For example x + attention(norm(x)): placement.py."""
         norm_in, norm_out = norms(self.norm_attn), norms(self.norm_post_attn)
-        around = Around(norm_in, norm_out, self.res_scale_attn, self.layer_scale_attn)
-        return self.place_attn.apply(x, lambda y: self.attention(y, rope, mask), around)
+        drop = partial(self.drop_attn, seeds=seeds)
+        around = Around(norm_in, norm_out, self.res_scale_attn, self.layer_scale_attn, drop)
+        return self.place_attn.apply(x, lambda y: self.attention(y, rope, mask, None, seeds), around)
 
-    def mlp_step(self, x: Tensor, norms: NormPass) -> Tensor:
+    def mlp_step(self, x: Tensor, norms: NormPass, seeds: Tensor | None) -> Tensor:
         """For example x + W_down norm_ffn(hidden(norm(x)))."""
         norm_in, norm_out, norm_ffn = norms(self.norm_mlp), norms(self.norm_post_mlp), norms(self.norm_ffn)
-        around = Around(norm_in, norm_out, self.res_scale, self.layer_scale_mlp)
+        drop = partial(self.drop_mlp, seeds=seeds)
+        around = Around(norm_in, norm_out, self.res_scale, self.layer_scale_mlp, drop)
         return self.place_mlp.apply(x, lambda y: self.mlp.w_down(norm_ffn(self.mlp.hidden(y)).to(y.dtype)), around)
 
     def norms(self) -> list[NormOverBatch]:
@@ -187,10 +197,13 @@ class Composed(Composition):
         learned = config.positions == "learned"
         self.positions = nn.Parameter(torch.empty(config.context, config.d_model)) if learned else None
 
-    def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
+    def stack(
+        self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None, seeds: Tensor | None = None
+    ) -> Tensor:
         """The blocks and the last norm."""
         valid = None if doc_ids is None else doc_ids >= 0
-        return self.run_norm(self.norm_final, self.run_blocks(self.layers, h, rope, mask, valid), valid)
+        h = self.run_blocks(self.layers, h, rope, mask, valid, seeds=seeds)
+        return self.run_norm(self.norm_final, h, valid)
 
 
 Model = Composed  # what build_model builds

@@ -1,7 +1,7 @@
 """Where a norm stands: the equations of a sublayer f, attention or MLP, in the residual stream.
 
 x, f(x) and the result are `(B, T, d_model)`. Around a sublayer may also stand ResScale's lambda on the residual and
-LayerScale's gamma on what the sublayer adds; without them both are 1.
+LayerScale's gamma on what the sublayer adds, which dropout drops last of all; without them all are the identity.
 """
 
 from collections.abc import Callable
@@ -19,26 +19,27 @@ class Around(NamedTuple):
     norm_out: Map
     lambda_: Map
     gamma: Map
+    drop: Map
 
 
 def pre(x: Tensor, f: Map, a: Around) -> Tensor:
     """Pre-LN (Xiong et al. 2020)."""
-    return a.lambda_(x) + a.gamma(f(a.norm_in(x)))
+    return a.lambda_(x) + a.drop(a.gamma(f(a.norm_in(x))))
 
 
 def post(x: Tensor, f: Map, a: Around) -> Tensor:
     """Post-LN (Vaswani et al. 2017). The last norm of the last block is the model's final norm."""
-    return a.norm_out(a.lambda_(x) + a.gamma(f(x)))
+    return a.norm_out(a.lambda_(x) + a.drop(a.gamma(f(x))))
 
 
 def peri(x: Tensor, f: Map, a: Around) -> Tensor:
     """Sandwich-LN (CogView, Ding et al. 2021), Peri-LN (Kim et al. 2025); NormFormer's attention."""
-    return a.lambda_(x) + a.gamma(a.norm_out(f(a.norm_in(x))))
+    return a.lambda_(x) + a.drop(a.gamma(a.norm_out(f(a.norm_in(x)))))
 
 
 def reordered(x: Tensor, f: Map, a: Around) -> Tensor:
     """OLMo 2 (2024)."""
-    return a.lambda_(x) + a.gamma(a.norm_out(f(x)))
+    return a.lambda_(x) + a.drop(a.gamma(a.norm_out(f(x))))
 
 
 class Placement(NamedTuple):

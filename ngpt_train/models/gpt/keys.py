@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class GPTConfig(ModelConfig):
     """The baseline, like Llama: RMSNorm, RoPE, SwiGLU, untied embeddings, no biases."""
 
+    applies_dropout = True
+
     name: str = key("gpt", "Architecture, chosen with model=NAME.")
     norm_eps: float = key(1e-6, "Added to the mean square in RMSNorm.", above=0)
     qk_norm: bool = key(False, "RMSNorm with gain over each head of q and k, before RoPE.")

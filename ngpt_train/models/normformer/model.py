@@ -13,6 +13,7 @@ from ngpt_train.kernels.operation import without_kernel
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.attention import Heads
 from ngpt_train.models.layers.documents import Mask
+from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.learned_scale import HeadScaleAttention, LearnedScale
 from ngpt_train.models.layers.mlp import PlainMLP
 from ngpt_train.models.layers.norms import LayerNorm
@@ -33,12 +34,14 @@ class NormFormerBlock(nn.Module):
         norm_ffn = LayerNorm(config.d_mlp or 4 * config.d_model, config.norm_eps) if config.ffn_norm else None
         self.mlp = PlainMLP(config, config.activation, config.bias, norm_ffn)  # W_1 is w_u, W_2 is w_down
         self.res_scale = LearnedScale(config.d_model) if config.res_scale else nn.Identity()
+        self.drop_attn, self.drop_mlp = Dropout(config.residual_dropout), Dropout(config.residual_dropout)
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
-        # NormScaledMHA(x) = x + LN(HeadScaleMHA(LN(x)))
-        x = x + self.norm_post_attn(self.attention(self.norm_attn(x), rope, mask))
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, seeds: Tensor | None = None) -> Tensor:
+        # NormScaledMHA(x) = x + LN(HeadScaleMHA(LN(x))), with dropout after the outer LN, as in the authors' code
+        normed = self.norm_post_attn(self.attention(self.norm_attn(x), rope, mask, None, seeds))
+        x = x + self.drop_attn(normed, seeds)
         # NormFFN(x) = lambda * x + LN(sigma(LN(x) W_1 + b_1)) W_2 + b_2
-        x = self.res_scale(x) + self.mlp(self.norm_mlp(x))
+        x = self.res_scale(x) + self.drop_mlp(self.mlp(self.norm_mlp(x)), seeds)
         return x  # (B, T, d_model)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from ngpt_train.models.decoder import Head
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
+from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.powernorm.keys import PowerNormConfig
@@ -202,6 +203,7 @@ class PowerNormBlock(nn.Module):
         self.attention = Attention(config, softmax_scale=1 / math.sqrt(config.d_model // config.n_heads))
         self.norm_mlp = NORMS[config.norm](config.d_model, config)
         self.mlp = MLP(config)
+        self.drop_attn, self.drop_mlp = Dropout(config.residual_dropout), Dropout(config.residual_dropout)
 
     def norms(self) -> tuple[NormOverBatch, NormOverBatch]:
         """The norms, in the order in which `forward` takes and returns their statistics."""
@@ -214,11 +216,12 @@ class PowerNormBlock(nn.Module):
         mask: Mask,
         valid: Tensor | None,
         running: tuple[RunningStatistics | None, RunningStatistics | None],
+        seeds: Tensor | None = None,
     ) -> tuple[Tensor, tuple[BatchStatistics | None, BatchStatistics | None]]:
         x, batch_attn = self.norm_attn(h, valid, running[0])
-        h = h + self.attention(x, rope, mask)
+        h = h + self.drop_attn(self.attention(x, rope, mask, None, seeds), seeds)
         x, batch_mlp = self.norm_mlp(h, valid, running[1])
-        h = h + self.mlp(x)
+        h = h + self.drop_mlp(self.mlp(x), seeds)
         return h, (batch_attn, batch_mlp)  # h (B, T, d_model)
 
 
@@ -229,10 +232,12 @@ class PowerNormDecoder(DecoderOverBatch):
         super().__init__(config, (PowerNormBlock(config) for _ in range(config.n_layers)))
         self.norm_final = NORMS[config.norm](config.d_model, config)
 
-    def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
+    def stack(
+        self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None, seeds: Tensor | None = None
+    ) -> Tensor:
         """The blocks and the last norm."""
         valid = None if doc_ids is None else doc_ids >= 0
-        h = self.run_blocks(self.layers, h, rope, mask, valid)
+        h = self.run_blocks(self.layers, h, rope, mask, valid, seeds=seeds)
         return self.run_norm(self.norm_final, h, valid)
 
     def head(self, h: Tensor) -> Head:

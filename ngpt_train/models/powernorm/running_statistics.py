@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.layers.dropout import with_seeds
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 
 
@@ -119,7 +120,9 @@ class NormOverBatch(nn.Module):
         return (mean_square + self.eps).sqrt()
 
 
-Pass = Callable[[tuple[RunningStatistics | None, ...]], tuple[Tensor, tuple[BatchStatistics | None, ...]]]
+# What a block takes for its norms, and what it returns.
+Running = tuple[RunningStatistics | None, ...]
+Output = tuple[Tensor, tuple[BatchStatistics | None, ...]]
 
 
 def this_rank_alone(x: Tensor) -> Tensor:
@@ -200,8 +203,9 @@ class PowerNormBase(NormOverBatch):
 class DecoderOverBatch(Decoder):
     """A decoder or encoder-decoder with norms over the batch, whose running statistics it updates in training.
 
-    A block has `norms()`, its norms over the batch. It is called as (h, *arguments, running) with their running
-    statistics, and returns h and the statistics of the batch, both in the order of `norms()`.
+    A block has `norms()`, its norms over the batch. It is called as (h, *arguments, running), with dropout as
+    (h, *arguments, running, seeds), with their running statistics, and returns h and the statistics of the batch, both
+    in the order of `norms()`.
     """
 
     config: PowerNormConfig
@@ -223,23 +227,33 @@ class DecoderOverBatch(Decoder):
                 if isinstance(norm, PowerNormBase):
                     norm.n_warmup.zero_()
 
-    def run_blocks(self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any) -> Tensor:
-        for block in blocks:
-            h = self.run_and_update(cast(Any, block).norms(), partial(block, h, *arguments))
+    def run_blocks(
+        self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any, seeds: Tensor | None = None
+    ) -> Tensor:
+        for block, of_block in with_seeds(blocks, seeds):
+            h = self.run_block(block, h, arguments, of_block)
         return h
+
+    def run_block(self, block: nn.Module, h: Tensor, arguments: Sequence[Any], of_block: Sequence[Tensor]) -> Tensor:
+        """of_block: the block's seeds of dropout, if any."""
+
+        def run(running: Running) -> Output:
+            return block(h, *arguments, running, *of_block)
+
+        return self.run_and_update(cast(Any, block).norms(), run)
 
     def run_norm(self, norm: nn.Module, h: Tensor, valid: Tensor | None) -> Tensor:
         """norm(h) `(B, T, d)` outside a block."""
         if not isinstance(norm, NormOverBatch):
             return norm(h)
 
-        def run(running: tuple[RunningStatistics | None, ...]) -> tuple[Tensor, tuple[BatchStatistics | None]]:
+        def run(running: Running) -> Output:
             y, batch = norm(h, valid, *running)
             return y, (batch,)
 
         return self.run_and_update([norm], run)
 
-    def run_and_update(self, norms: Sequence[NormOverBatch], compute: Pass) -> Tensor:
+    def run_and_update(self, norms: Sequence[NormOverBatch], compute: Callable[[Running], Output]) -> Tensor:
         """Calls `compute` with the running statistics of `norms`, updates these, and returns the h of `compute`."""
         warming_up = self.step < int(self.config.psi_warmup_steps)
         running = tuple(norm.running_statistics(warming_up, self.loss_scale) for norm in norms)
