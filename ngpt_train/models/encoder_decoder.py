@@ -4,7 +4,6 @@ The first `source_context` tokens of a row are the source, which the encoder rea
 doc_id below 0 marks a token as padding, in the source or after it; no other token attends to padding.
 """
 
-import math
 from collections.abc import Iterable
 
 import torch
@@ -32,15 +31,15 @@ class EncoderDecoder(Decoder):
     def blocks(self) -> list[nn.Module]:
         return [*self.encoder, *self.layers]
 
+    def residual_writes(self, path: str) -> int:
+        """As in a decoder, but encoder and decoder have a residual stream each, and a block of the decoder writes three
+        times."""
+        if not path.endswith((".wo", ".w_down")):
+            return 1
+        return 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)
+
     def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
         """Any number of documents is allowed: doc_ids only mark padding, and attention uses a boolean mask."""
-
-    def init_std(self, path: str) -> float:
-        """As in a decoder, but a block of the decoder writes three times into the residual stream."""
-        if not path.endswith((".wo", ".w_down")):
-            return 0.02
-        writes = 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)
-        return 0.02 / math.sqrt(writes)
 
     # An architecture may override these. valid is false for padding, None: there is none; seeds `(B,)`: of dropout.
 

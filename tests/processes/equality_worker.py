@@ -19,6 +19,7 @@ from tests.reference.training import Recipe
 
 ROWS, CONTEXT = 8, 32
 SIZE = dataclasses.replace(SMALL, source_context=10)
+DROPOUT = [f"model.{place}_dropout=0.05" for place in ("embedding", "residual", "attention")]
 RECIPES = {
     "gpt": Recipe(24, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=4),
     "normformer": Recipe(24, 6e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=4),
@@ -40,6 +41,7 @@ OPTIONS = {
         *("model.norm=layer_no_bias", "model.head_scale=before", "model.ffn_norm=norm", "model.bias=true"),
     ],
 }
+RECIPES |= {f"{name} with dropout": RECIPES[name] for name in ("gpt", "ntransformer")}
 
 
 def digest(weights: dict[str, Tensor]) -> str:
@@ -53,16 +55,11 @@ def batch(name: str, step: int) -> tuple[Tensor, ...]:
     return text_like_rows(ROWS, CONTEXT, SIZE.vocab_size, seed=step)
 
 
-def main(out: str, name: str, parallel: str, accumulation: int) -> None:
+def main(out: str, run: str, parallel: str, accumulation: int) -> None:
+    name, _, regularised = run.partition(" with ")
+    options = OPTIONS.get(name, []) + ([*DROPOUT, "optim.label_smoothing=0.05"] if regularised else [])
     config = run_config(
-        name,
-        SIZE,
-        RECIPES[name],
-        rows=ROWS,
-        context=CONTEXT,
-        micro_rows=1,
-        parallel=parallel,
-        options=OPTIONS.get(name, []),
+        name, SIZE, RECIPES[run], rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel, options=options
     )
     state = build_state(config)
     rank, size = state.world.rank, state.world.size

@@ -104,10 +104,9 @@ class ComposedConfig(PowerNormConfig):
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from super().without_effect()
-        if self.norm != "dyt":
-            yield "norm", "dyt_alpha"
-        else:
-            yield "norm", "norm_eps"
+        if not self.norm_over_batch:
+            yield "norm", "group_scaling"
+        yield "norm", "norm_eps" if self.norm == "dyt" else "dyt_alpha"
         if not self.uses_rope:
             yield from (("positions", name) for name in ("rope_base", "rope_layout"))
 
@@ -128,6 +127,11 @@ class ComposedConfig(PowerNormConfig):
         if self.ffn_norm == "norm" and groups and d_mlp % groups:
             fix = nearest_multiples("model.d_mlp", d_mlp, groups)
             yield "model.group_scaling model.d_mlp", "the groups do not divide the MLP's hidden width", fix
+
+    def refuses_rows_of(self, context: int) -> str | None:
+        if self.positions == "learned" and context > self.context:
+            return f"model.positions=learned knows the positions of {self.context} tokens"
+        return super().refuses_rows_of(context)
 
     def not_in_weights(self) -> set[str]:
         """The learned positions are a weight of shape `(context, d_model)`, so then context must agree."""
