@@ -38,9 +38,31 @@ class ModelConfig:
         choices=("half", "interleaved"),
     )
 
+    embedding_dropout: float = key(
+        0.0, "Probability that training drops a value of the embedding, positions included.", minimum=0, below=1
+    )
+    residual_dropout: float = key(
+        0.0, "Probability that training drops a value that attention or the MLP adds to h.", minimum=0, below=1
+    )
+    attention_dropout: float = key(
+        0.0,
+        "Probability that training drops a weight of the softmax. Attention then runs without a fused kernel and holds "
+        "all weights of a row.",
+        minimum=0,
+        below=1,
+    )
+
     # What the rest of the house asks an architecture before there is a model. A subclass may answer otherwise.
 
     objective: ClassVar[str] = "next_token"  # what data.objective=auto becomes, and the only one that it learns
+
+    # Whether its blocks apply dropout to the seeds that they get as their last argument (models/layers/dropout.py).
+    applies_dropout: ClassVar[bool] = False
+
+    @property
+    def uses_dropout(self) -> bool:
+        """Whether training drops anything."""
+        return bool(self.embedding_dropout or self.residual_dropout or self.attention_dropout)
 
     @property
     def uses_rope(self) -> bool:
@@ -73,4 +95,4 @@ class ModelConfig:
 
     def not_in_weights(self) -> set[str]:
         """Keys of model.* that a run may change although it begins with the weights of another (run.init_from)."""
-        return {"context"}
+        return {"context", "embedding_dropout", "residual_dropout", "attention_dropout"}

@@ -13,17 +13,14 @@ def resolve(config: Config, origins: Mapping[str, Origin], experiment: str | Non
     """Replaces, in place, optim.lr, schedule.warmup_steps, run.name, train.batch_rows and batch_tokens, eval.rows and
     tokens, model.n_kv_heads, d_mlp, logging.wandb.* and what depends on other keys by their values. Raises ConfigError
     where there is none. `origins` says of two keys which was set later, `experiment` which one was chosen."""
-    model, optim, schedule = config.model, config.optim, config.schedule
+    model, optim = config.model, config.optim
     model.n_kv_heads = model.n_heads if model.n_kv_heads is None else model.n_kv_heads
     model.d_mlp = 4 * model.d_model if model.d_mlp is None else model.d_mlp
     _resolve_batch(config, origins)
     _resolve_validation(config, origins)
     if optim.lr == AUTO:
         optim.lr = _table_lr(config)
-    # A warmup belongs to the steps it was written for: where fewer were set later, it is auto.
-    later = origins["train.steps"].order > origins["schedule.warmup_steps"].order
-    if schedule.warmup_steps == AUTO or (later and int(schedule.warmup_steps) >= config.train.steps):
-        schedule.warmup_steps = auto_warmup(config.train.steps)
+    _resolve_warmup(config, origins)
     if config.data.objective == AUTO:
         config.data.objective = model.objective
     model.resolve(config)
@@ -32,8 +29,26 @@ def resolve(config: Config, origins: Mapping[str, Origin], experiment: str | Non
     _resolve_wandb(config, experiment)
 
 
-def auto_warmup(steps: int) -> int:
-    return min(2000, steps // 10)
+def auto_warmup(config: Config) -> int:
+    return 0 if config.schedule.kind == "ramp" else min(2000, config.train.steps // 10)
+
+
+def _resolve_warmup(config: Config, origins: Mapping[str, Origin]) -> None:
+    """warmup_steps and warmup_tokens say the same thing; the one that was set last counts. Call after
+    `_resolve_batch`."""
+    schedule, train = config.schedule, config.train
+    names = "schedule.warmup_steps schedule.warmup_tokens"
+    steps, tokens = (origins[name].order for name in names.split())
+    if schedule.warmup_tokens is not None and steps == tokens:
+        raise report_together(config, (names, "both set the warmup", "Set one of them"), origins)
+    if steps > tokens:
+        schedule.warmup_tokens = None
+    if schedule.warmup_tokens is not None:
+        schedule.warmup_steps = -(-schedule.warmup_tokens // (train.rows_per_step * config.model.context))
+    # A warmup belongs to the steps it was written for: where fewer were set later, it is auto.
+    later = origins["train.steps"].order > max(steps, tokens)
+    if schedule.warmup_steps == AUTO or (later and int(schedule.warmup_steps) >= train.steps):
+        schedule.warmup_steps, schedule.warmup_tokens = auto_warmup(config), None
 
 
 def _resolve_batch(config: Config, origins: Mapping[str, Origin]) -> None:

@@ -68,8 +68,9 @@ class TrainConfig:
     device: str = key(AUTO, "auto takes the GPU if there is one.", choices=(AUTO, "cpu", "cuda"))
     precision: str = key(
         AUTO,
-        "Arithmetic of the matrix products; weights, norms and the loss stay fp32. auto: bf16 on GPUs, fp32 on CPUs.",
-        choices=(AUTO, "fp32", "bf16"),
+        "Arithmetic of the matrix products; weights, norms and the loss stay fp32. auto: bf16 on GPUs, fp32 on CPUs. "
+        "fp16 trains with a dynamic loss scale.",
+        choices=(AUTO, "fp32", "bf16", "fp16"),
     )
     compile: BoolOrAuto = key(AUTO, "torch.compile each block; auto: on GPUs only.", choices=(AUTO,))
     cuda_graphs: bool = key(
@@ -114,6 +115,13 @@ class OptimConfig:
         minimum=0,
         maximum=1000,
     )
+    label_smoothing: float = key(
+        0.0,
+        "Share of a target's label that training spreads evenly over all tokens of the vocabulary, as torch's "
+        "cross_entropy does; 0: none. The losses of metrics.jsonl and of validations are without it.",
+        minimum=0,
+        below=1,
+    )
     clip_norm: Union[float, None] = key(
         1.0, "Largest global gradient norm; larger gradients are scaled down to it. null: no clipping.", above=0
     )
@@ -125,16 +133,26 @@ class ScheduleConfig:
 
     kind: str = key(
         "cosine",
-        "Shape after the warmup: cosine, linear, or wsd (stable, then linear decay).",
-        choices=("cosine", "wsd", "linear"),
+        "Shape after the warmup: cosine, linear, wsd (stable, then linear decay), constant, inverse_sqrt (falls as 1 / "
+        "sqrt(step), whatever train.steps is; a warmup of 0 counts as 1), or ramp (no warmup: grows from 0 to optim.lr "
+        "over train.steps, to see at which rate the loss explodes).",
+        choices=("cosine", "wsd", "linear", "constant", "inverse_sqrt", "ramp"),
     )
     warmup_steps: IntOrAuto = key(
         AUTO,
-        "Linear warmup; auto is min(2000, 10 % of train.steps). One that a file sets is auto where a train.steps "
-        "that is set later leaves no room for it.",
+        "Linear warmup; auto is min(2000, 10 % of train.steps), of a ramp 0. One that a file sets is auto where a "
+        "train.steps that is set later leaves no room for it.",
         **COUNT_OR_0,
     )
-    final_lr: float = key(0.0, "Learning rate that the schedule ends at.", minimum=0, maximum=1000)
+    warmup_tokens: Union[int, None] = key(
+        None,
+        "Linear warmup in tokens, for example 375000000: rounded up to whole steps, it replaces warmup_steps.",
+        minimum=0,
+        maximum=1_000_000_000_000_000,
+    )
+    final_lr: float = key(
+        0.0, "Learning rate that cosine, linear and wsd end at; the others take only 0.", minimum=0, maximum=1000
+    )
     decay_fraction: float = key(0.2, "wsd: last part of train.steps that decays.", above=0, maximum=1)
 
 

@@ -27,9 +27,10 @@ _HARMLESS = {
     "scale": "name",
     "train": "stop_at profile micro_rows device compile cuda_graphs activation_checkpointing",
     "optim": "lr_table",
-    "data": "path out cache cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
+    "data": "path out cache text_gb cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
     "tokenizer": "path",
     "eval": "every rows tokens budget contexts",
+    "schedule": "warmup_tokens",  # the steps that it stands for are compared
 }
 
 
@@ -111,7 +112,7 @@ def _is_harmless(name: str, stored: Config, new: Config) -> bool:
         return new.train.steps > stored.train.steps
     if name == "schedule.warmup_steps":
         # The warmup of a recipe that leaves it to auto follows the steps.
-        return all(config.schedule.warmup_steps == auto_warmup(config.train.steps) for config in (stored, new))
+        return all(config.schedule.warmup_steps == auto_warmup(config) for config in (stored, new))
     if name in ("model.vocab_size", "train.precision"):
         # auto becomes the tokenizer's number, or what the device computes in, and is compared again then.
         return AUTO in [attrgetter(name)(config) for config in (stored, new)]

@@ -6,7 +6,7 @@ promised. Arrays are numpy's: worker processes import this package and should st
 
 from __future__ import annotations
 
-from ngpt_train.data.epochs import epoch_rows
+from ngpt_train.data.epochs import EpochRows, epoch_rows, many_epochs, planned_rows
 from ngpt_train.data.loader import Position, TrainLoader, data_hash, merged, reader_of
 from ngpt_train.data.open import Dataset, open_dataset, prepare_dataset
 from ngpt_train.data.prepared.shards import Tokens
@@ -17,6 +17,7 @@ from ngpt_train.data.validation_rows import chosen_rows, same_text
 __all__ = [
     "Batch",
     "Dataset",
+    "EpochRows",
     "Position",
     "Reader",
     "Rows",
@@ -27,8 +28,10 @@ __all__ = [
     "data_hash",
     "epoch_rows",
     "load_tokenizer",
+    "many_epochs",
     "merged",
     "open_dataset",
+    "planned_rows",
     "prepare_dataset",
     "read_tokenizer",
     "reader_of",

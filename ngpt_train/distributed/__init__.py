@@ -1,10 +1,17 @@
 """The processes and devices of a run, and the layouts that spread a single-device model over them."""
 
-from ngpt_train.distributed.layouts import parallelize, resolve_compile, resolve_kind, resolve_precision
+from ngpt_train.distributed.layouts import (
+    PRECISIONS,
+    parallelize,
+    resolve_compile,
+    resolve_kind,
+    resolve_precision,
+)
 from ngpt_train.distributed.statistics import averaged_statistics
 from ngpt_train.distributed.world import World, join_world, resolve_device
 
 __all__ = [
+    "PRECISIONS",
     "World",
     "averaged_statistics",
     "join_world",

@@ -29,6 +29,9 @@ _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParal
 _KEEP_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
 
 
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
 def resolve_kind(kind: str, world_size: int, device_type: str) -> str:
     """`parallel.kind` with auto resolved. Raises ConfigError for kind=single with several ranks."""
     if kind == "single" and world_size > 1:
@@ -47,7 +50,7 @@ def resolve_precision(precision: str, device_type: str) -> torch.dtype:
     """The dtype of activations and matrix products for `train.precision`, with auto resolved."""
     if precision == AUTO:
         precision = "bf16" if device_type == "cuda" else "fp32"
-    return {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
+    return PRECISIONS[precision]
 
 
 def resolve_compile(compiled: bool | str, device_type: str) -> bool:
@@ -70,7 +73,7 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     with torch.device("meta") if kind == "fsdp" else world.device:
         model = build_model(config.model, config.run.seed)
     model.compute_dtype = None if precision == torch.float32 else precision
-    model.z_loss = config.optim.z_loss
+    model.z_loss, model.label_smoothing = config.optim.z_loss, config.optim.label_smoothing
     if world.size > 1 and config.model.synchronises_statistics:
         synchronise_statistics(model)
     if config.train.activation_checkpointing == "full":
@@ -110,7 +113,7 @@ def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*arguments: Any) -> Any:
-        # Nothing in a block is random, so no random state has to be restored.
+        # Dropout is a function of the block's arguments, so no random state has to be restored.
         return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
 
     return run

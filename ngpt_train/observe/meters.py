@@ -6,11 +6,11 @@ import sys
 
 import torch
 
-# Peak FLOP/s of dense bf16 matrix products, by the full name that torch.cuda reports, because variants of one chip
-# differ by up to a third, and a slice (MIG) is slower than the chip. Sources: the vendor's data sheets, whose figures
-# "with sparsity" are twice these, of A100, H100 (SXM5, PCIe, NVL), H200 (SXM, NVL), GH200, HGX B200, GB200 NVL72, L4
-# and L40S; for the RTX 4090 the Ada whitepaper, with fp32 accumulation.
-DENSE_BF16_PEAKS = [
+# Peak FLOP/s of dense matrix products in bf16, and in fp16 where fp32 accumulates, by the full name that torch.cuda
+# reports, because variants of one chip differ by up to a third, and a slice (MIG) is slower than the chip. Sources: the
+# vendor's data sheets, whose figures "with sparsity" are twice these, of A100, H100 (SXM5, PCIe, NVL), H200 (SXM, NVL),
+# GH200, HGX B200, GB200 NVL72, L4 and L40S; for the RTX 4090 the Ada whitepaper, with fp32 accumulation.
+DENSE_PEAKS = [
     (r"(NVIDIA )?A100-SXM4-[48]0GB", 312e12),
     (r"(NVIDIA )?A100-PCIE-40GB", 312e12),
     (r"NVIDIA A100 80GB PCIe", 312e12),
@@ -31,11 +31,11 @@ DENSE_BF16_PEAKS = [
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
     """Peak FLOP/s of the device's matrix products in `dtype`; None if it is not known for certain.
 
-    Only bf16 is listed: the peak of fp32 products depends on whether TF32 is on.
+    Only bf16 and fp16, which agree, are listed: the peak of fp32 products depends on whether TF32 is on.
     """
-    if dtype != torch.bfloat16:
+    if dtype not in (torch.bfloat16, torch.float16):
         return None
-    return next((peak for name, peak in DENSE_BF16_PEAKS if re.fullmatch(name, device_name)), None)
+    return next((peak for name, peak in DENSE_PEAKS if re.fullmatch(name, device_name)), None)
 
 
 def peak_memory_gb(device: torch.device) -> float:

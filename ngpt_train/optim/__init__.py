@@ -1,7 +1,8 @@
 """Optimizer and learning rate schedule."""
 
+from ngpt_train.optim.loss_scale import LossScale
 from ngpt_train.optim.optimizer import build_optimizer
 from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.optim.schedule import lr_at
 
-__all__ = ["RowAdam", "build_optimizer", "lr_at"]
+__all__ = ["LossScale", "RowAdam", "build_optimizer", "lr_at"]

@@ -101,6 +101,7 @@ class Checkpoints:
                 "tokens": int(state.tokens),
                 "train_seconds": state.train_seconds,
                 "interval": state.interval.state_dict(),
+                **({} if state.loss_scale is None else {"loss_scale": state.loss_scale.state_dict()}),
                 "world_size": self.world.size,
                 "data": dict(position),
             }
@@ -235,6 +236,8 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     state.train_seconds = progress.get("train_seconds")  # earlier versions did not save it
     if "interval" in progress:  # earlier versions did not save it
         state.interval.load_state_dict(progress["interval"])
+    if state.loss_scale is not None:
+        state.loss_scale.load_state_dict(progress["loss_scale"])
     return progress["data"]
 
 

@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Position, data_hash
 from ngpt_train.distributed import World
+from ngpt_train.optim.loss_scale import SMALLEST
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
 from ngpt_train.training.signals import StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
-from ngpt_train.training.step import MicroBatch, train_step
+from ngpt_train.training.step import MicroBatch, StepResult, train_step
 
 Record = dict[str, Any]
 
@@ -43,7 +45,7 @@ class Parts:
     sinks: Sequence[Sink]
     meter: Meter
     after_step: Callable[[], None]  # tells the profiler that a step is over
-    epoch_rows: Mapping[str, float | None] = field(default_factory=dict)  # of each source, "" without a mixture
+    epoch_rows: Mapping[str, float] = field(default_factory=dict)  # of each source, "" without a mixture
 
 
 def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
@@ -89,7 +91,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         with explain_out_of_memory(state.micro_rows):
             result = train_step(state, micro_batches, untouched=True)
         state.interval.add(result)
-        skipped_in_a_row = (skipped_in_a_row + 1) * result.skipped
+        skipped_in_a_row = (skipped_in_a_row + 1) * without_remedy(result)
         logging = _due(state.step, config.logging.every)
         evaluating = _due(state.step, config.eval.every)
         # Reading the loss waits for the device, so that the seconds below are those that the steps took. A checkpoint
@@ -110,6 +112,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 "loss": loss,
                 "loss_mean": state.interval.loss_mean,
                 **({} if result.z_loss is None else {"z_loss": float(result.z_loss)}),
+                **({} if result.loss_scale is None else {"loss_scale": float(result.loss_scale)}),
                 "lr": result.lr,
                 "grad_norm": float(result.grad_norm),
                 "tokens": int(state.tokens),
@@ -153,15 +156,14 @@ def spent(state: TrainState) -> Record:
     }
 
 
-def epochs(rows: int, rows_by_source: Mapping[str, int] | None, epoch_rows: Mapping[str, float | None]) -> Record:
-    """epochs: how often the training text has been read, None where nobody has counted it. rows: of the run so far.
+def epochs(rows: int, rows_by_source: Mapping[str, int] | None, epoch_rows: Mapping[str, float]) -> Record:
+    """epochs: how often the training text has been read, None where its size is not known. rows: of the run so far.
 
-    Of a mixture: of each source in epochs_by_source, and the largest of them.
+    Of a mixture, of the source that has been read most often; epochs_by_source has them all.
     """
     if rows_by_source is None:
-        length = epoch_rows.get("")
-        return {"epochs": None if length is None else rows / length}
-    by_source = {name: rows / length for name, rows in rows_by_source.items() if (length := epoch_rows.get(name))}
+        return {"epochs": rows / epoch_rows[""] if "" in epoch_rows else None}
+    by_source = {name: rows / epoch_rows[name] for name, rows in rows_by_source.items() if name in epoch_rows}
     return {"epochs": max(by_source.values(), default=None), "epochs_by_source": by_source}
 
 
@@ -179,13 +181,20 @@ def seen(position: Position, world: World) -> Record:
     return {"data_hash": data_hash([(upper << 32) + lower])} | ({"rows": by_source} if by_source else {})
 
 
+def without_remedy(result: StepResult) -> Tensor:
+    """0-dim bool on the device: whether the step was skipped, and not because a loss scale was still too large."""
+    return result.skipped if result.loss_scale is None else result.skipped & (result.loss_scale <= SMALLEST)
+
+
 def check_finite(state: TrainState, skipped_in_a_row: int) -> None:
     """Raises NumericalError after MAX_SKIPPED_IN_A_ROW steps in a row whose gradient was not finite."""
     if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+        in_fp16 = " The loss scale is 1: if fp16 overflows, use another precision." if state.loss_scale else ""
         raise NumericalError(
             f"{skipped_in_a_row} steps in a row, up to step {state.step}, had a gradient that is not finite and were "
             f"skipped. Start a new run from the last checkpoint (run.init_from=... run.name=...) with a lower optim.lr "
             f"(it is {state.config.optim.lr}), or look at the data after step {state.step - skipped_in_a_row}."
+            f"{in_fp16}"
         )
 
 

@@ -1,6 +1,6 @@
 """One optimizer step, from rows of tokens to updated weights. The host does not wait for the device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.distributed.cuda_graphs import hold_gradients
 from ngpt_train.distributed.gradients import average_vectors_, gradient_norm
+from ngpt_train.kernels.dropout import row_seeds
 from ngpt_train.optim import RowAdam, lr_at
 from ngpt_train.training.feed import to_device
 from ngpt_train.training.state import TrainState
@@ -22,12 +23,13 @@ class StepResult(NamedTuple):
     """The result of a step, the same on every rank. Tensors are 0-dim and on the device; reading them waits for it."""
 
     loss: Tensor  # mean cross-entropy in nats over all valid targets of the step, of the weights before the step
-    grad_norm: Tensor  # before clipping
+    grad_norm: Tensor  # before clipping, of the loss itself and not of the scaled one
     n_tokens: Tensor  # valid targets of the step, over all ranks
     skipped: Tensor  # true if a gradient was not finite; then weights and moments are bit for bit unchanged
     lr: float
     z_loss: Tensor | None  # optim.z_loss * logsumexp(logits)^2, mean over the same targets; None if optim.z_loss is 0
     loss_sum: Tensor  # cross-entropy summed over the same targets, fp64
+    loss_scale: Tensor | None = None  # by which the step's loss was multiplied; None but with train.precision=fp16
 
 
 def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched: bool = False) -> StepResult:
@@ -36,6 +38,9 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
     Every rank passes the same number of micro batches. The loss is summed over valid targets and divided once by their
     number in the whole step, so it does not depend on accumulation, padding or the number of ranks. Raises ValueError
     if there are no micro batches, or if ids are not int64.
+
+    Of R ranks, row j of rank r is row r + j R of the step, as the loader deals them. Dropout is a function of that
+    number, of the step and of run.seed.
 
     untouched: the caller promises that since the last step nothing has changed the weights without torch counting it,
     for example through `.data`. Then the optimizer's bf16 copies of the last step are used again.
@@ -48,15 +53,19 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
     # The factor of the summed loss: 1 / n_tokens for the mean, and world.size because DDP and FSDP2 average gradients
     # over ranks, while the loss of the step is a sum over ranks.
     share = world.size / n_tokens.clamp(min=1).to(torch.float64)
+    loss_scale = None if state.loss_scale is None else state.loss_scale.value
+    if loss_scale is not None:  # the gradients are scaled until the optimizer divides them by it
+        share = share * loss_scale
     state.model.begin_step_(state.step, share)
     if config.train.cuda_graphs:
         hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     z_sum = torch.zeros_like(loss_sum)
+    seeds = dropout_seeds(state, [len(batch[0]) for batch in batches])
     with working_copies(state, untouched):
         for index, batch in enumerate(batches):
             with accumulating(state, last=index == len(batches) - 1):
-                micro_loss = state.forward(*batch)
+                micro_loss = state.forward(*batch, **seeds[index])
                 (micro_loss.total * share.to(micro_loss.total.dtype)).backward()
             loss_sum += micro_loss.cross_entropy
             if micro_loss.z_term is not None:
@@ -66,14 +75,18 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
 
     average_vectors_(state.model, world)
     grad_norm = gradient_norm(state.model.parameters(), world)
+    if loss_scale is not None:
+        grad_norm = grad_norm / loss_scale
     skipped = ~torch.isfinite(grad_norm)
     lr = lr_at(state.step, config.schedule, float(config.optim.lr), config.train.steps)
     apply_gradients(state, grad_norm, skipped, lr)
     if not isinstance(state.optimizer, RowAdam):  # RowAdam has projected every row already
         state.model.project_(skipped)
+    if state.loss_scale is not None:
+        state.loss_scale.update(skipped)
     state.step += 1
     state.tokens += n_tokens
-    return StepResult(loss, grad_norm, n_tokens, skipped, lr, z_loss, loss_sum)
+    return StepResult(loss, grad_norm, n_tokens, skipped, lr, z_loss, loss_sum, loss_scale)
 
 
 def check_batches(micro_batches: Sequence[MicroBatch]) -> None:
@@ -82,6 +95,18 @@ def check_batches(micro_batches: Sequence[MicroBatch]) -> None:
     for index, batch in enumerate(micro_batches):
         if found := [str(part.dtype) for part in batch if part.dtype != torch.int64]:
             raise ValueError(f"train_step: micro batch {index} holds {found[0]}; ids are torch.int64 tensors")
+
+
+def dropout_seeds(state: TrainState, sizes: Sequence[int]) -> Sequence[Mapping[str, Tensor]]:
+    """For each micro batch the model's argument `seeds`, of its rows' dropout; none for a model without dropout.
+
+    sizes: the rows of this rank's micro batches. The rows of a step are dealt to the ranks in turn.
+    """
+    if not state.config.model.uses_dropout:
+        return [{}] * len(sizes)
+    rows = state.world.rank + state.world.size * torch.arange(sum(sizes))
+    seeds = row_seeds(state.config.run.seed, state.step, rows)
+    return [{"seeds": to_device(part, state.world.device)} for part in seeds.split(list(sizes))]
 
 
 def accumulating(state: TrainState, last: bool) -> AbstractContextManager:
@@ -106,11 +131,14 @@ def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: f
 
     torch's fused optimizers divide gradients by `grad_scale`, and if `found_inf` is 1 they change neither weights nor
     moments nor the step count; they have both for GradScaler. Here `grad_scale` clips, by the factor of
-    clip_grad_norm_, without a separate pass, and `found_inf` skips a step without the host waiting for the device.
+    clip_grad_norm_, and undoes the loss scale, without a separate pass, and `found_inf` skips a step without the host
+    waiting for the device.
     """
     optimizer = state.optimizer
     clip_norm = state.config.optim.clip_norm
     scale = None if clip_norm is None else ((grad_norm + 1e-6) / clip_norm).clamp(min=1.0).to(torch.float32)
+    if state.loss_scale is not None:
+        scale = state.loss_scale.value if scale is None else scale * state.loss_scale.value
     optimizer.grad_scale = scale  # type: ignore[attr-defined]
     optimizer.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
     for group in optimizer.param_groups:

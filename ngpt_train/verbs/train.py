@@ -30,7 +30,7 @@ from ngpt_train.data import (
     rows_of,
     write_tokenizer,
 )
-from ngpt_train.distributed import World, join_world, resolve_device, resolve_precision
+from ngpt_train.distributed import PRECISIONS, World, join_world, resolve_device, resolve_precision
 from ngpt_train.evaluation import Evaluations, RowFiles, unigram_loss
 from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
@@ -129,8 +129,9 @@ def with_vocabulary(config: Config, data: Dataset) -> Config:
 
 
 def with_precision(config: Config, world: World) -> Config:
-    """`config` with `train.precision` bf16 or fp32, so that a resume on another device cannot change it silently."""
-    precision = "bf16" if resolve_precision(config.train.precision, world.device.type) == torch.bfloat16 else "fp32"
+    """`config` with `train.precision` resolved, so that a resume on another device cannot change it silently."""
+    dtype = resolve_precision(config.train.precision, world.device.type)
+    precision = next(name for name, of_name in PRECISIONS.items() if of_name == dtype)
     return replace(config, train=replace(config.train, precision=precision))
 
 
@@ -218,7 +219,8 @@ def train_in(
         dtype = state.model.compute_dtype or state.model.embedding.dtype
         meter = Meter(flops, world.size, world.device, dtype)
         with profiled(config.train.profile, run.path / "profile", world) as after_step:
-            parts = Parts(feed, evaluate, save, sinks, meter, after_step, epoch_rows(data, config))
+            sizes = {name: size.rows for name, size in epoch_rows(data, config).items()} if world.is_main else {}
+            parts = Parts(feed, evaluate, save, sinks, meter, after_step, sizes)
             interruption = train(state, parts, stop)
         code, reason = 0, interruption or DONE
         if interruption:

@@ -48,16 +48,21 @@ class Architecture:
 
 
 def gpt_with(**options: Any) -> Architecture:
-    table = partial(gpt.shapes, qk_norm=options.get("qk_norm", False), tied=options.get("tied_embeddings", False))
+    table = partial(gpt.shapes, **gpt_shape(options))
     told = {name: options[name] for name in ("rope_layout", "activation") if name in options}
     forward = partial(gpt.forward, **told)
     return Architecture(GPTConfig, table, gpt.random_weights, forward, gpt.n_params, options)
 
 
+def gpt_shape(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that decide which weights there are, as arguments of the reference's `shapes`."""
+    names = {"qk_norm": "qk_norm", "tied_embeddings": "tied", "mlp": "mlp"}
+    return {names[name]: value for name, value in options.items() if name in names}
+
+
 def gpt_encoder_decoder_with(**options: Any) -> Architecture:
     told = {name: options[name] for name in ("rope_layout", "rope_base", "norm_eps", "activation") if name in options}
-    qk_norm, tied = options.get("qk_norm", False), options.get("tied_embeddings", False)
-    table = partial(ntransformer.baseline_shapes, qk_norm=qk_norm, tied=tied)
+    table = partial(ntransformer.baseline_shapes, **gpt_shape(options))
     forward = partial(ntransformer.baseline_forward, **told)
     formula = ntransformer.baseline_n_params
     return Architecture(GPTEncoderDecoderConfig, table, gpt.random_weights, forward, formula, options)
@@ -116,6 +121,7 @@ CONTEXT = 96
 ARCHITECTURES = {
     "gpt": gpt_with(),
     "gpt+qk_norm": gpt_with(qk_norm=True),
+    "gpt+plain_mlp": gpt_with(mlp="plain"),
     "ngpt": ngpt_with(),
     "normformer": normformer_with(),
     "powernorm": powernorm_with(),
@@ -152,6 +158,8 @@ STARTS = {
 VARIANTS = {
     "gpt tied": gpt_with(tied_embeddings=True),
     "gpt gelu": gpt_with(activation="gelu"),
+    "gpt plain gelu": gpt_with(mlp="plain", activation="gelu", qk_norm=True),
+    "gpt plain relu2": gpt_with(mlp="plain", activation="relu2", tied_embeddings=True),
     "gpt interleaved": gpt_with(rope_layout="interleaved", qk_norm=True),
     "ngpt slerp": ngpt_with(update="slerp"),
     "ngpt riemannian": ngpt_with(update="riemannian"),
@@ -176,6 +184,8 @@ VARIANTS = {
     "normformer no bias": normformer_with(bias=False, res_scale=True),
     "gpt_encoder_decoder tied": gpt_encoder_decoder_with(tied_embeddings=True, rope_base=50.0, norm_eps=1e-2),
     "gpt_encoder_decoder gelu": gpt_encoder_decoder_with(activation="gelu"),
+    "gpt_encoder_decoder plain": gpt_encoder_decoder_with(mlp="plain"),
+    "gpt_encoder_decoder plain gelu": gpt_encoder_decoder_with(mlp="plain", activation="gelu"),
     "gpt_encoder_decoder interleaved": gpt_encoder_decoder_with(rope_layout="interleaved", qk_norm=True),
     "ntransformer slerp": ntransformer_with(update="slerp"),
     "ntransformer riemannian": ntransformer_with(update="riemannian"),

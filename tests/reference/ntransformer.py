@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.reference import gpt, ngpt
-from tests.reference.attention import gelu, rope, silu, split_heads
+from tests.reference.attention import rope, split_heads
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -62,9 +62,11 @@ def baseline_shapes(
     d_mlp: int,
     qk_norm: bool = False,
     tied: bool = False,
+    mlp: str = "gated",
 ) -> Shapes:
     def stack(layers: int) -> Shapes:
-        return gpt.shapes(d, layers, n_heads, vocab, n_kv_heads=n_kv_heads, d_mlp=d_mlp, qk_norm=qk_norm, tied=tied)
+        options: Any = {"qk_norm": qk_norm, "tied": tied, "mlp": mlp}
+        return gpt.shapes(d, layers, n_heads, vocab, n_kv_heads=n_kv_heads, d_mlp=d_mlp, **options)
 
     table = stack(n_layers) | _encoder(stack(n_encoder_layers)) | {"source_embedding": (vocab, d), "norm_encoder": (d,)}
     for i in range(n_layers):
@@ -193,7 +195,7 @@ def baseline_forward(
     activation: str = "silu",
     doc_ids: Tensor | None = None,
 ) -> Tensor:
-    """tokens (B, S + T) -> logits (B, T, V): eqs. 1, 2, 9 and Table 1, with the gated MLP and RMSNorms of `gpt`."""
+    """tokens (B, S + T) -> logits (B, T, V): eqs. 1, 2, 9 and Table 1, with the MLP and RMSNorms of `gpt`."""
     d_k = weights["embedding"].shape[1] // n_heads
 
     def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
@@ -209,7 +211,7 @@ def baseline_forward(
         return attend(q, k, v, d_k**-0.5, visible) @ w["wo"]
 
     def mlp(w: dict[str, Tensor], x: Tensor) -> Tensor:
-        return (x @ w["w_u"].T * {"silu": silu, "gelu": gelu}[activation](x @ w["w_v"].T)) @ w["w_down"]
+        return gpt.hidden(w, x, activation) @ w["w_down"]
 
     in_encoder, in_decoder, across = masks(torch.zeros_like(tokens) if doc_ids is None else doc_ids, source)
     h = weights["source_embedding"][tokens[:, :source]]
@@ -229,21 +231,21 @@ def baseline_forward(
     return rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T
 
 
-def _n_params(model: Any, vectors: int, of_cross: int, ends: int) -> int:
-    """vectors: of each block; of_cross: of cross-attention; ends: of the model."""
+def _n_params(model: Any, matrices: int, vectors: int, of_cross: int, ends: int) -> int:
+    """matrices: of an MLP; vectors: of each block; of_cross: of cross-attention; ends: of the model."""
     d, ffn, n_encoder, n_layers = model.d_model, model.d_mlp, model.n_encoder_layers, model.n_layers
-    attention, gated_mlp = 4 * d * d, 3 * d * ffn
-    blocks = (n_encoder + n_layers) * (attention + gated_mlp + vectors) + n_layers * (attention + of_cross)
+    attention, mlp = 4 * d * d, matrices * d * ffn
+    blocks = (n_encoder + n_layers) * (attention + mlp + vectors) + n_layers * (attention + of_cross)
     return 3 * model.vocab_size * d + blocks + ends
 
 
 def n_params(model: Any) -> int:
     """Of the paper's scales, every one a vector: nGPT's, s_qk and alpha of cross-attention, and s_z."""
     d = model.d_model
-    return _n_params(model, 3 * d + 2 * model.d_mlp, 2 * d, model.vocab_size)
+    return _n_params(model, 3, 3 * d + 2 * model.d_mlp, 2 * d, model.vocab_size)
 
 
 def baseline_n_params(model: Any) -> int:
     """Two gains in each block, one of cross-attention, and one at the end of encoder and decoder."""
     d = model.d_model
-    return _n_params(model, 2 * d, d, 2 * d)
+    return _n_params(model, {"gated": 3, "plain": 2}[model.mlp], 2 * d, d, 2 * d)

@@ -52,6 +52,8 @@ class AlphaConfig(ScaleVectorConfig):
 class NGPTConfig(ModelConfig):
     """Normalized Transformer, section 2.6 of the nGPT paper; the options are its ablations."""
 
+    applies_dropout = True
+
     name: str = key("ngpt", "Architecture, chosen with model=NAME.")
     s_qk: ScaleVectorConfig = field(default_factory=ScaleVectorConfig)
     s_u: MLPScaleConfig = field(default_factory=MLPScaleConfig)

@@ -21,6 +21,7 @@ from ngpt_train.kernels.sphere_step import HiddenState, sphere_step
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.attention import Attention, Heads
 from ngpt_train.models.layers.documents import Mask
+from ngpt_train.models.layers.dropout import Dropout, with_seeds
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.norms import normalize_rows_
 from ngpt_train.models.layers.rope import Rope
@@ -38,12 +39,14 @@ class NGPTBlock(nn.Module):
         self.mlp = NGPTMLP(config)
         self.alpha_mlp = EigenLearningRates(config.alpha_mlp, config)
         self.step = STEPS[config.update]
+        self.drop_attn, self.drop_mlp = Dropout(config.residual_dropout), Dropout(config.residual_dropout)
 
-    def forward(self, h: HiddenState, rope: Rope | None, mask: Mask) -> HiddenState:
+    def forward(self, h: HiddenState, rope: Rope | None, mask: Mask, seeds: Tensor | None = None) -> HiddenState:
         step, alpha_A, alpha_M = self.step, self.alpha_attn(), self.alpha_mlp()
         # step(h, x, alpha) = Norm(h + alpha (Norm(x) - h)), unless model.update says otherwise.
-        h = step(h, self.attention(h, rope, mask), alpha_A)  # eq. 10
-        h = step(h, self.mlp(h), alpha_M)  # eq. 11
+        # Dropout comes before Norm(x), which keeps h_A and h_M on the sphere.
+        h = step(h, self.drop_attn(self.attention(h, rope, mask, None, seeds), seeds), alpha_A)  # eq. 10
+        h = step(h, self.drop_mlp(self.mlp(h), seeds), alpha_M)  # eq. 11
         return h  # (B, T, d_model)
 
 
@@ -91,9 +94,14 @@ class NGPTAttention(Attention):
         return rotary(qkv, rope.cos, rope.sin, options, scale=self.s_qk().square())
 
     def forward(  # type: ignore[override]
-        self, h: HiddenState, rope: Rope | None, mask: Mask, memory: Tensor | None = None
+        self,
+        h: HiddenState,
+        rope: Rope | None,
+        mask: Mask,
+        memory: Tensor | None = None,
+        seeds: Tensor | None = None,
     ) -> Tensor:
-        return super().forward(h.to_read, rope, mask, memory)
+        return super().forward(h.to_read, rope, mask, memory, seeds)
 
 
 class NGPTMLP(MLP):
@@ -133,10 +141,17 @@ class Spherical(Decoder):
         h = super().embed(tokens, table)
         return normalize(h) if self.config.constraint == "parametrization" else h
 
-    def run_blocks(self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any) -> Tensor:
+    def drop_embedding(self, h: Tensor, seeds: Tensor | None) -> Tensor:
+        """Back on the sphere, because the first update takes h as it is."""
+        dropped = super().drop_embedding(h, seeds)
+        return dropped if dropped is h or self.config.constraint == "none" else normalize(dropped).to(h.dtype)
+
+    def run_blocks(
+        self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any, seeds: Tensor | None = None
+    ) -> Tensor:
         state = HiddenState.of(h)
-        for block in blocks:
-            state = block(state, *arguments)
+        for block, of_block in with_seeds(blocks, seeds):
+            state = block(state, *arguments, *of_block)
         return state.to_read
 
     def head(self, h: Tensor) -> Head:

@@ -13,6 +13,8 @@ from ngpt_train.config.model_keys import ModelConfig
 class NormFormerConfig(ModelConfig):
     """Pre-LayerNorm Transformer with the extra operations of the NormFormer paper, each with a switch of its own."""
 
+    applies_dropout = True
+
     name: str = key("normformer", "Architecture, chosen with model=NAME.")
     tied_embeddings: bool = key(True, "One matrix as input and output embedding.")
     post_attn_norm: bool = key(True, "LayerNorm of the attention's output.")

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class PowerNormConfig(ModelConfig):
     """The baseline's pre-norm decoder with one of the PowerNorm paper's norms in place of RMSNorm."""
 
+    applies_dropout = True
+
     name: str = key("powernorm", "Architecture, chosen with model=NAME.")
     norm: str = key(
         "pn",

@@ -138,6 +138,30 @@ def test_warmup_is_a_tenth_up_to_2000_steps() -> None:
     assert [warmup(steps) for steps in (1, 500, 20_000, 100_000)] == [0, 50, 2000, 2000]
 
 
+def test_a_warmup_in_tokens(tmp_path: Path) -> None:
+    """Rounded up to whole steps; of the two keys the later one counts. Caught: rounded down, or the earlier one."""
+    (tmp_path / "experiment").mkdir()
+    path = tmp_path / "experiment" / "mine.yaml"
+    path.write_text("# @package _global_\nschedule: {warmup_tokens: 375000000}\n")
+
+    def warmup(*overrides: str) -> tuple[int | str, int | None]:
+        own = ["model=normformer", "scale=gpt3_125m", "experiment=mine", *overrides]
+        schedule = load_config(own, str(tmp_path)).schedule
+        return schedule.warmup_steps, schedule.warmup_tokens
+
+    assert warmup() == (716, 375_000_000)  # 715.3 batches of 524,288 tokens
+    assert warmup("schedule.warmup_tokens=374865920") == (715, 374_865_920)
+    assert warmup("train.batch_rows=512") == (358, 375_000_000)
+    assert warmup("schedule.warmup_tokens=0") == (0, 0)
+    assert warmup("schedule.warmup_steps=7") == (7, None)
+    assert warmup("schedule.warmup_steps=auto") == (2000, None)
+    assert warmup("train.steps=300") == (30, None)  # no room: auto
+    with pytest.raises(ConfigError, match=r"schedule\.warmup_tokens=375000000.*the warmup leaves no step"):
+        warmup("schedule.warmup_tokens=375000000", "train.steps=716")
+    with pytest.raises(ConfigError, match="both set the warmup"):
+        warmup("schedule.warmup_tokens=375000000", "schedule.warmup_steps=700")
+
+
 def test_a_warmup_belongs_to_the_steps_it_was_written_for(tmp_path: Path) -> None:
     """A table's 500 of 1000 steps are auto for 500 steps that are set later; what is set together must fit."""
     path = tmp_path / "experiment" / "mine.yaml"

@@ -121,6 +121,8 @@ def resumed(*changes: str) -> Config:
         ["logging.tensorboard=true", "logging.wandb.mode=offline", "data.cache=x", "train.profile=true"],
         ["train.batch_tokens=524288"],  # the same as the scale's 512 rows
         ["model.vocab_size=4096"],
+        ["data.text_gb=null"],
+        ["schedule.warmup_tokens=26000000"],  # 49.6 steps: the same 50
     ],
     ids=" ".join,
 )
@@ -142,6 +144,8 @@ def test_harmless_change_on_resume(changes: list[str]) -> None:
         (["optim.z_loss=1e-4"], "optim.z_loss: 0.0 -> 0.0001"),
         (["optim.clip_norm=null"], "optim.clip_norm: 1.0 -> null"),
         (["schedule.warmup_steps=3", "train.steps=1000"], "schedule.warmup_steps: 50 -> 3"),
+        (["schedule.warmup_tokens=20000000"], "schedule.warmup_steps: 50 -> 39"),
+        (["schedule.kind=constant"], "schedule.kind: cosine -> constant"),
         (["model.qk_norm=true"], "model.qk_norm: false -> true"),
         (["model=ngpt"], "model.name: gpt -> ngpt"),
         (["train.steps=400"], "train.stop_at"),

@@ -156,6 +156,7 @@ def test_mfu_divides_by_the_peak_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -
         ("NVIDIA A100-SXM4-80GB", torch.bfloat16, 312e12),
         ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989.4e12),
         ("NVIDIA H100 PCIe", torch.bfloat16, 756e12),
+        ("NVIDIA H100 PCIe", torch.float16, 756e12),
         ("NVIDIA H100 80GB HBM3 MIG 3g.40gb", torch.bfloat16, None),
         ("NVIDIA H100 80GB HBM3", torch.float32, None),
         ("NVIDIA A100-SXM-64GB", torch.bfloat16, None),

@@ -88,6 +88,7 @@ def test_memory_of_each_layout() -> None:
         (["kernels=torch"], 0, 24),
         (["kernels=torch", "train.activation_checkpointing=full"], 0, 1),
         (["train.device=cpu", "train.precision=bf16"], 0, 24),
+        (["train.precision=fp16"], 0, 24),
         (["model.constraint=parametrization"], 0, 24),
         (["train.precision=fp32"], 0, 0),
         (["parallel=fsdp"], 0, 0),
