@@ -31,6 +31,7 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
     conflicts = chain(
         _run(config),
         _model(config.model),
+        _dropout(config),
         _batch(config, world_size),
         _cuda_graphs(config, world_size),
         _optimization(config),
@@ -38,9 +39,16 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
         _rows(config.data, config.model),
         _tokenizer(config.tokenizer),
         _checkpoints(config.checkpoint),
+        _contexts(config),
     )
     for conflict in conflicts:
         raise report_together(config, conflict, origins or {})
+
+
+def check_contexts(config: Config) -> None:
+    """Raises ConfigError unless config.model, which may be a checkpoint's, can be validated at eval.contexts."""
+    for conflict in _contexts(config):
+        raise report_together(config, conflict, {})
 
 
 def check_arguments(verb: str, overrides: Sequence[str]) -> None:
@@ -112,6 +120,18 @@ def _model(model: ModelConfig) -> Iterator[Conflict]:
             yield f"{key} model.{switch}", f"{key} has no effect then", fix
 
 
+def _dropout(config: Config) -> Iterator[Conflict]:
+    model, kernel = config.model, config.kernels.attention
+    for name in ("residual_dropout", "attention_dropout"):
+        if getattr(model, name) and not model.applies_dropout:
+            fix = f"Set model.{name}=0, or have its blocks apply dropout (docs/add_an_architecture.md)"
+            yield f"model.{name} model.name", "the blocks of this architecture drop nothing", fix
+    if model.attention_dropout and kernel not in (AUTO, "sdpa"):
+        problem = f"the dropout of {kernel} depends on more than seed, step and row"
+        fix = "Set kernels.attention=auto, or model.attention_dropout=0"
+        yield "model.attention_dropout kernels.attention", problem, fix
+
+
 def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
     if config.parallel.kind == "single" and world_size > 1:
         problem = f"one process, but there are {world_size} ranks"
@@ -154,8 +174,15 @@ def _optimization(config: Config) -> Iterator[Conflict]:
         yield "train.stop_at train.steps", "stops after the end", f"Set train.stop_at to {train.steps} or less"
     if int(schedule.warmup_steps) >= train.steps:
         problem = "the warmup leaves no step at the full learning rate"
-        fix = f"Set schedule.warmup_steps below {train.steps}; auto would be {auto_warmup(train.steps)}"
-        yield "schedule.warmup_steps train.steps", problem, fix
+        fix = f"Set schedule.warmup_steps below {train.steps}; auto would be {auto_warmup(config)}"
+        in_tokens = "" if schedule.warmup_tokens is None else "schedule.warmup_tokens "
+        yield f"{in_tokens}schedule.warmup_steps train.steps", problem, fix
+    if schedule.kind == "ramp" and schedule.warmup_steps:
+        key = "schedule.warmup_steps" if schedule.warmup_tokens is None else "schedule.warmup_tokens"
+        yield f"{key} schedule.kind", "the whole run is a warmup", "Set schedule.warmup_steps=0"
+    if schedule.kind in ("constant", "inverse_sqrt", "ramp") and schedule.final_lr:
+        problem = "this kind falls to no learning rate of one's choice"
+        yield "schedule.final_lr schedule.kind", problem, "Set schedule.final_lr=0, or another kind"
     yield from config.model.conflicts(config)
     if schedule.final_lr > float(optim.lr):
         yield "schedule.final_lr optim.lr", "ends above the peak", f"Set schedule.final_lr to {optim.lr} or less"
@@ -188,6 +215,8 @@ def _source(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
         yield repo, "the text is not read from the hub", "Choose data=hf, or leave data.repo out"
     if not data.on_hub and data.files is not None:
         yield "data.files data.kind", "the text is not read from the hub", "Choose data=hf, or set data.path=GLOB"
+    if not data.on_hub and data.text_gb is not None:
+        yield "data.text_gb data.kind", "the size of the text is read from the files", "Leave data.text_gb out"
     if data.kind == "tokens" and data.streamed:
         fix = "Leave data.streaming out, or choose data=local"
         yield "data.streaming data.kind", "prepared shards are tokens already", fix
@@ -219,3 +248,13 @@ def _checkpoints(checkpoint: CheckpointConfig) -> Iterator[Conflict]:
     if keep is not None and (every == 0 or keep % every):
         fix = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"
         yield "checkpoint.keep_every checkpoint.every", "no checkpoint is written at these steps", fix
+
+
+def _contexts(config: Config) -> Iterator[Conflict]:
+    for context in config.eval.contexts or []:
+        problem = config.model.refuses_rows_of(context) if context != config.model.context else None
+        if problem:
+            yield "eval.contexts model.name model.context", problem, f"Leave {context} out of eval.contexts"
+    if config.eval.contexts and config.data.pack == "best_fit":
+        problem = "documents that fit together in one context are others in another, so the text would not be the same"
+        yield "eval.contexts data.pack", problem, "Leave eval.contexts out, or `evaluate` with data.pack=concat"

@@ -83,6 +83,13 @@ class DataConfig:
     fetch_minutes: float = key(
         10.0, "Minutes that fetching a shard may take, retries included, before the run ends.", above=0, maximum=100_000
     )
+    text_gb: Union[float, None] = key(
+        None,
+        "GB of text in all, uncompressed, of a data set of the hub whose size is known: `plan`, which asks no hub, "
+        "counts epochs by it; null: unknown.",
+        above=0,
+        maximum=1_000_000_000,
+    )
     out: Union[str, None] = key(None, "Directory that `prepare` writes; null is the cache, keyed by content.")
     cache: str = key(
         "~/.cache/ngpt_train",

@@ -38,9 +38,31 @@ class ModelConfig:
         choices=("half", "interleaved"),
     )
 
+    embedding_dropout: float = key(
+        0.0, "Probability that training drops a value of the embedding, positions included.", minimum=0, below=1
+    )
+    residual_dropout: float = key(
+        0.0, "Probability that training drops a value that attention or the MLP adds to h.", minimum=0, below=1
+    )
+    attention_dropout: float = key(
+        0.0,
+        "Probability that training drops a weight of the softmax. Attention then runs without a fused kernel and holds "
+        "all weights of a row.",
+        minimum=0,
+        below=1,
+    )
+
     # What the rest of the house asks an architecture before there is a model. A subclass may answer otherwise.
 
     objective: ClassVar[str] = "next_token"  # what data.objective=auto becomes, and the only one that it learns
+
+    # Whether its blocks apply dropout to the seeds that they get as their last argument (models/layers/dropout.py).
+    applies_dropout: ClassVar[bool] = False
+
+    @property
+    def uses_dropout(self) -> bool:
+        """Whether training drops anything."""
+        return bool(self.embedding_dropout or self.residual_dropout or self.attention_dropout)
 
     @property
     def uses_rope(self) -> bool:
@@ -51,6 +73,10 @@ class ModelConfig:
     def synchronises_statistics(self) -> bool:
         """Whether norms take their statistics over the rows of all ranks."""
         return False
+
+    def refuses_rows_of(self, context: int) -> str | None:
+        """Why a model trained on rows of model.context tokens cannot read rows of `context`; None if it can."""
+        return None
 
     def source_length(self, context: int) -> int:
         """Of a row's `context` tokens those that an encoder reads."""
@@ -69,4 +95,4 @@ class ModelConfig:
 
     def not_in_weights(self) -> set[str]:
         """Keys of model.* that a run may change although it begins with the weights of another (run.init_from)."""
-        return {"context"}
+        return {"context", "embedding_dropout", "residual_dropout", "attention_dropout"}

@@ -7,6 +7,7 @@ ends one document, as an input it begins the next. So every id of every document
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,6 +45,12 @@ class RowFormat:
     def shortest(self) -> int:
         """Ids of the shortest document that is a row: the source, a token that opens the target, and a target."""
         return 0 if self.source_context is None else self.source_context + 2
+
+    def targets_of(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Targets that documents of `lengths` ids (N,), eos counted, have: (N,)."""
+        if self.source_context is None:
+            return lengths
+        return np.maximum(np.minimum(lengths, self.context + 1) - self.source_context - 1, 0)
 
     def batch(self, ids: NDArray[np.integer]) -> Batch:
         """ids: (N, context + 1)."""
@@ -125,7 +132,11 @@ class Rows(Protocol):
 
 def rows_of(tokens: Tokens, config: Config) -> Rows:
     """The rows that the config's model is trained on. Raises DataError if the split has none."""
-    form = row_format(config, tokens.eos)
+    return _rows_of(tokens, row_format(config, tokens.eos))
+
+
+@functools.lru_cache(maxsize=2)  # both splits: to pack the documents of a large one takes minutes
+def _rows_of(tokens: Tokens, form: RowFormat) -> Rows:
     if form.source_context is not None:
         return PrefixContinuation(tokens, form)
     check_length(tokens.split, len(tokens), form.context, str(tokens.path))

@@ -73,7 +73,7 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     with torch.device("meta") if kind == "fsdp" else world.device:
         model = build_model(config.model, config.run.seed)
     model.compute_dtype = None if precision == torch.float32 else precision
-    model.z_loss = config.optim.z_loss
+    model.z_loss, model.label_smoothing = config.optim.z_loss, config.optim.label_smoothing
     if world.size > 1 and config.model.synchronises_statistics:
         synchronise_statistics(model)
     if config.train.activation_checkpointing == "full":
@@ -113,7 +113,7 @@ def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(*arguments: Any) -> Any:
-        # Nothing in a block is random, so no random state has to be restored.
+        # Dropout is a function of the block's arguments, so no random state has to be restored.
         return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
 
     return run

@@ -7,6 +7,8 @@
                                   flash_attn        the package's flash_attn_varlen_func
                                   flex              torch's flex_attention
     any other boolean mask        all               sdpa with that mask
+    dropout, in training          auto, sdpa        the formula written out, because the dropout of no kernel is a
+                                                    function of the row
 
 A varlen kernel takes the documents as sequences laid end to end, and does no work for pairs of tokens from two
 documents. It is flash-attn's if the package is installed, else torch's own. flex_attention skips the blocks of the mask
@@ -28,7 +30,9 @@ from torch import Tensor
 
 from ngpt_train.core.log import say_once
 from ngpt_train.kernels import flash
+from ngpt_train.kernels.dropout import dropout
 from ngpt_train.kernels.flash import Flash, NoKernel, Varlen
+from ngpt_train.kernels.norm import at_least_fp32
 
 CHOICES = ("auto", "sdpa", "flash_attn", "flex")
 LARGEST_VARLEN_HEAD = 192  # larger heads have no backward pass on some GPUs
@@ -122,6 +126,26 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tens
         scale=scale,
         enable_gqa=q.shape[2] != k.shape[2],
     )
+    return y.transpose(1, 2)
+
+
+def attention_with_dropout(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Mask, p: float, seeds: Tensor
+) -> Tensor:
+    """dropout(softmax(scale q k^T)) v; shapes as of `attention`. It holds B x H x T x S probabilities.
+
+    mask: a boolean or None. p, seeds `(B,)`: as of `dropout`, whose element is a function of row, head, query and key.
+    """
+    assert mask is None or isinstance(mask, Tensor)
+    _say("the formula written out", f"model.attention_dropout={p:g}: no kernel's dropout is a function of the row")
+    if causal and mask is None:
+        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
+    scores = scale * at_least_fp32(q @ k.mT)  # (B, H, T, S)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    y = dropout(scores.softmax(-1), p, seeds).to(v.dtype) @ v
     return y.transpose(1, 2)
 
 

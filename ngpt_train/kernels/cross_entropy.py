@@ -2,14 +2,16 @@
 
 For a hidden state h `(d,)`, the output embedding W `(V, d)`, nGPT's scale s_z `(V,)` (eq. 3) and the target t:
 
-    z = s_z W h        lse = log(sum_v exp(z_v))        loss = lse - z_t + c lse^2
+    z = s_z W h        lse = log(sum_v exp(z_v))        loss = lse - z_t + c lse^2 + e (z_t - mean_v z_v)
 
-where c is `z_loss`. The terms c lse^2 have a sum of their own, because the reported loss is without them; gradients are
-those of the whole loss. s_z is multiplied into the rows of W in fp32, W' = diag(s_z) W and z = W' h, so that scaling
-the logits takes no separate pass. Gradients of the summed loss, with p = softmax(z) and e_t the unit vector of t:
+where c is `z_loss` and e is `label_smoothing`. With e the target's share of the label is 1 - e, and e is spread over
+all V tokens, the target too: (1 - e) (lse - z_t) + e mean_v (lse - z_v) is lse - z_t plus the last term. The terms of c
+and of e have sums of their own, because the reported loss is without them; gradients are those of the whole loss. s_z
+is multiplied into the rows of W in fp32, W' = diag(s_z) W and z = W' h, so that scaling the logits takes no separate
+pass. Gradients of the summed loss, with p = softmax(z) and e_t the unit vector of t:
 
-    dz = (1 + 2 c lse) p - e_t        dh = W'^T dz        dW' = sum over tokens of dz h^T
-    dW = diag(s_z) dW'                ds_z = rowsum(dW' * W)
+    dz = (1 + 2 c lse) p - (1 - e) e_t - e / V        dh = W'^T dz        dW' = sum over tokens of dz h^T
+    dW = diag(s_z) dW'                                ds_z = rowsum(dW' * W)
 
 The loss is a sum, so the forward pass can compute its gradients too, up to the incoming factor dL/dloss. It takes
 the tokens in chunks. For each chunk it computes the logits and losses, writes dz over the logits, and computes dh and
@@ -34,7 +36,12 @@ ALIGNMENT = 64  # elements; each row of a GPU's logits starts at a multiple, for
 
 @operation(None)
 def linear_cross_entropy(
-    h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0
+    h: Tensor,
+    matrix: Tensor,
+    targets: Tensor,
+    scale: Tensor | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """(loss, cross_entropy, z_term) of the logits z = scale * (matrix h): sums over the targets, in nats.
 
@@ -43,12 +50,14 @@ def linear_cross_entropy(
     targets: `(...)` int64 in [0, V), or IGNORED for a token that does not count.
     scale: `(V,)`; None is 1.
     z_loss: adds z_loss * logsumexp(logits)^2 to the loss for every target that counts.
+    label_smoothing: the loss has (1 - label_smoothing) times the cross-entropy and label_smoothing times the mean over
+    the V tokens of -log p, as torch's F.cross_entropy; `cross_entropy` stays the plain one.
 
-    Results are 0-dim, in fp32 (fp64 for fp64 h). loss = cross_entropy + z_term; only loss has gradients, and z_term is
-    None where z_loss is 0. Gradients have the dtype and shape of their tensors; sums over tokens are in at least fp32.
-    Never waits for the device. For a target outside the vocabulary torch's gather raises; the Triton kernel cannot
-    raise, and there the loss and the gradients that the target contributes to are NaN. Raises ValueError for shapes
-    that do not fit.
+    Results are 0-dim, in fp32 (fp64 for fp64 h). Only loss has gradients. Without smoothing loss is cross_entropy +
+    z_term; z_term is None where z_loss is 0. Gradients have the dtype and shape of their tensors; sums over tokens are
+    in at least fp32. Never waits for the device. For a target outside the vocabulary torch's gather raises; the Triton
+    kernel cannot raise, and there the loss and the gradients that the target contributes to are NaN. Raises ValueError
+    for shapes that do not fit.
     """
     z = at_least_fp32(h) @ matrix.to(at_least_fp32(h).dtype).t()  # (..., V)
     if scale is not None:
@@ -58,11 +67,22 @@ def linear_cross_entropy(
     z_t = z.gather(-1, targets.where(counts, 0)[..., None]).squeeze(-1)
     cross_entropy = (lse - z_t).where(counts, 0).sum()
     z_term = (z_loss * lse.square()).where(counts, 0).sum()
-    return cross_entropy + z_term, cross_entropy.detach(), z_term.detach() if z_loss else None
+    loss = cross_entropy + z_term
+    if label_smoothing:
+        mean_cross_entropy = (lse - z.mean(-1)).where(counts, 0).sum()  # over the V tokens as targets
+        loss = (1 - label_smoothing) * cross_entropy + label_smoothing * mean_cross_entropy + z_term
+    return loss, cross_entropy.detach(), z_term.detach() if z_loss else None
 
 
 @linear_cross_entropy.check
-def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0) -> None:
+def check(
+    h: Tensor,
+    matrix: Tensor,
+    targets: Tensor,
+    scale: Tensor | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> None:
     if h.shape[:-1] != targets.shape or h.shape[-1:] != matrix.shape[1:]:
         raise ValueError(f"h {tuple(h.shape)}, matrix {tuple(matrix.shape)}, targets {tuple(targets.shape)} do not fit")
     if scale is not None and scale.shape != matrix.shape[:1]:
@@ -71,11 +91,28 @@ def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = Non
 
 @linear_cross_entropy.twin
 def in_chunks(
-    _: bool, h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None, z_loss: float = 0.0
+    _: bool,
+    h: Tensor,
+    matrix: Tensor,
+    targets: Tensor,
+    scale: Tensor | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, torch.is_grad_enabled())
+    enabled = torch.is_grad_enabled()
+    loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, label_smoothing, enabled)
     cross_entropy, z_term = parts or (loss.detach(), None)
-    return loss, cross_entropy, z_term
+    return loss, cross_entropy, z_term if z_loss else None
+
+
+@torch.no_grad()
+def token_losses(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The cross-entropy of each target, 0 for one that does not count, in the shape of targets; without gradients.
+
+    Arguments and dtype as of `linear_cross_entropy`, whose cross_entropy is their sum.
+    """
+    losses, *_ = linear_cross_entropy_forward(h, matrix, targets, scale, 0.0, False, False, False)
+    return losses.view(targets.shape)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -87,18 +124,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         scale: Tensor | None,
         z_loss: float,
+        label_smoothing: float,
         grad_enabled: bool,
     ) -> tuple[Tensor, ...]:
         # grad_enabled is an argument because autograd is always off in here, and needs_input_grad ignores it.
         need_h, need_matrix, _, need_scale, *_ = (grad_enabled and needed for needed in ctx.needs_input_grad)
-        cross_entropy, z_term, dh, dmatrix, dscale = linear_cross_entropy_forward(
-            h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale
+        losses, z_term, dh, dmatrix, dscale, smoothing = linear_cross_entropy_forward(
+            h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale, label_smoothing
         )
+        cross_entropy = losses.sum()  # one sum, whose order does not depend on the size of the chunks
         ctx.save_for_backward(dh, dmatrix, dscale)
-        if z_loss == 0:
+        if z_loss == 0 and label_smoothing == 0:
             return (cross_entropy,)
         ctx.mark_non_differentiable(cross_entropy, z_term)
-        return cross_entropy + z_term, cross_entropy, z_term
+        loss = cross_entropy + z_term if z_loss else cross_entropy
+        return loss + smoothing if label_smoothing else loss, cross_entropy, z_term
 
     @staticmethod
     @once_differentiable
@@ -111,6 +151,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             scaled(dmatrix, dloss) if need_matrix else None,
             None,
             dscale * dloss if need_scale else None,
+            None,
             None,
             None,
         )
@@ -133,10 +174,12 @@ def linear_cross_entropy_forward(
     need_h: bool,
     need_matrix: bool,
     need_scale: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The summed cross-entropy, the summed z-loss terms, and the gradients of their sum by h, matrix and scale.
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The cross-entropies `(N,)` of the N targets, 0 for one that does not count, the summed z-loss terms, the gradients
+    of the loss by h, matrix and scale, and the summed smoothing terms e (z_t - mean_v z_v). The loss is the sum of all.
 
-    A gradient that is not needed is an empty tensor, as are the z-loss terms where z_loss is 0.
+    A gradient that is not needed is an empty tensor, as are the terms of an option that is 0.
     """
     dtype = torch.promote_types(h.dtype, torch.float32)
     on_triton = runs_on_triton("linear_cross_entropy", h)  # here, because torch.compile does not trace custom ops
@@ -146,6 +189,7 @@ def linear_cross_entropy_forward(
 
     losses = h.new_empty(n_rows, dtype=dtype)
     z_terms = h.new_empty(n_rows if z_loss else 0, dtype=dtype)
+    smoothing = h.new_empty(n_rows if label_smoothing else 0, dtype=dtype)
     dh = torch.empty_like(rows_of_h, memory_format=torch.contiguous_format) if need_h else h.new_empty(0)
     sum_needed = need_matrix or need_scale
     new = torch.empty_like if n_rows else torch.zeros_like
@@ -164,7 +208,8 @@ def linear_cross_entropy_forward(
         else:
             cross_entropy_ = _cross_entropy_
         gradient = need_h or sum_needed
-        cross_entropy_(logits, rows_of_targets[here], losses[here], z_terms[here], z_loss, gradient)
+        sums = losses[here], z_terms[here], smoothing[here]
+        cross_entropy_(logits, rows_of_targets[here], *sums, z_loss, label_smoothing, gradient)
         if need_h:
             torch.mm(logits, weight, out=dh[here])
         if dweight is not None:
@@ -178,11 +223,12 @@ def linear_cross_entropy_forward(
     if dweight is not None and need_matrix:
         dmatrix = (dweight if scale is None else dweight.mul_(scale[:, None])).to(matrix.dtype)
     return (
-        losses.sum(),  # one sum at the end, whose order does not depend on the size of the chunks
+        losses,
         z_terms.sum() if z_loss else z_terms,
         dh.view(h.shape) if need_h else dh,
         h.new_empty(0) if dmatrix is None else dmatrix,
         h.new_empty(0) if dscale is None else dscale,
+        smoothing.sum() if label_smoothing else smoothing,
     )
 
 
@@ -196,21 +242,31 @@ def _(
     need_h: bool,
     need_matrix: bool,
     need_scale: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    label_smoothing: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(h.dtype, torch.float32)
     return (
-        h.new_empty((), dtype=dtype),
+        h.new_empty(targets.numel(), dtype=dtype),
         h.new_empty(() if z_loss else 0, dtype=dtype),
         h.new_empty(h.shape if need_h else 0),
         matrix.new_empty(matrix.shape) if need_matrix else h.new_empty(0),
         scale.new_empty(scale.shape) if need_scale and scale is not None else h.new_empty(0),
+        h.new_empty(() if label_smoothing else 0, dtype=dtype),
     )
 
 
 def _cross_entropy_(
-    logits: Tensor, targets: Tensor, losses: Tensor, z_terms: Tensor, z_loss: float, gradient: bool
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    z_terms: Tensor,
+    smoothing: Tensor,
+    z_loss: float,
+    label_smoothing: float,
+    gradient: bool,
 ) -> None:
-    """Writes the cross-entropies of logits `(N, V)` to losses `(N,)`, and c lse^2 to z_terms, `(N,)`, empty if c = 0.
+    """Writes the cross-entropies of logits `(N, V)` to losses `(N,)`, c lse^2 to z_terms, `(N,)`, empty if c = 0, and
+    e (z_t - mean_v z_v) to smoothing, `(N,)`, empty if e = 0.
 
     If gradient, it writes dz over the logits; otherwise it may leave intermediate values there.
     """
@@ -218,6 +274,8 @@ def _cross_entropy_(
     index = targets[:, None].where(counts, 0)  # (N, 1)
     z = logits.to(losses.dtype)  # for fp32 and fp64 the logits themselves
     target_logits = z.gather(1, index)
+    if label_smoothing:
+        smoothing.copy_((label_smoothing * (target_logits - z.mean(1, keepdim=True))).where(counts, 0).squeeze(1))
     largest = z.amax(1, keepdim=True)
     total = z.sub_(largest).exp_().sum(1, keepdim=True)
     lse = largest + total.log()
@@ -226,7 +284,9 @@ def _cross_entropy_(
         z_terms.copy_((z_loss * lse.square()).where(counts, 0).squeeze(1))
     if gradient:
         z.mul_(((1 + 2 * z_loss * lse) / total).where(counts, 0))
-        z.scatter_(1, index, z.gather(1, index) - counts.to(z.dtype))
+        if label_smoothing:
+            z.sub_((label_smoothing / z.shape[1]) * counts.to(z.dtype))
+        z.scatter_(1, index, z.gather(1, index) - (1 - label_smoothing) * counts.to(z.dtype))
         logits.copy_(z)
 
 

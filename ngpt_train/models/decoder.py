@@ -15,7 +15,14 @@ from torch import Tensor, nn
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.models import decoding, flops, initialisation, parameter_groups
 from ngpt_train.models.head import Head, Loss
-from ngpt_train.models.layers.documents import Mask, check_documents, document_mask, positions_in_documents
+from ngpt_train.models.layers.documents import (
+    Mask,
+    causal_document_mask,
+    check_documents,
+    document_mask,
+    positions_in_documents,
+)
+from ngpt_train.models.layers.dropout import Dropout, number_places, seeds_of_parts, with_seeds
 from ngpt_train.models.layers.rope import Rope, rope_table
 from ngpt_train.models.parameter_groups import ParameterGroup
 
@@ -34,8 +41,11 @@ class Decoder(nn.Module):
         # dtype of the activations and matrix products; None: the dtype of the weights.
         self.compute_dtype: torch.dtype | None = None
         self.z_loss = 0.0  # factor of logsumexp(logits)^2, which training mode adds to the loss of a target
+        self.label_smoothing = 0.0  # share of a target's label that training mode spreads over the vocabulary
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
         self.layers = nn.ModuleList(blocks)
+        number_places(self.layers)
+        self.embedding_dropout = Dropout(config.embedding_dropout)
         self.output = None if config.tied_embeddings else nn.Parameter(torch.empty_like(self.embedding))
 
     @property
@@ -53,6 +63,10 @@ class Decoder(nn.Module):
         """h `(B, T, d_model)` plus an embedding of positions `(T,)` or `(B, T)`; here h itself, as RoPE has them."""
         return h
 
+    def drop_embedding(self, h: Tensor, seeds: Tensor | None) -> Tensor:
+        """model.embedding_dropout of the first hidden state h `(B, T, d_model)`; seeds `(B,)`, or None for h itself."""
+        return self.embedding_dropout(h, seeds)
+
     def rope(self, tokens: Tensor, dtype: torch.dtype) -> Rope | None:
         """The rotary angles of positions 0 to T - 1 for tokens `(B, T)`, in `dtype`; None for a model without RoPE."""
         config = self.config
@@ -64,14 +78,21 @@ class Decoder(nn.Module):
         """The modules that are compiled, checkpointed and sharded as units."""
         return list(self.layers)
 
-    def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
+    def stack(
+        self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None, seeds: Tensor | None = None
+    ) -> Tensor:
         """All blocks, and what comes between them and the head: h `(B, T, d_model)` -> the same shape."""
-        return self.run_blocks(self.layers, h, rope, mask)
+        return self.run_blocks(self.layers, h, rope, mask, seeds=seeds)
 
-    def run_blocks(self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any) -> Tensor:
-        """The blocks one after the other, each called as (h, *arguments): h `(B, T, d_model)` -> the same shape."""
-        for block in blocks:
-            h = block(h, *arguments)
+    def run_blocks(
+        self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any, seeds: Tensor | None = None
+    ) -> Tensor:
+        """The blocks one after the other: h `(B, T, d_model)` -> the same shape.
+
+        Each is called as (h, *arguments), with seeds `(B,)` of dropout as (h, *arguments, its own seeds).
+        """
+        for block, of_block in with_seeds(blocks, seeds):
+            h = block(h, *arguments, *of_block)
         return h
 
     def head(self, h: Tensor) -> Head:
@@ -81,11 +102,14 @@ class Decoder(nn.Module):
     def init_std(self, path: str) -> float:
         """Standard deviation of the matrix at `path` at initialisation.
 
-        The 2 L matrices that write into the residual stream start smaller, so that its variance at the
-        last layer does not grow with depth (Radford et al. 2019).
+        Matrices that write into the residual stream start smaller, so that its variance at the last layer does not grow
+        with depth (Radford et al. 2019).
         """
-        writes_residual = path.endswith((".wo", ".w_down"))
-        return 0.02 / math.sqrt(2 * self.config.n_layers) if writes_residual else 0.02
+        return 0.02 / math.sqrt(self.residual_writes(path))
+
+    def residual_writes(self, path: str) -> int:
+        """How many matrices write into the residual stream that the matrix at `path` writes to; 1 if it does not."""
+        return 2 * self.config.n_layers if path.endswith((".wo", ".w_down")) else 1
 
     @property
     def projects(self) -> bool:
@@ -99,7 +123,10 @@ class Decoder(nn.Module):
         """
 
     def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
-        """Raises ValueError if attention on `device` has no room for the documents of doc_ids `(B, T)`, on the CPU."""
+        """Raises ValueError if attention on `device` has no room for the documents of doc_ids `(B, T)`, on the CPU, in
+        training. Attention with dropout takes a boolean mask, which has room for any number."""
+        if self.config.attention_dropout:
+            return
         dtype = self.compute_dtype or self.embedding.dtype
         check_documents(doc_ids, device, self.config.d_model // self.config.n_heads, dtype)
 
@@ -119,30 +146,56 @@ class Decoder(nn.Module):
 
     # The forward pass, the same for all decoders.
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor | tuple:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        seeds: Tensor | None = None,
+    ) -> Tensor | tuple:
         """Logits `(B, T, V)` in at least fp32, or with targets their `Loss`.
 
         tokens, targets, doc_ids: `(B, T)` integers. Each token attends to itself and earlier tokens; with doc_ids only
-        to those of its document, whose positions begin at 0 (layers/documents.py). DDP's and FSDP2's hooks run at
-        calls of the model, so `loss` goes through here too.
+        to those of its document, whose positions begin at 0 (layers/documents.py). seeds `(B,)`: of the rows' dropout
+        in training (kernels/dropout.py: row_seeds); raises ValueError where a model with dropout lacks them. DDP's and
+        FSDP2's hooks run at calls of the model, so `loss` goes through here too.
         """
+        of_embedding, of_blocks = seeds_of_parts(self.seeds_in_use(seeds), 2)
         dtype = self.compute_dtype or self.embedding.dtype
         rope = self.rope(tokens, torch.promote_types(dtype, torch.float32))
         positions, mask = torch.arange(tokens.shape[1], device=tokens.device), None
         if doc_ids is not None:
             positions = positions_in_documents(doc_ids)
             rope = None if rope is None else rope.at(positions)
-            mask = document_mask(doc_ids, self.config.d_model // self.config.n_heads, dtype)
+            drops = of_blocks is not None and self.config.attention_dropout > 0
+            d_head = self.config.d_model // self.config.n_heads
+            mask = causal_document_mask(doc_ids) if drops else document_mask(doc_ids, d_head, dtype)
         h = self.add_positions(self.embed(tokens, self.embedding), positions).to(dtype)  # (B, T, d_model)
-        head = self.head(self.stack(h, rope, mask, doc_ids))
-        return head.logits() if targets is None else head.loss(targets, self.z_loss if self.training else 0.0)
+        h = self.drop_embedding(h, of_embedding)
+        head = self.head(self.stack(h, rope, mask, doc_ids, of_blocks))
+        return head.logits() if targets is None else self.loss_of(head, targets)
 
-    def loss(self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The summed cross-entropy in nats, in training mode with the z-loss, and the number of targets that count.
+    def seeds_in_use(self, seeds: Tensor | None) -> Tensor | None:
+        """The seeds of dropout in training, None in evaluation and for a model without dropout."""
+        if not self.training or not self.config.uses_dropout:
+            return None
+        if seeds is None:
+            raise ValueError("training with dropout needs the seeds of the rows: kernels/dropout.py, row_seeds")
+        return seeds
+
+    def loss_of(self, head: Head, targets: Tensor) -> Loss:
+        """The loss of targets `(B, T)`, in training mode with the z-loss and label smoothing."""
+        return head.loss(targets, self.z_loss, self.label_smoothing) if self.training else head.loss(targets, 0.0)
+
+    def loss(
+        self, tokens: Tensor, targets: Tensor, doc_ids: Tensor | None = None, seeds: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The summed cross-entropy in nats, in training mode smoothed and with the z-loss, and the number of targets
+        that count.
 
         Both are 0-dim. A target of -100 does not count. Arguments as of `forward`.
         """
-        loss = self(tokens, targets, doc_ids)
+        loss = self(tokens, targets, doc_ids, seeds)
         return loss.total, loss.n_tokens
 
     # Further questions to a model; each has its own file.

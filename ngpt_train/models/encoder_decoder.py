@@ -13,19 +13,29 @@ from ngpt_train.models import decoding, flops
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.layers.documents import causal_document_mask
+from ngpt_train.models.layers.dropout import number_places, seeds_of_parts
 
 
 class EncoderDecoder(Decoder):
-    """Encoder blocks are called as (h, rope, mask), decoder blocks as (h, rope, mask, memory, memory_mask)."""
+    """Encoder blocks are called as (h, rope, mask), decoder blocks as (h, rope, mask, memory, memory_mask); in training
+    with dropout all get one argument more, their seeds."""
 
     def __init__(self, config: EncoderDecoderKeys, encoder: Iterable[nn.Module], decoder: Iterable[nn.Module]) -> None:
         super().__init__(config, decoder)
         self.source_context = config.source_length(config.context)
         self.source_embedding = nn.Parameter(torch.empty_like(self.embedding))
         self.encoder = nn.ModuleList(encoder)
+        number_places(self.encoder)
 
     def blocks(self) -> list[nn.Module]:
         return [*self.encoder, *self.layers]
+
+    def residual_writes(self, path: str) -> int:
+        """As in a decoder, but encoder and decoder have a residual stream each, and a block of the decoder writes three
+        times."""
+        if not path.endswith((".wo", ".w_down")):
+            return 1
+        return 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)
 
     def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
         """Any number of documents is allowed: doc_ids only mark padding, and attention uses a boolean mask."""
@@ -34,12 +44,19 @@ class EncoderDecoder(Decoder):
         """What the decoder attends to `(B, S, d_model)`, from the encoder's last h `(B, S, d_model)`."""
         return h
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, doc_ids: Tensor | None = None) -> Tensor | tuple:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        seeds: Tensor | None = None,
+    ) -> Tensor | tuple:
         """Logits `(B, T, V)` at the decoder's positions, in at least fp32, or with targets their `Loss`.
 
-        tokens, targets, doc_ids: `(B, S + T)` integers, S = source_context; the first S targets do not count. Raises
-        ValueError for rows of S tokens or fewer.
+        tokens, targets, doc_ids: `(B, S + T)` integers, S = source_context; the first S targets do not count. seeds: as
+        of Decoder.forward. Raises ValueError for rows of S tokens or fewer, too.
         """
+        of_source, of_encoder, of_embedding, of_decoder = seeds_of_parts(self.seeds_in_use(seeds), 4)
         S = self.source_context
         if tokens.shape[1] <= S:
             raise ValueError(f"a row of {tokens.shape[1]} tokens: the first {S} are the source, none is left to decode")
@@ -51,14 +68,14 @@ class EncoderDecoder(Decoder):
             source_mask = (doc_ids[:, :S] >= 0)[:, None, None, :]  # (B, 1, 1, S)
             mask = causal_document_mask(doc_ids[:, S:])  # (B, 1, T, T)
 
-        h = self.embed(source, self.source_embedding).to(dtype)  # (B, S, d_model)
+        h = self.drop_embedding(self.embed(source, self.source_embedding).to(dtype), of_source)  # (B, S, d_model)
         rope = self.rope(source, angles_dtype)
-        memory = self.memory(self.run_blocks(self.encoder, h, rope, source_mask))
+        memory = self.memory(self.run_blocks(self.encoder, h, rope, source_mask, seeds=of_encoder))
 
-        h = self.embed(tokens, self.embedding).to(dtype)  # (B, T, d_model)
+        h = self.drop_embedding(self.embed(tokens, self.embedding).to(dtype), of_embedding)  # (B, T, d_model)
         rope = self.rope(tokens, angles_dtype)
-        head = self.head(self.run_blocks(self.layers, h, rope, mask, memory, source_mask))
-        return head.logits() if targets is None else head.loss(targets[:, S:], self.z_loss if self.training else 0.0)
+        head = self.head(self.run_blocks(self.layers, h, rope, mask, memory, source_mask, seeds=of_decoder))
+        return head.logits() if targets is None else self.loss_of(head, targets[:, S:])
 
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
         return decoding.by_encoder_decoder(self, prompt, new)

@@ -8,12 +8,24 @@ from ngpt_train.config.schema import ScheduleConfig
 def lr_at(step: int, schedule: ScheduleConfig, peak: float, steps: int) -> float:
     """Learning rate of optimizer step `step`; a run of `steps` steps has the numbers 0 to steps - 1.
 
-    Step t of a warmup of W steps has peak (t + 1) / W, so that no step has the rate 0. After the warmup the rate falls
-    from `peak` at step W to `schedule.final_lr` at step `steps`, one after the last, as `schedule.kind` says.
+    Step t of a warmup of W steps has peak (t + 1) / W, so that no step has the rate 0. After the warmup the rate is
+
+    - cosine, linear, wsd: from `peak` at step W down to `schedule.final_lr` at step `steps`, one after the last;
+    - constant: `peak`;
+    - inverse_sqrt: peak sqrt(W / (t + 1)), which is `peak` at the last step of the warmup (Vaswani et al. 2017, section
+      5.3, with the peak in place of their factor); W = 0 counts as 1;
+    - ramp: peak (t + 1) / steps, a warmup of the whole run (NormFormer's test of stability, Figure 5).
     """
     assert isinstance(schedule.warmup_steps, int)  # `auto` is resolved when the config is loaded
     if step < schedule.warmup_steps:
         return peak * (step + 1) / schedule.warmup_steps
+    match schedule.kind:
+        case "constant":
+            return peak
+        case "inverse_sqrt":
+            return peak * math.sqrt(max(1, schedule.warmup_steps) / (step + 1))
+        case "ramp":
+            return peak * (step + 1) / steps
     progress = min(1.0, (step - schedule.warmup_steps) / max(1, steps - schedule.warmup_steps))
     return schedule.final_lr + (peak - schedule.final_lr) * _remaining(progress, schedule, steps)
 

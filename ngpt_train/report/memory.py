@@ -40,6 +40,7 @@ def memory_per_rank(
         *state_items(model, kind, config.plan.world_size, config.optim.ema_decay is not None),
         *working_items(model, kind, dtype, config.train.activation_checkpointing == "full", copies),
         *activation_items(config, model, dtype.itemsize, compiled, micro_rows * config.model.context),
+        *dropout_items(config, model, dtype.itemsize, compiled, micro_rows),
     ]
 
 
@@ -130,3 +131,38 @@ def activation_items(config: Config, model: Decoder, size: int, compiled: bool, 
         MemoryItem("activations", activations, False, formula),
         MemoryItem("loss", gradients + size * chunk * vocab_size, False, formula_of_loss),
     ]
+
+
+def dropout_items(config: Config, model: Decoder, size: int, compiled: bool, rows: int) -> list[MemoryItem]:
+    """What dropout adds in a micro batch of `rows` rows; size as of `activation_items`. Empty without dropout.
+
+    A block keeps a bool for each value that it may drop. With attention_dropout it also keeps the weights of the
+    softmax in fp32 and, dropped, in the dtype of the products. Uncompiled, the random numbers of one place take three
+    times 8 bytes each for a moment.
+    """
+    shape = config.model
+    if not shape.uses_dropout:
+        return []
+    source = shape.source_length(shape.context)
+    target = shape.context - source
+    encoders = len(model.blocks()) - shape.n_layers
+    # Values and softmax weights of a row in one block of the encoder, and in one of the decoder.
+    values = [2 * source * shape.d_model, (3 if encoders else 2) * target * shape.d_model]
+    weights = [source * source * shape.n_heads, (target * target + target * source) * shape.n_heads]
+    kept = [
+        bool(shape.residual_dropout) * v + bool(shape.attention_dropout) * (4 + 1 + size) * w
+        for v, w in zip(values, weights, strict=True)
+    ]
+    if config.train.activation_checkpointing == "full":
+        held = max(kept)
+        formula = "one block's"
+    else:
+        held = encoders * kept[0] + shape.n_layers * kept[1]
+        formula = "all blocks'"
+    held += bool(shape.embedding_dropout) * shape.context * shape.d_model
+    numbers = 0
+    if not compiled:
+        widest = shape.n_heads * max(source, target) if shape.attention_dropout else shape.d_model
+        numbers = 24 * max(source, target) * widest
+    formula = f"micro rows x ({formula} bools and {4 + 1 + size} x softmax weights{' + 24 x numbers' * (numbers > 0)})"
+    return [MemoryItem("dropout", rows * (held + numbers), False, formula)]

@@ -2,7 +2,7 @@
 
     checkpoints/step_00001000/   __0_0.distcp ...  sharded tensors (torch.distributed.checkpoint)
                                  .metadata         the place of each tensor in those files
-                                 state.json        step, tokens, sums since the last record, position in the data
+                                 state.json        counters, sums since the last record, position in the data
                                  config.yaml, tokenizer files
                                  MANIFEST.json     size and sha256 of every file; written last
 
@@ -100,6 +100,7 @@ class Checkpoints:
             progress = {
                 "step": state.step,
                 "tokens": int(state.tokens),
+                "train_seconds": state.train_seconds,
                 "interval": state.interval.state_dict(),
                 **({} if state.loss_scale is None else {"loss_scale": state.loss_scale.state_dict()}),
                 "world_size": self.world.size,
@@ -238,6 +239,7 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     progress = read_json(checkpoint / "state.json")
     state.step = progress["step"]
     state.tokens.fill_(progress["tokens"])
+    state.train_seconds = progress.get("train_seconds")  # earlier versions did not save it
     if "interval" in progress:  # earlier versions did not save it
         state.interval.load_state_dict(progress["interval"])
     if state.loss_scale is not None:

@@ -29,6 +29,7 @@ class TrainState:
     interval: Interval  # sums since the last train record
     loss_scale: LossScale | None = None  # with train.precision=fp16
     ema: MovingAverage | None = None  # of the weights, with optim.ema_decay
+    train_seconds: float | None = 0.0  # in training steps so far; None after a checkpoint that does not say
 
 
 def build_state(config: Config, world: World | None = None) -> TrainState:
@@ -54,7 +55,7 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
         micro_rows,
         step=0,
         tokens=tokens,
-        interval=Interval(world.device),
+        interval=Interval(world.device, config.optim.clip_norm),
         loss_scale=LossScale(world.device) if model.compute_dtype == torch.float16 else None,
         ema=None if decay is None else MovingAverage(model.named_parameters(), decay),
     )

@@ -1,6 +1,6 @@
 """One optimizer step, from rows of tokens to updated weights. The host does not wait for the device."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.distributed.cuda_graphs import hold_gradients
 from ngpt_train.distributed.gradients import average_vectors_, gradient_norm
+from ngpt_train.kernels.dropout import row_seeds
 from ngpt_train.optim import RowAdam, lr_at
 from ngpt_train.training.feed import to_device
 from ngpt_train.training.state import TrainState
@@ -31,7 +32,9 @@ class StepResult(NamedTuple):
     loss_scale: Tensor | None = None  # by which the step's loss was multiplied; None but with train.precision=fp16
 
 
-def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched: bool = False) -> StepResult:
+def train_step(
+    state: TrainState, micro_batches: Sequence[MicroBatch], untouched: bool = False, rows: Tensor | None = None
+) -> StepResult:
     """Forward and backward over this rank's micro batches, clip, optimizer step, projection.
 
     Every rank passes the same number of micro batches. The loss is summed over valid targets and divided once by their
@@ -40,6 +43,9 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
 
     untouched: the caller promises that since the last step nothing has changed the weights without torch counting it,
     for example through `.data`. Then the optimizer's bf16 copies of the last step are used again.
+
+    rows: int64, the numbers of this rank's rows in the batch of all ranks, in their order here; dropout is a function
+    of them. By default the rows of rank 0 come first, then those of rank 1, and so on.
     """
     check_batches(micro_batches)
     world, config = state.world, state.config
@@ -57,10 +63,11 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
         hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     z_sum = torch.zeros_like(loss_sum)
+    seeds = dropout_seeds(state, [len(batch[0]) for batch in batches], rows)
     with working_copies(state, untouched):
         for index, batch in enumerate(batches):
             with accumulating(state, last=index == len(batches) - 1):
-                micro_loss = state.forward(*batch)
+                micro_loss = state.forward(*batch, **seeds[index])
                 (micro_loss.total * share.to(micro_loss.total.dtype)).backward()
             loss_sum += micro_loss.cross_entropy
             if micro_loss.z_term is not None:
@@ -94,6 +101,21 @@ def check_batches(micro_batches: Sequence[MicroBatch]) -> None:
     for index, batch in enumerate(micro_batches):
         if found := [str(part.dtype) for part in batch if part.dtype != torch.int64]:
             raise ValueError(f"train_step: micro batch {index} holds {found[0]}; ids are torch.int64 tensors")
+
+
+def dropout_seeds(
+    state: TrainState, sizes: Sequence[int], rows: Tensor | None = None
+) -> Sequence[Mapping[str, Tensor]]:
+    """For each micro batch the model's argument `seeds`, of its rows' dropout; none for a model without dropout.
+
+    sizes: how many rows each of this rank's micro batches has. rows: as of `train_step`.
+    """
+    if not state.config.model.uses_dropout:
+        return [{}] * len(sizes)
+    n = sum(sizes)
+    rows = state.world.rank * n + torch.arange(n) if rows is None else rows
+    seeds = to_device(row_seeds(state.config.run.seed, state.step, rows), state.world.device)
+    return [{"seeds": part} for part in seeds.split(list(sizes))]
 
 
 def accumulating(state: TrainState, last: bool) -> AbstractContextManager:

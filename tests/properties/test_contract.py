@@ -178,6 +178,9 @@ def test_compiled_is_eager(name: str, packed: bool) -> None:
         # The TnT paper's size; its 325.24M leave out s_z and the s_qk of cross-attention.
         (NTransformerConfig(d_model=1024, n_layers=6, n_heads=8, vocab_size=32100, context=1536), 325_283_172),
         (GPTEncoderDecoderConfig(d_model=1024, n_layers=6, n_heads=8, vocab_size=32100, context=1536), 325_136_384),
+        # The paper's baseline, whose MLP has no gate: 333.94M. With a gate it has more.
+        (GPTEncoderDecoderConfig(d_model=1152, n_layers=6, n_heads=8, vocab_size=32100, mlp="plain"), 333_927_936),
+        (GPTEncoderDecoderConfig(d_model=1152, n_layers=6, n_heads=8, vocab_size=32100), 397_628_928),
     ],
     ids=lambda x: x.name if isinstance(x, ModelConfig) else str(x),
 )

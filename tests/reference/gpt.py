@@ -7,6 +7,8 @@ from torch import Tensor
 
 from tests.reference.attention import attention, gelu, rope, silu, split_heads
 
+ACTIVATIONS = {"silu": silu, "gelu": gelu, "relu2": lambda x: torch.where(x > 0, x * x, 0)}
+
 
 def shapes(
     d: int,
@@ -18,6 +20,7 @@ def shapes(
     d_mlp: int,
     qk_norm: bool = False,
     tied: bool = False,
+    mlp: str = "gated",
 ) -> dict[str, tuple[int, ...]]:
     d_k = d // n_heads
     table: dict[str, tuple[int, ...]] = {"embedding": (vocab, d), "output": (vocab, d), "norm_final": (d,)}
@@ -35,6 +38,8 @@ def shapes(
             f"layers.{i}.norm_attn": (d,),
             f"layers.{i}.norm_mlp": (d,),
         }
+        if mlp == "plain":
+            del table[f"layers.{i}.w_v"]
         if qk_norm:
             table |= {f"layers.{i}.q_norm": (d_k,), f"layers.{i}.k_norm": (d_k,)}
     return table
@@ -62,7 +67,7 @@ def forward(
     activation: str = "silu",
     doc_ids: Tensor | None = None,
 ) -> Tensor:
-    """tokens (B, T) -> logits (B, T, V). Without `output` the embeddings are tied."""
+    """tokens (B, T) -> logits (B, T, V). Without `output` the embeddings are tied, without `w_v` there is no gate."""
 
     def rms_norm(x: Tensor, gain: Tensor) -> Tensor:
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + norm_eps) * gain
@@ -79,12 +84,20 @@ def forward(
         k, v = (x.repeat_interleave(n_heads // k.shape[1], dim=1) for x in (k, v))
         h = h + attention(q, k, v, d_k**-0.5, doc_ids) @ w["wo"]
         x = rms_norm(h, w["norm_mlp"])
-        h = h + (x @ w["w_u"].T * {"silu": silu, "gelu": gelu}[activation](x @ w["w_v"].T)) @ w["w_down"]
+        h = h + hidden(w, x, activation) @ w["w_down"]
     return rms_norm(h, weights["norm_final"]) @ weights.get("output", weights["embedding"]).T
+
+
+def hidden(w: dict[str, Tensor], x: Tensor, activation: str) -> Tensor:
+    """Eqs. 17 and 18; without `w_v` the activation is applied to u itself."""
+    u = x @ w["w_u"].T
+    return u * ACTIVATIONS[activation](x @ w["w_v"].T) if "w_v" in w else ACTIVATIONS[activation](u)
 
 
 def n_params(model: Any) -> int:
     """Of a config without QK-norm, with as many keys as heads."""
     assert not model.qk_norm
     d, n_layers, ffn, vocabulary = model.d_model, model.n_layers, model.d_mlp, model.vocab_size
-    return (2 - model.tied_embeddings) * vocabulary * d + n_layers * (4 * d * d + 3 * d * ffn) + (2 * n_layers + 1) * d
+    matrices = {"gated": 3, "plain": 2}[model.mlp]
+    blocks = n_layers * (4 * d * d + matrices * d * ffn) + (2 * n_layers + 1) * d
+    return (2 - model.tied_embeddings) * vocabulary * d + blocks

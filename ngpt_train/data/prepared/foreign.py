@@ -90,7 +90,7 @@ def open_megatron(
     prefix = files["train"]
     ids, offsets, sha256 = _open(prefix, tokenizer, hashes)
     n_documents = len(offsets) - 1
-    held_out = max(1, round(val_fraction * n_documents))
+    held_out = _held_out(n_documents, val_fraction)
     if held_out >= n_documents:
         raise DataError(
             f"{_file(prefix, '.idx')}: of {n_documents} documents data.val_fraction={val_fraction} leaves none for "
@@ -105,6 +105,21 @@ def open_megatron(
         tokens = Tokens(split, prefix, [ids[start:end]], tokenizer.eos, [own])
         splits[split] = (tokens, canonical_hash([sha256, start, end]))
     return splits
+
+
+def count_tokens(path: Path, given: str | None, val_fraction: float) -> int:
+    """Tokens of the training split, from sizes and Megatron's index alone. given: data.path. Raises DataError where
+    there are no such files."""
+    megatron = find_megatron(path)
+    if megatron is None:
+        return find_nanogpt(path, given)["train"].stat().st_size // 2
+    offsets = _read_index(_file(megatron["train"], ".idx"))[1]
+    held_out = _held_out(len(offsets) - 1, val_fraction) if megatron["train"] == megatron["validation"] else 0
+    return int(offsets[max(0, len(offsets) - 1 - held_out)])
+
+
+def _held_out(n_documents: int, val_fraction: float) -> int:
+    return max(1, round(val_fraction * n_documents))
 
 
 def _whole(split: str, prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[Tokens, str]:

@@ -21,7 +21,7 @@ from ngpt_train.core.files import write_atomically
 from ngpt_train.data.hashes import canonical_hash
 from ngpt_train.data.sources.hub_client import HubClient, HubFile, endpoint
 from ngpt_train.data.sources.readers import checked_text, no_field, read_file
-from ngpt_train.data.sources.text import EXTENSIONS, FetchError, Shard, Source, extension
+from ngpt_train.data.sources.text import EXTENSIONS, FetchError, Shard, Source, extension, text_size
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,12 @@ def list_hub(data: DataConfig) -> Source:
         )
     shards = tuple(
         # Equal files are equal shards, whatever they are called; the extension decides how they are read.
-        Shard(f"{data.repo}@{commit}:{path}", f"{file.etag}:{file.size}:{extension(Path(path))}", (path,))
+        Shard(
+            f"{data.repo}@{commit}:{path}",
+            f"{file.etag}:{file.size}:{extension(Path(path))}",
+            (path,),
+            size=text_size(Path(path), file.size),
+        )
         for path, file in files.items()
     )
     reader = HubText(data.repo, commit, files, data.text_field, data.fetch_minutes)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.sources.text import EXTENSIONS, Shard, Source, Unit, extension
+from ngpt_train.data.sources.text import COMPRESSED, EXTENSIONS, Shard, Source, Unit, extension, text_size
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +23,6 @@ NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-pa
 DOCUMENTS_SHARD = 1 << 20  # bytes of files of one document that share a shard
 # Bytes of text in a unit: enough that its start costs nothing, little enough that all processes end together.
 UNIT_BYTES = 1 << 23
-# What text is compressed to, roughly.
-COMPRESSED = 1 / 3
 
 
 @dataclass(frozen=True)
@@ -147,7 +145,8 @@ def shards_of(source: Source, hashes: FileHashes) -> tuple[Shard, ...]:
     for group in groups:
         name = str(group[0].relative_to(root)) + (f" to {group[-1].relative_to(root)}" if len(group) > 1 else "")
         identity = canonical_hash([source.settings, [identities[file] for file in group]])
-        shards.append(Shard(name, identity, tuple(map(str, group))))
+        n_bytes = sum(text_size(file, file.stat().st_size) for file in group)
+        shards.append(Shard(name, identity, tuple(map(str, group)), size=n_bytes))
     return tuple(shards)
 
 
@@ -172,7 +171,7 @@ def units_of(source: Source, hashes: FileHashes) -> list[Unit]:
         group, size = [], 0
 
     for file in source.files:
-        n_bytes = _text_size(file)
+        n_bytes = text_size(file, file.stat().st_size)
         if n_bytes > UNIT_BYTES and (parts := _parts(file)):
             end_group()
             content = hashes.sha256(file)
@@ -186,11 +185,6 @@ def units_of(source: Source, hashes: FileHashes) -> list[Unit]:
         size += n_bytes
     end_group()
     return units
-
-
-def _text_size(file: Path) -> int:
-    plain = file.suffix.lower() in (".txt", ".jsonl", ".py")
-    return round(file.stat().st_size / (1 if plain else COMPRESSED))
 
 
 def _parts(file: Path) -> list[tuple[tuple[int, int], int]]:

@@ -15,6 +15,8 @@ from ngpt_train.data.hashes import FileHashes
 
 # Parquet compresses its own pages.
 EXTENSIONS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
+# What text is compressed to, roughly.
+COMPRESSED = 1 / 3
 # Text that a model is trained from at most: more changes few pieces and takes long.
 SAMPLE_CHARACTERS = 32_000_000
 SAMPLE_PIECE = 16_384
@@ -28,6 +30,11 @@ def extension(path: Path) -> str:
     return max((ending for ending in EXTENSIONS if name.endswith(ending)), key=len, default="")
 
 
+def text_size(path: Path, n_bytes: int) -> int:
+    """Roughly the bytes of text in a file of `n_bytes`, by its name alone."""
+    return round(n_bytes / (1 if path.suffix.lower() in (".txt", ".jsonl", ".py") else COMPRESSED))
+
+
 class FetchError(DataError):
     """A shard that cannot be reached, which says nothing about its content."""
 
@@ -37,13 +44,14 @@ class Shard:
     """A part of a text that is read as a whole: a file, several small ones, or a part of a large one.
 
     identity: changes with its content. part: of a single file, the row groups (parquet) from the first number to
-    before the second, or the lines (jsonl) that begin at these bytes.
+    before the second, or the lines (jsonl) that begin at these bytes. size: roughly bytes of text, 0 where unknown.
     """
 
     name: str
     identity: str
     files: tuple[str, ...]
     part: tuple[int, int] | None = None
+    size: int = 0
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ class ShardCache:
         Raises FetchError where it cannot be reached, DataError where it is faulty, unless bad shards are skipped, or
         where the disk is full.
         """
-        target = self._directory / canonical_hash([shard.identity, self._text_field])[:32]
+        target = self._place(shard)
         for _ in range(MOST_ATTEMPTS):
             if not (target / HEADER).exists():
                 self._build(target, shard)
@@ -67,6 +67,16 @@ class ShardCache:
                 logger.warning("%s: the decoded copy in %s is damaged (%s) and made again", shard.name, target, error)
             _remove(target)
         raise DataError(f"{shard.name}: the decoded copy in {target} is damaged again and again; is the disk faulty?")
+
+    def bytes_if_here(self, shard: Shard) -> int | None:
+        """Bytes of text of a shard that is decoded already, else None. Fetches nothing."""
+        try:
+            return int(read_header(self._place(shard))["bytes"])
+        except (OSError, ValueError, KeyError, TypeError):  # absent, or damaged: whoever opens it says so
+            return None
+
+    def _place(self, shard: Shard) -> Path:
+        return self._directory / canonical_hash([shard.identity, self._text_field])[:32]
 
     def _check(self, target: Path, documents: Documents) -> None:
         """Raises ValueError where the text is not what was written; computed once per version of the file."""

@@ -49,6 +49,15 @@ class StreamedText:
     def open(self, skipped: Mapping[str, str] | None = None) -> OpenShards:
         return OpenShards(self.cache, self.shards, self.val_fraction, self.settings.open_shards, skipped or {})
 
+    def about_bytes(self) -> float:
+        """Bytes of all text, held-out text included: of shards that are decoded on this machine as they are, of the
+        others by their sizes, at the ratio of those. Fetches nothing."""
+        found = {shard: self.cache.bytes_if_here(shard) for shard in self.shards}
+        decoded = {shard: n_bytes for shard, n_bytes in found.items() if n_bytes}  # one that is skipped has none
+        size = sum(shard.size for shard in decoded)
+        ratio = sum(decoded.values()) / size if size else 1.0
+        return sum(ratio * shard.size if n_bytes is None else n_bytes for shard, n_bytes in found.items())
+
     def fetch(self, start: Start, share: Share) -> None:
         """Fetches and decodes the shards that a rank's first rows need. Raises DataError."""
         settings, text = self.settings, self.open(start.skipped)

@@ -1,7 +1,7 @@
 """GPT, the baseline: pre-norm RMSNorm, RoPE, SwiGLU, untied embeddings, no biases (the Llama layout).
 
 Sections 2.1 to 2.4 of the nGPT paper, left column of Table 1. model.qk_norm adds QK-norm, because a baseline without
-it is a weak one.
+it is a weak one. model.mlp=plain takes the gate out of the MLP.
 """
 
 import math
@@ -13,7 +13,8 @@ from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.layers.attention import Attention, Heads
 from ngpt_train.models.layers.documents import Mask
-from ngpt_train.models.layers.mlp import MLP
+from ngpt_train.models.layers.dropout import Dropout
+from ngpt_train.models.layers.mlp import MLP, PlainMLP
 from ngpt_train.models.layers.norms import RMSNorm
 from ngpt_train.models.layers.rope import Rope, rotate
 
@@ -26,11 +27,13 @@ class GPTBlock(nn.Module):
         self.norm_attn = RMSNorm(config.d_model, config.norm_eps)
         self.attention = GPTAttention(config, causal)
         self.norm_mlp = RMSNorm(config.d_model, config.norm_eps)
-        self.mlp = MLP(config, config.activation)
+        plain = config.mlp == "plain"
+        self.mlp = PlainMLP(config, config.activation) if plain else MLP(config, config.activation)
+        self.drop_attn, self.drop_mlp = Dropout(config.residual_dropout), Dropout(config.residual_dropout)
 
-    def forward(self, h: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
-        h = h + self.attention(self.norm_attn(h), rope, mask)  # eq. 4
-        h = h + self.mlp(self.norm_mlp(h))  # eq. 5
+    def forward(self, h: Tensor, rope: Rope | None, mask: Mask, seeds: Tensor | None = None) -> Tensor:
+        h = h + self.drop_attn(self.attention(self.norm_attn(h), rope, mask, None, seeds), seeds)  # eq. 4
+        h = h + self.drop_mlp(self.mlp(self.norm_mlp(h)), seeds)  # eq. 5
         return h  # (B, T, d_model)
 
 

@@ -3,14 +3,13 @@
 Its decoder has positions and cross-attention (TnT paper, eq. 9); that of the authors' code has neither.
 """
 
-import math
-
 from torch import Tensor
 
 from ngpt_train.models.decoder import Head
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.models.gpt.model import GPTAttention, GPTBlock
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
+from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.norms import RMSNorm
 from ngpt_train.models.layers.rope import Rope
 
@@ -22,13 +21,23 @@ class GPTDecoderBlock(GPTBlock):
         super().__init__(config)
         self.norm_cross = RMSNorm(config.d_model, config.norm_eps)
         self.cross = GPTAttention(config, causal=False)
+        self.drop_cross = Dropout(config.residual_dropout)
 
     def forward(  # type: ignore[override]
-        self, h: Tensor, rope: Rope | None, mask: Tensor | None, memory: Tensor, memory_mask: Tensor | None
+        self,
+        h: Tensor,
+        rope: Rope | None,
+        mask: Tensor | None,
+        memory: Tensor,
+        memory_mask: Tensor | None,
+        seeds: Tensor | None = None,
     ) -> Tensor:
-        h = h + self.attention(self.norm_attn(h), rope, mask)  # Table 1: h_A
-        h = h + self.cross(self.norm_cross(h), None, memory_mask, memory)  # Table 1: h_C, eq. 9
-        h = h + self.mlp(self.norm_mlp(h))  # Table 1: h_M
+        h_A = self.attention(self.norm_attn(h), rope, mask, None, seeds)
+        h = h + self.drop_attn(h_A, seeds)  # Table 1
+        h_C = self.cross(self.norm_cross(h), None, memory_mask, memory, seeds)
+        h = h + self.drop_cross(h_C, seeds)  # Table 1, eq. 9
+        h_M = self.mlp(self.norm_mlp(h))
+        h = h + self.drop_mlp(h_M, seeds)  # Table 1
         return h  # (B, T, d_model)
 
 
@@ -40,13 +49,6 @@ class GPTEncoderDecoder(EncoderDecoder):
         super().__init__(config, encoder, (GPTDecoderBlock(config) for _ in range(config.n_layers)))
         self.norm_encoder = RMSNorm(config.d_model, config.norm_eps)
         self.norm_final = RMSNorm(config.d_model, config.norm_eps)
-
-    def init_std(self, path: str) -> float:
-        """As in a decoder, but a block of the decoder writes three times into the residual stream."""
-        if not path.endswith((".wo", ".w_down")):
-            return 0.02
-        writes = 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)
-        return 0.02 / math.sqrt(writes)
 
     def memory(self, h: Tensor) -> Tensor:
         return self.norm_encoder(h)

@@ -4,8 +4,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.kernels.attention import Mask, attention
+from ngpt_train.kernels.attention import Mask, attention, attention_with_dropout
 from ngpt_train.kernels.rotary import Heads, RotaryOptions, rotary
+from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.linear import FusedLinear, OutputLinear
 from ngpt_train.models.layers.rope import Rope, rotate
 
@@ -17,6 +18,8 @@ class Attention(nn.Module):
 
     W_q is `(n_heads d_head, d_model)`, W_k and W_v are `(n_kv_heads d_head, d_model)`; the three are one product.
     W_o is `(n_heads d_head, d_model)`, applied from the right.
+
+    In training model.attention_dropout drops probabilities of the softmax.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Attention(nn.Module):
         rows = {"wq": self.d_q, "wk": self.d_kv, "wv": self.d_kv}
         self.wqkv = FusedLinear(rows, config.d_model, bias, unit_rows)
         self.wo = OutputLinear({"wo": self.d_q}, config.d_model, bias, unit_rows)
+        self.dropout = Dropout(config.attention_dropout)
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
         """rope(q), rope(k) and v in heads: projections `(B, T, d_q)`, `(B, S, d_kv)`, `(B, S, d_kv)` -> `Heads`."""
@@ -59,8 +63,13 @@ class Attention(nn.Module):
         """Concat(heads) W_o: heads `(B, T, n_heads, d_head)` -> `(B, T, d_model)`."""
         return self.wo(heads.flatten(2))  # eq. 14
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, memory: Tensor | None = None) -> Tensor:
-        """x `(B, T, d_model)` -> the same shape. memory `(B, S, d_model)` gives keys and values; without it x does."""
+    def forward(
+        self, x: Tensor, rope: Rope | None, mask: Mask, memory: Tensor | None = None, seeds: Tensor | None = None
+    ) -> Tensor:
+        """x `(B, T, d_model)` -> the same shape. memory `(B, S, d_model)` gives keys and values; without it x does.
+
+        seeds `(B,)`: of the block's dropout.
+        """
         if memory is None:
             q, k, v = self.heads_of_qkv(self.wqkv(x), rope)  # eq. 12
         else:
@@ -69,4 +78,9 @@ class Attention(nn.Module):
             k, v = F.linear(memory, w_kv).chunk(2, dim=-1)
             q, k, v = self.heads(F.linear(x, w_q), k, v, rope)
         q, k, v = (heads.to(x.dtype) for heads in (q, k, v))
-        return self.combine(attention(q, k, v, self.softmax_scale, self.causal, mask))  # eq. 13
+        if seeds is None or not self.dropout.p:
+            heads = attention(q, k, v, self.softmax_scale, self.causal, mask)  # eq. 13
+        else:
+            p, seeds = self.dropout.p, self.dropout.seeds_here(seeds)
+            heads = attention_with_dropout(q, k, v, self.softmax_scale, self.causal, mask, p, seeds)
+        return self.combine(heads)

@@ -1,4 +1,4 @@
-"""The gated MLP of all architectures but NormFormer, whose MLP has no gate."""
+"""The MLP with a gate, of most architectures, and the one without, of NormFormer and of GPT's model.mlp=plain."""
 
 from collections.abc import Callable
 
@@ -42,3 +42,38 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """x `(B, T, d_model)` -> the same shape."""
         return self.w_down(self.hidden(x).to(x.dtype))  # eq. 19
+
+
+def relu2(x: Tensor) -> Tensor:
+    """ReLU(x)^2."""
+    return F.relu(x).square()
+
+
+# The exact GELU, not the tanh approximation.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "relu2": relu2, "silu": F.silu}
+
+
+class PlainMLP(nn.Module):
+    """W_down norm(sigma(W_u x + b_u)) + b_down, an MLP without a gate: sigma is `activation`.
+
+    W_u and W_down are `(d_mlp, d_model)`, W_down is applied from the right. The biases and the norm of the hidden state
+    `(B, T, d_mlp)` are options.
+    """
+
+    def __init__(
+        self, config: ModelConfig, activation: str, bias: bool = False, norm_ffn: nn.Module | None = None
+    ) -> None:
+        super().__init__()
+        self.d_mlp = config.d_mlp or 4 * config.d_model
+        self.activation = ACTIVATIONS[activation]
+        self.w_u = FusedLinear({"w_u": self.d_mlp}, config.d_model, bias)
+        self.w_down = OutputLinear({"w_down": self.d_mlp}, config.d_model, bias)
+        self.norm_ffn = norm_ffn or nn.Identity()
+
+    def hidden(self, x: Tensor) -> Tensor:
+        """sigma(W_u x + b_u) `(B, T, d_mlp)` of x `(B, T, d_model)`."""
+        return self.activation(self.w_u(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `(B, T, d_model)` -> the same shape."""
+        return self.w_down(self.norm_ffn(self.hidden(x)))

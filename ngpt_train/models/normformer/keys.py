@@ -13,6 +13,8 @@ from ngpt_train.config.model_keys import ModelConfig
 class NormFormerConfig(ModelConfig):
     """Pre-LayerNorm Transformer with the extra operations of the NormFormer paper, each with a switch of its own."""
 
+    applies_dropout = True
+
     name: str = key("normformer", "Architecture, chosen with model=NAME.")
     tied_embeddings: bool = key(True, "One matrix as input and output embedding.")
     post_attn_norm: bool = key(True, "LayerNorm of the attention's output.")
@@ -42,6 +44,11 @@ class NormFormerConfig(ModelConfig):
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if not self.uses_rope:
             yield from (("positions", name) for name in ("rope_base", "rope_layout"))
+
+    def refuses_rows_of(self, context: int) -> str | None:
+        if self.positions == "learned" and context > self.context:
+            return f"model.positions=learned knows the positions of {self.context} tokens"
+        return None
 
     def not_in_weights(self) -> set[str]:
         """The learned positions are a weight of shape `(context, d_model)`, so then context must agree."""

@@ -5,7 +5,6 @@ The paper has no equation numbers.
 """
 
 import math
-from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +14,8 @@ from ngpt_train.kernels.operation import without_kernel
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.attention import Attention, Heads
 from ngpt_train.models.layers.documents import Mask
-from ngpt_train.models.layers.linear import FusedLinear, OutputLinear
+from ngpt_train.models.layers.dropout import Dropout
+from ngpt_train.models.layers.mlp import PlainMLP
 from ngpt_train.models.layers.norms import LayerNorm
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.normformer.keys import NormFormerConfig
@@ -30,14 +30,17 @@ class NormFormerBlock(nn.Module):
         self.attention = HeadScaleAttention(config)
         self.norm_post_attn = LayerNorm(config.d_model, config.norm_eps) if config.post_attn_norm else nn.Identity()
         self.norm_mlp = LayerNorm(config.d_model, config.norm_eps)
-        self.mlp = NormFormerMLP(config)
+        norm_ffn = LayerNorm(config.d_mlp or 4 * config.d_model, config.norm_eps) if config.ffn_norm else None
+        self.mlp = PlainMLP(config, config.activation, config.bias, norm_ffn)  # W_1 is w_u, W_2 is w_down
         self.res_scale = LearnedScale(config.d_model) if config.res_scale else nn.Identity()
+        self.drop_attn, self.drop_mlp = Dropout(config.residual_dropout), Dropout(config.residual_dropout)
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
-        # NormScaledMHA(x) = x + LN(HeadScaleMHA(LN(x)))
-        x = x + self.norm_post_attn(self.attention(self.norm_attn(x), rope, mask))
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, seeds: Tensor | None = None) -> Tensor:
+        # NormScaledMHA(x) = x + LN(HeadScaleMHA(LN(x))), with dropout after the outer LN, as in the authors' code
+        normed = self.norm_post_attn(self.attention(self.norm_attn(x), rope, mask, None, seeds))
+        x = x + self.drop_attn(normed, seeds)
         # NormFFN(x) = lambda * x + LN(sigma(LN(x) W_1 + b_1)) W_2 + b_2
-        x = self.res_scale(x) + self.mlp(self.norm_mlp(x))
+        x = self.res_scale(x) + self.drop_mlp(self.mlp(self.norm_mlp(x)), seeds)
         return x  # (B, T, d_model)
 
 
@@ -77,32 +80,6 @@ class HeadScaleAttention(Attention):
             return super().combine(self.head_scale(heads.mT).mT)  # heads.mT: (B, T, d_head, n_heads)
         y = super().combine(heads).view_as(heads)
         return self.head_scale(y.mT).mT.flatten(2)
-
-
-def relu2(x: Tensor) -> Tensor:
-    """ReLU(x)^2."""
-    return F.relu(x).square()
-
-
-# The exact GELU, not the tanh approximation.
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu2": relu2}
-
-
-class NormFormerMLP(nn.Module):
-    """LN(sigma(x W_1 + b_1)) W_2 + b_2. W_1 is w_u and W_2 is w_down, both stored as `(d_mlp, d_model)`."""
-
-    def __init__(self, config: NormFormerConfig) -> None:
-        super().__init__()
-        d_mlp = config.d_mlp or 4 * config.d_model
-        self.activation = ACTIVATIONS[config.activation]
-        self.w_u = FusedLinear({"w_u": d_mlp}, config.d_model, config.bias)
-        self.w_down = OutputLinear({"w_down": d_mlp}, config.d_model, config.bias)
-        self.norm_ffn = LayerNorm(d_mlp, config.norm_eps) if config.ffn_norm else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x `(B, T, d_model)` -> the same shape."""
-        hidden = self.activation(self.w_u(x))  # sigma(x W_1 + b_1): (B, T, d_mlp)
-        return self.w_down(self.norm_ffn(hidden))
 
 
 class LearnedScale(nn.Module):

@@ -12,7 +12,7 @@ the row, and is always causal.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
+from ngpt_train.models.layers.dropout import Dropout, with_seeds
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.powernorm.keys import PowerNormConfig
@@ -183,8 +184,8 @@ class PerToken(NormOverBatch):
     def forward(
         self, x: Tensor, valid: Tensor | None, running: RunningStatistics | None
     ) -> tuple[Tensor, BatchStatistics | None]:
-        y = F.layer_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.bias, self.eps)
-        return y.to(x.dtype), None
+        X = self.group_scaled(x.to(self.gain.dtype))
+        return F.layer_norm(X, self.gain.shape, self.gain, self.bias, self.eps).to(x.dtype), None
 
 
 NORMS: dict[str, type[NormOverBatch]] = {
@@ -204,6 +205,7 @@ class PowerNormBlock(nn.Module):
         self.attention = Attention(config, softmax_scale=1 / math.sqrt(config.d_model // config.n_heads))
         self.norm_mlp = NORMS[config.norm](config.d_model, config)
         self.mlp = MLP(config)
+        self.drop_attn, self.drop_mlp = Dropout(config.residual_dropout), Dropout(config.residual_dropout)
 
     def norms(self) -> tuple[NormOverBatch, NormOverBatch]:
         """The norms, in the order in which `forward` takes and returns their statistics."""
@@ -216,11 +218,12 @@ class PowerNormBlock(nn.Module):
         mask: Mask,
         valid: Tensor | None,
         running: tuple[RunningStatistics | None, RunningStatistics | None],
+        seeds: Tensor | None = None,
     ) -> tuple[Tensor, tuple[BatchStatistics | None, BatchStatistics | None]]:
         x, batch_attn = self.norm_attn(h, valid, running[0])
-        h = h + self.attention(x, rope, mask)
+        h = h + self.drop_attn(self.attention(x, rope, mask, None, seeds), seeds)
         x, batch_mlp = self.norm_mlp(h, valid, running[1])
-        h = h + self.mlp(x)
+        h = h + self.drop_mlp(self.mlp(x), seeds)
         return h, (batch_attn, batch_mlp)  # h (B, T, d_model)
 
 
@@ -241,12 +244,20 @@ class PowerNormDecoder(Decoder):
                 if isinstance(norm, PowerNorm):
                     norm.n_warmup.zero_()
 
-    def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
+    def stack(
+        self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None, seeds: Tensor | None = None
+    ) -> Tensor:
         """The blocks and the last norm; updates the running statistics in training."""
         valid = None if doc_ids is None else doc_ids >= 0
         warming_up = self.step < self.warmup_steps
-        for block in cast(Iterable[PowerNormBlock], self.layers):
-            h = run_and_update(block.norms(), warming_up, self.loss_scale, partial(block, h, rope, mask, valid))
+
+        def pass_block(
+            block: PowerNormBlock, h: Tensor, of_block: Sequence[Tensor], running: tuple[RunningStatistics | None, ...]
+        ) -> tuple[Tensor, tuple[BatchStatistics | None, ...]]:
+            return cast(Any, block)(h, rope, mask, valid, running, *of_block)
+
+        for block, of_block in with_seeds(cast(Iterable[PowerNormBlock], self.layers), seeds):
+            h = run_and_update(block.norms(), warming_up, self.loss_scale, partial(pass_block, block, h, of_block))
 
         def final_norm(running: tuple[RunningStatistics | None, ...]) -> tuple[Tensor, tuple[BatchStatistics | None]]:
             x, batch = self.norm_final(h, valid, *running)

@@ -17,18 +17,19 @@ from ngpt_train.kernels.cross_entropy import ALIGNMENT
 from ngpt_train.kernels.gpu.cross_entropy import BLOCK, NUM_WARPS, cross_entropy_kernel
 
 
-def cross_compile(capability: int, dtype: str, n_vocab: int, gradient: bool, with_z_loss: bool) -> str:
+def cross_compile(capability: int, dtype: str, n_vocab: int, gradient: bool, with_options: bool) -> str:
     """What the kernel takes, for logits of `dtype` ("bf16") and a vocabulary."""
     kernel, names = cross_entropy_kernel, cross_entropy_kernel.arg_names
     constants = {"ignored": IGNORED, "gradient": gradient, "block": BLOCK}
     types = {"logits_ptr": f"*{dtype}", "targets_ptr": "*i64", "losses_ptr": "*fp32"}
-    types |= {"z_terms_ptr": "*fp32", "n_vocab": "i32", "stride": "i32", "z_loss": "fp32"}
-    if not with_z_loss:
-        constants["z_terms_ptr"] = None
+    types |= {"z_terms_ptr": "*fp32", "smoothing_ptr": "*fp32", "n_vocab": "i32", "stride": "i32"}
+    types |= {"z_loss": "fp32", "label_smoothing": "fp32"}
+    if not with_options:
+        constants |= {"z_terms_ptr": None, "smoothing_ptr": None}
     types |= dict.fromkeys(constants, "constexpr")
     # As Triton finds out at a launch: what torch allocates is aligned, and so is a multiple of 16.
     multiples = ["logits_ptr", "targets_ptr", "losses_ptr", "stride"] + ["n_vocab"] * (n_vocab % 16 == 0)
-    multiples += ["z_terms_ptr"] * with_z_loss
+    multiples += ["z_terms_ptr", "smoothing_ptr"] * with_options
     assert ALIGNMENT % 16 == 0
     attributes = {(names.index(name),): [["tt.divisibility", 16]] for name in multiples}
     source = ASTSource(kernel, {name: types[name] for name in names}, constants, attributes)
@@ -50,6 +51,6 @@ def cross_compile(capability: int, dtype: str, n_vocab: int, gradient: bool, wit
 if __name__ == "__main__":
     for capability in (80, 90):
         for dtype, n_vocab in (("bf16", 32000), ("bf16", 50257), ("bf16", 131072), ("fp32", 32000)):
-            for gradient, with_z_loss in ((True, True), (True, False), (False, False)):
-                said = cross_compile(capability, dtype, n_vocab, gradient, with_z_loss)
-                print(f"sm_{capability} {dtype} V={n_vocab} gradient={gradient} z_loss={with_z_loss}: {said}")
+            for gradient, with_options in ((True, True), (True, False), (False, False)):
+                said = cross_compile(capability, dtype, n_vocab, gradient, with_options)
+                print(f"sm_{capability} {dtype} V={n_vocab} gradient={gradient} options={with_options}: {said}")

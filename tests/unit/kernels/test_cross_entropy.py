@@ -297,8 +297,8 @@ def test_without_values(dtype: torch.dtype) -> None:
     """Catches what a mode does not see: on the meta device there are no values that a host could ask for."""
     h, matrix, targets, scale = (t.detach().to("meta") for t in draw((23,), 64, 101, dtype))
     with dispatch.chosen("torch"):
-        outputs = linear_cross_entropy_forward._init_fn(h, matrix, targets, scale, 0.01, True, True, True)
-    assert [t.shape for t in outputs] == [(), (), h.shape, matrix.shape, scale.shape]
+        outputs = linear_cross_entropy_forward._init_fn(h, matrix, targets, scale, 0.01, True, True, True, 0.1)
+    assert [t.shape for t in outputs] == [targets.shape, (), h.shape, matrix.shape, scale.shape, ()]
 
 
 def test_the_refusals_refuse() -> None:
@@ -367,7 +367,8 @@ def test_recomputed(implementation) -> None:
 def test_opcheck(implementation, scaled: bool, z_loss: float, needed: tuple[bool, bool, bool]) -> None:
     """Catches an operation that changes or aliases an argument, and a fake kernel of another shape, stride or dtype."""
     h, matrix, targets, scale = (t.detach() for t in draw((2, 4), 64, 101, torch.bfloat16))
-    arguments = (h, matrix, targets, scale if scaled else None, z_loss, *needed[:2], needed[2] and scaled)
+    needed = (*needed[:2], needed[2] and scaled)
+    arguments = (h, matrix, targets, scale if scaled else None, z_loss, *needed, 0.1 if z_loss and scaled else 0.0)
     torch.library.opcheck(linear_cross_entropy_forward, arguments)
 
 

@@ -72,6 +72,9 @@ def test_a_step_waits_for_nothing(name: str, kernels: str, z_loss: float) -> Non
     tensor where torch wants a number."""
     architecture = ARCHITECTURES[name]
     options = [f"optim.z_loss={z_loss}", f"kernels={kernels}"]
+    if z_loss:
+        options += [f"model.{place}_dropout=0.1" for place in ("embedding", "residual", "attention")]
+        options += ["optim.label_smoothing=0.1"]
     config = run_config(
         name, TINY, RECIPE, rows=ROWS, context=T, micro_rows=ROWS // 2, parallel="single", options=options
     )
