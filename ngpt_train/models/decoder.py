@@ -116,6 +116,11 @@ class Decoder(nn.Module):
         """Whether project_ divides every row of every matrix by its length; if not, project_ does nothing."""
         return False
 
+    @property
+    def on_sphere(self) -> bool:
+        """Whether a row of a matrix stands for its direction alone, so that its length means nothing."""
+        return self.projects
+
     def project_(self, skipped: Tensor | None = None) -> None:
         """Imposes the architecture's constraint on its weights again, in place; here there is no constraint.
 

@@ -15,7 +15,7 @@ from ngpt_train.optim.loss_scale import SMALLEST
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
 from ngpt_train.training.signals import StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
-from ngpt_train.training.step import MicroBatch, StepResult, train_step
+from ngpt_train.training.step import NOBODY, MicroBatch, Observer, StepResult, train_step
 
 Record = dict[str, Any]
 
@@ -46,6 +46,7 @@ class Parts:
     meter: Meter
     after_step: Callable[[], None]  # tells the profiler that a step is over
     epoch_rows: Mapping[str, float] = field(default_factory=dict)  # of each source, "" without a mixture
+    telemetry: Observer = NOBODY  # observes one step in logging.telemetry
 
 
 def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
@@ -71,6 +72,11 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             for sink in parts.sinks:
                 sink.message(f"warning: {error} Training goes on; the next checkpoint is tried as planned.")
 
+    def log_telemetry() -> None:
+        for record in parts.telemetry.records():
+            for sink in parts.sinks:
+                sink.log(record)
+
     def evaluate() -> None:
         with explain_out_of_memory(state.micro_rows):
             metrics = parts.evaluate(state)
@@ -89,8 +95,9 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             for sink in parts.sinks:
                 sink.message(f"warning: data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
         reported |= position.skipped.keys()
+        observer = parts.telemetry if _due(state.step + 1, config.logging.telemetry) else NOBODY
         with explain_out_of_memory(state.micro_rows):
-            result = train_step(state, micro_batches, untouched=True, rows=rows)
+            result = train_step(state, micro_batches, untouched=True, rows=rows, observer=observer)
         state.interval.add(result)
         skipped_in_a_row = (skipped_in_a_row + 1) * without_remedy(result)
         logging = _due(state.step, config.logging.every)
@@ -133,6 +140,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         ending = reason is not None or state.step == last
         saving = ending or _due(state.step, config.checkpoint.every)
         if logging or saving:
+            log_telemetry()  # here the host waits for the device anyway
             check_finite(state, int(skipped_in_a_row))
         if saving:
             save(position, must=ending)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,8 +32,33 @@ class StepResult(NamedTuple):
     loss_scale: Tensor | None = None  # by which the step's loss was multiplied; None but with train.precision=fp16
 
 
+class Observer:
+    """Looks at a step and changes nothing of it; this one does not even look. Every rank has one, at the same steps."""
+
+    def before_step(self, state: TrainState, micro_batches: Sequence[MicroBatch]) -> None:
+        """Before the first forward pass. micro_batches: this rank's, on the device."""
+
+    def before_update(self, state: TrainState) -> None:
+        """Before the optimizer. Gradients are those of the whole step, averaged over ranks, and not yet clipped; with
+        train.precision=fp16 they are multiplied by the loss scale, `state.loss_scale.value`."""
+
+    def after_update(self, state: TrainState) -> None:
+        """After the projection. state.step and state.tokens count the step already."""
+
+    def records(self) -> list[dict[str, Any]]:
+        """Records of the steps seen since the last call, for the sinks. Waits for the device."""
+        return []
+
+
+NOBODY = Observer()
+
+
 def train_step(
-    state: TrainState, micro_batches: Sequence[MicroBatch], untouched: bool = False, rows: Tensor | None = None
+    state: TrainState,
+    micro_batches: Sequence[MicroBatch],
+    untouched: bool = False,
+    rows: Tensor | None = None,
+    observer: Observer = NOBODY,
 ) -> StepResult:
     """Forward and backward over this rank's micro batches, clip, optimizer step, projection.
 
@@ -46,6 +71,7 @@ def train_step(
 
     rows: int64, the numbers of this rank's rows in the batch of all ranks, in their order here; dropout is a function
     of them. By default the rows of rank 0 come first, then those of rank 1, and so on.
+    observer: sees the weights and gradients at three moments of the step.
     """
     check_batches(micro_batches)
     world, config = state.world, state.config
@@ -58,6 +84,7 @@ def train_step(
     loss_scale = None if state.loss_scale is None else state.loss_scale.value
     if loss_scale is not None:  # the gradients are scaled until the optimizer divides them by it
         share = share * loss_scale
+    observer.before_step(state, batches)
     state.model.begin_step_(state.step, share)
     if config.train.cuda_graphs:
         hold_gradients(state.model)
@@ -83,6 +110,7 @@ def train_step(
     lr = lr_at(state.step, config.schedule, float(config.optim.lr), config.train.steps)
     if state.ema is not None and state.step == 0:  # weights may have been loaded since it was made
         state.ema.begin()
+    observer.before_update(state)
     apply_gradients(state, grad_norm, skipped, lr)
     if not isinstance(state.optimizer, RowAdam):  # RowAdam has projected every row already
         state.model.project_(skipped)
@@ -92,6 +120,7 @@ def train_step(
         state.loss_scale.update(skipped)
     state.step += 1
     state.tokens += n_tokens
+    observer.after_update(state)
     return StepResult(loss, grad_norm, n_tokens, skipped, lr, z_loss, loss_sum, loss_scale)
 
 

@@ -36,6 +36,7 @@ from ngpt_train.distributed import PRECISIONS, World, join_world, resolve_device
 from ngpt_train.evaluation import Evaluations, RowFiles, unigram_loss
 from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
+from ngpt_train.observe.telemetry import Telemetry
 from ngpt_train.report.curves import plot_run
 from ngpt_train.training import TrainState, build_state
 from ngpt_train.training.checkpoint import Checkpoints, load_model, load_state, step_of
@@ -45,6 +46,7 @@ from ngpt_train.training.profile import profiled
 from ngpt_train.training.provenance import describe_start
 from ngpt_train.training.run_directory import DONE, RunDirectory, initial_checkpoint
 from ngpt_train.training.signals import StopRequest
+from ngpt_train.training.step import NOBODY
 
 logger = logging.getLogger(__name__)
 
@@ -224,7 +226,8 @@ def train_in(
         dtype = state.model.compute_dtype or state.model.embedding.dtype
         meter = Meter(flops, world.size, world.device, dtype)
         with profiled(config.train.profile, run.path / "profile", world) as after_step:
-            parts = Parts(feed, evaluate, save, sinks, meter, after_step, rows_of_an_epoch)
+            telemetry = Telemetry(state) if config.logging.telemetry else NOBODY
+            parts = Parts(feed, evaluate, save, sinks, meter, after_step, rows_of_an_epoch, telemetry)
             interruption = train(state, parts, stop)
         code, reason = 0, interruption or DONE
         if interruption:

@@ -186,6 +186,10 @@ class Spherical(Decoder):
     def projects(self) -> bool:
         return self.config.constraint == "projection"
 
+    @property
+    def on_sphere(self) -> bool:
+        return self.config.constraint != "none"
+
     def project_(self, skipped: Tensor | None = None) -> None:
         """Normalises every matrix and embedding along the embedding dimension: section 2.6, item 2."""
         if self.projects:
