@@ -17,7 +17,7 @@ from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_mul
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import auto_warmup
-from ngpt_train.config.schema import CheckpointConfig, Config
+from ngpt_train.config.schema import CheckpointConfig, Config, EvaluateConfig, GenerateConfig
 from ngpt_train.config.validate import Origin, mistake, report_together, show
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
@@ -39,9 +39,16 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
         _rows(config.data, config.model),
         _tokenizer(config.tokenizer),
         _checkpoints(config.checkpoint),
+        _contexts(config),
     )
     for conflict in conflicts:
         raise report_together(config, conflict, origins or {})
+
+
+def check_contexts(config: Config) -> None:
+    """Raises ConfigError unless config.model, which may be a checkpoint's, can be validated at eval.contexts."""
+    for conflict in _contexts(config):
+        raise report_together(config, conflict, {})
 
 
 def check_arguments(verb: str, overrides: Sequence[str]) -> None:
@@ -57,6 +64,9 @@ def check_verb(config: Config, verb: str) -> None:
     if getattr(section, "checkpoint", "") is None:
         fix = f"For example {verb}.checkpoint=runs/quickstart"
         raise mistake(f"{verb}.checkpoint=null: no checkpoint is named", fix)
+    if isinstance(section, (GenerateConfig, EvaluateConfig)) and section.average > 1 and section.weights == "ema":
+        fix = f"Set {verb}.average=1 or {verb}.weights=trained"
+        raise mistake(f"{verb}.average={section.average}, {verb}.weights=ema: an average of averages", fix)
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
         problem = "nothing to prepare" if config.data.kind == "tokens" else "one source at a time is prepared"
         raise mistake(f"data.kind={config.data.kind}: {problem}", "Choose text: data=embedded, local or hf")
@@ -248,3 +258,13 @@ def _checkpoints(checkpoint: CheckpointConfig) -> Iterator[Conflict]:
     if keep is not None and (every == 0 or keep % every):
         fix = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"
         yield "checkpoint.keep_every checkpoint.every", "no checkpoint is written at these steps", fix
+
+
+def _contexts(config: Config) -> Iterator[Conflict]:
+    for context in config.eval.contexts or []:
+        problem = config.model.refuses_rows_of(context) if context != config.model.context else None
+        if problem:
+            yield "eval.contexts model.name model.context", problem, f"Leave {context} out of eval.contexts"
+    if config.eval.contexts and config.data.pack == "best_fit":
+        problem = "documents that fit together in one context are others in another, so the text would not be the same"
+        yield "eval.contexts data.pack", problem, "Leave eval.contexts out, or `evaluate` with data.pack=concat"

@@ -30,6 +30,13 @@ class EncoderDecoder(Decoder):
     def blocks(self) -> list[nn.Module]:
         return [*self.encoder, *self.layers]
 
+    def residual_writes(self, path: str) -> int:
+        """As in a decoder, but encoder and decoder have a residual stream each, and a block of the decoder writes three
+        times."""
+        if not path.endswith((".wo", ".w_down")):
+            return 1
+        return 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)
+
     def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
         """Any number of documents is allowed: doc_ids only mark padding, and attention uses a boolean mask."""
 

@@ -13,7 +13,7 @@ from ngpt_train.models import Decoder, build_model, export_weights, load_weights
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
-from ngpt_train.models.ngpt.keys import AlphaConfig, MLPScaleConfig, NGPTConfig, ScaleVectorConfig
+from ngpt_train.models.ngpt.keys import AlphaConfig, MLPScaleConfig, NGPTConfig, QKScaleConfig, ScaleVectorConfig
 from ngpt_train.models.normformer.keys import NormFormerConfig
 from ngpt_train.models.ntransformer.keys import NTransformerConfig
 from ngpt_train.models.powernorm.keys import PowerNormConfig
@@ -72,14 +72,16 @@ def spherical(
     config: type[ModelConfig], reference: Any, scales: Scales | None, options: dict[str, Any]
 ) -> Architecture:
     """`scales`: kind, init and scale of those that are not the paper's."""
-    kinds = {"s_qk": ScaleVectorConfig, "s_z": ScaleVectorConfig, "s_u": MLPScaleConfig, "s_v": MLPScaleConfig}
+    kinds = {"s_qk": QKScaleConfig, "s_z": ScaleVectorConfig, "s_u": MLPScaleConfig, "s_v": MLPScaleConfig}
     chosen = {name: kinds.get(name, AlphaConfig)(*three) for name, three in (scales or {}).items()}
+    shared = options.pop("shared_s_qk", False)
+    if shared:
+        chosen["s_qk"] = QKScaleConfig(shared=True)
     parametrization = options.get("constraint") == "parametrization"
-    names = ("alpha_sign", "qk_norm", "update", "activation", "rope_layout", "rope_base")
-    told = {name: options[name] for name in names if name in options}
+    told = {name: x for name, x in options.items() if name not in ("constraint", "tied_embeddings")}
     return Architecture(
         config,
-        partial(reference.shapes, scales=scales, tied=options.get("tied_embeddings", False)),
+        partial(reference.shapes, scales=scales, tied=options.get("tied_embeddings", False), shared_s_qk=shared),
         partial(reference.random_weights, scales=scales, parametrization=parametrization),
         partial(reference.forward, scales=scales, parametrization=parametrization, **told),
         reference.n_params,
@@ -138,6 +140,10 @@ SCALARS = {
     "alpha_attn": ("scalar", 0.05, 0.1),
     "alpha_mlp": ("scalar", 0.25, 0.1),
 }
+# Attention by LERP, the MLP by SLERP half way, one s_qk for all heads, and the eps of Norm: engpt, but for the eps's
+# size, which is such that the tests see it.
+ENGPT_SCALES: Scales = {"alpha_mlp": ("fixed", 0.5, 1.0)}
+ENGPT = {"update_mlp": "slerp", "shared_s_qk": True, "norm_eps": 1e-2, "constraint": "parametrization"}
 FIXED = {
     "s_qk": ("fixed", 1.5, 0.3),
     "s_u": ("fixed", 0.5, 1.0),
@@ -163,8 +169,16 @@ VARIANTS = {
     "gpt interleaved": gpt_with(rope_layout="interleaved", qk_norm=True),
     "ngpt slerp": ngpt_with(update="slerp"),
     "ngpt riemannian": ngpt_with(update="riemannian"),
+    "ngpt blocks": ngpt_with(update="slerp", update_attn="riemannian", update_mlp="lerp"),
+    "ngpt slerp in the mlp": ngpt_with(update_mlp="slerp"),
+    "ngpt eps": ngpt_with(norm_eps=1e-2),
+    "ngpt eps without qk-norm": ngpt_with(norm_eps=1e-2, qk_norm=False, update="riemannian"),
+    "ngpt shared s_qk": ngpt_with(shared_s_qk=True),
+    "ngpt engpt": ngpt_with(ENGPT_SCALES, **ENGPT),
     "ngpt free alpha": ngpt_with(alpha_sign="free"),
     "ngpt without qk-norm": ngpt_with(qk_norm=False),
+    "ngpt without qk-norm, scores of 1": ngpt_with(qk_norm=False, softmax_scale="d/sqrt(d_k)"),
+    "ngpt small scores": ngpt_with(softmax_scale="1/sqrt(d_k)"),
     "ngpt gelu": ngpt_with(activation="gelu"),
     "ngpt tied": ngpt_with(tied_embeddings=True),
     "ngpt interleaved": ngpt_with(rope_layout="interleaved"),
@@ -189,8 +203,15 @@ VARIANTS = {
     "gpt_encoder_decoder interleaved": gpt_encoder_decoder_with(rope_layout="interleaved", qk_norm=True),
     "ntransformer slerp": ntransformer_with(update="slerp"),
     "ntransformer riemannian": ntransformer_with(update="riemannian"),
+    "ntransformer blocks": ntransformer_with(update_attn="slerp", update_cross="riemannian"),
+    "ntransformer slerp in cross": ntransformer_with(update_cross="slerp", update_mlp="riemannian"),
+    "ntransformer eps": ntransformer_with(norm_eps=1e-2),
+    "ntransformer shared s_qk": ntransformer_with(shared_s_qk=True),
+    "ntransformer engpt": ntransformer_with(ENGPT_SCALES, **ENGPT),
     "ntransformer free alpha": ntransformer_with(alpha_sign="free"),
     "ntransformer without qk-norm": ntransformer_with(qk_norm=False),
+    "ntransformer without qk-norm, scores of 1": ntransformer_with(qk_norm=False, softmax_scale="d/sqrt(d_k)"),
+    "ntransformer small scores": ntransformer_with(softmax_scale="1/sqrt(d_k)"),
     "ntransformer gelu": ntransformer_with(activation="gelu"),
     "ntransformer tied": ntransformer_with(tied_embeddings=True, rope_base=50.0),
     "ntransformer interleaved": ntransformer_with(rope_layout="interleaved"),

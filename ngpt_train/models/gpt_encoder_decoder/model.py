@@ -3,8 +3,6 @@
 Its decoder has positions and cross-attention (TnT paper, eq. 9); that of the authors' code has neither.
 """
 
-import math
-
 from torch import Tensor
 
 from ngpt_train.models.decoder import Head
@@ -51,13 +49,6 @@ class GPTEncoderDecoder(EncoderDecoder):
         super().__init__(config, encoder, (GPTDecoderBlock(config) for _ in range(config.n_layers)))
         self.norm_encoder = RMSNorm(config.d_model, config.norm_eps)
         self.norm_final = RMSNorm(config.d_model, config.norm_eps)
-
-    def init_std(self, path: str) -> float:
-        """As in a decoder, but a block of the decoder writes three times into the residual stream."""
-        if not path.endswith((".wo", ".w_down")):
-            return 0.02
-        writes = 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)
-        return 0.02 / math.sqrt(writes)
 
     def memory(self, h: Tensor) -> Tensor:
         return self.norm_encoder(h)

@@ -34,7 +34,8 @@ class PowerNormConfig(ModelConfig):
     )
     group_scaling: IntOrAuto = key(
         AUTO,
-        "Groups of channels brought to a quadratic mean of 1 before a norm over the batch; auto is n_heads, 0 none.",
+        "Layer-scale (A.1): groups of channels brought to a quadratic mean of 1 before each norm; 1 is the paper's, 0 "
+        "none. auto is n_heads, as in the authors' code, and 0 before LayerNorm.",
         minimum=0,
     )
     statistics: str = key(
@@ -58,7 +59,7 @@ class PowerNormConfig(ModelConfig):
         if self.norm != "pn":
             yield from (("norm", name) for name in ("psi_warmup_steps", "alpha_bkw"))
         if self.norm == "layer":
-            yield from (("norm", name) for name in ("alpha_fwd", "group_scaling", "statistics"))
+            yield from (("norm", name) for name in ("alpha_fwd", "statistics"))
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         if self.group_scaling and self.d_model % int(self.group_scaling):

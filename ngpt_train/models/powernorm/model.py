@@ -184,8 +184,8 @@ class PerToken(NormOverBatch):
     def forward(
         self, x: Tensor, valid: Tensor | None, running: RunningStatistics | None
     ) -> tuple[Tensor, BatchStatistics | None]:
-        y = F.layer_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.bias, self.eps)
-        return y.to(x.dtype), None
+        X = self.group_scaled(x.to(self.gain.dtype))
+        return F.layer_norm(X, self.gain.shape, self.gain, self.bias, self.eps).to(x.dtype), None
 
 
 NORMS: dict[str, type[NormOverBatch]] = {

@@ -53,6 +53,8 @@ class NormOverBatch(nn.Module):
         self.bias = nn.Parameter(torch.empty(size))
         # Sums a tensor over ranks, with a gradient. distributed/statistics.py sets it if statistics are synchronised.
         self.over_ranks: Callable[[Tensor], Tensor] = this_rank_alone
+        # Sees the statistics of each batch in training before they move the running ones; set for telemetry alone.
+        self.on_batch: Callable[[BatchStatistics], None] | None = None
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.gain)
@@ -136,6 +138,8 @@ def run_and_update(
     running = tuple(norm.running_statistics(warming_up, loss_scale) for norm in norms)
     h, batches = compute(running)
     for norm, used, batch in zip(norms, running, batches, strict=True):
+        if norm.on_batch is not None and batch is not None:
+            norm.on_batch(batch)
         norm.update_(used, batch, loss_scale)
     return h
 

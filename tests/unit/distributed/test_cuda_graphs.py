@@ -162,7 +162,7 @@ def test_every_forward_pass_begins_a_step(pretended: Calls, steps: list[None]) -
     state = with_graphs("ngpt")
     ids = np.random.default_rng(0).integers(0, SMALL.vocab_size, 8 * T).astype(np.uint16)
     rows = NextToken(Tokens("validation", Path("tokens"), [ids], eos=0), RowFormat(T, eos=0))
-    validation = Validation(rows, np.full(SMALL.vocab_size, 2), n_rows=8)
+    validation = Validation(rows, np.full(SMALL.vocab_size, 2), np.arange(8))
     validation.chunk = 4
     validation(state.model, state.world)
     assert len(steps) == 2
