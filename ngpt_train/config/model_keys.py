@@ -78,6 +78,10 @@ class ModelConfig:
         """Why a model trained on rows of model.context tokens cannot read rows of `context`; None if it can."""
         return None
 
+    def kept_beyond_gpt(self) -> int:
+        """About how many values more than a block of GPT a block keeps of each token for its backward pass."""
+        return 0
+
     def source_length(self, context: int) -> int:
         """Of a row's `context` tokens those that an encoder reads."""
         return 0

@@ -2,8 +2,8 @@
 
 Weights, gradients, moments and the optimizer's bf16 copies are exact. The other items depend on when the device
 allocates and frees, and are estimates. GPT, nGPT, NormFormer and PowerNorm, in fp32 and bf16, eager and compiled, were
-counted to keep 0.7 to 1.2 times the activations that this file computes; tests/unit/report/test_plan.py counts some of
-them, eager.
+counted to keep 0.7 to 1.2 times the activations that this file computes, and compositions, eager, 0.8 to 1.3 times;
+tests/unit/report/test_plan.py counts some of them, eager.
 """
 
 from dataclasses import dataclass
@@ -112,6 +112,9 @@ def activation_items(config: Config, model: Decoder, size: int, compiled: bool, 
     wide = size if compiled else 4
     block = wide * 6 * shape.d_model + size * (3 * d_q + 3 * d_kv + 3 * d_mlp)
     formula = f"({wide} x 6 d_model + {size} x (3 d_q + 3 d_kv + 3 d_mlp))"
+    if more := shape.kept_beyond_gpt():
+        block += wide * more
+        formula = f"({formula} + {wide} x {more})"
     # The source, the beginning of a row, passes the encoder's blocks, the rest the decoder's. A decoder has no source.
     source = shape.source_length(shape.context)
     blocks_passed = (len(model.blocks()) - shape.n_layers) * source + shape.n_layers * (shape.context - source)  # a row

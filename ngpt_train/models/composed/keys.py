@@ -128,6 +128,13 @@ class ComposedConfig(PowerNormConfig):
             fix = nearest_multiples("model.d_mlp", d_mlp, groups)
             yield "model.group_scaling model.d_mlp", "the groups do not divide the MLP's hidden width", fix
 
+    def kept_beyond_gpt(self) -> int:
+        """A norm after a sublayer, LayerScale and x / max|x| keep values as wide as x, a norm of the MLP's hidden state
+        some as wide as that."""
+        peri = [self.placement_of(f) for f in ("attn", "mlp")].count("peri")
+        wide = 2 * peri + 2 * (self.layer_scale is not None) + 2 * (2 + peri) * (self.norm == "cogview")
+        return wide * self.d_model + (self.ffn_norm != "none") * (self.d_mlp or 4 * self.d_model)
+
     def refuses_rows_of(self, context: int) -> str | None:
         if self.positions == "learned" and context > self.context:
             return f"model.positions=learned knows the positions of {self.context} tokens"

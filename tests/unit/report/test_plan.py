@@ -197,6 +197,8 @@ def test_vocabulary_of_tokens_that_are_not_there(tmp_path: Path) -> None:
         ("ngpt", "fp32", 1.11),
         ("normformer", "fp32", 0.94),
         ("powernorm", "fp32", 1.21),
+        ("composed model.norm_placement=peri model.ffn_norm=norm model.norm=layer", "fp32", 0.97),
+        ("composed model.norm_placement=peri model.norm=cogview model.layer_scale=0.1", "bf16", 0.8),
         ("gpt", "bf16", 1.01),
         ("ngpt", "bf16", 0.76),
         ("normformer", "bf16", 1.01),
@@ -209,7 +211,7 @@ def test_activations_are_about_what_is_kept(model: str, precision: str, share: f
     MLP's width in each block."""
     options = ["scale=debug", "model.d_model=128", "model.n_heads=4", "model.context=128", "model.vocab_size=64"]
     options += ["train.batch_rows=4", "train.micro_rows=4", f"train.precision={precision}", "train.device=cpu"]
-    config = load_config([f"model={model}", *options, "train.compile=false"])
+    config = load_config([*f"model={model}".split(), *options, "train.compile=false"])
     state = build_state(config)
     size = state.model.compute_dtype.itemsize if state.model.compute_dtype else 4
     of_loss = 4 * 64 * 128 + size * 512 * 128
