@@ -96,12 +96,15 @@ class OptimConfig:
 
     name: str = key("adamw", "Optimizer; adam never decays.", choices=("adam", "adamw"))
     lr: FloatOrAuto = key(
-        AUTO, "Peak learning rate; auto looks up lr_table by scale and context.", above=0, maximum=1000
+        AUTO, "Peak learning rate; auto looks up lr_table by scale, context and budget.", above=0, maximum=1000
     )
-    # {scale: {context: lr}}, which validate.py checks: OmegaConf fails to merge two typed dicts of dicts.
+    # {scale: {context: lr or entries}}, which lr_table.py checks: OmegaConf fails to merge two typed dicts of dicts.
     lr_table: dict[str, Any] = key(
-        {}, "lr by scale, then context. The longest context within model.context counts, else the shortest there is."
+        {},
+        "lr by scale, then context, then tokens or steps of the whole run. The longest context within model.context "
+        "counts, else the shortest there is; of its entries the one with the nearest budget, by its logarithm.",
     )
+    lr_source: str = key("", "Where optim.lr is from, which the log says. With lr=auto the entry of lr_table says it.")
     betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
     eps: float = key(1e-8, "Adam's epsilon.", above=0, maximum=1)
     weight_decay: float = key(
@@ -124,6 +127,13 @@ class OptimConfig:
     )
     clip_norm: Union[float, None] = key(
         1.0, "Largest global gradient norm; larger gradients are scaled down to it. null: no clipping.", above=0
+    )
+    ema_decay: Union[float, None] = key(
+        None,
+        "Keeps a moving average of the weights: after each step ema <- ema_decay ema + (1 - ema_decay) w, for example "
+        "0.999. `evaluate` and `generate` use it with evaluate.weights=ema. null: none.",
+        above=0,
+        below=1,
     )
 
 
@@ -256,8 +266,22 @@ class LoggingConfig:
     """What is written while training."""
 
     every: int = key(10, "Steps between lines of metrics.jsonl and of the console.", **COUNT)
+    telemetry: int = key(
+        0,
+        "Steps between telemetry records (docs/telemetry.md): norms, updates, scales and attention of each layer; 0: "
+        "none. 100 costs less than 1 % of the time.",
+        **COUNT_OR_0,
+    )
     tensorboard: bool = key(False, "Write TensorBoard event files into the run directory as well.")
     wandb: WandbConfig = field(default_factory=WandbConfig)
+
+
+# Keys of `evaluate` and `generate` alike.
+AVERAGE = (
+    "Takes the mean of the weights of so many checkpoints: the run's newest ones, up to the one that is named. "
+    "checkpoint.keep_last says how many a run keeps."
+)
+WEIGHTS = "The trained weights, or their moving average, which a run keeps with optim.ema_decay."
 
 
 @dataclass
@@ -265,6 +289,8 @@ class GenerateConfig:
     """Sampling from a checkpoint (`generate`)."""
 
     checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
+    average: int = key(1, AVERAGE, minimum=1, maximum=1000)
+    weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
     prompt: str = key("", "Text to continue; empty starts a document.")
     max_new_tokens: int = key(200, "Tokens to sample at most.", **COUNT)
     temperature: float = key(0.8, "Divides the logits; 0 takes the most likely token.", minimum=0, maximum=1000)
@@ -280,6 +306,8 @@ class EvaluateConfig:
     """Validation loss of a checkpoint (`evaluate`) on data.*, eval.rows rows or eval.tokens targets."""
 
     checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
+    average: int = key(1, AVERAGE, minimum=1, maximum=1000)
+    weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
     out: Union[str, None] = key(
         None, "JSON file for the result; the loss of each row goes beside it as .npz. null prints only."
     )

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ngpt_train.config import lr_table
 from ngpt_train.config.keys import Conflict
 from ngpt_train.core.errors import ConfigError
 
@@ -86,6 +87,8 @@ class Key:
             return f"{text}; {_MISSING} stands for no value"
         if self._takes(value):
             return None
+        if self.is_table and isinstance(value, dict):
+            return lr_table.problem_of(value)
         if value == "":
             return f"empty, but {text}"
         if value is None and self.is_free_text:
@@ -123,7 +126,7 @@ class Key:
             return str in self.types and allowed
         if isinstance(value, list):
             return list in self.types and all(self._takes_item(x) for x in value)
-        return self.is_table and isinstance(value, dict) and _is_lr_table(value)
+        return self.is_table and isinstance(value, dict) and lr_table.problem_of(value) is None
 
     def _takes_item(self, item: Any) -> bool:
         if self.items is str:
@@ -253,16 +256,6 @@ def show(value: Any) -> str:
 def _is_finite(value: Any) -> bool:
     """A number that a float can hold."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def _is_lr_table(table: dict[Any, Any]) -> bool:
-    """Whether it is {scale: {context: lr}}."""
-    return all(
-        isinstance(scale, str)
-        and isinstance(row, dict)
-        and all(type(context) is int and context > 0 and _is_finite(lr) and lr > 0 for context, lr in row.items())
-        for scale, row in table.items()
-    )
 
 
 def _unquoted(text: str) -> Any:

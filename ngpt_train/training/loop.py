@@ -15,7 +15,7 @@ from ngpt_train.optim.loss_scale import SMALLEST
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
 from ngpt_train.training.signals import StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
-from ngpt_train.training.step import MicroBatch, StepResult, train_step
+from ngpt_train.training.step import NOBODY, MicroBatch, Observer, StepResult, train_step
 
 Record = dict[str, Any]
 
@@ -46,6 +46,7 @@ class Parts:
     meter: Meter
     after_step: Callable[[], None]  # tells the profiler that a step is over
     epoch_rows: Mapping[str, float] = field(default_factory=dict)  # of each source, "" without a mixture
+    telemetry: Observer = NOBODY  # observes one step in logging.telemetry
 
 
 def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
@@ -59,6 +60,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     last = config.train.stop_at or config.train.steps
     skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=world.device)
     reported: set[str] = set()  # names of skipped shards
+    rows = torch.arange(world.rank, config.train.rows_per_step, world.size)  # as data/loader.py deals them
     stop_together = StopTogether(stop, world, state.step)
 
     def save(position: Position, must: bool) -> None:
@@ -69,6 +71,11 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 raise
             for sink in parts.sinks:
                 sink.message(f"warning: {error} Training goes on; the next checkpoint is tried as planned.")
+
+    def log_telemetry() -> None:
+        for record in parts.telemetry.records():
+            for sink in parts.sinks:
+                sink.log(record)
 
     def evaluate() -> None:
         with explain_out_of_memory(state.micro_rows):
@@ -88,8 +95,9 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             for sink in parts.sinks:
                 sink.message(f"warning: data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
         reported |= position.skipped.keys()
+        observer = parts.telemetry if _due(state.step + 1, config.logging.telemetry) else NOBODY
         with explain_out_of_memory(state.micro_rows):
-            result = train_step(state, micro_batches, untouched=True)
+            result = train_step(state, micro_batches, untouched=True, rows=rows, observer=observer)
         state.interval.add(result)
         skipped_in_a_row = (skipped_in_a_row + 1) * without_remedy(result)
         logging = _due(state.step, config.logging.every)
@@ -132,6 +140,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         ending = reason is not None or state.step == last
         saving = ending or _due(state.step, config.checkpoint.every)
         if logging or saving:
+            log_telemetry()  # here the host waits for the device anyway
             check_finite(state, int(skipped_in_a_row))
         if saving:
             save(position, must=ending)
@@ -157,7 +166,8 @@ def spent(state: TrainState) -> Record:
 
 
 def epochs(rows: int, rows_by_source: Mapping[str, int] | None, epoch_rows: Mapping[str, float]) -> Record:
-    """epochs: how often the training text has been read, None where its size is not known. rows: of the run so far.
+    """epochs: how often the training text has been read, of streamed text an estimate; None on ranks that log nothing.
+    rows: of the run so far.
 
     Of a mixture, of the source that has been read most often; epochs_by_source has them all.
     """

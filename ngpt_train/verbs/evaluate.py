@@ -59,13 +59,16 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     result = {
         "checkpoint": str(restored.path),
         "step": restored.step,
+        **({"averaged_steps": list(restored.averaged_steps)} if restored.averaged_steps else {}),
+        **({"weights": restored.weights} if restored.weights != "trained" else {}),
         "data": data.path or data.kind,
         "data_fingerprint": dataset.fingerprint,
         **validation.metrics(losses),
     }
     if world.is_main:
+        of_what = f" ({restored.of_what})" if restored.of_what else ""
         print(
-            f"{result['checkpoint']} on {result['data']} ({result['rows']} rows): loss {result['loss']:.6f}  "
+            f"{result['checkpoint']}{of_what} on {result['data']} ({result['rows']} rows): loss {result['loss']:.6f}  "
             f"ppl {result['ppl']:.4f}  bits/byte {result['bits_per_byte']:.6f}"
         )
         for context in sorted(losses.keys() - {combined.model.context}):

@@ -77,8 +77,10 @@ def test_lr_is_looked_up_by_scale_and_context() -> None:
     def lr(*arguments: str) -> float | str:
         return load_config(["model=ngpt", "scale=0.5b", *arguments]).optim.lr
 
-    assert lr() == lr("model.context=512") == lr("model.context=2048") == 1.0e-3
-    assert lr("model.context=4096") == lr("model.context=6000") == 3.0e-3
+    assert lr() == lr("model.context=2048") == 1.0e-3
+    assert lr("model.context=512") == 1.5e-3  # half the tokens
+    assert lr("model.context=4096") == lr("model.context=6000") == 1.5e-3
+    assert lr("model.context=4096", "train.steps=20000") == 3.0e-3
     assert lr("optim.lr=1") == 1.0  # a float, though written as an integer
     assert isinstance(lr("optim.lr=1"), float)
 
@@ -203,7 +205,8 @@ def test_what_has_no_effect_is_none_or_the_default() -> None:
 
     assert powernorm() == (50, 4)
     assert powernorm("model.norm=batch", "model.psi_warmup_steps=auto") == (0, 4)
-    assert powernorm("model.norm=layer", "model.group_scaling=0") == (0, 0)
+    assert powernorm("model.norm=layer") == powernorm("model.norm=layer", "model.group_scaling=0") == (0, 0)
+    assert powernorm("model.norm=layer", "model.group_scaling=2") == (0, 2)
     load_config(["model.s_u.kind=fixed", "model.s_u.scale=1"])
     load_config(["model=normformer", "model.d_model=100", "model.n_heads=4"])  # without RoPE any width will do
 
@@ -219,7 +222,7 @@ def test_help_shows_the_keys_of_every_architecture(chosen: str) -> None:
             assert f" {key.name}=" in (own if same else others)
             assert key.doc in (own if same else others)
         assert architecture == chosen or f"model={architecture}: " in others
-    assert len([line for line in lines if line.startswith("  model.qk_norm=")]) == 2  # nGPT's, and the baseline's
+    assert len([line for line in lines if line.startswith("  model.qk_norm=")]) == 3  # those of nGPT, GPT and composed
     assert len([line for line in lines if line.startswith("  model.alpha_mlp.kind=")]) == 1
 
 

@@ -142,6 +142,8 @@ def test_harmless_change_on_resume(changes: list[str]) -> None:
         (["data.val_fraction=0.5"], "data.val_fraction: 0.02 -> 0.5"),
         (["data=local", "data.path=x"], "data.kind: embedded -> local"),
         (["optim.z_loss=1e-4"], "optim.z_loss: 0.0 -> 0.0001"),
+        (["optim.label_smoothing=0.1"], "optim.label_smoothing: 0.0 -> 0.1"),
+        (["model.residual_dropout=0.1"], "model.residual_dropout: 0.0 -> 0.1"),
         (["optim.clip_norm=null"], "optim.clip_norm: 1.0 -> null"),
         (["schedule.warmup_steps=3", "train.steps=1000"], "schedule.warmup_steps: 50 -> 3"),
         (["schedule.warmup_tokens=20000000"], "schedule.warmup_steps: 50 -> 39"),

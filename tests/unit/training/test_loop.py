@@ -88,7 +88,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> list[StepResult]:
     """Of every step that the loop takes; the gradient of BAD_STEP is not finite."""
     seen: list[StepResult] = []
 
-    def poisoned(state: TrainState, micro_batches: Any, untouched: bool) -> StepResult:
+    def poisoned(state: TrainState, micro_batches: Any, **options: Any) -> StepResult:
         bad = state.step == BAD_STEP
         handle = state.forward.register_forward_hook(
             lambda module, inputs, output: output._replace(
@@ -96,7 +96,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> list[StepResult]:
                 cross_entropy=output.cross_entropy * (math.nan if bad else 1),
             )
         )
-        seen.append(train_step(state, micro_batches, untouched=untouched))
+        seen.append(train_step(state, micro_batches, **options))
         handle.remove()
         return seen[-1]
 
