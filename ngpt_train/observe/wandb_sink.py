@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.schema import WandbConfig
+from ngpt_train.config.record_keys import WandbConfig
 
 OFFLINE_START_SECONDS = 30.0  # without the network, only a broken installation or disk takes this long
 
