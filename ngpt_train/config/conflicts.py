@@ -198,7 +198,7 @@ def _source(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
         yield path, "no data is named", "Set data.path=PATH"
     if data.kind == "mixture":
         texts = all(source.data.kind != "tokens" for source in mixture_of(data))
-        if tokenizer.kind == "sentencepiece" and tokenizer.path is None and texts:
+        if tokenizer.from_text and texts:
             fix = "Name one that was trained before, or choose another tokenizer"
             yield "tokenizer.path data.kind", "no model is trained from a mixture", fix
     elif data.mixture is not None:
@@ -217,6 +217,16 @@ def _source(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
         yield "data.files data.kind", "the text is not read from the hub", "Choose data=hf, or set data.path=GLOB"
     if not data.on_hub and data.text_gb is not None:
         yield "data.text_gb data.kind", "the size of the text is read from the files", "Leave data.text_gb out"
+    if data.val_files is not None and data.kind not in ("local", "hf", "openwebtext"):
+        fix = "Choose data=local or data=hf, or leave data.val_files out"
+        yield "data.val_files data.kind", "the text has no files to choose from", fix
+    for name in ("val_files", "keep_empty"):
+        if getattr(data, name) and data.streamed:
+            fix = f"Set data.streaming=false, or leave data.{name} out"
+            yield f"data.{name} data.kind data.streaming", "text is streamed without it", fix
+    if tokenizer.kind == "words" and tokenizer.from_text and data.streamed and data.kind != "mixture":
+        fix = "Set data.streaming=false, or name a vocabulary with tokenizer.path=FILE"
+        yield "tokenizer.kind data.streaming", "counting the words takes all of the text", fix
     if data.kind == "tokens" and data.streamed:
         fix = "Leave data.streaming out, or choose data=local"
         yield "data.streaming data.kind", "prepared shards are tokens already", fix

@@ -20,15 +20,15 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import redacted
 
-# What a resumed run may change: it alters neither a weight nor the order of the data. data.path and tokenizer.path may
-# move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
+# What a resumed run may change: it alters neither a weight nor the order of the data. data.path, data.val_files and
+# tokenizer.path may move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
 _HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", "generate", "evaluate", "plan", "bench")
 _HARMLESS = {
     "run": "name root resume overwrite max_time init_from",
     "scale": "name",
     "train": "stop_at profile micro_rows device compile cuda_graphs activation_checkpointing",
     "optim": "lr_table lr_source",
-    "data": "path out cache text_gb cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
+    "data": "path val_files out cache text_gb cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
     "tokenizer": "path",
     "eval": "every rows tokens budget contexts",
     "schedule": "warmup_tokens",  # the steps that it stands for are compared

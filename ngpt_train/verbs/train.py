@@ -107,12 +107,12 @@ def with_first_commits(config: Config, stored: Config) -> Config:
 
 
 def trained_tokenizer(config: Config, checkpoint: Path | None) -> Tokenizer | None:
-    """The SentencePiece model that the run trained from its text, read from its checkpoint.
+    """The SentencePiece model, or the words, that the run made from its text, read from its checkpoint.
 
     None for a new run, and for a run whose tokenizer comes from elsewhere.
     """
-    trained = config.tokenizer.kind == "sentencepiece" and config.tokenizer.path is None
-    if checkpoint is None or not trained or config.data.kind == "tokens":  # prepared tokens bring theirs
+    comes_with_tokens = config.data.kind == "tokens"
+    if checkpoint is None or not config.tokenizer.from_text or comes_with_tokens:
         return None
     return read_tokenizer(checkpoint, read_json(checkpoint / "tokenizer.json"))
 
