@@ -17,8 +17,9 @@ from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_mul
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import auto_warmup
-from ngpt_train.config.schema import CheckpointConfig, Config, EvaluateConfig, GenerateConfig
+from ngpt_train.config.schema import CheckpointConfig, Config
 from ngpt_train.config.validate import Origin, mistake, report_together, show
+from ngpt_train.config.verb_keys import EvaluateConfig, GenerateConfig
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")

@@ -162,7 +162,9 @@ class Spherical(Decoder):
     def drop_embedding(self, h: Tensor, seeds: Tensor | None) -> Tensor:
         """Back on the sphere, because the first update takes h as it is."""
         dropped = super().drop_embedding(h, seeds)
-        return dropped if dropped is h or self.config.constraint == "none" else normalize(dropped).to(h.dtype)
+        if dropped is h or self.config.constraint == "none":
+            return dropped
+        return normalize(dropped, self.config.norm_eps).to(h.dtype)
 
     def run_blocks(
         self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any, seeds: Tensor | None = None
