@@ -10,6 +10,8 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.models import Decoder, build_model, export_weights, load_weights
+from ngpt_train.models.composed.keys import ComposedConfig
+from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
@@ -17,7 +19,7 @@ from ngpt_train.models.ngpt.keys import AlphaConfig, MLPScaleConfig, NGPTConfig,
 from ngpt_train.models.normformer.keys import NormFormerConfig
 from ngpt_train.models.ntransformer.keys import NTransformerConfig
 from ngpt_train.models.powernorm.keys import PowerNormConfig
-from tests.reference import gpt, ngpt, normformer, ntransformer, powernorm
+from tests.reference import composed, gpt, ngpt, normformer, ntransformer, powernorm
 
 Shapes = dict[str, tuple[int, ...]]
 Scales = dict[str, tuple[str, float | str, float | str]]  # words such as 1/L: of tests without a reference
@@ -118,9 +120,36 @@ def powernorm_with(**options: Any) -> Architecture:
     return Architecture(PowerNormConfig, *tables, forward, powernorm.n_params, chosen)
 
 
+def composed_with(config: type[ModelConfig] = ComposedConfig, **options: Any) -> Architecture:
+    used = {name: value for name, value in options.items() if name in composed.DEFAULTS}
+    functions = (composed.random_weights, partial(composed.forward, **used), composed.n_params)
+    embedding_std = (lambda d_model: 0.5 * d_model**-0.5) if options.get("scaled_embedding") else lambda d_model: 0.02
+    no_statistics = {"psi_warmup_steps": 0, "group_scaling": 0}
+    table = partial(composed.shapes, context=CONTEXT, **used)
+    return Architecture(config, table, *functions, no_statistics | options, embedding_std)
+
+
+def composed_encoder_decoder_with(**options: Any) -> Architecture:
+    return composed_with(ComposedEncoderDecoderConfig, **options)
+
+
 CONTEXT = 96
+NORMFORMER = {  # in the words of the composed decoder
+    "norm": "layer",
+    "attn_norm_placement": "peri",
+    "ffn_norm": "norm",
+    "head_scale": "before",
+    "mlp": "plain",
+    "activation": "gelu",
+    "bias": True,
+    "positions": "sinusoidal",
+    "scaled_embedding": True,
+    "tied_embeddings": True,
+}
 # Each keeps the whole contract.
 ARCHITECTURES = {
+    "composed": composed_with(),
+    "composed+post": composed_with(norm="layer", norm_placement="post", bias=True, ffn_norm="gain", res_scale="both"),
     "gpt": gpt_with(),
     "gpt+qk_norm": gpt_with(qk_norm=True),
     "gpt+plain_mlp": gpt_with(mlp="plain"),
@@ -130,6 +159,8 @@ ARCHITECTURES = {
     "gpt_encoder_decoder": gpt_encoder_decoder_with(),
     "gpt_encoder_decoder+qk_norm": gpt_encoder_decoder_with(qk_norm=True),
     "ntransformer": ntransformer_with(),
+    "composed_encoder_decoder": composed_encoder_decoder_with(),
+    "composed_encoder_decoder+normformer": composed_encoder_decoder_with(**NORMFORMER),
 }
 BASELINE = {"post_attn_norm": False, "ffn_norm": False, "head_scale": "none"}
 SCALARS = {
@@ -162,6 +193,31 @@ STARTS = {
 }
 # Options, each held to the equations.
 VARIANTS = {
+    "composed normformer": composed_with(**NORMFORMER),
+    "composed peri": composed_with(norm="layer_no_bias", norm_placement="peri", qk_norm=True, bias=True),
+    "composed reordered": composed_with(norm_placement="reordered", res_scale="attn", mlp="plain", activation="relu"),
+    "composed mixed": composed_with(attn_norm_placement="post", mlp_norm_placement="reordered", norm="layer_no_gain"),
+    "composed layer scale": composed_with(
+        norm_placement="peri", layer_scale=1e-5, res_scale="both", norm="layer_plain"
+    ),
+    "composed cogview": composed_with(**NORMFORMER | {"norm": "cogview", "mlp_norm_placement": "peri"}, norm_eps=1e-2),
+    "composed cogview's gradient": composed_with(embedding_gradient=0.1, scaled_embedding=True, tied_embeddings=True),
+    "composed dyt": composed_with(norm="dyt", ffn_norm="norm", qk_norm=True, positions="none"),
+    "composed qkv norm": composed_with(norm="layer", qkv_norm=True, head_scale="after", positions="learned"),
+    "composed interleaved": composed_with(rope_layout="interleaved", rope_base=50.0, activation="gelu", qkv_norm=True),
+    "composed relu2": composed_with(norm_placement="post", mlp="plain", activation="relu2", ffn_norm="norm"),
+    "composed_encoder_decoder post": composed_encoder_decoder_with(
+        norm="layer", norm_placement="post", bias=True, layer_scale=0.1, res_scale="both"
+    ),
+    "composed_encoder_decoder peri": composed_encoder_decoder_with(
+        norm_placement="peri", qk_norm=True, qkv_norm=False, head_scale="after", ffn_norm="norm", rope_base=50.0
+    ),
+    "composed_encoder_decoder dyt": composed_encoder_decoder_with(
+        norm="dyt", norm_placement="reordered", mlp_norm_placement="pre", positions="none", res_scale="attn"
+    ),
+    "composed_encoder_decoder cogview": composed_encoder_decoder_with(
+        **NORMFORMER | {"norm": "cogview", "qkv_norm": True, "positions": "rotary"}, embedding_gradient=0.1
+    ),
     "gpt tied": gpt_with(tied_embeddings=True),
     "gpt gelu": gpt_with(activation="gelu"),
     "gpt plain gelu": gpt_with(mlp="plain", activation="gelu", qk_norm=True),

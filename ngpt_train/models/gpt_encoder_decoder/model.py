@@ -9,6 +9,7 @@ from ngpt_train.models.decoder import Head
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.models.gpt.model import GPTAttention, GPTBlock
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
+from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.norms import RMSNorm
 from ngpt_train.models.layers.rope import Rope
@@ -50,8 +51,10 @@ class GPTEncoderDecoder(EncoderDecoder):
         self.norm_encoder = RMSNorm(config.d_model, config.norm_eps)
         self.norm_final = RMSNorm(config.d_model, config.norm_eps)
 
-    def memory(self, h: Tensor) -> Tensor:
-        return self.norm_encoder(h)
+    def encode(
+        self, h: Tensor, rope: Rope | None, mask: Mask, valid: Tensor | None, seeds: Tensor | None = None
+    ) -> Tensor:
+        return self.norm_encoder(super().encode(h, rope, mask, valid, seeds))
 
     def head(self, h: Tensor) -> Head:
         return Head(self.norm_final(h), self.unembedding)

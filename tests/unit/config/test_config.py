@@ -222,7 +222,7 @@ def test_help_shows_the_keys_of_every_architecture(chosen: str) -> None:
             assert f" {key.name}=" in (own if same else others)
             assert key.doc in (own if same else others)
         assert architecture == chosen or f"model={architecture}: " in others
-    assert len([line for line in lines if line.startswith("  model.qk_norm=")]) == 2  # nGPT's, and the baseline's
+    assert len([line for line in lines if line.startswith("  model.qk_norm=")]) == 3  # those of nGPT, GPT and composed
     assert len([line for line in lines if line.startswith("  model.alpha_mlp.kind=")]) == 1
 
 

@@ -13,7 +13,7 @@ INTERNALS = ("Traceback", "hydra", "omegaconf", "full_key", "reference_type", "o
 # Arguments after `train`, then what the message must say.
 COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     # Names
-    (["model=ngtp"], ["model=ngtp", "did you mean ngpt", "options gpt, "]),
+    (["model=ngtp"], ["model=ngtp", "did you mean ngpt", "options composed, "]),
     (["modle=ngpt"], ["modle=ngpt", "did you mean model"]),
     (["train.step=10"], ["train.step=10", "train.steps"]),
     (["lr=1e-3"], ["lr=1e-3", "optim.lr"]),
@@ -102,7 +102,7 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["model=gpt,ngpt"], ["model=gpt,ngpt", "-m"]),
     (["optim.lr=1e-3,3e-3"], ["optim.lr=1e-3,3e-3", "-m"]),
     (["scale", "tiny"], ["scale: no '='", "scale=OPTION", "tiny"]),
-    (["model"], ["model: no '='", "one of gpt, "]),
+    (["model"], ["model: no '='", "one of composed, "]),
     (["train.steps", "=", "5"], ["train.steps: no '='", "without spaces"]),
     (["optim.lr = 3"], ["optim.lr = 3: a space", "Write optim.lr=3, without spaces"]),
     (["optim.lr= 3"], ["optim.lr= 3: a space", "Write optim.lr=3, without spaces"]),
@@ -138,6 +138,19 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["model=gpt", "model.activation=relu2"], ["model.activation=relu2, model.mlp=gated", "Set model.mlp=plain"]),
     (["model=gpt_encoder_decoder", "model.activation=relu2"], ["model.activation=relu2, model.mlp=gated"]),
     (["model=gpt", "model.mlp=swiglu"], ["model.mlp=swiglu", "gated or plain"]),
+    (["model=composed", "model.activation=relu"], ["model.activation=relu, model.mlp=gated", "Set model.mlp=plain"]),
+    (["model=composed", "model.norm_placement=sandwich"], ["model.norm_placement=sandwich", "pre, post, peri or"]),
+    (["model=composed", "model.qk_norm=true", "model.qkv_norm=true"], ["both normalise q and k", "to false"]),
+    (["model=composed", "model.norm=pn", "model.qk_norm=true"], ["model.qk_norm=true, model.norm=pn", "per token"]),
+    (
+        ["model=composed", "model.norm=pn", "model.ffn_norm=norm", "model.d_mlp=510"],
+        ["model.group_scaling=4, model.d_mlp=510", "the MLP's hidden width", "508 or 512"],
+    ),
+    (["model=composed", "model.alpha_fwd=0.8"], ["model.alpha_fwd=0.8, model.norm=rms", "no effect"]),
+    (["model=composed", "model.dyt_alpha=0.8"], ["model.dyt_alpha=0.8, model.norm=rms", "no effect"]),
+    (["model=composed", "model.norm=dyt", "model.norm_eps=0.1"], ["model.norm_eps=0.1, model.norm=dyt", "no effect"]),
+    (["model=composed", "model.positions=none", "model.rope_base=50"], ["model.positions=none", "no effect"]),
+    (["model=composed_encoder_decoder", "model.positions=learned"], ["rotary, sinusoidal or none"]),
     (["model=powernorm", "model.group_scaling=3"], ["model.group_scaling=3", "model.d_model=128", "2 or 4"]),
     (["model=powernorm", "model.norm=layer", "model.group_scaling=3"], ["model.group_scaling=3", "2 or 4"]),
     (
@@ -154,7 +167,7 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     ),
     (
         ["model=normformer", "model.qk_norm=true"],
-        ["model.qk_norm=true", "belongs to model=gpt, model=gpt_encoder_decoder, model=ngpt, "],
+        ["model.qk_norm=true", "belongs to model=composed, model=composed_encoder_decoder, model=gpt, "],
     ),
     (
         ["model=powernorm", "model.norm=pn_v", "model.psi_warmup_steps=5"],
