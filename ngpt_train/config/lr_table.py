@@ -86,7 +86,7 @@ def _amount(budget: float, unit: str) -> str:
     for size, word in ((1e9, "billion "), (1e6, "million "), (1e3, "thousand ")):
         if budget >= size and unit == "tokens":
             return f"{budget / size:.3g} {word}tokens"
-    return f"{budget:,.0f} {unit}"
+    return f"{budget:,.0f} {unit.removesuffix('s') if budget == 1 else unit}"
 
 
 def problem_of(table: Mapping[Any, Any]) -> str | None:

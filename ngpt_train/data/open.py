@@ -206,7 +206,7 @@ def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -
     """
     form = row_format(config, tokenizer.eos)
     rows, wanted = config.eval.rows, config.eval.tokens
-    longest = max(config.eval.contexts or [0])  # each context has at least a row
+    longest = max(config.model.context, *(config.eval.contexts or [0]))  # each context has at least a row
     ids: list[NDArray[np.integer]] = []
     n_tokens = n_documents = n_targets = full = 0
     enough = False

@@ -178,7 +178,7 @@ def linear_cross_entropy_forward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The cross-entropies `(N,)` of the N targets, 0 for one that does not count, the summed z-loss terms, the
     gradients of the loss by h, matrix and scale, and the summed smoothing terms e (z_t - mean_v z_v). The loss is the
-    sum of all.
+    sum of the three.
 
     A gradient that is not needed is an empty tensor, as are the terms of an option that is 0.
     """

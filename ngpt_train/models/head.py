@@ -35,7 +35,7 @@ class Head(NamedTuple):
     def loss(self, targets: Tensor, z_loss: float, label_smoothing: float = 0.0) -> Loss:
         """The loss of targets `(B, T)`, computed without holding all logits."""
         n_tokens = (targets != IGNORED).sum()
-        if not torch.is_grad_enabled() and z_loss == 0 and label_smoothing == 0:
+        if not torch.is_grad_enabled() and z_loss == label_smoothing == 0:
             losses = token_losses(self.h, self.matrix, targets, self.scale)
             total = losses.sum()
             return Loss(total, n_tokens, total, None, losses)

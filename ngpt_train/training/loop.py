@@ -166,14 +166,14 @@ def spent(state: TrainState) -> Record:
 
 
 def epochs(rows: int, rows_by_source: Mapping[str, int] | None, epoch_rows: Mapping[str, float]) -> Record:
-    """epochs: how often the training text has been read, of streamed text an estimate. rows: of the run so far.
+    """epochs: how often the training text has been read, of streamed text an estimate; None on ranks that log nothing.
+    rows: of the run so far.
 
-    Of a mixture: of each source in epochs_by_source, and the largest of them.
+    Of a mixture, of the source that has been read most often; epochs_by_source has them all.
     """
     if rows_by_source is None:
-        length = epoch_rows.get("")
-        return {"epochs": None if length is None else rows / length}
-    by_source = {name: rows / length for name, rows in rows_by_source.items() if (length := epoch_rows.get(name))}
+        return {"epochs": rows / epoch_rows[""] if "" in epoch_rows else None}
+    by_source = {name: rows / epoch_rows[name] for name, rows in rows_by_source.items() if name in epoch_rows}
     return {"epochs": max(by_source.values(), default=None), "epochs_by_source": by_source}
 
 

@@ -4,6 +4,7 @@ import json
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -148,20 +149,21 @@ def losses(seed: int, n: int = 4096, shift: float = 0.0) -> RowLosses:
     return RowLosses(per_token * 1024, np.full(n, 1024), 4096 * n, "0123456789abcdef")
 
 
-def test_a_thousandth_of_a_nat_is_seen(tmp_path: Path) -> None:
-    """Of two runs, paired row by row from their files as docs/records.md says: a shift of 0.001 nats is four standard
-    errors, while the standard errors of the runs by themselves are five times the shift."""
-    for name, found in {"a": losses(1), "b": losses(2, shift=0.001)}.items():
-        found.write(tmp_path / f"{name}.npz")
-    a, b = (np.load(tmp_path / f"{name}.npz") for name in "ab")
-    assert str(a["rows_hash"]) == str(b["rows_hash"])
-    n = a["n_targets"]
-    difference = (b["loss_sum"] - a["loss_sum"]).sum() / n.sum()
-    rest = b["loss_sum"] - a["loss_sum"] - difference * n
-    error = np.sqrt((rest**2).sum() * len(n) / (len(n) - 1)) / n.sum()
+def test_a_thousandth_of_a_nat_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the program of docs/records.md: a shift of 0.001 nats is four standard errors, while the standard errors of
+    the two losses by themselves are five times the shift."""
+    for run, found in {"gpt": losses(1), "ngpt": losses(2, shift=0.001)}.items():
+        (tmp_path / f"runs/{run}/evals").mkdir(parents=True)
+        found.write(tmp_path / f"runs/{run}/evals/step_00001000.npz")
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[3] / "docs/records.md").read_text()
+    paired: dict[str, Any] = {}
+    exec(page.partition("```python\n")[2].partition("```")[0], paired)
+    difference, error, n = paired["difference"], paired["error"], paired["n"]
     assert difference == pytest.approx(0.001, abs=2 * error)
     assert difference > 3 * error
-    assert (a["loss_sum"] / n).std() / np.sqrt(len(n)) > 4 * difference
+    assert error == pytest.approx(0.01 * math.sqrt(2 / len(n)), rel=0.05), "the noise of the two runs"
+    assert (paired["a"]["loss_sum"] / n).std() / math.sqrt(len(n)) > 4 * difference
 
 
 class Recorded:
