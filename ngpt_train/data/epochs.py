@@ -26,8 +26,6 @@ MANY_EPOCHS = 4
 # Bytes of text per token, as measured: 4.42 of OpenWebText with GPT-2's 50,257 pieces, 4.04 with Mistral's 32,000,
 # 3.44 with a model of 4,096 that was trained from the text. So each doubling of the vocabulary adds about 0.27.
 BYTES_PER_TOKEN, VOCABULARY, BYTES_PER_DOUBLING = 3.4, 4096, 0.27
-# By their published numbers of words, ends of lines included, Penn Treebank has 5.5 and WikiText-103 5.2.
-BYTES_PER_WORD = 5.3
 # By the published sizes: 5.2 of WikiText-103, 5.5 of Penn Treebank, white space and ends of lines included.
 BYTES_PER_WORD = 5.3
 
@@ -123,8 +121,6 @@ def bytes_per_token(config: Config) -> float:
     """Roughly, by the size of the vocabulary unless tokens are bytes or words."""
     if config.tokenizer.kind == "bytes":
         return 1.0
-    if config.tokenizer.kind == "words":
-        return BYTES_PER_WORD
     if config.tokenizer.kind == "words":
         return BYTES_PER_WORD
     doublings = math.log2(int(config.model.vocab_size) / VOCABULARY)
