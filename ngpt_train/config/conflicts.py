@@ -73,6 +73,9 @@ def check_verb(config: Config, verb: str) -> None:
         raise mistake(f"data.kind={config.data.kind}: {problem}", "Choose text: data=embedded, local or hf")
     if verb == "plan":
         check(config, config.plan.world_size)
+    if verb == "evaluate" and config.evaluate.out is not None and config.evaluate.out.endswith(".npz"):
+        problem = f"evaluate.out={config.evaluate.out}: the losses of rows take this name, the result is JSON"
+        raise mistake(problem, f"For example evaluate.out={config.evaluate.out.removesuffix('.npz')}.json")
     if out := getattr(section, "out", None):
         _check_writable(f"{verb}.out={out}", Path(out).expanduser())
 

@@ -60,6 +60,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     last = config.train.stop_at or config.train.steps
     skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=world.device)
     reported: set[str] = set()  # names of skipped shards
+    spent_until: dict[int, Record] = {}  # by steps whose telemetry is not logged yet
     rows = torch.arange(world.rank, config.train.rows_per_step, world.size)  # as data/loader.py deals them
     stop_together = StopTogether(stop, world, state.step)
 
@@ -73,7 +74,8 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 sink.message(f"warning: {error} Training goes on; the next checkpoint is tried as planned.")
 
     def log_telemetry() -> None:
-        for record in parts.telemetry.records():
+        for seen_in_step in parts.telemetry.records():
+            record = seen_in_step | spent_until.pop(seen_in_step["step"])
             for sink in parts.sinks:
                 sink.log(record)
 
@@ -112,6 +114,8 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         parts.meter.step(seconds, tokens)
         if state.train_seconds is not None:
             state.train_seconds += seconds
+        if observer is not NOBODY:
+            spent_until[state.step] = spent(state)
         if logging:
             of_all_ranks = seen(position, world)
             record = {

@@ -1,5 +1,6 @@
 """`evaluate`: validation loss of a checkpoint, on its run's data or other data."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,8 @@ from ngpt_train.distributed import join_world
 from ngpt_train.evaluation import Evaluations
 from ngpt_train.evaluation.evaluations import file_name
 from ngpt_train.evaluation.restore import find_trained, restore
+
+logger = logging.getLogger(__name__)
 
 ROWS = ("eval.rows", "eval.tokens")  # either says how much text is evaluated
 
@@ -55,6 +58,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             "Prepare the text with the model's tokenizer (tokenizer.path=CHECKPOINT/tokenizer.model)."
         )
     validation = Evaluations(dataset.validation, dataset.tokenizer.n_bytes, combined)
+    for note in validation.notes():
+        logger.info(note)
     losses = validation.row_losses(restored.model, world)
     result = {
         "checkpoint": str(restored.path),

@@ -69,9 +69,13 @@ def test_in_the_files_of_a_run(tmp_path: Path, corpus: Path) -> None:
     train(arguments(parts, corpus, *options))
     train(arguments(plain, corpus, "logging.every=5", "checkpoint.every=4"))
 
-    found = records(whole / "runs/test", "telemetry")
+    found, resumed = (records(directory / "runs/test", "telemetry") for directory in (whole, parts))
     assert list(found) == [2, 4, 6, 8, 10, 12]
-    assert records(parts / "runs/test", "telemetry") == found
+    trained = [record.pop("train_seconds") for record in found.values()]
+    assert trained == sorted(trained)
+    assert all(record.pop("train_seconds") for record in resumed.values())
+    assert resumed == found
+    assert found[12]["flops"] == records(whole / "runs/test", "eval")[12]["flops"]
     assert numbers(whole / "runs/test") == numbers(plain / "runs/test")
     assert "update_ratio/layers.0.wq" in found[2]
     assert "update_ratio" not in finished.stdout

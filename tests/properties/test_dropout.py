@@ -48,8 +48,8 @@ def test_residual_dropout_is_of_all_that_is_added(name: str, kept: bool, monkeyp
         logits = dropping(name, places=("residual_dropout",))(tokens, seeds=seeds())
         expected = dropping(name, places=())
         for path, parameter in expected.named_parameters():
-            last = ("norm_post_attn", "norm_post_cross", "w_down") if "normformer" in name else ("wo", "w_down")
-            if any(word in path.split(".") for word in last):
+            after_attention = ("norm_post_attn", "norm_post_cross") if "normformer" in name else ("wo",)
+            if any(word in path.split(".") for word in (*after_attention, "w_down")):
                 parameter *= 2 if kept else 0
         torch.testing.assert_close(logits, expected(tokens), rtol=1e-11, atol=1e-12)
         assert (dropping(name, places=())(tokens) - logits).abs().max() > 1e-3 or (

@@ -30,9 +30,11 @@ def changes(before: Weights, after: Weights, gradients: Weights, sphere: bool) -
         found[f"weight_l2/{group}"] = float(new.square().sum().sqrt())
         length = float(old.square().sum().sqrt())
         found[f"update_ratio/{group}"] = float((new - old).square().sum().sqrt()) / length if length else math.nan
-    for name in [name for name, weight in before.items() if sphere and weight.ndim == 2]:
-        angles = angle(before[name].double(), after[name].double())
-        found[f"angle_mean/{name}"], found[f"angle_max/{name}"] = float(angles.mean()), float(angles.max())
+    for group, names in groups.items():
+        rows = [angle(before[name].double(), after[name].double()) for name in names if before[name].ndim == 2]
+        if sphere and rows:
+            angles = torch.cat(rows)
+            found[f"angle_mean/{group}"], found[f"angle_max/{group}"] = float(angles.mean()), float(angles.max())
     return found
 
 

@@ -336,6 +336,7 @@ def test_an_option_that_is_no_file(group: str, tmp_path: Path, capsys: pytest.Ca
         (["train", "--cfg=all"], ["--cfg all", "--cfg job"]),
         (["generate"], ["generate.checkpoint=null", "generate.checkpoint=runs/"]),
         (["evaluate", "evaluate.checkpoint=x", "evaluate.out=/no/such/x.json"], ["evaluate.out=", "/no/such"]),
+        (["evaluate", "evaluate.checkpoint=x", "evaluate.out=x.npz"], ["losses of rows", "evaluate.out=x.json"]),
         (["plan", "plan.out=/"], ["plan.out=/", "is a directory"]),
         (["bench", "bench.out=/proc/x.json"], ["bench.out=/proc/x.json", "cannot be written"]),
         (["plan", "scale=debug", "plan.world_size=3"], ["train.batch_rows=8", "3 ranks", "6 or 9"]),

@@ -16,25 +16,30 @@ import pytest
 import torch
 
 from ngpt_train.__main__ import main
-from ngpt_train.config import Config, list_experiments, load_config, to_yaml
+from ngpt_train.config import Config, list_experiments, load_config, to_dict, to_yaml
 from ngpt_train.config.keys import AUTO
 from ngpt_train.models import build_model
 from ngpt_train.verbs.plan import planned_vocabulary
 from tests.properties.architectures import ARCHITECTURES
+from tests.unit.config.paper_page import PAGE, tables_of_page
 from tests.unit.data.test_hub import known_to
 
 NAMES = [name for name in list_experiments() if name.startswith("paper/")]
 ROWS = {
+    "engpt": 6,
     "ngpt_runs": 18,  # two arms of six, A.6, figure 1's short run and 500 billion tokens
     "ngpt_table4": 14,
     "ngpt_table5": 12,
     "ngpt_table6": 2,
+    "normformer_figure3": 3,
     "normformer_figure5": 12,
     "normformer_table1": 9,
     "normformer_table2": 16,
     "normformer_table4": 7,
     "normformer_table5": 12,
-    "powernorm": 4,
+    "normformer_table6": 2,
+    "normformer_table8": 31,  # of 32: CatFormer is left out
+    "powernorm_table2": 24,  # four norms and eight other pairs of alphas, on two texts
     "tnt_table2": 6,
 }
 NO_DROPOUT, DROPOUT = (0, 0, 0), (0.1, 0.1, 0.1)  # of the embedding, the residuals, the attention
@@ -340,8 +345,95 @@ def test_normformer_tables_4_and_5() -> None:
     assert all(config.optim.lr == 3e-3 for config in table4.values())
 
 
+def test_normformer_table_6() -> None:
+    """fairseq's transformer_lm_wiki103 and its command, but for what the table's comment leaves out."""
+    table = of("normformer_table6")
+    for row, config in table.items():
+        model = config.model
+        assert text_of(config) == ("hf", "Salesforce/wikitext", "words", 267_735)
+        assert (model.n_layers, model.d_model, model.n_heads, model.d_mlp) == (16, 1024, 8, 4096)
+        assert (model.context, tokens_per_step(config), config.train.steps) == (3072, 8 * 3 * 3072, 286_000)
+        assert (dropout(config), config.optim.clip_norm, config.schedule.warmup_steps) == ((0.3, 0.3, 0.1), 0.1, 16_000)
+        ours = (model.attn_norm_placement == "peri", model.ffn_norm == "norm", model.head_scale == "before")
+        assert ours == (row == "normformer",) * 3
+
+
+COGVIEW, DEEP, LAYER_SCALE = "CogView", "DeepInit", "LayerScale"
+# Table 8: arch., scale FC, scale attn, lambda, scale heads, LN variant.
+TABLE_8 = {
+    0: (None, 1, 1, 0, 1, "PowerNorm"),
+    2: (None, 0, 0, 1, 0, None),
+    3: (DEEP, 0, 0, 0, 0, None),
+    4: (DEEP, 1, 1, 1, 1, None),
+    5: (None, 1, 1, 0, 1, "FFNGeglu"),
+    6: (None, 0, 1, 0, 0, None),
+    7: (LAYER_SCALE, 0, 0, 1, 0, None),
+    8: (None, 1, 1, 1, 1, None),
+    9: (None, 0, 1, 0, 1, None),
+    10: (COGVIEW, 1, 0, 0, 0, COGVIEW),
+    11: (None, 0, 0, 0, 1, None),
+    12: (None, 1, 0, 0, 0, "T5"),
+    13: (None, 1, 0, 0, 0, "FFNGeglu"),
+    14: (None, 0, 0, 0, 0, None),
+    15: (None, 1, 0, 0, 0, "No Bias or gain"),
+    16: (None, 1, 0, 0, 0, "No Bias"),
+    17: (None, 1, 0, 0, 0, "No gain"),
+    18: (None, 1, 0, 0, 1, None),
+    19: (COGVIEW, 1, 1, 0, 1, COGVIEW),
+    20: (None, 1, 0, 0, 0, COGVIEW),
+    21: (COGVIEW, 1, 1, 0, 0, COGVIEW),
+    22: (None, 1, 0, 0, 0, None),
+    23: (None, 1, 0, 0, 0, "PowerNorm"),
+    24: (LAYER_SCALE, 1, 1, 1, 1, None),
+    25: (None, 1, 1, 0, 1, "No gain"),
+    26: (None, 1, 1, 0, 1, COGVIEW),
+    27: (None, 1, 1, 0, 1, "No Bias or gain"),
+    28: (None, 1, 1, 0, 1, "No Bias"),
+    29: (None, 1, 1, 0, 1, "T5"),
+    30: (None, 1, 1, 0, 0, None),
+    31: (None, 1, 1, 0, 1, None),
+}
+VARIANTS = {
+    None: "layer",
+    "FFNGeglu": "layer",
+    "T5": "rms",
+    "PowerNorm": "pn",
+    COGVIEW: "cogview",
+    "No Bias": "layer_no_bias",
+    "No gain": "layer_no_gain",
+    "No Bias or gain": "layer_plain",
+}
+
+
+def test_normformer_table_8() -> None:
+    table = of("normformer_table8")
+    assert list(table) == [f"r{number}" for number in TABLE_8]
+    for number, (arch, fc, attn, res, heads, variant) in TABLE_8.items():
+        config = table[f"r{number}"]
+        model = config.model
+        assert model.norm == VARIANTS[variant]
+        assert model.ffn_norm == (("gain" if variant == "FFNGeglu" else "norm") if fc else "none")
+        assert (model.attn_norm_placement == "peri", model.head_scale == "before") == (attn, heads)
+        assert (model.res_scale == "mlp", model.layer_scale == 1e-5) == (res, arch == LAYER_SCALE)
+        assert (model.mlp_norm_placement == "peri", model.embedding_gradient == 0.1) == ((arch == COGVIEW),) * 2
+        assert (model.deep_init, model.norm_placement) == (arch == DEEP, "pre")
+        assert (model.n_layers, model.d_model, model.d_mlp, model.context) == (24, 2048, 8192, 512)
+        assert text_of(config) == NORMFORMER_TEXT
+        assert optimizer(config) == (0.9, 0.98, 0.01, None, "ramp", 0)
+        assert (config.optim.lr, config.train.steps) == (0.1, 1000)  # from 0 to 0.1 in 1,000 steps
+
+
 def test_normformer_figures() -> None:
-    """Figure 5's ramp of 5e-5 a step."""
+    """Figure 3's three arms; figure 5's ramp of 5e-5 a step."""
+    for row, config in of("normformer_figure3").items():
+        model = config.model
+        assert (model.norm_placement == "post", model.attn_norm_placement == "peri") == (
+            row == "post_ln",
+            row == "normformer",
+        )
+        assert (text_of(config), optimizer(config)) == (NORMFORMER_TEXT, NORMFORMER_OPTIMIZER)
+        assert (config.optim.lr, config.train.steps, config.schedule.warmup_steps) == (3e-3, 100_000, 500)
+        assert (model.context, tokens_per_step(config), dropout(config)) == (1024, 524_288, NO_DROPOUT)
     for row, config in of("normformer_figure5").items():
         ours = not row.startswith("baseline")
         assert operations(config) == (ours, ours, ours, "res_scale" in row)
@@ -351,6 +443,37 @@ def test_normformer_figures() -> None:
 
 
 # --- the PowerNorm and TnT papers
+
+
+def test_powernorm_table_2() -> None:
+    """A.2, and Ma et al.'s scripts; all else is equal but the norm and its decay rates."""
+    sizes = {
+        "ptb": (3, 32, 120, 7_263, ("hf", "ptb-text-only/ptb_text_only", "words", 10_000), 929_589),
+        "wikitext103": (6, 80, 60, 645_169, ("hf", "Salesforce/wikitext", "words", 267_735), 103_227_021),
+    }
+    table = of("powernorm_table2")
+    common: dict[str, Any] = {}
+    for row, config in table.items():
+        text, norm, *alphas = re.match("(ptb|wikitext103)_(pn_v|[a-z]+)(?:_([0-9.]+)_([0-9.]+))?$", row).groups()  # type: ignore[union-attr]
+        n_layers, context, batch, steps, expected_text, words = sizes[text]
+        model = config.model
+        assert (model.n_layers, model.d_model, model.d_mlp, model.context) == (n_layers, 256, 2100, context)
+        assert (model.mlp, model.activation, model.tied_embeddings) == ("plain", "relu", True)
+        assert (config.train.rows_per_step, config.train.steps, text_of(config)) == (batch, steps, expected_text)
+        assert steps - 1 < 30 * words / (batch * context) <= steps  # 30 epochs
+        assert optimizer(config) == (0.9, 0.999, 0, 0.25, "cosine", 0)
+        assert (config.optim.lr, config.schedule.warmup_steps, config.optim.label_smoothing) == (2.5e-4, 4000, 0.1)
+        assert dropout(config) == (0.3, 0.3, 0)
+        assert (model.norm, model.group_scaling) == (norm, 0 if norm == "layer" else 1)  # layer-scale
+        assert model.psi_warmup_steps == (4000 if norm == "pn" else 0)
+        assert (model.alpha_fwd, model.alpha_bkw) == tuple(float(alpha or 0.9) for alpha in alphas)
+        tree = to_dict(config)
+        for name in ("norm", "group_scaling", "psi_warmup_steps", "alpha_fwd", "alpha_bkw"):
+            del tree["model"][name]
+        del tree["run"]["name"], tree["logging"]["wandb"]  # its name and group are the row's
+        assert common.setdefault(text, tree) == tree
+    tried = {(c.model.alpha_fwd, c.model.alpha_bkw) for row, c in table.items() if row.startswith("ptb_pn")}
+    assert tried == {(forward, back) for forward in (0.9, 0.95, 0.99) for back in (0.9, 0.95, 0.99)}
 
 
 def test_tnt_table_2() -> None:
@@ -371,6 +494,26 @@ def test_tnt_table_2() -> None:
         assert getattr(model, "mlp", "gated") == ("plain" if baseline else "gated")
 
 
+def test_engpt() -> None:
+    """Its config.yaml, engpt.py and attend.py."""
+    for row, config in of("engpt").items():
+        model = config.model
+        assert (model.n_layers, model.n_heads, model.d_model, model.d_mlp, model.context) == (6, 8, 256, 1024, 512)
+        assert text_of(config) == ("openwebtext", "Skylion007/openwebtext", "bytes", 257)
+        assert (config.optim.lr, config.train.rows_per_step, config.schedule.warmup_steps) == (3e-3, 256, 6817)
+        assert (optimizer(config), dropout(config)) == ((0.9, 0.95, 0, 0.72, "cosine", 0), NO_DROPOUT)
+        assert (model.rope_base, model.update_attn) == (1e6, "lerp")
+        assert (model.norm_eps == 1e-5, model.constraint == "parametrization") == (
+            row != "no_norm_eps",
+            row != "projection",
+        )
+        slerp = (model.update_mlp, model.alpha_mlp.kind, model.alpha_mlp.init)
+        assert slerp == (("lerp", "vector", 0.05) if row == "lerp_mlp" else ("slerp", "fixed", 0.5))
+        shared = (model.s_qk.shared, model.s_qk.scale)
+        assert shared == ((False, "1/sqrt(d)") if row == "s_qk_per_head" else (True, pytest.approx(32**-0.5)))
+        assert config.train.precision == ("bf16" if row == "bf16" else "fp16")
+
+
 # --- as commands, and the page
 
 
@@ -380,6 +523,7 @@ def test_tnt_table_2() -> None:
         ("ngpt_runs/ngpt_0.5b_1k", "468,491,520", "104,857,600,000", "32,000"),
         ("normformer_table2/normformer_2.7b", "2,649,544,704", "290,455,552,000", "51,200"),
         ("tnt_table2/baseline", "333,927,936", "3,145,728,000", "32,100"),
+        ("powernorm_table2/wikitext103_pn", "76,591,160", "3,096,811,200", "267,735"),
     ],
 )
 def test_plan_as_typed(
@@ -400,7 +544,7 @@ def closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     known_to("http://127.0.0.1:9", tmp_path, monkeypatch)
 
 
-@pytest.mark.parametrize("row", ["ngpt_runs/ngpt_0.5b_1k", "tnt_table2/n_transformer"])
+@pytest.mark.parametrize("row", ["ngpt_runs/ngpt_0.5b_1k", "tnt_table2/n_transformer", "powernorm_table2/ptb_pn"])
 def test_training_without_a_network_ends(
     row: str, closed: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -411,3 +555,12 @@ def test_training_without_a_network_ends(
     assert resolved(row).data.repo in said
     assert re.search(r"no connection to http://127\.0\.0\.1:9.*; given up.*data=local", said)
     assert not list(tmp_path.rglob("metrics.jsonl"))
+
+
+def test_the_page_says_what_the_rows_are() -> None:
+    """docs/papers.md: `python -m tests.unit.config.paper_page` writes its tables anew."""
+    written = tables_of_page()
+    text = PAGE.read_text()
+    assert len(written) == len(ROWS)
+    for table, lines in written.items():
+        assert "\n".join(lines) in text, f"the rows of {table} in {PAGE.name} are not the configs'"

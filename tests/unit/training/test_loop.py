@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from ngpt_train.config.schema import Config
 from ngpt_train.data import Position
 from ngpt_train.training import StepResult, build_state, checkpoint, loop, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
+from ngpt_train.training.interval import Interval
 from ngpt_train.training.loop import Parts, train
 from ngpt_train.training.signals import StopRequest
 from ngpt_train.training.state import TrainState
@@ -221,6 +223,26 @@ def test_clipped_is_the_share_of_the_steps_of_the_interval(results: list[StepRes
     load_state(tmp_path / "step_00000005", again)
     assert parts | clipped(run(again)) == whole
     assert clipped(run(limited(3, None))) == {3: None}
+
+
+def test_an_interval_counts_clipped_steps() -> None:
+    """Caught: an infinite norm, whose step is skipped, taken for a clipped one; a resume that forgets clipped steps."""
+
+    def result(norm: float) -> StepResult:
+        one = torch.ones((), dtype=torch.float64)
+        return StepResult(one, norm * one, one.long(), ~torch.isfinite(norm * one), 0.1, None, one)
+
+    interval = Interval(torch.device("cpu"), clip_norm=1.0)
+    for norm in (2.0, 1.0, math.inf, math.nan, 1.5):
+        interval.add(result(norm))
+    assert (interval.clipped, interval.n_skipped) == (2 / 5, 2)
+    resumed = Interval(torch.device("cpu"), clip_norm=1.0)
+    resumed.load_state_dict(json.loads(json.dumps(interval.state_dict())))
+    assert resumed.clipped == 2 / 5
+    resumed.add(result(3.0))
+    assert resumed.clipped == 3 / 6
+    resumed.reset()
+    assert resumed.clipped is None, "no steps, no share"
 
 
 def test_a_checkpoint_of_before_says_nothing_about_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
