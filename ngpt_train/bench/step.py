@@ -18,6 +18,7 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.observe.meters import Meter
 from ngpt_train.training import TrainState, build_state, train_step
+from ngpt_train.training.step import dropout_seeds
 
 ROUNDS = 10
 VOCAB_SIZE = 32_000  # the paper's
@@ -83,7 +84,9 @@ def saved_activations(state: TrainState) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        loss = state.forward(*tokens_of(state)[0]).total
+        batch = tokens_of(state)[0]
+        (seeds,) = dropout_seeds(state, [len(batch[0])])
+        loss = state.forward(*batch, **seeds).total
     loss.backward()
     state.optimizer.zero_grad(set_to_none=True)
     return sum(kept.values())

@@ -75,12 +75,13 @@ def _walk(schema: type, prefix: str, model: type[ModelConfig]) -> Iterator[Key]:
             yield from _walk(typing.cast(type, kind), name + ".", model)
             continue
         union = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
+        items = [item for member in union if typing.get_origin(member) is list for item in typing.get_args(member)]
         members = tuple(typing.get_origin(member) or member for member in union)
         if float in members:
             members = tuple(member for member in members if member is not int)
         default = field.default_factory() if callable(field.default_factory) else field.default
         or_auto = str in members and not {int, float, bool}.isdisjoint(members)
-        limits = {"choices": (AUTO,) if or_auto else None, **field.metadata}
+        limits = {"choices": (AUTO,) if or_auto else None, "items": items[0] if items else float, **field.metadata}
         yield Key(name=name, types=members, default=default, **limits)
 
 

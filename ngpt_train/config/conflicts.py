@@ -19,6 +19,7 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import CheckpointConfig, Config
 from ngpt_train.config.validate import Origin, mistake, report_together, show
+from ngpt_train.config.verb_keys import EvaluateConfig, GenerateConfig
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
 _RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")
@@ -39,9 +40,16 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
         _rows(config.data, config.model),
         _tokenizer(config.tokenizer),
         _checkpoints(config.checkpoint),
+        _contexts(config),
     )
     for conflict in conflicts:
         raise report_together(config, conflict, origins or {})
+
+
+def check_contexts(config: Config) -> None:
+    """Raises ConfigError unless config.model, which may be a checkpoint's, can be validated at eval.contexts."""
+    for conflict in _contexts(config):
+        raise report_together(config, conflict, {})
 
 
 def check_arguments(verb: str, overrides: Sequence[str]) -> None:
@@ -57,11 +65,17 @@ def check_verb(config: Config, verb: str) -> None:
     if getattr(section, "checkpoint", "") is None:
         fix = f"For example {verb}.checkpoint=runs/quickstart"
         raise mistake(f"{verb}.checkpoint=null: no checkpoint is named", fix)
+    if isinstance(section, (GenerateConfig, EvaluateConfig)) and section.average > 1 and section.weights == "ema":
+        fix = f"Set {verb}.average=1 or {verb}.weights=trained"
+        raise mistake(f"{verb}.average={section.average}, {verb}.weights=ema: an average of averages", fix)
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
         problem = "nothing to prepare" if config.data.kind == "tokens" else "one source at a time is prepared"
         raise mistake(f"data.kind={config.data.kind}: {problem}", "Choose text: data=embedded, local or hf")
     if verb == "plan":
         check(config, config.plan.world_size)
+    if verb == "evaluate" and config.evaluate.out is not None and config.evaluate.out.endswith(".npz"):
+        problem = f"evaluate.out={config.evaluate.out}: the losses of rows take this name, the result is JSON"
+        raise mistake(problem, f"For example evaluate.out={config.evaluate.out.removesuffix('.npz')}.json")
     if out := getattr(section, "out", None):
         _check_writable(f"{verb}.out={out}", Path(out).expanduser())
 
@@ -188,7 +202,7 @@ def _source(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
         yield path, "no data is named", "Set data.path=PATH"
     if data.kind == "mixture":
         texts = all(source.data.kind != "tokens" for source in mixture_of(data))
-        if tokenizer.kind == "sentencepiece" and tokenizer.path is None and texts:
+        if tokenizer.from_text and texts:
             fix = "Name one that was trained before, or choose another tokenizer"
             yield "tokenizer.path data.kind", "no model is trained from a mixture", fix
     elif data.mixture is not None:
@@ -207,6 +221,16 @@ def _source(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
         yield "data.files data.kind", "the text is not read from the hub", "Choose data=hf, or set data.path=GLOB"
     if not data.on_hub and data.text_gb is not None:
         yield "data.text_gb data.kind", "the size of the text is read from the files", "Leave data.text_gb out"
+    if data.val_files is not None and data.kind not in ("local", "hf", "openwebtext"):
+        fix = "Choose data=local or data=hf, or leave data.val_files out"
+        yield "data.val_files data.kind", "the text has no files to choose from", fix
+    for name in ("val_files", "keep_empty"):
+        if getattr(data, name) and data.streamed:
+            fix = f"Set data.streaming=false, or leave data.{name} out"
+            yield f"data.{name} data.kind data.streaming", "text is streamed without it", fix
+    if tokenizer.kind == "words" and tokenizer.from_text and data.streamed and data.kind != "mixture":
+        fix = "Set data.streaming=false, or name a vocabulary with tokenizer.path=FILE"
+        yield "tokenizer.kind data.streaming", "counting the words takes all of the text", fix
     if data.kind == "tokens" and data.streamed:
         fix = "Leave data.streaming out, or choose data=local"
         yield "data.streaming data.kind", "prepared shards are tokens already", fix
@@ -238,3 +262,13 @@ def _checkpoints(checkpoint: CheckpointConfig) -> Iterator[Conflict]:
     if keep is not None and (every == 0 or keep % every):
         fix = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"
         yield "checkpoint.keep_every checkpoint.every", "no checkpoint is written at these steps", fix
+
+
+def _contexts(config: Config) -> Iterator[Conflict]:
+    for context in config.eval.contexts or []:
+        problem = config.model.refuses_rows_of(context) if context != config.model.context else None
+        if problem:
+            yield "eval.contexts model.name model.context", problem, f"Leave {context} out of eval.contexts"
+    if config.eval.contexts and config.data.pack == "best_fit":
+        problem = "documents that fit together in one context are others in another, so the text would not be the same"
+        yield "eval.contexts data.pack", problem, "Leave eval.contexts out, or `evaluate` with data.pack=concat"

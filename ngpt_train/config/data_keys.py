@@ -47,6 +47,14 @@ class DataConfig:
     val_fraction: float = key(
         0.02, "Share of the documents held out for validation, chosen by a hash of the document.", above=0, below=1
     )
+    val_files: Union[str, None] = key(
+        None,
+        "Text that validates in place of a share of the documents: file, directory or glob (local), or glob of the "
+        "data set's files (hf). Prepared text alone.",
+    )
+    keep_empty: bool = key(
+        False, "An empty document is kept, as an eos: where each is a line of a text. Prepared text alone."
+    )
     pack: str = key(
         "concat",
         "How documents fill rows. concat: one after the other, cut where a row ends; best_fit: none is cut that fits "
@@ -107,6 +115,11 @@ class DataConfig:
     )
 
     @property
+    def held_out_share(self) -> float:
+        """Share of the documents of the text itself that validate."""
+        return self.val_fraction if self.val_files is None else 0.0
+
+    @property
     def on_hub(self) -> bool:
         return self.kind in ("openwebtext", "hf")
 
@@ -123,11 +136,24 @@ class TokenizerConfig:
     kind: str = key(
         "sentencepiece",
         "bytes; sentencepiece (model file, or trained from the corpus); llama2, mistral32k (SentencePiece models of "
-        "32,000 pieces); gpt2 (tiktoken); hf (a tokenizer.json). Prepared shards bring theirs.",
-        choices=("bytes", "sentencepiece", "llama2", "mistral32k", "gpt2", "hf"),
+        "32,000 pieces); t5 (SentencePiece, 32,100 ids); gpt2 (tiktoken); hf (a tokenizer.json); words (between white "
+        "space, as in Penn Treebank). Prepared shards bring theirs.",
+        choices=("bytes", "sentencepiece", "llama2", "mistral32k", "t5", "gpt2", "hf", "words"),
     )
     path: Union[str, None] = key(
-        None, "Model file; null trains a SentencePiece model from the corpus, and finds the well-known ones elsewhere."
+        None,
+        "Model file; null trains a SentencePiece model from the corpus or counts its words, and finds the well-known "
+        "ones elsewhere.",
     )
     eos: Union[str, None] = key(None, "hf: piece that ends a document; null takes the usual one, if there is one.")
-    vocab_size: int = key(4096, "Pieces of a model trained from the corpus.", minimum=300, maximum=1_000_000)
+    vocab_size: int = key(
+        4096,
+        "Pieces of a model trained from the corpus; words: the most frequent, <eos> and <unk> included, at most.",
+        minimum=300,
+        maximum=1_000_000,
+    )
+
+    @property
+    def from_text(self) -> bool:
+        """Whether the tokenizer is made from the text that it is to encode."""
+        return self.kind in ("sentencepiece", "words") and self.path is None

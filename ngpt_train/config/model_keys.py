@@ -74,6 +74,14 @@ class ModelConfig:
         """Whether norms take their statistics over the rows of all ranks."""
         return False
 
+    def refuses_rows_of(self, context: int) -> str | None:
+        """Why a model trained on rows of model.context tokens cannot read rows of `context`; None if it can."""
+        return None
+
+    def kept_beyond_gpt(self) -> int:
+        """About how many values more than a block of GPT a block keeps of each token for its backward pass."""
+        return 0
+
     def source_length(self, context: int) -> int:
         """Of a row's `context` tokens those that an encoder reads."""
         return 0

@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from ngpt_train.config.keys import AUTO, nearest_multiples
+from ngpt_train.config.lr_table import Run, look_up
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import Origin, mistake, report_together
 
 
-def resolve(config: Config, origins: Mapping[str, Origin]) -> None:
-    """Replaces, in place, optim.lr, schedule.warmup_steps, run.name, train.batch_rows and batch_tokens,
-    model.n_kv_heads, d_mlp and what depends on other keys by their values. Raises ConfigError where there is none.
-    `origins` says of two keys which was set later."""
+def resolve(config: Config, origins: Mapping[str, Origin], experiment: str | None = None) -> None:
+    """Replaces, in place, optim.lr and lr_source, schedule.warmup_steps, run.name, train.batch_rows and batch_tokens,
+    eval.rows and tokens, model.n_kv_heads, d_mlp, logging.wandb.* and what depends on other keys by their values.
+    Raises ConfigError where there is none. `origins` says of two keys which was set later, `experiment` which one was
+    chosen."""
     model, optim = config.model, config.optim
     model.n_kv_heads = model.n_heads if model.n_kv_heads is None else model.n_kv_heads
     model.d_mlp = 4 * model.d_model if model.d_mlp is None else model.d_mlp
     _resolve_batch(config, origins)
+    _resolve_validation(config, origins)
     if optim.lr == AUTO:
-        optim.lr = _table_lr(config)
+        optim.lr, optim.lr_source = table_lr(config)
     _resolve_warmup(config, origins)
     if config.data.objective == AUTO:
         config.data.objective = model.objective
     model.resolve(config)
     if config.run.name == AUTO:
         config.run.name = f"{model.name}-{config.scale.name}-seed{config.run.seed}"
+    _resolve_wandb(config, experiment)
 
 
 def auto_warmup(config: Config) -> int:
@@ -71,11 +76,38 @@ def _resolve_batch(config: Config, origins: Mapping[str, Origin]) -> None:
     train.batch_tokens = train.rows_per_step * context
 
 
-def _table_lr(config: Config) -> float:
-    row: dict[int, float] | None = config.optim.lr_table.get(config.scale.name)
+def table_lr(config: Config) -> tuple[float, str]:
+    """The learning rate of optim.lr_table for a config whose batch is resolved, and where it is from. Raises
+    ConfigError where there is none."""
+    row: dict[int, Any] | None = config.optim.lr_table.get(config.scale.name)
     if not row:
         scales = ", ".join(config.optim.lr_table) or "no scale"
         problem = f"the recipe's table has no learning rate for scale={config.scale.name}, only for {scales}"
         raise mistake(f"optim.lr=auto: {problem}", "Set optim.lr=NUMBER")
-    within = [context for context in row if context <= config.model.context]
-    return float(row[max(within) if within else min(row)])
+    train, context = config.train, config.model.context
+    return look_up(row, Run(config.model.name, context, train.steps * train.rows_per_step * context, train.steps))
+
+
+def _resolve_validation(config: Config, origins: Mapping[str, Origin]) -> None:
+    """Of eval.rows and eval.tokens, which both say how much text a validation has, the one that was set last counts."""
+    names = "eval.rows eval.tokens"
+    of_rows, of_tokens = (origins[name].order for name in names.split())
+    if config.eval.rows is None and config.eval.tokens is None:
+        raise report_together(config, (names, "no validation set", "Set one, for example eval.rows=64"), origins)
+    if config.eval.rows is not None and config.eval.tokens is not None:
+        if of_rows == of_tokens:
+            raise report_together(config, (names, "both set the validation set", "Set one of them"), origins)
+        if of_rows > of_tokens:
+            config.eval.tokens = None
+        else:
+            config.eval.rows = None
+
+
+def _resolve_wandb(config: Config, experiment: str | None) -> None:
+    """Fills in the name, group and tags that are null. The table of an experiment's row is a tag."""
+    wandb, model, scale = config.logging.wandb, config.model.name, config.scale.name
+    wandb.name = config.run.name if wandb.name is None else wandb.name
+    wandb.group = (experiment or scale) if wandb.group is None else wandb.group
+    if wandb.tags is None:
+        table = [experiment.rpartition("/")[0] or experiment] if experiment else []
+        wandb.tags = [model, scale, *table]

@@ -13,6 +13,7 @@ from typing import Any, Union
 from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
 from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SECONDS, SEED, BoolOrAuto, FloatOrAuto, IntOrAuto, key
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.verb_keys import BenchConfig, EvaluateConfig, GenerateConfig, PlanConfig
 
 
 @dataclass
@@ -96,12 +97,15 @@ class OptimConfig:
 
     name: str = key("adamw", "Optimizer; adam never decays.", choices=("adam", "adamw"))
     lr: FloatOrAuto = key(
-        AUTO, "Peak learning rate; auto looks up lr_table by scale and context.", above=0, maximum=1000
+        AUTO, "Peak learning rate; auto looks up lr_table by scale, context and budget.", above=0, maximum=1000
     )
-    # {scale: {context: lr}}, which validate.py checks: OmegaConf fails to merge two typed dicts of dicts.
+    # {scale: {context: lr or entries}}, which lr_table.py checks: OmegaConf fails to merge two typed dicts of dicts.
     lr_table: dict[str, Any] = key(
-        {}, "lr by scale, then context. The longest context within model.context counts, else the shortest there is."
+        {},
+        "lr by scale, then context, then tokens or steps of the whole run. The longest context within model.context "
+        "counts, else the shortest there is; of its entries the one with the nearest budget, by its logarithm.",
     )
+    lr_source: str = key("", "Where optim.lr is from, which the log says. With lr=auto the entry of lr_table says it.")
     betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
     eps: float = key(1e-8, "Adam's epsilon.", above=0, maximum=1)
     weight_decay: float = key(
@@ -124,6 +128,13 @@ class OptimConfig:
     )
     clip_norm: Union[float, None] = key(
         1.0, "Largest global gradient norm; larger gradients are scaled down to it. null: no clipping.", above=0
+    )
+    ema_decay: Union[float, None] = key(
+        None,
+        "Keeps a moving average of the weights: after each step ema <- ema_decay ema + (1 - ema_decay) w, for example "
+        "0.999. `evaluate` and `generate` use it with evaluate.weights=ema. null: none.",
+        above=0,
+        below=1,
     )
 
 
@@ -206,7 +217,29 @@ class EvalConfig:
     """Validation during training."""
 
     every: int = key(500, "Steps between validations; 0 validates at the start and at the end only.", **COUNT_OR_0)
-    rows: int = key(64, "Rows of the fixed validation set (fewer where the data has fewer).", **ROWS)
+    rows: Union[int, None] = key(
+        64, "Rows of the fixed validation set (fewer where the data has fewer); set this or tokens.", **ROWS
+    )
+    tokens: Union[int, None] = key(
+        None,
+        "Targets of the fixed validation set, at least (fewer where the data has fewer, which the log says); replaces "
+        "rows.",
+        minimum=1,
+        maximum=10_000_000_000,
+    )
+    budget: Union[float, None] = key(
+        None,
+        "Share of the compute between two validations that a validation before the last may take: it then has fewer "
+        "of the rows, always the same. null: no limit.",
+        above=0,
+        maximum=1000,
+    )
+    contexts: Union[list[int], None] = key(
+        None,
+        "Row lengths that the model is validated at besides model.context, such as [2048,4096], on the same text as "
+        "far as whole rows allow: metrics loss_ctx2048 and so on. null: none.",
+        **COUNT,
+    )
 
 
 @dataclass
@@ -216,6 +249,12 @@ class WandbConfig:
     mode: str = key(AUTO, "auto: online with a key, else offline.", choices=(AUTO, "online", "offline", "disabled"))
     project: str = key("ngpt-train", "wandb project.")
     entity: Union[str, None] = key(None, "wandb team or user; null is the account's default.")
+    name: Union[str, None] = key(None, "Name of the run in wandb; null is run.name.")
+    group: Union[str, None] = key(None, "Runs that wandb shows together; null is the experiment, or else the scale.")
+    tags: Union[list[str], None] = key(
+        None, "Words to find the run by; null is architecture, scale and, of an experiment, its name or table."
+    )
+    notes: Union[str, None] = key(None, "A text about the run, for wandb's page of it.")
     timeout: float = key(
         20.0,
         "Seconds that wandb has to start, else it goes offline, and to finish; the run trains meanwhile.",
@@ -228,56 +267,14 @@ class LoggingConfig:
     """What is written while training."""
 
     every: int = key(10, "Steps between lines of metrics.jsonl and of the console.", **COUNT)
+    telemetry: int = key(
+        0,
+        "Steps between telemetry records (docs/telemetry.md): norms, updates, scales and attention of each layer; 0: "
+        "none. 100 costs less than 1 % of the time.",
+        **COUNT_OR_0,
+    )
     tensorboard: bool = key(False, "Write TensorBoard event files into the run directory as well.")
     wandb: WandbConfig = field(default_factory=WandbConfig)
-
-
-@dataclass
-class GenerateConfig:
-    """Sampling from a checkpoint (`generate`)."""
-
-    checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
-    prompt: str = key("", "Text to continue; empty starts a document.")
-    max_new_tokens: int = key(200, "Tokens to sample at most.", **COUNT)
-    temperature: float = key(0.8, "Divides the logits; 0 takes the most likely token.", minimum=0, maximum=1000)
-    top_k: Union[int, None] = key(None, "Sample among the k most likely tokens; null: all.", **COUNT)
-    top_p: Union[float, None] = key(
-        None, "Sample among the fewest tokens whose probability reaches p; null: all.", above=0, maximum=1
-    )
-    seed: int = key(0, "Seed of the sampling.", **SEED)
-
-
-@dataclass
-class EvaluateConfig:
-    """Validation loss of a checkpoint (`evaluate`) on data.*, eval.rows rows."""
-
-    checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
-    out: Union[str, None] = key(None, "JSON file for the result; null prints only.")
-
-
-@dataclass
-class PlanConfig:
-    """Size, memory and time of a run without running it (`plan`)."""
-
-    world_size: int = key(1, "Ranks that the run is planned for.", minimum=1, maximum=10_000_000)
-    flops_per_s: Union[float, None] = key(
-        None, "Achieved FLOP/s of one rank, for the hours; null leaves them out.", above=0, maximum=1e30
-    )
-    out: Union[str, None] = key(None, "JSON file for the plan; null prints only.")
-
-
-@dataclass
-class BenchConfig:
-    """Times of the parts of a run, side by side with others' (`bench`)."""
-
-    what: str = key(
-        "data",
-        "What is measured: data (from text to batches), step (an optimizer step, GPT's beside the model's), kernels "
-        "(each fused operation beside plain PyTorch), attention (torch's implementations of it), checkpoint (saving, "
-        "loading). `bench gpu` takes options of its own: `bench gpu --help`.",
-        choices=("data", "step", "kernels", "attention", "checkpoint"),
-    )
-    out: Union[str, None] = key(None, "JSON file for the entries; null prints only.")
 
 
 @dataclass

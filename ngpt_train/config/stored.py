@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
@@ -12,24 +13,24 @@ from typing import Any
 from ngpt_train.config.architectures import all_keys, architectures, build, schema_keys
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.mixture import commits_of, with_commits
-from ngpt_train.config.resolve import auto_warmup
+from ngpt_train.config.resolve import auto_warmup, table_lr
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import any_of, check_leaf, flatten, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import redacted
 
-# What a resumed run may change: it alters neither a weight nor the order of the data. data.path and tokenizer.path may
-# move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
+# What a resumed run may change: it alters neither a weight nor the order of the data. data.path, data.val_files and
+# tokenizer.path may move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
 _HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", "generate", "evaluate", "plan", "bench")
 _HARMLESS = {
     "run": "name root resume overwrite max_time init_from",
     "scale": "name",
     "train": "stop_at profile micro_rows device compile cuda_graphs activation_checkpointing",
-    "optim": "lr_table",
-    "data": "path out cache text_gb cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
+    "optim": "lr_table lr_source",
+    "data": "path val_files out cache text_gb cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
     "tokenizer": "path",
-    "eval": "every",
+    "eval": "every rows tokens budget contexts",
     "schedule": "warmup_tokens",  # the steps that it stands for are compared
 }
 
@@ -84,17 +85,23 @@ def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
     return redacted(tree, {choice for key in all_keys().values() for choice in key.choices or ()})
 
 
-def check_resume(stored: Config, new: Config) -> None:
-    """Raises ConfigError, listing the differences, unless a run that was started with `stored` may go on with
-    `new`: with the same mathematics and the same data. Both are resolved. train.steps may only grow."""
+def what_differs(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
+    """The name, stored value and new value of each key that a run must not change on its way from `stored` to `new`,
+    both resolved."""
     old_values, new_values = (dict(flatten(to_dict(config), {"optim.lr_table"})) for config in (stored, new))
     as_stored = dict(flatten(redact(to_dict(new)), {"optim.lr_table"}))
-    differences = [
+    return [
         (name, old_values.get(name, "(none)"), as_stored.get(name, "(none)"))
         for name in dict.fromkeys([*old_values, *new_values])
         if old_values.get(name) not in (new_values.get(name), as_stored.get(name))
         and not _is_harmless(name, stored, new)
     ]
+
+
+def check_resume(stored: Config, new: Config) -> None:
+    """Raises ConfigError, listing the differences, unless a run that was started with `stored` may go on with
+    `new`: with the same mathematics and the same data. Both are resolved. train.steps may only grow."""
+    differences = what_differs(stored, new)
     if not differences:
         return
     lines = [f"run.name={new.run.name}: the run was started with another configuration; stored -> asked for:"]
@@ -107,9 +114,31 @@ def check_resume(stored: Config, new: Config) -> None:
     raise ConfigError("\n  ".join(lines))
 
 
+def with_first_lr(config: Config, stored: Config) -> Config:
+    """`config` with the learning rate that the run began with, where nobody asks for a number: the entry of lr_table
+    depends on train.steps, which may grow. stored: the config in the run's checkpoint."""
+    if not follows_table(config):
+        return config
+    return replace(config, optim=replace(config.optim, lr=stored.optim.lr, lr_source=stored.optim.lr_source))
+
+
+def follows_table(config: Config) -> bool:
+    """Whether optim.lr is the entry of lr_table for this config."""
+    optim = config.optim
+    return config.scale.name in optim.lr_table and (optim.lr, optim.lr_source) == table_lr(config)
+
+
+def began_with_table(stored: Config) -> bool:
+    """Whether the learning rate of a run is an entry of its lr_table. Older runs did not store where it is from."""
+    optim = stored.optim
+    return bool(optim.lr_source) or (stored.scale.name in optim.lr_table and optim.lr == table_lr(stored)[0])
+
+
 def _is_harmless(name: str, stored: Config, new: Config) -> bool:
     if name == "train.steps":
         return new.train.steps > stored.train.steps
+    if name == "optim.lr":
+        return follows_table(new) and began_with_table(stored)  # the run goes on with the stored one
     if name == "schedule.warmup_steps":
         # The warmup of a recipe that leaves it to auto follows the steps.
         return all(config.schedule.warmup_steps == auto_warmup(config) for config in (stored, new))

@@ -13,6 +13,7 @@ import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from ngpt_train.config import lr_table
 from ngpt_train.config.keys import Conflict
 from ngpt_train.core.errors import ConfigError
 
@@ -45,6 +46,7 @@ class Key:
     above: float | None = None
     maximum: float | None = None
     below: float | None = None
+    items: type = float  # of a list: int, float or str
 
     @property
     def is_free_text(self) -> bool:
@@ -67,11 +69,16 @@ class Key:
             int: [f"an integer{bounds}"],
             float: [f"a number{bounds}"],
             str: self.choices or ["text"],
-            list: [f"a list of numbers such as {show(self.default)}"],
+            list: [self._expected_list(bounds)],
             dict: ["a table such as {tiny: {256: 0.001}}"],
             type(None): ["null"],
         }
         return any_of(word for kind in self.types for word in words[kind])
+
+    def _expected_list(self, bounds: str) -> str:
+        examples = {int: ("integers", [1024, 2048]), float: ("numbers", [0.5, 1.0]), str: ("words", ["a", "b"])}
+        kind, example = examples[self.items]
+        return f"a list of {kind}{bounds} such as {show(self.default or example)}"
 
     def problem(self, value: Any) -> str | None:
         """What is wrong with `value`, or None."""
@@ -80,6 +87,8 @@ class Key:
             return f"{text}; {_MISSING} stands for no value"
         if self._takes(value):
             return None
+        if self.is_table and isinstance(value, dict):
+            return lr_table.problem_of(value)
         if value == "":
             return f"empty, but {text}"
         if value is None and self.is_free_text:
@@ -100,7 +109,7 @@ class Key:
     def held(self, value: Any) -> Any:
         """A valid `value` as the configuration holds it: integers of a float's key are floats, a table is a copy."""
         if isinstance(value, list):
-            return [float(x) for x in value]
+            return [self.items(x) for x in value]
         if isinstance(value, dict):
             return copy.deepcopy(value)
         return float(value) if float in self.types and type(value) is int else value
@@ -116,8 +125,14 @@ class Key:
             allowed = value in self.choices if self.choices else bool(value) or self.default == ""
             return str in self.types and allowed
         if isinstance(value, list):
-            return list in self.types and all(_is_finite(x) for x in value)
-        return self.is_table and isinstance(value, dict) and _is_lr_table(value)
+            return list in self.types and all(self._takes_item(x) for x in value)
+        return self.is_table and isinstance(value, dict) and lr_table.problem_of(value) is None
+
+    def _takes_item(self, item: Any) -> bool:
+        if self.items is str:
+            return isinstance(item, str) and bool(item)
+        is_number = _is_finite(item) and (self.items is float or type(item) is int)
+        return is_number and all(holds(item, limit) for _, holds, limit in self._limits())
 
     def _limits(self) -> list[tuple[str, Callable[[float, float], bool], float]]:
         lower = ((">=", operator.ge, self.minimum), (">", operator.gt, self.above))
@@ -241,16 +256,6 @@ def show(value: Any) -> str:
 def _is_finite(value: Any) -> bool:
     """A number that a float can hold."""
     return type(value) in (int, float) and abs(value) <= sys.float_info.max
-
-
-def _is_lr_table(table: dict[Any, Any]) -> bool:
-    """Whether it is {scale: {context: lr}}."""
-    return all(
-        isinstance(scale, str)
-        and isinstance(row, dict)
-        and all(type(context) is int and context > 0 and _is_finite(lr) and lr > 0 for context, lr in row.items())
-        for scale, row in table.items()
-    )
 
 
 def _unquoted(text: str) -> Any:

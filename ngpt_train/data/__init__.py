@@ -7,11 +7,12 @@ promised. Arrays are numpy's: worker processes import this package and should st
 from __future__ import annotations
 
 from ngpt_train.data.epochs import EpochRows, epoch_rows, many_epochs, planned_rows
-from ngpt_train.data.loader import Position, TrainLoader, data_hash, merged, reader_of, validation_rows
+from ngpt_train.data.loader import Position, TrainLoader, data_hash, merged, reader_of
 from ngpt_train.data.open import Dataset, open_dataset, prepare_dataset
 from ngpt_train.data.prepared.shards import Tokens
 from ngpt_train.data.rows import Batch, Reader, Rows, rows_of
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
+from ngpt_train.data.validation_rows import chosen_rows, same_text
 
 __all__ = [
     "Batch",
@@ -23,6 +24,7 @@ __all__ = [
     "Tokenizer",
     "Tokens",
     "TrainLoader",
+    "chosen_rows",
     "data_hash",
     "epoch_rows",
     "load_tokenizer",
@@ -34,6 +36,6 @@ __all__ = [
     "read_tokenizer",
     "reader_of",
     "rows_of",
-    "validation_rows",
+    "same_text",
     "write_tokenizer",
 ]

@@ -14,7 +14,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.mixture import MixtureReader, Turns
 from ngpt_train.data.open import Dataset, Mixed
-from ngpt_train.data.permutation import GOLDEN, mix, permuted, shuffled
+from ngpt_train.data.permutation import GOLDEN, mix, shuffled
 from ngpt_train.data.prepared.shards import Tokens
 from ngpt_train.data.rows import Batch, Reader, Rows, Share, rows_of
 from ngpt_train.data.streamed.balance import warn_of_repeats
@@ -189,9 +189,3 @@ def latest(cursors: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
 def data_hash(summands: Sequence[int]) -> str:
     """16 hex digits for all rows consumed so far. summands: `Position.data_hash` of all ranks after the same step."""
     return f"{sum(summands) % 2**64:016x}"
-
-
-def validation_rows(rows: Rows, n_rows: int, seed: int) -> NDArray[np.int64]:
-    """Indices of `n_rows` different rows (all there are, if fewer), ascending; the same for the same seed."""
-    total = len(rows)
-    return np.sort(permuted(np.arange(min(n_rows, total)), total, seed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,6 +38,8 @@ from ngpt_train.data.streamed.workers import StreamedText
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, tokenizer_identity, with_eos
 
 OnMain = Callable[[Callable[[], Any]], Any]
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -197,11 +200,16 @@ def _corpus(text: OpenShards, shards: Sequence[Shard]) -> Iterator[str]:
 
 
 def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -> Tokens:
-    """Held-out documents of the first shards until they make eval.rows rows; of data.open_shards, or of more where
-    these make none."""
+    """Held-out documents of the first shards until they make eval.rows rows, or have eval.tokens targets.
+
+    For rows, no more than data.open_shards shards are read, unless these make none; for eval.tokens all, if need be.
+    """
     form = row_format(config, tokenizer.eos)
+    rows, wanted = config.eval.rows, config.eval.tokens
+    longest = max(config.model.context, *(config.eval.contexts or [0]))  # each context has at least a row
     ids: list[NDArray[np.integer]] = []
-    n_tokens = n_documents = full = 0
+    n_tokens = n_documents = n_targets = full = 0
+    enough = False
     faulty: list[str] = []
     for shard in range(text.n_shards):
         if (problem := text.documents(shard).header["bad"]) is not None:
@@ -210,11 +218,15 @@ def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -
             ids.append(with_eos(tokenizer, document))
             n_tokens += len(ids[-1])
             n_documents += len(ids[-1]) >= form.shortest
+            n_targets += int(form.targets_of(np.array(len(ids[-1]))))
             full = (n_tokens - 1) // form.context if form.source_context is None else n_documents
-            if full >= config.eval.rows:
+            enough = (rows is None or full >= rows) and n_targets >= (wanted or 0) and n_tokens > longest
+            if enough:
                 break
-        if full >= config.eval.rows or (full and shard + 1 >= config.data.open_shards):
+        if enough or (rows is not None and full and shard + 1 >= config.data.open_shards):
             break
+        if shard + 1 >= config.data.open_shards:
+            logger.info("held-out text of %d of %d shards: %s tokens", shard + 1, text.n_shards, f"{n_tokens:,}")
     where = f"{_path(config)}, streamed"
     if n_tokens == 0 and text.n_shards == 1:
         where += " (data.streaming=false cuts a single document in two)"
@@ -250,10 +262,7 @@ def _open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) 
         opened[source.name] = data
     assert tokenizer is not None
     mixture = Mixture(tuple(s.name for s in sources), tuple(s.share for s in sources), config.run.seed)
-    beginnings = [
-        _beginning(opened[source.name].validation, config, max(1, round(source.share * config.eval.rows)))
-        for source in sources
-    ]
+    beginnings = [_beginning(opened[source.name].validation, config, source.share) for source in sources]
     path = Path("+".join(mixture.names))
     ids, offsets = zip(*beginnings, strict=True)
     validation = Tokens("validation", path, ids, tokenizer.eos, offsets)
@@ -264,12 +273,17 @@ def _open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) 
     return Dataset(mixed, validation, tokenizer, found, path, manifest)
 
 
-def _beginning(tokens: Tokens, config: Config, n_rows: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Ids and offsets of the first documents of a split, as many as make `n_rows` rows, or all."""
+def _beginning(tokens: Tokens, config: Config, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Ids and offsets of the first documents of a split, as many as make a share of eval.rows or tokens, or all."""
     form = row_format(config, tokens.eos)
     lengths = tokens.documents()[1]
-    full = lengths.cumsum() // form.context if form.source_context is None else (lengths >= form.shortest).cumsum()
-    ends = lengths[: int(np.searchsorted(full, n_rows)) + 1].cumsum()
+    wanted = config.eval.rows or config.eval.tokens
+    assert wanted is not None
+    if config.eval.rows is None:
+        full = form.targets_of(lengths).cumsum()
+    else:
+        full = lengths.cumsum() // form.context if form.source_context is None else (lengths >= form.shortest).cumsum()
+    ends = lengths[: int(np.searchsorted(full, max(1, round(share * wanted)))) + 1].cumsum()
     ids = np.empty(int(ends[-1]), np.int64)
     tokens.read(0, ids)
     return ids, np.append(0, ends)

@@ -46,6 +46,12 @@ class RowFormat:
         """Ids of the shortest document that is a row: the source, a token that opens the target, and a target."""
         return 0 if self.source_context is None else self.source_context + 2
 
+    def targets_of(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Targets that documents of `lengths` ids (N,), eos counted, have: (N,)."""
+        if self.source_context is None:
+            return lengths
+        return np.maximum(np.minimum(lengths, self.context + 1) - self.source_context - 1, 0)
+
     def batch(self, ids: NDArray[np.integer]) -> Batch:
         """ids: (N, context + 1)."""
         wide: NDArray[np.int64] = ids.astype(np.int64, copy=False)

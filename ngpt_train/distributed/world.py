@@ -42,6 +42,12 @@ class World:
             dist.all_reduce(tensor)
         return tensor
 
+    def max_(self, tensor: Tensor) -> Tensor:
+        """The largest of each element of `tensor` over all ranks, in place, as `sum_`."""
+        if self.size > 1:
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+        return tensor
+
     def largest(self, values: Sequence[float]) -> list[float]:
         """The largest of each value over all ranks. The values go through CPUs, so that no rank waits for its GPU."""
         if self.size == 1:

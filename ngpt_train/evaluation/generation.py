@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ngpt_train.config.schema import GenerateConfig
+from ngpt_train.config.verb_keys import GenerateConfig
 from ngpt_train.models import Decoder
 
 

@@ -14,8 +14,9 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.data import Tokenizer, read_tokenizer
 from ngpt_train.distributed import World, resolve_precision
 from ngpt_train.distributed.layouts import choose_kernels
+from ngpt_train.evaluation.averaging import load_mean, newest
 from ngpt_train.models import Decoder, build_model
-from ngpt_train.training.checkpoint import find_checkpoint, load_model
+from ngpt_train.training.checkpoint import find_checkpoint, load_model, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,8 @@ class Trained:
 
     path: Path
     config: Config
+    averaged: tuple[Path, ...] = ()  # the checkpoints, the oldest first, the mean of whose weights is taken; or none
+    weights: str = "trained"  # or ema
 
 
 @dataclass(frozen=True)
@@ -43,17 +46,33 @@ class Restored:
     config: Config
     model: Decoder
     tokenizer: Tokenizer
+    averaged_steps: tuple[int, ...] = ()  # of the checkpoints the mean of whose weights the model has; or none
+    weights: str = "trained"  # or ema
+
+    @property
+    def of_what(self) -> str:
+        """Which weights the model has, in words, if not the trained ones of one checkpoint."""
+        if self.averaged_steps:
+            return f"mean of the weights at steps {', '.join(map(str, self.averaged_steps))}"
+        return "moving average of the weights" if self.weights == "ema" else ""
 
 
 def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used: Collection[str] = ()) -> Trained:
     """The checkpoint that `<verb>.checkpoint` names. Touches neither data nor devices.
 
     overrides: the arguments of the command line. The log names those that the verb does not use. also_used: sections
-    and keys that the verb reads, beside its own section and USED. Raises DataError if there is no checkpoint, and
-    ConfigError for an override that contradicts it.
+    and keys that the verb reads, beside its own section and USED. Raises DataError if there is no checkpoint, or if
+    there are too few to average, and ConfigError for an override that contradicts it.
     """
-    path = find_checkpoint(f"{verb}.checkpoint", getattr(config, verb).checkpoint)
+    own = getattr(config, verb)
+    path = find_checkpoint(f"{verb}.checkpoint", own.checkpoint)
     stored = read_yaml(path / "config.yaml")
+    if own.weights == "ema" and stored.optim.ema_decay is None:
+        raise ConfigError(
+            f"{verb}.weights=ema: the run of {path} keeps no moving average (optim.ema_decay=null)"
+            f"\n  Leave it out, try {verb}.average=K, or train a run with optim.ema_decay=0.999"
+        )
+    averaged = newest(f"{verb}.average", own.average, path, stored) if own.average > 1 else ()
     used, unused = {verb, "experiment", *USED, *also_used}, []
     for override in overrides:
         name, _, value = (part.strip() for part in override.partition("="))
@@ -64,7 +83,7 @@ def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used:
             unused.append(name)
     if unused:
         logger.info("%s makes no use of %s", verb, ", ".join(unused))
-    return Trained(path, stored)
+    return Trained(path, stored, tuple(averaged), own.weights)
 
 
 def _check_decided(override: str, name: str, value: str, config: Config, trained: Trained) -> None:
@@ -96,7 +115,18 @@ def restore(trained: Trained, config: Config, world: World) -> Restored:
     with world.device:
         model = build_model(trained.config.model)
     model.compute_dtype = precision
-    load_model(path, model, world)
+    if trained.averaged:
+        load_mean(trained.averaged, model, world)
+    elif trained.weights == "ema":
+        load_model(path, model, world, "ema")
+        model.project_()  # the mean of points of the sphere lies inside of it
+    else:
+        load_model(path, model, world)
     tokenizer = read_tokenizer(path, json.loads((path / "tokenizer.json").read_text()))
     step = json.loads((path / "state.json").read_text())["step"]  # the directory may have been renamed
-    return Restored(path, step, trained.config, model, tokenizer)
+    restored = Restored(
+        path, step, trained.config, model, tokenizer, tuple(map(step_of, trained.averaged)), trained.weights
+    )
+    if restored.of_what:
+        logger.info("weights: %s", restored.of_what)
+    return restored

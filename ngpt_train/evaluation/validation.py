@@ -1,6 +1,10 @@
 """Loss, perplexity and bits per byte on a fixed set of rows."""
 
+import hashlib
+import io
 import math
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,54 +13,89 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ngpt_train.core.constants import IGNORED
-from ngpt_train.data import Rows, validation_rows
+from ngpt_train.core.files import write_atomically
+from ngpt_train.data import Rows
 from ngpt_train.distributed import World, averaged_statistics
 from ngpt_train.models import Decoder
 
-# The seed of the validation rows. It is not run.seed, so that runs with different seeds are measured on the same text.
-SEED = 0
 # Most tokens in one forward pass. It is not train.micro_rows, which may depend on the number of ranks: rounding depends
 # on which rows share a matrix product.
 CHUNK_TOKENS = 8_192
 
 
-class Validation:
-    """Evaluates a model on `n_rows` seeded rows. Each rank computes some chunks of them.
+@dataclass(frozen=True)
+class RowLosses:
+    """The loss of each row of a validation set, for means and for pairing two runs row by row.
 
-    n_bytes: `(vocab_size,)`, the number of bytes of text that each id stands for, from the tokenizer.
+    loss_sum: (N,) the cross-entropy of the row's targets, summed, in nats. n_targets: (N,) how many they are. n_bytes:
+    of text that all targets stand for. rows_hash: which rows they are.
     """
 
-    def __init__(self, rows: Rows, n_bytes: NDArray[np.int64], n_rows: int) -> None:
-        batch = rows.batch(validation_rows(rows, n_rows, SEED))  # tokens, targets, ...: (n_rows, context)
-        targets = batch[1]
+    loss_sum: NDArray[np.float64]
+    n_targets: NDArray[np.int64]
+    n_bytes: int
+    rows_hash: str
+
+    def metrics(self) -> dict[str, Any]:
+        """loss (nats per target), ppl, bits_per_byte; rows, n_targets and rows_hash, which say what they are of."""
+        total, n_targets = float(self.loss_sum.sum()), int(self.n_targets.sum())
+        loss = total / n_targets
+        return {
+            "loss": loss,
+            "ppl": math.exp(min(loss, 700.0)),
+            # A text without bytes (special ids alone) has no bits per byte.
+            "bits_per_byte": total / math.log(2) / self.n_bytes if self.n_bytes else math.nan,
+            "rows": len(self.loss_sum),
+            "n_targets": n_targets,
+            "rows_hash": self.rows_hash,
+        }
+
+    def write(self, path: Path) -> None:
+        """Writes loss_sum, n_targets and rows_hash as an .npz file, atomically; equal losses give equal bytes."""
+        file = io.BytesIO()
+        np.savez(file, loss_sum=self.loss_sum, n_targets=self.n_targets, rows_hash=np.array(self.rows_hash))
+        write_atomically(path, file.getvalue())
+
+
+class Validation:
+    """Evaluates a model on fixed rows. Each rank computes some chunks of them.
+
+    chosen: (N,) indices of the rows; they are evaluated in ascending order. n_bytes: `(vocab_size,)`, the number of
+    bytes of text that each id stands for, from the tokenizer.
+    """
+
+    def __init__(self, rows: Rows, n_bytes: NDArray[np.int64], chosen: NDArray[np.int64]) -> None:
+        batch = rows.batch(np.sort(chosen))  # tokens, targets, ...: (N, context)
+        tokens, targets, *_ = batch
         self.batch = [torch.from_numpy(part) for part in batch]
         self.targets = targets[targets != IGNORED]  # those that count
         self.n_rows, context = targets.shape
         self.n_bytes = int(n_bytes[self.targets].sum())
+        self.rows_hash = hash_of(tokens, targets)
         self.chunk = min(self.n_rows, max(1, CHUNK_TOKENS // context))
 
-    @torch.no_grad()
     def __call__(self, model: Decoder, world: World) -> dict[str, Any]:
-        """loss (nats per token), ppl and bits_per_byte of the targets; the same on every rank. A collective call."""
+        """The metrics of `row_losses`; the same on every rank. A collective call."""
+        return self.row_losses(model, world).metrics()
+
+    @torch.no_grad()
+    def row_losses(self, model: Decoder, world: World) -> RowLosses:
+        """The loss of each row, in the order of the rows; the same on every rank. A collective call."""
         was_training = model.training
         model.eval()
         n_chunks = -(-self.n_rows // self.chunk)
-        sums = torch.zeros(n_chunks, dtype=torch.float64, device=world.device)
+        sums = torch.zeros(n_chunks, self.chunk, dtype=torch.float64, device=world.device)
         # FSDP2 gathers weights in every forward pass, so all ranks make the same number of forward passes.
         with averaged_statistics(model, world):
             for first in range(0, n_chunks, world.size):
                 index = first + world.rank
-                loss_sum, _ = model.loss(*self._chunk(index, world.device))
+                losses = model(*self._chunk(index, world.device)).by_token  # (chunk, targets)
                 if index < n_chunks:
-                    sums[index] = loss_sum
+                    sums[index] = losses.double().sum(1)
         model.train(was_training)
-        # Only one rank has a chunk's loss, the others have 0. All ranks sum the chunks in the same order, so the total
-        # does not depend on the number of ranks.
-        total = float(world.sum_(sums).sum())
-        loss = total / len(self.targets)
-        # A text without bytes (special ids alone) has no bits per byte.
-        bits_per_byte = total / math.log(2) / self.n_bytes if self.n_bytes else math.nan
-        return {"loss": loss, "ppl": math.exp(min(loss, 700.0)), "bits_per_byte": bits_per_byte}
+        # Only one rank has a row's loss, the others have 0, so the sum over ranks is the loss, to the bit.
+        found = world.sum_(sums).flatten()[: self.n_rows].cpu().numpy()
+        return RowLosses(found, (self.batch[1] != IGNORED).sum(1).numpy(), self.n_bytes, self.rows_hash)
 
     def _chunk(self, index: int, device: torch.device) -> list[Tensor]:
         """Tokens, targets and document ids of a chunk, each `(chunk, context)` int64.
@@ -70,6 +109,15 @@ class Validation:
             rows[: len(own)] = own
             filled.append(rows.to(device))
         return filled
+
+
+def hash_of(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> str:
+    """16 hex digits of the rows (N, context) in their order: the SHA-256 of N, context, tokens and targets, each as
+    little-endian int64. Masks of documents are not part of it: models with and without them have the same targets."""
+    digest = hashlib.sha256()
+    for part in (np.array(tokens.shape), tokens, targets):
+        digest.update(np.ascontiguousarray(part, dtype="<i8").data)
+    return digest.hexdigest()[:16]
 
 
 def unigram_loss(train: Rows, validation: Validation, vocab_size: int, sample: int = 10_000_000) -> float:

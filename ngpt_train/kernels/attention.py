@@ -38,6 +38,7 @@ CHOICES = ("auto", "sdpa", "flash_attn", "flex")
 LARGEST_VARLEN_HEAD = 192  # larger heads have no backward pass on some GPUs
 
 _choice = "auto"
+_watch: "Watch | None" = None  # of `watched`
 _flash: Flash | None = None  # the version of flash-attn in use, with kernels.attention=flash_attn
 
 
@@ -59,6 +60,21 @@ class Blocks(NamedTuple):
 # own and the earlier ones of its document. Blocks: those of flex_attention's mask. None: all keys or, with causal
 # attention, its own and all earlier ones.
 Mask = Tensor | Packed | Blocks | None
+
+
+# Looks at an attention: q, k, scale, causal and the mask, as of `attention`.
+Watch = Callable[[Tensor, Tensor, float, bool, Tensor | None], None]
+
+
+@contextlib.contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """Inside a `with`, each attention first calls `watch`, for telemetry. Document masks are booleans and sdpa runs."""
+    global _watch
+    _watch = watch
+    try:
+        yield
+    finally:
+        _watch = None
 
 
 def choose(attention: str, device: torch.device, d_head: int, dtype: torch.dtype) -> None:
@@ -97,6 +113,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask:
 
     causal: without a mask, query t sees the keys 0 to t, and T = S; ignored with a mask. Raises ValueError for T != S.
     """
+    if _watch is not None:
+        assert mask is None or isinstance(mask, Tensor)
+        _watch(q, k, scale, causal, mask)
+        return sdpa(q, k, v, scale, causal, mask)
     if isinstance(mask, Packed):
         y = mask.kernel(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), mask.boundaries, mask.longest, scale)
         return y.unflatten(0, q.shape[:2])  # (B T, H, D) -> (B, T, H, D)
@@ -154,6 +174,8 @@ def attention_with_dropout(
 
 def varlen_kernel(device: torch.device, d_head: int, dtype: torch.dtype) -> Varlen | None:
     """The kernel for documents laid end to end; None where a mask separates the documents instead."""
+    if _watch is not None:
+        return None
     if _choice == "flex":
         _say("flex_attention for documents", "kernels.attention=flex")
         return None
@@ -203,7 +225,7 @@ def has_enable_gqa() -> bool:
 
 def wants_blocks() -> bool:
     """Whether document masks are to be flex_attention's block masks."""
-    return _choice == "flex"
+    return _choice == "flex" and _watch is None
 
 
 def blocks(visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], B: int, T: int, device: torch.device) -> Blocks:

@@ -105,6 +105,16 @@ def in_chunks(
     return loss, cross_entropy, z_term if z_loss else None
 
 
+@torch.no_grad()
+def token_losses(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
+    """The cross-entropy of each target, 0 for one that does not count, in the shape of targets; without gradients.
+
+    Arguments and dtype as of `linear_cross_entropy`, whose cross_entropy is their sum.
+    """
+    losses, *_ = linear_cross_entropy_forward(h, matrix, targets, scale, 0.0, False, False, False)
+    return losses.view(targets.shape)
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -119,9 +129,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         # grad_enabled is an argument because autograd is always off in here, and needs_input_grad ignores it.
         need_h, need_matrix, _, need_scale, *_ = (grad_enabled and needed for needed in ctx.needs_input_grad)
-        cross_entropy, z_term, dh, dmatrix, dscale, smoothing = linear_cross_entropy_forward(
+        losses, z_term, dh, dmatrix, dscale, smoothing = linear_cross_entropy_forward(
             h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale, label_smoothing
         )
+        cross_entropy = losses.sum()  # one sum, whose order does not depend on the size of the chunks
         ctx.save_for_backward(dh, dmatrix, dscale)
         if z_loss == 0 and label_smoothing == 0:
             return (cross_entropy,)
@@ -165,8 +176,9 @@ def linear_cross_entropy_forward(
     need_scale: bool,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The summed cross-entropy, the summed z-loss terms, the gradients of the loss by h, matrix and scale, and the
-    summed smoothing terms e (z_t - mean_v z_v). The loss is the sum of the three sums.
+    """The cross-entropies `(N,)` of the N targets, 0 for one that does not count, the summed z-loss terms, the
+    gradients of the loss by h, matrix and scale, and the summed smoothing terms e (z_t - mean_v z_v). The loss is the
+    sum of the three.
 
     A gradient that is not needed is an empty tensor, as are the terms of an option that is 0.
     """
@@ -212,7 +224,7 @@ def linear_cross_entropy_forward(
     if dweight is not None and need_matrix:
         dmatrix = (dweight if scale is None else dweight.mul_(scale[:, None])).to(matrix.dtype)
     return (
-        losses.sum(),  # one sum at the end, whose order does not depend on the size of the chunks
+        losses,
         z_terms.sum() if z_loss else z_terms,
         dh.view(h.shape) if need_h else dh,
         h.new_empty(0) if dmatrix is None else dmatrix,
@@ -235,7 +247,7 @@ def _(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(h.dtype, torch.float32)
     return (
-        h.new_empty((), dtype=dtype),
+        h.new_empty(targets.numel(), dtype=dtype),
         h.new_empty(() if z_loss else 0, dtype=dtype),
         h.new_empty(h.shape if need_h else 0),
         matrix.new_empty(matrix.shape) if need_matrix else h.new_empty(0),

@@ -1,4 +1,4 @@
-"""Norm(x) = x / ||x||, nGPT's normalisation: without gain or eps; only the length is bounded from below."""
+"""Norm(x) = x / ||x||, nGPT's normalisation: without gain; a smallest length, or eps, keeps it finite."""
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +8,15 @@ from torch import Tensor
 SHORTEST = 1e-12
 
 
-def normalize(x: Tensor) -> Tensor:
-    """Norm(x) = x / max(||x||, 1e-12) over the last dimension; computed and returned in at least fp32."""
-    return F.normalize(at_least_fp32(x), dim=-1, eps=SHORTEST)
+def normalize(x: Tensor, eps: float = 0.0) -> Tensor:
+    """Norm(x) = x / max(||x||, 1e-12) over the last dimension; computed and returned in at least fp32.
+
+    With eps Norm(x) = x / sqrt(||x||^2 + eps), which is shorter than 1.
+    """
+    x = at_least_fp32(x)
+    if eps:
+        return x * (x.square().sum(-1, keepdim=True) + eps).rsqrt()
+    return F.normalize(x, dim=-1, eps=SHORTEST)
 
 
 def at_least_fp32(x: Tensor) -> Tensor:

@@ -102,16 +102,24 @@ class Decoder(nn.Module):
     def init_std(self, path: str) -> float:
         """Standard deviation of the matrix at `path` at initialisation.
 
-        The 2 L matrices that write into the residual stream start smaller, so that its variance at the
-        last layer does not grow with depth (Radford et al. 2019).
+        Matrices that write into the residual stream start smaller, so that its variance at the last layer does not grow
+        with depth (Radford et al. 2019).
         """
-        writes_residual = path.endswith((".wo", ".w_down"))
-        return 0.02 / math.sqrt(2 * self.config.n_layers) if writes_residual else 0.02
+        return 0.02 / math.sqrt(self.residual_writes(path))
+
+    def residual_writes(self, path: str) -> int:
+        """How many matrices write into the residual stream that the matrix at `path` writes to; 1 if it does not."""
+        return 2 * self.config.n_layers if path.endswith((".wo", ".w_down")) else 1
 
     @property
     def projects(self) -> bool:
         """Whether project_ divides every row of every matrix by its length; if not, project_ does nothing."""
         return False
+
+    @property
+    def on_sphere(self) -> bool:
+        """Whether a row of a matrix stands for its direction alone, so that its length means nothing."""
+        return self.projects
 
     def project_(self, skipped: Tensor | None = None) -> None:
         """Imposes the architecture's constraint on its weights again, in place; here there is no constraint.

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ngpt_train.models import decoding, flops
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
-from ngpt_train.models.layers.documents import causal_document_mask
+from ngpt_train.models.layers.documents import Mask, causal_document_mask
 from ngpt_train.models.layers.dropout import number_places, seeds_of_parts
+from ngpt_train.models.layers.rope import Rope
 
 
 class EncoderDecoder(Decoder):
@@ -30,12 +31,37 @@ class EncoderDecoder(Decoder):
     def blocks(self) -> list[nn.Module]:
         return [*self.encoder, *self.layers]
 
+    def residual_writes(self, path: str) -> int:
+        """As in a decoder, but encoder and decoder have a residual stream each, and a block of the decoder writes three
+        times."""
+        if not path.endswith((".wo", ".w_down")):
+            return 1
+        return 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)
+
     def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
         """Any number of documents is allowed: doc_ids only mark padding, and attention uses a boolean mask."""
 
-    def memory(self, h: Tensor) -> Tensor:
-        """What the decoder attends to `(B, S, d_model)`, from the encoder's last h `(B, S, d_model)`."""
-        return h
+    # An architecture may override these. valid is false for padding, None: there is none; seeds `(B,)`: of dropout.
+
+    def encode(
+        self, h: Tensor, rope: Rope | None, mask: Mask, valid: Tensor | None, seeds: Tensor | None = None
+    ) -> Tensor:
+        """What the decoder attends to `(B, S, d_model)`, from the embedded source h; valid is `(B, S)`."""
+        return self.run_blocks(self.encoder, h, rope, mask, seeds=seeds)
+
+    def decode(
+        self,
+        h: Tensor,
+        rope: Rope | None,
+        mask: Mask,
+        memory: Tensor,
+        memory_mask: Mask,
+        valid: Tensor | None,
+        seeds: Tensor | None = None,
+    ) -> Tensor:
+        """The decoder's blocks, and what comes between them and the head: h and the result `(B, T, d_model)`, valid
+        `(B, T)`."""
+        return self.run_blocks(self.layers, h, rope, mask, memory, memory_mask, seeds=seeds)
 
     def forward(
         self,
@@ -56,18 +82,22 @@ class EncoderDecoder(Decoder):
         dtype = self.compute_dtype or self.embedding.dtype
         angles_dtype = torch.promote_types(dtype, torch.float32)
         source, tokens = tokens[:, :S], tokens[:, S:]
-        mask = source_mask = None
+        mask = source_mask = valid = source_valid = None
         if doc_ids is not None:
-            source_mask = (doc_ids[:, :S] >= 0)[:, None, None, :]  # (B, 1, 1, S)
+            source_valid, valid = doc_ids[:, :S] >= 0, doc_ids[:, S:] >= 0
+            source_mask = source_valid[:, None, None, :]  # (B, 1, 1, S)
             mask = causal_document_mask(doc_ids[:, S:])  # (B, 1, T, T)
 
-        h = self.drop_embedding(self.embed(source, self.source_embedding).to(dtype), of_source)  # (B, S, d_model)
+        source_positions, positions = (torch.arange(part.shape[1], device=part.device) for part in (source, tokens))
+        h = self.add_positions(self.embed(source, self.source_embedding), source_positions).to(dtype)  # (B, S, d_model)
+        h = self.drop_embedding(h, of_source)
         rope = self.rope(source, angles_dtype)
-        memory = self.memory(self.run_blocks(self.encoder, h, rope, source_mask, seeds=of_encoder))
+        memory = self.encode(h, rope, source_mask, source_valid, of_encoder)
 
-        h = self.drop_embedding(self.embed(tokens, self.embedding).to(dtype), of_embedding)  # (B, T, d_model)
+        h = self.add_positions(self.embed(tokens, self.embedding), positions).to(dtype)  # (B, T, d_model)
+        h = self.drop_embedding(h, of_embedding)
         rope = self.rope(tokens, angles_dtype)
-        head = self.head(self.run_blocks(self.layers, h, rope, mask, memory, source_mask, seeds=of_decoder))
+        head = self.head(self.decode(h, rope, mask, memory, source_mask, valid, of_decoder))
         return head.logits() if targets is None else self.loss_of(head, targets[:, S:])
 
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:

@@ -41,5 +41,9 @@ class EncoderDecoderKeys(ModelConfig):
             problem = "the source takes the whole row, nothing is left to decode"
             yield "model.source_context model.context", problem, f"Set model.source_context below {self.context}"
 
+    def refuses_rows_of(self, context: int) -> str | None:
+        source = self.source_length(self.context)
+        return f"an encoder-decoder's rows are {source} tokens to read and {self.context - source} to continue them"
+
     def not_in_weights(self) -> set[str]:
         return super().not_in_weights() | {"source_context"}

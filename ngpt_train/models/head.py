@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ngpt_train.core.constants import IGNORED
-from ngpt_train.kernels.cross_entropy import linear_cross_entropy
+from ngpt_train.kernels.cross_entropy import linear_cross_entropy, token_losses
 
 
 class Loss(NamedTuple):
@@ -17,6 +17,7 @@ class Loss(NamedTuple):
     n_tokens: Tensor  # number of targets that count
     cross_entropy: Tensor  # in nats, without smoothing and without gradient
     z_term: Tensor | None  # z_loss * logsumexp(logits)^2, without gradient; None if z_loss is 0
+    by_token: Tensor | None = None  # (B, T) the cross-entropy of each target, 0 for one that does not count; in no_grad
 
 
 class Head(NamedTuple):
@@ -33,7 +34,12 @@ class Head(NamedTuple):
 
     def loss(self, targets: Tensor, z_loss: float, label_smoothing: float = 0.0) -> Loss:
         """The loss of targets `(B, T)`, computed without holding all logits."""
+        n_tokens = (targets != IGNORED).sum()
+        if not torch.is_grad_enabled() and z_loss == label_smoothing == 0:
+            losses = token_losses(self.h, self.matrix, targets, self.scale)
+            total = losses.sum()
+            return Loss(total, n_tokens, total, None, losses)
         total, cross_entropy, z_term = linear_cross_entropy(
             self.h, self.matrix, targets, self.scale, z_loss, label_smoothing
         )
-        return Loss(total, (targets != IGNORED).sum(), cross_entropy, z_term)
+        return Loss(total, n_tokens, cross_entropy, z_term)

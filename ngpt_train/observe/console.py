@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+SHOWN = ("train", "eval")  # kinds of records; a telemetry record has too many numbers to read as a line
+
 
 class Clock:
     """Estimates the seconds that the rest of the run takes, from recent step times."""
@@ -82,7 +84,8 @@ class PlainConsole:
         self.clock = Clock(total_steps)
 
     def log(self, record: dict[str, Any]) -> None:
-        self.message(describe(record, self.clock))
+        if record["kind"] in SHOWN:
+            self.message(describe(record, self.clock))
 
     def message(self, text: str) -> None:
         try:
@@ -117,6 +120,8 @@ class LiveConsole:
         self._progress.refresh()
 
     def log(self, record: dict[str, Any]) -> None:
+        if record["kind"] not in SHOWN:
+            return
         if record["kind"] == "eval":
             self.message(describe(record, self.clock))
             return
@@ -142,7 +147,8 @@ class LogFile:
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, record: dict[str, Any]) -> None:
-        self.message(describe(record, self.clock))
+        if record["kind"] in SHOWN:
+            self.message(describe(record, self.clock))
 
     def message(self, text: str) -> None:
         try:

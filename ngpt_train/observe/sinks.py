@@ -13,7 +13,10 @@ class Sink(Protocol):
     """Takes the records and messages of the training loop. Only rank 0 has sinks."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Takes a record {"kind": "train" | "eval", "step": n, "tokens": n, ...}, whose values are numbers or None."""
+        """Takes a record {"kind": "train" | "eval" | "telemetry", "step": n, "tokens": n, ...}.
+
+        Its other values are numbers or None.
+        """
 
     def message(self, text: str) -> None:
         """Takes one line for people."""

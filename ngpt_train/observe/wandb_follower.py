@@ -15,6 +15,10 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 POLL_SECONDS = 1.0
+# What losses are drawn over. These names are the same in train and eval records.
+AXES = ("tokens", "step", "flops", "train_seconds")
+# Of the last record of each kind, what the run's summary has as final/KIND_NAME, also at other contexts.
+FINAL = {"train": ("loss_mean",), "eval": ("loss", "ppl", "bits_per_byte")}
 
 
 @contextlib.contextmanager
@@ -46,6 +50,9 @@ def start(job: dict[str, Any]) -> Any:
         id=job["id"],
         resume="allow",
         name=job["name"],
+        group=job["group"],
+        tags=job["tags"],
+        notes=job["notes"],
         project=job["project"],
         entity=job["entity"],
         dir=job["run_dir"],
@@ -53,23 +60,32 @@ def start(job: dict[str, Any]) -> Any:
         settings=settings,
     )
     # Records are logged without a wandb step, because wandb drops steps below its last one, as after a resume. The x
-    # axis is tokens.
+    # axis is tokens; a panel may take any other of AXES, which every record has.
+    for axis in AXES:
+        run.define_metric(axis)
     run.define_metric("*", step_metric="tokens")
     return run
 
 
-def hand_over(lines: IO[bytes], run: Any) -> None:
-    """Logs the complete lines from the position of the file on, and leaves the position after them."""
+def hand_over(lines: IO[bytes], run: Any) -> dict[str, float]:
+    """Logs the complete lines from the position of the file on, and leaves the position after them.
+
+    Returns the losses of the last of them for the run's summary.
+    """
+    final: dict[str, float] = {}
     while True:
         position = lines.tell()
         line = lines.readline()
         if not line.endswith(b"\n"):
             lines.seek(position)
-            return
+            return final
         record = json.loads(line)
-        kind, step, tokens = record.pop("kind"), record.pop("step"), record.pop("tokens")
-        values = {f"{kind}/{name}": value for name, value in record.items() if value is not None}
-        run.log({"tokens": tokens, "step": step, **values})
+        kind = record.pop("kind")
+        axes = {name: record.pop(name) for name in AXES if name in record}
+        metrics = {f"{kind}/{name}": value for name, value in record.items()}
+        run.log({name: value for name, value in {**axes, **metrics}.items() if value is not None})
+        losses = {name: value for name, value in record.items() if name.partition("_ctx")[0] in FINAL.get(kind, ())}
+        final |= {f"final/{kind}_{name}": value for name, value in losses.items() if value is not None}
 
 
 def follow(job: dict[str, Any], run: Any, control: IO[bytes]) -> None:
@@ -77,13 +93,16 @@ def follow(job: dict[str, Any], run: Any, control: IO[bytes]) -> None:
     with open(job["metrics"], "rb") as lines:
         lines.seek(job["offset"])
         ended = False
+        final: dict[str, float] = {}
         while not ended:
             # The training process writes the last record before it sends the reason, so this reads all of them.
             ended = bool(select.select([control], [], [], POLL_SECONDS)[0])
             with at_most(job["finish_timeout"]):
-                hand_over(lines, run)
+                final |= hand_over(lines, run)
     reason = control.readline()
     faulthandler.dump_traceback_later(job["finish_timeout"], exit=True)  # never cancelled, for wandb's exit hooks
+    for name, value in final.items():
+        run.summary[name] = value
     run.summary["end"] = json.loads(reason) if reason else "the training process died"
     run.finish(exit_code=0 if reason else 1)
 

@@ -40,7 +40,10 @@ class WandbSink:
         self._sync_command = f"wandb sync {run_dir}/wandb/*run-*"
         self._job = {
             "id": _run_id(run_dir),
-            "name": run_dir.name,
+            "name": settings.name or run_dir.name,
+            "group": settings.group,
+            "tags": settings.tags,
+            "notes": settings.notes,
             "project": settings.project,
             "entity": settings.entity,
             "run_dir": str(run_dir),

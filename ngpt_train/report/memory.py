@@ -2,8 +2,8 @@
 
 Weights, gradients, moments and the optimizer's bf16 copies are exact. The other items depend on when the device
 allocates and frees, and are estimates. GPT, nGPT, NormFormer and PowerNorm, in fp32 and bf16, eager and compiled, were
-counted to keep 0.7 to 1.2 times the activations that this file computes; tests/unit/report/test_plan.py counts some of
-them, eager.
+counted to keep 0.7 to 1.2 times the activations that this file computes, and compositions, eager, 0.8 to 1.3 times;
+tests/unit/report/test_plan.py counts some of them, eager.
 """
 
 from dataclasses import dataclass
@@ -37,14 +37,15 @@ def memory_per_rank(
     with_bf16_copy = cast_linears(model) if fused_adam and dtype == torch.bfloat16 else []
     copies = sum(linear.matrix.numel() for linear in with_bf16_copy)
     return [
-        *state_items(model, kind, config.plan.world_size),
+        *state_items(model, kind, config.plan.world_size, config.optim.ema_decay is not None),
         *working_items(model, kind, dtype, config.train.activation_checkpointing == "full", copies),
         *activation_items(config, model, dtype.itemsize, compiled, micro_rows * config.model.context),
+        *dropout_items(config, model, dtype.itemsize, compiled, micro_rows),
     ]
 
 
-def state_items(model: Decoder, kind: str, world_size: int) -> list[MemoryItem]:
-    """Weights, gradients and Adam's two moments, all in fp32."""
+def state_items(model: Decoder, kind: str, world_size: int, averages: bool) -> list[MemoryItem]:
+    """Weights, gradients, Adam's two moments and the moving average of the weights, all in fp32."""
     vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
     if kind == "fsdp":
         # FSDP2 shards a matrix by ceil(rows / ranks) rows, so the first rank holds most. Vectors are not sharded.
@@ -58,6 +59,7 @@ def state_items(model: Decoder, kind: str, world_size: int) -> list[MemoryItem]:
         MemoryItem("weights", 4 * held, True, f"4 x {share}"),
         MemoryItem("gradients", 4 * held, True, f"4 x {share}"),
         MemoryItem("Adam's moments", 8 * held, True, f"8 x {share}"),
+        *([MemoryItem("moving average", 4 * held, True, f"4 x {share}")] if averages else []),
     ]
 
 
@@ -110,6 +112,9 @@ def activation_items(config: Config, model: Decoder, size: int, compiled: bool, 
     wide = size if compiled else 4
     block = wide * 6 * shape.d_model + size * (3 * d_q + 3 * d_kv + 3 * d_mlp)
     formula = f"({wide} x 6 d_model + {size} x (3 d_q + 3 d_kv + 3 d_mlp))"
+    if more := shape.kept_beyond_gpt():
+        block += wide * more
+        formula = f"({formula} + {wide} x {more})"
     # The source, the beginning of a row, passes the encoder's blocks, the rest the decoder's. A decoder has no source.
     source = shape.source_length(shape.context)
     blocks_passed = (len(model.blocks()) - shape.n_layers) * source + shape.n_layers * (shape.context - source)  # a row
@@ -129,3 +134,38 @@ def activation_items(config: Config, model: Decoder, size: int, compiled: bool, 
         MemoryItem("activations", activations, False, formula),
         MemoryItem("loss", gradients + size * chunk * vocab_size, False, formula_of_loss),
     ]
+
+
+def dropout_items(config: Config, model: Decoder, size: int, compiled: bool, rows: int) -> list[MemoryItem]:
+    """What dropout adds in a micro batch of `rows` rows; size as of `activation_items`. Empty without dropout.
+
+    A block keeps a bool for each value that it may drop. With attention_dropout it also keeps the weights of the
+    softmax in fp32 and, dropped, in the dtype of the products. Uncompiled, the random numbers of one place take three
+    times 8 bytes each for a moment.
+    """
+    shape = config.model
+    if not shape.uses_dropout:
+        return []
+    source = shape.source_length(shape.context)
+    target = shape.context - source
+    encoders = len(model.blocks()) - shape.n_layers
+    # Values and softmax weights of a row in one block of the encoder, and in one of the decoder.
+    values = [2 * source * shape.d_model, (3 if encoders else 2) * target * shape.d_model]
+    weights = [source * source * shape.n_heads, (target * target + target * source) * shape.n_heads]
+    kept = [
+        bool(shape.residual_dropout) * v + bool(shape.attention_dropout) * (4 + 1 + size) * w
+        for v, w in zip(values, weights, strict=True)
+    ]
+    if config.train.activation_checkpointing == "full":
+        held = max(kept)
+        formula = "one block's"
+    else:
+        held = encoders * kept[0] + shape.n_layers * kept[1]
+        formula = "all blocks'"
+    held += bool(shape.embedding_dropout) * shape.context * shape.d_model
+    numbers = 0
+    if not compiled:
+        widest = shape.n_heads * max(source, target) if shape.attention_dropout else shape.d_model
+        numbers = 24 * max(source, target) * widest
+    formula = f"micro rows x ({formula} bools and {4 + 1 + size} x softmax weights{' + 24 x numbers' * (numbers > 0)})"
+    return [MemoryItem("dropout", rows * (held + numbers), False, formula)]

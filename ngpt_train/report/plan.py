@@ -8,6 +8,7 @@ import torch
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
+from ngpt_train.data import many_epochs, planned_rows
 from ngpt_train.distributed import resolve_compile, resolve_kind, resolve_precision
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.report.memory import memory_per_rank
@@ -34,6 +35,7 @@ def make_plan(config: Config) -> dict[str, Any]:
     flops_per_token = model.flops_per_token(context)
     steps = config.train.stop_at or config.train.steps
     total_tokens = steps * rows * context
+    sizes = planned_rows(config)
     plan: dict[str, Any] = {
         "model": config.model.name,
         "scale": config.scale.name,
@@ -48,6 +50,15 @@ def make_plan(config: Config) -> dict[str, Any]:
         "steps": steps,
         "total_tokens": total_tokens,
         "tokens_per_parameter": total_tokens / model.n_params(),
+        "epochs": {
+            name: None if size is None else {"epochs": size.epochs(steps * rows), "exact": size.exact}
+            for name, size in sizes.items()
+        },
+        "lr": config.optim.lr,
+        "notes": [
+            *([f"lr from {config.optim.lr_source}"] if config.optim.lr_source else []),
+            *(f"warning: {warning}" for warning in many_epochs(sizes, config)),
+        ],
         "total_flops": total_tokens * flops_per_token,
         "world_size": world_size,
         "parallel": kind,
@@ -101,6 +112,8 @@ def describe_plan(plan: dict[str, Any]) -> str:
         _row("tokens per step", f"{plan['tokens_per_step']:,}", split),
         _row("steps", f"{plan['steps']:,}"),
         _row("tokens in all", f"{plan['total_tokens']:,}", f"{plan['tokens_per_parameter']:.3g} per parameter"),
+        *(_row(f"epochs{f' of {name}' if name else ''}", *_epochs(known)) for name, known in plan["epochs"].items()),
+        _row("learning rate", f"{plan['lr']:g}"),
         "",
         f"memory of a rank: {plan['parallel']} on {ranks}, {plan['device']}, {plan['precision']}, "
         f"{'compiled' if plan['compiled'] else 'eager'} (bytes by the formula)",
@@ -117,7 +130,15 @@ def describe_plan(plan: dict[str, Any]) -> str:
         lines += ["", "time", _row("hours", f"{plan['hours']:,.2f}", note)]
     else:
         lines += ["", "Set plan.flops_per_s to the FLOP/s that one rank achieves to see the hours."]
+    if plan["notes"]:
+        lines += ["", *plan["notes"]]
     return "\n".join(lines)
+
+
+def _epochs(known: dict[str, Any] | None) -> tuple[str, str]:
+    if known is None:
+        return "unknown", "the size of the text is known when it is opened"
+    return f"{known['epochs']:,.3f}", "of the training text" if known["exact"] else "estimate, by the size of the text"
 
 
 def _row(name: str, value: str, note: str = "") -> str:

@@ -2,7 +2,7 @@
 
     checkpoints/step_00001000/   __0_0.distcp ...  sharded tensors (torch.distributed.checkpoint)
                                  .metadata         the place of each tensor in those files
-                                 state.json        step, tokens, sums since the last record, position in the data
+                                 state.json        counters, sums since the last record, position in the data
                                  config.yaml, tokenizer files
                                  MANIFEST.json     size and sha256 of every file; written last
 
@@ -93,12 +93,14 @@ class Checkpoints:
                 "model": model,
                 "optimizer": optimizer,
                 "statistics": _statistics_of_all_ranks(state.model, self.world),
+                **_moving_average(state),
             }
             dcp.save(tensors, storage_writer=writer, no_dist=_no_dist())
         if self.world.is_main:
             progress = {
                 "step": state.step,
                 "tokens": int(state.tokens),
+                "train_seconds": state.train_seconds,
                 "interval": state.interval.state_dict(),
                 **({} if state.loss_scale is None else {"loss_scale": state.loss_scale.state_dict()}),
                 "world_size": self.world.size,
@@ -202,10 +204,12 @@ def verify(checkpoint: Path, world: World) -> None:
         )
 
 
-def check_names(checkpoint: Path, weights: Mapping[str, Any]) -> None:
-    """Raises DataError if a weight of the model is not in the checkpoint under its name."""
+def check_names(checkpoint: Path, weights: Mapping[str, Any], part: str = "model") -> None:
+    """Raises DataError if a weight of the model is not in that part of the checkpoint under its name."""
     known = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
-    if missing := [name for name in weights if f"model.{name}" not in known]:
+    if part == "ema" and not any(name.startswith("ema.") for name in known):
+        raise DataError(f"The checkpoint {checkpoint} has no moving average: its run had optim.ema_decay=null.")
+    if missing := [name for name in weights if f"{part}.{name}" not in known]:
         raise DataError(
             f"The checkpoint {checkpoint} has no {missing[0]}: another version of ngpt-train wrote it, which called "
             "weights otherwise. Go on with that version, or begin a new run."
@@ -213,7 +217,7 @@ def check_names(checkpoint: Path, weights: Mapping[str, Any]) -> None:
 
 
 def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
-    """Loads weights, moments, running statistics and counters into `state`; returns the position in the data.
+    """Loads weights, moments, averages, running statistics and counters into `state`; returns the position in the data.
 
     A collective call. Raises DataError if the checkpoint is damaged or of another version.
     """
@@ -224,7 +228,10 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
         "model": model,
         "optimizer": optimizer,
         "statistics": _statistics_to_load(checkpoint, state.model),
+        **_moving_average(state),
     }
+    if state.ema is not None:
+        check_names(checkpoint, state.ema.weights, "ema")
     with _without_process_group_warning():
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
     _set_statistics(state.model, tensors["statistics"], state.world)
@@ -232,6 +239,7 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     progress = read_json(checkpoint / "state.json")
     state.step = progress["step"]
     state.tokens.fill_(progress["tokens"])
+    state.train_seconds = progress.get("train_seconds")  # earlier versions did not save it
     if "interval" in progress:  # earlier versions did not save it
         state.interval.load_state_dict(progress["interval"])
     if state.loss_scale is not None:
@@ -239,21 +247,28 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
     return progress["data"]
 
 
-def load_model(checkpoint: Path, model: Decoder, world: World) -> None:
+def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "model") -> None:
     """Loads weights and running statistics into `model`, which has the architecture and size of the checkpoint's.
 
-    A collective call. Raises DataError if the checkpoint is damaged or of another version.
+    part: "model" for the trained weights, "ema" for their moving average, which is not projected. There are no other
+    statistics than those of training. A collective call. Raises DataError if the checkpoint is damaged, of another
+    version, or without a moving average.
     """
     verify(checkpoint, world)
     tensors: dict[str, Any] = {
-        "model": get_model_state_dict(model),
+        part: get_model_state_dict(model),
         "statistics": _statistics_to_load(checkpoint, model),
     }
-    check_names(checkpoint, tensors["model"])
+    check_names(checkpoint, tensors[part], part)
     with _without_process_group_warning():
         dcp.load(tensors, checkpoint_id=checkpoint, no_dist=_no_dist())
     _set_statistics(model, tensors["statistics"], world)
-    set_model_state_dict(model, tensors["model"])
+    set_model_state_dict(model, tensors[part])
+
+
+def _moving_average(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """The state's moving average under its name in a checkpoint, if there is one."""
+    return {} if state.ema is None else {"ema": state.ema.weights}
 
 
 def _statistics_of_all_ranks(model: Decoder, world: World) -> dict[str, Tensor]:

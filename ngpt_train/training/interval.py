@@ -13,21 +13,28 @@ if TYPE_CHECKING:
 
 
 class Interval:
-    """Summed loss, number of targets and number of skipped steps since the last train record.
+    """Summed loss, number of targets, and numbers of steps, skipped and clipped ones, since the last train record.
 
-    A checkpoint holds these, so that the first record after a resume is the same as without the interruption.
+    clip_norm: gradients with a larger norm are clipped; None: none is. A checkpoint holds the sums, so that the first
+    record after a resume is the same as without the interruption.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, clip_norm: float | None) -> None:
+        self._clip_norm = clip_norm
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=device)  # nats
         self._n_targets = torch.zeros((), dtype=torch.int64, device=device)
         self._n_skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._n_clipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._n_steps = 0
 
     def add(self, result: StepResult) -> None:
         """Adds a step. Of a skipped step, whose loss may be NaN, only the fact that it was skipped counts."""
         self._loss_sum += result.loss_sum.masked_fill(result.skipped, 0.0)
         self._n_targets += result.n_tokens.masked_fill(result.skipped, 0)
         self._n_skipped += result.skipped
+        self._n_steps += 1
+        if self._clip_norm is not None:
+            self._n_clipped += (result.grad_norm > self._clip_norm) & ~result.skipped
 
     @property
     def loss_mean(self) -> float:
@@ -41,9 +48,15 @@ class Interval:
     def n_skipped(self) -> int:
         return int(self._n_skipped)
 
+    @property
+    def clipped(self) -> float | None:
+        """Share of the steps whose gradient was clipped, None without clipping. A skipped step is one that was not."""
+        return None if self._clip_norm is None or not self._n_steps else int(self._n_clipped) / self._n_steps
+
     def reset(self) -> None:
-        for value in (self._loss_sum, self._n_targets, self._n_skipped):
+        for value in (self._loss_sum, self._n_targets, self._n_skipped, self._n_clipped):
             value.zero_()
+        self._n_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
         """The sums as numbers that JSON stores without loss."""
@@ -51,9 +64,14 @@ class Interval:
             "loss_sum": float(self._loss_sum),
             "n_targets": int(self._n_targets),
             "n_skipped": int(self._n_skipped),
+            "n_clipped": int(self._n_clipped),
+            "n_steps": self._n_steps,
         }
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
         self._loss_sum.fill_(stored["loss_sum"])
         self._n_targets.fill_(stored["n_targets"])
         self._n_skipped.fill_(stored["n_skipped"])
+        # Earlier versions did not count these: then the share is that of the steps since the resume.
+        self._n_clipped.fill_(stored.get("n_clipped", 0))
+        self._n_steps = stored.get("n_steps", 0)

@@ -1,8 +1,8 @@
 """When to step, log, save and evaluate. The only place that asks `step % n`."""
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -15,7 +15,7 @@ from ngpt_train.optim.loss_scale import SMALLEST
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
 from ngpt_train.training.signals import StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
-from ngpt_train.training.step import MicroBatch, StepResult, train_step
+from ngpt_train.training.step import NOBODY, MicroBatch, Observer, StepResult, train_step
 
 Record = dict[str, Any]
 
@@ -45,6 +45,8 @@ class Parts:
     sinks: Sequence[Sink]
     meter: Meter
     after_step: Callable[[], None]  # tells the profiler that a step is over
+    epoch_rows: Mapping[str, float] = field(default_factory=dict)  # of each source, "" without a mixture
+    telemetry: Observer = NOBODY  # observes one step in logging.telemetry
 
 
 def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
@@ -58,6 +60,8 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     last = config.train.stop_at or config.train.steps
     skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=world.device)
     reported: set[str] = set()  # names of skipped shards
+    spent_until: dict[int, Record] = {}  # by steps whose telemetry is not logged yet
+    rows = torch.arange(world.rank, config.train.rows_per_step, world.size)  # as data/loader.py deals them
     stop_together = StopTogether(stop, world, state.step)
 
     def save(position: Position, must: bool) -> None:
@@ -69,10 +73,16 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             for sink in parts.sinks:
                 sink.message(f"warning: {error} Training goes on; the next checkpoint is tried as planned.")
 
+    def log_telemetry() -> None:
+        for seen_in_step in parts.telemetry.records():
+            record = seen_in_step | spent_until.pop(seen_in_step["step"])
+            for sink in parts.sinks:
+                sink.log(record)
+
     def evaluate() -> None:
         with explain_out_of_memory(state.micro_rows):
             metrics = parts.evaluate(state)
-        record = {"kind": "eval", "step": state.step, "tokens": int(state.tokens), **metrics}
+        record = {"kind": "eval", "step": state.step, "tokens": int(state.tokens), **spent(state), **metrics}
         for sink in parts.sinks:
             sink.log(record)
 
@@ -87,17 +97,27 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             for sink in parts.sinks:
                 sink.message(f"warning: data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
         reported |= position.skipped.keys()
+        observer = parts.telemetry if _due(state.step + 1, config.logging.telemetry) else NOBODY
         with explain_out_of_memory(state.micro_rows):
-            result = train_step(state, micro_batches, untouched=True)
+            result = train_step(state, micro_batches, untouched=True, rows=rows, observer=observer)
         state.interval.add(result)
         skipped_in_a_row = (skipped_in_a_row + 1) * without_remedy(result)
         logging = _due(state.step, config.logging.every)
-        # Reading the loss waits for the device, so that the seconds below are those that the steps took.
-        loss = float(result.loss) if logging else None
+        evaluating = _due(state.step, config.eval.every)
+        # Reading the loss waits for the device, so that the seconds below are those that the steps took. A checkpoint
+        # or a validation would wait for it too, and be charged with these seconds.
+        waiting = logging or evaluating or _due(state.step, config.checkpoint.every) or state.step == last
+        loss = float(result.loss) if waiting else None
         tokens = config.train.rows_per_step * config.model.context
+        seconds = time.perf_counter() - started
         parts.meter.data(fetched - started)
-        parts.meter.step(time.perf_counter() - started, tokens)
+        parts.meter.step(seconds, tokens)
+        if state.train_seconds is not None:
+            state.train_seconds += seconds
+        if observer is not NOBODY:
+            spent_until[state.step] = spent(state)
         if logging:
+            of_all_ranks = seen(position, world)
             record = {
                 "kind": "train",
                 "step": state.step,
@@ -108,10 +128,13 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 "lr": result.lr,
                 "grad_norm": float(result.grad_norm),
                 "tokens": int(state.tokens),
-                **seen(position, world),
+                **spent(state),
+                **epochs(position.rows, of_all_ranks.get("rows"), parts.epoch_rows),
+                **of_all_ranks,
                 **padding(state, tokens),
                 **parts.meter.read(),
                 "skipped": state.interval.n_skipped,
+                "clipped": state.interval.clipped,
             }
             for sink in parts.sinks:
                 sink.log(record)
@@ -121,14 +144,41 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         ending = reason is not None or state.step == last
         saving = ending or _due(state.step, config.checkpoint.every)
         if logging or saving:
+            log_telemetry()  # here the host waits for the device anyway
             check_finite(state, int(skipped_in_a_row))
         if saving:
             save(position, must=ending)
         if reason is not None and state.step < last:
             return reason
-        if _due(state.step, config.eval.every) or state.step == last:
+        if evaluating or state.step == last:
             evaluate()
     return None
+
+
+def spent(state: TrainState) -> Record:
+    """train_seconds: of wall time in training steps, waits for data included; validations and checkpoints are not.
+
+    flops: of all steps so far by the usual convention (models/flops.py). Skipped steps and padding count: they were
+    computed.
+    """
+    config = state.config
+    tokens = state.step * config.train.rows_per_step * config.model.context
+    return {
+        "train_seconds": state.train_seconds,
+        "flops": float(tokens * state.model.flops_per_token(config.model.context)),
+    }
+
+
+def epochs(rows: int, rows_by_source: Mapping[str, int] | None, epoch_rows: Mapping[str, float]) -> Record:
+    """epochs: how often the training text has been read, of streamed text an estimate; None on ranks that log nothing.
+    rows: of the run so far.
+
+    Of a mixture, of the source that has been read most often; epochs_by_source has them all.
+    """
+    if rows_by_source is None:
+        return {"epochs": rows / epoch_rows[""] if "" in epoch_rows else None}
+    by_source = {name: rows / epoch_rows[name] for name, rows in rows_by_source.items() if name in epoch_rows}
+    return {"epochs": max(by_source.values(), default=None), "epochs_by_source": by_source}
 
 
 def padding(state: TrainState, tokens_per_step: int) -> Record:

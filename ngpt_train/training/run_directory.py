@@ -1,6 +1,6 @@
 """The directory of a run: the checks whether a start may use it, and the files that each start and end writes.
 
-config.yaml  run.json  metrics.jsonl  curves.png  checkpoints/  logs/  exit.json  lock
+config.yaml  run.json  metrics.jsonl  evals/  curves.png  checkpoints/  logs/  exit.json  lock
 """
 
 import fcntl
@@ -28,6 +28,7 @@ _RUN_FILES = (
         "checkpoints",
         "metrics.jsonl",
         ".metrics.jsonl.partial",
+        "evals",
         "curves.png",
         "logs",
         "wandb",

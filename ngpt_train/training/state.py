@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed import World, join_world, parallelize
 from ngpt_train.models import Decoder
-from ngpt_train.optim import LossScale, build_optimizer
+from ngpt_train.optim import LossScale, MovingAverage, build_optimizer
 from ngpt_train.training.batch import resolve_micro_rows
 from ngpt_train.training.guards import explain_out_of_memory
 from ngpt_train.training.interval import Interval
@@ -28,6 +28,8 @@ class TrainState:
     tokens: Tensor  # targets that have counted so far, over all ranks; 0-dim int64 on the device
     interval: Interval  # sums since the last train record
     loss_scale: LossScale | None = None  # with train.precision=fp16
+    ema: MovingAverage | None = None  # of the weights, with optim.ema_decay
+    train_seconds: float | None = 0.0  # in training steps so far; None after a checkpoint that does not say
 
 
 def build_state(config: Config, world: World | None = None) -> TrainState:
@@ -42,6 +44,7 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
     with explain_out_of_memory(micro_rows):
         model, forward = parallelize(config, world, micro_rows)
     optimizer = build_optimizer(model, model.parameter_groups(), config.optim)
+    decay = config.optim.ema_decay
     tokens = torch.zeros((), dtype=torch.int64, device=world.device)
     return TrainState(
         config,
@@ -52,6 +55,7 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
         micro_rows,
         step=0,
         tokens=tokens,
-        interval=Interval(world.device),
+        interval=Interval(world.device, config.optim.clip_norm),
         loss_scale=LossScale(world.device) if model.compute_dtype == torch.float16 else None,
+        ema=None if decay is None else MovingAverage(model.named_parameters(), decay),
     )

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,18 +32,46 @@ class StepResult(NamedTuple):
     loss_scale: Tensor | None = None  # by which the step's loss was multiplied; None but with train.precision=fp16
 
 
-def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched: bool = False) -> StepResult:
+class Observer:
+    """Looks at a step and changes nothing of it; this one does not even look. Every rank has one, at the same steps."""
+
+    def before_step(self, state: TrainState, micro_batches: Sequence[MicroBatch]) -> None:
+        """Before the first forward pass. micro_batches: this rank's, on the device."""
+
+    def before_update(self, state: TrainState) -> None:
+        """Before the optimizer. Gradients are those of the whole step, averaged over ranks, and not yet clipped; with
+        train.precision=fp16 they are multiplied by the loss scale, `state.loss_scale.value`."""
+
+    def after_update(self, state: TrainState) -> None:
+        """After the projection. state.step and state.tokens count the step already."""
+
+    def records(self) -> list[dict[str, Any]]:
+        """Records of the steps seen since the last call, for the sinks. Waits for the device."""
+        return []
+
+
+NOBODY = Observer()
+
+
+def train_step(
+    state: TrainState,
+    micro_batches: Sequence[MicroBatch],
+    untouched: bool = False,
+    rows: Tensor | None = None,
+    observer: Observer = NOBODY,
+) -> StepResult:
     """Forward and backward over this rank's micro batches, clip, optimizer step, projection.
 
     Every rank passes the same number of micro batches. The loss is summed over valid targets and divided once by their
     number in the whole step, so it does not depend on accumulation, padding or the number of ranks. Raises ValueError
     if there are no micro batches, or if ids are not int64.
 
-    Of R ranks, row j of rank r is row r + j R of the step, as the loader deals them. Dropout is a function of that
-    number, of the step and of run.seed.
-
     untouched: the caller promises that since the last step nothing has changed the weights without torch counting it,
     for example through `.data`. Then the optimizer's bf16 copies of the last step are used again.
+
+    rows: int64, the numbers of this rank's rows in the batch of all ranks, in their order here; dropout is a function
+    of them. By default the rows of rank 0 come first, then those of rank 1, and so on.
+    observer: sees the weights and gradients at three moments of the step.
     """
     check_batches(micro_batches)
     world, config = state.world, state.config
@@ -56,12 +84,13 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
     loss_scale = None if state.loss_scale is None else state.loss_scale.value
     if loss_scale is not None:  # the gradients are scaled until the optimizer divides them by it
         share = share * loss_scale
+    observer.before_step(state, batches)
     state.model.begin_step_(state.step, share)
     if config.train.cuda_graphs:
         hold_gradients(state.model)
     loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
     z_sum = torch.zeros_like(loss_sum)
-    seeds = dropout_seeds(state, [len(batch[0]) for batch in batches])
+    seeds = dropout_seeds(state, [len(batch[0]) for batch in batches], rows)
     with working_copies(state, untouched):
         for index, batch in enumerate(batches):
             with accumulating(state, last=index == len(batches) - 1):
@@ -79,13 +108,19 @@ def train_step(state: TrainState, micro_batches: Sequence[MicroBatch], untouched
         grad_norm = grad_norm / loss_scale
     skipped = ~torch.isfinite(grad_norm)
     lr = lr_at(state.step, config.schedule, float(config.optim.lr), config.train.steps)
+    if state.ema is not None and state.step == 0:  # weights may have been loaded since it was made
+        state.ema.begin()
+    observer.before_update(state)
     apply_gradients(state, grad_norm, skipped, lr)
     if not isinstance(state.optimizer, RowAdam):  # RowAdam has projected every row already
         state.model.project_(skipped)
+    if state.ema is not None:
+        state.ema.update_(skipped)
     if state.loss_scale is not None:
         state.loss_scale.update(skipped)
     state.step += 1
     state.tokens += n_tokens
+    observer.after_update(state)
     return StepResult(loss, grad_norm, n_tokens, skipped, lr, z_loss, loss_sum, loss_scale)
 
 
@@ -97,16 +132,19 @@ def check_batches(micro_batches: Sequence[MicroBatch]) -> None:
             raise ValueError(f"train_step: micro batch {index} holds {found[0]}; ids are torch.int64 tensors")
 
 
-def dropout_seeds(state: TrainState, sizes: Sequence[int]) -> Sequence[Mapping[str, Tensor]]:
+def dropout_seeds(
+    state: TrainState, sizes: Sequence[int], rows: Tensor | None = None
+) -> Sequence[Mapping[str, Tensor]]:
     """For each micro batch the model's argument `seeds`, of its rows' dropout; none for a model without dropout.
 
-    sizes: the rows of this rank's micro batches. The rows of a step are dealt to the ranks in turn.
+    sizes: how many rows each of this rank's micro batches has. rows: as of `train_step`.
     """
     if not state.config.model.uses_dropout:
         return [{}] * len(sizes)
-    rows = state.world.rank + state.world.size * torch.arange(sum(sizes))
-    seeds = row_seeds(state.config.run.seed, state.step, rows)
-    return [{"seeds": to_device(part, state.world.device)} for part in seeds.split(list(sizes))]
+    n = sum(sizes)
+    rows = state.world.rank * n + torch.arange(n) if rows is None else rows
+    seeds = to_device(row_seeds(state.config.run.seed, state.step, rows), state.world.device)
+    return [{"seeds": part} for part in seeds.split(list(sizes))]
 
 
 def accumulating(state: TrainState, last: bool) -> AbstractContextManager:

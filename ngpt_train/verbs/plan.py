@@ -11,10 +11,8 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.data import load_tokenizer
 from ngpt_train.data.prepared.shards import MANIFEST, read_manifest
+from ngpt_train.data.tokenizers import known_vocabulary
 from ngpt_train.report.plan import describe_plan, make_plan
-
-# Vocabulary sizes that are known without the tokenizer's file, which might have to be downloaded.
-FIXED_VOCABULARIES = {"bytes": 257, "gpt2": 50257, "llama2": 32000, "mistral32k": 32000}
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
@@ -47,8 +45,8 @@ def planned_vocabulary(config: Config) -> int:
         if (directory / MANIFEST).exists():
             return int(read_manifest(directory)["tokenizer"]["vocab_size"])
     tokenizer = config.tokenizer
-    if tokenizer.kind in FIXED_VOCABULARIES:
-        return FIXED_VOCABULARIES[tokenizer.kind]
+    if (known := known_vocabulary(tokenizer.kind)) is not None:  # its file might have to be downloaded
+        return known
     if tokenizer.path is None and config.data.kind != "tokens":
-        return tokenizer.vocab_size  # the size of the SentencePiece model that `train` would make
+        return tokenizer.vocab_size  # of the SentencePiece model, or at most so many words, that `train` would make
     return load_tokenizer(tokenizer).vocab_size

@@ -14,6 +14,7 @@ from ngpt_train.config import read_yaml, write_yaml
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import with_first_lr
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.data import (
@@ -22,6 +23,8 @@ from ngpt_train.data import (
     Tokenizer,
     Tokens,
     TrainLoader,
+    epoch_rows,
+    many_epochs,
     merged,
     open_dataset,
     read_tokenizer,
@@ -30,9 +33,10 @@ from ngpt_train.data import (
     write_tokenizer,
 )
 from ngpt_train.distributed import PRECISIONS, World, join_world, resolve_device, resolve_precision
-from ngpt_train.evaluation import Validation, unigram_loss
+from ngpt_train.evaluation import Evaluations, RowFiles, unigram_loss
 from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
+from ngpt_train.observe.telemetry import Telemetry
 from ngpt_train.report.curves import plot_run
 from ngpt_train.training import TrainState, build_state
 from ngpt_train.training.checkpoint import Checkpoints, load_model, load_state, step_of
@@ -42,6 +46,7 @@ from ngpt_train.training.profile import profiled
 from ngpt_train.training.provenance import describe_start
 from ngpt_train.training.run_directory import DONE, RunDirectory, initial_checkpoint
 from ngpt_train.training.signals import StopRequest
+from ngpt_train.training.step import NOBODY
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +63,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         initial_checkpoint(config)
     resolve_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
     if checkpoint is not None:
-        config = with_first_commits(config, read_yaml(checkpoint / "config.yaml"))
+        stored = read_yaml(checkpoint / "config.yaml")
+        config = with_first_lr(with_first_commits(config, stored), stored)
     world = join_world(config)
     # Listing, downloading and tokenizing may take hours, longer than a collective waits.
     tokenizer = trained_tokenizer(config, checkpoint)
@@ -79,8 +85,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         return 0
     with stop:  # until everything is written, the curves too
         state, feed = begin_or_resume(config, world, data, checkpoint)
-        held_out = rows_of(data.validation, config)
-        validation = Validation(held_out, data.tokenizer.n_bytes, config.eval.rows)
+        validation = Evaluations(data.validation, data.tokenizer.n_bytes, config)
         start = world.on_main(lambda: describe_start(state, data))
         world.on_main(lambda: run.open(config, start, checkpoint))
         train_in(run, state, feed, validation, data, start, stop)
@@ -102,12 +107,12 @@ def with_first_commits(config: Config, stored: Config) -> Config:
 
 
 def trained_tokenizer(config: Config, checkpoint: Path | None) -> Tokenizer | None:
-    """The SentencePiece model that the run trained from its text, read from its checkpoint.
+    """The SentencePiece model, or the words, that the run made from its text, read from its checkpoint.
 
     None for a new run, and for a run whose tokenizer comes from elsewhere.
     """
-    trained = config.tokenizer.kind == "sentencepiece" and config.tokenizer.path is None
-    if checkpoint is None or not trained or config.data.kind == "tokens":  # prepared tokens bring theirs
+    comes_with_tokens = config.data.kind == "tokens"
+    if checkpoint is None or not config.tokenizer.from_text or comes_with_tokens:
         return None
     return read_tokenizer(checkpoint, read_json(checkpoint / "tokenizer.json"))
 
@@ -164,7 +169,7 @@ def train_in(
     run: RunDirectory,
     state: TrainState,
     feed: Feed,
-    validation: Validation,
+    validation: Evaluations,
     data: Dataset,
     start: dict[str, Any],
     stop: StopRequest,
@@ -191,26 +196,38 @@ def train_in(
         say(f"saved {checkpoints.save(state, merged(world.gather(position)), add_files)}")
 
     last_evaluation: dict[str, Any] = {}
+    row_files: RowFiles | None = None
 
     def evaluate(state: TrainState) -> dict[str, Any]:
-        last_evaluation.update(validation(state.model, world))
+        losses = validation.row_losses(state.model, world, last=state.step >= last)
+        if row_files is not None:
+            row_files.write(state.step, losses)
+        last_evaluation.update(validation.metrics(losses))
         return dict(last_evaluation)
 
     code, reason = 1, "failed"
     try:
         if world.is_main:
             sinks += build_sinks(config, run.path, start, last, resumed)
+            row_files = RowFiles(run.path / "evals", run.path / "metrics.jsonl", config.model.context)
         say_what_starts(say, run, state, start, resumed)
+        sizes = epoch_rows(data, config) if world.is_main else {}
+        rows_of_an_epoch = {name: size.rows for name, size in sizes.items()}
+        for note in [*validation.notes(), *(f"warning: {warning}" for warning in many_epochs(sizes, config))]:
+            say(note)
         unigram = ""
         if world.is_main and isinstance(data.train, Tokens):  # of streamed text the ids are not there to be counted
-            loss = unigram_loss(rows_of(data.train, config), validation, int(config.model.vocab_size))
+            loss = unigram_loss(
+                rows_of(data.train, config), validation.at_training_context, int(config.model.vocab_size)
+            )
             unigram = f"a unigram model reaches {loss:.4f}"
             say(f"validation loss: {unigram}")
         flops = state.model.flops_per_token(config.model.context)
         dtype = state.model.compute_dtype or state.model.embedding.dtype
         meter = Meter(flops, world.size, world.device, dtype)
         with profiled(config.train.profile, run.path / "profile", world) as after_step:
-            parts = Parts(feed, evaluate, save, sinks, meter, after_step)
+            telemetry = Telemetry(state) if config.logging.telemetry else NOBODY
+            parts = Parts(feed, evaluate, save, sinks, meter, after_step, rows_of_an_epoch, telemetry)
             interruption = train(state, parts, stop)
         code, reason = 0, interruption or DONE
         if interruption:
@@ -261,8 +278,15 @@ def say_what_starts(
     )
     for note in state.model.notes():
         say(f"note: {note}")
+    if config.model.uses_dropout:
+        say("note: training losses are those with dropout, validation losses those without")
+    smoothing = config.optim.label_smoothing
     say(
         f"{config.optim.name}, lr {config.optim.lr:g}, {config.schedule.kind} over {config.train.steps} steps, "
         f"{config.schedule.warmup_steps} of them warmup"
         + (f", z-loss {config.optim.z_loss:g}, which the losses below leave out" if config.optim.z_loss else "")
+        + (f", label smoothing {smoothing:g}, which they leave out" if smoothing else "")
+        + (f", moving average of the weights with decay {config.optim.ema_decay:g}" if config.optim.ema_decay else "")
     )
+    if config.optim.lr_source:
+        say(f"lr from {config.optim.lr_source}")

@@ -19,13 +19,29 @@ from tests.reference.training import Recipe
 
 ROWS, CONTEXT = 8, 32
 SIZE = dataclasses.replace(SMALL, source_context=10)
+DROPOUT = [f"model.{place}_dropout=0.05" for place in ("embedding", "residual", "attention")]
 RECIPES = {
     "gpt": Recipe(24, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=4),
     "normformer": Recipe(24, 6e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=4),
     "ngpt": Recipe(24, 2e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warmup_steps=0),
     "gpt_encoder_decoder": Recipe(12, 5e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=2),
+    "composed": Recipe(12, 5e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=0.5, warmup_steps=2),
+    "composed_encoder_decoder": Recipe(12, 5e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=2),
     "ntransformer": Recipe(12, 2e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warmup_steps=0),
 }
+OPTIONS = {
+    "gpt": ["optim.z_loss=0.01"],
+    # Sinusoids outweigh so narrow an embedding at first; with rotary positions the model learns within the run.
+    "normformer": ["model.positions=rotary"],
+    "composed": [
+        *("model.norm=layer", "model.norm_placement=post", "model.ffn_norm=norm", "model.res_scale=both"),
+        *("model.bias=true", "model.layer_scale=0.5", "model.embedding_gradient=0.5", "model.tied_embeddings=true"),
+    ],
+    "composed_encoder_decoder": [
+        *("model.norm=layer_no_bias", "model.head_scale=before", "model.ffn_norm=norm", "model.bias=true"),
+    ],
+}
+RECIPES |= {f"{name} with dropout": RECIPES[name] for name in ("gpt", "ntransformer")}
 
 
 def digest(weights: dict[str, Tensor]) -> str:
@@ -39,12 +55,11 @@ def batch(name: str, step: int) -> tuple[Tensor, ...]:
     return text_like_rows(ROWS, CONTEXT, SIZE.vocab_size, seed=step)
 
 
-def main(out: str, name: str, parallel: str, accumulation: int) -> None:
-    # Sinusoids outweigh so narrow an embedding at first; with rotary positions the model learns within the run.
-    options = ["model.positions=rotary"] if name == "normformer" else []
-    options += ["optim.z_loss=0.01"] if name == "gpt" else []
+def main(out: str, run: str, parallel: str, accumulation: int) -> None:
+    name, _, regularised = run.partition(" with ")
+    options = OPTIONS.get(name, []) + ([*DROPOUT, "optim.label_smoothing=0.05"] if regularised else [])
     config = run_config(
-        name, SIZE, RECIPES[name], rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel, options=options
+        name, SIZE, RECIPES[run], rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel, options=options
     )
     state = build_state(config)
     rank, size = state.world.rank, state.world.size

@@ -1,7 +1,8 @@
 """One process = DDP = FSDP2: the same batch in other pieces gives the same run.
 
 Caught: gradients summed for averaged, a loss divided per rank or per micro batch, accumulation without no_sync,
-vectors not averaged, a projection of shards' columns, weights drawn per shard, a wrapper whose hooks do not run.
+vectors not averaged, a projection of shards' columns, weights drawn per shard, a wrapper whose hooks do not run;
+dropout's masks that depend on ranks or micro batches.
 """
 
 import json
@@ -36,8 +37,9 @@ def single(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layouts_agree(single: tuple[str, dict[str, Any]], layout: str, tmp_path: Path) -> None:
-    name, expected = single
-    ranks = run(tmp_path / "run", name, *LAYOUTS[layout])
+    recipe, expected = single
+    name = recipe.partition(" with ")[0]
+    ranks = run(tmp_path / "run", recipe, *LAYOUTS[layout])
     for report in ranks:
         assert report["sharded"] == ("fsdp" in layout)
         assert report["initial"] == expected["initial"]

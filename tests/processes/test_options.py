@@ -99,3 +99,17 @@ def test_blocks_are_really_compiled(recompute: str) -> None:
         state.model(rows[:, :-1])
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
+
+
+@pytest.mark.slow
+def test_dropout_is_the_same_under_all_of_them(tmp_path: Path, corpus: Path) -> None:
+    """Compiled, recomputed and sharded over two ranks. Caught: a mask that one of them draws anew."""
+    dropout = [f"model.{place}_dropout=0.1" for place in ("embedding", "residual", "attention")]
+    options = ["train.compile=true", "train.activation_checkpointing=full", "parallel=fsdp"]
+    train(arguments(tmp_path / "plain", corpus, "train.steps=4", *dropout))
+    train(arguments(tmp_path / "all", corpus, "train.steps=4", *dropout, *options), ranks=2)
+    plain, found = (numbers(tmp_path / name / "runs/test") for name in ("plain", "all"))
+    assert found.keys() == plain.keys()
+    for step, (loss, norm, _, _) in found.items():
+        assert loss == pytest.approx(plain[step][0], rel=1e-5)
+        assert norm == pytest.approx(plain[step][1], rel=1e-4)

@@ -209,6 +209,8 @@ def test_help_and_mistakes_are_like_everyones(postln: Path, capsys: pytest.Captu
     assert "It belongs to model=postln" in says("model=gpt", "model.residual_scale=2")
     assert "schedule.warmup_steps=0, model.name=postln: post-LN diverges" in says("model=postln", "train.steps=5")
     assert "did you mean postln?" in says("model=postnl")
+    refused = "model.residual_dropout=0.1, model.name=postln: the blocks of this architecture drop nothing"
+    assert refused in says("model=postln", "model.residual_dropout=0.1")
 
 
 def test_what_needs_it_says_so(postln: Path, trained: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

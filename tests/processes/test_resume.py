@@ -48,6 +48,23 @@ def test_ddp_resumes_bit_for_bit(tmp_path: Path, corpus: Path) -> None:
     assert numbers(parts / "runs/test") == numbers(whole / "runs/test")
 
 
+def test_dropout_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path, corpus: Path) -> None:
+    """Caught: masks of a generator whose state is not saved, of a count of steps since the start, or of the rank."""
+    whole, parts, others = tmp_path / "whole", tmp_path / "parts", tmp_path / "others"
+    common = ["train.steps=8", *(f"model.{place}_dropout=0.1" for place in ("embedding", "residual", "attention"))]
+    train(arguments(whole, corpus, *common))
+    train(arguments(parts, corpus, *common, "train.stop_at=3"))
+    train(arguments(parts, corpus, *common, "train.micro_rows=2"))
+    expected = numbers(whole / "runs/test")
+    assert numbers(parts / "runs/test") == expected
+    train(arguments(others, corpus, *common, "train.stop_at=3", "parallel=ddp"), ranks=2)
+    train(arguments(others, corpus, *common, "train.micro_rows=4"))
+    for step, (loss, norm, lr, tokens) in numbers(others / "runs/test").items():
+        assert loss == pytest.approx(expected[step][0], rel=1e-6)
+        assert norm == pytest.approx(expected[step][1], rel=1e-5)
+        assert (lr, tokens) == expected[step][2:]
+
+
 @pytest.mark.slow
 def test_other_ranks_and_layouts(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:
     """fsdp on 2, one process, ddp on 4: the loss of an uninterrupted run within 1e-6."""

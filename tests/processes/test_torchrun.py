@@ -22,6 +22,7 @@ def test_evaluate_is_the_same_on_two_ranks(tmp_path: Path) -> None:
     def evaluate(ranks: int) -> dict[str, Any]:
         out = tmp_path / f"{ranks}.json"
         given = [f"evaluate.checkpoint={tmp_path / 'runs/test'}", f"evaluate.out={out}", f"eval.rows={rows}"]
+        given.append("eval.contexts=[32]")
         finished = run("evaluate", [*given, "train.device=cpu"], ranks)
         assert finished.returncode == 0, finished.stderr[-4000:]
         assert finished.stdout.count("bits/byte") == 1, "one rank reports"
@@ -29,6 +30,12 @@ def test_evaluate_is_the_same_on_two_ranks(tmp_path: Path) -> None:
 
     one, two = evaluate(1), evaluate(2)
     assert one == two
+    for name in ("", "_context_32"):
+        stored = [(tmp_path / f"{ranks}{name}.npz").read_bytes() for ranks in (1, 2)]
+        assert stored[0] == stored[1], "to the bit"
+    assert (
+        stored[0] != (tmp_path / "1.npz").read_bytes() == (tmp_path / "runs/test/evals/step_00000003.npz").read_bytes()
+    )
     assert one["rows"] == rows
     assert one["loss"] == trained["loss"]
 

@@ -2,8 +2,10 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ngpt_train.__main__ import main
@@ -101,16 +103,16 @@ def test_init_from_goes_on_at_another_length(
 
 def test_saved_before_evaluated(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An evaluation that fails at the end must not cost the run."""
-    from ngpt_train.evaluation import Validation
+    from ngpt_train.evaluation.validation import RowLosses, Validation
 
-    evaluate = Validation.__call__
+    evaluate = Validation.row_losses
 
-    def fail_later(self: Validation, model: object, world: object) -> dict[str, float]:
+    def fail_later(self: Validation, model: object, world: object) -> RowLosses:
         if (tmp_path / "runs/test/checkpoints/step_00000012").exists():
             raise MemoryError("the evaluation needs too much")
         return evaluate(self, model, world)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Validation, "__call__", fail_later)
+    monkeypatch.setattr(Validation, "row_losses", fail_later)
     assert main(["train", *arguments(tmp_path, corpus)]) == 1
     directory = tmp_path / "runs/test"
     assert json.loads((directory / "exit.json").read_text())["code"] == 1
@@ -161,3 +163,57 @@ def test_numerical_stop(tmp_path: Path, corpus: Path, monkeypatch: pytest.Monkey
     load_model(list_checkpoints(directory / "checkpoints")[-1], state.model, state.world)
     for name, parameter in state.model.named_parameters():
         assert (parameter - fresh[name]).abs().max() < 1e-6
+
+
+def row_files(directory: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted((directory / "evals").iterdir())}
+
+
+def test_row_losses_are_those_of_the_records(tmp_path: Path, corpus: Path) -> None:
+    """After a resume that cuts records off, after run.overwrite, and of a run that went on. Caught: files of steps that
+    the run has not reached again, files of another run, losses that a resume changes."""
+    every = ["eval.every=3", "eval.contexts=[32]", "eval.tokens=1000", "eval.budget=0.25"]
+    shape = [*every, "train.steps=9", "checkpoint.every=3"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+
+    def train(root: Path, *options: str) -> None:
+        given = [option for option in arguments(root, corpus, *shape, *options) if option != "eval.rows=8"]
+        assert main(["train", *given]) == 0
+
+    train(whole)
+    train(cut)
+    directory = cut / "runs/test"
+    expected = row_files(whole / "runs/test")
+    assert list(expected) == [f"step_{step:08d}{name}.npz" for step in (0, 3, 6, 9) for name in ("", "_context_32")]
+    assert row_files(directory) == expected
+    for step, record in records(directory, "eval").items():
+        stored = np.load(directory / f"evals/step_{step:08d}.npz")
+        assert record["loss"] == stored["loss_sum"].sum() / stored["n_targets"].sum()
+        assert (record["rows"], record["rows_hash"]) == (len(stored["loss_sum"]), str(stored["rows_hash"]))
+        assert record["rows"] == (9 if step < 9 else 16)  # 0.25 of 3 steps of 8 rows, thrice, for each of 2 contexts
+
+    shutil.rmtree(directory / "checkpoints/step_00000009")
+    train(cut, "train.stop_at=7", "eval.every=0")
+    assert [name for name in row_files(directory) if "context" not in name] == [
+        f"step_{step:08d}.npz" for step in (0, 3, 6, 7)
+    ]
+    assert sorted(records(directory, "eval")) == [0, 3, 6, 7]
+    train(cut)
+    found = row_files(directory)
+    assert {name: found[name] for name in expected} == expected
+
+    assert main(["train", *arguments(cut, corpus, "train.steps=2", "run.overwrite=true")]) == 0
+    assert list(row_files(directory)) == ["step_00000000.npz", "step_00000002.npz"]
+
+
+def test_a_learned_position_is_not_evaluated_beyond(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The checkpoint's model decides, not the command line's. Caught: a traceback of the model."""
+    given = arguments(tmp_path, corpus, "model=normformer", "model.positions=learned", "train.steps=1")
+    assert main(["train", *given]) == 0
+    evaluate = ["evaluate", f"evaluate.checkpoint={tmp_path / 'runs/test'}", "train.device=cpu"]
+    assert main([*evaluate, "eval.contexts=[128]"]) == 2
+    assert "positions of 64 tokens" in capsys.readouterr().err
+    assert main([*evaluate, "eval.contexts=[32]"]) == 0
+    assert "at context 32 (16 rows): loss" in capsys.readouterr().out

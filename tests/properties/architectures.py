@@ -10,14 +10,16 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.models import Decoder, build_model, export_weights, load_weights
+from ngpt_train.models.composed.keys import ComposedConfig
+from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
-from ngpt_train.models.ngpt.keys import AlphaConfig, MLPScaleConfig, NGPTConfig, ScaleVectorConfig
+from ngpt_train.models.ngpt.keys import AlphaConfig, MLPScaleConfig, NGPTConfig, QKScaleConfig, ScaleVectorConfig
 from ngpt_train.models.normformer.keys import NormFormerConfig
 from ngpt_train.models.ntransformer.keys import NTransformerConfig
 from ngpt_train.models.powernorm.keys import PowerNormConfig
-from tests.reference import gpt, ngpt, normformer, ntransformer, powernorm
+from tests.reference import composed, gpt, ngpt, normformer, ntransformer, powernorm
 
 Shapes = dict[str, tuple[int, ...]]
 Scales = dict[str, tuple[str, float | str, float | str]]  # words such as 1/L: of tests without a reference
@@ -72,14 +74,16 @@ def spherical(
     config: type[ModelConfig], reference: Any, scales: Scales | None, options: dict[str, Any]
 ) -> Architecture:
     """`scales`: kind, init and scale of those that are not the paper's."""
-    kinds = {"s_qk": ScaleVectorConfig, "s_z": ScaleVectorConfig, "s_u": MLPScaleConfig, "s_v": MLPScaleConfig}
+    kinds = {"s_qk": QKScaleConfig, "s_z": ScaleVectorConfig, "s_u": MLPScaleConfig, "s_v": MLPScaleConfig}
     chosen = {name: kinds.get(name, AlphaConfig)(*three) for name, three in (scales or {}).items()}
+    shared = options.pop("shared_s_qk", False)
+    if shared:
+        chosen["s_qk"] = QKScaleConfig(shared=True)
     parametrization = options.get("constraint") == "parametrization"
-    names = ("alpha_sign", "qk_norm", "update", "activation", "rope_layout", "rope_base")
-    told = {name: options[name] for name in names if name in options}
+    told = {name: x for name, x in options.items() if name not in ("constraint", "tied_embeddings")}
     return Architecture(
         config,
-        partial(reference.shapes, scales=scales, tied=options.get("tied_embeddings", False)),
+        partial(reference.shapes, scales=scales, tied=options.get("tied_embeddings", False), shared_s_qk=shared),
         partial(reference.random_weights, scales=scales, parametrization=parametrization),
         partial(reference.forward, scales=scales, parametrization=parametrization, **told),
         reference.n_params,
@@ -116,9 +120,36 @@ def powernorm_with(**options: Any) -> Architecture:
     return Architecture(PowerNormConfig, *tables, forward, powernorm.n_params, chosen)
 
 
+def composed_with(config: type[ModelConfig] = ComposedConfig, **options: Any) -> Architecture:
+    used = {name: value for name, value in options.items() if name in composed.DEFAULTS}
+    functions = (composed.random_weights, partial(composed.forward, **used), composed.n_params)
+    embedding_std = (lambda d_model: 0.5 * d_model**-0.5) if options.get("scaled_embedding") else lambda d_model: 0.02
+    no_statistics = {"psi_warmup_steps": 0, "group_scaling": 0}
+    table = partial(composed.shapes, context=CONTEXT, **used)
+    return Architecture(config, table, *functions, no_statistics | options, embedding_std)
+
+
+def composed_encoder_decoder_with(**options: Any) -> Architecture:
+    return composed_with(ComposedEncoderDecoderConfig, **options)
+
+
 CONTEXT = 96
+NORMFORMER = {  # in the words of the composed decoder
+    "norm": "layer",
+    "attn_norm_placement": "peri",
+    "ffn_norm": "norm",
+    "head_scale": "before",
+    "mlp": "plain",
+    "activation": "gelu",
+    "bias": True,
+    "positions": "sinusoidal",
+    "scaled_embedding": True,
+    "tied_embeddings": True,
+}
 # Each keeps the whole contract.
 ARCHITECTURES = {
+    "composed": composed_with(),
+    "composed+post": composed_with(norm="layer", norm_placement="post", bias=True, ffn_norm="gain", res_scale="both"),
     "gpt": gpt_with(),
     "gpt+qk_norm": gpt_with(qk_norm=True),
     "gpt+plain_mlp": gpt_with(mlp="plain"),
@@ -128,6 +159,8 @@ ARCHITECTURES = {
     "gpt_encoder_decoder": gpt_encoder_decoder_with(),
     "gpt_encoder_decoder+qk_norm": gpt_encoder_decoder_with(qk_norm=True),
     "ntransformer": ntransformer_with(),
+    "composed_encoder_decoder": composed_encoder_decoder_with(),
+    "composed_encoder_decoder+normformer": composed_encoder_decoder_with(**NORMFORMER),
 }
 BASELINE = {"post_attn_norm": False, "ffn_norm": False, "head_scale": "none"}
 SCALARS = {
@@ -138,6 +171,10 @@ SCALARS = {
     "alpha_attn": ("scalar", 0.05, 0.1),
     "alpha_mlp": ("scalar", 0.25, 0.1),
 }
+# Attention by LERP, the MLP by SLERP half way, one s_qk for all heads, and the eps of Norm: engpt, but for the eps's
+# size, which is such that the tests see it.
+ENGPT_SCALES: Scales = {"alpha_mlp": ("fixed", 0.5, 1.0)}
+ENGPT = {"update_mlp": "slerp", "shared_s_qk": True, "norm_eps": 1e-2, "constraint": "parametrization"}
 FIXED = {
     "s_qk": ("fixed", 1.5, 0.3),
     "s_u": ("fixed", 0.5, 1.0),
@@ -156,6 +193,31 @@ STARTS = {
 }
 # Options, each held to the equations.
 VARIANTS = {
+    "composed normformer": composed_with(**NORMFORMER),
+    "composed peri": composed_with(norm="layer_no_bias", norm_placement="peri", qk_norm=True, bias=True),
+    "composed reordered": composed_with(norm_placement="reordered", res_scale="attn", mlp="plain", activation="relu"),
+    "composed mixed": composed_with(attn_norm_placement="post", mlp_norm_placement="reordered", norm="layer_no_gain"),
+    "composed layer scale": composed_with(
+        norm_placement="peri", layer_scale=1e-5, res_scale="both", norm="layer_plain"
+    ),
+    "composed cogview": composed_with(**NORMFORMER | {"norm": "cogview", "mlp_norm_placement": "peri"}, norm_eps=1e-2),
+    "composed cogview's gradient": composed_with(embedding_gradient=0.1, scaled_embedding=True, tied_embeddings=True),
+    "composed dyt": composed_with(norm="dyt", ffn_norm="norm", qk_norm=True, positions="none"),
+    "composed qkv norm": composed_with(norm="layer", qkv_norm=True, head_scale="after", positions="learned"),
+    "composed interleaved": composed_with(rope_layout="interleaved", rope_base=50.0, activation="gelu", qkv_norm=True),
+    "composed relu2": composed_with(norm_placement="post", mlp="plain", activation="relu2", ffn_norm="norm"),
+    "composed_encoder_decoder post": composed_encoder_decoder_with(
+        norm="layer", norm_placement="post", bias=True, layer_scale=0.1, res_scale="both"
+    ),
+    "composed_encoder_decoder peri": composed_encoder_decoder_with(
+        norm_placement="peri", qk_norm=True, qkv_norm=False, head_scale="after", ffn_norm="norm", rope_base=50.0
+    ),
+    "composed_encoder_decoder dyt": composed_encoder_decoder_with(
+        norm="dyt", norm_placement="reordered", mlp_norm_placement="pre", positions="none", res_scale="attn"
+    ),
+    "composed_encoder_decoder cogview": composed_encoder_decoder_with(
+        **NORMFORMER | {"norm": "cogview", "qkv_norm": True, "positions": "rotary"}, embedding_gradient=0.1
+    ),
     "gpt tied": gpt_with(tied_embeddings=True),
     "gpt gelu": gpt_with(activation="gelu"),
     "gpt plain gelu": gpt_with(mlp="plain", activation="gelu", qk_norm=True),
@@ -163,8 +225,16 @@ VARIANTS = {
     "gpt interleaved": gpt_with(rope_layout="interleaved", qk_norm=True),
     "ngpt slerp": ngpt_with(update="slerp"),
     "ngpt riemannian": ngpt_with(update="riemannian"),
+    "ngpt blocks": ngpt_with(update="slerp", update_attn="riemannian", update_mlp="lerp"),
+    "ngpt slerp in the mlp": ngpt_with(update_mlp="slerp"),
+    "ngpt eps": ngpt_with(norm_eps=1e-2),
+    "ngpt eps without qk-norm": ngpt_with(norm_eps=1e-2, qk_norm=False, update="riemannian"),
+    "ngpt shared s_qk": ngpt_with(shared_s_qk=True),
+    "ngpt engpt": ngpt_with(ENGPT_SCALES, **ENGPT),
     "ngpt free alpha": ngpt_with(alpha_sign="free"),
     "ngpt without qk-norm": ngpt_with(qk_norm=False),
+    "ngpt without qk-norm, scores of 1": ngpt_with(qk_norm=False, softmax_scale="d/sqrt(d_k)"),
+    "ngpt small scores": ngpt_with(softmax_scale="1/sqrt(d_k)"),
     "ngpt gelu": ngpt_with(activation="gelu"),
     "ngpt tied": ngpt_with(tied_embeddings=True),
     "ngpt interleaved": ngpt_with(rope_layout="interleaved"),
@@ -189,8 +259,15 @@ VARIANTS = {
     "gpt_encoder_decoder interleaved": gpt_encoder_decoder_with(rope_layout="interleaved", qk_norm=True),
     "ntransformer slerp": ntransformer_with(update="slerp"),
     "ntransformer riemannian": ntransformer_with(update="riemannian"),
+    "ntransformer blocks": ntransformer_with(update_attn="slerp", update_cross="riemannian"),
+    "ntransformer slerp in cross": ntransformer_with(update_cross="slerp", update_mlp="riemannian"),
+    "ntransformer eps": ntransformer_with(norm_eps=1e-2),
+    "ntransformer shared s_qk": ntransformer_with(shared_s_qk=True),
+    "ntransformer engpt": ntransformer_with(ENGPT_SCALES, **ENGPT),
     "ntransformer free alpha": ntransformer_with(alpha_sign="free"),
     "ntransformer without qk-norm": ntransformer_with(qk_norm=False),
+    "ntransformer without qk-norm, scores of 1": ntransformer_with(qk_norm=False, softmax_scale="d/sqrt(d_k)"),
+    "ntransformer small scores": ntransformer_with(softmax_scale="1/sqrt(d_k)"),
     "ntransformer gelu": ntransformer_with(activation="gelu"),
     "ntransformer tied": ntransformer_with(tied_embeddings=True, rope_base=50.0),
     "ntransformer interleaved": ntransformer_with(rope_layout="interleaved"),

@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.models import build_model, export_weights, load_weights
+from ngpt_train.models.composed.keys import ComposedConfig
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
@@ -19,6 +20,7 @@ from ngpt_train.models.ntransformer.keys import NTransformerConfig
 from tests.properties.architectures import (
     ARCHITECTURES,
     BASELINE,
+    NORMFORMER,
     SMALL,
     Size,
     config,
@@ -34,6 +36,10 @@ GROUPED = Size(24, 3, 6, 31, n_kv_heads=2, d_mlp=50, n_encoder_layers=2, source_
 
 architectures = pytest.mark.parametrize("name", ARCHITECTURES)
 sizes = pytest.mark.parametrize("size", [SMALL, GROUPED], ids=["small", "grouped"])
+
+OF_1_3B = {"d_model": 2048, "n_layers": 24, "n_heads": 32, "vocab_size": 51200}
+OF_1_3B |= {"psi_warmup_steps": 0, "group_scaling": 0}
+PRE = {"attn_norm_placement": None, "ffn_norm": "none", "head_scale": "none"}
 
 
 @architectures
@@ -62,7 +68,7 @@ def test_initial_weights(name: str) -> None:
     weights = export_weights(build_model(config(architecture, size)))
     for key, x in weights.items():
         if x.ndim == 1:
-            is_bias = key.split(".")[-1] in ("bias", "bq", "bk", "bv", "bo", "b_u", "b_down")
+            is_bias = key.split(".")[-1] in ("bias", "bq", "bk", "bv", "bo", "b_u", "b_v", "b_down")
             expected = initial_vector(key, size.d_model) if architecture.on_sphere else 0.0 if is_bias else 1.0
             assert x.unique().tolist() == pytest.approx([expected], rel=1e-6), key
             continue
@@ -72,7 +78,7 @@ def test_initial_weights(name: str) -> None:
             in_encoder = key.startswith("encoder.")
             writes = 2 * size.n_encoder_layers if in_encoder else (2 + architecture.has_encoder) * size.n_layers
             expected = 0.02 * writes**-0.5 if key.endswith((".wo", ".w_down")) else 0.02
-            if key == "embedding":
+            if key in ("embedding", "source_embedding"):
                 expected = architecture.embedding_std(size.d_model)
         assert x.std().item() == pytest.approx(expected, rel=0.03), key
         assert abs(x.mean().item()) < 0.03 * expected, key
@@ -175,6 +181,10 @@ def test_compiled_is_eager(name: str, packed: bool) -> None:
         (NormFormerConfig(d_model=2048, n_layers=24, n_heads=32, vocab_size=51200), 1_313_952_512),
         (NormFormerConfig(d_model=2560, n_layers=32, n_heads=32, vocab_size=51200, **BASELINE), 2_648_724_480),
         (NormFormerConfig(d_model=2560, n_layers=32, n_heads=32, vocab_size=51200), 2_649_544_704),
+        # The same in the words of the composed decoder.
+        (ComposedConfig(**OF_1_3B, **NORMFORMER), 1_313_952_512),
+        (ComposedConfig(**OF_1_3B, **NORMFORMER | PRE), 1_313_460_224),
+        (ComposedConfig(**OF_1_3B, **NORMFORMER | PRE | {"norm_placement": "post"}), 1_313_456_128),
         # The TnT paper's size; its 325.24M leave out s_z and the s_qk of cross-attention.
         (NTransformerConfig(d_model=1024, n_layers=6, n_heads=8, vocab_size=32100, context=1536), 325_283_172),
         (GPTEncoderDecoderConfig(d_model=1024, n_layers=6, n_heads=8, vocab_size=32100, context=1536), 325_136_384),

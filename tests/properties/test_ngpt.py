@@ -1,17 +1,23 @@
 """What the normalisation of nGPT makes irrelevant, and what it must not."""
 
+import math
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+from ngpt_train.kernels.dropout import row_seeds
 from ngpt_train.models import build_model, export_weights, load_weights
-from ngpt_train.models.layers.norms import normalize
+from ngpt_train.models.initialisation import by_path
+from ngpt_train.models.layers.norms import normalize, normalize_rows_
 from ngpt_train.models.layers.rope import rope_table, rotate
 from ngpt_train.models.ngpt.model import riemannian, slerp
 from tests.properties.architectures import (
     ARCHITECTURES,
     SMALL,
     Architecture,
+    Size,
     config,
     export_gradients,
     jittered,
@@ -78,6 +84,17 @@ def test_the_riemannian_step_is_tangent() -> None:
     assert (euclidean * h).sum(-1).abs().min() > 1e-3
 
 
+def test_slerp_turns_by_its_share_of_the_angle() -> None:
+    """In the plane of the two, by alpha theta, on the sphere all the way. Caught: alpha of the chord for the arc."""
+    h, new = unit(50, 16, 0), unit(50, 16, 1)
+    angle = (h * new).sum(-1).arccos()
+    normal = normalize(new - (h * new).sum(-1, keepdim=True) * h)  # in the plane, at right angles to h
+    for share in (0.0, 0.25, 0.5, 0.9, 1.0):
+        turned = slerp(h, new, torch.full((16,), share, dtype=torch.float64))
+        expected = (share * angle).cos()[:, None] * h + (share * angle).sin()[:, None] * normal
+        torch.testing.assert_close(turned, expected, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("angle", [0.0, 1e-9, 1e-5, 1e-3])
 def test_slerp_of_near_points_is_the_straight_line(angle: float) -> None:
     """arccos has no derivative at 1. Caught: theta without the clamp, which gives NaN."""
@@ -110,6 +127,68 @@ def test_parametrization_has_the_tangent_gradient() -> None:
             assert (tangent * row).sum(-1).abs().max() < 1e-9 * free.abs().max()
             free = free - (free * row).sum(-1, keepdim=True) * row
         torch.testing.assert_close(tangent, free, rtol=1e-9, atol=1e-9 * free.abs().max().item())
+
+
+@pytest.mark.parametrize("constraint", ["projection", "none", "parametrization"])
+@pytest.mark.parametrize("name", ["ngpt", "ntransformer"])
+def test_the_start_of_output_matrices(name: str, constraint: str) -> None:
+    """1 / sqrt(d_model), and 1 / sqrt(2 L) of it where nothing projects (A.5); a decoder with cross-attention writes
+    3 L times. Caught: L for 2 L, the encoder's writes counted with the decoder's, unit rows of another start.
+    """
+    architecture = {"ngpt": ngpt_with, "ntransformer": ntransformer_with}[name](constraint=constraint)
+    size = Size(128, n_layers=4, n_heads=4, vocab_size=64, n_kv_heads=4, d_mlp=512)
+    for key, x in export_weights(build_model(config(architecture, size))).items():
+        if x.ndim == 2:
+            writes = 1
+            if constraint != "projection" and key.endswith((".wo", ".w_down")):
+                in_decoder = (3 if name == "ntransformer" else 2) * size.n_layers
+                writes = 2 * size.n_encoder_layers if key.startswith("encoder.") else in_decoder
+            assert x.std().item() == pytest.approx((128 * writes) ** -0.5, rel=0.03), key
+
+
+def test_the_start_on_the_sphere_keeps_its_bits() -> None:
+    """Rows drawn with 1 / sqrt(d_model), then projected. Caught: another length before the projection, whose rounding
+    is another."""
+    size = Size(128, n_layers=4, n_heads=4, vocab_size=64, n_kv_heads=4, d_mlp=512)
+    weights = export_weights(build_model(config(ARCHITECTURES["ngpt"], size)))
+    for name, path, rows in (("wo", "attention.wo", 128), ("w_down", "mlp.w_down", 512), ("wq", "attention.wq", 128)):
+        expected = by_path(0, f"layers.1.{path}", (rows, 128), 1 / math.sqrt(128))
+        normalize_rows_(expected)
+        assert torch.equal(weights[f"layers.1.{name}"], expected)
+
+
+@pytest.mark.parametrize(
+    ("qk_norm", "softmax_scale", "deviation"),
+    [
+        (True, "sqrt(d_k)", 1.0),
+        (True, "1/sqrt(d_k)", 1 / 64),
+        (False, "sqrt(d_k)", 64 / 256),
+        (False, "1/sqrt(d_k)", 1 / 256),
+        (False, "d/sqrt(d_k)", 1.0),
+    ],
+)
+def test_scores_at_the_start(qk_norm: bool, softmax_scale: str, deviation: float) -> None:
+    """Their standard deviation over pairs of tokens at d_model = 256 and d_k = 64. Caught: a scale of another name."""
+    architecture = ngpt_with(qk_norm=qk_norm, softmax_scale=softmax_scale)
+    size = Size(256, n_layers=1, n_heads=4, vocab_size=512, n_kv_heads=4, d_mlp=64)
+    model = build_model(config(architecture, size))
+    attention: Any = model.layers[0].attention
+    tokens = torch.randperm(512)[None, :200]
+    rope = model.rope(tokens, torch.float32)
+    q, k, _ = attention.heads_of_qkv(attention.wqkv(model.embedding[tokens]), rope)
+    scores = attention.softmax_scale * torch.einsum("bthd,bshd->bhts", q, k)
+    assert scores.std().item() == pytest.approx(deviation, rel=0.05)
+
+
+def test_the_eps_of_a_dropped_embedding() -> None:
+    """It is an activation like others. Caught: Norm without norm_eps."""
+    model, _ = jittered(ngpt_with(norm_eps=0.3, embedding_dropout=0.5), SMALL)
+    h = model.embedding[None, :8].detach()
+    with torch.no_grad():
+        found = model.drop_embedding(h, row_seeds(0, 0, torch.arange(1)))
+    dropped = 2 * h * (found != 0)
+    expected = dropped / (dropped.square().sum(-1, keepdim=True) + 0.3).sqrt()
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("constraint", ["none", "parametrization"])

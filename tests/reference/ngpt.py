@@ -42,12 +42,15 @@ def shapes(
     d_mlp: int,
     scales: Scales | None = None,
     tied: bool = False,
+    shared_s_qk: bool = False,
 ) -> dict[str, tuple[int, ...]]:
     baseline = gpt.shapes(d, n_layers, n_heads, vocab, n_kv_heads=n_kv_heads, d_mlp=d_mlp, tied=tied)
     table = {name: shape for name, shape in baseline.items() if "norm" not in name}
     vectors = {"s_z": vocab}
     for i in range(n_layers):
         vectors |= {f"layers.{i}.{name}": d for name in ("alpha_attn", "alpha_mlp", "s_qk")}
+        if shared_s_qk:
+            vectors[f"layers.{i}.s_qk"] = d // n_heads
         vectors |= {f"layers.{i}.{name}": d_mlp for name in ("s_u", "s_v")}
     for name, length in vectors.items():
         kind = complete(scales, d)[name.split(".")[-1]][0]
@@ -95,8 +98,18 @@ def random_weights(
     return {name: draw(name, shape) for name, shape in table.items()}
 
 
-def normalize(x: Tensor) -> Tensor:
-    return x / torch.sqrt((x * x).sum(-1, keepdim=True)).clamp(min=1e-12)
+def normalize(x: Tensor, eps: float = 0.0) -> Tensor:
+    square = (x * x).sum(-1, keepdim=True)
+    return x / torch.sqrt(square + eps) if eps else x / torch.sqrt(square).clamp(min=1e-12)
+
+
+def softmax_factor(word: str, d: int, d_k: int) -> float:
+    return {"sqrt(d_k)": d_k**0.5, "1/sqrt(d_k)": d_k**-0.5, "d/sqrt(d_k)": d * d_k**-0.5}[word]
+
+
+def of_heads(s_qk: Tensor, n_heads: int, d_k: int) -> Tensor:
+    """s_qk of every head (heads, 1, d_k), or one of all of them (d_k,): a vector of d_k numbers, or a single number."""
+    return s_qk.view(n_heads, 1, d_k) if len(s_qk) == n_heads * d_k else s_qk.expand(d_k)
 
 
 def unit_rows(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -140,12 +153,19 @@ def forward(
     scales: Scales | None = None,
     alpha_sign: str = "positive",
     qk_norm: bool = True,
+    softmax_scale: str = "sqrt(d_k)",
     update: str = "lerp",
+    update_attn: str | None = None,
+    update_mlp: str | None = None,
+    norm_eps: float = 0.0,
     activation: str = "silu",
     parametrization: bool = False,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
-    """tokens (B, T) -> logits (B, T, V). Without `output` the embeddings are tied."""
+    """tokens (B, T) -> logits (B, T, V). Without `output` the embeddings are tied.
+
+    norm_eps: of the Norm of activations, which are all but the rows of `parametrization`.
+    """
     if parametrization:
         weights = unit_rows(weights)
     h = weights["embedding"][tokens]
@@ -161,24 +181,27 @@ def forward(
         alpha = effective(w, name)
         return {"positive": alpha.abs(), "free": alpha}[alpha_sign]
 
+    def norm(x: Tensor) -> Tensor:
+        return normalize(x, norm_eps)
+
     for i in range(sum(name.endswith(".wq") for name in weights)):
         w = {name.removeprefix(f"layers.{i}."): x for name, x in weights.items()}
-        s_qk = effective(w, "s_qk").expand(d).view(n_heads, 1, d_k)
+        s_qk = of_heads(effective(w, "s_qk"), n_heads, d_k)
 
         q, k, v = (split_heads(h @ w[name].T, d_k) for name in ("wq", "wk", "wv"))
         # Keys are repeated before s_qk, so that with grouped queries each query head has a vector of its own.
         k, v = (x.repeat_interleave(n_heads // k.shape[1], dim=1) for x in (k, v))
         q, k = (rope(x, rope_base, rope_layout, doc_ids) for x in (q, k))
         if qk_norm:
-            q, k = normalize(q), normalize(k)
+            q, k = norm(q), norm(k)
         q, k = q * s_qk, k * s_qk  # eqs. 15 and 16
-        h_attn = normalize(attention(q, k, v, d_k**0.5, doc_ids) @ w["wo"])
-        h = normalize(UPDATES[update](h, h_attn, learning_rate(w, "alpha_attn")))  # eq. 10
+        h_attn = norm(attention(q, k, v, softmax_factor(softmax_scale, d, d_k), doc_ids) @ w["wo"])
+        h = norm(UPDATES[update_attn or update](h, h_attn, learning_rate(w, "alpha_attn")))  # eq. 10
 
         u = h @ w["w_u"].T * effective(w, "s_u")  # eq. 20
         v = h @ w["w_v"].T * effective(w, "s_v") * d**0.5  # eq. 21
-        h_mlp = normalize((u * ACTIVATIONS[activation](v)) @ w["w_down"])
-        h = normalize(UPDATES[update](h, h_mlp, learning_rate(w, "alpha_mlp")))  # eq. 11
+        h_mlp = norm((u * ACTIVATIONS[activation](v)) @ w["w_down"])
+        h = norm(UPDATES[update_mlp or update](h, h_mlp, learning_rate(w, "alpha_mlp")))  # eq. 11
     return h @ weights.get("output", weights["embedding"]).T * effective(weights, "s_z")  # eq. 3
 
 
@@ -189,7 +212,11 @@ def n_params(model: Any) -> int:
         return {"vector": size, "scalar": 1, "fixed": 0}[vector.kind]
 
     d, n_layers, ffn, vocabulary = model.d_model, model.n_layers, model.d_mlp, model.vocab_size
-    scales = scale(model.s_qk, d) + scale(model.s_u, ffn) + scale(model.s_v, ffn)
+    scales = (
+        scale(model.s_qk, d // model.n_heads if model.s_qk.shared else d)
+        + scale(model.s_u, ffn)
+        + scale(model.s_v, ffn)
+    )
     scales += scale(model.alpha_attn, d) + scale(model.alpha_mlp, d)
     embeddings = (2 - model.tied_embeddings) * vocabulary * d
     return embeddings + n_layers * (4 * d * d + 3 * d * ffn + scales) + scale(model.s_z, vocabulary)

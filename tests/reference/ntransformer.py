@@ -32,17 +32,20 @@ def shapes(
     d_mlp: int,
     scales: ngpt.Scales | None = None,
     tied: bool = False,
+    shared_s_qk: bool = False,
 ) -> Shapes:
     def stack(layers: int) -> Shapes:
-        return ngpt.shapes(d, layers, n_heads, vocab, n_kv_heads=n_kv_heads, d_mlp=d_mlp, scales=scales, tied=tied)
+        chosen: Any = {"scales": scales, "tied": tied, "shared_s_qk": shared_s_qk}
+        return ngpt.shapes(d, layers, n_heads, vocab, n_kv_heads=n_kv_heads, d_mlp=d_mlp, **chosen)
 
     options = complete(scales, d)
     table = stack(n_layers) | _encoder(stack(n_encoder_layers)) | {"source_embedding": (vocab, d)}
     for i in range(n_layers):
         table |= {f"layers.{i}.cross.{name}": table[f"layers.{i}.{name}"] for name in ("wq", "wk", "wv", "wo")}
-        for name, key in (("s_qk", "cross.s_qk"), ("alpha_cross", "alpha_cross")):
+        vectors = {"s_qk": ("cross.s_qk", d // n_heads if shared_s_qk else d), "alpha_cross": ("alpha_cross", d)}
+        for name, (key, size) in vectors.items():
             if options[name][0] != "fixed":
-                table[f"layers.{i}.{key}"] = (d if options[name][0] == "vector" else 1,)
+                table[f"layers.{i}.{key}"] = (size if options[name][0] == "vector" else 1,)
     return table
 
 
@@ -129,12 +132,18 @@ def forward(
     scales: ngpt.Scales | None = None,
     alpha_sign: str = "positive",
     qk_norm: bool = True,
+    softmax_scale: str = "sqrt(d_k)",
     update: str = "lerp",
+    update_attn: str | None = None,
+    update_cross: str | None = None,
+    update_mlp: str | None = None,
+    norm_eps: float = 0.0,
     activation: str = "silu",
     parametrization: bool = False,
     doc_ids: Tensor | None = None,
 ) -> Tensor:
     """tokens (B, S + T) -> logits (B, T, V)."""
+    updates = {"alpha_attn": update_attn, "alpha_cross": update_cross, "alpha_mlp": update_mlp}
     if parametrization:
         weights = unit_rows(weights)
     d = weights["embedding"].shape[1]
@@ -147,14 +156,14 @@ def forward(
 
     def attention(w: dict[str, Tensor], h: Tensor, memory: Tensor, visible: Tensor, *, positions: bool) -> Tensor:
         """Eqs. 4, 5 and 10 to 12; self-attention where the memory is h itself."""
-        s_qk = effective(w, "s_qk").expand(d).view(n_heads, 1, d_k)
+        s_qk = ngpt.of_heads(effective(w, "s_qk"), n_heads, d_k)
         q, k, v = (split_heads(x @ w[name].T, d_k) for x, name in ((h, "wq"), (memory, "wk"), (memory, "wv")))
         k, v = (x.repeat_interleave(n_heads // k.shape[1], dim=1) for x in (k, v))
         if positions:
             q, k = rope(q, rope_base, rope_layout), rope(k, rope_base, rope_layout)
         if qk_norm:
-            q, k = ngpt.normalize(q), ngpt.normalize(k)
-        return attend(q * s_qk, k * s_qk, v, d_k**0.5, visible) @ w["wo"]
+            q, k = ngpt.normalize(q, norm_eps), ngpt.normalize(k, norm_eps)
+        return attend(q * s_qk, k * s_qk, v, ngpt.softmax_factor(softmax_scale, d, d_k), visible) @ w["wo"]
 
     def mlp(w: dict[str, Tensor], h: Tensor) -> Tensor:
         u = h @ w["w_u"].T * effective(w, "s_u")
@@ -165,7 +174,8 @@ def forward(
         """The three updates of Table 1; h is on the sphere already."""
         alpha = effective(w, name)
         alpha = {"positive": alpha.abs(), "free": alpha}[alpha_sign]
-        return ngpt.normalize(ngpt.UPDATES[update](h, ngpt.normalize(towards), alpha))
+        moved = ngpt.UPDATES[updates[name] or update](h, ngpt.normalize(towards, norm_eps), alpha)
+        return ngpt.normalize(moved, norm_eps)
 
     in_encoder, in_decoder, across = masks(torch.zeros_like(tokens) if doc_ids is None else doc_ids, source)
     h = weights["source_embedding"][tokens[:, :source]]

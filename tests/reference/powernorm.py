@@ -204,8 +204,11 @@ def in_evaluation(norms: Mapping[str, Norm], *, groups: int = 0, eps: float = 1e
     return {place: partial(run, norm) for place, norm in norms.items()}
 
 
-def with_layer_norm(where: Iterable[str], *, eps: float = 1e-5) -> dict[str, Place]:
-    return {place: partial(layer_norm, eps=eps) for place in where}
+def with_layer_norm(where: Iterable[str], *, groups: int = 0, eps: float = 1e-5) -> dict[str, Place]:
+    def run(x: Tensor, gain: Tensor, bias: Tensor) -> Tensor:
+        return layer_norm(group_scaling(x, groups, eps), gain, bias, eps=eps)
+
+    return dict.fromkeys(where, run)
 
 
 def shapes(

@@ -43,13 +43,13 @@ class Composition:
 def load_config(overrides: Sequence[str] = (), config_dir: str | None = None, world_size: int | None = None) -> Config:
     """The configuration that the arguments `overrides` (`group=option`, `key=value`) stand for.
 
-    Filled in are optim.lr, schedule.warmup_steps, run.name, train.batch_rows and batch_tokens,
-    model.n_kv_heads, model.d_mlp; what depends on the machine or the tokenizer may stay `auto`.
-    `config_dir` adds a directory of the user's own YAML files; `world_size` is the number of ranks that share
-    the batch, by default torchrun's. Raises ConfigError.
+    Filled in are optim.lr, schedule.warmup_steps, run.name, train.batch_rows and batch_tokens, eval.rows or tokens,
+    model.n_kv_heads, model.d_mlp, logging.wandb.name, group and tags; what depends on the machine or the tokenizer may
+    stay `auto`. `config_dir` adds a directory of the user's own YAML files; `world_size` is the number of ranks that
+    share the batch, by default torchrun's. Raises ConfigError.
     """
     composition = compose(overrides, config_dir)
-    resolve(composition.config, composition.origins)
+    resolve(composition.config, composition.origins, composition.choices.get("experiment"))
     check(composition.config, world_size, composition.origins)
     return composition.config
 

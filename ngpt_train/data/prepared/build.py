@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config, DataConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.progress import Progress
 from ngpt_train.data.directory import build_directory, is_filled
@@ -24,7 +24,7 @@ from ngpt_train.data.prepared.shards import FORMAT, MANIFEST, check_length, fing
 from ngpt_train.data.prepared.writer import ShardWriter, dtype_for
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local import shards_of, units_of
-from ngpt_train.data.sources.text import Counts, Source, Unit, draw_sample
+from ngpt_train.data.sources.text import Counts, Source, Unit, draw_sample, training_part
 from ngpt_train.data.tokenizers import (
     Tokenizer,
     load_tokenizer,
@@ -95,10 +95,15 @@ def _key(config: Config, source: Source, tokenizer_key: list[Any], hashes: FileH
             "settings": source.settings,
             "files": source.content(hashes),
             "tokenizer": tokenizer_key,
-            "val_fraction": config.data.val_fraction,
-            "shard_tokens": config.data.shard_tokens,
+            **_settings(config.data),
         }
     )
+
+
+def _settings(data: DataConfig) -> dict[str, Any]:
+    """What of the keys of the data decides the shards, besides where the text is."""
+    settings = {"val_fraction": data.held_out_share, "shard_tokens": data.shard_tokens}
+    return settings | ({"keep_empty": True} if data.keep_empty else {})
 
 
 class Preparation:
@@ -114,7 +119,7 @@ class Preparation:
     ) -> None:
         self._config, self._source, self._compute_key, self._hashes = config, source, compute_key, hashes
         self._where = f"data={source.kind}" + (f" data.path={config.data.path}" if source.kind == "local" else "")
-        self._trains = tokenizer is None and config.tokenizer.kind == "sentencepiece" and config.tokenizer.path is None
+        self._trains = tokenizer is None and config.tokenizer.from_text
         self._tokenizer = tokenizer
         self._key = ""
 
@@ -131,14 +136,17 @@ class Preparation:
             units = units_of(self._source, self._hashes)
             self._hashes.save()  # so that the next start need not compute them again
             journal = Journal(directory, [unit.shard.identity for unit in units])
+            data = self._config.data
             # Unless the text is one .txt file, only its end shows that it is a single document; it is then read again.
-            for single in [True] if self._source.is_one_document else [False, True]:
+            itself = self._source.validates_itself
+            for single in ([True] if self._source.is_one_document else [False, True]) if itself else [False]:
                 header, tokenizer = self._begin(directory, journal, single)
-                tokenizing = Tokenizing(self._source.reader, tokenizer, self._config.data.val_fraction, single)
+                reader = self._source.reader
+                tokenizing = Tokenizing(reader, tokenizer, data.held_out_share, single, data.keep_empty)
                 with contextlib.closing(ShardWriter(directory, journal, header)) as writer:
                     try:
                         self._tokenize(writer, units, directory, tokenizing)
-                        if single or writer.counts.documents != 1:
+                        if single or not itself or writer.counts.documents != 1:
                             return self._finish(directory, writer, header)
                     finally:
                         worth_keeping = writer.keeps_something
@@ -158,8 +166,7 @@ class Preparation:
                 "text": [self._source.kind, self._source.settings],
                 # A tokenizer that is trained depends on the text, another on nothing but itself.
                 "tokenizer": self._key if self._trains or tokenizer is None else tokenizer_identity(tokenizer),
-                "val_fraction": data.val_fraction,
-                "shard_tokens": data.shard_tokens,
+                **_settings(data),
                 "single": single,
             }
         )
@@ -179,16 +186,21 @@ class Preparation:
 
     def _train(self) -> Tokenizer:
         data, tokenizer = self._config.data, self._config.tokenizer
+        source = self._source
+        shards = [shard for shard in shards_of(source, self._hashes) if not shard.held_out]
+        if tokenizer.kind == "words":
+            logger.info("counting the words of the text")
+            documents = (text for shard in shards for text in source.documents_of(shard))
+            return load_tokenizer(tokenizer, corpus=training_part(documents, data.held_out_share))
         logger.info("reading a sample of the text for a SentencePiece model of %d pieces", tokenizer.vocab_size)
-        source, shards = self._source, shards_of(self._source, self._hashes)
         with Progress("sampling", [1]) as progress:
             sample, counts = draw_sample(
                 shards,
                 lambda number: source.documents_of(shards[number]),
-                data.val_fraction,
+                data.held_out_share,
                 partial(progress.heard, 0),
             )
-        if counts is not None:
+        if counts is not None and source.validates_itself:
             check_splits(counts, self._where, data.val_fraction)
         logger.info("training a SentencePiece model of %d pieces", tokenizer.vocab_size)
         return load_tokenizer(tokenizer, corpus=sample)
@@ -219,7 +231,11 @@ class Preparation:
     def _finish(self, directory: Path, writer: ShardWriter, header: dict[str, Any]) -> None:
         """Raises DataError where a split is too small, or a file has changed."""
         data, counts = self._config.data, writer.counts
-        check_splits(counts, self._where, data.val_fraction)
+        if self._source.validates_itself:
+            check_splits(counts, self._where, data.val_fraction)
+        elif not 0 < counts.validation < counts.documents:
+            empty = "data.val_files" if counts.validation == 0 else "all of its other files"
+            raise DataError(f"{self._where} data.val_files={data.val_files}: no text in {empty}")
         splits = writer.finish()
         for split, entry in splits.items():
             check_length(split, entry["tokens"], self._config.model.context, self._where)
@@ -238,7 +254,7 @@ class Preparation:
                 "bytes": counts.bytes,
                 "skipped_empty": counts.empty,
                 "text_sha256": writer.text_sha256,
-                "val_fraction": data.val_fraction,
+                "val_fraction": data.held_out_share,
                 "files": self._source.names,
             },
             "splits": splits,

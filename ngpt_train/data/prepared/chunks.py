@@ -64,12 +64,14 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """How text becomes chunks. single: the text is one document, whose end validates. Travels to worker processes."""
+    """How text becomes chunks. single: the text is one document, whose end validates; keep_empty: an empty document
+    is an eos, and not skipped. Travels to worker processes."""
 
     reader: ShardSource
     tokenizer: Tokenizer
     val_fraction: float
     single: bool
+    keep_empty: bool
 
     def chunks(self, shard: Shard, skip: int, scratch: Path) -> Iterator[Chunk]:
         """The unit after its first `skip` documents; at least one chunk. Its files lie in `scratch`, a directory that
@@ -80,23 +82,23 @@ class Tokenizing:
         for taken, text in enumerate(self.reader.documents(shard, scratch), 1):
             if taken <= skip:
                 continue
-            if not text:
+            if not text and not self.keep_empty:
                 chunk.counts.empty += 1
                 continue
-            for split, document, n_bytes in self._placed(text, chunk):
+            for split, document, n_bytes in self._placed(text, shard.held_out, chunk):
                 chunk.documents[split].append((with_eos(self.tokenizer, document), n_bytes))
-            chunk.characters += len(text)
+            chunk.characters += max(1, len(text))
             if chunk.characters >= CHUNK_CHARACTERS:
                 yield chunk.finish(taken)
                 chunk = _Growing()
         yield chunk.finish(taken)
         shutil.rmtree(scratch)
 
-    def _placed(self, text: str, chunk: _Growing) -> list[tuple[str, str, int]]:
+    def _placed(self, text: str, held_out: bool, chunk: _Growing) -> list[tuple[str, str, int]]:
         """(split, text, bytes) of a document: one, or two of a text that is a single document. Counts it."""
         data = text.encode()
         place = place_of(data)
-        held_out = place < self.val_fraction
+        held_out = held_out or place < self.val_fraction
         chunk.counts.add(Counts(1, len(data), 0, int(held_out), place, place))
         chunk.digests.append(hashlib.sha256(data).digest())
         if not self.single:

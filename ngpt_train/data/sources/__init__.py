@@ -6,7 +6,7 @@ import platform
 from functools import partial
 
 from ngpt_train.config.schema import DataConfig
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.sources.hub import list_hub
 from ngpt_train.data.sources.local import LocalText, list_files, list_library, read_library_file
 from ngpt_train.data.sources.readers import read_file
@@ -23,4 +23,10 @@ def open_source(data: DataConfig) -> Source:
     if data.path is None:
         raise ConfigError("data.path=null: data=local needs the file, directory or glob of the text, as data.path=PATH")
     reader = LocalText(partial(read_file, text_field=data.text_field))
-    return Source("local", reader, {"text_field": data.text_field}, list_files(data.path))
+    held_out = [] if data.val_files is None else list_files(data.val_files, "data.val_files")
+    files = [file for file in list_files(data.path) if file not in held_out]
+    if not files:
+        raise DataError(
+            f"data.val_files={data.val_files}: all files of data.path={data.path}; none is left to train on"
+        )
+    return Source("local", reader, {"text_field": data.text_field}, files, val_files=held_out)

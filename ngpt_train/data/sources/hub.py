@@ -83,11 +83,16 @@ def list_hub(data: DataConfig) -> Source:
     kept = Path(data.cache).expanduser() / "hub"
     commit, listed = _files(HubClient(data.repo, data.fetch_minutes), data.revision, kept)
     settings = {"repo": data.repo, "split": data.split, "text_field": data.text_field}
+    held_out = _held_out(sorted(listed), data)
+    if data.val_files is not None:
+        settings["val_files"] = data.val_files
     if not data.streamed and not any(extension(Path(path)) in KINDS for path in listed):
         rows = DatasetsText(data.repo, commit, data.split, data.text_field)
         return Source(data.kind, rows, settings, shards=(rows.shard,), revision=commit)
-    paths = _chosen(sorted(listed), data)
-    files = {path: listed[path] for path in paths}
+    paths = [path for path in _chosen(sorted(listed), data) if path not in held_out]
+    if not paths:
+        raise DataError(f"data.val_files={data.val_files}: all files that are read; none is left to train on")
+    files = {path: listed[path] for path in [*paths, *held_out]}
     size = sum(file.size for file in files.values())
     logger.info("%s@%s: %d files, %.2f GB", data.repo, commit, len(files), size / 1e9)
     sorts = sorted({f"{PurePosixPath(path).parent}/*{extension(Path(path))}" for path in paths})
@@ -102,8 +107,9 @@ def list_hub(data: DataConfig) -> Source:
         # Equal files are equal shards, whatever they are called; the extension decides how they are read.
         Shard(
             f"{data.repo}@{commit}:{path}",
-            f"{file.etag}:{file.size}:{extension(Path(path))}",
+            f"{'held out:' if path in held_out else ''}{file.etag}:{file.size}:{extension(Path(path))}",
             (path,),
+            held_out=path in held_out,
             size=text_size(Path(path), file.size),
         )
         for path, file in files.items()
@@ -172,6 +178,17 @@ def _chosen(paths: list[str], data: DataConfig) -> list[str]:
         f"{', '.join(named) or 'files without a split, which are train'}; such as {readable[0]}); choose another "
         "data.split, or the files with data.files=GLOB"
     )
+
+
+def _held_out(paths: list[str], data: DataConfig) -> list[str]:
+    """Those of the paths that data.val_files names. Raises DataError if there are none."""
+    if data.val_files is None:
+        return []
+    readable = [path for path in paths if extension(Path(path)) in KINDS]
+    if found := [path for path in readable if fnmatchcase(path, data.val_files)]:
+        return found
+    such_as = f", such as {readable[0]}" if readable else ""
+    raise DataError(f"data.val_files={data.val_files}: matches no file of {data.repo}{such_as}")
 
 
 def _names(path: str, split: str) -> bool:

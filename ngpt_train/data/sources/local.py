@@ -9,9 +9,10 @@ import logging
 import os
 import sysconfig
 import tokenize
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
@@ -37,7 +38,7 @@ class LocalText:
             yield from self.read(Path(file)) if shard.part is None else self.read(Path(file), part=shard.part)
 
 
-def list_files(path: str) -> list[Path]:
+def list_files(path: str, key: str = "data.path") -> list[Path]:
     """Text files that a file name, directory (searched recursively) or glob stands for, sorted by path.
 
     Raises DataError if there is none.
@@ -46,27 +47,27 @@ def list_files(path: str) -> list[Path]:
     allowed = ", ".join(EXTENSIONS)
     if given.is_file():
         if not extension(given):
-            raise DataError(f"data.path={path}: unknown kind of file; known are {allowed}")
+            raise DataError(f"{key}={path}: unknown kind of file; known are {allowed}")
         return [given]
     if given.is_dir():
         found = [given]
     else:
         found = [Path(match) for match in glob.glob(str(given), recursive=True)]
         if not found:
-            raise DataError(f"data.path={path}: no such file or directory, and no file matches it as a pattern")
+            raise DataError(f"{key}={path}: no such file or directory, and no file matches it as a pattern")
     candidates = {file for match in found for file in (_visible_files(match) if match.is_dir() else [match])}
     # A broken link is listed, so that reading it fails with its name.
     readable = [file for file in candidates if extension(file) and (file.is_file() or not file.exists())]
     if not readable:
-        raise DataError(f"data.path={path}: holds no text; read are files that end in {allowed}")
+        raise DataError(f"{key}={path}: holds no text; read are files that end in {allowed}")
     if ignored := sorted(candidates - set(readable)):
-        logger.warning("data.path=%s: %d other files are not read, such as %s", path, len(ignored), ignored[0])
+        logger.warning("%s=%s: %d other files are not read, such as %s", key, path, len(ignored), ignored[0])
     # A file with several names is read once, under its own name if that is among them.
     by_place = {file.resolve(): file for file in sorted(readable, key=lambda file: (not file.is_symlink(), file))}
     files = sorted(by_place.values())
     if again := sorted(set(readable) - set(files)):
         logger.warning(
-            "data.path=%s: %d links to files that are read anyway are left out, such as %s", path, len(again), again[0]
+            "%s=%s: %d links to files that are read anyway are left out, such as %s", key, path, len(again), again[0]
         )
     return files
 
@@ -155,29 +156,36 @@ def _is_a_document(file: Path) -> bool:
 
 
 def units_of(source: Source, hashes: FileHashes) -> list[Unit]:
-    """The text in units, in order: large files in parts where their format allows it, small ones together. The cuts
-    decide which process reads what, and nothing that is written. Raises DataError where a file cannot be read."""
+    """The text in units, in order, what validates last: large files in parts where their format allows it, small ones
+    together. The cuts decide which process reads what, and nothing that is written. Raises DataError where a file
+    cannot be read."""
     if source.shards:
         return [Unit(shard, 1) for shard in source.shards]
+    return _units(source.files, hashes, False) + _units(source.val_files, hashes, True)
+
+
+def _units(files: Sequence[Path], hashes: FileHashes, held_out: bool) -> list[Unit]:
     units: list[Unit] = []
     group: list[Path] = []
     size = 0
 
+    def add(content: Any, paths: Sequence[Path], part: tuple[int, int] | None, n_bytes: int) -> None:
+        identity = canonical_hash(["held out", content] if held_out else content)
+        units.append(Unit(Shard(str(paths[0]), identity, tuple(map(str, paths)), part, held_out), n_bytes))
+
     def end_group() -> None:
         nonlocal group, size
         if group:
-            identity = canonical_hash([[extension(file), hashes.sha256(file)] for file in group])
-            units.append(Unit(Shard(str(group[0]), identity, tuple(map(str, group))), size))
+            add([[extension(file), hashes.sha256(file)] for file in group], group, None, size)
         group, size = [], 0
 
-    for file in source.files:
+    for file in files:
         n_bytes = text_size(file, file.stat().st_size)
         if n_bytes > UNIT_BYTES and (parts := _parts(file)):
             end_group()
             content = hashes.sha256(file)
             for part, part_size in parts:
-                identity = canonical_hash([extension(file), content, part])
-                units.append(Unit(Shard(str(file), identity, (str(file),), part), part_size))
+                add([extension(file), content, part], [file], part, part_size)
             continue
         if size + n_bytes > UNIT_BYTES:
             end_group()

@@ -4,6 +4,7 @@ SentencePiece model is trained from."""
 from __future__ import annotations
 
 import hashlib
+import itertools
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -44,13 +45,15 @@ class Shard:
     """A part of a text that is read as a whole: a file, several small ones, or a part of a large one.
 
     identity: changes with its content. part: of a single file, the row groups (parquet) from the first number to
-    before the second, or the lines (jsonl) that begin at these bytes. size: roughly bytes of text, 0 where unknown.
+    before the second, or the lines (jsonl) that begin at these bytes. held_out: all of its documents validate. size:
+    roughly bytes of text, 0 where unknown.
     """
 
     name: str
     identity: str
     files: tuple[str, ...]
     part: tuple[int, int] | None = None
+    held_out: bool = False
     size: int = 0
 
 
@@ -77,7 +80,8 @@ class ShardSource(Protocol):
 class Source:
     """Text in a fixed order: files of this machine, or shards from elsewhere whose identity is known.
 
-    settings: what, besides their content, decides the documents; revision: the commit on the hub.
+    settings: what, besides their content, decides the documents; revision: the commit on the hub; val_files: files of
+    this machine that validate (among shards those that are held out).
     """
 
     kind: str
@@ -86,10 +90,16 @@ class Source:
     files: list[Path] = field(default_factory=list)
     shards: tuple[Shard, ...] = ()
     revision: str | None = None
+    val_files: list[Path] = field(default_factory=list)
 
     @property
     def names(self) -> list[str]:
-        return [str(file) for file in self.files] or [shard.name for shard in self.shards]
+        return [str(file) for file in [*self.files, *self.val_files]] or [shard.name for shard in self.shards]
+
+    @property
+    def validates_itself(self) -> bool:
+        """Whether some of the text's own documents validate, and not files of their own."""
+        return not self.val_files and not any(shard.held_out for shard in self.shards)
 
     @property
     def is_one_document(self) -> bool:
@@ -100,7 +110,8 @@ class Source:
         """What identifies the text: of local files their bytes, wherever they lie. Raises DataError where one cannot be
         read."""
         if self.files:
-            return [[extension(file), hashes.sha256(file)] for file in self.files]
+            content = [[extension(file), hashes.sha256(file)] for file in self.files]
+            return content + [["held out", extension(file), hashes.sha256(file)] for file in self.val_files]
         return [[shard.identity] for shard in self.shards]
 
     def documents(self) -> Iterator[str]:
@@ -178,10 +189,20 @@ def draw_sample(
             if place >= val_fraction:
                 sample.add(text, place, number)
                 seen += len(text)
-    if only:
+    if only and val_fraction > 0:
         sample = Sample(SAMPLE_CHARACTERS)
         sample.add(halves(only, val_fraction)[0], 0.0)
     return sample.texts(), counts
+
+
+def training_part(documents: Iterable[str], val_fraction: float) -> Iterator[str]:
+    """What of a text is not held out: the documents beyond `val_fraction`; of a single one, its first part."""
+    texts = filter(None, documents)
+    beginning = list(itertools.islice(texts, 2))
+    if len(beginning) == 1 and val_fraction > 0:
+        yield halves(beginning[0], val_fraction)[0]
+        return
+    yield from (text for text in itertools.chain(beginning, texts) if place_of(text.encode()) >= val_fraction)
 
 
 class Sample:

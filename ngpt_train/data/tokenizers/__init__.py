@@ -18,10 +18,12 @@ from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.data.tokenizers.interface import BytesTokenizer, Ids, Tokenizer, tokenizer_identity, with_eos
 from ngpt_train.data.tokenizers.model_files import PINNED, read_file
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
+from ngpt_train.data.tokenizers.words import WordsTokenizer, count_words
 
 __all__ = [
     "Ids",
     "Tokenizer",
+    "known_vocabulary",
     "load_tokenizer",
     "possible_keys",
     "read_tokenizer",
@@ -37,7 +39,15 @@ MODEL_FILES = {
     "sentencepiece": "tokenizer.model",
     "gpt2": "tokenizer.tiktoken",
     "hf": "tokenizer.hf.json",
+    "words": "tokenizer.words.txt",
 }
+GPT2_VOCABULARY = 50257
+
+
+def known_vocabulary(kind: str) -> int | None:
+    """How many ids a tokenizer has of which there is only one, without its file; None for the others."""
+    sizes = {pinned.name: pinned.vocab_size for pinned in PINNED.values()}
+    return (sizes | {"bytes": BytesTokenizer.vocab_size, "gpt2": GPT2_VOCABULARY}).get(kind)
 
 
 def load_tokenizer(config: TokenizerConfig, corpus: Iterable[str] | None = None) -> Tokenizer:
@@ -50,17 +60,23 @@ def load_tokenizer(config: TokenizerConfig, corpus: Iterable[str] | None = None)
     if config.kind == "gpt2":
         return GPT2Tokenizer(gpt2_ranks(config.path))
     if config.kind in PINNED:
-        return SentencePieceTokenizer(PINNED[config.kind].read(config.path), f"tokenizer={config.kind}", config.kind)
+        pinned = PINNED[config.kind]
+        model = pinned.read(config.path)
+        return SentencePieceTokenizer(model, f"tokenizer={config.kind}", config.kind, pinned.vocab_size)
     if config.path is not None:
         where = f"tokenizer.path={config.path}"
         if config.kind == "hf":
             return HuggingFaceTokenizer(read_file(config.path), config.eos, where)
+        if config.kind == "words":
+            return WordsTokenizer(read_file(config.path), where)
         return SentencePieceTokenizer(read_file(config.path), where)
     if corpus is None:
         raise DataError(
-            "tokenizer.path=null: there is no text here to train a SentencePiece model from; choose the tokenizer "
+            f"tokenizer.path=null: there is no text here to make tokenizer={config.kind} from; choose the tokenizer "
             "that made these tokens: tokenizer=gpt2, tokenizer=bytes, or tokenizer=sentencepiece tokenizer.path=FILE"
         )
+    if config.kind == "words":
+        return WordsTokenizer(count_words(corpus, config.vocab_size), "the words of the text")
     return SentencePieceTokenizer(train_sentencepiece(corpus, config.vocab_size), "the trained model")
 
 
@@ -69,7 +85,7 @@ def tokenizer_key(config: TokenizerConfig) -> list[Any]:
     if config.kind in ("bytes", "gpt2"):  # of GPT-2's there is one
         return [config.kind]
     if config.kind in PINNED:
-        return ["sentencepiece", PINNED[config.kind].sha256]
+        return _pinned_key(config.kind, PINNED[config.kind].sha256)
     if config.path is None:
         return [config.kind, "trained", config.vocab_size]
     model = hashlib.sha256(read_file(config.path)).hexdigest()
@@ -80,9 +96,16 @@ def possible_keys(tokenizer: Tokenizer) -> list[list[Any]]:
     """What `tokenizer_key` says of configs that give this tokenizer. The last key is of no other tokenizer."""
     if isinstance(tokenizer, HuggingFaceTokenizer):  # with another eos the same file is another tokenizer
         return [["hf", tokenizer.fingerprint], ["hf", tokenizer.fingerprint, tokenizer.eos_piece]]
-    if tokenizer.kind == "sentencepiece":
-        return [["sentencepiece", "trained", tokenizer.vocab_size], ["sentencepiece", tokenizer.fingerprint]]
+    if isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.name in PINNED:
+        return [_pinned_key(tokenizer.name, tokenizer.fingerprint)]
+    if tokenizer.kind in ("sentencepiece", "words"):
+        return [[tokenizer.kind, "trained", tokenizer.vocab_size], [tokenizer.kind, tokenizer.fingerprint]]
     return [[tokenizer.kind]]
+
+
+def _pinned_key(kind: str, sha256: str) -> list[Any]:
+    """Without T5's sentinels its file is another tokenizer; the other files stand for the same ids by any name."""
+    return ["sentencepiece", sha256, "t5"] if kind == "t5" else ["sentencepiece", sha256]
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
@@ -115,4 +138,6 @@ def read_tokenizer(directory: Path, entry: dict[str, Any]) -> Tokenizer:
         return GPT2Tokenizer(parse_ranks(model))
     if entry["kind"] == "hf":
         return HuggingFaceTokenizer(model, entry["eos"], str(path))
-    return SentencePieceTokenizer(model, str(path), entry["name"])
+    if entry["kind"] == "words":
+        return WordsTokenizer(model, str(path))
+    return SentencePieceTokenizer(model, str(path), entry["name"], entry["vocab_size"])

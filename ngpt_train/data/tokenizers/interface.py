@@ -72,7 +72,7 @@ def encode_document(tokenizer: Tokenizer, text: str) -> Ids:
     begins and their ids stay the same; in text without spaces before a line, or, without lines, anywhere. Wherever
     it is cut, the ids decode to the text as those of a short one do.
     """
-    if len(text) <= STRETCH:
+    if len(text) <= STRETCH or tokenizer.kind == "words":  # which are looked up line by line
         return tokenizer.encode(text)
     stretches = _stretches(text)
     ids = [tokenizer.encode(next(stretches))]

@@ -63,10 +63,14 @@ def within_deadline(download: Callable[[], Result]) -> Result:
 
 @dataclass(frozen=True)
 class Pinned:
-    """A model file: what it is called, its sha256, and where it is had from."""
+    """A model file: what it is called, its sha256, how many ids it stands for, and where it is had from.
+
+    vocab_size: known without the file. It may exceed the file's pieces: T5's 100 sentinels lie above them.
+    """
 
     name: str
     sha256: str
+    vocab_size: int
     fetch: Callable[[], bytes]
 
     def read(self, path: str | None) -> bytes:
@@ -80,13 +84,16 @@ class Pinned:
         return model
 
 
-# A copy that needs no account, at a commit that does not change.
+# Copies that need no account, at commits that do not change.
 LLAMA2_COPY = ("NousResearch/Llama-2-7b-chat-hf", "tokenizer.model", "351844e75ed0bcbbe3f10671b3c808d2b83894ee")
+# All sizes of T5 have the same file. This is T5's own repository of the smallest.
+T5_COPY = ("google-t5/t5-small", "spiece.model", "df1b051c49625cf57a3d0d8d3863ed4d13564fe4")
 MISTRAL_FILE = ("mistral_common", "data/tokenizer.model.v1")
 
 
-def _llama2() -> bytes:
-    repository, name, revision = LLAMA2_COPY
+def _download(kind: str, copy: tuple[str, str, str], otherwise: str) -> bytes:
+    """A file of the hub: (repository, name, revision). Raises DataError, which says what to do without a network."""
+    repository, name, revision = copy
 
     def download() -> bytes:
         from huggingface_hub import hf_hub_download
@@ -97,9 +104,17 @@ def _llama2() -> bytes:
         return within_deadline(download)
     except DownloadError as error:
         raise DataError(
-            f"tokenizer=llama2: {name} cannot be downloaded from the hub ({repository}: {error}). Copy the file here "
-            "and set tokenizer.path=FILE, or choose tokenizer=mistral32k, which needs no network, or another tokenizer"
+            f"tokenizer={kind}: {name} cannot be downloaded from the hub ({repository}: {error}). Copy the file here "
+            f"and set tokenizer.path=FILE, or choose {otherwise}"
         ) from None
+
+
+def _llama2() -> bytes:
+    return _download("llama2", LLAMA2_COPY, "tokenizer=mistral32k, which needs no network, or another tokenizer")
+
+
+def _t5() -> bytes:
+    return _download("t5", T5_COPY, "another tokenizer")
 
 
 def _mistral32k() -> bytes:
@@ -115,7 +130,8 @@ def _mistral32k() -> bytes:
 PINNED = {
     pinned.name: pinned
     for pinned in (
-        Pinned("llama2", "9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347", _llama2),
-        Pinned("mistral32k", "dadfd56d766715c61d2ef780a525ab43b8e6da4de6865bda3d95fdef5e134055", _mistral32k),
+        Pinned("llama2", "9e556afd44213b6bd1be2b850ebbbd98f5481437a8021afaf58ee7fb1818d347", 32000, _llama2),
+        Pinned("mistral32k", "dadfd56d766715c61d2ef780a525ab43b8e6da4de6865bda3d95fdef5e134055", 32000, _mistral32k),
+        Pinned("t5", "d60acb128cf7b7f2536e8f38a5b18a05535c9e14c7a355904270e15b0945ea86", 32100, _t5),
     )
 }

@@ -17,11 +17,14 @@ SPACE_SYMBOL = "\u2581"
 
 
 class SentencePieceTokenizer:
-    """A SentencePiece model. Lossless if its normalisation is the identity and it falls back to bytes."""
+    """A SentencePiece model. Lossless if its normalisation is the identity and it falls back to bytes.
+
+    vocab_size: of a model whose ids go on above its pieces; no text becomes one of those, and they stand for none.
+    """
 
     kind = "sentencepiece"
 
-    def __init__(self, model: bytes, where: str, name: str | None = None):
+    def __init__(self, model: bytes, where: str, name: str | None = None, vocab_size: int | None = None):
         import sentencepiece
 
         try:
@@ -30,12 +33,14 @@ class SentencePieceTokenizer:
             raise DataError(f"{where}: not a SentencePiece model") from None
         self.model = model
         self.fingerprint = hashlib.sha256(model).hexdigest()
-        self.vocab_size: int = self._processor.vocab_size()
+        self.n_pieces: int = self._processor.vocab_size()
+        self.vocab_size = vocab_size or self.n_pieces
         self.name = name or f"sentencepiece-{self.vocab_size}-{self.fingerprint[:8]}"
         self.eos: int = self._processor.eos_id()
         if self.eos < 0 or not self._processor.is_control(self.eos):
             raise DataError(f"{where}: the model has no end-of-sentence control piece, which has to end each document")
-        self.n_bytes = np.array([self._piece_bytes(i) for i in range(self.vocab_size)], np.int64)
+        self.n_bytes = np.zeros(self.vocab_size, np.int64)
+        self.n_bytes[: self.n_pieces] = [self._piece_bytes(i) for i in range(self.n_pieces)]
         self._space_symbol = self._space_symbol_ids()
 
     def encode(self, text: str) -> Ids:
@@ -44,7 +49,7 @@ class SentencePieceTokenizer:
         return np.array(self._processor.encode(text), np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._processor.decode([int(i) for i in ids])
+        return self._processor.decode([int(i) for i in ids if i < self.n_pieces])
 
     def _piece_bytes(self, i: int) -> int:
         if self._processor.is_control(i) or self._processor.is_unknown(i):

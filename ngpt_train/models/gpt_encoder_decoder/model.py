@@ -3,14 +3,13 @@
 Its decoder has positions and cross-attention (TnT paper, eq. 9); that of the authors' code has neither.
 """
 
-import math
-
 from torch import Tensor
 
 from ngpt_train.models.decoder import Head
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.models.gpt.model import GPTAttention, GPTBlock
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
+from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.norms import RMSNorm
 from ngpt_train.models.layers.rope import Rope
@@ -52,15 +51,10 @@ class GPTEncoderDecoder(EncoderDecoder):
         self.norm_encoder = RMSNorm(config.d_model, config.norm_eps)
         self.norm_final = RMSNorm(config.d_model, config.norm_eps)
 
-    def init_std(self, path: str) -> float:
-        """As in a decoder, but a block of the decoder writes three times into the residual stream."""
-        if not path.endswith((".wo", ".w_down")):
-            return 0.02
-        writes = 2 * len(self.encoder) if path.startswith("encoder.") else 3 * len(self.layers)
-        return 0.02 / math.sqrt(writes)
-
-    def memory(self, h: Tensor) -> Tensor:
-        return self.norm_encoder(h)
+    def encode(
+        self, h: Tensor, rope: Rope | None, mask: Mask, valid: Tensor | None, seeds: Tensor | None = None
+    ) -> Tensor:
+        return self.norm_encoder(super().encode(h, rope, mask, valid, seeds))
 
     def head(self, h: Tensor) -> Head:
         return Head(self.norm_final(h), self.unembedding)

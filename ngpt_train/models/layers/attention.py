@@ -73,10 +73,11 @@ class Attention(nn.Module):
         if memory is None:
             q, k, v = self.heads_of_qkv(self.wqkv(x), rope)  # eq. 12
         else:
-            assert self.wqkv.bias is None  # no architecture with cross-attention has biases
-            w_q, w_kv = self.wqkv.weight(x.dtype).split([self.d_q, 2 * self.d_kv])
-            k, v = F.linear(memory, w_kv).chunk(2, dim=-1)
-            q, k, v = self.heads(F.linear(x, w_q), k, v, rope)
+            sizes, bias = [self.d_q, 2 * self.d_kv], self.wqkv.bias
+            w_q, w_kv = self.wqkv.weight(x.dtype).split(sizes)
+            b_q, b_kv = (None, None) if bias is None else bias.to(x.dtype).split(sizes)
+            k, v = F.linear(memory, w_kv, b_kv).chunk(2, dim=-1)
+            q, k, v = self.heads(F.linear(x, w_q, b_q), k, v, rope)
         q, k, v = (heads.to(x.dtype) for heads in (q, k, v))
         if seeds is None or not self.dropout.p:
             heads = attention(q, k, v, self.softmax_scale, self.causal, mask)  # eq. 13

@@ -25,15 +25,17 @@ class MLP(nn.Module):
     """SwiGLU(u, v) W_down with u = W_u x, v = W_v x and SwiGLU(u, v) = u * SiLU(v): eq. 17 to 19 of nGPT's paper.
 
     W_u, W_v and W_down (the paper's W_oMLP) are `(d_mlp, d_model)`; W_u and W_v are one product, W_down is applied from
-    the right. activation=gelu: u * GELU(v).
+    the right. activation=gelu: u * GELU(v). Biases are an option.
     """
 
-    def __init__(self, config: ModelConfig, activation: str = "silu", unit_rows: bool = False) -> None:
+    def __init__(
+        self, config: ModelConfig, activation: str = "silu", unit_rows: bool = False, bias: bool = False
+    ) -> None:
         super().__init__()
         self.d_mlp = config.d_mlp or 4 * config.d_model
         self.activation = activation
-        self.w_uv = FusedLinear({"w_u": self.d_mlp, "w_v": self.d_mlp}, config.d_model, unit_rows=unit_rows)
-        self.w_down = OutputLinear({"w_down": self.d_mlp}, config.d_model, unit_rows=unit_rows)
+        self.w_uv = FusedLinear({"w_u": self.d_mlp, "w_v": self.d_mlp}, config.d_model, bias, unit_rows)
+        self.w_down = OutputLinear({"w_down": self.d_mlp}, config.d_model, bias, unit_rows)
 
     def hidden(self, x: Tensor) -> Tensor:
         """SwiGLU(u, v) `(B, T, d_mlp)` of x `(B, T, d_model)`."""

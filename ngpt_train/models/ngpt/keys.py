@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Union
 
 from ngpt_train.config.keys import Conflict, FloatOrAuto, key
 from ngpt_train.config.model_keys import ModelConfig
@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 # The words that `init` and `scale` of a scale vector may be besides a number.
 SCALE_WORDS = ("1/L", "1/sqrt(d)", "sqrt(d)")
+UPDATES = ("lerp", "slerp", "riemannian")
+SOFTMAX_SCALES = ("sqrt(d_k)", "1/sqrt(d_k)", "d/sqrt(d_k)")
 
 
 @dataclass
@@ -32,6 +34,13 @@ class ScaleVectorConfig:
         choices=SCALE_WORDS,
         above=0,
     )
+
+
+@dataclass
+class QKScaleConfig(ScaleVectorConfig):
+    """s_qk, which by default is a vector for each head."""
+
+    shared: bool = key(False, "All heads of a layer share one vector, of d_model / n_heads numbers (engpt).")
 
 
 @dataclass
@@ -55,7 +64,7 @@ class NGPTConfig(ModelConfig):
     applies_dropout = True
 
     name: str = key("ngpt", "Architecture, chosen with model=NAME.")
-    s_qk: ScaleVectorConfig = field(default_factory=ScaleVectorConfig)
+    s_qk: QKScaleConfig = field(default_factory=QKScaleConfig)
     s_u: MLPScaleConfig = field(default_factory=MLPScaleConfig)
     s_v: MLPScaleConfig = field(default_factory=MLPScaleConfig)
     s_z: ScaleVectorConfig = field(default_factory=ScaleVectorConfig)
@@ -65,10 +74,24 @@ class NGPTConfig(ModelConfig):
         "positive", "positive: |alpha| is used (section 2.2); free: alpha as it is (A.2).", choices=("positive", "free")
     )
     qk_norm: bool = key(True, "Norm in eq. 15 and 16; false leaves s_qk alone (Table 6).")
+    softmax_scale: str = key(
+        "sqrt(d_k)",
+        "Factor of q k^T in the softmax: sqrt(d_k) is nGPT's, 1/sqrt(d_k) the baseline's; without qk_norm d/sqrt(d_k) "
+        "gives scores the standard deviation 1 at the start. d is d_model, d_k is d_model / n_heads.",
+        choices=SOFTMAX_SCALES,
+    )
     update: str = key(
         "lerp",
         "How a block moves h: lerp (eq. 10, 11), slerp (eq. 6) or riemannian (eq. 25, 26), each with Norm around it.",
-        choices=("lerp", "slerp", "riemannian"),
+        choices=UPDATES,
+    )
+    update_attn: Union[str, None] = key(None, "How attention moves h; null is model.update.", choices=UPDATES)
+    update_mlp: Union[str, None] = key(None, "How the MLP moves h; null is model.update.", choices=UPDATES)
+    norm_eps: float = key(
+        0.0,
+        "Norm(x) of activations is x / sqrt(|x|^2 + norm_eps), as in engpt; 0: x / max(|x|, 1e-12). Weights have none.",
+        minimum=0,
+        below=1,
     )
     constraint: str = key(
         "projection",
@@ -81,6 +104,10 @@ class NGPTConfig(ModelConfig):
     def without_effect(self) -> Iterator[tuple[str, str]]:
         scales = {name: x for name, x in vars(self).items() if isinstance(x, ScaleVectorConfig)}
         yield from ((f"{name}.kind", f"{name}.scale") for name, x in scales.items() if x.kind == "fixed")
+        if self.s_qk.kind != "vector":
+            yield "s_qk.kind", "s_qk.shared"
+        if all(value for name, value in vars(self).items() if name.startswith("update_")):
+            yield "update_mlp", "update"  # each block has a choice of its own
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         yield from super().conflicts(config)

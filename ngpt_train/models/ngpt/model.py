@@ -38,15 +38,15 @@ class NGPTBlock(nn.Module):
         self.alpha_attn = EigenLearningRates(config.alpha_attn, config)
         self.mlp = NGPTMLP(config)
         self.alpha_mlp = EigenLearningRates(config.alpha_mlp, config)
-        self.step = STEPS[config.update]
+        self.step_attn, self.step_mlp = step_of(config, "update_attn"), step_of(config, "update_mlp")
         self.drop_attn, self.drop_mlp = Dropout(config.residual_dropout), Dropout(config.residual_dropout)
 
     def forward(self, h: HiddenState, rope: Rope | None, mask: Mask, seeds: Tensor | None = None) -> HiddenState:
-        step, alpha_A, alpha_M = self.step, self.alpha_attn(), self.alpha_mlp()
+        alpha_A, alpha_M = self.alpha_attn(), self.alpha_mlp()
         # step(h, x, alpha) = Norm(h + alpha (Norm(x) - h)), unless model.update says otherwise.
         # Dropout comes before Norm(x), which keeps h_A and h_M on the sphere.
-        h = step(h, self.drop_attn(self.attention(h, rope, mask, None, seeds), seeds), alpha_A)  # eq. 10
-        h = step(h, self.drop_mlp(self.mlp(h), seeds), alpha_M)  # eq. 11
+        h = self.step_attn(h, self.drop_attn(self.attention(h, rope, mask, None, seeds), seeds), alpha_A)  # eq. 10
+        h = self.step_mlp(h, self.drop_mlp(self.mlp(h), seeds), alpha_M)  # eq. 11
         return h  # (B, T, d_model)
 
 
@@ -62,17 +62,26 @@ class EigenLearningRates(ScaledParameter):
         return alpha.abs() if self.positive else alpha
 
 
+def without_rotary(*arguments: Any) -> str:
+    """Why `NGPTAttention.heads` runs, for the log: no rotary positions, its last argument, or another Norm."""
+    return "queries without a rotation, as in cross-attention" if arguments[-1] is None else "model.norm_eps"
+
+
 class NGPTAttention(Attention):
     """softmax(sqrt(d_k) q k^T) v W_o, where q and k are normalised per head and scaled by s_qk (section 2.3.2)."""
 
     def __init__(self, config: NGPTConfig, causal: bool = True) -> None:
-        # The product of unit vectors q and k has variance 1 / d_k, where the baseline's has variance d_k.
-        softmax_scale = math.sqrt(config.d_model // config.n_heads)
-        super().__init__(config, softmax_scale, causal, unit_rows=config.constraint == "parametrization")
-        self.qk_norm = config.qk_norm
-        self.s_qk = ScaledParameter(config.d_model, config.s_qk, config)
+        super().__init__(config, softmax_scale(config), causal, unit_rows=config.constraint == "parametrization")
+        self.qk_norm, self.norm_eps = config.qk_norm, config.norm_eps
+        self.shared = config.s_qk.shared
+        self.s_qk = ScaledParameter(self.d_head if self.shared else config.d_model, config.s_qk, config)
 
-    @without_kernel("rotary", "queries without a rotation, as in cross-attention")
+    def s_qk_squared(self) -> Tensor:
+        """s_qk^2 of each query head `(n_heads * d_head,)`."""
+        s_qk = self.s_qk().square()
+        return s_qk.repeat(self.n_heads) if self.shared else s_qk
+
+    @without_kernel("rotary", without_rotary)
     def heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
         """q <- Norm(q) s_qk and k <- Norm(k) s_qk in each head, after RoPE: eq. 15 and 16.
 
@@ -80,18 +89,17 @@ class NGPTAttention(Attention):
         takes one pass over memory less, and fits grouped keys, which have fewer heads than s_qk has.
         """
         q, k, v = super().heads(q, k, v, rope)  # rope(q), rope(k), v
-        s_qk = self.s_qk().view(self.n_heads, self.d_head)
         if self.qk_norm:
-            q = normalize(q)  # eq. 15
-            k = normalize(k)  # eq. 16
-        return q * s_qk.square(), k, v
+            q = normalize(q, self.norm_eps)  # eq. 15
+            k = normalize(k, self.norm_eps)  # eq. 16
+        return q * self.s_qk_squared().view(self.n_heads, self.d_head), k, v
 
     def heads_of_qkv(self, qkv: Tensor, rope: Rope | None) -> Heads:
-        if rope is None:
-            return super().heads_of_qkv(qkv, None)
+        if rope is None or (self.qk_norm and self.norm_eps):
+            return self.heads(*self.split(qkv), rope)
         options = RotaryOptions(self.n_heads, self.n_kv_heads, rope.interleaved, normalized=self.qk_norm)
         # eq. 15 and 16 as in `heads`, in one pass: Norm(rope(q)) s_qk^2, Norm(rope(k)), v.
-        return rotary(qkv, rope.cos, rope.sin, options, scale=self.s_qk().square())
+        return rotary(qkv, rope.cos, rope.sin, options, scale=self.s_qk_squared())
 
     def forward(  # type: ignore[override]
         self,
@@ -102,6 +110,16 @@ class NGPTAttention(Attention):
         seeds: Tensor | None = None,
     ) -> Tensor:
         return super().forward(h.to_read, rope, mask, memory, seeds)
+
+
+def softmax_scale(config: NGPTConfig) -> float:
+    """The factor of q k^T: `model.softmax_scale`.
+
+    The product of unit vectors q and k has variance 1 / d_k, where the baseline's has variance d_k. Of q and k that
+    are not normalised, products of unit rows with h, it has variance d_k / d_model^2.
+    """
+    root = math.sqrt(config.d_model // config.n_heads)  # sqrt(d_k)
+    return {"sqrt(d_k)": root, "1/sqrt(d_k)": 1 / root, "d/sqrt(d_k)": config.d_model / root}[config.softmax_scale]
 
 
 class NGPTMLP(MLP):
@@ -144,7 +162,9 @@ class Spherical(Decoder):
     def drop_embedding(self, h: Tensor, seeds: Tensor | None) -> Tensor:
         """Back on the sphere, because the first update takes h as it is."""
         dropped = super().drop_embedding(h, seeds)
-        return dropped if dropped is h or self.config.constraint == "none" else normalize(dropped).to(h.dtype)
+        if dropped is h or self.config.constraint == "none":
+            return dropped
+        return normalize(dropped, self.config.norm_eps).to(h.dtype)
 
     def run_blocks(
         self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any, seeds: Tensor | None = None
@@ -160,11 +180,17 @@ class Spherical(Decoder):
         return Head(h, normalize(self.unembedding) if parametrized else self.unembedding, self.s_z())
 
     def init_std(self, path: str) -> float:
-        return 1 / math.sqrt(self.config.d_model)
+        """1 / sqrt(d_model), for output matrices divided by sqrt(2 L) (section A.5) unless the projection follows."""
+        std = 1 / math.sqrt(self.config.d_model)
+        return std if self.projects else std / math.sqrt(self.residual_writes(path))
 
     @property
     def projects(self) -> bool:
         return self.config.constraint == "projection"
+
+    @property
+    def on_sphere(self) -> bool:
+        return self.config.constraint != "none"
 
     def project_(self, skipped: Tensor | None = None) -> None:
         """Normalises every matrix and embedding along the embedding dimension: section 2.6, item 2."""
@@ -185,6 +211,11 @@ class NGPT(Spherical):
 # The options of model.update and model.activation.
 
 
+def lerp(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
+    """h + alpha (h_new - h): eq. 8."""
+    return h + alpha * (h_new - h)
+
+
 def slerp(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
     """sin((1 - alpha) theta) / sin(theta) h + sin(alpha theta) / sin(theta) h_new, alpha per dimension: eq. 6."""
     # arccos has no derivative at +-1. At the limit SLERP and LERP agree to rounding.
@@ -198,21 +229,32 @@ def riemannian(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
     return h - alpha * (h * (h * h_new).sum(-1, keepdim=True) - h_new)
 
 
+Update = Callable[[Tensor, Tensor, Tensor], Tensor]
 Step = Callable[[HiddenState, Tensor, Tensor], HiddenState]
+MOVES: dict[str, Update] = {"lerp": lerp, "slerp": slerp, "riemannian": riemannian}
 
 
-def step_by(update: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Step:
-    """A step h <- Norm(update(h, h_A, alpha)) with h_A = Norm(x), in the place of eq. 10 and 11."""
+def step_of(config: NGPTConfig, key: str) -> Step:
+    """The step of a block, by the key of `config` for its update; where that is null, by model.update."""
+    chosen = getattr(config, key)
+    key, update = ("update", config.update) if chosen is None else (key, chosen)
+    if update == "lerp" and not config.norm_eps:
+        return sphere_step
+    return step_by(MOVES[update], config.norm_eps, f"model.{key}={update}" if update != "lerp" else "model.norm_eps")
 
-    @without_kernel("sphere_step", f"model.update={update.__name__}")
+
+def step_by(update: Update, eps: float, option: str) -> Step:
+    """A step h <- Norm(update(h, h_A, alpha)) with h_A = Norm(x), in the place of eq. 10 and 11.
+
+    eps: of Norm. option: what the kernel of sphere_step does not know, for the log.
+    """
+
+    @without_kernel("sphere_step", option)
     def step(h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
-        moved = normalize(update(h.to_move, normalize(x), alpha)).to(h.to_move.dtype)
+        moved = normalize(update(h.to_move, normalize(x, eps), alpha), eps).to(h.to_move.dtype)
         return HiddenState(moved, moved)
 
     return step
-
-
-STEPS: dict[str, Step] = {"lerp": sphere_step, "slerp": step_by(slerp), "riemannian": step_by(riemannian)}
 
 
 @without_kernel("swiglu", "model.activation=gelu")

@@ -45,6 +45,11 @@ class NormFormerConfig(ModelConfig):
         if not self.uses_rope:
             yield from (("positions", name) for name in ("rope_base", "rope_layout"))
 
+    def refuses_rows_of(self, context: int) -> str | None:
+        if self.positions == "learned" and context > self.context:
+            return f"model.positions=learned knows the positions of {self.context} tokens"
+        return None
+
     def not_in_weights(self) -> set[str]:
         """The learned positions are a weight of shape `(context, d_model)`, so then context must agree."""
         return super().not_in_weights() - ({"context"} if self.positions == "learned" else set())

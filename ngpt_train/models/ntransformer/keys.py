@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Union
 
 from ngpt_train.config.keys import key
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
-from ngpt_train.models.ngpt.keys import AlphaConfig, NGPTConfig
+from ngpt_train.models.ngpt.keys import UPDATES, AlphaConfig, NGPTConfig
 
 
 @dataclass
@@ -15,3 +16,4 @@ class NTransformerConfig(EncoderDecoderKeys, NGPTConfig):
 
     name: str = key("ntransformer", "Architecture, chosen with model=NAME.")
     alpha_cross: AlphaConfig = field(default_factory=AlphaConfig)
+    update_cross: Union[str, None] = key(None, "How cross-attention moves h; null is model.update.", choices=UPDATES)

@@ -13,7 +13,7 @@ from ngpt_train.kernels.sphere_step import HiddenState
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.rope import Rope
-from ngpt_train.models.ngpt.model import EigenLearningRates, NGPTAttention, NGPTBlock, Spherical
+from ngpt_train.models.ngpt.model import EigenLearningRates, NGPTAttention, NGPTBlock, Spherical, step_of
 from ngpt_train.models.ngpt.scale import ScaledParameter
 from ngpt_train.models.ntransformer.keys import NTransformerConfig
 
@@ -29,6 +29,7 @@ class NTransformerBlock(NGPTBlock):
         self.cross = NGPTAttention(config, causal=False)
         self.alpha_cross = EigenLearningRates(config.alpha_cross, config)
         self.drop_cross = Dropout(config.residual_dropout)
+        self.step_cross = step_of(config, "update_cross")
 
     def forward(  # type: ignore[override]
         self,
@@ -39,12 +40,11 @@ class NTransformerBlock(NGPTBlock):
         memory_mask: Tensor | None,
         seeds: Tensor | None = None,
     ) -> HiddenState:
-        step = self.step
         alpha_A, alpha_C, alpha_M = self.alpha_attn(), self.alpha_cross(), self.alpha_mlp()
-        h = step(h, self.drop_attn(self.attention(h, rope, mask, None, seeds), seeds), alpha_A)  # Table 1: h_A
+        h = self.step_attn(h, self.drop_attn(self.attention(h, rope, mask, None, seeds), seeds), alpha_A)  # h_A
         # Without RoPE: positions in two different sequences have no distance.
-        h = step(h, self.drop_cross(self.cross(h, None, memory_mask, memory, seeds), seeds), alpha_C)  # Table 1: h_C
-        h = step(h, self.drop_mlp(self.mlp(h), seeds), alpha_M)  # Table 1: h_M
+        h = self.step_cross(h, self.drop_cross(self.cross(h, None, memory_mask, memory, seeds), seeds), alpha_C)  # h_C
+        h = self.step_mlp(h, self.drop_mlp(self.mlp(h), seeds), alpha_M)  # h_M
         return h  # (B, T, d_model)
 
 

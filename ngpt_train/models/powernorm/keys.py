@@ -34,7 +34,8 @@ class PowerNormConfig(ModelConfig):
     )
     group_scaling: IntOrAuto = key(
         AUTO,
-        "Groups of channels brought to a quadratic mean of 1 before a norm over the batch; auto is n_heads, 0 none.",
+        "Layer-scale (A.1): groups of channels brought to a quadratic mean of 1 before each norm; 1 is the paper's, 0 "
+        "none. auto is n_heads, as in the authors' code, and 0 before LayerNorm.",
         minimum=0,
     )
     statistics: str = key(
@@ -45,6 +46,11 @@ class PowerNormConfig(ModelConfig):
     norm_eps: float = key(1e-5, "Added to the mean square, or the variance, in the norms.", above=0)
 
     @property
+    def norm_over_batch(self) -> bool:
+        """Whether the norms take a statistic over the tokens of a batch."""
+        return self.norm in ("pn", "pn_v", "batch")
+
+    @property
     def synchronises_statistics(self) -> bool:
         return self.statistics == "synchronised"
 
@@ -52,13 +58,13 @@ class PowerNormConfig(ModelConfig):
         if self.psi_warmup_steps == AUTO:
             self.psi_warmup_steps = config.schedule.warmup_steps if self.norm == "pn" else 0
         if self.group_scaling == AUTO:
-            self.group_scaling = 0 if self.norm == "layer" else self.n_heads
+            self.group_scaling = self.n_heads if self.norm_over_batch else 0
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         if self.norm != "pn":
             yield from (("norm", name) for name in ("psi_warmup_steps", "alpha_bkw"))
-        if self.norm == "layer":
-            yield from (("norm", name) for name in ("alpha_fwd", "group_scaling", "statistics"))
+        if not self.norm_over_batch:
+            yield from (("norm", name) for name in ("alpha_fwd", "statistics"))
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         if self.group_scaling and self.d_model % int(self.group_scaling):
@@ -67,8 +73,8 @@ class PowerNormConfig(ModelConfig):
         if int(self.psi_warmup_steps) >= config.train.steps:
             fix = f"Set model.psi_warmup_steps below {config.train.steps}, or choose model.norm=pn_v"
             yield "model.psi_warmup_steps train.steps", "the whole run would be warm-up, which is not causal", fix
-        if self.norm == "layer":
-            return  # LayerNorm has no statistics of the batch
+        if not self.norm_over_batch:
+            return
         if config.train.cuda_graphs:
             problem = "statistics of the batch leave the graphs in the middle of a pass, which is not supported"
             yield "train.cuda_graphs model.norm", problem, "Set model.norm=layer, or train.cuda_graphs=false"

@@ -12,28 +12,26 @@ the row, and is always causal.
 """
 
 import math
-from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.models.decoder import Decoder, Head
+from ngpt_train.models.decoder import Head
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
-from ngpt_train.models.layers.dropout import Dropout, with_seeds
+from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.mlp import MLP
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 from ngpt_train.models.powernorm.running_statistics import (
     BatchStatistics,
+    DecoderOverBatch,
     NormOverBatch,
     PowerNormBase,
     RunningStatistics,
     move_average_,
-    run_and_update,
 )
 
 
@@ -184,8 +182,8 @@ class PerToken(NormOverBatch):
     def forward(
         self, x: Tensor, valid: Tensor | None, running: RunningStatistics | None
     ) -> tuple[Tensor, BatchStatistics | None]:
-        y = F.layer_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.bias, self.eps)
-        return y.to(x.dtype), None
+        X = self.group_scaled(x.to(self.gain.dtype))
+        return F.layer_norm(X, self.gain.shape, self.gain, self.bias, self.eps).to(x.dtype), None
 
 
 NORMS: dict[str, type[NormOverBatch]] = {
@@ -227,63 +225,23 @@ class PowerNormBlock(nn.Module):
         return h, (batch_attn, batch_mlp)  # h (B, T, d_model)
 
 
-class PowerNormDecoder(Decoder):
+class PowerNormDecoder(DecoderOverBatch):
     """Logits = E_output norm(h); `stack` ends with the norm. Padding (doc_ids below 0) counts in no statistic."""
 
     def __init__(self, config: PowerNormConfig) -> None:
         super().__init__(config, (PowerNormBlock(config) for _ in range(config.n_layers)))
         self.norm_final = NORMS[config.norm](config.d_model, config)
-        self.norm, self.warmup_steps = config.norm, int(config.psi_warmup_steps)
-        self.step = 0
-        self.loss_scale: Tensor | float = 1.0
-
-    def begin_step_(self, step: int, loss_scale: Tensor) -> None:
-        self.step, self.loss_scale = step, loss_scale
-        if step == 0:  # weights from run.init_from come with the n_warmup of another run
-            for norm in self.modules():
-                if isinstance(norm, PowerNorm):
-                    norm.n_warmup.zero_()
 
     def stack(
         self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None, seeds: Tensor | None = None
     ) -> Tensor:
-        """The blocks and the last norm; updates the running statistics in training."""
+        """The blocks and the last norm."""
         valid = None if doc_ids is None else doc_ids >= 0
-        warming_up = self.step < self.warmup_steps
-
-        def pass_block(
-            block: PowerNormBlock, h: Tensor, of_block: Sequence[Tensor], running: tuple[RunningStatistics | None, ...]
-        ) -> tuple[Tensor, tuple[BatchStatistics | None, ...]]:
-            return cast(Any, block)(h, rope, mask, valid, running, *of_block)
-
-        for block, of_block in with_seeds(cast(Iterable[PowerNormBlock], self.layers), seeds):
-            h = run_and_update(block.norms(), warming_up, self.loss_scale, partial(pass_block, block, h, of_block))
-
-        def final_norm(running: tuple[RunningStatistics | None, ...]) -> tuple[Tensor, tuple[BatchStatistics | None]]:
-            x, batch = self.norm_final(h, valid, *running)
-            return x, (batch,)
-
-        return run_and_update([self.norm_final], warming_up, self.loss_scale, final_norm)
+        h = self.run_blocks(self.layers, h, rope, mask, valid, seeds=seeds)
+        return self.run_norm(self.norm_final, h, valid)
 
     def head(self, h: Tensor) -> Head:
         return Head(h, self.unembedding)
-
-    def statistics(self) -> dict[str, Tensor]:
-        return {
-            f"{place}.{name}": value
-            for place, module in self.named_modules()
-            if isinstance(module, NormOverBatch)
-            for name, value in module.statistics().items()
-        }
-
-    def notes(self) -> list[str]:
-        if self.norm == "layer" or (self.norm == "pn" and self.warmup_steps == 0):
-            return []
-        when = f"in the first {self.warmup_steps} steps" if self.norm == "pn" else "in training"
-        return [
-            f"model.norm={self.norm} uses the statistics of the batch {when}, later tokens included: the training "
-            "loss is too low there. Validation uses running statistics and is causal."
-        ]
 
 
 Model = PowerNormDecoder  # what build_model builds

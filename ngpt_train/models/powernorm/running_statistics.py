@@ -5,14 +5,16 @@ statistics as an argument and returns the statistics of its batch, and the decod
 the block. This also allows several forward passes before a backward pass.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.layers.dropout import with_seeds
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 
 
@@ -44,6 +46,8 @@ class NormOverBatch(nn.Module):
     statistic; None: all tokens are valid.
     """
 
+    place = 0  # among the norms over the batch of a block that has several
+
     def __init__(self, size: int, config: PowerNormConfig) -> None:
         super().__init__()
         self.eps = config.norm_eps
@@ -53,6 +57,8 @@ class NormOverBatch(nn.Module):
         self.bias = nn.Parameter(torch.empty(size))
         # Sums a tensor over ranks, with a gradient. distributed/statistics.py sets it if statistics are synchronised.
         self.over_ranks: Callable[[Tensor], Tensor] = this_rank_alone
+        # Sees the statistics of each batch in training before they move the running ones; set for telemetry alone.
+        self.on_batch: Callable[[BatchStatistics], None] | None = None
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.gain)
@@ -116,6 +122,11 @@ class NormOverBatch(nn.Module):
         return (mean_square + self.eps).sqrt()
 
 
+# What a block takes for its norms, and what it returns.
+Running = tuple[RunningStatistics | None, ...]
+Output = tuple[Tensor, tuple[BatchStatistics | None, ...]]
+
+
 def this_rank_alone(x: Tensor) -> Tensor:
     """The "sum over ranks" where each rank has statistics of its own: x itself."""
     return x
@@ -124,20 +135,6 @@ def this_rank_alone(x: Tensor) -> Tensor:
 def move_average_(mean: Tensor, value: Tensor, share: Tensor | float) -> None:
     """mean <- mean + share (value - mean), in place, for the channels where value is finite."""
     mean.copy_(torch.where(value.isfinite(), mean + share * (value - mean), mean))
-
-
-Pass = Callable[[tuple[RunningStatistics | None, ...]], tuple[Tensor, tuple[BatchStatistics | None, ...]]]
-
-
-def run_and_update(
-    norms: Sequence[NormOverBatch], warming_up: bool, loss_scale: Tensor | float, compute: Pass
-) -> Tensor:
-    """Calls `compute` with the running statistics of `norms`, updates these, and returns the h of `compute`."""
-    running = tuple(norm.running_statistics(warming_up, loss_scale) for norm in norms)
-    h, batches = compute(running)
-    for norm, used, batch in zip(norms, running, batches, strict=True):
-        norm.update_(used, batch, loss_scale)
-    return h
 
 
 class PowerNormBase(NormOverBatch):
@@ -203,3 +200,85 @@ class PowerNormBase(NormOverBatch):
         """
         Lambda = self.over_ranks(sum_for_Lambda) / n_tokens.clamp(min=torch.finfo(n_tokens.dtype).tiny)
         self.update_nu_(Gamma, Lambda)
+
+
+class DecoderOverBatch(Decoder):
+    """A decoder or encoder-decoder with norms over the batch, whose running statistics it updates in training.
+
+    A block has `norms()`, its norms over the batch. It is called as (h, *arguments, running), with dropout as
+    (h, *arguments, running, seeds), with their running statistics, and returns h and the statistics of the batch, both
+    in the order of `norms()`.
+    """
+
+    config: PowerNormConfig
+
+    def __init__(self, config: PowerNormConfig, *stacks: Iterable[nn.Module]) -> None:
+        super().__init__(config, *stacks)
+        self.step = 0
+        self.loss_scale: Tensor | float = 1.0
+
+    @property
+    def norms_over_batch(self) -> dict[str, NormOverBatch]:
+        """The norms by the path of the module."""
+        return {place: module for place, module in self.named_modules() if isinstance(module, NormOverBatch)}
+
+    def begin_step_(self, step: int, loss_scale: Tensor) -> None:
+        self.step, self.loss_scale = step, loss_scale
+        if step == 0:  # weights from run.init_from come with the n_warmup of another run
+            for norm in self.norms_over_batch.values():
+                if isinstance(norm, PowerNormBase):
+                    norm.n_warmup.zero_()
+
+    def run_blocks(
+        self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any, seeds: Tensor | None = None
+    ) -> Tensor:
+        for block, of_block in with_seeds(blocks, seeds):
+            h = self.run_block(block, h, arguments, of_block)
+        return h
+
+    def run_block(self, block: nn.Module, h: Tensor, arguments: Sequence[Any], of_block: Sequence[Tensor]) -> Tensor:
+        """of_block: the block's seeds of dropout, if any."""
+
+        def run(running: Running) -> Output:
+            return block(h, *arguments, running, *of_block)
+
+        return self.run_and_update(cast(Any, block).norms(), run)
+
+    def run_norm(self, norm: nn.Module, h: Tensor, valid: Tensor | None) -> Tensor:
+        """norm(h) `(B, T, d)` outside a block."""
+        if not isinstance(norm, NormOverBatch):
+            return norm(h)
+
+        def run(running: Running) -> Output:
+            y, batch = norm(h, valid, *running)
+            return y, (batch,)
+
+        return self.run_and_update([norm], run)
+
+    def run_and_update(self, norms: Sequence[NormOverBatch], compute: Callable[[Running], Output]) -> Tensor:
+        """Calls `compute` with the running statistics of `norms`, updates these, and returns the h of `compute`."""
+        warming_up = self.step < int(self.config.psi_warmup_steps)
+        running = tuple(norm.running_statistics(warming_up, self.loss_scale) for norm in norms)
+        h, batches = compute(running)
+        for norm, used, batch in zip(norms, running, batches, strict=True):
+            if norm.on_batch is not None and batch is not None:
+                norm.on_batch(batch)
+            norm.update_(used, batch, self.loss_scale)
+        return h
+
+    def statistics(self) -> dict[str, Tensor]:
+        return {
+            f"{place}.{name}": value
+            for place, norm in self.norms_over_batch.items()
+            for name, value in norm.statistics().items()
+        }
+
+    def notes(self) -> list[str]:
+        norm, warmup_steps = self.config.norm, int(self.config.psi_warmup_steps)
+        if not self.config.norm_over_batch or (norm == "pn" and warmup_steps == 0):
+            return []
+        when = f"in the first {warmup_steps} steps" if norm == "pn" else "in training"
+        return [
+            f"model.norm={norm} uses the statistics of the batch {when}, later tokens included: the training "
+            "loss is too low there. Validation uses running statistics and is causal."
+        ]

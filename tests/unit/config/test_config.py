@@ -44,6 +44,8 @@ def test_every_packaged_option_composes() -> None:
     owners = {"tnt": "ntransformer", "tnt_baseline": "gpt_encoder_decoder"}
     owners |= {"gpt3_125m": "normformer", "gpt3_355m": "normformer"}
     keys = {"data/local": ["data.path=x"], "data/tokens": ["data.path=x"], "data/hf": ["data.repo=a/b"]}
+    # Sizes whose rate the rows of their tables say.
+    keys |= {f"scale/{size}": ["optim.lr=1e-3"] for size in ("engpt", "ptb_3l", "wikitext103_6l", "wikitext103_16l")}
     keys |= {"tokenizer/hf": ["tokenizer.path=x"], "data/mixture": ["data.mixture=a 1 local x; b 1 tokens y"]}
     for group in set(GROUPS) - {"experiment"}:
         for path in (config_dir() / group).glob("*.yaml"):
@@ -77,8 +79,10 @@ def test_lr_is_looked_up_by_scale_and_context() -> None:
     def lr(*arguments: str) -> float | str:
         return load_config(["model=ngpt", "scale=0.5b", *arguments]).optim.lr
 
-    assert lr() == lr("model.context=512") == lr("model.context=2048") == 1.0e-3
-    assert lr("model.context=4096") == lr("model.context=6000") == 3.0e-3
+    assert lr() == lr("model.context=2048") == 1.0e-3
+    assert lr("model.context=512") == 1.5e-3  # half the tokens
+    assert lr("model.context=4096") == lr("model.context=6000") == 1.5e-3
+    assert lr("model.context=4096", "train.steps=20000") == 3.0e-3
     assert lr("optim.lr=1") == 1.0  # a float, though written as an integer
     assert isinstance(lr("optim.lr=1"), float)
 
@@ -92,6 +96,43 @@ def test_the_later_of_batch_rows_and_batch_tokens_counts(tmp_path: Path) -> None
     arguments = ["experiment=large", "model.context=256"]
     assert load_config(arguments, str(tmp_path)).train.batch_rows == 64
     assert load_config([*arguments, "train.batch_rows=4"], str(tmp_path)).train.batch_tokens == 1024
+
+
+def test_the_later_of_eval_rows_and_eval_tokens_counts(tmp_path: Path) -> None:
+    """The papers' scales set tokens, over the schema's rows."""
+
+    def chosen(*options: str, config_dir: str | None = None) -> tuple[int | None, int | None]:
+        found = load_config(["model=gpt", "optim.lr=1e-3", *options], config_dir).eval
+        return found.rows, found.tokens
+
+    assert chosen("scale=debug") == chosen("scale=tiny") == (64, None)
+    for scale in ("125m", "355m", "0.5b", "1b", "1.3b", "2.7b", "gpt3_125m", "gpt3_355m", "tnt", "tnt_baseline"):
+        assert chosen(f"scale={scale}") == (None, 4_194_304)
+    assert chosen("scale=125m", "eval.rows=8") == (8, None)
+    assert chosen("eval.tokens=100") == (None, 100)
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval/mine.yaml").write_text("rows: 5\n")
+    assert chosen("scale=125m", "eval=mine", config_dir=str(tmp_path)) == (5, None)
+
+
+def test_wandb_is_told_what_the_run_is() -> None:
+    """Caught: a row whose table cannot be found; a name that the user gives and that does not count."""
+
+    def shown(*options: str) -> tuple[str | None, str | None, list[str] | None]:
+        wandb = load_config(options).logging.wandb
+        return wandb.name, wandb.group, wandb.tags
+
+    assert shown("model=gpt", "scale=debug", "run.seed=3", "optim.lr=1e-3") == (
+        *("gpt-debug-seed3", "debug"),
+        ["gpt", "debug"],
+    )
+    row = "paper/ngpt_table6/no_qk_norm"
+    assert shown(f"experiment={row}", "run.name=mine") == ("mine", row, ["ngpt", "0.5b", "paper/ngpt_table6"])
+    assert shown("experiment=quickstart") == ("quickstart", "quickstart", ["ngpt", "tiny", "quickstart"])
+    given = [f"logging.wandb.{key}" for key in ("name=a", "group=b", "tags=[c,d]", "notes=e f")]
+    assert shown("experiment=quickstart", *given) == ("a", "b", ["c", "d"])
+    assert load_config(given).logging.wandb.notes == "e f"
+    assert shown("logging.wandb.tags=[]")[2] == []
 
 
 def test_warmup_is_a_tenth_up_to_2000_steps() -> None:
@@ -166,7 +207,8 @@ def test_what_has_no_effect_is_none_or_the_default() -> None:
 
     assert powernorm() == (50, 4)
     assert powernorm("model.norm=batch", "model.psi_warmup_steps=auto") == (0, 4)
-    assert powernorm("model.norm=layer", "model.group_scaling=0") == (0, 0)
+    assert powernorm("model.norm=layer") == powernorm("model.norm=layer", "model.group_scaling=0") == (0, 0)
+    assert powernorm("model.norm=layer", "model.group_scaling=2") == (0, 2)
     load_config(["model.s_u.kind=fixed", "model.s_u.scale=1"])
     load_config(["model=normformer", "model.d_model=100", "model.n_heads=4"])  # without RoPE any width will do
 
@@ -182,7 +224,7 @@ def test_help_shows_the_keys_of_every_architecture(chosen: str) -> None:
             assert f" {key.name}=" in (own if same else others)
             assert key.doc in (own if same else others)
         assert architecture == chosen or f"model={architecture}: " in others
-    assert len([line for line in lines if line.startswith("  model.qk_norm=")]) == 2  # nGPT's, and the baseline's
+    assert len([line for line in lines if line.startswith("  model.qk_norm=")]) == 3  # those of nGPT, GPT and composed
     assert len([line for line in lines if line.startswith("  model.alpha_mlp.kind=")]) == 1
 
 

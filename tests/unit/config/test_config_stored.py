@@ -117,6 +117,7 @@ def resumed(*changes: str) -> Config:
         ["train.cuda_graphs=true"],
         ["parallel=ddp", "kernels=torch", "parallel.timeout=5"],
         ["checkpoint.every=7", "checkpoint.keep_last=9", "eval.every=3", "logging.every=1"],
+        ["eval.rows=7", "eval.budget=null", "eval.contexts=[2048]"],  # records say which rows they are of
         ["logging.tensorboard=true", "logging.wandb.mode=offline", "data.cache=x", "train.profile=true"],
         ["train.batch_tokens=524288"],  # the same as the scale's 512 rows
         ["model.vocab_size=4096"],
@@ -141,6 +142,8 @@ def test_harmless_change_on_resume(changes: list[str]) -> None:
         (["data.val_fraction=0.5"], "data.val_fraction: 0.02 -> 0.5"),
         (["data=local", "data.path=x"], "data.kind: embedded -> local"),
         (["optim.z_loss=1e-4"], "optim.z_loss: 0.0 -> 0.0001"),
+        (["optim.label_smoothing=0.1"], "optim.label_smoothing: 0.0 -> 0.1"),
+        (["model.residual_dropout=0.1"], "model.residual_dropout: 0.0 -> 0.1"),
         (["optim.clip_norm=null"], "optim.clip_norm: 1.0 -> null"),
         (["schedule.warmup_steps=3", "train.steps=1000"], "schedule.warmup_steps: 50 -> 3"),
         (["schedule.warmup_tokens=20000000"], "schedule.warmup_steps: 50 -> 39"),

@@ -12,6 +12,7 @@ import pytest
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Dataset, Tokens, open_dataset
+from ngpt_train.data.prepared.foreign import count_tokens
 
 EOS = 256
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -84,6 +85,16 @@ def test_a_pair_for_each_split(tmp_path: Path) -> None:
     for index in tmp_path.glob("*.idx"):
         index.unlink()
     assert {open_dataset(config(tmp_path, tmp_path / "cache")).fingerprint} == fingerprints
+
+
+def test_tokens_are_counted_without_opening_them(tmp_path: Path) -> None:
+    """Caught: a count that takes held-out documents for training text."""
+    write(tmp_path / "alone", documents(20), 4)
+    assert count_tokens(tmp_path / "alone", None, 0.2) == sum(map(len, documents(20)[:16]))
+    (tmp_path / "alone.idx").unlink()
+    write(tmp_path / "web_train", documents(8))
+    write(tmp_path / "web_val", documents(3))
+    assert count_tokens(tmp_path / "web", None, 0.2) == sum(map(len, documents(8)))
 
 
 def patch(position: int, data: bytes) -> Callable[[Path], object]:

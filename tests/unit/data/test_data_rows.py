@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import Rows, Tokens, TrainLoader, data_hash, merged, rows_of, validation_rows
+from ngpt_train.data import Rows, Tokens, TrainLoader, data_hash, merged, rows_of
 from ngpt_train.data.loader import PreparedReader, hash_of_rows
 from ngpt_train.data.permutation import shuffled
 from ngpt_train.data.rows import BestFit, NextToken, RowFormat, Span, best_fit
@@ -220,11 +220,3 @@ def test_data_hash_tells_rows_and_their_order_apart() -> None:
 def test_batch_must_divide() -> None:
     with pytest.raises(ValueError, match="24 rows"):
         TrainLoader(PreparedReader(rows(), 0), 24, 5, world_size=2)
-
-
-def test_validation_rows_are_fixed_and_different() -> None:
-    chosen = validation_rows(rows(), 50, seed=3)
-    assert len(set(chosen.tolist())) == 50
-    np.testing.assert_array_equal(chosen, validation_rows(rows(), 50, seed=3))
-    assert set(chosen.tolist()) != set(validation_rows(rows(), 50, seed=4).tolist())
-    np.testing.assert_array_equal(validation_rows(rows(), 10_000, seed=3), np.arange(200))

@@ -48,6 +48,19 @@ def test_mixture(text: Path) -> None:
     np.testing.assert_array_equal(rows_mixed, rows_alone[: len(rows_mixed)])
 
 
+def test_validation_has_the_shares_of_the_mixture(text: Path) -> None:
+    """Of eval.tokens targets. Caught: a source that gives all that it holds out, or rows for tokens."""
+    other = write_parquet_shards(text.parent / "other", SHARDS, seed=9)
+    alone = streamed(text)
+    mixture = f"web 3 local {text}; other 1 local {other}"
+    config = replace(alone, data=replace(alone.data, kind="mixture", path=None, mixture=mixture))
+    config.eval.rows, config.eval.tokens = None, 400
+    of_web, of_other = (len(ids) for ids in open_dataset(config).validation._shards)
+    longest = 140  # ids of a document
+    assert 300 <= of_web < 300 + longest
+    assert 100 <= of_other < 100 + longest
+
+
 def test_a_shard_that_one_source_skips_stays_in_the_others(text: Path) -> None:
     """Of the same name. Caught: names of skipped shards that do not say of which source."""
     other = write_parquet_shards(text.parent / "other", SHARDS, seed=9)

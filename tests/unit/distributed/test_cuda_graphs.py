@@ -50,9 +50,13 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[None]:
 
 
 def config(name: str, compiled: bool = False, cuda_graphs: bool = False) -> Config:
-    """On the CPU, which a user could not ask for."""
+    """On the CPU, which a user could not ask for. A name may end in " with dropout"."""
     micro_rows = ROWS // MICRO_BATCHES
-    given = run_config(name, SMALL, RECIPE, rows=ROWS, context=T, micro_rows=micro_rows, parallel="single")
+    name, _, dropout = name.partition(" with ")
+    options = [f"model.{place}_dropout=0.1" for place in ("embedding", "residual", "attention")] if dropout else []
+    given = run_config(
+        name, SMALL, RECIPE, rows=ROWS, context=T, micro_rows=micro_rows, parallel="single", options=options
+    )
     return replace(given, train=replace(given.train, compile=compiled, cuda_graphs=cuda_graphs))
 
 
@@ -61,7 +65,7 @@ def with_graphs(name: str) -> TrainState:
 
 
 def batches(name: str, step: int) -> list[tuple[Tensor, ...]]:
-    if ARCHITECTURES[name].has_encoder:
+    if ARCHITECTURES[name.partition(" with ")[0]].has_encoder:
         batch: tuple[Tensor, ...] = padded_rows(ROWS, T, SMALL, step)
     else:
         batch = text_like_rows(ROWS, T, SMALL.vocab_size, step)
@@ -115,7 +119,7 @@ def test_what_torch_is_asked_for(pretended: Calls, cuda_graphs: bool, mode: str 
     assert pretended == [{"dynamic": False, "mode": mode}] * SMALL.n_layers
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "ntransformer with dropout"])
 def test_a_step_is_what_it_was(name: str, pretended: Calls, steps: list[None]) -> None:
     """Bit for bit, with accumulation. Caught: gradients of the step before that are added to, and an optimizer that
     takes zeros for no gradient."""
@@ -162,7 +166,7 @@ def test_every_forward_pass_begins_a_step(pretended: Calls, steps: list[None]) -
     state = with_graphs("ngpt")
     ids = np.random.default_rng(0).integers(0, SMALL.vocab_size, 8 * T).astype(np.uint16)
     rows = NextToken(Tokens("validation", Path("tokens"), [ids], eos=0), RowFormat(T, eos=0))
-    validation = Validation(rows, np.full(SMALL.vocab_size, 2), n_rows=8)
+    validation = Validation(rows, np.full(SMALL.vocab_size, 2), np.arange(8))
     validation.chunk = 4
     validation(state.model, state.world)
     assert len(steps) == 2

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from ngpt_train.config.schema import GenerateConfig
+from ngpt_train.config.verb_keys import GenerateConfig
 from ngpt_train.data import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.distributed import World
@@ -65,13 +65,13 @@ def test_validation_is_the_mean_over_all_rows(monkeypatch: pytest.MonkeyPatch) -
     """Chunks of 3 rows for 7 rows: the last one is filled up, and what fills it does not count."""
     monkeypatch.setattr(validation, "CHUNK_TOKENS", 24)
     ids = np.random.default_rng(0).integers(0, 11, 56)
-    check = Validation(rows(ids), np.full(11, 2), n_rows=100)
+    check = Validation(rows(ids), np.full(11, 2), np.arange(7))
     assert check.chunk == 3
     result = check(model(), World(0, 1, 0, torch.device("cpu")))
     opened = np.r_[0, ids]
     whole = torch.from_numpy(np.stack([opened[i * 8 : i * 8 + 9] for i in range(7)]))
     loss_sum, n_tokens = model().loss(whole[:, :-1], whole[:, 1:])
-    assert n_tokens == 56
+    assert (n_tokens, result["rows"], result["n_targets"]) == (56, 7, 56)
     assert result["loss"] == pytest.approx(loss_sum.item() / 56, rel=1e-6)
     assert result["ppl"] == pytest.approx(math.exp(result["loss"]))
     assert result["bits_per_byte"] == pytest.approx(result["loss"] / math.log(2) / 2)
@@ -79,7 +79,7 @@ def test_validation_is_the_mean_over_all_rows(monkeypatch: pytest.MonkeyPatch) -
 
 def test_unigram_loss() -> None:
     train, held_out = rows(np.array([1, 1, 1, 2] * 20)), rows(np.array([1, 2] * 8))
-    check = Validation(held_out, np.ones(3), n_rows=10)
+    check = Validation(held_out, np.ones(3), np.arange(2))
     counts = {1: 61 / 83, 2: 21 / 83}
     expected = -(math.log(counts[1]) + math.log(counts[2])) / 2
     assert unigram_loss(train, check, 3) == pytest.approx(expected)

@@ -298,7 +298,7 @@ def test_without_values(dtype: torch.dtype) -> None:
     h, matrix, targets, scale = (t.detach().to("meta") for t in draw((23,), 64, 101, dtype))
     with dispatch.chosen("torch"):
         outputs = linear_cross_entropy_forward._init_fn(h, matrix, targets, scale, 0.01, True, True, True, 0.1)
-    assert [t.shape for t in outputs] == [(), (), h.shape, matrix.shape, scale.shape, ()]
+    assert [t.shape for t in outputs] == [targets.shape, (), h.shape, matrix.shape, scale.shape, ()]
 
 
 def test_the_refusals_refuse() -> None:

@@ -16,6 +16,7 @@ from tests.properties.runs import run_config
 from tests.reference.training import Recipe
 
 NGPTS = ["slerp", "free alpha", "without qk-norm", "gelu", "interleaved", "parametrization", "scalars", "fixed"]
+NGPTS += ["slerp in the mlp", "eps", "shared s_qk", "small scores", "engpt"]
 TINY = Size(d_model=32, n_layers=1, n_heads=2, vocab_size=48, n_kv_heads=1, d_mlp=40, source_context=4)
 
 
@@ -56,6 +57,31 @@ def test_what_has_no_kernel_is_said_once(caplog: pytest.LogCaptureFixture) -> No
     assert "does not know model.activation=gelu" in said[1]
 
 
+@pytest.mark.parametrize(
+    ("variant", "lines"),
+    [
+        ("ngpt slerp in the mlp", ["sphere_step model.update_mlp=slerp"]),
+        ("ngpt eps", ["rotary model.norm_eps", "sphere_step model.norm_eps"]),
+        ("ngpt eps without qk-norm", ["sphere_step model.update=riemannian"]),
+        ("ngpt shared s_qk", []),
+        ("ntransformer small scores", ["rotary queries"]),
+        (
+            "ntransformer slerp in cross",
+            ["rotary queries", "sphere_step model.update_cross=slerp", "sphere_step model.update_mlp=riemannian"],
+        ),
+    ],
+)
+def test_the_key_without_a_kernel_is_named(variant: str, lines: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    """Caught: model.update for the key of a block, no word about eps, a kernel that knows one left out."""
+    log._said.clear()
+    caplog.set_level(logging.WARNING, "ngpt_train")
+    model, _ = jittered(VARIANTS[variant], TINY, torch.float32)
+    with chosen("triton"):
+        model(torch.zeros(1, 7, dtype=torch.long))
+    said = [record.getMessage() for record in caplog.records]
+    assert sorted(f"{line.split()[1]} {line.split('does not know ')[1].split()[0]}" for line in said) == lines
+
+
 def kept(name: str, kernels: str, precision: str, compiled: bool, rows: int, context: int) -> int:
     """Bytes for the backward pass of rows * context tokens."""
     recipe = Recipe(20, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=1.0, warmup_steps=0)
@@ -93,7 +119,7 @@ def test_one_argument_of_another_dtype() -> None:
         assert not dispatch.runs_on_triton("sphere_step", h, x.double())
 
 
-@pytest.mark.parametrize("option", ["slerp", "gelu"])
+@pytest.mark.parametrize("option", ["slerp", "gelu", "engpt"])
 def test_what_has_no_kernel_compiles(option: str) -> None:
     """Without a break of the graph. Caught: a line in the log that the compiler stumbles over."""
     model, _ = jittered(VARIANTS[f"ngpt {option}"], TINY, torch.float32)

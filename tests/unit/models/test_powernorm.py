@@ -110,7 +110,7 @@ class ByReference:
     def loss(self, rows: Rows, *, training: bool, warmup: bool = False, scale: float = 1.0) -> Tensor:
         tokens, targets, doc_ids = rows
         if not self.norms:
-            norms = reference.with_layer_norm(self.places, eps=self.config.norm_eps)
+            norms = reference.with_layer_norm(self.places, **self.common)
         elif training:
             valid = None if doc_ids is None else doc_ids >= 0
             norms = reference.in_training(self.norms, valid=valid, warmup=warmup, loss_scale=scale, **self.common)
@@ -145,11 +145,15 @@ class ByReference:
         ("pn_v", 0, 2),
         ("batch", 0, 0),
         ("batch", 0, 2),
+        ("layer", 0, 0),
         ("layer", 0, 2),
+        ("layer", 0, 1),
+        ("pn", 0, 1),
     ],
 )
 def test_fifty_steps_by_the_reference(norm: str, warmup: int, groups: int) -> None:
-    """Caught: alpha_fwd and alpha_bkw exchanged, nu or 1 - gamma left out, groups of every fourth channel."""
+    """Caught: alpha_fwd and alpha_bkw exchanged, nu or 1 - gamma left out, groups of every fourth channel, LayerNorm
+    without its layer-scale."""
     architecture = powernorm_with(norm=norm, psi_warmup_steps=warmup, group_scaling=groups, **OPTIONS)
     model, weights = jittered(architecture, SIZE)
     for name, x in weights.items():
@@ -179,6 +183,22 @@ def test_fifty_steps_by_the_reference(norm: str, warmup: int, groups: int) -> No
         loss = backward(model, rows)
         assert loss == pytest.approx(expected.loss(rows, training=False).item(), rel=1e-10)
     assert_near(model.statistics(), kept, 0)
+
+
+@pytest.mark.parametrize("norm", ["pn", "pn_v", "batch", "layer"])
+def test_every_norm_gets_its_alphas_and_its_layer_scale(norm: str) -> None:
+    """From the keys, the last norm too. Caught: a norm without the layer-scale, one alpha for both."""
+    alphas = {"pn": [0.95, 0.99], "layer": [0.9, 0.9]}.get(norm, [0.95, 0.9])
+    keys = [f"model.{name}={x}" for name, x in zip(("alpha_fwd", "alpha_bkw"), alphas, strict=True)]
+    config = load_config(
+        ["model=powernorm", f"model.norm={norm}", "model.group_scaling=1", "model.vocab_size=9", *keys]
+    )
+    norms = [module for module in build_model(config.model).modules() if isinstance(module, NormOverBatch)]
+    assert len(norms) == 2 * config.model.n_layers + 1
+    assert all([each.alpha_fwd, each.alpha_bkw] == alphas for each in norms)
+    for each in norms:
+        scaled = each.group_scaled(noise(3, 1, 4, config.model.d_model)).square().mean(-1)
+        torch.testing.assert_close(scaled, torch.ones_like(scaled), rtol=1e-3, atol=0)
 
 
 # One norm by itself.
@@ -369,7 +389,7 @@ def test_validation_is_by_the_running_statistics(norm: str) -> None:
     """Caught: validation in training mode."""
     state = powernorm_state(norm)
     kept = history(state)[-1]
-    found = Validation(FiveRows(), np.full(SMALL.vocab_size, 2), n_rows=5)(state.model, state.world)["loss"]
+    found = Validation(FiveRows(), np.full(SMALL.vocab_size, 2), np.arange(5))(state.model, state.world)["loss"]
     assert state.model.training
     assert_near(state.model.statistics(), {name: kept[name] for name in state.model.statistics()}, 0)
     state.model.eval()

@@ -40,7 +40,7 @@ class Settings:
 class Run:
     url = "https://example.org/run"
     summary = {}
-    def define_metric(self, name, step_metric): event("define_metric", step_metric=step_metric)
+    def define_metric(self, name, step_metric=None): event("define_metric", name=name, step_metric=step_metric)
     def log(self, values):
         misbehave("log")
         event("log", values=values)
@@ -121,13 +121,14 @@ def wait_for(condition, seconds: float = 30.0) -> None:
 def test_records_reach_wandb(tmp_path: Path, fake: Path) -> None:
     trial = Trial(tmp_path / "run")
     trial.log(3)
-    eval_record = {"kind": "eval", "step": 3, "tokens": 300, "loss": 2.0, "ppl": 7.4}
+    spent = {"train_seconds": 1.5, "flops": 1e6}
+    eval_record = {"kind": "eval", "step": 3, "tokens": 300, **spent, "loss": 2.0, "ppl": 7.4, "loss_ctx64": 2.5}
     trial.jsonl.log(eval_record)
     trial.close(at_most=30)
     assert trial.said == ["wandb: online, https://example.org/run"]
     assert [event["values"] for event in events(fake, "log")] == [
         *({"tokens": 100 * n, "step": n, "train/loss": 1 / n} for n in (1, 2, 3)),
-        {"tokens": 300, "step": 3, "eval/loss": 2.0, "eval/ppl": 7.4},
+        {"tokens": 300, "step": 3, **spent, "eval/loss": 2.0, "eval/ppl": 7.4, "eval/loss_ctx64": 2.5},
     ]
     (init,) = events(fake, "init")
     run_id = (tmp_path / "run" / "wandb_id").read_text().strip()
@@ -140,8 +141,12 @@ def test_records_reach_wandb(tmp_path: Path, fake: Path) -> None:
     assert settings["x_disable_meta"]
     assert settings["disable_git"]
     assert settings["disable_code"]
-    assert events(fake, "define_metric")[0]["step_metric"] == "tokens"
-    assert events(fake, "finish") == [{"event": "finish", "exit_code": 0, "summary": {"end": "done"}}]
+    assert {event["name"]: event["step_metric"] for event in events(fake, "define_metric")} == {
+        **dict.fromkeys(["tokens", "step", "flops", "train_seconds"]),
+        "*": "tokens",
+    }
+    summary = {"final/eval_loss": 2.0, "final/eval_ppl": 7.4, "final/eval_loss_ctx64": 2.5, "end": "done"}
+    assert events(fake, "finish") == [{"event": "finish", "exit_code": 0, "summary": summary}]
 
     resumed = Trial(tmp_path / "run", resume_step=2)
     resumed.jsonl.log({"kind": "eval", "step": 2, "tokens": 200, "loss": 2.5})
@@ -243,13 +248,14 @@ def test_secrets_are_redacted_and_the_run_described(
     monkeypatch.setenv("MY_API_TOKEN", "hunter2hunter2")
     cfg = Config()
     cfg.data.path = "https://hunter2hunter2@example.org"
-    cfg.logging.wandb.mode = "online"
+    cfg.logging.wandb = WandbConfig(mode="online", name="a", group="b", tags=["c", "d"], notes="e")
     for sink in build_sinks(cfg, tmp_path, {"world_size": 8}, total_steps=1, resume_step=None):
         sink.close("done")
     (init,) = events(fake, "init")
     assert init["config"]["run_info"] == {"world_size": 8}
     assert init["config"]["model"]["context"] == 256
     assert "hunter2" not in json.dumps(init)
+    assert [init[name] for name in ("name", "group", "tags", "notes")] == ["a", "b", ["c", "d"], "e"]
 
 
 # The real wandb, without a network

@@ -9,7 +9,7 @@ import torch
 from ngpt_train.bench.step import saved_activations
 from ngpt_train.config import Config, ConfigError, DataError, load_config
 from ngpt_train.models import build_model
-from ngpt_train.report.memory import activation_items
+from ngpt_train.report.memory import activation_items, dropout_items
 from ngpt_train.report.plan import make_plan
 from ngpt_train.training import build_state
 from ngpt_train.verbs.plan import main
@@ -102,6 +102,17 @@ def test_blocks_in_bf16(overrides: list[str], copies: int, cast: int) -> None:
     assert found.get("cast matrices", 0) == 2 * (cast * 16 * 1024**2 + output)
 
 
+def test_memory_of_a_moving_average() -> None:
+    for parallel in ("ddp", "fsdp"):
+        without, made = (
+            memory(plan("model=ngpt", "plan.world_size=8", f"parallel={parallel}", *ema))
+            for ema in ([], ["optim.ema_decay=0.999"])
+        )
+        assert "moving average" not in without
+        assert made["moving average"] == made["weights"]
+        assert sum(made.values()) == sum(without.values()) + made["weights"]
+
+
 def test_fsdp_rows_that_do_not_divide() -> None:
     made = make_plan(
         load_config(
@@ -186,6 +197,8 @@ def test_vocabulary_of_tokens_that_are_not_there(tmp_path: Path) -> None:
         ("ngpt", "fp32", 1.11),
         ("normformer", "fp32", 0.94),
         ("powernorm", "fp32", 1.21),
+        ("composed model.norm_placement=peri model.ffn_norm=norm model.norm=layer", "fp32", 0.97),
+        ("composed model.norm_placement=peri model.norm=cogview model.layer_scale=0.1", "bf16", 0.8),
         ("gpt", "bf16", 1.01),
         ("ngpt", "bf16", 0.76),
         ("normformer", "bf16", 1.01),
@@ -198,12 +211,34 @@ def test_activations_are_about_what_is_kept(model: str, precision: str, share: f
     MLP's width in each block."""
     options = ["scale=debug", "model.d_model=128", "model.n_heads=4", "model.context=128", "model.vocab_size=64"]
     options += ["train.batch_rows=4", "train.micro_rows=4", f"train.precision={precision}", "train.device=cpu"]
-    config = load_config([f"model={model}", *options, "train.compile=false"])
+    config = load_config([*f"model={model}".split(), *options, "train.compile=false"])
     state = build_state(config)
     size = state.model.compute_dtype.itemsize if state.model.compute_dtype else 4
     of_loss = 4 * 64 * 128 + size * 512 * 128
     cast = sum(p.numel() for block in state.model.blocks() for p in block.parameters() if p.ndim == 2) * (size % 4)
     activations, _ = activation_items(config, state.model, size, compiled=False, tokens=512)
+    assert dropout_items(config, state.model, size, compiled=False, rows=4) == []
     kept = (saved_activations(state) - of_loss - cast) / activations.bytes
     assert 0.7 <= kept <= 1.25
     assert kept == pytest.approx(share, abs=0.1)
+
+
+@pytest.mark.parametrize("model", ["gpt", "gpt_encoder_decoder"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_what_dropout_keeps(model: str, precision: str) -> None:
+    """By two real forward passes, one with dropout in all places: the difference is what `dropout_items` says, within
+    20 %, but for the numbers that are held for a moment. Caught: bools or softmax weights that are not counted."""
+    options = ["scale=debug", "model.d_model=128", "model.n_heads=4", "model.context=96", "model.vocab_size=64"]
+    options += ["train.batch_rows=4", "train.micro_rows=4", f"train.precision={precision}", "train.device=cpu"]
+    dropout = [f"model.{place}_dropout=0.1" for place in ("embedding", "residual", "attention")]
+    plain, with_it = (load_config([f"model={model}", *options, *more]) for more in ([], dropout))
+    states = build_state(plain), build_state(with_it)
+    size = 2 if precision == "bf16" else 4
+    (item,) = dropout_items(with_it, states[1].model, size, compiled=True, rows=4)
+    difference = saved_activations(states[1]) - saved_activations(states[0])
+    assert difference == pytest.approx(item.bytes, rel=0.2)
+    (eager,) = dropout_items(with_it, states[1].model, size, compiled=False, rows=4)
+    assert eager.bytes > item.bytes
+    with_it.train.activation_checkpointing = "full"
+    (recomputed,) = dropout_items(with_it, states[1].model, size, compiled=True, rows=4)
+    assert recomputed.bytes < item.bytes / 1.5  # one of two blocks, or of four

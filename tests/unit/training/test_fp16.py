@@ -129,10 +129,10 @@ def test_only_overflows_without_a_remedy_end_a_run(monkeypatch: pytest.MonkeyPat
     overflow = Overflow(state)
     taken: list[StepResult] = []
 
-    def until_it_fits(state: TrainState, micro_batches: Any, untouched: bool) -> StepResult:
+    def until_it_fits(state: TrainState, micro_batches: Any, **options: Any) -> StepResult:
         assert state.loss_scale is not None
         overflow.on = bool(state.loss_scale.value > largest_that_fits)
-        taken.append(train_step(state, micro_batches, untouched=untouched))
+        taken.append(train_step(state, micro_batches, **options))
         return taken[-1]
 
     monkeypatch.setattr(loop, "train_step", until_it_fits)

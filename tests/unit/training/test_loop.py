@@ -1,5 +1,6 @@
 """What the loop tells and saves, step by step, with a real model and made-up batches."""
 
+import json
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -7,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from torch import Tensor
 
 from ngpt_train.config.schema import Config
 from ngpt_train.data import Position
-from ngpt_train.training import StepResult, build_state, loop, train_step
+from ngpt_train.training import StepResult, build_state, checkpoint, loop, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
+from ngpt_train.training.interval import Interval
 from ngpt_train.training.loop import Parts, train
 from ngpt_train.training.signals import StopRequest
 from ngpt_train.training.state import TrainState
@@ -23,6 +26,7 @@ from tests.reference.training import Recipe
 ROWS, T = 4, 16
 RECIPE = Recipe(20, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=0)
 BAD_STEP = 3  # from 0
+EPOCH_ROWS = 10.0
 
 
 def loop_config(steps: int, *options: str) -> Config:
@@ -60,16 +64,20 @@ class NoMeter:
 
 
 def run(
-    state: TrainState, stop: StopRequest | None = None, save: Callable[[TrainState], None] | None = None
+    state: TrainState,
+    stop: StopRequest | None = None,
+    save: Callable[[TrainState], None] | None = None,
+    evaluate: Callable[[TrainState], dict[str, Any]] = lambda state: {},
 ) -> Records:
     records = Records()
     parts = Parts(
         batches=batches(state.step),
-        evaluate=lambda state: {},
+        evaluate=evaluate,
         save=lambda state, position: None if save is None else save(state),
         sinks=[records],
         meter=NoMeter(),
         after_step=lambda: None,
+        epoch_rows={"": EPOCH_ROWS},
     )
     train(state, parts, stop or StopRequest(None))
     return records
@@ -80,7 +88,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> list[StepResult]:
     """Of every step that the loop takes; the gradient of BAD_STEP is not finite."""
     seen: list[StepResult] = []
 
-    def poisoned(state: TrainState, micro_batches: Any, untouched: bool) -> StepResult:
+    def poisoned(state: TrainState, micro_batches: Any, **options: Any) -> StepResult:
         bad = state.step == BAD_STEP
         handle = state.forward.register_forward_hook(
             lambda module, inputs, output: output._replace(
@@ -88,7 +96,7 @@ def results(monkeypatch: pytest.MonkeyPatch) -> list[StepResult]:
                 cross_entropy=output.cross_entropy * (math.nan if bad else 1),
             )
         )
-        seen.append(train_step(state, micro_batches, untouched=untouched))
+        seen.append(train_step(state, micro_batches, **options))
         handle.remove()
         return seen[-1]
 
@@ -132,3 +140,123 @@ def test_loss_mean_after_a_resume_is_that_of_a_run_that_went_on(results: list[St
     load_state(tmp_path / "step_00000005", again)
     assert parts | loss_means(run(again)) == whole
     assert set(whole) == {3, 6}
+
+
+class Clock:
+    """A second passes with each look at it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += 1
+        return self.now
+
+
+SECONDS = 2  # of a step: from before the data to after them, and from there to the end
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    found = Clock()
+    monkeypatch.setattr(loop, "time", found)
+    return found
+
+
+def spent_by_step(records: Records) -> dict[int, tuple[float, float, float]]:
+    return {r["step"]: (r["train_seconds"], r["flops"], r["epochs"]) for r in records if r["kind"] == "train"}
+
+
+def test_what_a_run_has_spent_goes_on_after_a_resume(results: list[StepResult], clock: Clock, tmp_path: Path) -> None:
+    """Caught: seconds of validations and checkpoints, seconds that begin with the process, steps of between records
+    that do not count; FLOPs of targets that count, and without those of a skipped step; epochs of steps."""
+
+    def slow(state: TrainState) -> dict[str, Any]:
+        clock.now += 1000
+        return {}
+
+    first = build_state(loop_config(5, "logging.every=3", "eval.every=1", "checkpoint.every=2"))
+    kept = Checkpoints(tmp_path, first.world, keep_last=1, keep_every=None)
+
+    def save(state: TrainState) -> None:
+        clock.now += 1000
+        kept.save(state, {}, lambda path: None)
+
+    records = run(first, save=save, evaluate=slow)
+    again = build_state(loop_config(8, "logging.every=3", "eval.every=1"))
+    load_state(tmp_path / "step_00000005", again)
+    records += run(again, evaluate=slow)
+    flops = ROWS * T * first.model.flops_per_token(T)
+    assert spent_by_step(records) == {n: (SECONDS * n, flops * n, ROWS * n / EPOCH_ROWS) for n in (3, 6)}
+    evals = [record for record in records if record["kind"] == "eval"]
+    assert {(r["step"], r["train_seconds"], r["flops"]) for r in evals} == {
+        (n, SECONDS * n, flops * n) for n in range(9)
+    }
+
+
+def clipped(records: Records) -> dict[int, float | None]:
+    return {record["step"]: record["clipped"] for record in records if record["kind"] == "train"}
+
+
+def test_clipped_is_the_share_of_the_steps_of_the_interval(results: list[StepResult], tmp_path: Path) -> None:
+    """Caught: a share of all steps so far, a skipped step that counts as clipped, an interval that a resume cuts."""
+    run(build_state(loop_config(8)))
+    norms = [float(r.grad_norm) for r in results]
+    good = [norm for norm in norms if math.isfinite(norm)]
+    limit = sorted(good)[3]  # and clipping changes the norms of the steps that follow
+
+    def limited(steps: int, limit: float | None) -> TrainState:
+        given = loop_config(steps, "logging.every=3")
+        return build_state(replace(given, optim=replace(given.optim, clip_norm=limit)))
+
+    results.clear()
+    whole = clipped(run(limited(8, limit)))
+    above = [bool(r.grad_norm > limit) and not bool(r.skipped) for r in results]
+    assert bool(results[BAD_STEP].skipped)
+    assert whole == {last: sum(above[last - 3 : last]) / 3 for last in (3, 6)}
+    assert 0 < sum(whole.values()) < 2  # type: ignore[arg-type]
+
+    first = limited(5, limit)
+    kept = Checkpoints(tmp_path, first.world, keep_last=1, keep_every=None)
+    parts = clipped(run(first, save=lambda state: kept.save(state, {}, lambda path: None) and None))
+    again = limited(8, limit)
+    load_state(tmp_path / "step_00000005", again)
+    assert parts | clipped(run(again)) == whole
+    assert clipped(run(limited(3, None))) == {3: None}
+
+
+def test_an_interval_counts_clipped_steps() -> None:
+    """Caught: an infinite norm, whose step is skipped, taken for a clipped one; a resume that forgets clipped steps."""
+
+    def result(norm: float) -> StepResult:
+        one = torch.ones((), dtype=torch.float64)
+        return StepResult(one, norm * one, one.long(), ~torch.isfinite(norm * one), 0.1, None, one)
+
+    interval = Interval(torch.device("cpu"), clip_norm=1.0)
+    for norm in (2.0, 1.0, math.inf, math.nan, 1.5):
+        interval.add(result(norm))
+    assert (interval.clipped, interval.n_skipped) == (2 / 5, 2)
+    resumed = Interval(torch.device("cpu"), clip_norm=1.0)
+    resumed.load_state_dict(json.loads(json.dumps(interval.state_dict())))
+    assert resumed.clipped == 2 / 5
+    resumed.add(result(3.0))
+    assert resumed.clipped == 3 / 6
+    resumed.reset()
+    assert resumed.clipped is None, "no steps, no share"
+
+
+def test_a_checkpoint_of_before_says_nothing_about_seconds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: seconds of the steps since the resume alone, as if they were those of the run."""
+    first = build_state(loop_config(4, "logging.every=3"))
+    kept = Checkpoints(tmp_path, first.world, keep_last=1, keep_every=None)
+    run(first, save=lambda state: kept.save(state, {}, lambda path: None) and None)
+    path = tmp_path / "step_00000004/state.json"
+    stored = json.loads(path.read_text())
+    del stored["train_seconds"], stored["interval"]["n_clipped"], stored["interval"]["n_steps"]
+    path.write_text(json.dumps(stored))
+    monkeypatch.setattr(checkpoint, "verify", lambda path, world: None)
+    again = build_state(loop_config(8, "logging.every=3"))
+    load_state(tmp_path / "step_00000004", again)
+    (record,) = [record for record in run(again) if record["kind"] == "train"]
+    assert record["train_seconds"] is None
+    assert record["clipped"] in (0, 0.5, 1), "of steps 5 and 6"

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy_forward
+from ngpt_train.observe.telemetry import Telemetry
 from ngpt_train.training import build_state, train_step
 from tests.properties.architectures import ARCHITECTURES, Size
 from tests.properties.runs import padded_rows, run_config, text_like_rows
@@ -68,14 +69,18 @@ INTERPRETED = ("gpt", "ntransformer")
     ],
 )
 def test_a_step_waits_for_nothing(name: str, kernels: str, z_loss: float) -> None:
-    """Forward, backward, clipping, optimizer and projection. Caught: .item(), a branch on a tensor, a boolean index, a
-    tensor where torch wants a number."""
+    """Forward, backward, clipping, optimizer, projection and telemetry. Caught: .item(), a branch on a tensor, a
+    boolean index, a tensor where torch wants a number."""
     architecture = ARCHITECTURES[name]
     options = [f"optim.z_loss={z_loss}", f"kernels={kernels}"]
+    if z_loss:
+        options += [f"model.{place}_dropout=0.1" for place in ("embedding", "residual", "attention")]
+        options += ["optim.label_smoothing=0.1"]
     config = run_config(
         name, TINY, RECIPE, rows=ROWS, context=T, micro_rows=ROWS // 2, parallel="single", options=options
     )
     state = build_state(config)
+    telemetry = Telemetry(state)
     for step in range(2):  # the first one also makes the moments
         if architecture.has_encoder:
             batch = padded_rows(ROWS, T, TINY, step)
@@ -84,6 +89,9 @@ def test_a_step_waits_for_nothing(name: str, kernels: str, z_loss: float) -> Non
         micro_batches = list(zip(*(part.split(ROWS // 2) for part in batch), strict=True))
         with Waits() as waits:
             result = train_step(state, micro_batches)
+        assert waits.seen == []
+        with Waits() as waits:
+            train_step(state, micro_batches, observer=telemetry)
         assert waits.seen == []
     with Waits() as waits:  # that the counter sees something
         assert result.loss.item() > 0

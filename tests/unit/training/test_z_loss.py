@@ -93,7 +93,7 @@ def test_validation_is_without_it(name: str) -> None:
     that has lost it."""
     ids = np.random.default_rng(0).integers(0, SMALL.vocab_size, 8 * T).astype(np.uint16)
     rows = NextToken(Tokens("validation", Path("tokens"), [ids], eos=0), RowFormat(T, eos=0))
-    validation = Validation(rows, np.full(SMALL.vocab_size, 2), n_rows=8)
+    validation = Validation(rows, np.full(SMALL.vocab_size, 2), np.arange(8))
     plain, with_z = (build_state(config(name, *options)) for options in ((), (Z,)))
     assert validation(with_z.model, with_z.world) == validation(plain.model, plain.world)
     result = train_step(with_z, micro_batches(name))

@@ -1,0 +1,69 @@
+"""The keys of the verbs other than `train`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Union
+
+from ngpt_train.config.keys import COUNT, SEED, key
+
+# The sentences of keys that `evaluate` and `generate` share.
+AVERAGE = (
+    "Takes the mean of the weights of so many checkpoints: the run's newest ones, up to the one that is named. "
+    "checkpoint.keep_last says how many a run keeps."
+)
+WEIGHTS = "The trained weights, or their moving average, which a run keeps with optim.ema_decay."
+
+
+@dataclass
+class GenerateConfig:
+    """Sampling from a checkpoint (`generate`)."""
+
+    checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
+    average: int = key(1, AVERAGE, minimum=1, maximum=1000)
+    weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
+    prompt: str = key("", "Text to continue; empty starts a document.")
+    max_new_tokens: int = key(200, "Tokens to sample at most.", **COUNT)
+    temperature: float = key(0.8, "Divides the logits; 0 takes the most likely token.", minimum=0, maximum=1000)
+    top_k: Union[int, None] = key(None, "Sample among the k most likely tokens; null: all.", **COUNT)
+    top_p: Union[float, None] = key(
+        None, "Sample among the fewest tokens whose probability reaches p; null: all.", above=0, maximum=1
+    )
+    seed: int = key(0, "Seed of the sampling.", **SEED)
+
+
+@dataclass
+class EvaluateConfig:
+    """Validation loss of a checkpoint (`evaluate`) on data.*, eval.rows rows or eval.tokens targets."""
+
+    checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
+    average: int = key(1, AVERAGE, minimum=1, maximum=1000)
+    weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
+    out: Union[str, None] = key(
+        None, "JSON file for the result; the loss of each row goes beside it as .npz. null prints only."
+    )
+
+
+@dataclass
+class PlanConfig:
+    """Size, memory and time of a run without running it (`plan`)."""
+
+    world_size: int = key(1, "Ranks that the run is planned for.", minimum=1, maximum=10_000_000)
+    flops_per_s: Union[float, None] = key(
+        None, "Achieved FLOP/s of one rank, for the hours; null leaves them out.", above=0, maximum=1e30
+    )
+    out: Union[str, None] = key(None, "JSON file for the plan; null prints only.")
+
+
+@dataclass
+class BenchConfig:
+    """Times of the parts of a run, side by side with others' (`bench`)."""
+
+    what: str = key(
+        "data",
+        "What is measured: data (from text to batches), step (an optimizer step, GPT's beside the model's), kernels "
+        "(each fused operation beside plain PyTorch), attention (torch's implementations of it), checkpoint (saving, "
+        "loading). `bench gpu` takes options of its own: `bench gpu --help`.",
+        choices=("data", "step", "kernels", "attention", "checkpoint"),
+    )
+    out: Union[str, None] = key(None, "JSON file for the entries; null prints only.")

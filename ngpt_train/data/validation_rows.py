@@ -1,0 +1,67 @@
+"""Which rows of the held-out text a model is validated on, and in which order.
+
+The choice depends on the text, the context and how much is asked for, never on the model, its seed or the number of
+ranks. Indices are in the seeded order here: the first n of them are the choice where n rows are asked for.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngpt_train.config.schema import Config
+from ngpt_train.core.constants import IGNORED
+from ngpt_train.data.permutation import permuted
+from ngpt_train.data.rows import NextToken, Rows
+
+# The seed of the choice. It is not run.seed, so that runs with different seeds are measured on the same text.
+SEED = 0
+# Tokens of text that eval.tokens chooses together. A multiple of the usual contexts, so that each of them cuts the same
+# text into rows.
+BLOCK_TOKENS = 16_384
+COUNTED_TOGETHER = 1024  # rows
+
+
+def chosen_rows(rows: Rows, config: Config) -> NDArray[np.int64]:
+    """eval.rows rows, each drawn by itself, or as many rows as have eval.tokens targets; all where there are fewer.
+
+    With eval.tokens, rows that follow each other in the text are drawn in blocks of BLOCK_TOKENS; rows of documents one
+    by one.
+    """
+    total = len(rows)
+    if config.eval.tokens is None:
+        assert config.eval.rows is not None
+        return permuted(np.arange(min(config.eval.rows, total)), total, SEED)
+    block = max(1, BLOCK_TOKENS // config.model.context) if isinstance(rows, NextToken) else 1
+    n_blocks = -(-total // block)
+    firsts = permuted(np.arange(n_blocks), n_blocks, SEED) * block
+    order = (firsts[:, None] + np.arange(block)).ravel()
+    order = order[order < total]  # the last block of the text may be shorter
+    return order[: _enough(rows, order, config.eval.tokens)]
+
+
+def _enough(rows: Rows, order: NDArray[np.int64], n_targets: int) -> int:
+    """How many of the rows `order` have `n_targets` targets; all if they have fewer."""
+    for first in range(0, len(order), COUNTED_TOGETHER):
+        _, targets, *_ = rows.batch(order[first : first + COUNTED_TOGETHER])
+        counts = (targets != IGNORED).sum(axis=1).cumsum()
+        if counts[-1] >= n_targets:
+            return first + int(np.searchsorted(counts, n_targets)) + 1
+        n_targets -= int(counts[-1])
+    return len(order)
+
+
+def same_text(chosen: NDArray[np.int64], context: int, other: int, n_other: int) -> NDArray[np.int64]:
+    """Of rows of `other` tokens those that hold the text of the `chosen` rows of `context` tokens, as far as whole rows
+    can: in the same order, each once, and no more than hold as many tokens.
+
+    n_other: rows of `other` tokens that the text has.
+    """
+    first = chosen * context // other
+    last = np.minimum(((chosen + 1) * context - 1) // other, n_other - 1)
+    width = np.arange((last - first).max() + 1)
+    overlapping = first[:, None] + width  # (N, most rows of `other` tokens that one row overlaps)
+    found = overlapping[overlapping <= last[:, None]]
+    unique, position = np.unique(found, return_index=True)
+    in_order = unique[np.argsort(position)]
+    return in_order[: -(-len(chosen) * context // other)]

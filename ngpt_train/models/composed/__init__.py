@@ -1,0 +1,1 @@
+"""A decoder composed of norms and their places."""

@@ -1,0 +1,146 @@
+"""The keys of model=composed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Union
+
+from ngpt_train.config.keys import Conflict, key, nearest_multiples
+from ngpt_train.models.powernorm.keys import PowerNormConfig
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
+
+PLACEMENTS = ("pre", "post", "peri", "reordered")
+SUBLAYERS = ("none", "mlp", "attn", "both")
+
+
+@dataclass
+class ComposedConfig(PowerNormConfig):
+    """A decoder in which the norm, its places and the other parts of a block are options. The defaults are GPT's.
+
+    The keys of norms over the batch are PowerNorm's.
+    """
+
+    name: str = key("composed", "Architecture, chosen with model=NAME.")
+    norm: str = key(
+        "rms",
+        "rms: RMSNorm, which is T5's LayerNorm; layer: LayerNorm, also without its bias, its gain or both "
+        "(layer_plain); cogview: LN(x / max|x|); dyt: tanh(alpha x); pn, pn_v, batch: as of model=powernorm.",
+        choices=(
+            *("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain"),
+            *("cogview", "dyt", "pn", "pn_v", "batch"),
+        ),
+    )
+    dyt_alpha: float = key(0.5, "Initial value of DyT's alpha, which is learned.", above=0)
+    norm_placement: str = key(
+        "pre",
+        "Of a sublayer f: pre is x + f(norm(x)); post norm(x + f(x)), without a norm at the end of the model; peri "
+        "(sandwich) x + norm(f(norm(x))); reordered x + norm(f(x)).",
+        choices=PLACEMENTS,
+    )
+    attn_norm_placement: Union[str, None] = key(
+        None, "As norm_placement, for attention alone; null is norm_placement.", choices=PLACEMENTS
+    )
+    mlp_norm_placement: Union[str, None] = key(
+        None, "As norm_placement, for the MLP alone; null is norm_placement.", choices=PLACEMENTS
+    )
+    ffn_norm: str = key(
+        "none",
+        "Between the MLP's hidden state and W_down: the norm (NormFormer), or a learned gain alone.",
+        choices=("none", "norm", "gain"),
+    )
+    qk_norm: bool = key(False, "The norm, over each head of q and k, before RoPE.")
+    qkv_norm: bool = key(False, "The norm, over all heads of q, k and v together, before RoPE.")
+    head_scale: str = key(
+        "none", "NormFormer's learned number per head, before W_O or after it.", choices=("none", "before", "after")
+    )
+    res_scale: str = key(
+        "none",
+        "ResScale: a learned number per dimension, 1 at first, on the residual of these sublayers (NormFormer: mlp).",
+        choices=SUBLAYERS,
+    )
+    layer_scale: Union[float, None] = key(
+        None,
+        "LayerScale: a learned number per dimension on what each sublayer adds, which starts here (1e-5); null: none.",
+        above=0,
+    )
+    mlp: str = key("gated", "gated: act(W_v x) * W_u x; plain: act(W_u x).", choices=("gated", "plain"))
+    activation: str = key(
+        "silu",
+        "Of the MLP; gelu is the exact one. A gated MLP has silu or gelu.",
+        choices=("silu", "gelu", "relu", "relu2"),
+    )
+    bias: bool = key(False, "Biases of the matrices.")
+    positions: str = key(
+        "rotary",
+        "rotary turns q and k; sinusoidal and learned are added to the embedding; none: no positions.",
+        choices=("rotary", "sinusoidal", "learned", "none"),
+    )
+    scaled_embedding: bool = key(
+        False, "Multiplies the embedding by sqrt(d_model) where it is read, as the first Transformer and NormFormer."
+    )
+    embedding_gradient: float = key(
+        1.0, "Factor on the gradient that the embedding gets where it is read (CogView: 0.1).", above=0, maximum=1
+    )
+    deep_init: bool = key(
+        False, "DeepInit: the matrices of block l start smaller by the factor 1 / sqrt(l), l = 1, 2, ..."
+    )
+
+    @property
+    def uses_rope(self) -> bool:
+        return self.positions == "rotary"
+
+    def placement_of(self, sublayer: str) -> str:
+        """The placement of `attn` or `mlp`."""
+        own = self.attn_norm_placement if sublayer == "attn" else self.mlp_norm_placement
+        return own or self.norm_placement
+
+    def resolve(self, config: Config) -> None:
+        super().resolve(config)
+        self.attn_norm_placement = self.placement_of("attn")
+        self.mlp_norm_placement = self.placement_of("mlp")
+
+    def without_effect(self) -> Iterator[tuple[str, str]]:
+        yield from super().without_effect()
+        if not self.norm_over_batch:
+            yield "norm", "group_scaling"
+        yield "norm", "norm_eps" if self.norm == "dyt" else "dyt_alpha"
+        if not self.uses_rope:
+            yield from (("positions", name) for name in ("rope_base", "rope_layout"))
+
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        yield from super().conflicts(config)
+        if self.mlp == "gated" and self.activation not in ("silu", "gelu"):
+            fix = "Set model.mlp=plain, or model.activation=silu or gelu"
+            yield "model.activation model.mlp", "a gated MLP has no such gate", fix
+        if self.qk_norm and self.qkv_norm:
+            yield "model.qk_norm model.qkv_norm", "both normalise q and k", "Set one of them to false"
+        if not self.norm_over_batch:
+            return
+        for name in ("qk_norm", "qkv_norm"):
+            if getattr(self, name):
+                problem = "q, k and v are normalised per token, this norm takes statistics of the batch"
+                yield f"model.{name} model.norm", problem, f"Set model.{name}=false, or choose another norm"
+        groups, d_mlp = int(self.group_scaling), int(self.d_mlp or 4 * self.d_model)
+        if self.ffn_norm == "norm" and groups and d_mlp % groups:
+            fix = nearest_multiples("model.d_mlp", d_mlp, groups)
+            yield "model.group_scaling model.d_mlp", "the groups do not divide the MLP's hidden width", fix
+
+    def kept_beyond_gpt(self) -> int:
+        """A norm after a sublayer, LayerScale and x / max|x| keep values as wide as x, a norm of the MLP's hidden state
+        some as wide as that."""
+        peri = [self.placement_of(f) for f in ("attn", "mlp")].count("peri")
+        wide = 2 * peri + 2 * (self.layer_scale is not None) + 2 * (2 + peri) * (self.norm == "cogview")
+        return wide * self.d_model + (self.ffn_norm != "none") * (self.d_mlp or 4 * self.d_model)
+
+    def refuses_rows_of(self, context: int) -> str | None:
+        if self.positions == "learned" and context > self.context:
+            return f"model.positions=learned knows the positions of {self.context} tokens"
+        return super().refuses_rows_of(context)
+
+    def not_in_weights(self) -> set[str]:
+        """The learned positions are a weight of shape `(context, d_model)`, so then context must agree."""
+        names = super().not_in_weights() | {"dyt_alpha", "embedding_gradient", "deep_init"}
+        return names - ({"context"} if self.positions == "learned" else set())

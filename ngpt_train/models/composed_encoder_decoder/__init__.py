@@ -1,0 +1,1 @@
+"""An encoder-decoder composed of norms and their places."""

@@ -1,0 +1,65 @@
+"""Puts the parts of the telemetry together: one vector on the device for each observed step, read when a record is."""
+
+from collections.abc import Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ngpt_train.distributed import resolve_compile
+from ngpt_train.observe.telemetry.numbers import Numbers, Part
+from ngpt_train.observe.telemetry.running import RunningStatistics
+from ngpt_train.observe.telemetry.scores import AttentionScores
+from ngpt_train.observe.telemetry.vectors import Vectors
+from ngpt_train.observe.telemetry.weights import WeightChanges
+from ngpt_train.training import TrainState
+from ngpt_train.training.step import MicroBatch, Observer
+
+
+class Seen(NamedTuple):
+    """An observed step, on the device. tokens: 0-dim int64, as of the state."""
+
+    step: int
+    tokens: Tensor
+    numbers: Numbers  # of all parts, over all ranks
+
+
+class Telemetry(Observer):
+    """Observes steps of `state`. Two collectives a step, a sum and a maximum; the host waits for nothing."""
+
+    def __init__(self, state: TrainState) -> None:
+        model, world = state.model, state.world
+        compiled = resolve_compile(state.config.train.compile, world.device.type)
+        self._scores = AttentionScores(model, compiled, world.device)
+        self._running = RunningStatistics(model, world.size, world.device)
+        self._weights = WeightChanges(model, world.is_main, world.device)
+        vectors = Vectors(model, world.is_main, world.device)
+        self._parts: tuple[Part, ...] = (self._weights, vectors, self._running, self._scores)
+        self._lengths: list[tuple[int, int]] = []  # of the numbers of each part
+        self._seen: list[Seen] = []
+
+    def before_step(self, state: TrainState, micro_batches: Sequence[MicroBatch]) -> None:
+        self._scores.before_step(micro_batches[0])
+        self._running.before_step()
+
+    def before_update(self, state: TrainState) -> None:
+        self._weights.before_update(None if state.loss_scale is None else state.loss_scale.value)
+
+    def after_update(self, state: TrainState) -> None:
+        each = [part.after_update() for part in self._parts]
+        self._lengths = [(len(numbers.summed), len(numbers.largest)) for numbers in each]
+        summed = state.world.sum_(torch.cat([numbers.summed for numbers in each]))
+        largest = state.world.max_(torch.cat([numbers.largest for numbers in each]))
+        self._seen.append(Seen(state.step, state.tokens.clone(), Numbers(summed, largest)))
+
+    def records(self) -> list[dict[str, Any]]:
+        seen, self._seen = self._seen, []
+        return [self._record(each) for each in seen]
+
+    def _record(self, seen: Seen) -> dict[str, Any]:
+        record: dict[str, Any] = {"kind": "telemetry", "step": seen.step, "tokens": int(seen.tokens)}
+        summed, largest = iter(seen.numbers.summed.tolist()), iter(seen.numbers.largest.tolist())
+        for part, (n_summed, n_largest) in zip(self._parts, self._lengths, strict=True):
+            record |= part.record(list(islice(summed, n_summed)), list(islice(largest, n_largest)))
+        return record

@@ -1,0 +1,144 @@
+"""Norms of gradients, weights and updates, and the angles that rows turn, of each weight and each layer."""
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ngpt_train.models import Decoder
+from ngpt_train.models.weights import canonical, named_weights
+from ngpt_train.observe.telemetry.numbers import Numbers, Record, norms, ratio
+
+SHORTEST = 1e-30  # no divisor is smaller: a row of zeros has no direction
+
+
+@dataclass(frozen=True)
+class Weight:
+    """The rows of one weight that this rank holds: `rows` of its share of parameter number `index`."""
+
+    name: str  # canonical
+    index: int
+    rows: slice
+    n_rows: int  # of the whole weight
+    is_matrix: bool
+
+
+class WeightChanges:
+    """Needs, from before the optimizer's step to after it, the memory of one copy of this rank's weights.
+
+    Sums over ranks: under FSDP2 each rank adds the rows that it holds. What all ranks hold whole, rank 0 adds alone.
+    """
+
+    def __init__(self, model: Decoder, is_main: bool, device: torch.device) -> None:
+        self.device = device
+        self.parameters: list[Tensor] = []
+        self.weights: list[Weight] = []
+        adds: list[bool] = []  # whether this rank adds the weight
+        for index, (parameter, rows_by_path) in enumerate(named_weights(model)):
+            self.parameters.append(parameter)
+            first, n_held = first_row(parameter), len(local(parameter))
+            start = 0
+            for path, n_rows in rows_by_path.items():
+                low, high = (min(max(row - first, 0), n_held) for row in (start, start + n_rows))
+                self.weights.append(Weight(canonical(path), index, slice(low, high), n_rows, parameter.ndim == 2))
+                adds.append(is_main or isinstance(parameter, DTensor))
+                start += n_rows
+        self.turning = [weight for weight in self.weights if weight.is_matrix and model.on_sphere]
+        self.adds = torch.tensor(adds, dtype=torch.float64, device=device)
+        turning = [add for add, weight in zip(adds, self.weights, strict=True) if weight in self.turning]
+        self.adds_angle = torch.tensor(turning, dtype=torch.float64, device=device)
+
+    def before_update(self, loss_scale: Tensor | None) -> None:
+        """Takes the gradients, and a copy of the weights. loss_scale: 0-dim, by which the gradients are multiplied."""
+        # Of a weight without a gradient a tensor without elements, whose norm is 0.
+        gradients = [
+            local(parameter).new_zeros(0) if parameter.grad is None else local(parameter.grad)
+            for parameter in self.parameters
+        ]
+        scale = 1 if loss_scale is None else loss_scale
+        self._grad_l1, self._grad_l2 = (self._norms(gradients, order) / scale for order in (1, 2))
+        self._copy = [local(parameter).clone() for parameter in self.parameters]
+        self._before = self._norms(self._copy, 2)
+        self._lengths = self._row_lengths(self._copy)
+
+    def after_update(self) -> Numbers:
+        after = [local(parameter.detach()) for parameter in self.parameters]
+        moved = self._copy
+        torch._foreach_sub_(moved, after)  # in the place of the copy
+        squares = (self._grad_l2, self._before, self._norms(after, 2), self._norms(moved, 2))
+        sums = [self._grad_l1, *(norm.square() for norm in squares)]
+        angles = self._angles(moved, after)
+        summed = [*(self.adds * each for each in sums), self.adds_angle * norms(angles, 1, self.device)]
+        largest = norms(angles, math.inf, self.device)
+        del self._copy, self._lengths
+        return Numbers(torch.cat(summed), largest)
+
+    def record(self, summed: Sequence[float], largest: Sequence[float]) -> Record:
+        found: Record = {}
+        n = len(self.weights)
+        columns = [summed[first : first + n] for first in range(0, 5 * n, n)]
+        sums = dict(zip((weight.name for weight in self.weights), zip(*columns, strict=True), strict=True))
+        for place, names in places(sums).items():
+            grad_l1, grad, before, after, moved = (
+                sum(column) for column in zip(*(sums[name] for name in names), strict=True)
+            )
+            found[f"grad_l1/{place}"] = grad_l1
+            found[f"grad_l2/{place}"] = math.sqrt(grad)
+            found[f"weight_l2/{place}"] = math.sqrt(after)
+            found[f"update_ratio/{place}"] = ratio(math.sqrt(moved), math.sqrt(before))
+        angles = zip(self.turning, summed[5 * n :], largest, strict=True)
+        turned = {weight.name: (total, weight.n_rows, most) for weight, total, most in angles}
+        for place, names in places(turned).items():
+            totals, n_rows, most = zip(*(turned[name] for name in names), strict=True)
+            found[f"angle_mean/{place}"], found[f"angle_max/{place}"] = sum(totals) / sum(n_rows), max(most)
+        return found
+
+    def _norms(self, tensors: Sequence[Tensor], order: float) -> Tensor:
+        """Of each weight, `(weights,)` fp64."""
+        return norms([tensors[weight.index][weight.rows] for weight in self.weights], order, self.device)
+
+    def _row_lengths(self, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Of the rows of each parameter with weights that turn."""
+        dtype = torch.float64 if self.device.type == "cpu" else torch.float32
+        indices = dict.fromkeys(weight.index for weight in self.turning)
+        return [torch.linalg.vector_norm(matrices[index], dim=-1, dtype=dtype) for index in indices]
+
+    def _angles(self, moved: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tensor]:
+        """The angle in radians between each row u before the step and v after it; a tensor for each weight that turns.
+
+        The chord between their directions is |u/|u| - v/|v||, and chord^2 = (|u - v|^2 - (|u| - |v|)^2) / (|u| |v|).
+        This form is exact for small angles too, because u - v is, and needs no rows of exactly length 1.
+        """
+        if not self.turning:
+            return []
+        u, v, u_minus_v = (torch.cat(x) for x in (self._lengths, self._row_lengths(after), self._row_lengths(moved)))
+        chord = ((u_minus_v.square() - (u - v).square()) / (u * v).clamp(min=SHORTEST)).clamp(0, 4).sqrt()
+        angles = iter((2 * (chord / 2).asin()).split([len(lengths) for lengths in self._lengths]))
+        by_index = {index: next(angles) for index in dict.fromkeys(weight.index for weight in self.turning)}
+        return [by_index[weight.index][weight.rows] for weight in self.turning]
+
+
+def places(names: Iterable[str]) -> dict[str, list[str]]:
+    """Each weight's name with itself, and each layer, `layers.0`, with the names of its weights."""
+    found = {name: [name] for name in names}
+    for name in list(found):
+        if layer := re.match(r"\w+\.\d+(?=\.)", name):
+            found.setdefault(layer[0], []).append(name)
+    return found
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The rows of `tensor` that this rank holds."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def first_row(tensor: Tensor) -> int:
+    """The place of this rank's first row in the whole. FSDP2 gives each rank as many rows, but fewer to the last."""
+    if not isinstance(tensor, DTensor):
+        return 0
+    mesh = tensor.device_mesh
+    return min(mesh.get_local_rank() * -(-len(tensor) // mesh.size()), len(tensor))

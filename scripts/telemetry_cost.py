@@ -1,0 +1,48 @@
+"""The cost of telemetry: CPU seconds of training steps with and without it, in turn.
+
+    python scripts/telemetry_cost.py MODEL SCALE [KEY=VALUE ...]
+
+Tokens are random, of a vocabulary of 4,096. Set OMP_NUM_THREADS=1: threads that wait for work take CPU time too.
+"""
+
+import statistics
+import sys
+import time
+
+import torch
+
+from ngpt_train.config import load_config
+from ngpt_train.observe.telemetry import Telemetry
+from ngpt_train.training import build_state, train_step
+from ngpt_train.training.step import NOBODY
+
+STEPS, WARMUP, VOCABULARY = 4, 2, 4_096
+
+
+def main(model: str, scale: str, *overrides: str) -> None:
+    given = [f"model={model}", f"scale={scale}", "train.device=cpu", f"model.vocab_size={VOCABULARY}", *overrides]
+    config = load_config(given)
+    state = build_state(config)
+    rows, context = config.train.rows_per_step, config.model.context
+    ids = torch.randint(VOCABULARY, (rows, context + 1), generator=torch.Generator().manual_seed(0))
+    parts = (ids[:, :-1].split(state.micro_rows), ids[:, 1:].split(state.micro_rows))
+    micro_batches = list(zip(*parts, strict=True))
+    telemetry = Telemetry(state)
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for step in range(WARMUP + STEPS):
+        for observed in (False, True):
+            started = time.process_time()
+            train_step(state, micro_batches, untouched=True, observer=telemetry if observed else NOBODY)
+            telemetry.records()
+            if step >= WARMUP:
+                seconds[observed].append(time.process_time() - started)
+    plain, observed_step = (statistics.median(seconds[observed]) for observed in (False, True))
+    more = observed_step / plain - 1
+    print(
+        f"{' '.join(given)}: {state.model.n_params():,} parameters, {rows} rows of {context}: {plain:.3f} s, observed "
+        f"{observed_step:.3f} s; every 100 steps {more / 100:.2%}, every 10 {more / 10:.2%}"
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

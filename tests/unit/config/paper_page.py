@@ -1,0 +1,72 @@
+"""The tables of docs/papers.md, from the configs: `python -m tests.unit.config.paper_page` writes them there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ngpt_train.config import list_experiments, load_config
+from ngpt_train.config.keys import AUTO
+from ngpt_train.models import build_model
+from ngpt_train.verbs.plan import planned_vocabulary
+
+PAGE = Path(__file__).parents[3] / "docs" / "papers.md"
+COLUMNS = ("row", "parameters", "steps", "tokens", "lr", "warm-up", "clip", "dropout")
+
+
+def tables_of_page() -> dict[str, list[str]]:
+    """The lines of each table, by its name."""
+    names = [name for name in list_experiments() if name.startswith("paper/")]
+    found: dict[str, list[str]] = {}
+    for name in names:
+        _, table, row = name.split("/")
+        if table not in found:
+            found[table] = [line(COLUMNS), line("---" for _ in COLUMNS)]
+        found[table].append(line(described(name, row)))
+    return found
+
+
+def line(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def described(name: str, row: str) -> tuple[str, ...]:
+    config = load_config([f"experiment={name}"])
+    model: Any = config.model
+    if model.vocab_size == AUTO:
+        model.vocab_size = planned_vocabulary(config)
+    with torch.device("meta"):
+        parameters = build_model(model).n_params()
+    tokens = config.train.steps * config.train.rows_per_step * model.context
+    # A recipe's table of learning rates has sources of its own.
+    tables = ("ngpt_runs",)
+    lr = "recipe" if name.split("/")[1] in tables else f"{config.optim.lr:g}"
+    dropout = (model.embedding_dropout, model.residual_dropout, model.attention_dropout)
+    return (
+        f"`{row}`",
+        f"{parameters:,}",
+        f"{config.train.steps:,}",
+        f"{tokens / 1e9:.3g}e9",
+        lr,
+        f"{config.schedule.warmup_steps:,}",
+        "-" if config.optim.clip_norm is None else f"{config.optim.clip_norm:g}",
+        "-" if not any(dropout) else " / ".join(f"{p:g}" for p in dropout),
+    )
+
+
+def main() -> None:
+    """Puts each table between its two comments in the page."""
+    text = PAGE.read_text()
+    for table, lines in tables_of_page().items():
+        begin, end = f"<!-- {table} -->", f"<!-- end of {table} -->"
+        assert begin in text, f"{PAGE} has no place for {table}: {begin}, {end}"
+        block = f"{begin}\n\n" + "\n".join(lines) + f"\n\n{end}"
+        text = re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _, block=block: block, text, flags=re.DOTALL)
+    PAGE.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

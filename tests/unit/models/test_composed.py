@@ -1,0 +1,253 @@
+"""The composed models: equal to the architectures that they can spell, and PowerNorm in every place.
+
+Each placement and norm by its equation: test_models.py.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ngpt_train.models import Decoder, build_model, export_gradients, export_weights, load_weights
+from ngpt_train.models.composed.keys import ComposedConfig
+from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig
+from ngpt_train.training import build_state, train_step
+from tests.properties.architectures import (
+    ARCHITECTURES,
+    NORMFORMER,
+    SMALL,
+    VARIANTS,
+    Architecture,
+    Size,
+    composed_encoder_decoder_with,
+    composed_with,
+    config,
+    documents,
+    error,
+    jittered,
+    powernorm_with,
+    random_batch,
+    shapes,
+    source_length,
+)
+from tests.properties.runs import padded_rows, run_config, text_like_rows
+from tests.reference import composed as reference
+from tests.reference import powernorm
+from tests.reference.attention import loss_sum
+from tests.reference.training import Recipe
+
+GPT = {"norm_eps": 1e-6}
+FLAGS = {  # NormFormer's, and the lines that say the same
+    "normformer none of them": {"attn_norm_placement": "pre", "ffn_norm": "none", "head_scale": "none"},
+    "normformer post-attention norm": {"ffn_norm": "none", "head_scale": "none"},
+    "normformer ffn norm": {"attn_norm_placement": "pre", "head_scale": "none"},
+    "normformer head scale": {"attn_norm_placement": "pre", "ffn_norm": "none"},
+    "normformer head scale after": {"attn_norm_placement": "pre", "ffn_norm": "none", "head_scale": "after"},
+    "normformer res scale": {
+        **{"attn_norm_placement": "pre", "ffn_norm": "none", "head_scale": "none"},
+        "res_scale": "mlp",
+    },
+    "normformer all, after": {"head_scale": "after", "res_scale": "mlp", "qkv_norm": True, "positions": "rotary"},
+    "normformer learned": {"positions": "learned", "activation": "relu2", "tied_embeddings": False},
+    "normformer no bias": {"bias": False, "res_scale": "mlp"},
+}
+EQUALS: dict[str, tuple[Architecture, dict[str, Any]]] = {
+    "gpt": (ARCHITECTURES["gpt"], GPT),
+    "gpt+qk_norm": (ARCHITECTURES["gpt+qk_norm"], GPT | {"qk_norm": True}),
+    "gpt gelu": (VARIANTS["gpt gelu"], GPT | {"activation": "gelu"}),
+    "gpt_encoder_decoder": (ARCHITECTURES["gpt_encoder_decoder"], GPT),
+    "gpt_encoder_decoder+qk_norm": (ARCHITECTURES["gpt_encoder_decoder+qk_norm"], GPT | {"qk_norm": True}),
+    "normformer": (ARCHITECTURES["normformer"], NORMFORMER),
+    **{name: (VARIANTS[name], NORMFORMER | lines) for name, lines in FLAGS.items()},
+}
+
+
+@pytest.mark.parametrize("name", EQUALS)
+def test_equals_what_it_composes(name: str) -> None:
+    """Logits and every gradient, under the same names. Caught: an option that says another thing here."""
+    architecture, lines = EQUALS[name]
+    model, weights = jittered(architecture, SMALL)
+    with_ = composed_encoder_decoder_with if architecture.has_encoder else composed_with
+    other = build_model(config(with_(**lines), SMALL)).double()
+    load_weights(other, weights)
+    tokens, targets = random_batch(architecture, SMALL, 3, 9)
+    targets, doc_ids = documents(architecture, SMALL, targets)
+    found = []
+    for each in (model, other):
+        loss, _ = each.loss(tokens, targets, doc_ids)
+        loss.backward()
+        found.append(export_gradients(each) | {"logits": each(tokens, doc_ids=doc_ids).detach()})
+    assert found[0].keys() == found[1].keys()
+    assert max(error(found[1][key], x) for key, x in found[0].items()) < 1e-12
+
+
+@pytest.mark.parametrize("norm", ["pn", "pn_v", "batch"])
+def test_equals_powernorm(norm: str) -> None:
+    """Statistics too, in and after the warm-up. Caught: running statistics that do not move, or move twice."""
+    options = {"norm": norm, "psi_warmup_steps": 1, "group_scaling": 4, "alpha_fwd": 0.8, "alpha_bkw": 0.93}
+    model, weights = jittered(powernorm_with(**options), SMALL)
+    other = build_model(config(composed_with(**options), SMALL)).double()
+    load_weights(other, weights)
+    for step in range(3):
+        tokens, targets = random_batch(ARCHITECTURES["powernorm"], SMALL, 3, 9, seed=step)
+        targets, doc_ids = documents(ARCHITECTURES["powernorm"], SMALL, targets)
+        found = []
+        for each in (model, other):
+            each.zero_grad()
+            each.begin_step_(step, torch.tensor(0.5, dtype=torch.float64))
+            loss, _ = each.loss(tokens, targets, doc_ids)
+            (0.5 * loss).backward()
+            found.append(export_gradients(each) | each.statistics() | {"loss": loss.detach()})
+        assert found[0].keys() == found[1].keys()
+        assert max(error(found[1][key], x, 1e-6) for key, x in found[0].items()) < 1e-12
+    assert model.notes() == other.notes()
+
+
+# PowerNorm in every place.
+
+PLACES = {
+    "pre": {"norm_placement": "pre", "ffn_norm": "norm"},
+    "post": {"norm_placement": "post", "ffn_norm": "norm"},
+    "peri": {"norm_placement": "peri", "head_scale": "before", "res_scale": "both"},
+    "reordered": {"norm_placement": "reordered", "mlp": "plain", "bias": True},
+}
+GROUPED = Size(d_model=16, n_layers=2, n_heads=4, vocab_size=23, n_kv_heads=2, d_mlp=24, source_context=8)
+NORMS: dict[str, Callable[..., powernorm.Norm]] = {
+    "pn": powernorm.PN,
+    "pn_v": powernorm.PNV,
+    "batch": powernorm.BatchNorm,
+}
+
+
+@pytest.mark.parametrize("with_", [composed_with, composed_encoder_decoder_with], ids=["decoder", "encoder_decoder"])
+@pytest.mark.parametrize(
+    ("norm", "placement"), [*(("pn", name) for name in PLACES), ("pn_v", "peri"), ("batch", "post")]
+)
+def test_norms_over_the_batch_in_every_place(norm: str, placement: str, with_: Callable[..., Architecture]) -> None:
+    """Six passes by the reference, padding in each. Caught: two norms of a block with each other's statistics, the
+    decoder's padding for the encoder's, a place whose statistics do not move."""
+    statistics = {"psi_warmup_steps": 1, "group_scaling": 4, "norm_eps": 1e-4}
+    architecture = with_(norm=norm, **PLACES[placement], **statistics)
+    model, weights = jittered(architecture, GROUPED)
+    weights = {key: 0.3 * x if x.ndim == 2 and "embedding" not in key else x for key, x in weights.items()}
+    load_weights(model, weights)
+    expected = {key: x.clone().requires_grad_() for key, x in weights.items()}
+    table = shapes(architecture, GROUPED)
+    norms = {place: NORMS[norm](table[place][0], eps=1e-4) for place in reference.places(table)}
+    s = source_length(architecture, GROUPED)
+    for step in range(6):
+        tokens, targets = random_batch(architecture, GROUPED, 3, 9, seed=step)
+        targets, doc_ids = documents(architecture, GROUPED, targets, seed=step)
+        in_source = {key: one for key, one in norms.items() if key.startswith(("encoder.", "norm_encoder"))}
+        in_target = {key: one for key, one in norms.items() if key not in in_source}
+        run: dict[str, Any] = {"groups": 4, "eps": 1e-4, "warmup": step == 0}
+        functions = powernorm.in_training(in_source, valid=doc_ids[:, :s] >= 0, **run)
+        functions |= powernorm.in_training(in_target, valid=doc_ids[:, s:] >= 0, **run)
+        source = {"source": s} if s else {}
+        given: dict[str, Any] = {"n_heads": 4, "doc_ids": doc_ids, "norms": functions, "norm": norm, **source}
+        logits = reference.forward(expected, tokens, **given, **PLACES[placement])
+        loss = loss_sum(logits, targets[:, s:])
+        loss.backward()
+        model.begin_step_(step, torch.tensor(1.0, dtype=torch.float64))
+        actual, _ = model.loss(tokens, targets, doc_ids)
+        actual.backward()
+        assert actual.item() == pytest.approx(loss.item(), rel=1e-10)
+        found = export_gradients(model)
+        largest = max(x.grad.abs().max().item() for x in expected.values())  # type: ignore[union-attr]
+        assert max(error(found[key], x.grad, 0.01 * largest) for key, x in expected.items()) < 1e-10  # type: ignore[arg-type]
+        for place, one in norms.items():
+            name, value = ("mu", one.mean) if isinstance(one, powernorm.BatchNorm) else ("psi_squared", one.psi2)
+            torch.testing.assert_close(model.statistics()[f"{place}.{name}"], value, rtol=1e-10, atol=1e-12)
+        for x in (*model.parameters(), *expected.values()):
+            x.grad = None
+
+
+RECIPE = Recipe(4, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=2)
+
+
+def history(name: str, placement: str, *options: str) -> list[dict[str, Tensor]]:
+    """Loss, statistics and weights after each step of a run, the first two of which are PowerNorm's warm-up."""
+    size = Size(d_model=16, n_layers=2, n_heads=4, vocab_size=61, n_kv_heads=4, d_mlp=32, source_context=10)
+    lines = [f"model.{key}={value}" for key, value in PLACES[placement].items()]
+    state = build_state(
+        run_config(
+            name, size, RECIPE, rows=4, context=24, micro_rows=2, parallel="single",
+            options=["model.norm=pn", *lines, *options],
+        )
+    )  # fmt: skip
+    found = []
+    for step in range(RECIPE.steps):
+        batch = padded_rows(4, 24, size, step) if "encoder" in name else text_like_rows(4, 24, 61, step)
+        result = train_step(state, list(zip(*(part.chunk(2) for part in batch), strict=True)))
+        found.append({"loss": result.loss} | state.model.statistics() | export_weights(state.model))
+        found[-1] = {key: x.clone() for key, x in found[-1].items()}
+    return found
+
+
+@pytest.mark.parametrize("placement", ["post", "peri"])
+@pytest.mark.parametrize("name", ["composed", "composed_encoder_decoder"])
+def test_recomputation_changes_nothing(name: str, placement: str) -> None:
+    """Caught: statistics that a forward pass advances by itself."""
+    plain = history(name, placement)
+    again = history(name, placement, "train.activation_checkpointing=full")
+    for one, other in zip(plain, again, strict=True):
+        assert all(torch.equal(other[key], x) for key, x in one.items())
+    assert not torch.equal(
+        plain[3]["layers.0.norm_post_mlp.psi_squared"], plain[0]["layers.0.norm_post_mlp.psi_squared"]
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["composed", "composed_encoder_decoder"])
+def test_compile_changes_nothing(name: str) -> None:
+    """Caught: statistics that a compiled block advances by itself."""
+    torch.compiler.reset()
+    plain = history(name, "pre")
+    compiled = history(name, "pre", "train.compile=true", "train.activation_checkpointing=full")
+    # Two steps of the warm-up and one after it. Later ones are at weights that Adam has moved by their roundings.
+    for one, other in zip(plain[:3], compiled[:3], strict=True):
+        assert other["loss"].item() == pytest.approx(one["loss"].item(), rel=1e-5)
+        for key in one:
+            if key.endswith(("psi_squared", "nu")):
+                assert error(other[key], one[key].double()) < 1e-3, key
+
+
+# Initialisation, and what has no equation.
+
+
+def test_deep_init() -> None:
+    """Each stack counts its own blocks. Caught: l from 0, sqrt left out, the embedding counted."""
+    options = {"n_encoder_layers": 3, "psi_warmup_steps": 0, "group_scaling": 0, "vocab_size": 61}
+    plain, deep = (
+        export_weights(build_model(ComposedEncoderDecoderConfig(d_model=16, n_layers=4, deep_init=wanted, **options)))
+        for wanted in (False, True)
+    )
+    for key, x in plain.items():
+        in_block = key.startswith(("layers.", "encoder.")) and x.ndim == 2
+        layer = int(key.split(".")[1]) + 1 if in_block else 1
+        torch.testing.assert_close(deep[key], x * layer**-0.5, rtol=1e-6, atol=0)
+
+
+def test_first_values() -> None:
+    """Caught: LayerScale from 1, DyT's alpha from 1, ResScale from 0."""
+    options = {"psi_warmup_steps": 0, "group_scaling": 0, "vocab_size": 61, "n_layers": 1}
+    model = build_model(ComposedConfig(norm="dyt", dyt_alpha=0.7, layer_scale=1e-5, res_scale="both", **options))
+    starts = {"layer_scale_attn": 1e-5, "layer_scale_mlp": 1e-5, "res_scale": 1.0, "res_scale_attn": 1.0}
+    starts |= {"norm_attn.alpha": 0.7, "norm_attn": 1.0, "norm_attn.bias": 0.0}
+    weights = export_weights(model)
+    for name, value in starts.items():
+        assert weights[f"layers.0.{name}"].unique().tolist() == pytest.approx([value])
+
+
+def test_bf16_statistics_are_in_fp32() -> None:
+    """Every norm of a bf16 activation is the fp32 one, rounded. Caught: a mean or a tanh in bf16."""
+    x = (50 + torch.randn(4, 64, generator=torch.Generator().manual_seed(0))).bfloat16()
+    for norm in ("rms", "layer", "layer_no_bias", "layer_no_gain", "layer_plain", "cogview", "dyt"):
+        made: Decoder = build_model(
+            ComposedConfig(norm=norm, d_model=64, n_layers=1, psi_warmup_steps=0, group_scaling=0, vocab_size=61)
+        )
+        module: Any = made.norm_final
+        assert module(x).dtype == torch.bfloat16
+        assert torch.equal(module(x), module(x.float()).bfloat16()), norm
