@@ -68,7 +68,7 @@ class ComposedBlock(nn.Module):
         norm_in, norm_out = norms(self.norm_attn), norms(self.norm_post_attn)
         drop = partial(self.drop_attn, seeds=seeds)
         around = Around(norm_in, norm_out, self.res_scale_attn, self.layer_scale_attn, drop)
-        return self.place_attn.apply(x, lambda y: self.attention(y, rope, mask, None, seeds), around)
+        return self.place_attn.apply(x, lambda y: self.attention(y, rope, mask, seeds=seeds), around)
 
     def mlp_step(self, x: Tensor, norms: NormPass, seeds: Tensor | None) -> Tensor:
         """For example x + W_down norm_ffn(hidden(norm(x)))."""

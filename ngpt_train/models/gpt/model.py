@@ -32,8 +32,10 @@ class GPTBlock(nn.Module):
         self.drop_attn, self.drop_mlp = Dropout(config.residual_dropout), Dropout(config.residual_dropout)
 
     def forward(self, h: Tensor, rope: Rope | None, mask: Mask, seeds: Tensor | None = None) -> Tensor:
-        h = h + self.drop_attn(self.attention(self.norm_attn(h), rope, mask, None, seeds), seeds)  # eq. 4
-        h = h + self.drop_mlp(self.mlp(self.norm_mlp(h)), seeds)  # eq. 5
+        h_A = self.attention(self.norm_attn(h), rope, mask, seeds=seeds)
+        h = h + self.drop_attn(h_A, seeds)  # eq. 4
+        h_M = self.mlp(self.norm_mlp(h))
+        h = h + self.drop_mlp(h_M, seeds)  # eq. 5
         return h  # (B, T, d_model)
 
 

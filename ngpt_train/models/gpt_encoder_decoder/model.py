@@ -33,7 +33,7 @@ class GPTDecoderBlock(GPTBlock):
         memory_mask: Tensor | None,
         seeds: Tensor | None = None,
     ) -> Tensor:
-        h_A = self.attention(self.norm_attn(h), rope, mask, None, seeds)
+        h_A = self.attention(self.norm_attn(h), rope, mask, seeds=seeds)
         h = h + self.drop_attn(h_A, seeds)  # Table 1
         h_C = self.cross(self.norm_cross(h), None, memory_mask, memory, seeds)
         h = h + self.drop_cross(h_C, seeds)  # Table 1, eq. 9

@@ -43,10 +43,12 @@ class NGPTBlock(nn.Module):
 
     def forward(self, h: HiddenState, rope: Rope | None, mask: Mask, seeds: Tensor | None = None) -> HiddenState:
         alpha_A, alpha_M = self.alpha_attn(), self.alpha_mlp()
-        # step(h, x, alpha) = Norm(h + alpha (Norm(x) - h)), unless model.update says otherwise.
-        # Dropout comes before Norm(x), which keeps h_A and h_M on the sphere.
-        h = self.step_attn(h, self.drop_attn(self.attention(h, rope, mask, None, seeds), seeds), alpha_A)  # eq. 10
-        h = self.step_mlp(h, self.drop_mlp(self.mlp(h), seeds), alpha_M)  # eq. 11
+        # step(h, x, alpha) = Norm(h + alpha (Norm(x) - h)), unless model.update says otherwise. Dropout comes before
+        # Norm(x), which puts x on the sphere.
+        x = self.drop_attn(self.attention(h, rope, mask, seeds=seeds), seeds)
+        h = self.step_attn(h, x, alpha_A)  # eq. 10
+        x = self.drop_mlp(self.mlp(h), seeds)
+        h = self.step_mlp(h, x, alpha_M)  # eq. 11
         return h  # (B, T, d_model)
 
 

@@ -38,7 +38,7 @@ class NormFormerBlock(nn.Module):
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, seeds: Tensor | None = None) -> Tensor:
         # NormScaledMHA(x) = x + LN(HeadScaleMHA(LN(x))), with dropout after the outer LN, as in the authors' code
-        normed = self.norm_post_attn(self.attention(self.norm_attn(x), rope, mask, None, seeds))
+        normed = self.norm_post_attn(self.attention(self.norm_attn(x), rope, mask, seeds=seeds))
         x = x + self.drop_attn(normed, seeds)
         # NormFFN(x) = lambda * x + LN(sigma(LN(x) W_1 + b_1)) W_2 + b_2
         x = self.res_scale(x) + self.drop_mlp(self.mlp(self.norm_mlp(x)), seeds)

@@ -41,10 +41,13 @@ class NTransformerBlock(NGPTBlock):
         seeds: Tensor | None = None,
     ) -> HiddenState:
         alpha_A, alpha_C, alpha_M = self.alpha_attn(), self.alpha_cross(), self.alpha_mlp()
-        h = self.step_attn(h, self.drop_attn(self.attention(h, rope, mask, None, seeds), seeds), alpha_A)  # h_A
+        x = self.drop_attn(self.attention(h, rope, mask, seeds=seeds), seeds)
+        h = self.step_attn(h, x, alpha_A)  # Table 1: h_A
         # Without RoPE: positions in two different sequences have no distance.
-        h = self.step_cross(h, self.drop_cross(self.cross(h, None, memory_mask, memory, seeds), seeds), alpha_C)  # h_C
-        h = self.step_mlp(h, self.drop_mlp(self.mlp(h), seeds), alpha_M)  # h_M
+        x = self.drop_cross(self.cross(h, None, memory_mask, memory, seeds), seeds)
+        h = self.step_cross(h, x, alpha_C)  # Table 1: h_C
+        x = self.drop_mlp(self.mlp(h), seeds)
+        h = self.step_mlp(h, x, alpha_M)  # Table 1: h_M
         return h  # (B, T, d_model)
 
 

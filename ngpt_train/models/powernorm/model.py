@@ -219,7 +219,7 @@ class PowerNormBlock(nn.Module):
         seeds: Tensor | None = None,
     ) -> tuple[Tensor, tuple[BatchStatistics | None, BatchStatistics | None]]:
         x, batch_attn = self.norm_attn(h, valid, running[0])
-        h = h + self.drop_attn(self.attention(x, rope, mask, None, seeds), seeds)
+        h = h + self.drop_attn(self.attention(x, rope, mask, seeds=seeds), seeds)
         x, batch_mlp = self.norm_mlp(h, valid, running[1])
         h = h + self.drop_mlp(self.mlp(x), seeds)
         return h, (batch_attn, batch_mlp)  # h (B, T, d_model)
