@@ -110,14 +110,15 @@ def _planned_bytes(config: Config) -> float | None:
     if data.kind == "embedded":
         files = list_library()
     elif data.kind == "local" and data.path is not None:
-        files = list_files(data.path)
+        held_out = [] if data.val_files is None else list_files(data.val_files, "data.val_files")
+        files = sorted(set(list_files(data.path)) - set(held_out))
     else:
         return None  # only the hub knows
     return sum(text_size(file, file.stat().st_size) for file in files)
 
 
 def bytes_per_token(config: Config) -> float:
-    """Roughly, by the size of the vocabulary."""
+    """Roughly, by the size of the vocabulary unless tokens are bytes or words."""
     if config.tokenizer.kind == "bytes":
         return 1.0
     if config.tokenizer.kind == "words":

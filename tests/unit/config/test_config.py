@@ -44,6 +44,8 @@ def test_every_packaged_option_composes() -> None:
     owners = {"tnt": "ntransformer", "tnt_baseline": "gpt_encoder_decoder"}
     owners |= {"gpt3_125m": "normformer", "gpt3_355m": "normformer"}
     keys = {"data/local": ["data.path=x"], "data/tokens": ["data.path=x"], "data/hf": ["data.repo=a/b"]}
+    # Sizes whose rate the rows of their tables say.
+    keys |= {f"scale/{size}": ["optim.lr=1e-3"] for size in ("engpt", "ptb_3l", "wikitext103_6l", "wikitext103_16l")}
     keys |= {"tokenizer/hf": ["tokenizer.path=x"], "data/mixture": ["data.mixture=a 1 local x; b 1 tokens y"]}
     for group in set(GROUPS) - {"experiment"}:
         for path in (config_dir() / group).glob("*.yaml"):

@@ -114,6 +114,10 @@ def test_planned_rows(corpus: Path, tmp_path: Path) -> None:
     known = planned_rows(load_config([*hub, "data.text_gb=1", "data.val_fraction=0.5"]))[""]
     assert known is not None
     assert known.rows == pytest.approx(0.5e9 / 4.42 / 64, rel=0.05)
+    for name, words in {"ptb": 929_589, "wikitext103": 103_227_021}.items():
+        counted = planned_rows(load_config([f"data={name}", "scale=tiny", "model.vocab_size=10000"]))[""]
+        assert counted is not None
+        assert counted.rows * 256 == pytest.approx(words, rel=0.05)
     of_paper = load_config(["data=openwebtext", "tokenizer=gpt2", "model.vocab_size=50257", "scale=0.5b"])
     rows = planned_rows(of_paper)[""]
     assert rows is not None
