@@ -1,5 +1,6 @@
 """A row of each of the papers' tables: three steps at scale=debug, stopped and resumed."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from ngpt_train.__main__ import main
 from ngpt_train.config import list_experiments
 from ngpt_train.verbs import train
-from tests.processes.runs import arguments, numbers
+from tests.processes.runs import arguments, numbers, run
 
 SAMPLE = [
     "ngpt_runs/ngpt_1b_8k_alpha_scale_0.1",
@@ -33,6 +34,16 @@ SAMPLE = [
 def test_every_table_is_in_the_sample() -> None:
     tables = {name.split("/")[1] for name in list_experiments() if name.startswith("paper/")}
     assert tables == {row.split("/")[0] for row in SAMPLE}
+
+
+@pytest.mark.parametrize(
+    ("row", "parameters"), [("ngpt_runs/gpt_1b_8k", "1,025,731,840"), ("tnt_table2/baseline_gelu", "333,927,936")]
+)
+def test_plan_is_a_command(row: str, parameters: str) -> None:
+    """As typed, in a process of its own, without a network, a vocabulary or a cache."""
+    planned = run("plan", [f"experiment=paper/{row}"])
+    assert (planned.returncode, "Traceback" in planned.stderr) == (0, False)
+    assert re.search(rf"^  total +{parameters}$", planned.stdout, re.MULTILINE)
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ import torch
 from ngpt_train.__main__ import main
 from ngpt_train.config import Config, list_experiments, load_config, to_dict, to_yaml
 from ngpt_train.config.keys import AUTO
+from ngpt_train.config.mixture import is_commit
 from ngpt_train.models import build_model
 from ngpt_train.verbs.plan import planned_vocabulary
 from tests.properties.architectures import ARCHITECTURES
@@ -461,6 +462,11 @@ def test_powernorm_table_2() -> None:
         assert (model.mlp, model.activation, model.tied_embeddings) == ("plain", "relu", True)
         assert (config.train.rows_per_step, config.train.steps, text_of(config)) == (batch, steps, expected_text)
         assert steps - 1 < 30 * words / (batch * context) <= steps  # 30 epochs
+        files = {"ptb": "penn_treebank/train/*", "wikitext103": "wikitext-103-v1/train-*"}[text]
+        assert (config.data.files, config.data.val_files) == (files, files.replace("train", "validation"))
+        # WikiText's empty lines are ends of lines too; the words are counted in prepared text.
+        assert (config.data.keep_empty, config.data.streaming) == (text == "wikitext103", False)
+        assert is_commit(config.data.revision)
         assert optimizer(config) == (0.9, 0.999, 0, 0.25, "cosine", 0)
         assert (config.optim.lr, config.schedule.warmup_steps, config.optim.label_smoothing) == (2.5e-4, 4000, 0.1)
         assert dropout(config) == (0.3, 0.3, 0)
