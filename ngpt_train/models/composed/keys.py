@@ -104,7 +104,7 @@ class ComposedConfig(PowerNormConfig):
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         yield from super().without_effect()
-        if not self.norm_over_batch:
+        if not (self.norm_over_batch or self.norm == "layer"):
             yield "norm", "group_scaling"
         yield "norm", "norm_eps" if self.norm == "dyt" else "dyt_alpha"
         if not self.uses_rope:
@@ -117,12 +117,13 @@ class ComposedConfig(PowerNormConfig):
             yield "model.activation model.mlp", "a gated MLP has no such gate", fix
         if self.qk_norm and self.qkv_norm:
             yield "model.qk_norm model.qkv_norm", "both normalise q and k", "Set one of them to false"
-        if not self.norm_over_batch:
-            return
         for name in ("qk_norm", "qkv_norm"):
-            if getattr(self, name):
+            if getattr(self, name) and self.norm_over_batch:
                 problem = "q, k and v are normalised per token, this norm takes statistics of the batch"
                 yield f"model.{name} model.norm", problem, f"Set model.{name}=false, or choose another norm"
+            elif getattr(self, name) and self.group_scaling:
+                problem = "layer-scale stands before the norms of h, q and k have none"
+                yield f"model.{name} model.group_scaling", problem, "Set one of them to false or 0"
         groups, d_mlp = int(self.group_scaling), int(self.d_mlp or 4 * self.d_model)
         if self.ffn_norm == "norm" and groups and d_mlp % groups:
             fix = nearest_multiples("model.d_mlp", d_mlp, groups)

@@ -18,8 +18,8 @@ from ngpt_train.models.powernorm.running_statistics import BatchStatistics, Norm
 
 
 def norm_of(config: ComposedConfig, size: int) -> nn.Module:
-    """The norm of config.norm over the last dimension of x `(..., size)`."""
-    if config.norm_over_batch:
+    """The norm of config.norm over the last dimension of x `(..., size)`. Only PowerNorm's four have layer-scale."""
+    if config.norm_over_batch or (config.norm == "layer" and config.group_scaling):
         return OVER_BATCH[config.norm](size, config)
     if config.norm == "dyt":
         return DyT(size, config.dyt_alpha)

@@ -148,6 +148,11 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["model=composed", "model.qk_norm=true", "model.qkv_norm=true"], ["both normalise q and k", "to false"]),
     (["model=composed", "model.norm=pn", "model.qk_norm=true"], ["model.qk_norm=true, model.norm=pn", "per token"]),
     (
+        ["model=composed", "model.norm=layer", "model.group_scaling=1", "model.qkv_norm=true"],
+        ["model.qkv_norm=true, model.group_scaling=1", "Set one of them"],
+    ),
+    (["model=composed", "model.group_scaling=2"], ["model.group_scaling=2, model.norm=rms", "no effect"]),
+    (
         ["model=composed", "model.norm=pn", "model.ffn_norm=norm", "model.d_mlp=510"],
         ["model.group_scaling=4, model.d_mlp=510", "the MLP's hidden width", "508 or 512"],
     ),

@@ -470,7 +470,7 @@ def test_powernorm_table_2() -> None:
         assert optimizer(config) == (0.9, 0.999, 0, 0.25, "cosine", 0)
         assert (config.optim.lr, config.schedule.warmup_steps, config.optim.label_smoothing) == (2.5e-4, 4000, 0.1)
         assert dropout(config) == (0.3, 0.3, 0)
-        assert (model.norm, model.group_scaling) == (norm, 0 if norm == "layer" else 1)  # layer-scale
+        assert (model.norm, model.group_scaling) == (norm, 1)  # layer-scale
         assert model.psi_warmup_steps == (4000 if norm == "pn" else 0)
         assert (model.alpha_fwd, model.alpha_bkw) == tuple(float(alpha or 0.9) for alpha in alphas)
         tree = to_dict(config)

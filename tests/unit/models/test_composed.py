@@ -83,9 +83,10 @@ def test_equals_what_it_composes(name: str) -> None:
     assert max(error(found[1][key], x) for key, x in found[0].items()) < 1e-12
 
 
-@pytest.mark.parametrize("norm", ["pn", "pn_v", "batch"])
+@pytest.mark.parametrize("norm", ["pn", "pn_v", "batch", "layer"])
 def test_equals_powernorm(norm: str) -> None:
-    """Statistics too, in and after the warm-up. Caught: running statistics that do not move, or move twice."""
+    """Statistics too, in and after the warm-up. Caught: running statistics that do not move, or move twice; LayerNorm
+    without its layer-scale."""
     options = {"norm": norm, "psi_warmup_steps": 1, "group_scaling": 4, "alpha_fwd": 0.8, "alpha_bkw": 0.93}
     model, weights = jittered(powernorm_with(**options), SMALL)
     other = build_model(config(composed_with(**options), SMALL)).double()
