@@ -107,6 +107,8 @@ class ComposedConfig(PowerNormConfig):
         if not (self.norm_over_batch or self.norm == "layer"):
             yield "norm", "group_scaling"
         yield "norm", "norm_eps" if self.norm == "dyt" else "dyt_alpha"
+        if self.norm_placement not in (self.placement_of("attn"), self.placement_of("mlp")):
+            yield "mlp_norm_placement", "norm_placement"  # attention has a placement of its own too
         if not self.uses_rope:
             yield from (("positions", name) for name in ("rope_base", "rope_layout"))
 

@@ -143,6 +143,17 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["model=gpt_encoder_decoder", "model.activation=relu2"], ["model.activation=relu2, model.mlp=gated"]),
     (["model=gpt", "model.mlp=swiglu"], ["model.mlp=swiglu", "gated or plain"]),
     (["model=composed", "model.activation=relu"], ["model.activation=relu, model.mlp=gated", "Set model.mlp=plain"]),
+    (["model.dropout=0.1"], ["model.dropout=0.1", "model.embedding_dropout", "model.residual_dropout"]),
+    (
+        # One placement each, so that none is left for the key of both.
+        [
+            "model=composed",
+            "model.norm_placement=peri",
+            "model.attn_norm_placement=pre",
+            "model.mlp_norm_placement=post",
+        ],
+        ["model.norm_placement=peri, model.mlp_norm_placement=post: model.norm_placement has no effect"],
+    ),
     (["model=composed", "model.norm_placement=sandwich"], ["model.norm_placement=sandwich", "pre, post, peri or"]),
     (["model=composed", "model.qk_norm=true", "model.qkv_norm=true"], ["both normalise q and k", "to false"]),
     (["model=composed", "model.norm=pn", "model.qk_norm=true"], ["model.qk_norm=true, model.norm=pn", "per token"]),
