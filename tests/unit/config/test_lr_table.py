@@ -153,7 +153,7 @@ def test_learning_rates_of_the_ngpt_paper() -> None:
 
 
 def test_every_entry_has_a_source() -> None:
-    """Caught: a new entry of which nobody says where it is from."""
+    """Of every recipe, also a new one: who found the rate, and how."""
     tables = [load_config([f"model={name}"]).optim.lr_table for name in ("gpt", "ngpt", "normformer", "ntransformer")]
     for table in tables:
         for scale, row in table.items():
@@ -162,7 +162,7 @@ def test_every_entry_has_a_source() -> None:
 
 
 def test_a_rate_that_is_set_is_from_nowhere() -> None:
-    """Caught: the table's source beside a rate that the user or a row sets."""
+    """Set by the user, or by a row of a paper's table: the recipe's table has no part in it."""
     assert load_config(["model=ngpt", "optim.lr=2e-2"]).optim.lr_source == ""
     row = next(name for name in list_experiments() if name.startswith("paper/ngpt_table4/"))
     assert load_config([f"experiment={row}"]).optim.lr_source == ""  # the table sets optim.lr

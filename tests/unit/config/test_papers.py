@@ -89,13 +89,13 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_rows_of_the_tables() -> None:
-    """Caught: a row that is gone, or that no test looks at."""
+    """How many rows each table has, so that none is lost, or looked at by no test."""
     rows = {table: len(of(table)) for table in dict.fromkeys(name.split("/")[1] for name in NAMES)}
     assert rows == ROWS
 
 
 def test_rows_of_a_table_differ() -> None:
-    """Caught: a row whose override has no effect; two rows with one run directory."""
+    """No override is without an effect, and each row has a run directory of its own."""
     # The defaults of Table 4 are one run, in three sections.
     same = {"s_uv_default", "s_z_default"}
     seen: dict[str, str] = {}
@@ -271,7 +271,7 @@ def check_gpt3(config: Any) -> None:
 
 
 def test_normformer_table_1() -> None:
-    """The paper's rates of both arms, GPT-3's batch and warm-up. Caught: an operation that an arm should not have."""
+    """The paper's rates of both arms, GPT-3's batch and warm-up; the baselines have none of the operations."""
     table = of("normformer_table1")
     for size, (gpt3, tuned) in {"125m": (6e-4, 3e-3), "355m": (3e-4, 1e-3), "1.3b": (2e-4, 6e-4)}.items():
         for arm, value in {"gpt3": gpt3, "baseline": tuned, "normformer": tuned}.items():
@@ -540,7 +540,7 @@ def test_engpt() -> None:
 def test_plan_as_typed(
     row: str, parameters: str, tokens: str, vocabulary: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Nothing forced: caught is a vocabulary of 4,096 in the place of the paper's."""
+    """With nothing forced: parameters, tokens and vocabulary are the paper's."""
     assert main(["plan", f"experiment=paper/{row}", f"plan.out={tmp_path / 'plan.json'}"]) == 0
     printed = capsys.readouterr().out
     assert re.search(rf"vocabulary {vocabulary},", printed)

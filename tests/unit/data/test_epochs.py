@@ -144,7 +144,7 @@ def test_warning(epochs: float, exact: bool, says: str) -> None:
 
 
 def test_warning_of_a_source() -> None:
-    """Caught: a mixture whose sources are counted together, so that a small one is read often unseen."""
+    """Each is counted by itself: a small one may be read often where the whole mixture is not."""
     config = load_config(["scale=debug", "model=gpt", "train.batch_rows=8", "train.steps=1000"])
     (warning,) = many_epochs({"web": EpochRows(8000, 0.75, True), "rest": EpochRows(400, 0.25, True)}, config)
     for part in ("text of rest 5.0 times", "set train.steps to 800 or less", "weight in data.mixture"):

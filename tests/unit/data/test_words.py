@@ -116,7 +116,7 @@ def test_bytes_and_perplexity_are_per_word(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_words_written_and_read(tmp_path: Path) -> None:
-    """The file of a run is one for tokenizer.path. Caught: a faulty file that is taken."""
+    """A run's file of words serves as tokenizer.path; a faulty one is refused."""
     tokenizer = load_words(["a b c"])
     entry = write_tokenizer(tokenizer, tmp_path)
     again = read_tokenizer(tmp_path, entry)

@@ -126,7 +126,7 @@ def test_a_resumed_run_has_the_same_average(runs: dict[str, Path], corpus: Path,
 def test_an_average_is_not_begun_in_the_middle(
     runs: dict[str, Path], corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Nor ended. Caught: an average that is not that of the formula."""
+    """Nor ended: it would no longer be the average of the formula."""
     for name, ema in (("plain", "0.9"), ("gpt", "null")):
         given = arguments(runs[name].parents[1], corpus, "model=gpt", *OPTIONS, "train.steps=8")
         assert main(["train", *given, f"optim.ema_decay={ema}"]) == 2
