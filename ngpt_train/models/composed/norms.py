@@ -28,7 +28,7 @@ def norm_of(config: ComposedConfig, size: int) -> nn.Module:
 
 
 class LayerNormWithout(nn.Module):
-    """LayerNorm whose gain is 1, whose bias is 0, or both: rows 8 to 10 of the notes on NormFormer's Table 8."""
+    """LayerNorm whose gain is 1, whose bias is 0, or both: notes 8 to 10 of NormFormer's Table 8."""
 
     def __init__(self, size: int, eps: float, gain: bool = False, bias: bool = False) -> None:
         super().__init__()
