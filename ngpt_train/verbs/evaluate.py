@@ -68,7 +68,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             of_context = losses[context].metrics()
             print(
                 f"  at context {context} ({of_context['rows']} rows): loss {of_context['loss']:.6f}  "
-                f"ppl {of_context['ppl']:.4f}  bits/byte {of_context['bits_per_byte']:.6f}"
+                f"ppl {of_context['ppl']:.4f}  bits per byte {of_context['bits_per_byte']:.6f}"
             )
         if config.evaluate.out is not None:
             out = Path(config.evaluate.out).expanduser()
