@@ -92,7 +92,8 @@ def at_contexts(
         if context != trained and len(tokens) <= context:
             raise DataError(
                 f"eval.contexts: the {tokens.split} split of {tokens.path} has {len(tokens):,} tokens, less than one "
-                f"row of {context} + 1; leave {context} out, or hold out more text (data.val_fraction)"
+                f"row of {context} + 1; leave {context} out, or hold out more text (data.val_fraction). Of a mixture "
+                "and of streamed text as much is read as eval.rows or eval.tokens asks for: raise that"
             )
         rows = rows_of(tokens, replace(config, model=replace(config.model, context=context)))
         here = chosen if context == trained else same_text(chosen, trained, context, len(rows))
