@@ -204,6 +204,7 @@ def test_files_are_those_of_the_records(tmp_path: Path) -> None:
 
 
 def test_equal_losses_are_equal_bytes(tmp_path: Path) -> None:
+    """No time of writing is in the file, so that equal runs have equal files."""
     for name in ("a", "b"):
         losses(1).write(tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
