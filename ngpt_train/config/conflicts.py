@@ -179,11 +179,14 @@ def _optimization(config: Config) -> Iterator[Conflict]:
     if int(schedule.warmup_steps) >= train.steps:
         problem = "the warmup leaves no step at the full learning rate"
         fix = f"Set schedule.warmup_steps below {train.steps}; auto would be {auto_warmup(config)}"
-        in_tokens = "" if schedule.warmup_tokens is None else "schedule.warmup_tokens "
+        in_tokens = ""
+        if schedule.warmup_tokens is not None:
+            in_tokens, tokens = "schedule.warmup_tokens ", train.rows_per_step * config.model.context
+            fix = f"Set schedule.warmup_tokens to {(train.steps - 1) * tokens} or less, a step has {tokens}"
         yield f"{in_tokens}schedule.warmup_steps train.steps", problem, fix
     if schedule.kind == "ramp" and schedule.warmup_steps:
         key = "schedule.warmup_steps" if schedule.warmup_tokens is None else "schedule.warmup_tokens"
-        yield f"{key} schedule.kind", "the whole run is a warmup", "Set schedule.warmup_steps=0"
+        yield f"{key} schedule.kind", "the whole run is a warmup", f"Set {key}=0"
     if schedule.kind in ("constant", "inverse_sqrt", "ramp") and schedule.final_lr:
         problem = "this kind falls to no learning rate of one's choice"
         yield "schedule.final_lr schedule.kind", problem, "Set schedule.final_lr=0, or another kind"

@@ -203,10 +203,10 @@ def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -
     """Held-out documents of the first shards until they make eval.rows rows, or have eval.tokens targets.
 
     For rows, no more than data.open_shards shards are read, unless these make none; for eval.tokens all, if need be.
+    eval.contexts has no part in it: the rows are drawn from these documents, so a longer text would have other rows.
     """
     form = row_format(config, tokenizer.eos)
     rows, wanted = config.eval.rows, config.eval.tokens
-    longest = max(config.model.context, *(config.eval.contexts or [0]))  # each context has at least a row
     ids: list[NDArray[np.integer]] = []
     n_tokens = n_documents = n_targets = full = 0
     enough = False
@@ -220,7 +220,8 @@ def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -
             n_documents += len(ids[-1]) >= form.shortest
             n_targets += int(form.targets_of(np.array(len(ids[-1]))))
             full = (n_tokens - 1) // form.context if form.source_context is None else n_documents
-            enough = (rows is None or full >= rows) and n_targets >= (wanted or 0) and n_tokens > longest
+            asked_for = (rows is None or full >= rows) and n_targets >= (wanted or 0)
+            enough = asked_for and n_tokens > config.model.context
             if enough:
                 break
         if enough or (rows is not None and full and shard + 1 >= config.data.open_shards):

@@ -1,6 +1,7 @@
 """The validations of a run or of a checkpoint: on which rows, at which contexts, and the files of their losses."""
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,6 +18,8 @@ from ngpt_train.distributed import World
 from ngpt_train.evaluation.validation import RowLosses, Validation
 from ngpt_train.models import Decoder
 
+# A file of RowFiles, or what a kill has left of one.
+ROW_FILE = re.compile(r"\.?step_(?P<step>\d{8,})(_context_\d+)?\.npz(?P<partial>\.partial)?")
 FORWARD = 1 / 3  # of the compute of a training step: its backward pass costs twice its forward pass
 
 
@@ -92,7 +95,8 @@ def at_contexts(
         if context != trained and len(tokens) <= context:
             raise DataError(
                 f"eval.contexts: the {tokens.split} split of {tokens.path} has {len(tokens):,} tokens, less than one "
-                f"row of {context} + 1; leave {context} out, or hold out more text (data.val_fraction)"
+                f"row of {context} + 1; leave {context} out, or hold out more text (data.val_fraction). Of a mixture "
+                "and of streamed text as much is read as eval.rows or eval.tokens asks for: raise that"
             )
         rows = rows_of(tokens, replace(config, model=replace(config.model, context=context)))
         here = chosen if context == trained else same_text(chosen, trained, context, len(rows))
@@ -104,16 +108,17 @@ class RowFiles:
     """`<run>/evals/step_00001000.npz`: the row losses of each eval record of metrics.jsonl, and of no other step.
 
     Other contexts than the training one have files of their own, step_00001000_context_2048.npz. Rank 0 alone makes
-    this object, once metrics.jsonl holds the records that the run goes on from; files of other steps are deleted.
+    this object, once metrics.jsonl holds the records that the run goes on from; such files of other steps are deleted,
+    and no file with another name.
     """
 
     def __init__(self, directory: Path, metrics: Path, context: int) -> None:
         self.directory, self.context = directory, context
         records = [json.loads(line) for line in metrics.read_text().splitlines()]
         self._recorded = {record["step"] for record in records if record["kind"] == "eval"}
-        names = {_name(step) for step in self._recorded}
-        for path in directory.glob("*") if directory.is_dir() else []:
-            if path.name.partition("_context_")[0].removesuffix(".npz") not in names:
+        for path in directory.iterdir() if directory.is_dir() else []:
+            found = ROW_FILE.fullmatch(path.name)
+            if found and (found["partial"] or int(found["step"]) not in self._recorded):
                 path.unlink()
 
     def write(self, step: int, losses: Mapping[int, RowLosses]) -> None:

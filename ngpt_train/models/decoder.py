@@ -70,6 +70,8 @@ class Decoder(nn.Module):
     def rope(self, tokens: Tensor, dtype: torch.dtype) -> Rope | None:
         """The rotary angles of positions 0 to T - 1 for tokens `(B, T)`, in `dtype`; None for a model without RoPE."""
         config = self.config
+        if not config.uses_rope:
+            return None
         interleaved = config.rope_layout == "interleaved"
         d_head = config.d_model // config.n_heads
         return rope_table(tokens.shape[1], d_head, config.rope_base, interleaved, tokens.device, dtype)
@@ -135,10 +137,10 @@ class Decoder(nn.Module):
         dtype = self.compute_dtype or self.embedding.dtype
         check_documents(doc_ids, device, self.config.d_model // self.config.n_heads, dtype)
 
-    def begin_step_(self, step: int, loss_scale: Tensor) -> None:
+    def begin_step_(self, step: int, loss_factor: Tensor) -> None:
         """Called before the forward passes of a training step.
 
-        step: steps completed before it. loss_scale: 0-dim, by which the summed losses will be multiplied.
+        step: steps completed before it. loss_factor: 0-dim, by which the summed losses will be multiplied.
         """
 
     def statistics(self) -> dict[str, Tensor]:

@@ -21,7 +21,7 @@ class LossScale:
         self.value = torch.full((), START, dtype=torch.float32, device=device)
         self.good_steps = torch.zeros((), dtype=torch.int64, device=device)  # in a row, since the scale last changed
 
-    def update(self, skipped: Tensor) -> None:
+    def update_(self, skipped: Tensor) -> None:
         """Halves the scale after a skipped step, and doubles it after GROWTH_INTERVAL good steps in a row.
 
         skipped: 0-dim bool, the same on every rank, and so is the scale.

@@ -250,9 +250,9 @@ def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
 def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "model") -> None:
     """Loads weights and running statistics into `model`, which has the architecture and size of the checkpoint's.
 
-    part: "model" for the trained weights, "ema" for their moving average, which is not projected. There are no other
-    statistics than those of training. A collective call. Raises DataError if the checkpoint is damaged, of another
-    version, or without a moving average.
+    part: "model" for the trained weights, "ema" for their moving average, which is not projected. The running
+    statistics are those of training in both cases. A collective call. Raises DataError if the checkpoint is damaged, of
+    another version, or without a moving average.
     """
     verify(checkpoint, world)
     tensors: dict[str, Any] = {

@@ -64,27 +64,30 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     rows = torch.arange(world.rank, config.train.rows_per_step, world.size)  # as data/loader.py deals them
     stop_together = StopTogether(stop, world, state.step)
 
+    def log(record: Record) -> None:
+        for sink in parts.sinks:
+            sink.log(record)
+
+    def warn(text: str) -> None:
+        for sink in parts.sinks:
+            sink.message(f"warning: {text}")
+
     def save(position: Position, must: bool) -> None:
         try:
             parts.save(state, position)
         except DataError as error:
             if must:
                 raise
-            for sink in parts.sinks:
-                sink.message(f"warning: {error} Training goes on; the next checkpoint is tried as planned.")
+            warn(f"{error} Training goes on; the next checkpoint is tried as planned.")
 
     def log_telemetry() -> None:
-        for seen_in_step in parts.telemetry.records():
-            record = seen_in_step | spent_until.pop(seen_in_step["step"])
-            for sink in parts.sinks:
-                sink.log(record)
+        for record in parts.telemetry.records():
+            log(record | spent_until.pop(record["step"]))
 
     def evaluate() -> None:
         with explain_out_of_memory(state.micro_rows):
             metrics = parts.evaluate(state)
-        record = {"kind": "eval", "step": state.step, "tokens": int(state.tokens), **spent(state), **metrics}
-        for sink in parts.sinks:
-            sink.log(record)
+        log({"kind": "eval", "step": state.step, "tokens": int(state.tokens), **spent(state), **metrics})
 
     # A run that was stopped between its last checkpoint and the evaluation at that step evaluates now.
     if state.step == 0 or state.step >= last or _due(state.step, config.eval.every):
@@ -94,8 +97,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         micro_batches, position = next(parts.batches)
         fetched = time.perf_counter()
         for name in position.skipped.keys() - reported:
-            for sink in parts.sinks:
-                sink.message(f"warning: data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
+            warn(f"data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
         reported |= position.skipped.keys()
         observer = parts.telemetry if _due(state.step + 1, config.logging.telemetry) else NOBODY
         with explain_out_of_memory(state.micro_rows):
@@ -108,36 +110,15 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         # or a validation would wait for it too, and be charged with these seconds.
         waiting = logging or evaluating or _due(state.step, config.checkpoint.every) or state.step == last
         loss = float(result.loss) if waiting else None
-        tokens = config.train.rows_per_step * config.model.context
         seconds = time.perf_counter() - started
         parts.meter.data(fetched - started)
-        parts.meter.step(seconds, tokens)
+        parts.meter.step(seconds, tokens_per_step(state))
         if state.train_seconds is not None:
             state.train_seconds += seconds
         if observer is not NOBODY:
             spent_until[state.step] = spent(state)
         if logging:
-            of_all_ranks = seen(position, world)
-            record = {
-                "kind": "train",
-                "step": state.step,
-                "loss": loss,
-                "loss_mean": state.interval.loss_mean,
-                **({} if result.z_loss is None else {"z_loss": float(result.z_loss)}),
-                **({} if result.loss_scale is None else {"loss_scale": float(result.loss_scale)}),
-                "lr": result.lr,
-                "grad_norm": float(result.grad_norm),
-                "tokens": int(state.tokens),
-                **spent(state),
-                **epochs(position.rows, of_all_ranks.get("rows"), parts.epoch_rows),
-                **of_all_ranks,
-                **padding(state, tokens),
-                **parts.meter.read(),
-                "skipped": state.interval.n_skipped,
-                "clipped": state.interval.clipped,
-            }
-            for sink in parts.sinks:
-                sink.log(record)
+            log(train_record(state, parts, result, position, loss))
             state.interval.reset()
         parts.after_step()
         reason = stop_together.reason(state.step)
@@ -155,18 +136,48 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     return None
 
 
+def train_record(state: TrainState, parts: Parts, result: StepResult, position: Position, loss: float | None) -> Record:
+    """The record of the step that gave `result`, and of the interval that it ends: docs/records.md has the fields.
+
+    position: of this rank after the step. loss: result.loss as a number. A collective call, which waits for the device.
+    """
+    of_all_ranks = seen(position, state.world)
+    return {
+        "kind": "train",
+        "step": state.step,
+        "loss": loss,
+        "loss_mean": state.interval.loss_mean,
+        **({} if result.z_loss is None else {"z_loss": float(result.z_loss)}),
+        **({} if result.loss_scale is None else {"loss_scale": float(result.loss_scale)}),
+        "lr": result.lr,
+        "grad_norm": float(result.grad_norm),
+        "tokens": int(state.tokens),
+        **spent(state),
+        **epochs(position.rows, of_all_ranks.get("rows"), parts.epoch_rows),
+        **of_all_ranks,
+        **padding(state),
+        **parts.meter.read(),
+        "skipped": state.interval.n_skipped,
+        "clipped": state.interval.clipped,
+    }
+
+
 def spent(state: TrainState) -> Record:
     """train_seconds: of wall time in training steps, waits for data included; validations and checkpoints are not.
 
     flops: of all steps so far by the usual convention (models/flops.py). Skipped steps and padding count: they were
     computed.
     """
-    config = state.config
-    tokens = state.step * config.train.rows_per_step * config.model.context
+    tokens = state.step * tokens_per_step(state)
     return {
         "train_seconds": state.train_seconds,
-        "flops": float(tokens * state.model.flops_per_token(config.model.context)),
+        "flops": float(tokens * state.model.flops_per_token(state.config.model.context)),
     }
+
+
+def tokens_per_step(state: TrainState) -> int:
+    """Targets of a step over all ranks, padding included."""
+    return state.config.train.rows_per_step * state.config.model.context
 
 
 def epochs(rows: int, rows_by_source: Mapping[str, int] | None, epoch_rows: Mapping[str, float]) -> Record:
@@ -181,10 +192,10 @@ def epochs(rows: int, rows_by_source: Mapping[str, int] | None, epoch_rows: Mapp
     return {"epochs": max(by_source.values(), default=None), "epochs_by_source": by_source}
 
 
-def padding(state: TrainState, tokens_per_step: int) -> Record:
+def padding(state: TrainState) -> Record:
     """{"padding": share of all targets so far that do not count} if rows are padded, else {}."""
     pads = state.config.data.pack == "best_fit"
-    return {"padding": 1 - int(state.tokens) / (state.step * tokens_per_step)} if pads else {}
+    return {"padding": 1 - int(state.tokens) / (state.step * tokens_per_step(state))} if pads else {}
 
 
 def seen(position: Position, world: World) -> Record:

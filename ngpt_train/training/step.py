@@ -60,7 +60,7 @@ def train_step(
     rows: Tensor | None = None,
     observer: Observer = NOBODY,
 ) -> StepResult:
-    """Forward and backward over this rank's micro batches, clip, optimizer step, projection.
+    """Forward and backward over this rank's micro batches, clip, optimizer step, projection, moving average.
 
     Every rank passes the same number of micro batches. The loss is summed over valid targets and divided once by their
     number in the whole step, so it does not depend on accumulation, padding or the number of ranks. Raises ValueError
@@ -76,29 +76,19 @@ def train_step(
     check_batches(micro_batches)
     world, config = state.world, state.config
     batches = [[to_device(part, world.device) for part in batch] for batch in micro_batches]
+    seeds = dropout_seeds(state, [len(batch[0]) for batch in batches], rows)
     counts = torch.stack([(targets != IGNORED).sum() for _, targets, *_ in batches])
     n_tokens = world.sum_(counts.sum())
     # The factor of the summed loss: 1 / n_tokens for the mean, and world.size because DDP and FSDP2 average gradients
     # over ranks, while the loss of the step is a sum over ranks.
-    share = world.size / n_tokens.clamp(min=1).to(torch.float64)
+    loss_factor = world.size / n_tokens.clamp(min=1).to(torch.float64)
     loss_scale = None if state.loss_scale is None else state.loss_scale.value
-    if loss_scale is not None:  # the gradients are scaled until the optimizer divides them by it
-        share = share * loss_scale
+    if loss_scale is not None:  # the gradients are scaled until apply_gradients divides them by it
+        loss_factor = loss_factor * loss_scale
+
     observer.before_step(state, batches)
-    state.model.begin_step_(state.step, share)
-    if config.train.cuda_graphs:
-        hold_gradients(state.model)
-    loss_sum = torch.zeros((), dtype=torch.float64, device=world.device)
-    z_sum = torch.zeros_like(loss_sum)
-    seeds = dropout_seeds(state, [len(batch[0]) for batch in batches], rows)
-    with working_copies(state, untouched):
-        for index, batch in enumerate(batches):
-            with accumulating(state, last=index == len(batches) - 1):
-                micro_loss = state.forward(*batch, **seeds[index])
-                (micro_loss.total * share.to(micro_loss.total.dtype)).backward()
-            loss_sum += micro_loss.cross_entropy
-            if micro_loss.z_term is not None:
-                z_sum += micro_loss.z_term
+    state.model.begin_step_(state.step, loss_factor)
+    loss_sum, z_sum = forward_and_backward(state, batches, seeds, loss_factor, untouched)
     loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)  # sum_ works in place: loss_sum is now that of all ranks
     z_loss = world.sum_(z_sum) / n_tokens.clamp(min=1) if config.optim.z_loss else None
 
@@ -108,16 +98,11 @@ def train_step(
         grad_norm = grad_norm / loss_scale
     skipped = ~torch.isfinite(grad_norm)
     lr = lr_at(state.step, config.schedule, float(config.optim.lr), config.train.steps)
-    if state.ema is not None and state.step == 0:  # weights may have been loaded since it was made
-        state.ema.begin()
+
     observer.before_update(state)
-    apply_gradients(state, grad_norm, skipped, lr)
-    if not isinstance(state.optimizer, RowAdam):  # RowAdam has projected every row already
-        state.model.project_(skipped)
-    if state.ema is not None:
-        state.ema.update_(skipped)
+    update_weights_(state, grad_norm, skipped, lr)
     if state.loss_scale is not None:
-        state.loss_scale.update(skipped)
+        state.loss_scale.update_(skipped)
     state.step += 1
     state.tokens += n_tokens
     observer.after_update(state)
@@ -147,6 +132,33 @@ def dropout_seeds(
     return [{"seeds": part} for part in seeds.split(list(sizes))]
 
 
+def forward_and_backward(
+    state: TrainState,
+    batches: Sequence[MicroBatch],
+    seeds: Sequence[Mapping[str, Tensor]],
+    loss_factor: Tensor,
+    untouched: bool,
+) -> tuple[Tensor, Tensor]:
+    """Both passes over each of this rank's micro batches. The gradients are those of loss_factor times the summed loss.
+
+    batches: on the device. seeds: of `dropout_seeds`. loss_factor: 0-dim fp64. untouched: as of `train_step`.
+    Returns the cross-entropy and the z-loss, each summed over this rank's targets: 0-dim fp64, in nats.
+    """
+    if state.config.train.cuda_graphs:
+        hold_gradients(state.model)
+    loss_sum = torch.zeros((), dtype=torch.float64, device=state.world.device)
+    z_sum = torch.zeros_like(loss_sum)
+    with working_copies(state, untouched):
+        for index, batch in enumerate(batches):
+            with accumulating(state, last=index == len(batches) - 1):
+                micro_loss = state.forward(*batch, **seeds[index])
+                (micro_loss.total * loss_factor.to(micro_loss.total.dtype)).backward()
+            loss_sum += micro_loss.cross_entropy
+            if micro_loss.z_term is not None:
+                z_sum += micro_loss.z_term
+    return loss_sum, z_sum
+
+
 def accumulating(state: TrainState, last: bool) -> AbstractContextManager:
     """The context of one micro batch: DDP exchanges gradients in the last micro batch only.
 
@@ -161,6 +173,17 @@ def accumulating(state: TrainState, last: bool) -> AbstractContextManager:
 def working_copies(state: TrainState, untouched: bool) -> AbstractContextManager:
     """Lends the optimizer's bf16 copies of the matrices, if it keeps any, to the blocks' products."""
     return state.optimizer.copies.lent(untouched) if isinstance(state.optimizer, RowAdam) else nullcontext()
+
+
+def update_weights_(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: float) -> None:
+    """The optimizer's step, the projection and the moving average. In a skipped step none of them changes a bit."""
+    if state.ema is not None and state.step == 0:  # weights may have been loaded since it was made
+        state.ema.begin()
+    apply_gradients(state, grad_norm, skipped, lr)
+    if not isinstance(state.optimizer, RowAdam):  # RowAdam has projected every row already
+        state.model.project_(skipped)
+    if state.ema is not None:
+        state.ema.update_(skipped)
 
 
 def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: float) -> None:

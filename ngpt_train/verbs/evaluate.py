@@ -33,19 +33,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     trained = find_trained("evaluate", config, overrides, also_used=("data", *ROWS, "eval.contexts", "parallel"))
     world = join_world(config)
     restored = restore(trained, config, world)
-    overridden = {override.split("=")[0].strip() for override in overrides}  # names of keys and groups
-    # Each of these names other text. Any other key of data.* changes how the run's own text is read.
-    other_text = overridden & {"data", "data.kind", "data.path", "experiment"}
-    data = config.data if other_text else replace(restored.config.data, **changes(config.data, "data", overridden))
-    of_run, given = restored.config.eval, config.eval
-    chosen = given if overridden.intersection(ROWS) else of_run
-    contexts = given.contexts if "eval.contexts" in overridden else of_run.contexts
-    combined = replace(
-        config,
-        model=restored.config.model,
-        data=data,
-        eval=replace(given, rows=chosen.rows, tokens=chosen.tokens, contexts=contexts),
-    )
+    combined = combine(config, restored.config, overrides)
     check_contexts(combined)
     dataset = world.on_all_without_timeout(
         lambda: open_dataset(combined, restored.tokenizer, world.on_main_without_timeout)
@@ -66,7 +54,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         "step": restored.step,
         **({"averaged_steps": list(restored.averaged_steps)} if restored.averaged_steps else {}),
         **({"weights": restored.weights} if restored.weights != "trained" else {}),
-        "data": data.path or data.kind,
+        "data": combined.data.path or combined.data.kind,
         "data_fingerprint": dataset.fingerprint,
         **validation.metrics(losses),
     }
@@ -88,6 +76,18 @@ def main(config: Config, overrides: Sequence[str]) -> int:
                 rows.write(out.with_name(file_name(out.stem, context, combined.model.context)))
             write_json(out, result)
     return 0
+
+
+def combine(config: Config, of_run: Config, overrides: Sequence[str]) -> Config:
+    """`config` with the model of the run, and with its text, rows and contexts where `overrides` name no others."""
+    overridden = {override.split("=")[0].strip() for override in overrides}  # names of keys and groups
+    # Each of these names other text. Any other key of data.* changes how the run's own text is read.
+    other_text = overridden & {"data", "data.kind", "data.path", "experiment"}
+    data = config.data if other_text else replace(of_run.data, **changes(config.data, "data", overridden))
+    chosen = config.eval if overridden.intersection(ROWS) else of_run.eval
+    contexts = config.eval.contexts if "eval.contexts" in overridden else of_run.eval.contexts
+    validation = replace(config.eval, rows=chosen.rows, tokens=chosen.tokens, contexts=contexts)
+    return replace(config, model=of_run.model, data=data, eval=validation)
 
 
 def changes(section: Any, name: str, overridden: set[str]) -> dict[str, Any]:

@@ -212,22 +212,15 @@ def train_in(
             row_files = RowFiles(run.path / "evals", run.path / "metrics.jsonl", config.model.context)
         say_what_starts(say, run, state, start, resumed)
         sizes = epoch_rows(data, config) if world.is_main else {}
-        rows_of_an_epoch = {name: size.rows for name, size in sizes.items()}
         for note in [*validation.notes(), *(f"warning: {warning}" for warning in many_epochs(sizes, config))]:
             say(note)
-        unigram = ""
-        if world.is_main and isinstance(data.train, Tokens):  # of streamed text the ids are not there to be counted
-            loss = unigram_loss(
-                rows_of(data.train, config), validation.at_training_context, int(config.model.vocab_size)
-            )
-            unigram = f"a unigram model reaches {loss:.4f}"
+        unigram = unigram_note(data, validation, config) if world.is_main else ""
+        if unigram:
             say(f"validation loss: {unigram}")
-        flops = state.model.flops_per_token(config.model.context)
-        dtype = state.model.compute_dtype or state.model.embedding.dtype
-        meter = Meter(flops, world.size, world.device, dtype)
         with profiled(config.train.profile, run.path / "profile", world) as after_step:
+            rows_of_an_epoch = {name: size.rows for name, size in sizes.items()}
             telemetry = Telemetry(state) if config.logging.telemetry else NOBODY
-            parts = Parts(feed, evaluate, save, sinks, meter, after_step, rows_of_an_epoch, telemetry)
+            parts = Parts(feed, evaluate, save, sinks, meter_of(state), after_step, rows_of_an_epoch, telemetry)
             interruption = train(state, parts, stop)
         code, reason = 0, interruption or DONE
         if interruption:
@@ -249,6 +242,22 @@ def train_in(
         run.release()
     if world.is_main:
         print(f"curves: {plot_run(run.path)}")
+
+
+def unigram_note(data: Dataset, validation: Evaluations, config: Config) -> str:
+    """The loss of a unigram model on the validation rows, for the log; empty for streamed text, whose ids are not there
+    to be counted."""
+    if not isinstance(data.train, Tokens):
+        return ""
+    rows, vocab_size = rows_of(data.train, config), int(config.model.vocab_size)
+    return f"a unigram model reaches {unigram_loss(rows, validation.at_training_context, vocab_size):.4f}"
+
+
+def meter_of(state: TrainState) -> Meter:
+    """The meter of this rank's steps, for tokens/s over all ranks and MFU."""
+    flops = state.model.flops_per_token(state.config.model.context)
+    dtype = state.model.compute_dtype or state.model.embedding.dtype
+    return Meter(flops, state.world.size, state.world.device, dtype)
 
 
 def close(sinks: list[Sink], reason: str) -> None:

@@ -43,6 +43,7 @@ def test_many_epochs(tmp_path: Path, corpus: Path, streaming: bool, ranks: int) 
 
 
 def test_few_epochs(tmp_path: Path, corpus: Path) -> None:
+    """Caught: a warning for a run that reads its text once; a rate whose source is not said."""
     options = ["train.steps=50", "train.stop_at=1"]
     log = train(tmp_path, corpus, *options)
     assert not any("reads the training text" in line for line in log)

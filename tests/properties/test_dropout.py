@@ -115,6 +115,7 @@ def test_a_row_drops_the_same_in_any_batch(places: tuple[str, ...], name: str, o
 
 @architectures
 def test_evaluation_drops_nothing_and_training_needs_seeds(name: str) -> None:
+    """Caught: an evaluation with masks, or training that drops nothing because nobody gave seeds."""
     model, plain = dropping(name).eval(), dropping(name, places=()).eval()
     tokens, targets = batch(name)
     assert torch.equal(model(tokens), plain(tokens))

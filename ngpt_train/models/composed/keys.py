@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Union
 
 from ngpt_train.config.keys import Conflict, key, nearest_multiples
+from ngpt_train.models.position_keys import PositionKeys
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ SUBLAYERS = ("none", "mlp", "attn", "both")
 
 
 @dataclass
-class ComposedConfig(PowerNormConfig):
+class ComposedConfig(PositionKeys, PowerNormConfig):
     """A decoder in which the norm, its places and the other parts of a block are options. The defaults are GPT's.
 
     The keys of norms over the batch are PowerNorm's.
@@ -88,10 +89,6 @@ class ComposedConfig(PowerNormConfig):
         False, "DeepInit: the matrices of block l start smaller by the factor 1 / sqrt(l), l = 1, 2, ..."
     )
 
-    @property
-    def uses_rope(self) -> bool:
-        return self.positions == "rotary"
-
     def placement_of(self, sublayer: str) -> str:
         """The placement of `attn` or `mlp`."""
         own = self.attn_norm_placement if sublayer == "attn" else self.mlp_norm_placement
@@ -107,8 +104,8 @@ class ComposedConfig(PowerNormConfig):
         if not (self.norm_over_batch or self.norm == "layer"):
             yield "norm", "group_scaling"
         yield "norm", "norm_eps" if self.norm == "dyt" else "dyt_alpha"
-        if not self.uses_rope:
-            yield from (("positions", name) for name in ("rope_base", "rope_layout"))
+        if self.norm_placement not in (self.placement_of("attn"), self.placement_of("mlp")):
+            yield "mlp_norm_placement", "norm_placement"  # attention has a placement of its own too
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         yield from super().conflicts(config)
@@ -136,12 +133,5 @@ class ComposedConfig(PowerNormConfig):
         wide = 2 * peri + 2 * (self.layer_scale is not None) + 2 * (2 + peri) * (self.norm == "cogview")
         return wide * self.d_model + (self.ffn_norm != "none") * (self.d_mlp or 4 * self.d_model)
 
-    def refuses_rows_of(self, context: int) -> str | None:
-        if self.positions == "learned" and context > self.context:
-            return f"model.positions=learned knows the positions of {self.context} tokens"
-        return super().refuses_rows_of(context)
-
     def not_in_weights(self) -> set[str]:
-        """The learned positions are a weight of shape `(context, d_model)`, so then context must agree."""
-        names = super().not_in_weights() | {"dyt_alpha", "embedding_gradient", "deep_init"}
-        return names - ({"context"} if self.positions == "learned" else set())
+        return super().not_in_weights() | {"dyt_alpha", "embedding_gradient", "deep_init"}

@@ -15,20 +15,14 @@ from ngpt_train.kernels.operation import without_kernel
 from ngpt_train.models.composed.keys import ComposedConfig
 from ngpt_train.models.composed.norms import NormPass, norm_of
 from ngpt_train.models.composed.placement import PLACEMENTS, Around
-from ngpt_train.models.decoder import Head
 from ngpt_train.models.layers.attention import Heads
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.learned_scale import HeadScaleAttention, LearnedScale
 from ngpt_train.models.layers.mlp import MLP, PlainMLP
-from ngpt_train.models.layers.positions import add_positions
+from ngpt_train.models.layers.positions import add_positions, learned_positions
 from ngpt_train.models.layers.rope import Rope, rotate
-from ngpt_train.models.powernorm.running_statistics import (
-    DecoderOverBatch,
-    NormOverBatch,
-    Output,
-    Running,
-)
+from ngpt_train.models.powernorm.running_statistics import DecoderOverBatch, NormOverBatch, Output, Running
 
 
 class ComposedBlock(nn.Module):
@@ -109,17 +103,13 @@ class ComposedAttention(HeadScaleAttention):
 
     def __init__(self, config: ComposedConfig, causal: bool = True) -> None:
         super().__init__(config, config.head_scale, causal, config.bias)
-        d_q, d_kv, d_head = (
-            size if wanted else None
-            for size, wanted in (
-                (self.d_q, config.qkv_norm),
-                (self.d_kv, config.qkv_norm),
-                (self.d_head, config.qk_norm),
-            )
-        )
-        sizes = (d_q, d_kv, d_kv, d_head, d_head)
-        made = (nn.Identity() if size is None else norm_of(config, size) for size in sizes)
-        self.norm_q, self.norm_k, self.norm_v, self.q_norm, self.k_norm = made
+
+        def norm(wanted: bool, size: int) -> nn.Module:
+            return norm_of(config, size) if wanted else nn.Identity()
+
+        over_all_heads = [norm(config.qkv_norm, size) for size in (self.d_q, self.d_kv, self.d_kv)]
+        self.norm_q, self.norm_k, self.norm_v = over_all_heads
+        self.q_norm, self.k_norm = norm(config.qk_norm, self.d_head), norm(config.qk_norm, self.d_head)
         self.has_norms = config.qk_norm or config.qkv_norm
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
@@ -163,12 +153,6 @@ class Composition(DecoderOverBatch):
         added = self.config.positions in ("sinusoidal", "learned")
         return add_positions(h, positions, self.positions) if added else h
 
-    def rope(self, tokens: Tensor, dtype: torch.dtype) -> Rope | None:
-        return super().rope(tokens, dtype) if self.config.uses_rope else None
-
-    def head(self, h: Tensor) -> Head:
-        return Head(h, self.unembedding)
-
     def final_norm(self) -> nn.Module:
         """The norm after the last block; with `post` the block itself ends with one."""
         has_one = self.config.placement_of("mlp") != "post"
@@ -189,21 +173,12 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 class Composed(Composition):
-    """Logits = E_output norm(x), where x is the output of the last block."""
+    """Logits = E_output norm(x), where x is the output of the last block; `stack` ends with the norm."""
 
     def __init__(self, config: ComposedConfig) -> None:
         super().__init__(config, (ComposedBlock(config) for _ in range(config.n_layers)))
         self.norm_final = self.final_norm()
-        learned = config.positions == "learned"
-        self.positions = nn.Parameter(torch.empty(config.context, config.d_model)) if learned else None
-
-    def stack(
-        self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None, seeds: Tensor | None = None
-    ) -> Tensor:
-        """The blocks and the last norm."""
-        valid = None if doc_ids is None else doc_ids >= 0
-        h = self.run_blocks(self.layers, h, rope, mask, valid, seeds=seeds)
-        return self.run_norm(self.norm_final, h, valid)
+        self.positions = learned_positions(config)
 
 
 Model = Composed  # what build_model builds

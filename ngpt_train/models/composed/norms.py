@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ngpt_train.kernels.norm import at_least_fp32
 from ngpt_train.models.composed.keys import ComposedConfig
 from ngpt_train.models.composed.placement import Map
 from ngpt_train.models.layers.norms import LayerNorm, RMSNorm
@@ -27,7 +28,7 @@ def norm_of(config: ComposedConfig, size: int) -> nn.Module:
 
 
 class LayerNormWithout(nn.Module):
-    """LayerNorm whose gain is 1, whose bias is 0, or both: rows 8 to 10 of the notes on NormFormer's Table 8."""
+    """LayerNorm whose gain is 1, whose bias is 0, or both: notes 8 to 10 of NormFormer's Table 8."""
 
     def __init__(self, size: int, eps: float, gain: bool = False, bias: bool = False) -> None:
         super().__init__()
@@ -43,8 +44,7 @@ class LayerNormWithout(nn.Module):
             nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.layer_norm(wide, (self.size,), self.gain, self.bias, self.eps).to(x.dtype)
+        return F.layer_norm(at_least_fp32(x), (self.size,), self.gain, self.bias, self.eps).to(x.dtype)
 
 
 class CogViewNorm(LayerNorm):

@@ -8,13 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from ngpt_train.models.composed.model import (
-    ComposedAttention,
-    ComposedBlock,
-    Composition,
-    layer_scale,
-    res_scale,
-)
+from ngpt_train.models.composed.model import ComposedAttention, ComposedBlock, Composition, layer_scale, res_scale
 from ngpt_train.models.composed.norms import NormPass, norm_of
 from ngpt_train.models.composed.placement import Around
 from ngpt_train.models.composed_encoder_decoder.keys import ComposedEncoderDecoderConfig

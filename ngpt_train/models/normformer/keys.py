@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ngpt_train.config.keys import key
-from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.models.position_keys import PositionKeys
 
 
 @dataclass
-class NormFormerConfig(ModelConfig):
+class NormFormerConfig(PositionKeys):
     """Pre-LayerNorm Transformer with the extra operations of the NormFormer paper, each with a switch of its own."""
 
     applies_dropout = True
@@ -36,20 +35,3 @@ class NormFormerConfig(ModelConfig):
         "gelu", "Of the MLP, which has no gate: exact GELU, or ReLU squared.", choices=("gelu", "relu2")
     )
     norm_eps: float = key(1e-5, "Added to the variance in LayerNorm.", above=0)
-
-    @property
-    def uses_rope(self) -> bool:
-        return self.positions == "rotary"
-
-    def without_effect(self) -> Iterator[tuple[str, str]]:
-        if not self.uses_rope:
-            yield from (("positions", name) for name in ("rope_base", "rope_layout"))
-
-    def refuses_rows_of(self, context: int) -> str | None:
-        if self.positions == "learned" and context > self.context:
-            return f"model.positions=learned knows the positions of {self.context} tokens"
-        return None
-
-    def not_in_weights(self) -> set[str]:
-        """The learned positions are a weight of shape `(context, d_model)`, so then context must agree."""
-        return super().not_in_weights() - ({"context"} if self.positions == "learned" else set())

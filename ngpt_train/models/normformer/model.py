@@ -6,7 +6,6 @@ The paper has no equation numbers.
 
 import math
 
-import torch
 from torch import Tensor, nn
 
 from ngpt_train.kernels.operation import without_kernel
@@ -17,7 +16,7 @@ from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.learned_scale import HeadScaleAttention, LearnedScale
 from ngpt_train.models.layers.mlp import PlainMLP
 from ngpt_train.models.layers.norms import LayerNorm
-from ngpt_train.models.layers.positions import add_positions
+from ngpt_train.models.layers.positions import add_positions, learned_positions
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.normformer.keys import NormFormerConfig
 
@@ -78,9 +77,7 @@ class NormFormer(Decoder):
     def __init__(self, config: NormFormerConfig) -> None:
         super().__init__(config, (NormFormerBlock(config) for _ in range(config.n_layers)))
         self.norm_final = LayerNorm(config.d_model, config.norm_eps)
-        learned = config.positions == "learned"
-        self.positions = nn.Parameter(torch.empty(config.context, config.d_model)) if learned else None
-        self.rotary = config.positions == "rotary"
+        self.positions = learned_positions(config)
 
     def init_std(self, path: str) -> float:
         """As a decoder's, but for the embedding: times sqrt(d_model) it has standard deviation 0.5.
@@ -96,10 +93,7 @@ class NormFormer(Decoder):
 
     def add_positions(self, h: Tensor, positions: Tensor) -> Tensor:
         """sqrt(d_model) E[token] + position (Vaswani et al. 2017, sections 3.4 and 3.5)."""
-        return h if self.rotary else add_positions(h, positions, self.positions)
-
-    def rope(self, tokens: Tensor, dtype: torch.dtype) -> Rope | None:
-        return super().rope(tokens, dtype) if self.rotary else None
+        return h if self.config.uses_rope else add_positions(h, positions, self.positions)
 
     def head(self, h: Tensor) -> Head:
         return Head(self.norm_final(h), self.unembedding)

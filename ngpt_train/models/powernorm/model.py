@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.models.decoder import Head
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
@@ -231,17 +230,6 @@ class PowerNormDecoder(DecoderOverBatch):
     def __init__(self, config: PowerNormConfig) -> None:
         super().__init__(config, (PowerNormBlock(config) for _ in range(config.n_layers)))
         self.norm_final = NORMS[config.norm](config.d_model, config)
-
-    def stack(
-        self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None, seeds: Tensor | None = None
-    ) -> Tensor:
-        """The blocks and the last norm."""
-        valid = None if doc_ids is None else doc_ids >= 0
-        h = self.run_blocks(self.layers, h, rope, mask, valid, seeds=seeds)
-        return self.run_norm(self.norm_final, h, valid)
-
-    def head(self, h: Tensor) -> Head:
-        return Head(h, self.unembedding)
 
 
 Model = PowerNormDecoder  # what build_model builds

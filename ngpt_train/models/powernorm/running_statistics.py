@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.decoder import Decoder, Head
+from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import with_seeds
+from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 
 
@@ -22,7 +24,7 @@ class RunningStatistics(NamedTuple):
     """The running statistics that PowerNorm's forward pass takes, each `(d,)`."""
 
     psi: Tensor | None  # X is divided by it; None in the warm-up, where the batch's own psi divides X
-    nu: Tensor  # times loss_scale, in units of the loss that backward is called on
+    nu: Tensor  # times loss_factor, in units of the loss that backward is called on
     sum_for_Lambda: Tensor  # zeros, whose gradient in the backward pass is the sum of dL/dX_hat * X_hat
 
 
@@ -68,13 +70,13 @@ class NormOverBatch(nn.Module):
         """The running statistics by name, each `(d,)` or 0-dim: buffers, which a caller may change in place."""
         return dict(self.named_buffers(recurse=False))
 
-    def running_statistics(self, warming_up: bool, loss_scale: Tensor | float) -> RunningStatistics | None:
-        """The argument `running` of the next forward pass. loss_scale: by which its summed loss will be multiplied."""
+    def running_statistics(self, warming_up: bool, loss_factor: Tensor | float) -> RunningStatistics | None:
+        """The argument `running` of the next forward pass. loss_factor: by which its summed loss will be multiplied."""
         return None
 
     @torch.no_grad()
     def update_(
-        self, running: RunningStatistics | None, batch: BatchStatistics | None, loss_scale: Tensor | float
+        self, running: RunningStatistics | None, batch: BatchStatistics | None, loss_factor: Tensor | float
     ) -> None:
         """Updates the running statistics after a forward pass, which took `running` and returned `batch`."""
         if batch is None:
@@ -166,15 +168,15 @@ class PowerNormBase(NormOverBatch):
     def update_nu_(self, Gamma: Tensor, Lambda: Tensor) -> None:
         raise NotImplementedError
 
-    def running_statistics(self, warming_up: bool, loss_scale: Tensor | float) -> RunningStatistics | None:
+    def running_statistics(self, warming_up: bool, loss_factor: Tensor | float) -> RunningStatistics | None:
         if not self.training:
             return None
         psi = None if warming_up else self.root(self.psi_squared)
-        return RunningStatistics(psi, self.nu * loss_scale, torch.zeros_like(self.nu, requires_grad=True))
+        return RunningStatistics(psi, self.nu * loss_factor, torch.zeros_like(self.nu, requires_grad=True))
 
     @torch.no_grad()
     def update_(
-        self, running: RunningStatistics | None, batch: BatchStatistics | None, loss_scale: Tensor | float
+        self, running: RunningStatistics | None, batch: BatchStatistics | None, loss_factor: Tensor | float
     ) -> None:
         if running is None or batch is None:
             return
@@ -189,14 +191,14 @@ class PowerNormBase(NormOverBatch):
             self.update_psi_(psi_B_squared, (1 - self.alpha_fwd) * counts)
         # The mean of X_hat^2 = X^2 / psi^2, without another pass over X.
         Gamma = psi_B_squared / psi_squared
-        after_backward = partial(self._update_after_backward_, Gamma, batch.n_tokens * loss_scale)
+        after_backward = partial(self._update_after_backward_, Gamma, batch.n_tokens * loss_factor)
         running.sum_for_Lambda.register_hook(after_backward)
 
     @torch.no_grad()
     def _update_after_backward_(self, Gamma: Tensor, n_tokens: Tensor, sum_for_Lambda: Tensor) -> None:
         """Eq. 13, once autograd has computed sum_for_Lambda, the gradient of the tensor of zeros.
 
-        n_tokens: multiplied by loss_scale, so that Lambda is in units of the summed loss.
+        n_tokens: multiplied by loss_factor, so that Lambda is in units of the summed loss.
         """
         Lambda = self.over_ranks(sum_for_Lambda) / n_tokens.clamp(min=torch.finfo(n_tokens.dtype).tiny)
         self.update_nu_(Gamma, Lambda)
@@ -207,27 +209,40 @@ class DecoderOverBatch(Decoder):
 
     A block has `norms()`, its norms over the batch. It is called as (h, *arguments, running), with dropout as
     (h, *arguments, running, seeds), with their running statistics, and returns h and the statistics of the batch, both
-    in the order of `norms()`.
+    in the order of `norms()`. `norm_final` is the norm after the last block.
     """
 
     config: PowerNormConfig
+    norm_final: nn.Module
 
     def __init__(self, config: PowerNormConfig, *stacks: Iterable[nn.Module]) -> None:
         super().__init__(config, *stacks)
         self.step = 0
-        self.loss_scale: Tensor | float = 1.0
+        self.loss_factor: Tensor | float = 1.0
 
     @property
     def norms_over_batch(self) -> dict[str, NormOverBatch]:
         """The norms by the path of the module."""
         return {place: module for place, module in self.named_modules() if isinstance(module, NormOverBatch)}
 
-    def begin_step_(self, step: int, loss_scale: Tensor) -> None:
-        self.step, self.loss_scale = step, loss_scale
+    def begin_step_(self, step: int, loss_factor: Tensor) -> None:
+        self.step, self.loss_factor = step, loss_factor
         if step == 0:  # weights from run.init_from come with the n_warmup of another run
             for norm in self.norms_over_batch.values():
                 if isinstance(norm, PowerNormBase):
                     norm.n_warmup.zero_()
+
+    def stack(
+        self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None, seeds: Tensor | None = None
+    ) -> Tensor:
+        """The blocks and the last norm. Padding, whose doc_ids are below 0, counts in no statistic."""
+        valid = None if doc_ids is None else doc_ids >= 0
+        h = self.run_blocks(self.layers, h, rope, mask, valid, seeds=seeds)
+        return self.run_norm(self.norm_final, h, valid)
+
+    def head(self, h: Tensor) -> Head:
+        """`stack` has normalised h already."""
+        return Head(h, self.unembedding)
 
     def run_blocks(
         self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any, seeds: Tensor | None = None
@@ -258,12 +273,12 @@ class DecoderOverBatch(Decoder):
     def run_and_update(self, norms: Sequence[NormOverBatch], compute: Callable[[Running], Output]) -> Tensor:
         """Calls `compute` with the running statistics of `norms`, updates these, and returns the h of `compute`."""
         warming_up = self.step < int(self.config.psi_warmup_steps)
-        running = tuple(norm.running_statistics(warming_up, self.loss_scale) for norm in norms)
+        running = tuple(norm.running_statistics(warming_up, self.loss_factor) for norm in norms)
         h, batches = compute(running)
         for norm, used, batch in zip(norms, running, batches, strict=True):
             if norm.on_batch is not None and batch is not None:
                 norm.on_batch(batch)
-            norm.update_(used, batch, self.loss_scale)
+            norm.update_(used, batch, self.loss_factor)
         return h
 
     def statistics(self) -> dict[str, Tensor]:

@@ -52,10 +52,12 @@ def test_the_nearest_budget_by_its_logarithm() -> None:
     ],
 )
 def test_what_is_an_extrapolation(context: int, tokens: float, said: str) -> None:
+    """Another context, or a budget beyond all entries by more than a factor of 2. Caught: one that is not said."""
     assert found(context, tokens)[1] == said
 
 
 def test_an_entry_of_another_architecture() -> None:
+    """Caught: another architecture's rate that is taken for the run's own."""
     row = {256: [A | {"model": "ngpt"}, B | {"model": "gpt"}]}
     assert found(256, 1e11, row)[1] == "paper B (100 billion tokens at context 256)"
     assert found(256, 1e9, row)[1] == "an extrapolation: paper A (1 billion tokens at context 256); it is ngpt's"
@@ -152,6 +154,7 @@ def test_learning_rates_of_the_ngpt_paper() -> None:
 
 
 def test_every_entry_has_a_source() -> None:
+    """Of every recipe, also a new one: who found the rate, and how."""
     tables = [load_config([f"model={name}"]).optim.lr_table for name in ("gpt", "ngpt", "normformer", "ntransformer")]
     for table in tables:
         for scale, row in table.items():
@@ -160,6 +163,7 @@ def test_every_entry_has_a_source() -> None:
 
 
 def test_a_rate_that_is_set_is_from_nowhere() -> None:
+    """Set by the user, or by a row of a paper's table: the recipe's table has no part in it."""
     assert load_config(["model=ngpt", "optim.lr=2e-2"]).optim.lr_source == ""
     row = next(name for name in list_experiments() if name.startswith("paper/ngpt_table4/"))
     assert load_config([f"experiment={row}"]).optim.lr_source == ""  # the table sets optim.lr
@@ -189,6 +193,7 @@ def test_a_run_that_grows_keeps_its_rate() -> None:
     ("stored", "new"), [([], ["optim.lr=1e-3"]), (["optim.lr=5e-3"], []), (["optim.lr=5e-3"], ["optim.lr=1e-3"])]
 )
 def test_a_rate_that_was_asked_for_does_not_change(stored: list[str], new: list[str]) -> None:
+    """Caught: a resume that changes the rate without a word, to a number or to the table's."""
     with pytest.raises(ConfigError, match=r"optim\.lr: 0\.00(25|5) -> 0\.00"):
         check_resume(run(*stored), run("train.steps=100000", *new))
     assert with_first_lr(run("optim.lr=1e-3"), run()).optim.lr == 1e-3

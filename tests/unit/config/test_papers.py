@@ -89,11 +89,13 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_rows_of_the_tables() -> None:
+    """How many rows each table has, so that none is lost, or looked at by no test."""
     rows = {table: len(of(table)) for table in dict.fromkeys(name.split("/")[1] for name in NAMES)}
     assert rows == ROWS
 
 
 def test_rows_of_a_table_differ() -> None:
+    """No override is without an effect, and each row has a run directory of its own."""
     # The defaults of Table 4 are one run, in three sections.
     same = {"s_uv_default", "s_z_default"}
     seen: dict[str, str] = {}
@@ -163,6 +165,7 @@ def formula(model: Any) -> int:
 
 @pytest.mark.parametrize("name", [name[6:] for name in NAMES])
 def test_parameters(name: str) -> None:
+    """By formula, by the built model, and by the paper where it prints a number."""
     model = resolved(name).model
     expected = formula(model)
     assert published().get(name, expected) == expected
@@ -268,6 +271,7 @@ def check_gpt3(config: Any) -> None:
 
 
 def test_normformer_table_1() -> None:
+    """The paper's rates of both arms, GPT-3's batch and warm-up; the baselines have none of the operations."""
     table = of("normformer_table1")
     for size, (gpt3, tuned) in {"125m": (6e-4, 3e-3), "355m": (3e-4, 1e-3), "1.3b": (2e-4, 6e-4)}.items():
         for arm, value in {"gpt3": gpt3, "baseline": tuned, "normformer": tuned}.items():
@@ -407,6 +411,7 @@ VARIANTS = {
 
 
 def test_normformer_table_8() -> None:
+    """Each tick of the paper's columns, one by one."""
     table = of("normformer_table8")
     assert list(table) == [f"r{number}" for number in TABLE_8]
     for number, (arch, fc, attn, res, heads, variant) in TABLE_8.items():
@@ -544,6 +549,7 @@ def test_engpt() -> None:
 def test_plan_as_typed(
     row: str, parameters: str, tokens: str, vocabulary: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    """With nothing forced: parameters, tokens and vocabulary are the paper's."""
     assert main(["plan", f"experiment=paper/{row}", f"plan.out={tmp_path / 'plan.json'}"]) == 0
     printed = capsys.readouterr().out
     assert re.search(rf"vocabulary {vocabulary},", printed)

@@ -81,6 +81,7 @@ def test_sizes_of_shards_that_are_not_here(corpus: Path, tmp_path: Path) -> None
 
 
 def test_a_mixture_has_the_rows_of_each_source(corpus: Path) -> None:
+    """Caught: all rows of the run counted for each source."""
     mixture = f"data.mixture=web 3 local {corpus / '[012].jsonl'}; rest 1 local {corpus / '[345].jsonl'}"
     config = config_of(corpus, "data=mixture", "data.path=null", "tokenizer=bytes", mixture, "data.streaming=false")
     sizes = epoch_rows(open_dataset(config), config)
@@ -133,6 +134,7 @@ def test_planned_rows(corpus: Path, tmp_path: Path) -> None:
     ],
 )
 def test_warning(epochs: float, exact: bool, says: str) -> None:
+    """Caught: a warning at four times, none above, or an estimate that is not called one."""
     config = load_config(["scale=debug", "model=gpt", "train.batch_rows=8", f"train.steps={round(100 * epochs)}"])
     warnings = list(many_epochs({"": EpochRows(800, 1.0, exact), "unknown": None}, config))
     assert len(warnings) == bool(says)
@@ -142,6 +144,7 @@ def test_warning(epochs: float, exact: bool, says: str) -> None:
 
 
 def test_warning_of_a_source() -> None:
+    """Each is counted by itself: a small one may be read often where the whole mixture is not."""
     config = load_config(["scale=debug", "model=gpt", "train.batch_rows=8", "train.steps=1000"])
     (warning,) = many_epochs({"web": EpochRows(8000, 0.75, True), "rest": EpochRows(400, 0.25, True)}, config)
     for part in ("text of rest 5.0 times", "set train.steps to 800 or less", "weight in data.mixture"):

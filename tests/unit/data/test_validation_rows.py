@@ -52,6 +52,7 @@ def test_rows_are_those_of_before_and_do_not_depend_on_the_run(seed: int) -> Non
 
 @pytest.mark.parametrize("wanted", [1, 32, 33, 40_000, 65_000, 10**9])
 def test_tokens_are_enough_and_no_row_too_many(wanted: int) -> None:
+    """Caught: a last row too many or too few; rows twice where the split is too short."""
     given, tokens = config(f"eval.tokens={wanted}"), held_out(65_537)
     rows = rows_of(tokens, given)
     chosen = chosen_rows(rows, given)

@@ -116,6 +116,7 @@ def test_bytes_and_perplexity_are_per_word(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_words_written_and_read(tmp_path: Path) -> None:
+    """A run's file of words serves as tokenizer.path; a faulty one is refused."""
     tokenizer = load_words(["a b c"])
     entry = write_tokenizer(tokenizer, tmp_path)
     again = read_tokenizer(tmp_path, entry)

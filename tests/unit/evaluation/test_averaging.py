@@ -126,6 +126,7 @@ def test_a_resumed_run_has_the_same_average(runs: dict[str, Path], corpus: Path,
 def test_an_average_is_not_begun_in_the_middle(
     runs: dict[str, Path], corpus: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Nor ended: it would no longer be the average of the formula."""
     for name, ema in (("plain", "0.9"), ("gpt", "null")):
         given = arguments(runs[name].parents[1], corpus, "model=gpt", *OPTIONS, "train.steps=8")
         assert main(["train", *given, f"optim.ema_decay={ema}"]) == 2
@@ -150,6 +151,7 @@ def test_what_evaluate_says(runs: dict[str, Path], tmp_path: Path, capsys: pytes
 
 
 def test_what_cannot_be_averaged(runs: dict[str, Path], tmp_path: Path) -> None:
+    """Too few checkpoints, no moving average, both at once, two runs: each is refused in words."""
     with pytest.raises(DataError, match=r"evaluate.average=4: .* has 3 up to step 6 \(2, 4, 6\).*keep_last=3"):
         restored(runs["gpt"], "average=4")
     with pytest.raises(DataError, match=r"has 1 up to step 2 \(2\)"):

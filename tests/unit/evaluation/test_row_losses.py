@@ -180,24 +180,31 @@ class Recorded:
 
 
 def test_files_are_those_of_the_records(tmp_path: Path) -> None:
-    """Caught: files of steps that a resume has cut off, a repeated validation that overwrites the first one."""
+    """Caught: files of steps that a resume has cut off, a repeated validation that overwrites the first one, files of
+    others, as of an evaluate.out in this directory, that a resume deletes."""
     first = Recorded(tmp_path)
     for step in (0, 5, 10):
         first.files.write(step, {8: losses(step, 3), 2048: losses(step, 3)})
     assert first.names()[:3] == ["step_00000000.npz", "step_00000000_context_2048.npz", "step_00000005.npz"]
-    (tmp_path / "evals/.step_00000010.npz.partial").write_bytes(b"killed")
+    for name in (".step_00000005.npz.partial", ".step_00000010.npz.partial"):
+        (tmp_path / "evals" / name).write_bytes(b"killed")
+    others = ["averaged.json", "averaged.npz"]
+    for name in others:
+        (tmp_path / "evals" / name).write_bytes(b"somebody's")
     before = (tmp_path / "evals/step_00000005.npz").read_bytes()
 
     resumed = Recorded(tmp_path, 0, 5)
-    assert [name for name in resumed.names() if "context" not in name] == ["step_00000000.npz", "step_00000005.npz"]
+    kept = [name for name in resumed.names() if "context" not in name]
+    assert kept == [*others, "step_00000000.npz", "step_00000005.npz"]
     resumed.files.write(5, {8: losses(1, 3)})
     assert (tmp_path / "evals/step_00000005.npz").read_bytes() == before
     resumed.files.write(10, {8: losses(10, 3)})
     assert "step_00000010.npz" in resumed.names()
-    assert Recorded(tmp_path).names() == []
+    assert Recorded(tmp_path).names() == others
 
 
 def test_equal_losses_are_equal_bytes(tmp_path: Path) -> None:
+    """No time of writing is in the file, so that equal runs have equal files."""
     for name in ("a", "b"):
         losses(1).write(tmp_path / name)
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()

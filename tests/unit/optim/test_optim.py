@@ -67,7 +67,7 @@ def learning_rates(kind: str, warmup: int, steps: int, final: float) -> NDArray[
 @pytest.mark.parametrize("kind", ["cosine", "linear", "wsd", "constant", "inverse_sqrt", "ramp"])
 @pytest.mark.parametrize(("warmup", "steps"), [(0, 1), (0, 60), (1, 60), (7, 60), (55, 60), (59, 60)])
 def test_every_step_of_a_schedule(kind: str, warmup: int, steps: int) -> None:
-    """Caught: inverse_sqrt that jumps after the warmup, or is 0 without one; a ramp that begins at 0."""
+    """Caught: inverse_sqrt that jumps after the warm-up, or is 0 without one; a ramp that begins at 0."""
     final = 0.1 if kind in ("cosine", "linear", "wsd") else 0.0
     warmup = 0 if kind == "ramp" else warmup
     schedule = ScheduleConfig(kind=kind, warmup_steps=warmup, final_lr=final)

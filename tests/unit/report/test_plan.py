@@ -103,6 +103,7 @@ def test_blocks_in_bf16(overrides: list[str], copies: int, cast: int) -> None:
 
 
 def test_memory_of_a_moving_average() -> None:
+    """As many bytes as the weights, sharded like them. Caught: a copy that plan forgets."""
     for parallel in ("ddp", "fsdp"):
         without, made = (
             memory(plan("model=ngpt", "plan.world_size=8", f"parallel={parallel}", *ema))
