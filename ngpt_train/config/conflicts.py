@@ -221,7 +221,8 @@ def _source(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
     if not data.on_hub and data.repo is not None:
         yield repo, "the text is not read from the hub", "Choose data=hf, or leave data.repo out"
     if not data.on_hub and data.files is not None:
-        yield "data.files data.kind", "the text is not read from the hub", "Choose data=hf, or set data.path=GLOB"
+        fix = "Choose data=hf, or set data.files=null; data.path=GLOB names files of your own"
+        yield "data.files data.kind", "the text is not read from the hub", fix
     if not data.on_hub and data.text_gb is not None:
         yield "data.text_gb data.kind", "the size of the text is read from the files", "Leave data.text_gb out"
     if data.val_files is not None and data.kind not in ("local", "hf", "openwebtext"):

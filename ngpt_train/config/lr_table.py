@@ -100,7 +100,7 @@ def _problems(table: Mapping[Any, Any]) -> Iterator[str]:
             yield f"{scale}: must be the name of a scale, and then {{CONTEXT: LR}}"
             continue
         for context, entries in row.items():
-            where = f"{scale}, {context}"
+            where = f"{scale}, {context!r}"  # '64' is text
             if type(context) is not int or context <= 0:
                 yield f"{where}: a context is an integer > 0"
             elif not isinstance(entries, list):
@@ -113,7 +113,7 @@ def _problems(table: Mapping[Any, Any]) -> Iterator[str]:
 def _problems_of_entries(where: str, entries: list[Any]) -> Iterator[str]:
     if not entries:
         yield f"{where}: the list has no entry"
-    budgets = set()
+    budgets, seen = set(), set()
     for number, entry in enumerate(entries, start=1):
         place = f"{where}, entry {number}"
         if not isinstance(entry, dict) or "lr" not in entry:
@@ -129,6 +129,10 @@ def _problems_of_entries(where: str, entries: list[Any]) -> Iterator[str]:
             elif name == "extrapolation" and not isinstance(value, bool):
                 yield f"{place}: {name} must be true or false"
         budgets.add(tuple(name for name in BUDGETS if name in entry))
+        unit, budget = _budget(entry)
+        if budget in seen:
+            yield f"{place}: an entry before it has {unit}: {budget:g} as well"
+        seen |= {budget} if budget else set()
     if len(budgets) > 1 or (len(entries) > 1 and budgets == {()}) or ("tokens", "steps") in budgets:
         yield f"{where}: all entries have tokens, or all have steps; a single one may have neither"
 

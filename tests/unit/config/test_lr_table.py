@@ -69,7 +69,7 @@ def test_an_entry_of_another_architecture() -> None:
         ({"tiny": {256: "fast"}}, "tiny, 256: must be a number > 0"),
         ({"tiny": {256: 0}}, "tiny, 256: must be a number > 0"),
         ({"tiny": {256: math.inf}}, "tiny, 256: must be a number > 0"),
-        ({"tiny": {"256": 1}}, "tiny, 256: a context is an integer > 0"),
+        ({"tiny": {"256": 1}}, "tiny, '256': a context is an integer > 0"),
         ({"tiny": 1e-3}, "tiny: must be the name of a scale, and then {CONTEXT: LR}"),
         ({"tiny": {256: []}}, "tiny, 256: the list has no entry"),
         ({"tiny": {256: [1e-3]}}, "tiny, 256, entry 1: must be a mapping with lr"),
@@ -81,6 +81,7 @@ def test_an_entry_of_another_architecture() -> None:
         ({"tiny": {256: [A | {"steps": 5}]}}, "tiny, 256: all entries have tokens, or all have steps"),
         ({"tiny": {256: [A, {"lr": 1}]}}, "tiny, 256: all entries have tokens, or all have steps"),
         ({"tiny": {256: [A, {"lr": 1, "steps": 5}]}}, "tiny, 256: all entries have tokens, or all have steps"),
+        ({"tiny": {256: [B, A, B]}}, "tiny, 256, entry 3: an entry before it has tokens: 1e+11 as well"),
         ({"tiny": {256: [{"lr": 1}, {"lr": 2}]}}, "tiny, 256: all entries have tokens, or all have steps"),
     ],
 )
