@@ -26,7 +26,7 @@ MANY_EPOCHS = 4
 # Bytes of text per token, as measured: 4.42 of OpenWebText with GPT-2's 50,257 pieces, 4.04 with Mistral's 32,000,
 # 3.44 with a model of 4,096 that was trained from the text. So each doubling of the vocabulary adds about 0.27.
 BYTES_PER_TOKEN, VOCABULARY, BYTES_PER_DOUBLING = 3.4, 4096, 0.27
-# By the published sizes: 5.2 of WikiText-103, 5.5 of Penn Treebank, white space and ends of lines included.
+# By the published sizes: 5.2 of WikiText-103, 5.4 of Penn Treebank, white space and ends of lines included.
 BYTES_PER_WORD = 5.3
 
 
