@@ -17,7 +17,7 @@ from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_mul
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import auto_warmup
-from ngpt_train.config.schema import CheckpointConfig, Config
+from ngpt_train.config.schema import CheckpointConfig, Config, ScheduleConfig
 from ngpt_train.config.validate import Origin, mistake, report_together, show
 from ngpt_train.config.verb_keys import EvaluateConfig, GenerateConfig
 
@@ -190,6 +190,9 @@ def _optimization(config: Config) -> Iterator[Conflict]:
     if schedule.kind in ("constant", "inverse_sqrt", "ramp") and schedule.final_lr:
         problem = "this kind falls to no learning rate of one's choice"
         yield "schedule.final_lr schedule.kind", problem, "Set schedule.final_lr=0, or another kind"
+    if schedule.decay_fraction != ScheduleConfig().decay_fraction and schedule.kind != "wsd":
+        fix = "Set schedule.kind=wsd, or leave schedule.decay_fraction out"
+        yield "schedule.decay_fraction schedule.kind", "only wsd decays in a last part of the steps", fix
     yield from config.model.conflicts(config)
     if schedule.final_lr > float(optim.lr):
         yield "schedule.final_lr optim.lr", "ends above the peak", f"Set schedule.final_lr to {optim.lr} or less"

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.config.mixture import mixture_of
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config, TokenizerConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
 from ngpt_train.data.mixture import Mixture
@@ -35,7 +35,16 @@ from ngpt_train.data.sources.text import Shard, Source, draw_sample
 from ngpt_train.data.streamed.cache import OpenShards, ShardCache
 from ngpt_train.data.streamed.stream import stream_settings
 from ngpt_train.data.streamed.workers import StreamedText
-from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, tokenizer_identity, with_eos
+from ngpt_train.data.tokenizers import (
+    Tokenizer,
+    known_vocabulary,
+    load_tokenizer,
+    possible_keys,
+    read_tokenizer,
+    tokenizer_identity,
+    tokenizer_key,
+    with_eos,
+)
 
 OnMain = Callable[[Callable[[], Any]], Any]
 
@@ -137,7 +146,9 @@ def _open_tokens(config: Config, hashes: FileHashes, tokenizer: Tokenizer | None
     """
     path = Path(config.data.path or "").expanduser()
     if (path / MANIFEST).exists():
-        return _open_prepared(path, hashes)
+        dataset = _open_prepared(path, hashes)
+        _warn_of_unused(config.tokenizer, dataset)
+        return dataset
     megatron = find_megatron(path)
     files = megatron or find_nanogpt(path, config.data.path)
     tokenizer = tokenizer or load_tokenizer(config.tokenizer)
@@ -151,6 +162,19 @@ def _open_tokens(config: Config, hashes: FileHashes, tokenizer: Tokenizer | None
     source = {"kind": "nanogpt" if megatron is None else "megatron"}
     manifest = {"source": source, "tokenizer": entry, "fingerprint": found, "splits": described}
     return Dataset(splits["train"][0], splits["validation"][0], tokenizer, found, path, manifest)
+
+
+def _warn_of_unused(chosen: TokenizerConfig, dataset: Dataset) -> None:
+    """Says so where prepared shards bring another tokenizer than the one that somebody chose, such as a paper's row."""
+    found = dataset.tokenizer
+    if known_vocabulary(chosen.kind) is None:  # then only its model file tells which tokenizer it is
+        same = chosen.kind in (found.kind, TokenizerConfig().kind)
+    else:
+        same = tokenizer_key(chosen) in possible_keys(found)
+    if not same:
+        logger.warning(
+            "tokenizer.kind=%s is not used: the shards in %s have tokens of %s", chosen.kind, dataset.path, found.name
+        )
 
 
 # --- streamed text
