@@ -41,18 +41,22 @@ class Parts:
 
     batches: Iterator[tuple[Sequence[MicroBatch], Position]]
     evaluate: Callable[[TrainState], Record]  # collective
-    save: Callable[[TrainState, Position], None]  # collective; raises DataError
+    save: Callable[[TrainState, Position, float], None]  # with the step's loss; collective; raises DataError
     sinks: Sequence[Sink]
     meter: Meter
     after_step: Callable[[], None]  # tells the profiler that a step is over
     epoch_rows: Mapping[str, float] = field(default_factory=dict)  # of each source, "" without a mixture
     telemetry: Observer = NOBODY  # observes one step in logging.telemetry
+    advice: Callable[[], str] = lambda: ""  # what to do once training has become meaningless
 
 
 def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     """Trains from state.step to train.steps, or to train.stop_at, or until a rank is told to stop.
 
     At a step with both, the checkpoint is saved before the evaluation, so that an evaluation that fails loses nothing.
+    Nothing is saved while steps are skipped, because their weights may be those that made the gradients infinite. Only
+    the planned end is saved after one skipped step: the same command could not get beyond it.
+
     Returns why the run stopped early, None at the planned end. Raises NumericalError, DeviceMemoryError, and DataError
     if the last checkpoint could not be written.
     """
@@ -72,9 +76,9 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         for sink in parts.sinks:
             sink.message(f"warning: {text}")
 
-    def save(position: Position, must: bool) -> None:
+    def save(position: Position, must: bool, loss: float) -> None:
         try:
-            parts.save(state, position)
+            parts.save(state, position, loss)
         except DataError as error:
             if must:
                 raise
@@ -126,9 +130,13 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         saving = ending or _due(state.step, config.checkpoint.every)
         if logging or saving:
             log_telemetry()  # here the host waits for the device anyway
-            check_finite(state, int(skipped_in_a_row))
-        if saving:
-            save(position, must=ending)
+            skipped = int(skipped_in_a_row)
+            if skipped >= MAX_SKIPPED_IN_A_ROW or (skipped > 1 and state.step == last):
+                raise meaningless(state, parts, skipped)
+        if saving and skipped and state.step < last:
+            warn(f"no checkpoint at step {state.step}: the gradients of the last {skipped} steps were not finite.")
+        elif saving:
+            save(position, must=ending, loss=float(result.loss))
         if reason is not None and state.step < last:
             return reason
         if evaluating or state.step == last:
@@ -211,16 +219,13 @@ def without_remedy(result: StepResult) -> Tensor:
     return result.skipped if result.loss_scale is None else result.skipped & (result.loss_scale <= SMALLEST)
 
 
-def check_finite(state: TrainState, skipped_in_a_row: int) -> None:
-    """Raises NumericalError after MAX_SKIPPED_IN_A_ROW steps in a row whose gradient was not finite."""
-    if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        in_fp16 = " The loss scale is 1: if fp16 overflows, use another precision." if state.loss_scale else ""
-        raise NumericalError(
-            f"{skipped_in_a_row} steps in a row, up to step {state.step}, had a gradient that is not finite and were "
-            f"skipped. Start a new run from the last checkpoint (run.init_from=... run.name=...) with a lower optim.lr "
-            f"(it is {state.config.optim.lr}), or look at the data after step {state.step - skipped_in_a_row}."
-            f"{in_fp16}"
-        )
+def meaningless(state: TrainState, parts: Parts, skipped: int) -> NumericalError:
+    """The error of a run whose last `skipped` steps had a gradient that is not finite."""
+    in_fp16 = " The loss scale is 1: if fp16 overflows, use another precision." if state.loss_scale else ""
+    return NumericalError(
+        f"{skipped} steps in a row, up to step {state.step}, had a gradient that is not finite and were skipped. "
+        f"{parts.advice()}, or look at the data after step {state.step - skipped}.{in_fp16}"
+    )
 
 
 def _due(step: int, every: int) -> bool:

@@ -39,7 +39,7 @@ from ngpt_train.observe.meters import Meter
 from ngpt_train.observe.telemetry import Telemetry
 from ngpt_train.report.curves import plot_run
 from ngpt_train.training import TrainState, build_state
-from ngpt_train.training.checkpoint import Checkpoints, load_model, load_state, step_of
+from ngpt_train.training.checkpoint import Checkpoints, list_checkpoints, load_model, load_state, step_of
 from ngpt_train.training.feed import Feed
 from ngpt_train.training.loop import Parts, train
 from ngpt_train.training.profile import profiled
@@ -192,8 +192,8 @@ def train_in(
         write_yaml(config, directory / "config.yaml")
         write_json(directory / "tokenizer.json", write_tokenizer(data.tokenizer, directory))
 
-    def save(state: TrainState, position: Position) -> None:
-        say(f"saved {checkpoints.save(state, merged(world.gather(position)), add_files)}")
+    def save(state: TrainState, position: Position, loss: float) -> None:
+        say(f"saved {checkpoints.save(state, merged(world.gather(position)), add_files, loss)}")
 
     last_evaluation: dict[str, Any] = {}
     row_files: RowFiles | None = None
@@ -220,14 +220,13 @@ def train_in(
         with profiled(config.train.profile, run.path / "profile", world) as after_step:
             rows_of_an_epoch = {name: size.rows for name, size in sizes.items()}
             telemetry = Telemetry(state) if config.logging.telemetry else NOBODY
-            parts = Parts(feed, evaluate, save, sinks, meter_of(state), after_step, rows_of_an_epoch, telemetry)
+            meter, lr = meter_of(state), float(config.optim.lr)
+            parts = Parts(feed, evaluate, save, sinks, meter, after_step, rows_of_an_epoch, telemetry)
+            parts.advice = lambda: checkpoints.advice(lr)
             interruption = train(state, parts, stop)
         code, reason = 0, interruption or DONE
         if interruption:
-            say(
-                f"{interruption}: saved at step {state.step} of {last}; "
-                "run the same command, without run.overwrite, to continue"
-            )
+            say(f"{interruption}: {where_it_goes_on(run, state.step)}")
         else:
             say("; ".join(filter(None, [f"validation loss {last_evaluation['loss']:.4f}", unigram])))
     except BaseException as error:
@@ -242,6 +241,14 @@ def train_in(
         run.release()
     if world.is_main:
         print(f"curves: {plot_run(run.path)}")
+
+
+def where_it_goes_on(run: RunDirectory, step: int) -> str:
+    """What becomes of a run that was stopped after `step`, whose last steps may have been too bad to save."""
+    saved = list_checkpoints(run.checkpoints)
+    at = step_of(saved[-1]) if saved else 0
+    told = f"saved at step {step}" if at == step else f"step {step} is not saved, the last checkpoint is of step {at}"
+    return f"{told}; run the same command, without run.overwrite, to continue"
 
 
 def unigram_note(data: Dataset, validation: Evaluations, config: Config) -> str:
