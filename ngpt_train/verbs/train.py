@@ -15,8 +15,9 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import with_first_lr
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import DataError, same_on_host
 from ngpt_train.core.files import read_json, write_json
+from ngpt_train.core.launcher import end_with_launcher
 from ngpt_train.data import (
     Dataset,
     Position,
@@ -56,11 +57,13 @@ def main(config: Config, overrides: Sequence[str]) -> int:
 
     Raises ConfigError, DataError, NumericalError or DeviceMemoryError; each has its exit code.
     """
+    end_with_launcher()
     stop = StopRequest(config.run.max_time)  # first of all: the time to prepare data counts
     run = RunDirectory(config)
-    checkpoint = run.check(config)  # only reads, so that a refusal comes before anything slow
-    if checkpoint is None:
-        initial_checkpoint(config)
+    with same_on_host():
+        checkpoint = run.check(config)  # only reads, so that a refusal comes before anything slow
+        if checkpoint is None:
+            initial_checkpoint(config)
     resolve_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
     if checkpoint is not None:
         stored = read_yaml(checkpoint / "config.yaml")
@@ -193,7 +196,10 @@ def train_in(
         write_json(directory / "tokenizer.json", write_tokenizer(data.tokenizer, directory))
 
     def save(state: TrainState, position: Position, loss: float) -> None:
-        say(f"saved {checkpoints.save(state, merged(world.gather(position)), add_files, loss)}")
+        path = checkpoints.save(state, merged(world.gather(position)), add_files, loss)
+        if world.is_main:
+            run.saved(state.step)
+        say(f"saved {path}")
 
     last_evaluation: dict[str, Any] = {}
     row_files: RowFiles | None = None
@@ -235,7 +241,8 @@ def train_in(
         raise
     finally:
         if world.is_main or code:
-            run.finish(code, reason, state.step)  # first: wandb may take so long to close that torchrun kills
+            # First: wandb may take so long to close that torchrun kills.
+            run.finish(code, reason, state.step, world.rank)
         feed.close()
         close(sinks, reason)
         run.release()
