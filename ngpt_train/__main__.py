@@ -112,6 +112,11 @@ def _command(arguments: list[str]) -> Callable[[], int]:
         text = help_text(line.overrides, line.config_dir)
         return partial(_show, f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{text}")
     if line.multirun:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+            raise ConfigError(
+                "--multirun: not under torchrun, where every rank would run the sweep by itself"
+                "\n  Start one torchrun for each combination"
+            )
         return partial(_multirun, verb, line)
     # Only training shares a batch among the ranks of torchrun.
     check_arguments(verb, line.overrides)
@@ -162,11 +167,6 @@ def _multirun(verb: str, line: CommandLine) -> int:
     process group reaches the next. The exit code is the first that is not 0."""
     from ngpt_train.config.composition.overrides import expand
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError(
-            "--multirun: not under torchrun, where every rank would run the sweep by itself"
-            "\n  Start one torchrun for each combination"
-        )
     jobs, configs = [], []
     for number, overrides in enumerate(expand(line.overrides)):
         config = load_config(overrides, line.config_dir)

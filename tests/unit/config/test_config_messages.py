@@ -394,6 +394,7 @@ def test_under_torchrun(
     for text in says:
         assert text in message
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(["train", *arguments, "--cfg", "job"]) == 2
     assert capsys.readouterr().err == ""
 
