@@ -9,6 +9,7 @@ import logging
 import os
 import shutil
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -163,12 +164,16 @@ class RunDirectory:
             f"run.root={config.run.root}, run.name={config.run.name}: {nearest} {problem}. Choose another place."
         )
 
-    def open(self, config: Config, start: dict[str, Any], checkpoint: Path | None) -> None:
+    def open(
+        self, config: Config, start: dict[str, Any], checkpoint: Path | None, damaged: Mapping[str, str] | None = None
+    ) -> None:
         """Locks the directory for this process and writes config.yaml and run.json. Rank 0 calls it, after `check`.
 
-        start: versions, device, world size, fingerprints of this start. checkpoint: the result of `check`. Raises
-        ConfigError if the directory cannot be written, or if another process has used it since `check`.
+        start: versions, device, world size, fingerprints of this start. checkpoint: the newest one that is sound.
+        damaged: the names of those that are newer, and what is wrong with them; they are renamed. Raises ConfigError if
+        the directory cannot be written, or if another process has used it since `check`.
         """
+        damaged = damaged or {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock = (self.path / "lock").open("a")
@@ -187,12 +192,30 @@ class RunDirectory:
         self._sign_lock()
         if self.used and self._overwrites(config):
             self._delete()
-        elif list_checkpoints(self.checkpoints)[-1:] != ([checkpoint] if checkpoint else []):
+        elif {path.name for path in list_checkpoints(self.checkpoints)[-1 - len(damaged) :]} != {
+            *damaged,
+            *([checkpoint.name] if checkpoint else []),
+        }:
             raise ConfigError(f"run.name={config.run.name}: another process has trained in {self.path}; start again.")
+        for name, problem in damaged.items():
+            kept = self._put_aside(name)
+            logger.warning("%s The run goes on from %s; the damaged one is %s now.", problem, checkpoint, kept)
+        if damaged:
+            start = start | {"damaged": dict(damaged)}
         before = read_json(self.path / "run.json") if self.used else {"starts": []}
         write_json(self.path / "run.json", before | {"starts": [*before["starts"], start | {"job": this_job()}]})
         (self.path / "exit.json").unlink(missing_ok=True)
         write_yaml(config, self.path / "config.yaml")
+
+    def _put_aside(self, name: str) -> Path:
+        """Renames a damaged checkpoint, so that no start takes it and nothing deletes it; returns where it is."""
+        aside = self.checkpoints / f"damaged-{name}"
+        number = 1
+        while aside.exists():
+            number += 1
+            aside = self.checkpoints / f"damaged-{name}-{number}"
+        (self.checkpoints / name).rename(aside)
+        return aside
 
     def _sign_lock(self) -> None:
         """Writes who holds the lock into its file, for those who are refused."""

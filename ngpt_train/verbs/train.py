@@ -40,7 +40,15 @@ from ngpt_train.observe.meters import Meter
 from ngpt_train.observe.telemetry import Telemetry
 from ngpt_train.report.curves import plot_run
 from ngpt_train.training import TrainState, build_state
-from ngpt_train.training.checkpoint import Checkpoints, list_checkpoints, load_model, load_state, step_of
+from ngpt_train.training.checkpoint import (
+    Checkpoints,
+    list_checkpoints,
+    load_model,
+    load_state,
+    newest_undamaged,
+    newest_with_config,
+    step_of,
+)
 from ngpt_train.training.feed import Feed
 from ngpt_train.training.loop import Parts, train
 from ngpt_train.training.profile import profiled
@@ -64,6 +72,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         checkpoint = run.check(config)  # only reads, so that a refusal comes before anything slow
         if checkpoint is None:
             initial_checkpoint(config)
+        else:
+            checkpoint = newest_with_config(list_checkpoints(run.checkpoints))
     resolve_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
     if checkpoint is not None:
         stored = read_yaml(checkpoint / "config.yaml")
@@ -81,6 +91,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             "with `prepare` where all nodes see it, and use data=tokens data.path=DIRECTORY."
         )
     checkpoint = world.on_main(lambda: run.check(config, data))
+    found = world.on_main(lambda: list_checkpoints(run.checkpoints)) if checkpoint else []
+    checkpoint, damaged = newest_undamaged(found, world)
     last = config.train.stop_at or config.train.steps
     if checkpoint and step_of(checkpoint) >= last and run.done:
         if world.is_main:
@@ -90,7 +102,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         state, feed = begin_or_resume(config, world, data, checkpoint)
         validation = Evaluations(data.validation, data.tokenizer.n_bytes, config)
         start = world.on_main(lambda: describe_start(state, data))
-        world.on_main(lambda: run.open(config, start, checkpoint))
+        world.on_main(lambda: run.open(config, start, checkpoint, damaged))
         train_in(run, state, feed, validation, data, start, stop)
     return 0
 
@@ -151,7 +163,7 @@ def begin_or_resume(config: Config, world: World, data: Dataset, checkpoint: Pat
     state = build_state(config, world)
     position: dict[str, Any] | None = None
     if checkpoint:
-        position = load_state(checkpoint, state)
+        position = load_state(checkpoint, state, verified=True)
     elif initial := initial_checkpoint(config):
         load_model(initial, state.model, world)
         state.model.project_()

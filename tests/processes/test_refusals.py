@@ -154,7 +154,8 @@ def test_resume_never_and_must(directory: Path, corpus: Path, capsys: pytest.Cap
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
-def test_damaged_checkpoint(directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str], damage: str) -> None:
+def test_damaged_checkpoint(directory: Path, corpus: Path, damage: str) -> None:
+    """Caught: a flipped bit, a cut file or a missing one, that is not noticed or ends in a traceback."""
     file = directory / "runs/test/checkpoints/step_00000004/__0_0.distcp"
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
@@ -162,12 +163,10 @@ def test_damaged_checkpoint(directory: Path, corpus: Path, capsys: pytest.Captur
         file.unlink()
     else:
         file.write_bytes(content if damage == "flip" else content[:-100])
-    message = refused(directory, corpus, capsys, 3, "train.steps=6")
-    assert "step_00000004 is damaged" in message
-    assert file.name in message
-    # The advice in the message works.
-    shutil.rmtree(file.parent)
     assert main(["train", *arguments(directory, corpus, "train.steps=6", "checkpoint.every=2")]) == 0
+    start = json.loads((directory / "runs/test/run.json").read_text())["starts"][-1]
+    assert start["step"] == 2
+    assert file.name in start["damaged"]["step_00000004"]
     assert sorted(records(directory / "runs/test")) == [1, 2, 3, 4, 5, 6]
 
 

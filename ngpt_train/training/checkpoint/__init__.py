@@ -12,8 +12,19 @@ previous checkpoint. It can be read on any number of ranks and with any layout.
 A state with NaN or an infinity is not saved, and of the checkpoints whose loss had not exploded the last one is kept.
 """
 
-from ngpt_train.training.checkpoint.files import find_checkpoint, last_good, list_checkpoints, step_of
-from ngpt_train.training.checkpoint.load import load_model, load_state
+from ngpt_train.training.checkpoint.files import find_checkpoint, last_good, list_checkpoints, read_progress, step_of
+from ngpt_train.training.checkpoint.load import load_model, load_state, newest_undamaged, newest_with_config
 from ngpt_train.training.checkpoint.save import Checkpoints
 
-__all__ = ["Checkpoints", "find_checkpoint", "last_good", "list_checkpoints", "load_model", "load_state", "step_of"]
+__all__ = [
+    "Checkpoints",
+    "find_checkpoint",
+    "last_good",
+    "list_checkpoints",
+    "load_model",
+    "load_state",
+    "newest_undamaged",
+    "newest_with_config",
+    "read_progress",
+    "step_of",
+]

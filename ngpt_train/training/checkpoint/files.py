@@ -2,6 +2,7 @@
 
 import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,9 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
 
 MANIFEST = "MANIFEST.json"
+FORMAT = 1
+MOST = 2**63  # of what torch counts
+STATE = "state.json"
 UNFINISHED = ".unfinished-"
 NAME = re.compile(r"step_(\d{8,})")
 
@@ -60,6 +64,68 @@ def losses_of_good(directory: Path) -> list[float]:
 def last_good(directory: Path) -> Path | None:
     """The newest complete checkpoint in `directory` whose loss had not exploded, None if there is none."""
     return next((path for path in reversed(list_checkpoints(directory)) if is_good(path)), None)
+
+
+def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """Size and sha256 of every file by its name, as the manifest has them. Raises DataError where it is damaged, names
+    a file outside of the directory, lacks one that every checkpoint has, or leaves out a file of tensors."""
+    manifest = read_json(checkpoint / MANIFEST)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict):
+        problem = "it names no files"
+    elif manifest.get("format") != FORMAT:
+        problem = f"its format is {manifest.get('format')}, this version of ngpt-train reads {FORMAT}"
+    elif outside := [name for name in files if name in ("", ".", "..", MANIFEST) or "/" in name or "\0" in name]:
+        problem = f"it names {outside[0]!r}, which is no file of a checkpoint"
+    elif faulty := [name for name, entry in files.items() if not _is_entry(entry)]:
+        problem = f"it has no size and sha256 of {faulty[0]}"
+    elif missing := [name for name in (STATE, ".metadata") if name not in files]:
+        problem = f"it does not name {missing[0]}"
+    elif unnamed := sorted(path.name for path in checkpoint.glob("*.distcp") if path.name not in files):
+        problem = f"it does not name {unnamed[0]}"
+    else:
+        return files
+    raise DataError(f"{checkpoint / MANIFEST} is damaged: {problem}. Use another checkpoint.")
+
+
+def _is_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and type(entry.get("bytes")) is int
+        and isinstance(entry.get("sha256"), str)
+        and re.fullmatch("[0-9a-f]{64}", entry["sha256"]) is not None
+    )
+
+
+def differences(checkpoint: Path, files: Mapping[str, dict[str, Any]]) -> list[str]:
+    """How the files differ from their entries of the manifest, in words."""
+    problems = []
+    for name, expected in files.items():
+        path = checkpoint / name
+        if path.is_symlink() or not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != expected["bytes"]:
+            problems.append(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
+        elif size_and_sha256(path) != expected:
+            problems.append(f"{name} has another sha256 than when it was written")
+    return problems
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any]:
+    """The counters of a checkpoint, its state.json. Raises DataError where they are damaged, or of another step than
+    the name of the directory says."""
+    path = checkpoint / STATE
+    progress = read_json(path)
+    if not isinstance(progress, dict):
+        raise DataError(f"{path} is damaged: it is no object. Use another checkpoint.")
+    for name, smallest in (("step", 0), ("tokens", 0), ("world_size", 1)):
+        if type(value := progress.get(name)) is not int or not smallest <= value < MOST:
+            raise DataError(f"{path} is damaged: {name} is {value!r}. Use another checkpoint.")
+    if not isinstance(progress.get("data"), dict):
+        raise DataError(f"{path} is damaged: it has no position in the data. Use another checkpoint.")
+    if NAME.fullmatch(checkpoint.name) and progress["step"] != step_of(checkpoint):
+        raise DataError(f"{path} is of step {progress['step']}, its directory of another. Use another checkpoint.")
+    return progress
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:

@@ -1,10 +1,13 @@
 """From a checkpoint to a training state, on any number of ranks and with any layout."""
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -13,12 +16,13 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import read_json
 from ngpt_train.distributed import World
 from ngpt_train.models import Decoder
-from ngpt_train.training.checkpoint.files import MANIFEST, size_and_sha256
+from ngpt_train.training.checkpoint.files import differences, read_manifest, read_progress
+from ngpt_train.training.checkpoint.metadata import read_metadata
 from ngpt_train.training.checkpoint.tensors import (
     OPTIONS,
+    describe_error,
     moving_average,
     no_dist,
     set_statistics,
@@ -33,28 +37,49 @@ def verify(checkpoint: Path, world: World) -> None:
 
     Raises DataError, on every rank, which names the files that differ.
     """
-    files = read_json(checkpoint / MANIFEST)["files"]
-    problems = []
-    for index, (name, expected) in enumerate(files.items()):
-        if index % world.size == world.rank:
-            path = checkpoint / name
-            if not path.is_file():
-                problems.append(f"{name} is missing")
-            elif path.stat().st_size != expected["bytes"]:
-                problems.append(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
-            elif size_and_sha256(path) != expected:
-                problems.append(f"{name} has another sha256 than when it was written")
-    found = [problem for part in world.gather(problems) for problem in part]
+    files = world.on_main(lambda: read_manifest(checkpoint))  # so that all see the same, and none is left alone
+    mine = {name: entry for index, (name, entry) in enumerate(files.items()) if index % world.size == world.rank}
+    found = [problem for part in world.gather(differences(checkpoint, mine)) for problem in part]
     if found:
-        raise DataError(
-            f"The checkpoint {checkpoint} is damaged: {'; '.join(found)}. "
-            "Delete this directory to continue from the one before it."
-        )
+        raise DataError(f"The checkpoint {checkpoint} is damaged: {'; '.join(found)}. Use another checkpoint.")
+
+
+def newest_with_config(checkpoints: Sequence[Path]) -> Path | None:
+    """The newest of `checkpoints`, the oldest first, whose config and tokenizer are what its manifest says; the newest
+    of all if there is none. No collective call, and quick: the files of tensors are not read."""
+    for checkpoint in reversed(checkpoints):
+        with contextlib.suppress(DataError):
+            files = read_manifest(checkpoint)
+            small = {name: entry for name, entry in files.items() if not name.endswith(".distcp")}
+            if not differences(checkpoint, small):
+                return checkpoint
+    return checkpoints[-1] if checkpoints else None
+
+
+def newest_undamaged(checkpoints: Sequence[Path], world: World) -> tuple[Path | None, dict[str, str]]:
+    """The newest of `checkpoints`, the oldest first, whose files are what its manifest says, and what is wrong with
+    those that are newer, by name.
+
+    A collective call. Raises the newest one's DataError if all are damaged; none at all give None.
+    """
+    damaged: dict[str, str] = {}
+    for checkpoint in reversed(checkpoints):
+        try:
+            verify(checkpoint, world)
+        except DataError as error:
+            damaged[checkpoint.name] = str(error)
+        else:
+            return checkpoint, damaged
+    if damaged:
+        newest = next(iter(damaged.values()))
+        older = f" So are the {len(damaged) - 1} older ones." if len(damaged) > 1 else " There is no older one."
+        raise DataError(newest + older)
+    return None, damaged
 
 
 def check_names(checkpoint: Path, weights: Mapping[str, Any], part: str = "model") -> None:
     """Raises DataError if a weight of the model is not in that part of the checkpoint under its name."""
-    known = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    known = read_metadata(checkpoint, set(read_manifest(checkpoint))).state_dict_metadata
     if part == "ema" and not any(name.startswith("ema.") for name in known):
         raise DataError(f"The checkpoint {checkpoint} has no moving average: its run had optim.ema_decay=null.")
     if missing := [name for name in weights if f"{part}.{name}" not in known]:
@@ -64,27 +89,30 @@ def check_names(checkpoint: Path, weights: Mapping[str, Any], part: str = "model
         )
 
 
-def load_state(checkpoint: Path, state: TrainState) -> dict[str, Any]:
+def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> dict[str, Any]:
     """Loads weights, moments, averages, running statistics and counters into `state`; returns the position in the data.
 
-    A collective call. Raises DataError if the checkpoint is damaged or of another version.
+    verified: the files have just been compared with the manifest. A collective call. Raises DataError if the checkpoint
+    is damaged or of another version.
     """
-    verify(checkpoint, state.world)
+    if not verified:
+        verify(checkpoint, state.world)
+    progress = read_progress(checkpoint)
     model, optimizer = get_state_dict(state.model, state.optimizer, options=OPTIONS)
     check_names(checkpoint, model)
     tensors: dict[str, Any] = {
         "model": model,
-        "optimizer": optimizer,
+        # Without the groups' learning rates and the like, which the config has: DCP would unpickle them.
+        "optimizer": {name: value for name, value in optimizer.items() if isinstance(value, Tensor)},
         "statistics": statistics_to_load(checkpoint, state.model),
         **moving_average(state),
     }
     if state.ema is not None:
         check_names(checkpoint, state.ema.weights, "ema")
-    with without_process_group_warning():
-        dcp.load(tensors, checkpoint_id=checkpoint, no_dist=no_dist())
+    _read(checkpoint, tensors)
     set_statistics(state.model, tensors["statistics"], state.world)
+    optimizer |= tensors["optimizer"]
     set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=OPTIONS)
-    progress = read_json(checkpoint / "state.json")
     state.step = progress["step"]
     state.tokens.fill_(progress["tokens"])
     state.train_seconds = progress.get("train_seconds")  # earlier versions did not save it
@@ -108,7 +136,15 @@ def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "mode
         "statistics": statistics_to_load(checkpoint, model),
     }
     check_names(checkpoint, tensors[part], part)
-    with without_process_group_warning():
-        dcp.load(tensors, checkpoint_id=checkpoint, no_dist=no_dist())
+    _read(checkpoint, tensors)
     set_statistics(model, tensors["statistics"], world)
     set_model_state_dict(model, tensors[part])
+
+
+def _read(checkpoint: Path, tensors: dict[str, Any]) -> None:
+    """Reads a checkpoint, whose files are known to be whole, into `tensors`; a collective call. Raises DataError."""
+    try:
+        with without_process_group_warning():
+            dcp.load(tensors, checkpoint_id=checkpoint, no_dist=no_dist())
+    except (RuntimeError, ValueError, CheckpointException) as error:
+        raise DataError(f"The checkpoint {checkpoint} cannot be read: {describe_error(error)}") from None

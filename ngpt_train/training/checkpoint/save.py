@@ -16,7 +16,9 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import sync, write_json
 from ngpt_train.distributed import World
 from ngpt_train.training.checkpoint.files import (
+    FORMAT,
     MANIFEST,
+    STATE,
     UNFINISHED,
     last_good,
     list_checkpoints,
@@ -27,6 +29,7 @@ from ngpt_train.training.checkpoint.files import (
 from ngpt_train.training.checkpoint.soundness import first_not_finite, has_exploded
 from ngpt_train.training.checkpoint.tensors import (
     OPTIONS,
+    describe_error,
     moving_average,
     no_dist,
     statistics_of_all_ranks,
@@ -69,7 +72,7 @@ class Checkpoints:
             self._write(work, own, state, position, add_files)
             sums = self._checksums(work)
         except (Exception, CheckpointException) as error:  # CheckpointException is not a subclass of Exception
-            problem = _describe_error(error)
+            problem = describe_error(error)
         outcomes = self.world.gather((problem, sums))
         problem = next((found for found, _ in outcomes if found), None)
         if problem is None:
@@ -98,7 +101,7 @@ class Checkpoints:
             model, optimizer = get_state_dict(state.model, state.optimizer, options=OPTIONS)
             tensors = {"model": model, "optimizer": optimizer, **moving_average(state)}
         except Exception as error:
-            problem = _describe_error(error)
+            problem = describe_error(error)
         for rank, (failed, not_finite) in enumerate(self.world.gather((problem, unsound))):
             where = f" (rank {rank})" if self.world.size > 1 else ""
             if failed:
@@ -133,7 +136,7 @@ class Checkpoints:
                 "world_size": self.world.size,
                 "data": dict(position),
             }
-            write_json(work / "state.json", progress)
+            write_json(work / STATE, progress)
             add_files(work)
 
     def _checksums(self, work: Path) -> dict[str, dict[str, Any]]:
@@ -150,14 +153,14 @@ class Checkpoints:
             finite_loss = loss if loss is not None and math.isfinite(loss) else None
             for name in files:
                 sync(work / name)
-            manifest = {"format": 1, "good": good, "loss": finite_loss, "files": dict(sorted(files.items()))}
+            manifest = {"format": FORMAT, "good": good, "loss": finite_loss, "files": dict(sorted(files.items()))}
             write_json(work / MANIFEST, manifest)
             if final.exists():  # the run has resumed from an older checkpoint and is at this step again
                 os.rename(final, final.with_name(f"{UNFINISHED}replaced-{final.name}"))
             os.rename(work, final)
             sync(self.directory)
         except OSError as error:
-            return _describe_error(error)
+            return describe_error(error)
         return None
 
     def _prune(self) -> None:
@@ -174,13 +177,6 @@ class Checkpoints:
                 shutil.rmtree(leftover)
         except OSError as error:
             logger.warning("old checkpoints in %s could not be deleted: %s", self.directory, error)
-
-
-def _describe_error(error: BaseException) -> str:
-    """The error in one line; of a CheckpointException the error of the first rank that failed."""
-    if isinstance(error, CheckpointException) and error.failures:
-        error = next(iter(error.failures.values()))[0]
-    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 def _make_empty(directory: Path) -> None:

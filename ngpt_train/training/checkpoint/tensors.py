@@ -8,11 +8,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
-from ngpt_train.core.files import read_json
 from ngpt_train.distributed import World
 from ngpt_train.models import Decoder
+from ngpt_train.training.checkpoint.files import read_progress
 from ngpt_train.training.state import TrainState
 
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -35,7 +36,7 @@ def statistics_to_load(checkpoint: Path, model: Decoder) -> dict[str, Tensor]:
     """Uninitialised tensors, in the shapes that `statistics_of_all_ranks` returned when the checkpoint was saved."""
     if not model.statistics():
         return {}
-    n_ranks = read_json(checkpoint / "state.json")["world_size"]
+    n_ranks = read_progress(checkpoint)["world_size"]
     return {name: value.new_empty(n_ranks, *value.shape, device="cpu") for name, value in model.statistics().items()}
 
 
@@ -48,6 +49,13 @@ def set_statistics(model: Decoder, ranks: dict[str, Tensor], world: World) -> No
 
 def no_dist() -> bool:
     return not dist.is_initialized()
+
+
+def describe_error(error: BaseException) -> str:
+    """The error in one line; of a CheckpointException the error of the first rank that failed."""
+    if isinstance(error, CheckpointException) and error.failures:
+        error = next(iter(error.failures.values()))[0]
+    return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
 @contextmanager
