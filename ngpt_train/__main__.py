@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import importlib
 import logging
 import os
@@ -38,6 +39,15 @@ VERBS = {
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
 }
 ENDS_FOR_GOOD = (2, 3, 4)  # exit codes that would come again if torchrun started the processes again
+# What is wrong with the machine and not with us, and the remedy.
+FAULTS_OF_THE_SYSTEM = {
+    errno.ENOSPC: "Make room",
+    errno.EDQUOT: "Make room",
+    errno.EROFS: "Choose a place that can be written",
+    errno.ELOOP: "Remove this link, which leads to itself",
+    errno.EIO: "Look at the disk, or at the network that it is on",
+    errno.ESTALE: "Mount the file system again",
+}
 # What a shell reports of a tool that ends because nobody reads its output any more: 128 + SIGPIPE.
 NO_READER = 141
 USAGE = """\
@@ -77,6 +87,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except OSError as error:
+        if error.errno not in FAULTS_OF_THE_SYSTEM:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        remedy = FAULTS_OF_THE_SYSTEM[error.errno]
+        print(f"error: {where}{error.strerror}. {remedy}; the same command starts again", file=sys.stderr)
+        return 3
     except Exception as error:
         # Errors that name their exit code are addressed to the user; anything else is ours, with its traceback.
         code = getattr(error, "exit_code", None)

@@ -219,7 +219,10 @@ def train_in(
     def evaluate(state: TrainState) -> dict[str, Any]:
         losses = validation.row_losses(state.model, world, last=state.step >= last)
         if row_files is not None:
-            row_files.write(state.step, losses)
+            try:
+                row_files.write(state.step, losses)
+            except DataError as error:
+                say(f"warning: {error}")
         last_evaluation.update(validation.metrics(losses))
         return dict(last_evaluation)
 

@@ -324,6 +324,17 @@ def test_experiments_that_build_upon_each_other(tmp_path: Path, capsys: pytest.C
     assert f"in the defaults of {tmp_path}/experiment/c.yaml" in message
 
 
+def test_messages_keep_the_secrets_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Caught: the value of an environment variable in a message, and so in logs."""
+    monkeypatch.setenv("NGPT_SECRET", "hunter2")
+    message = message_of(["train.steps=${oc.env:NGPT_SECRET}"], capsys)
+    assert "train.steps=${oc.env:NGPT_SECRET}" in message
+    assert "Value '$NGPT_SECRET' of type 'str' could not be converted" in message
+    assert "hunter2" not in message
+
+
 @pytest.mark.parametrize("defaults", ["[null]", "[ngpt, override /model: gpt]"])
 def test_a_defaults_list_that_has_no_order(defaults: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()

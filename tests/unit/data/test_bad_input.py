@@ -279,6 +279,10 @@ def test_paths_that_lead_nowhere(text: Path, tmp_path: Path, way: str) -> None:
     for path in (text, f"{text}/*.jsonl"):
         with pytest.raises(DataError, match=r"link\.jsonl: cannot be read \(No such file or directory\)"):
             open_dataset(config(path, tmp_path / "cache", way))
+    (text / "link.jsonl").unlink()
+    (text / "loop.jsonl").symlink_to("loop.jsonl")
+    with pytest.raises(DataError, match=r"loop\.jsonl: cannot be read \(Too many levels of symbolic links\)"):
+        open_dataset(config(text, tmp_path / "cache", way))
     assert not (tmp_path / "cache").exists()
 
 
