@@ -183,6 +183,12 @@ class ParallelConfig:
         "streamed.",
         **SECONDS,
     )
+    check_replicas: int = key(
+        1000,
+        "Steps between two comparisons of what several ranks hold, weights and moments, beside the one at each save; 0 "
+        "at saves alone.",
+        minimum=0,
+    )
 
 
 @dataclass

@@ -13,6 +13,7 @@ from ngpt_train.data import Position, data_hash
 from ngpt_train.distributed import World
 from ngpt_train.optim.loss_scale import SMALLEST
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
+from ngpt_train.training.replicas import check_replicas
 from ngpt_train.training.signals import StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import NOBODY, MicroBatch, Observer, StepResult, train_step
@@ -57,8 +58,8 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     Nothing is saved while steps are skipped, because their weights may be those that made the gradients infinite. Only
     the planned end is saved after one skipped step: the same command could not get beyond it.
 
-    Returns why the run stopped early, None at the planned end. Raises NumericalError, DeviceMemoryError, and DataError
-    if the last checkpoint could not be written.
+    Returns why the run stopped early, None at the planned end. Raises NumericalError, DeviceMemoryError, ReplicaError,
+    and DataError if the last checkpoint could not be written.
     """
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
@@ -133,6 +134,8 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             skipped = int(skipped_in_a_row)
             if skipped >= MAX_SKIPPED_IN_A_ROW or (skipped > 1 and state.step == last):
                 raise meaningless(state, parts, skipped)
+        if saving or _due(state.step, config.parallel.check_replicas):
+            check_replicas(state)
         if saving and skipped and state.step < last:
             warn(f"no checkpoint at step {state.step}: the gradients of the last {skipped} steps were not finite.")
         elif saving:
