@@ -149,7 +149,8 @@ def shards_of(source: Source, hashes: FileHashes) -> tuple[Shard, ...]:
         name = str(group[0].relative_to(root)) + (f" to {group[-1].relative_to(root)}" if len(group) > 1 else "")
         identity = canonical_hash([source.settings, [identities[file] for file in group]])
         n_bytes = sum(text_size(file, file.stat().st_size) for file in group)
-        shards.append(Shard(name, identity, tuple(map(str, group)), size=n_bytes))
+        checksums = tuple(identities[file][1] for file in group)
+        shards.append(Shard(name, identity, tuple(map(str, group)), size=n_bytes, checksums=checksums))
     return tuple(shards)
 
 
