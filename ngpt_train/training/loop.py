@@ -14,7 +14,7 @@ from ngpt_train.distributed import World
 from ngpt_train.optim.loss_scale import SMALLEST
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
 from ngpt_train.training.replicas import check_replicas
-from ngpt_train.training.signals import StopRequest, StopTogether
+from ngpt_train.training.signals import StoppedWaitingError, StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import NOBODY, MicroBatch, Observer, StepResult, train_step
 
@@ -68,6 +68,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     spent_until: dict[int, Record] = {}  # by steps whose telemetry is not logged yet
     rows = torch.arange(world.rank, config.train.rows_per_step, world.size)  # as data/loader.py deals them
     stop_together = StopTogether(stop, world, state.step)
+    done: tuple[Position, StepResult] | None = None  # the last step of this start
 
     def log(record: Record) -> None:
         for sink in parts.sinks:
@@ -99,7 +100,14 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         evaluate()
     while state.step < last:
         started = time.perf_counter()
-        micro_batches, position = next(parts.batches)
+        try:
+            micro_batches, position = next(parts.batches)
+        except StoppedWaitingError:
+            if world.size > 1:
+                raise
+            if done is not None:
+                save(done[0], must=True, loss=float(done[1].loss))
+            return stop.reason
         fetched = time.perf_counter()
         for name in position.skipped.keys() - reported:
             warn(f"data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
@@ -107,6 +115,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         observer = parts.telemetry if _due(state.step + 1, config.logging.telemetry) else NOBODY
         with explain_out_of_memory(state.micro_rows):
             result = train_step(state, micro_batches, untouched=True, rows=rows, observer=observer)
+        done = position, result
         state.interval.add(result)
         skipped_in_a_row = (skipped_in_a_row + 1) * without_remedy(result)
         logging = _due(state.step, config.logging.every)

@@ -54,7 +54,7 @@ from ngpt_train.training.loop import Parts, train
 from ngpt_train.training.profile import profiled
 from ngpt_train.training.provenance import describe_start
 from ngpt_train.training.run_directory import DONE, RunDirectory, initial_checkpoint
-from ngpt_train.training.signals import StopRequest
+from ngpt_train.training.signals import Patience, StopRequest
 from ngpt_train.training.step import NOBODY
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             print(f"{run.path}: nothing to do, the run is at step {step_of(checkpoint)} and would end at {last}.")
         return 0
     with stop:  # until everything is written, the curves too
-        state, feed = begin_or_resume(config, world, data, checkpoint)
+        state, feed = begin_or_resume(config, world, data, checkpoint, stop)
         validation = Evaluations(data.validation, data.tokenizer.n_bytes, config)
         start = world.on_main(lambda: describe_start(state, data))
         world.on_main(lambda: run.open(config, start, checkpoint, damaged))
@@ -155,7 +155,9 @@ def with_precision(config: Config, world: World) -> Config:
     return replace(config, train=replace(config.train, precision=precision))
 
 
-def begin_or_resume(config: Config, world: World, data: Dataset, checkpoint: Path | None) -> tuple[TrainState, Feed]:
+def begin_or_resume(
+    config: Config, world: World, data: Dataset, checkpoint: Path | None, stop: StopRequest
+) -> tuple[TrainState, Feed]:
     """The training state and the batches, at the checkpoint's step, or at step 0 where there is no checkpoint.
 
     At step 0 the weights are those of run.init_from, or initial ones.
@@ -168,7 +170,8 @@ def begin_or_resume(config: Config, world: World, data: Dataset, checkpoint: Pat
         load_model(initial, state.model, world)
         state.model.project_()
     # Without a timeout: the shards of the first rows may have to be downloaded.
-    reader = world.on_all_without_timeout(lambda: reader_of(data, config, world.rank, world.size, position))
+    patience = Patience(stop, world, config.data.fetch_minutes)
+    reader = world.on_all_without_timeout(lambda: reader_of(data, config, world.rank, world.size, position, patience))
     loader = TrainLoader(
         reader,
         batch_rows=config.train.rows_per_step,
