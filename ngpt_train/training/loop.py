@@ -105,7 +105,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         except StoppedWaitingError:
             if world.size > 1:
                 raise
-            if done is not None:
+            if done is not None and not int(skipped_in_a_row):
                 save(done[0], must=True, loss=float(done[1].loss))
             return stop.reason
         fetched = time.perf_counter()
