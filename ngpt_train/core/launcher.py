@@ -1,6 +1,7 @@
 """torchrun and Slurm, as a process that they have started sees them: which job this is, whether it was started before,
 and whether the launcher still lives."""
 
+import contextlib
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ LOOK_SECONDS = 1.0
 # A process that has lost its launcher has this long to end its step and to save.
 GRACE_SECONDS = 120.0
 NO_NAME = "none"  # torchrun's name for a job without --rdzv-id
+END_FILE = "NGPT_TRAIN_END"  # in the environment: torchrun hides the exit codes of its processes from a script
 _END = "ngpt_train_end.json"
 
 
@@ -74,12 +76,13 @@ def check_ranks(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def remember_end(code: int, message: str) -> None:
-    """Notes for the restarts by this torchrun that the job has ended with an exit code that would come again."""
-    if (agent := this_job()["agent"]) is not None:
-        try:
-            Path(agent, _END).write_text(json.dumps({"code": code, "message": message}))
-        except OSError:  # then a restart fails as this start has
-            return
+    """Notes for the restarts by this torchrun that the job has ended with an exit code that would come again; and for
+    the script that has started torchrun, in the file that NGPT_TRAIN_END names."""
+    agent = this_job()["agent"]
+    for path in (agent and Path(agent, _END), os.environ.get(END_FILE)):
+        if path:
+            with contextlib.suppress(OSError):  # then a restart fails as this start has
+                Path(path).write_text(json.dumps({"code": code, "message": message}, indent=2) + "\n")
 
 
 def remembered_end() -> End | None:
