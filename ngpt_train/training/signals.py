@@ -1,4 +1,4 @@
-"""Stopping a run from outside by SIGTERM, Ctrl-C or the time limit. All ranks stop after the same step."""
+"""Stopping a run from outside by a signal or the time limit. All ranks stop after the same step."""
 
 import os
 import signal
@@ -10,6 +10,8 @@ from typing import Any
 from ngpt_train.core.errors import DataError
 from ngpt_train.distributed import World
 
+# Of a launcher or a queue, of Ctrl-C, and of a terminal that is closed.
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # A Ctrl-C reaches the workers of torchrun twice: from the terminal, and from torchrun, which forwards the signal. A
 # second SIGINT within this many seconds is that echo and does not count.
 ECHO_SECONDS = 1.0
@@ -22,7 +24,8 @@ MOST_STEPS = 16  # between two questions, even if steps are quick, because the n
 
 
 class StopRequest:
-    """Inside a `with`, SIGTERM and SIGINT do not end the process but set `reason`, which the loop reads.
+    """Inside a `with`, the signals of STOPPING do not end the process but set `reason`, which the loop reads. One that
+    is ignored, as SIGHUP under `nohup`, stays so.
 
     A second SIGINT ends the process at once, with exit code 130 as shells expect. No checkpoint is damaged, because
     checkpoints are written atomically. max_hours counts from construction.
@@ -35,8 +38,9 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._receive)
+        for number in STOPPING:
+            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:

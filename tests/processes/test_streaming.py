@@ -130,7 +130,7 @@ def test_many_resumes(tmp_path: Path, text: Path) -> None:
     assert data_hashes(directory) == data_hashes(tmp_path / "whole/runs/test")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path, number: signal.Signals) -> None:
     """To all processes at once, as Ctrl-C and many launchers do. Caught: a run that ends without its checkpoint."""
     given = arguments(tmp_path, text, *STREAMED, "train.steps=2000", "data.workers=2")

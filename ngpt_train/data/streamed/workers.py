@@ -37,6 +37,7 @@ from ngpt_train.data.tokenizers import Ids, Tokenizer
 
 BLOCK_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start
 POLL_SECONDS = 1.0
+LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 OnWait = Callable[[float], None]
 
@@ -179,7 +180,7 @@ class Worker:
         )
         # Ctrl-C reaches the whole terminal, and SIGTERM often all processes of a job. A worker inherits that they are
         # blocked: the trainer, which may need more rows to end its step, stops its workers.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_TRAINER)
         try:
             self._process.start()
         finally:

@@ -395,7 +395,7 @@ def test_the_error_of_a_worker(text: Path, tmp_path: Path, monkeypatch: pytest.M
         take_all(reader, 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_worker_leaves_signals_to_its_trainer(text: Path, tmp_path: Path, number: signal.Signals) -> None:
     """As Ctrl-C and launchers send them to all processes. Caught: a last step without rows, and no last checkpoint."""
     cfg = config(text, tmp_path / "cache", workers=1)
