@@ -183,6 +183,14 @@ class ParallelConfig:
         "streamed.",
         **SECONDS,
     )
+    hang_seconds: float = key(
+        30.0,
+        "Seconds without a sign of life after which a rank counts as hung. Then all ranks print their Python stacks "
+        "and end, and torchrun may start them again. A step hangs after 1.5 times these seconds, and 20 times the "
+        "longest step before. 0: never.",
+        minimum=0,
+        maximum=86_400,
+    )
     check_replicas: int = key(
         1000,
         "Steps between two comparisons of what several ranks hold, weights and moments, beside the one at each save; 0 "

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -17,6 +18,7 @@ from ngpt_train.training.replicas import check_replicas
 from ngpt_train.training.signals import StoppedWaitingError, StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import NOBODY, MicroBatch, Observer, StepResult, train_step
+from ngpt_train.training.watchdog import STEP
 
 Record = dict[str, Any]
 
@@ -49,6 +51,8 @@ class Parts:
     epoch_rows: Mapping[str, float] = field(default_factory=dict)  # of each source, "" without a mixture
     telemetry: Observer = NOBODY  # observes one step in logging.telemetry
     advice: Callable[[], str] = lambda: ""  # what to do once training has become meaningless
+    # Of (what, step): inside, the watchdog knows what this rank does.
+    during: Callable[[str, int], AbstractContextManager[None]] = lambda doing, step: nullcontext()
 
 
 def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
@@ -80,7 +84,8 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
 
     def save(position: Position, must: bool, loss: float) -> None:
         try:
-            parts.save(state, position, loss)
+            with parts.during("the checkpoint of step", state.step):
+                parts.save(state, position, loss)
         except DataError as error:
             if must:
                 raise
@@ -91,7 +96,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             log(record | spent_until.pop(record["step"]))
 
     def evaluate() -> None:
-        with explain_out_of_memory(state.micro_rows):
+        with explain_out_of_memory(state.micro_rows), parts.during("the validation at step", state.step):
             metrics = parts.evaluate(state)
         log({"kind": "eval", "step": state.step, "tokens": int(state.tokens), **spent(state), **metrics})
 
@@ -101,7 +106,8 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     while state.step < last:
         started = time.perf_counter()
         try:
-            micro_batches, position = next(parts.batches)
+            with parts.during("the rows of step", state.step + 1):
+                micro_batches, position = next(parts.batches)
         except StoppedWaitingError:
             if world.size > 1:
                 raise
@@ -113,7 +119,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             warn(f"data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
         reported |= position.skipped.keys()
         observer = parts.telemetry if _due(state.step + 1, config.logging.telemetry) else NOBODY
-        with explain_out_of_memory(state.micro_rows):
+        with explain_out_of_memory(state.micro_rows), parts.during(STEP, state.step + 1):
             result = train_step(state, micro_batches, untouched=True, rows=rows, observer=observer)
         done = position, result
         state.interval.add(result)

@@ -56,6 +56,7 @@ from ngpt_train.training.provenance import describe_start
 from ngpt_train.training.run_directory import DONE, RunDirectory, initial_checkpoint
 from ngpt_train.training.signals import Patience, StopRequest
 from ngpt_train.training.step import NOBODY
+from ngpt_train.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -229,6 +230,9 @@ def train_in(
         last_evaluation.update(validation.metrics(losses))
         return dict(last_evaluation)
 
+    watchdog = Watchdog(
+        world, config.parallel.hang_seconds, lambda reason: run.finish(1, f"hung: {reason}", state.step, world.rank)
+    )
     code, reason = 1, "failed"
     try:
         if world.is_main:
@@ -247,6 +251,7 @@ def train_in(
             meter, lr = meter_of(state), float(config.optim.lr)
             parts = Parts(feed, evaluate, save, sinks, meter, after_step, rows_of_an_epoch, telemetry)
             parts.advice = lambda: checkpoints.advice(lr)
+            parts.during = watchdog.during
             interruption = train(state, parts, stop)
         code, reason = 0, interruption or DONE
         if interruption:
@@ -261,6 +266,7 @@ def train_in(
         if world.is_main or code:
             # First: wandb may take so long to close that torchrun kills.
             run.finish(code, reason, state.step, world.rank)
+        watchdog.close()
         feed.close()
         close(sinks, reason)
         run.release()
