@@ -34,6 +34,7 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    local_size: int = 1  # ranks of this host
     timeout: float = 600.0  # parallel.timeout: seconds that ranks wait for a rank without a sign of life
 
     @property
@@ -142,8 +143,8 @@ def _share_outcome_of_main(outcome: tuple[T | None, Exception | None]) -> T:
 def join_world(config: Config) -> World:
     """Joins the process group that already exists, or else that of the processes that torchrun started.
 
-    Without torchrun, parallel=ddp and fsdp get a process group of one. Raises ConfigError if this process has no GPU
-    that train.device requires.
+    Without torchrun, parallel=ddp, fsdp and hsdp get a process group of one. Raises ConfigError if this process has no
+    GPU that train.device requires.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = resolve_device(config.train.device, local_rank)
@@ -155,12 +156,14 @@ def join_world(config: Config) -> World:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
             dist.init_process_group(backend, timeout=timeout, store=_of_this_start(store), rank=rank, world_size=size)
-        elif config.parallel.kind in ("ddp", "fsdp"):
+        elif config.parallel.kind in ("ddp", "fsdp", "hsdp"):
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     if not dist.is_initialized():
         return World(rank=0, size=1, local_rank=0, device=device)
     _keep_process_group()
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, config.parallel.timeout)
+    size = dist.get_world_size()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return World(dist.get_rank(), size, local_rank, device, local_size, config.parallel.timeout)
 
 
 def _of_this_start(store: dist.Store) -> dist.Store:

@@ -1,7 +1,8 @@
-"""Compares what every rank holds whole: all weights and moments under DDP, those of vectors under FSDP2.
+"""Compares what several ranks hold: all weights and moments under DDP, those of vectors under FSDP2, and under HSDP
+also each shard with that of the other groups.
 
-All ranks compute them from the same numbers, so they are equal to the bit. Where they are not, a memory or a device has
-failed, and the ranks train different models whose gradients are averaged.
+These ranks compute them from the same numbers, so they are equal to the bit. Where they are not, a memory or a device
+has failed, and the ranks train different models whose gradients are averaged.
 """
 
 from collections.abc import Iterator
@@ -10,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ngpt_train.distributed.sharding import checksum, replicas, shard_number
 from ngpt_train.training.state import TrainState
-
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
 
 
 class ReplicaError(RuntimeError):
@@ -22,34 +22,35 @@ class ReplicaError(RuntimeError):
 
 
 def check_replicas(state: TrainState) -> None:
-    """Raises ReplicaError, on every rank, if a weight or a moment that every rank holds whole differs in a bit.
+    """Raises ReplicaError, on every rank, if what several ranks hold differs in a bit.
 
     A collective call, which waits for the device; one rank has nothing to compare.
     """
     if state.world.size == 1:
         return
-    names, sums = [], []
-    with torch.no_grad():
-        for name, tensor in _whole(state):
-            names.append(name)
-            # Of the bits, as whole numbers: a sum without rounding, in which one changed element shows.
-            sums.append(tensor.contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))
-    ranks = state.world.gather(torch.stack(sums).tolist() if sums else [])
-    for rank, of_rank in enumerate(ranks):
-        for name, own, first in zip(names, of_rank, ranks[0], strict=True):
-            if own != first:
+    names, owners, sums = [], [], []
+    for name, tensor in _shared(state):
+        names.append(name)
+        owners.append(shard_number(tensor))  # of a whole tensor 0 on all ranks
+        sums.append(checksum(tensor))
+    ranks = state.world.gather((owners, torch.stack(sums).tolist() if sums else []))
+    first: dict[tuple[str, int], tuple[int, int]] = {}  # the first rank that holds a shard of a tensor, and its sum
+    for rank, (shards, of_rank) in enumerate(ranks):
+        for name, shard, own in zip(names, shards, of_rank, strict=True):
+            other, of_other = first.setdefault((name, shard), (rank, own))
+            if own != of_other:
                 raise ReplicaError(
-                    f"step {state.step}: {name} on rank {rank} is not what it is on rank 0, so a memory or a device of "
-                    "theirs has failed. Nothing is saved; the same command goes on from the last checkpoint"
+                    f"step {state.step}: {name} on rank {rank} is not what it is on rank {other}, so a memory or a "
+                    "device of theirs has failed. Nothing is saved; the same command goes on from the last checkpoint"
                 )
 
 
-def _whole(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+def _shared(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """What more than one rank holds."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
-    for parameter, name in names.items():
-        if not isinstance(parameter, DTensor):
-            yield name, parameter
+    found = [(name, parameter) for parameter, name in names.items()]
     for parameter, moments in state.optimizer.state.items():
-        for moment, value in moments.items():
-            if isinstance(value, Tensor) and not isinstance(value, DTensor):
-                yield f"{moment} of {names[parameter]}", value
+        found += [(f"{moment} of {names[parameter]}", x) for moment, x in moments.items() if isinstance(x, Tensor)]
+    for name, tensor in found:
+        if not isinstance(tensor, DTensor) or replicas(tensor) > 1:
+            yield name, tensor

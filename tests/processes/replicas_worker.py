@@ -2,6 +2,7 @@
 
 import os
 import sys
+from dataclasses import replace
 
 import torch
 
@@ -11,10 +12,13 @@ from tests.processes.statistics_worker import batch, worker_config
 
 
 def main(out: str, parallel: str) -> None:
-    state = build_state(worker_config("pn", parallel, "per_rank", micro_rows=2))
-    rank = state.world.rank
+    config = worker_config("pn", parallel, "per_rank", micro_rows=1)
+    if parallel == "hsdp":
+        config = replace(config, parallel=replace(config.parallel, shard=2))
+    state = build_state(config)
+    rank, size = state.world.rank, state.world.size
     for step in range(3):
-        train_step(state, [[part.chunk(2)[rank] for part in batch(step)]])
+        train_step(state, [[part.chunk(size)[rank] for part in batch(step)]])
         check_replicas(state)
     found = {}
     parameters = dict(state.model.named_parameters())
