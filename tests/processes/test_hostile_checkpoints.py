@@ -10,12 +10,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
 
 from ngpt_train.__main__ import main
 from ngpt_train.core.errors import DataError
 from ngpt_train.training.checkpoint.files import read_manifest, read_progress
+from ngpt_train.training.checkpoint.load import open_tensors
 from ngpt_train.training.checkpoint.metadata import read_metadata
 from tests.processes.runs import arguments, numbers, run, train
+
+TENSORS = "shard-00001-model-00001-of-00001.safetensors"
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +54,31 @@ def sign(path: Path, name: str) -> None:
     (path / "MANIFEST.json").write_text(json.dumps(manifest))
 
 
+def as_before(path: Path, corpus: Path) -> None:
+    """Makes a checkpoint one of format 1, with torch's own files and their pickled index."""
+    out = path.with_name("format_1")
+    reader, names = open_tensors(path)
+    stored = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(out), no_dist=True)
+    (path / TENSORS).unlink()
+    for file in out.iterdir():
+        file.rename(path / file.name)
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    del manifest["files"][TENSORS]
+    (path / "MANIFEST.json").write_text(json.dumps(manifest | {"format": 1}))
+    for name in (".metadata", "__0_0.distcp"):
+        sign(path, name)
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
 
-@pytest.mark.parametrize("name", ["__0_0.distcp", "config.yaml", ".metadata", "MANIFEST.json", "tokenizer.json"])
+@pytest.mark.parametrize("name", [TENSORS, "config.yaml", "state.json", "MANIFEST.json", "tokenizer.json"])
 def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(directory: Path, corpus: Path, name: str) -> None:
     """Caught: a run that ends because its newest checkpoint is damaged; one that goes on without a word; a damaged one
     that is deleted."""
@@ -67,7 +91,7 @@ def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(directory: Path, c
     assert finished.returncode == 0, finished.stderr
     assert f"goes on from {checkpoint(directory, 4)}" in finished.stderr
     assert "is damaged" in finished.stderr or "missing or damaged" in finished.stderr
-    assert (directory / "runs/test/checkpoints/damaged-step_00000006/__0_0.distcp").is_file()
+    assert (directory / "runs/test/checkpoints/damaged-step_00000006" / TENSORS).is_file()
     start = json.loads((directory / "runs/test/run.json").read_text())["starts"][-1]
     assert start["step"] == 4
     assert list(start["damaged"]) == ["step_00000006"]
@@ -78,10 +102,12 @@ def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(directory: Path, c
 
 def test_all_are_damaged(directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (2, 4, 6):
-        flip(checkpoint(directory, step) / "__0_0.distcp")
+        flip(checkpoint(directory, step) / TENSORS)
     before = (directory / "runs/test/metrics.jsonl").read_bytes()
     assert main(["train", *given(directory, corpus)]) == 3
-    assert "step_00000006 is damaged: __0_0.distcp has another sha256" in (message := capsys.readouterr().err)
+    assert "step_00000006 is damaged: shard-00001-model-00001-of-00001.safetensors has another sha256" in (
+        message := capsys.readouterr().err
+    )
     assert "So are the 2 older ones" in message
     assert (directory / "runs/test/metrics.jsonl").read_bytes() == before
 
@@ -112,6 +138,7 @@ def test_a_pickle_is_not_executed(directory: Path, corpus: Path, verb: str, caps
     written = directory / "executed"
     for step in (2, 4, 6):
         path = checkpoint(directory, step)
+        as_before(path, corpus)
         (path / ".metadata").write_bytes(pickle.dumps(Touch(written)))
         sign(path, ".metadata")
     assert main(verbs(directory, corpus)[verb]) == 3
@@ -119,29 +146,49 @@ def test_a_pickle_is_not_executed(directory: Path, corpus: Path, verb: str, caps
     assert not written.exists()
 
 
-def test_no_pickle_of_a_number_is_read(directory: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """DCP saves a number as a pickle and would execute it. Caught: numbers of the optimizer that are read."""
+def test_nothing_is_pickled(directory: Path, corpus: Path) -> None:
+    """Caught: a file that torch's own format or anything else has pickled."""
+    for step in (2, 4, 6):
+        for file in checkpoint(directory, step).iterdir():
+            if file.suffix == ".json":
+                json.loads(file.read_text())
+            elif file.suffix == ".safetensors":
+                assert safe_open(file, "pt").keys()
+            else:
+                assert file.name == "config.yaml"
+
+
+def test_checkpoints_of_before_are_read(directory: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's format pickles the optimizer's numbers, too. Caught: a checkpoint of before that is refused, one whose
+    numbers are unpickled."""
     import torch.distributed.checkpoint.default_planner as planner
 
     def refused(*_: object) -> None:
         raise AssertionError("unpickled")
 
+    expected = directory.parent / "expected"
+    shutil.copytree(directory, expected)
+    assert main(["train", *given(expected, corpus)]) == 0
+    as_before(checkpoint(directory), corpus)
     monkeypatch.setattr(planner.DefaultLoadPlanner, "load_bytes", refused)
     assert main(["train", *given(directory, corpus)]) == 0
+    assert numbers(directory / "runs/test") == numbers(expected / "runs/test")
+    assert (checkpoint(directory, 8) / TENSORS).is_file()
 
 
-def test_files_outside_are_not_followed(directory: Path) -> None:
+def test_files_outside_are_not_followed(directory: Path, corpus: Path) -> None:
     path = checkpoint(directory)
-    metadata = read_metadata(path, set(read_manifest(path)))
+    as_before(path, corpus)
+    metadata = read_metadata(path, set(read_manifest(path).files))
     place = next(iter(metadata.storage_data.values()))
     place.relative_path = "../step_00000004/__0_0.distcp"
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     with pytest.raises(DataError, match=r"in files that the manifest does not name, such as \.\./step_00000004/"):
-        read_metadata(path, set(read_manifest(path)))
+        read_metadata(path, set(read_manifest(path).files))
 
 
 ENTRY = {"bytes": 1, "sha256": 64 * "0"}
-USUAL = {"state.json": ENTRY, ".metadata": ENTRY}
+USUAL = {"state.json": ENTRY}
 
 
 @pytest.mark.parametrize(
@@ -153,8 +200,8 @@ USUAL = {"state.json": ENTRY, ".metadata": ENTRY}
         ({"format": 1, "files": []}, "it names no files"),
         ({"format": 99, "files": USUAL}, "its format is 99"),
         ({"format": 1, "files": {}}, "it does not name state.json"),
-        ({"format": 1, "files": {"state.json": ENTRY}}, "it does not name .metadata"),
-        ({"format": 1, "files": USUAL}, "it does not name __0_0.distcp"),
+        ({"format": 2, "files": {TENSORS: ENTRY}}, "it does not name state.json"),
+        ({"format": 1, "files": USUAL}, f"it does not name {TENSORS}"),
         ({"format": 1, "files": USUAL | {"../x": ENTRY}}, "it names '../x'"),
         ({"format": 1, "files": USUAL | {"/etc/passwd": ENTRY}}, "it names '/etc/passwd'"),
         ({"format": 1, "files": USUAL | {"..": ENTRY}}, "it names '..'"),

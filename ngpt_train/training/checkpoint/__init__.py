@@ -1,10 +1,9 @@
 """Checkpoints that are complete or absent.
 
-    checkpoints/step_00001000/   __0_0.distcp ...  sharded tensors (torch.distributed.checkpoint)
-                                 .metadata         the place of each tensor in those files
-                                 state.json        counters, sums since the last record, position in the data
+    checkpoints/step_00001000/   shard-00001-....safetensors ...  the tensors of each rank
+                                 state.json     counters, sums since the last record, position in the data
                                  config.yaml, tokenizer files
-                                 MANIFEST.json     size and sha256 of every file, the loss; written last
+                                 MANIFEST.json  size and sha256 of every file, the loss; written last
 
 A checkpoint is written under another name, synced to disk and then renamed, so that a kill at any moment leaves the
 previous checkpoint. It can be read on any number of ranks and with any layout.

@@ -1,8 +1,10 @@
 """The directories of checkpoints: their names, manifests and checksums. Reads, and writes nothing."""
 
 import hashlib
+import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
 
 MANIFEST = "MANIFEST.json"
-FORMAT = 1
+FORMAT = 2  # tensors in safetensors; 1: in torch's own files, whose index is a pickle
 MOST = 2**63  # of what torch counts
 STATE = "state.json"
 UNFINISHED = ".unfinished-"
@@ -66,26 +68,39 @@ def last_good(directory: Path) -> Path | None:
     return next((path for path in reversed(list_checkpoints(directory)) if is_good(path)), None)
 
 
-def read_manifest(checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Size and sha256 of every file by its name, as the manifest has them. Raises DataError where it is damaged, names
-    a file outside of the directory, lacks one that every checkpoint has, or leaves out a file of tensors."""
+@dataclass(frozen=True)
+class Manifest:
+    """files: size and sha256 of every file by its name."""
+
+    format: int
+    files: dict[str, dict[str, Any]]
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest. Raises DataError where it is damaged, names a file outside of the directory, lacks one that every
+    checkpoint has, or leaves out a file of tensors."""
     manifest = read_json(checkpoint / MANIFEST)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict):
         problem = "it names no files"
-    elif manifest.get("format") != FORMAT:
-        problem = f"its format is {manifest.get('format')}, this version of ngpt-train reads {FORMAT}"
+    elif manifest.get("format") not in (1, FORMAT):
+        problem = f"its format is {manifest.get('format')!r}, this version of ngpt-train reads 1 and {FORMAT}"
     elif outside := [name for name in files if name in ("", ".", "..", MANIFEST) or "/" in name or "\0" in name]:
         problem = f"it names {outside[0]!r}, which is no file of a checkpoint"
     elif faulty := [name for name, entry in files.items() if not _is_entry(entry)]:
         problem = f"it has no size and sha256 of {faulty[0]}"
-    elif missing := [name for name in (STATE, ".metadata") if name not in files]:
-        problem = f"it does not name {missing[0]}"
-    elif unnamed := sorted(path.name for path in checkpoint.glob("*.distcp") if path.name not in files):
+    elif STATE not in files:
+        problem = f"it does not name {STATE}"
+    elif unnamed := sorted(name for name in os.listdir(checkpoint) if has_tensors(name) and name not in files):
         problem = f"it does not name {unnamed[0]}"
     else:
-        return files
+        return Manifest(manifest["format"], files)
     raise DataError(f"{checkpoint / MANIFEST} is damaged: {problem}. Use another checkpoint.")
+
+
+def has_tensors(name: str) -> bool:
+    """Whether a file of a checkpoint has tensors, or says where they are."""
+    return name.endswith((".safetensors", ".distcp")) or name == ".metadata"
 
 
 def _is_entry(entry: Any) -> bool:

@@ -1,24 +1,26 @@
 """From a checkpoint to a training state, on any number of ranks and with any layout."""
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.storage import StorageReader
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.distributed import World
 from ngpt_train.models import Decoder
-from ngpt_train.training.checkpoint.files import differences, read_manifest, read_progress
+from ngpt_train.training.checkpoint.files import differences, has_tensors, read_manifest, read_progress
 from ngpt_train.training.checkpoint.metadata import read_metadata
 from ngpt_train.training.checkpoint.tensors import (
     OPTIONS,
@@ -37,7 +39,7 @@ def verify(checkpoint: Path, world: World) -> None:
 
     Raises DataError, on every rank, which names the files that differ.
     """
-    files = world.on_main(lambda: read_manifest(checkpoint))  # so that all see the same, and none is left alone
+    files = world.on_main(lambda: read_manifest(checkpoint)).files  # so that all see the same, and none is left alone
     mine = {name: entry for index, (name, entry) in enumerate(files.items()) if index % world.size == world.rank}
     found = [problem for part in world.gather(differences(checkpoint, mine)) for problem in part]
     if found:
@@ -49,8 +51,8 @@ def newest_with_config(checkpoints: Sequence[Path]) -> Path | None:
     of all if there is none. No collective call, and quick: the files of tensors are not read."""
     for checkpoint in reversed(checkpoints):
         with contextlib.suppress(DataError):
-            files = read_manifest(checkpoint)
-            small = {name: entry for name, entry in files.items() if not name.endswith(".distcp")}
+            files = read_manifest(checkpoint).files
+            small = {name: entry for name, entry in files.items() if not has_tensors(name)}
             if not differences(checkpoint, small):
                 return checkpoint
     return checkpoints[-1] if checkpoints else None
@@ -77,9 +79,21 @@ def newest_undamaged(checkpoints: Sequence[Path], world: World) -> tuple[Path | 
     return None, damaged
 
 
-def check_names(checkpoint: Path, weights: Mapping[str, Any], part: str = "model") -> None:
-    """Raises DataError if a weight of the model is not in that part of the checkpoint under its name."""
-    known = read_metadata(checkpoint, set(read_manifest(checkpoint))).state_dict_metadata
+def open_tensors(checkpoint: Path) -> tuple[StorageReader, Collection[str]]:
+    """A reader of the tensors of a checkpoint, and their names. Executes nothing. Raises DataError."""
+    manifest = read_manifest(checkpoint)
+    if manifest.format == 1:
+        metadata = read_metadata(checkpoint, set(manifest.files))
+        return dcp.FileSystemReader(checkpoint), metadata.state_dict_metadata.keys()
+    reader = HuggingFaceStorageReader(str(checkpoint))
+    try:
+        return reader, reader.read_metadata().state_dict_metadata.keys()
+    except Exception as error:  # of safetensors, or of an index that is none
+        raise DataError(f"The checkpoint {checkpoint} cannot be read: {describe_error(error)}") from None
+
+
+def check_names(checkpoint: Path, known: Collection[str], weights: Collection[str], part: str = "model") -> None:
+    """Raises DataError if a weight of the model is not in that part of the checkpoint, whose tensors are `known`."""
     if part == "ema" and not any(name.startswith("ema.") for name in known):
         raise DataError(f"The checkpoint {checkpoint} has no moving average: its run had optim.ema_decay=null.")
     if missing := [name for name in weights if f"{part}.{name}" not in known]:
@@ -99,7 +113,8 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
         verify(checkpoint, state.world)
     progress = read_progress(checkpoint)
     model, optimizer = get_state_dict(state.model, state.optimizer, options=OPTIONS)
-    check_names(checkpoint, model)
+    reader, known = open_tensors(checkpoint)
+    check_names(checkpoint, known, model)
     tensors: dict[str, Any] = {
         "model": model,
         # Without the groups' learning rates and the like, which the config has: DCP would unpickle them.
@@ -108,8 +123,8 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
         **moving_average(state),
     }
     if state.ema is not None:
-        check_names(checkpoint, state.ema.weights, "ema")
-    _read(checkpoint, tensors)
+        check_names(checkpoint, known, state.ema.weights, "ema")
+    _read(checkpoint, reader, tensors)
     set_statistics(state.model, tensors["statistics"], state.world)
     optimizer |= tensors["optimizer"]
     set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=OPTIONS)
@@ -135,16 +150,17 @@ def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "mode
         part: get_model_state_dict(model),
         "statistics": statistics_to_load(checkpoint, model),
     }
-    check_names(checkpoint, tensors[part], part)
-    _read(checkpoint, tensors)
+    reader, known = open_tensors(checkpoint)
+    check_names(checkpoint, known, tensors[part], part)
+    _read(checkpoint, reader, tensors)
     set_statistics(model, tensors["statistics"], world)
     set_model_state_dict(model, tensors[part])
 
 
-def _read(checkpoint: Path, tensors: dict[str, Any]) -> None:
+def _read(checkpoint: Path, reader: StorageReader, tensors: dict[str, Any]) -> None:
     """Reads a checkpoint, whose files are known to be whole, into `tensors`; a collective call. Raises DataError."""
     try:
         with without_process_group_warning():
-            dcp.load(tensors, checkpoint_id=checkpoint, no_dist=no_dist())
+            dcp.load(tensors, storage_reader=reader, no_dist=no_dist())
     except (RuntimeError, ValueError, CheckpointException) as error:
         raise DataError(f"The checkpoint {checkpoint} cannot be read: {describe_error(error)}") from None

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ngpt_train.core.errors import DataError
@@ -20,6 +22,7 @@ from ngpt_train.training.checkpoint.files import (
     MANIFEST,
     STATE,
     UNFINISHED,
+    has_tensors,
     last_good,
     list_checkpoints,
     losses_of_good,
@@ -122,9 +125,11 @@ class Checkpoints:
         add_files: Callable[[Path], None],
     ) -> None:
         self.world.on_main(lambda: _make_empty(work))
-        writer = dcp.FileSystemWriter(work, sync_files=True)  # every file is fsynced
+        writer = HuggingFaceStorageWriter(str(work), save_distributed=True)  # which fsyncs every file
         with without_process_group_warning():
-            tensors = own | {"statistics": statistics_of_all_ranks(state.model, self.world)}
+            # Numbers, such as the groups' learning rates, are in the config; safetensors has tensors alone.
+            optimizer = {name: value for name, value in own["optimizer"].items() if isinstance(value, Tensor)}
+            tensors = own | {"optimizer": optimizer, "statistics": statistics_of_all_ranks(state.model, self.world)}
             dcp.save(tensors, storage_writer=writer, no_dist=no_dist())
         if self.world.is_main:
             progress = {
@@ -141,9 +146,9 @@ class Checkpoints:
 
     def _checksums(self, work: Path) -> dict[str, dict[str, Any]]:
         """Size and sha256 of the files that this rank wrote; on rank 0 also of the files that all ranks share."""
-        own = f"__{self.world.rank}_"
+        own = f"shard-{self.world.rank + 1:05d}-"
         names = [path.name for path in work.iterdir()]
-        mine = [name for name in names if name.startswith(own) or (self.world.is_main and not name.startswith("__"))]
+        mine = [name for name in names if name.startswith(own) or (self.world.is_main and not has_tensors(name))]
         return {name: size_and_sha256(work / name) for name in mine}
 
     def _commit(self, work: Path, final: Path, files: dict[str, dict[str, Any]], loss: float | None) -> str | None:
