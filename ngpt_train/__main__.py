@@ -7,22 +7,28 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import importlib
 import logging
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import FrameType
 from typing import NoReturn
 
 from ngpt_train.config import ConfigError, check, load_config, to_yaml
 from ngpt_train.config.architectures import use_plugins
 from ngpt_train.config.conflicts import check_arguments, check_verb
+from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import is_told_here, same_on_host
+from ngpt_train.core.launcher import check_ranks, remember_end, remembered_end
 
 VERBS = {
     "train": "Train a model; continues the run if its directory holds a checkpoint.",
@@ -31,6 +37,16 @@ VERBS = {
     "generate": "Sample text from a checkpoint.",
     "bench": "Measure the parts of a run: `bench data`, `step`, `kernels`, `attention`, ...",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
+}
+ENDS_FOR_GOOD = (2, 3, 4)  # exit codes that would come again if torchrun started the processes again
+# What is wrong with the machine and not with us, and the remedy.
+FAULTS_OF_THE_SYSTEM = {
+    errno.ENOSPC: "Make room",
+    errno.EDQUOT: "Make room",
+    errno.EROFS: "Choose a place that can be written",
+    errno.ELOOP: "Remove this link, which leads to itself",
+    errno.EIO: "Look at the disk, or at the network that it is on",
+    errno.ESTALE: "Mount the file system again",
 }
 # What a shell reports of a tool that ends because nobody reads its output any more: 128 + SIGPIPE.
 NO_READER = 141
@@ -60,36 +76,49 @@ class CommandLine:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one verb and returns the exit code: 0 done, 2 configuration, 3 data or checkpoint, 4 numerical stop."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    rank = os.environ.get("RANK", "0")
+    if (end := remembered_end()) is not None:
+        print(f"rank {rank}: not started again, because it would end as before: {end.message}", file=sys.stderr)
+        return end.code
     try:
-        return _run(arguments)
+        with same_on_host():
+            command = _command(arguments)
+        return command()
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
+    except OSError as error:
+        if error.errno not in FAULTS_OF_THE_SYSTEM:
+            raise
+        where = f"{error.filename}: " if error.filename else ""
+        remedy = FAULTS_OF_THE_SYSTEM[error.errno]
+        print(f"error: {where}{error.strerror}. {remedy}; the same command starts again", file=sys.stderr)
+        return 3
     except Exception as error:
         # Errors that name their exit code are addressed to the user; anything else is ours, with its traceback.
         code = getattr(error, "exit_code", None)
         if code is None:
             raise
-        # All ranks of torchrun read the same configuration, and one message is enough; files may differ by node.
-        rank = os.environ.get("RANK", "0")
-        if rank == "0":
-            print(f"error: {error}", file=sys.stderr)
-        elif not isinstance(error, ConfigError):
-            print(f"error (rank {rank}): {error}", file=sys.stderr)
+        if is_told_here(error):
+            by = "" if rank == "0" else f" (rank {rank}, {socket.gethostname()})"
+            print(f"error{by}: {error}", file=sys.stderr)
+        if code in ENDS_FOR_GOOD:
+            remember_end(code, str(error))
         return int(code)
 
 
-def _run(arguments: list[str]) -> int:
+def _command(arguments: list[str]) -> Callable[[], int]:
+    """What the command line asks for, checked as far as it can be without the machine's devices and files."""
+    check_ranks()
     if not arguments or arguments[0] in ("--help", "-h"):
-        _show(_overview())
-        return 0
+        return partial(_show, _overview())
     verb, *rest = arguments
     if verb not in VERBS:
         raise ConfigError(_unknown_verb(verb))
     if verb == "bench" and rest[:1] == ["gpu"]:  # it has options of its own, and needs no configuration
         from ngpt_train.bench.gpu import protocol
 
-        return protocol.main(rest[1:])
+        return partial(protocol.main, rest[1:])
     if verb == "bench" and rest and "=" not in rest[0] and not rest[0].startswith("-"):
         rest = [f"bench.what={rest[0]}", *rest[1:]]
     line = _parse(rest)
@@ -97,27 +126,30 @@ def _run(arguments: list[str]) -> int:
     if line.help:
         from ngpt_train.config.composition.help import help_text
 
-        _show(f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{help_text(line.overrides, line.config_dir)}")
-        return 0
+        text = help_text(line.overrides, line.config_dir)
+        return partial(_show, f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{text}")
     if line.multirun:
-        return _multirun(verb, line)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" not in os.environ:
-        raise ConfigError(
-            f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set in the environment, but not RANK; torchrun sets both"
-            "\n  Start it with torchrun, or unset WORLD_SIZE"
-        )
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
+            raise ConfigError(
+                "--multirun: not under torchrun, where every rank would run the sweep by itself"
+                "\n  Start one torchrun for each combination"
+            )
+        return partial(_multirun, verb, line)
     # Only training shares a batch among the ranks of torchrun.
     check_arguments(verb, line.overrides)
     config = load_config(line.overrides, line.config_dir, world_size=None if verb == "train" else 1)
     check_verb(config, verb)
     if line.print_config:
-        _show(to_yaml(config).rstrip())
-        return 0
+        return partial(_show, to_yaml(config).rstrip())
+    return partial(_run, verb, config, line.overrides)
+
+
+def _run(verb: str, config: Config, overrides: list[str]) -> int:
     # What a slow preparation reports; the other ranks do the same or wait for it.
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("ngpt_train").setLevel(level)
-    return int(importlib.import_module(f"ngpt_train.verbs.{verb}").main(config, line.overrides))
+    return int(importlib.import_module(f"ngpt_train.verbs.{verb}").main(config, overrides))
 
 
 def _parse(arguments: list[str]) -> CommandLine:
@@ -152,11 +184,6 @@ def _multirun(verb: str, line: CommandLine) -> int:
     process group reaches the next. The exit code is the first that is not 0."""
     from ngpt_train.config.composition.overrides import expand
 
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
-        raise ConfigError(
-            "--multirun: not under torchrun, where every rank would run the sweep by itself"
-            "\n  Start one torchrun for each combination"
-        )
     jobs, configs = [], []
     for number, overrides in enumerate(expand(line.overrides)):
         config = load_config(overrides, line.config_dir)
@@ -166,8 +193,7 @@ def _multirun(verb: str, line: CommandLine) -> int:
         jobs.append([*others, f"run.name={config.run.name}"])
         configs.append(config)
     if line.print_config:
-        _show("---\n".join(to_yaml(config) for config in configs).rstrip())
-        return 0
+        return _show("---\n".join(to_yaml(config) for config in configs).rstrip())
 
     options = ["--config-dir", line.config_dir] if line.config_dir else []
     options += [word for folder in line.plugins for word in ("--plugin", folder)]
@@ -204,11 +230,12 @@ def _run_job(command: list[str]) -> tuple[int, bool]:
             signal.signal(number, handler)
 
 
-def _show(text: str) -> None:
+def _show(text: str) -> int:
     try:
         print(text, flush=True)
     except BrokenPipeError:  # `| head` has read enough
         _discard_stdout()
+    return 0
 
 
 def _discard_stdout() -> None:

@@ -139,7 +139,13 @@ def _dropout(config: Config) -> Iterator[Conflict]:
 def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
     if config.parallel.kind == "single" and world_size > 1:
         problem = f"one process, but there are {world_size} ranks"
-        yield "parallel.kind", problem, "Set parallel=auto, ddp or fsdp, or use one rank"
+        yield "parallel.kind", problem, "Set parallel=auto, ddp, fsdp or hsdp, or use one rank"
+    shard = config.parallel.shard
+    if isinstance(shard, int) and config.parallel.kind != "hsdp":
+        yield "parallel.shard parallel.kind", "only hsdp has groups", "Set parallel=hsdp, or leave parallel.shard out"
+    elif isinstance(shard, int) and world_size % shard:
+        fix = nearest_divisors("parallel.shard", shard, world_size)
+        yield "parallel.shard", f"the groups do not divide {world_size} ranks", fix
     rows, micro = config.train.rows_per_step, config.train.micro_rows
     ranks = f"{world_size} ranks" if world_size > 1 else "one rank"
     if isinstance(micro, int) and rows % (micro * world_size):
@@ -166,7 +172,7 @@ def _cuda_graphs(config: Config, world_size: int) -> Iterator[Conflict]:
     if config.train.compile is False:
         fix = f"Set train.compile=true, {without}"
         yield "train.cuda_graphs train.compile", "only compiled blocks are recorded", fix
-    if kind in ("ddp", "fsdp") or world_size > 1:
+    if kind in ("ddp", "fsdp", "hsdp") or world_size > 1:
         ranks = f", and there are {world_size}" if world_size > 1 else ""
         problem = f"only one process, without DDP and FSDP2{ranks}"
         yield "train.cuda_graphs parallel.kind", problem, f"Use one rank and parallel=single, {without}"

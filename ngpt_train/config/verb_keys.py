@@ -49,6 +49,7 @@ class PlanConfig:
     """Size, memory and time of a run without running it (`plan`)."""
 
     world_size: int = key(1, "Ranks that the run is planned for.", minimum=1, maximum=10_000_000)
+    ranks_per_host: int = key(8, "Ranks of each host, the groups of parallel=hsdp.", minimum=1, maximum=10_000)
     flops_per_s: Union[float, None] = key(
         None, "Achieved FLOP/s of one rank, for the hours; null leaves them out.", above=0, maximum=1e30
     )

@@ -1,4 +1,9 @@
-"""The two errors that a user's mistake raises. The command line exits with their `exit_code`."""
+"""The two errors that a user's mistake raises, and which rank tells of an error. The command line exits with their
+`exit_code`."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class ConfigError(ValueError):
@@ -11,3 +16,26 @@ class DataError(ValueError):
     """Data, a tokenizer or a checkpoint cannot be used as configured. The message names the file and the fix."""
 
     exit_code = 3
+
+
+def told_by_rank_0(error: Exception) -> Exception:
+    """The error, which all ranks have: only rank 0 tells it."""
+    error.__dict__["told_by"] = "RANK"
+    return error
+
+
+@contextmanager
+def same_on_host() -> Iterator[None]:
+    """Inside, all ranks of a host make the same mistake, from the same command line and files: only the first of them
+    tells it."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        error.__dict__["told_by"] = "LOCAL_RANK"
+        raise
+
+
+def is_told_here(error: Exception) -> bool:
+    """Whether this rank is to tell the error."""
+    told_by = error.__dict__.get("told_by")
+    return told_by is None or os.environ.get(told_by, "0") == "0"

@@ -37,5 +37,5 @@ def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises DataError where `path` cannot be read or is not JSON."""
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # RecursionError: nested without end
         raise DataError(f"{path} is missing or damaged: {error}") from None

@@ -19,7 +19,7 @@ from ngpt_train.data.prepared.shards import Tokens
 from ngpt_train.data.rows import Batch, Reader, Rows, Share, rows_of
 from ngpt_train.data.streamed.balance import warn_of_repeats
 from ngpt_train.data.streamed.stream import Cursor
-from ngpt_train.data.streamed.workers import Start, StreamReader
+from ngpt_train.data.streamed.workers import OnWait, Start, StreamReader
 
 ENDLESS = 2**62
 
@@ -51,9 +51,15 @@ class PreparedReader(Reader):
 
 
 def reader_of(
-    data: Dataset, config: Config, rank: int = 0, world_size: int = 1, state: Mapping[str, Any] | None = None
+    data: Dataset,
+    config: Config,
+    rank: int = 0,
+    world_size: int = 1,
+    state: Mapping[str, Any] | None = None,
+    on_wait: OnWait = lambda seconds: None,
 ) -> Reader:
-    """The training rows of rank `rank`, from `state` on, which a checkpoint holds (`merged`).
+    """The training rows of rank `rank`, from `state` on, which a checkpoint holds (`merged`). on_wait: as of
+    `StreamReader`.
 
     Of streamed text, fetches the shards that the first rows need: no collective with a time limit may wait for it.
     Raises DataError for the state of other data, or where a shard cannot be read.
@@ -65,12 +71,12 @@ def reader_of(
         numbers = range(share.next_row(rows, world_size), ENDLESS, world_size)
         # Of the rows so far, stream s has given those that are s modulo the number of streams.
         given = (rows - np.arange(streams) + streams - 1) // streams
-        return _reader_of_source(data, config, share, numbers, given, state, "")
+        return _reader_of_source(data, config, share, numbers, given, state, "", on_wait)
     mixture = data.train.mixture
     taken = np.stack([_stored(state, f"{name}/rows", streams, 1)[:, 0] for name in mixture.names])
     readers = [
         _reader_of_source(
-            source, config, share, Turns(mixture, share, rows, taken, index), taken[index], state, f"{name}/"
+            source, config, share, Turns(mixture, share, rows, taken, index), taken[index], state, f"{name}/", on_wait
         )
         for index, (name, source) in enumerate(zip(mixture.names, data.train.sources, strict=True))
     ]
@@ -85,6 +91,7 @@ def _reader_of_source(
     given: NDArray[np.int64],
     state: Mapping[str, Any] | None,
     prefix: str,
+    on_wait: OnWait,
 ) -> Reader:
     """The rows `numbers` of one source, whose cursors `state` has under `prefix`; `given` is `Start.rows`."""
     if isinstance(data.train, Tokens):
@@ -97,7 +104,7 @@ def _reader_of_source(
     data.train.fetch(start, share)
     if share.rank == 0 and state is None:
         warn_of_repeats(data.train.open(), data.train.settings)
-    return StreamReader(data.train, numbers, start, share, config.data.workers, config.data.prefetch)
+    return StreamReader(data.train, numbers, start, share, config.data.workers, config.data.prefetch, on_wait)
 
 
 def _stored(state: Mapping[str, Any] | None, name: str, streams: int, width: int) -> NDArray[np.int64]:

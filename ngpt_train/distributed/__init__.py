@@ -6,6 +6,7 @@ from ngpt_train.distributed.layouts import (
     resolve_compile,
     resolve_kind,
     resolve_precision,
+    resolve_shard,
 )
 from ngpt_train.distributed.statistics import averaged_statistics
 from ngpt_train.distributed.world import World, join_world, resolve_device
@@ -20,4 +21,5 @@ __all__ = [
     "resolve_device",
     "resolve_kind",
     "resolve_precision",
+    "resolve_shard",
 ]

@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ngpt_train.distributed.layouts import vectors
+from ngpt_train.distributed.sharding import replicas
 from ngpt_train.distributed.world import World
 
 
@@ -27,15 +28,17 @@ def gradient_norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:
     """
     sharded: list[Tensor] = []
     whole: list[Tensor] = []
+    n_replicas = 1
     for parameter in parameters:
         match parameter.grad:
             case DTensor() as gradient:
                 sharded.append(gradient.to_local())
+                n_replicas = replicas(gradient)
             case Tensor() as gradient:
                 whole.append(gradient)
     total = _sum_of_squares(sharded, world.device)
     if sharded:
-        total = world.sum_(total)
+        total = world.sum_(total) / n_replicas
     return (total + _sum_of_squares(whole, world.device)).sqrt()
 
 

@@ -1,4 +1,4 @@
-"""Layouts of a single-device model for training: activation checkpointing, then compile, then FSDP2 or DDP."""
+"""Layouts of a single-device model for training: activation checkpointing, then compile, then FSDP2 (HSDP) or DDP."""
 
 import inspect
 import logging
@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config, ParallelConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.log import say_once
 from ngpt_train.distributed.compile_cache import keep_compiled
@@ -32,18 +32,37 @@ _KEEP_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME els
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def resolve_kind(kind: str, world_size: int, device_type: str) -> str:
-    """`parallel.kind` with auto resolved. Raises ConfigError for kind=single with several ranks."""
+def resolve_kind(kind: str, world_size: int, device_type: str, local_size: int | None = None) -> str:
+    """`parallel.kind` with auto resolved. local_size: ranks of a host, by default all. Raises ConfigError for
+    kind=single with several ranks."""
     if kind == "single" and world_size > 1:
         raise ConfigError(
             f"parallel.kind=single: one process, but there are {world_size} ranks. "
-            "Use parallel=ddp or parallel=fsdp, or one rank."
+            "Use parallel=ddp, fsdp or hsdp, or one rank."
         )
     if kind != AUTO:
         return kind
     if world_size == 1:
         return "single"
-    return "fsdp" if device_type == "cuda" else "ddp"
+    if device_type != "cuda":
+        return "ddp"
+    return "fsdp" if local_size in (None, world_size) else "hsdp"
+
+
+def resolve_shard(config: ParallelConfig, kind: str, world_size: int, local_size: int) -> int:
+    """Over how many ranks FSDP2 shards a matrix; 0: there is no FSDP2. Raises ConfigError for groups that do not divide
+    the ranks."""
+    if kind not in ("fsdp", "hsdp"):
+        return 0
+    if kind == "fsdp":
+        return world_size
+    shard = min(local_size, world_size) if config.shard == AUTO else int(config.shard)
+    if world_size % shard:
+        raise ConfigError(
+            f"parallel.kind=hsdp: groups of {shard} ranks do not divide {world_size} ranks. Use as many ranks on each "
+            "host, or set parallel.shard."
+        )
+    return shard
 
 
 def resolve_precision(precision: str, device_type: str) -> torch.dtype:
@@ -65,12 +84,13 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     Weights are fp32, and the same for every layout and number of ranks. Raises ConfigError if the layout, the kernels
     or CUDA graphs do not fit the ranks and the device.
     """
-    kind = resolve_kind(config.parallel.kind, world.size, world.device.type)
+    kind = resolve_kind(config.parallel.kind, world.size, world.device.type, world.local_size)
     precision = resolve_precision(config.train.precision, world.device.type)
     choose_kernels(config, world.device, precision)
     if config.train.cuda_graphs:
         check_cuda_graphs(world.device)
-    with torch.device("meta") if kind == "fsdp" else world.device:
+    sharded = kind in ("fsdp", "hsdp")
+    with torch.device("meta") if sharded else world.device:
         model = build_model(config.model, config.run.seed)
     model.compute_dtype = None if precision == torch.float32 else precision
     model.z_loss, model.label_smoothing = config.optim.z_loss, config.optim.label_smoothing
@@ -85,8 +105,8 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
             block.compile(dynamic=False, mode="reduce-overhead" if config.train.cuda_graphs else None)
     if config.train.cuda_graphs:
         begin_graph_step_at_forward(model)
-    if kind == "fsdp":
-        shard(model, world)
+    if sharded:
+        shard(model, world, resolve_shard(config.parallel, kind, world.size, world.local_size))
         model.to_empty(device=world.device)
         model.init_weights_(config.run.seed)
     if kind == "ddp":
@@ -124,8 +144,9 @@ def vectors(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.ndim < 2]
 
 
-def shard(model: Decoder, world: World) -> None:
-    """FSDP2 over all ranks. Each block is a group, the embeddings are another; vectors stay whole on every rank.
+def shard(model: Decoder, world: World, n_shards: int) -> None:
+    """FSDP2 over groups of n_shards ranks, whose gradients are averaged over groups too. Each block is gathered as one,
+    the embeddings as another; vectors stay whole on every rank.
 
     The matrices of blocks are gathered in the compute dtype. FSDP2 would cast the vectors with them, but vectors must
     stay fp32. Sharding them would save nothing, with 11 d_model values per layer, so they are left out, and
@@ -134,7 +155,10 @@ def shard(model: Decoder, world: World) -> None:
     """
     # FSDP2 warns of blocks that return a view, as nGPT's do: its hooks would miss changes in place. There are none.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
-    mesh = init_device_mesh(world.device.type, (world.size,), mesh_dim_names=("shard",))
+    replicated = n_shards < world.size
+    shape = (world.size // n_shards, n_shards) if replicated else (n_shards,)
+    names = ("replicate", "shard") if replicated else ("shard",)
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     whole = set(vectors(model))
     blocks = MixedPrecisionPolicy(
         param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

@@ -3,6 +3,7 @@
 import atexit
 import ctypes
 import functools
+import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -16,10 +17,13 @@ from torch import Tensor
 
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.schema import Config
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.distributed.long_work import LongWork
 
 T = TypeVar("T")
+NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun makes a new store each time it starts its processes
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,7 @@ class World:
     size: int
     local_rank: int
     device: torch.device
+    local_size: int = 1  # ranks of this host
     timeout: float = 600.0  # parallel.timeout: seconds that ranks wait for a rank without a sign of life
 
     @property
@@ -131,15 +136,15 @@ def _share_outcome_of_main(outcome: tuple[T | None, Exception | None]) -> T:
     dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
     result, failure = cast(T | None, box[0]), cast(Exception | None, box[1])
     if failure is not None:
-        raise failure
+        raise told_by_rank_0(failure)
     return cast(T, result)
 
 
 def join_world(config: Config) -> World:
     """Joins the process group that already exists, or else that of the processes that torchrun started.
 
-    Without torchrun, parallel=ddp and fsdp get a process group of one. Raises ConfigError if this process has no GPU
-    that train.device requires.
+    Without torchrun, parallel=ddp, fsdp and hsdp get a process group of one. Raises ConfigError if this process has no
+    GPU that train.device requires.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = resolve_device(config.train.device, local_rank)
@@ -149,13 +154,33 @@ def join_world(config: Config) -> World:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=collective_timeout(config))
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            dist.init_process_group(backend, timeout=timeout)
-        elif config.parallel.kind in ("ddp", "fsdp"):
+            store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
+            dist.init_process_group(backend, timeout=timeout, store=_of_this_start(store), rank=rank, world_size=size)
+        elif config.parallel.kind in ("ddp", "fsdp", "hsdp"):
             dist.init_process_group(backend, timeout=timeout, store=dist.HashStore(), rank=0, world_size=1)
     if not dist.is_initialized():
         return World(rank=0, size=1, local_rank=0, device=device)
     _keep_process_group()
-    return World(dist.get_rank(), dist.get_world_size(), local_rank, device, config.parallel.timeout)
+    size = dist.get_world_size()
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    return World(dist.get_rank(), size, local_rank, device, local_size, config.parallel.timeout)
+
+
+def _of_this_start(store: dist.Store) -> dist.Store:
+    """The part of torchrun's store that is of this start of its processes. torch 2.13 keeps the store when torchrun
+    starts them again, and gloo then connects to the addresses of dead processes.
+
+    Several torchruns do not agree on how often they have started, so there the store has to be a new one.
+    """
+    if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
+        return dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) and not os.environ.get(NEW_STORE):
+        logger.warning(
+            "torchrun --max-restarts on several hosts: a restart may fail with `connection refused`. Set %s=1 for "
+            "torchrun on all hosts",
+            NEW_STORE,
+        )
+    return store
 
 
 def collective_timeout(config: Config) -> float:

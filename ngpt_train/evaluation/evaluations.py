@@ -133,10 +133,8 @@ class RowFiles:
             for context, rows in losses.items():
                 rows.write(self.directory / file_name(_name(step), context, self.context))
         except OSError as error:
-            raise DataError(
-                f"{self.directory}: cannot be written ({error.strerror}). "
-                "Make room; the same command continues the run."
-            ) from error
+            problem = f"the losses of the rows at step {step} cannot be written ({error.strerror}); make room"
+            raise DataError(f"{self.directory}: {problem}") from error
         self._recorded.add(step)
 
 

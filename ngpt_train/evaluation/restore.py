@@ -1,6 +1,5 @@
 """Loads a trained model and its tokenizer from a checkpoint."""
 
-import json
 import logging
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -11,12 +10,13 @@ from ngpt_train.config import read_yaml
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.files import read_json
 from ngpt_train.data import Tokenizer, read_tokenizer
 from ngpt_train.distributed import World, resolve_precision
 from ngpt_train.distributed.layouts import choose_kernels
 from ngpt_train.evaluation.averaging import load_mean, newest
 from ngpt_train.models import Decoder, build_model
-from ngpt_train.training.checkpoint import find_checkpoint, load_model, step_of
+from ngpt_train.training.checkpoint import find_checkpoint, load_model, read_progress, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -122,8 +122,8 @@ def restore(trained: Trained, config: Config, world: World) -> Restored:
         model.project_()  # the mean of points of the sphere lies inside of it
     else:
         load_model(path, model, world)
-    tokenizer = read_tokenizer(path, json.loads((path / "tokenizer.json").read_text()))
-    step = json.loads((path / "state.json").read_text())["step"]  # the directory may have been renamed
+    tokenizer = read_tokenizer(path, read_json(path / "tokenizer.json"))
+    step = read_progress(path)["step"]  # the directory may have been renamed
     restored = Restored(
         path, step, trained.config, model, tokenizer, tuple(map(step_of, trained.averaged)), trained.weights
     )

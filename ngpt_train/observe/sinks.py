@@ -1,12 +1,17 @@
 """Sinks, which take the records of a run: their protocol, and the sinks that write files."""
 
+import contextlib
+import errno
 import json
+import logging
 import math
+import os
 from pathlib import Path
 from typing import Any, Protocol
 
-from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
+
+logger = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
@@ -28,9 +33,11 @@ class Sink(Protocol):
 class JsonlSink:
     """`metrics.jsonl`: one JSON object a line, floats with all their digits, NaN and infinities as null.
 
-    A kill loses at most the line that is being written. No (kind, step) is in the file twice. Opening the file cuts off
-    the records after the step that the run resumes from, or all records if the run starts anew. A record that is in the
-    file already is not written again: a run saves before it evaluates, so a resumed run may repeat an evaluation.
+    A kill loses at most the line that is being written. Records that a full disk has no room for are kept in memory and
+    written with a later one, so that the run need not end for them. No (kind, step) is in the file twice. Opening the
+    file cuts off the records after the step that the run resumes from, or all records if the run starts anew. A record
+    that is in the file already is not written again: a run saves before it evaluates, so a resumed run may repeat an
+    evaluation.
 
     resume_step: completed steps of the checkpoint that the run resumes from, None without one.
     After the construction `dropped` is the number of lines that were cut off.
@@ -49,7 +56,9 @@ class JsonlSink:
         self.dropped = len(lines) - len(kept)
         if self.dropped:
             write_atomically(path, b"".join(kept))
-        self._file = path.open("a", encoding="utf-8")
+        self._file = path.open("ab", buffering=0)
+        self._size = path.stat().st_size  # of whole lines
+        self._pending: list[bytes] = []
 
     def log(self, record: dict[str, Any]) -> None:
         key = (record["kind"], record["step"])
@@ -60,19 +69,40 @@ class JsonlSink:
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in record.items()
         }
+        self._pending.append((json.dumps(finite, allow_nan=False) + "\n").encode())
         try:
-            self._file.write(json.dumps(finite, allow_nan=False) + "\n")
-            self._file.flush()
+            self._write()
         except OSError as error:
-            raise DataError(
-                f"{self.path}: cannot be written ({error.strerror}). Make room; the same command continues the run."
-            ) from error
+            logger.warning(
+                "%s: cannot be written (%s). Make room; %d records are kept in memory until then.",
+                *(self.path, error.strerror, len(self._pending)),
+            )
+
+    def _write(self) -> None:
+        """Writes what is pending, whole lines or nothing. Raises OSError."""
+        content = b"".join(self._pending)
+        try:
+            written = self._file.write(content)
+            if written < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._file.truncate(self._size)
+            raise
+        self._size += len(content)
+        self._pending.clear()
 
     def message(self, text: str) -> None:
         pass
 
     def close(self, reason: str) -> None:
-        self._file.close()
+        """Raises OSError for records that could not be written."""
+        try:
+            self._write()
+        except OSError as error:
+            raise OSError(error.errno, f"{len(self._pending)} records of {self.path} are lost: {error}") from None
+        finally:
+            self._file.close()
 
 
 def _record_key(line: bytes) -> tuple[str, int] | None:

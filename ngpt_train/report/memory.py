@@ -27,31 +27,32 @@ class MemoryItem:
 
 
 def memory_per_rank(
-    config: Config, model: Decoder, kind: str, dtype: torch.dtype, compiled: bool, micro_rows: int, fused_adam: bool
+    config: Config, model: Decoder, n_shards: int, dtype: torch.dtype, compiled: bool, micro_rows: int, fused_adam: bool
 ) -> list[MemoryItem]:
     """The memory, during the backward pass, of that of plan.world_size ranks which holds most.
 
-    The sum of the items estimates the peak. model: may be on the meta device. kind: single, ddp or fsdp. dtype: of the
-    matrix products. micro_rows: rows in a micro batch. fused_adam: whether the optimizer is RowAdam.
+    The sum of the items estimates the peak. model: may be on the meta device. n_shards: of each matrix by FSDP2; 0:
+    without FSDP2. dtype: of the matrix products. micro_rows: rows in a micro batch. fused_adam: whether the optimizer
+    is RowAdam.
     """
     with_bf16_copy = cast_linears(model) if fused_adam and dtype == torch.bfloat16 else []
     copies = sum(linear.matrix.numel() for linear in with_bf16_copy)
     return [
-        *state_items(model, kind, config.plan.world_size, config.optim.ema_decay is not None),
-        *working_items(model, kind, dtype, config.train.activation_checkpointing == "full", copies),
+        *state_items(model, n_shards, config.optim.ema_decay is not None),
+        *working_items(model, n_shards > 0, dtype, config.train.activation_checkpointing == "full", copies),
         *activation_items(config, model, dtype.itemsize, compiled, micro_rows * config.model.context),
         *dropout_items(config, model, dtype.itemsize, compiled, micro_rows),
     ]
 
 
-def state_items(model: Decoder, kind: str, world_size: int, averages: bool) -> list[MemoryItem]:
+def state_items(model: Decoder, n_shards: int, averages: bool) -> list[MemoryItem]:
     """Weights, gradients, Adam's two moments and the moving average of the weights, all in fp32."""
     vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
-    if kind == "fsdp":
-        # FSDP2 shards a matrix by ceil(rows / ranks) rows, so the first rank holds most. Vectors are not sharded.
-        rows = {p: -(-p.shape[0] // world_size) for p in model.parameters() if p.ndim == 2}
+    if n_shards:
+        # FSDP2 shards a matrix by ceil(rows / shards) rows, so the first rank holds most. Vectors are not sharded.
+        rows = {p: -(-p.shape[0] // n_shards) for p in model.parameters() if p.ndim == 2}
         held = vectors + sum(n_rows * p.shape[1] for p, n_rows in rows.items())
-        share = f"(matrices / {world_size} + vectors)"
+        share = f"(matrices / {n_shards} + vectors)"
     else:
         held = model.n_params()
         share = "parameters"
@@ -63,7 +64,9 @@ def state_items(model: Decoder, kind: str, world_size: int, averages: bool) -> l
     ]
 
 
-def working_items(model: Decoder, kind: str, dtype: torch.dtype, checkpointing: bool, copies: int) -> list[MemoryItem]:
+def working_items(
+    model: Decoder, sharded: bool, dtype: torch.dtype, checkpointing: bool, copies: int
+) -> list[MemoryItem]:
     """Copies of the weights that the matrix products read: FSDP2's gathered matrices, and casts to bf16.
 
     copies: how many values the optimizer's bf16 copies have; under FSDP2 it keeps none.
@@ -74,7 +77,7 @@ def working_items(model: Decoder, kind: str, dtype: torch.dtype, checkpointing: 
     in_blocks = sum(p.numel() for layer in model.blocks() for p in layer.parameters() if p.ndim == 2)
     embeddings = sum(p.numel() for p in model.parameters() if p.ndim == 2) - in_blocks
     items = []
-    if kind == "fsdp":
+    if sharded:
         # The block at work and the next, prefetched, in `dtype`; a block's gradient in `dtype`, and in fp32 while FSDP2
         # scatters it.
         items += [
@@ -84,7 +87,7 @@ def working_items(model: Decoder, kind: str, dtype: torch.dtype, checkpointing: 
     if dtype != torch.float32:
         # The backward pass reads the cast that the forward pass made; with activation checkpointing a block's is made
         # again when the block is recomputed. The optimizer's copies stay from step to step.
-        if kind == "fsdp":
+        if sharded:
             cast, what = output, "output"
         elif copies:
             items.append(MemoryItem("working copies", size * copies, True, f"{size} x blocks"))

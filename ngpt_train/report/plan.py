@@ -9,7 +9,7 @@ import torch
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.data import many_epochs, planned_rows
-from ngpt_train.distributed import resolve_compile, resolve_kind, resolve_precision
+from ngpt_train.distributed import resolve_compile, resolve_kind, resolve_precision, resolve_shard
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.report.memory import memory_per_rank
 from ngpt_train.training.batch import resolve_micro_rows
@@ -25,13 +25,15 @@ def make_plan(config: Config) -> dict[str, Any]:
     rows = config.train.rows_per_step
     micro_rows = resolve_micro_rows(rows, config.train.micro_rows, context, world_size)
     device = "cpu" if config.train.device == "cpu" else "cuda"
-    kind = resolve_kind(config.parallel.kind, world_size, device)
+    ranks_per_host = min(world_size, config.plan.ranks_per_host)
+    kind = resolve_kind(config.parallel.kind, world_size, device, ranks_per_host)
+    n_shards = resolve_shard(config.parallel, kind, world_size, ranks_per_host)
     dtype = resolve_precision(config.train.precision, device)
     compiled = resolve_compile(config.train.compile, device)
     fused_adam = config.kernels.kind == "triton" or (config.kernels.kind == AUTO and device == "cuda")
     with torch.device("meta"):
         model = build_model(config.model)
-    memory = memory_per_rank(config, model, kind, dtype, compiled, micro_rows, fused_adam)
+    memory = memory_per_rank(config, model, n_shards, dtype, compiled, micro_rows, fused_adam)
     flops_per_token = model.flops_per_token(context)
     steps = config.train.stop_at or config.train.steps
     total_tokens = steps * rows * context

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -13,9 +14,11 @@ from ngpt_train.data import Position, data_hash
 from ngpt_train.distributed import World
 from ngpt_train.optim.loss_scale import SMALLEST
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
-from ngpt_train.training.signals import StopRequest, StopTogether
+from ngpt_train.training.replicas import check_replicas
+from ngpt_train.training.signals import StoppedWaitingError, StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import NOBODY, MicroBatch, Observer, StepResult, train_step
+from ngpt_train.training.watchdog import STEP
 
 Record = dict[str, Any]
 
@@ -41,20 +44,26 @@ class Parts:
 
     batches: Iterator[tuple[Sequence[MicroBatch], Position]]
     evaluate: Callable[[TrainState], Record]  # collective
-    save: Callable[[TrainState, Position], None]  # collective; raises DataError
+    save: Callable[[TrainState, Position, float], None]  # with the step's loss; collective; raises DataError
     sinks: Sequence[Sink]
     meter: Meter
     after_step: Callable[[], None]  # tells the profiler that a step is over
     epoch_rows: Mapping[str, float] = field(default_factory=dict)  # of each source, "" without a mixture
     telemetry: Observer = NOBODY  # observes one step in logging.telemetry
+    advice: Callable[[], str] = lambda: ""  # what to do once training has become meaningless
+    # Of (what, step): inside, the watchdog knows what this rank does.
+    during: Callable[[str, int], AbstractContextManager[None]] = lambda doing, step: nullcontext()
 
 
 def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     """Trains from state.step to train.steps, or to train.stop_at, or until a rank is told to stop.
 
     At a step with both, the checkpoint is saved before the evaluation, so that an evaluation that fails loses nothing.
-    Returns why the run stopped early, None at the planned end. Raises NumericalError, DeviceMemoryError, and DataError
-    if the last checkpoint could not be written.
+    Nothing is saved while steps are skipped, because their weights may be those that made the gradients infinite. Only
+    the planned end is saved after one skipped step: the same command could not get beyond it.
+
+    Returns why the run stopped early, None at the planned end. Raises NumericalError, DeviceMemoryError, ReplicaError,
+    and DataError if the last checkpoint could not be written.
     """
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
@@ -63,6 +72,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     spent_until: dict[int, Record] = {}  # by steps whose telemetry is not logged yet
     rows = torch.arange(world.rank, config.train.rows_per_step, world.size)  # as data/loader.py deals them
     stop_together = StopTogether(stop, world, state.step)
+    done: tuple[Position, StepResult] | None = None  # the last step of this start
 
     def log(record: Record) -> None:
         for sink in parts.sinks:
@@ -72,9 +82,10 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         for sink in parts.sinks:
             sink.message(f"warning: {text}")
 
-    def save(position: Position, must: bool) -> None:
+    def save(position: Position, must: bool, loss: float) -> None:
         try:
-            parts.save(state, position)
+            with parts.during("the checkpoint of step", state.step):
+                parts.save(state, position, loss)
         except DataError as error:
             if must:
                 raise
@@ -85,7 +96,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             log(record | spent_until.pop(record["step"]))
 
     def evaluate() -> None:
-        with explain_out_of_memory(state.micro_rows):
+        with explain_out_of_memory(state.micro_rows), parts.during("the validation at step", state.step):
             metrics = parts.evaluate(state)
         log({"kind": "eval", "step": state.step, "tokens": int(state.tokens), **spent(state), **metrics})
 
@@ -94,14 +105,23 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         evaluate()
     while state.step < last:
         started = time.perf_counter()
-        micro_batches, position = next(parts.batches)
+        try:
+            with parts.during("the rows of step", state.step + 1):
+                micro_batches, position = next(parts.batches)
+        except StoppedWaitingError:
+            if world.size > 1:
+                raise
+            if done is not None and not int(skipped_in_a_row):
+                save(done[0], must=True, loss=float(done[1].loss))
+            return stop.reason
         fetched = time.perf_counter()
         for name in position.skipped.keys() - reported:
             warn(f"data.on_bad_shard=skip leaves out {name}: {position.skipped[name]}")
         reported |= position.skipped.keys()
         observer = parts.telemetry if _due(state.step + 1, config.logging.telemetry) else NOBODY
-        with explain_out_of_memory(state.micro_rows):
+        with explain_out_of_memory(state.micro_rows), parts.during(STEP, state.step + 1):
             result = train_step(state, micro_batches, untouched=True, rows=rows, observer=observer)
+        done = position, result
         state.interval.add(result)
         skipped_in_a_row = (skipped_in_a_row + 1) * without_remedy(result)
         logging = _due(state.step, config.logging.every)
@@ -126,9 +146,15 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         saving = ending or _due(state.step, config.checkpoint.every)
         if logging or saving:
             log_telemetry()  # here the host waits for the device anyway
-            check_finite(state, int(skipped_in_a_row))
-        if saving:
-            save(position, must=ending)
+            skipped = int(skipped_in_a_row)
+            if skipped >= MAX_SKIPPED_IN_A_ROW or (skipped > 1 and state.step == last):
+                raise meaningless(state, parts, skipped)
+        if saving or _due(state.step, config.parallel.check_replicas):
+            check_replicas(state)
+        if saving and skipped and state.step < last:
+            warn(f"no checkpoint at step {state.step}: the gradients of the last {skipped} steps were not finite.")
+        elif saving:
+            save(position, must=ending, loss=float(result.loss))
         if reason is not None and state.step < last:
             return reason
         if evaluating or state.step == last:
@@ -211,16 +237,13 @@ def without_remedy(result: StepResult) -> Tensor:
     return result.skipped if result.loss_scale is None else result.skipped & (result.loss_scale <= SMALLEST)
 
 
-def check_finite(state: TrainState, skipped_in_a_row: int) -> None:
-    """Raises NumericalError after MAX_SKIPPED_IN_A_ROW steps in a row whose gradient was not finite."""
-    if skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        in_fp16 = " The loss scale is 1: if fp16 overflows, use another precision." if state.loss_scale else ""
-        raise NumericalError(
-            f"{skipped_in_a_row} steps in a row, up to step {state.step}, had a gradient that is not finite and were "
-            f"skipped. Start a new run from the last checkpoint (run.init_from=... run.name=...) with a lower optim.lr "
-            f"(it is {state.config.optim.lr}), or look at the data after step {state.step - skipped_in_a_row}."
-            f"{in_fp16}"
-        )
+def meaningless(state: TrainState, parts: Parts, skipped: int) -> NumericalError:
+    """The error of a run whose last `skipped` steps had a gradient that is not finite."""
+    in_fp16 = " The loss scale is 1: if fp16 overflows, use another precision." if state.loss_scale else ""
+    return NumericalError(
+        f"{skipped} steps in a row, up to step {state.step}, had a gradient that is not finite and were skipped. "
+        f"{parts.advice()}, or look at the data after step {state.step - skipped}.{in_fp16}"
+    )
 
 
 def _due(step: int, every: int) -> bool:

@@ -32,7 +32,7 @@ def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
         },
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "world_size": state.world.size,
-        "parallel": resolve_kind(state.config.parallel.kind, state.world.size, device.type),
+        "parallel": resolve_kind(state.config.parallel.kind, state.world.size, device.type, state.world.local_size),
         "n_params": state.model.n_params(),
         "data_fingerprint": data.fingerprint,
         "tokenizer": data.tokenizer.name,

@@ -3,10 +3,13 @@
 config.yaml  run.json  metrics.jsonl  evals/  curves.png  checkpoints/  logs/  exit.json  lock
 """
 
+import contextlib
 import fcntl
 import logging
 import os
 import shutil
+import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -15,8 +18,9 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json, write_json
+from ngpt_train.core.launcher import is_same_job, nameless_on_many_hosts, this_job
 from ngpt_train.data import Dataset
-from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints
+from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -78,11 +82,11 @@ class RunDirectory:
             )
         if self._locked():
             raise ConfigError(
-                f"{name}: a running process is training in {self.path}. "
+                f"{name}: {self._holder()} is training in {self.path}. "
                 "Wait for it, stop it, or choose another run.name."
             )
         stored = read_yaml(self.path / "config.yaml")
-        if config.run.overwrite:
+        if self._overwrites(config):
             return _no_checkpoint(config, self.checkpoints)
         if config.run.resume == "never":
             raise ConfigError(
@@ -93,7 +97,44 @@ class RunDirectory:
             self._check_data(name, data)  # before check_resume, which would report another model.vocab_size instead
         check_resume(stored, config)
         found = list_checkpoints(self.checkpoints)
+        self._check_saved(name, found)
         return found[-1] if found else _no_checkpoint(config, self.checkpoints)
+
+    def _overwrites(self, config: Config) -> bool:
+        """Whether this start deletes the run: run.overwrite holds once for a job, and not for its restarts.
+
+        Raises ConfigError where a restart cannot be told from a new job.
+        """
+        if not config.run.overwrite:
+            return False
+        if nameless_on_many_hosts():
+            raise ConfigError(
+                f"run.overwrite=true: {self.path} holds a run, and whether torchrun starts this job for the first time "
+                "cannot be told: it has no name and several hosts. Give torchrun --rdzv-id=NAME, or delete the run."
+            )
+        try:
+            last = self._last_start()
+        except DataError:  # damaged, and to be deleted anyway
+            return True
+        return not is_same_job(last.get("job"), this_job())
+
+    def _check_saved(self, name: str, found: list[Path]) -> None:
+        """Compares the complete checkpoints that are there with the last that was saved. Raises DataError if all are
+        gone; says it if the last one is."""
+        saved = read_json(self.path / "run.json").get("saved")
+        for path in sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []:
+            if path not in found:
+                logger.warning("%s is left out: it has no MANIFEST.json, so it is not complete", path)
+        if saved is not None and not found:
+            raise DataError(
+                f"{name}: step {saved} was saved, but there is no checkpoint in {self.checkpoints}. Is a file system "
+                "not mounted? Restore it, start another run.name, or delete this run with run.overwrite=true."
+            )
+        if saved is not None and step_of(found[-1]) < saved:
+            logger.warning(
+                "%s: step %d was saved, but its checkpoint is gone; the run goes on from step %d",
+                *(self.path, saved, step_of(found[-1])),
+            )
 
     def _check_data(self, name: str, data: Dataset) -> None:
         """Raises DataError unless data and tokenizer are those of the run's last start."""
@@ -123,15 +164,19 @@ class RunDirectory:
             f"run.root={config.run.root}, run.name={config.run.name}: {nearest} {problem}. Choose another place."
         )
 
-    def open(self, config: Config, start: dict[str, Any], checkpoint: Path | None) -> None:
+    def open(
+        self, config: Config, start: dict[str, Any], checkpoint: Path | None, damaged: Mapping[str, str] | None = None
+    ) -> None:
         """Locks the directory for this process and writes config.yaml and run.json. Rank 0 calls it, after `check`.
 
-        start: versions, device, world size, fingerprints of this start. checkpoint: the result of `check`. Raises
-        ConfigError if the directory cannot be written, or if another process has used it since `check`.
+        start: versions, device, world size, fingerprints of this start. checkpoint: the newest one that is sound.
+        damaged: the names of those that are newer, and what is wrong with them; they are renamed. Raises ConfigError if
+        the directory cannot be written, or if another process has used it since `check`.
         """
+        damaged = damaged or {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / "lock").open("w")
+            self._lock = (self.path / "lock").open("a")
         except OSError as error:
             raise ConfigError(
                 f"run.root={config.run.root}: {self.path} cannot be written "
@@ -140,17 +185,60 @@ class RunDirectory:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ConfigError(f"run.name={config.run.name}: another process has just started in {self.path}.") from None
+            problem = f"{self._holder()} has just started in {self.path}."
+            raise ConfigError(f"run.name={config.run.name}: {problem}") from None
         except OSError as error:
             logger.warning("%s has no file locks (%s): nothing keeps a second process out", self.path, error.strerror)
-        if config.run.overwrite:
+        self._sign_lock()
+        if self.used and self._overwrites(config):
             self._delete()
-        elif list_checkpoints(self.checkpoints)[-1:] != ([checkpoint] if checkpoint else []):
+        elif {path.name for path in list_checkpoints(self.checkpoints)[-1 - len(damaged) :]} != {
+            *damaged,
+            *([checkpoint.name] if checkpoint else []),
+        }:
             raise ConfigError(f"run.name={config.run.name}: another process has trained in {self.path}; start again.")
-        starts = self._starts() if self.used else []
-        write_json(self.path / "run.json", {"starts": [*starts, start]})
+        for name, problem in damaged.items():
+            kept = self._put_aside(name)
+            logger.warning("%s The run goes on from %s; the damaged one is %s now.", problem, checkpoint, kept)
+        if damaged:
+            start = start | {"damaged": dict(damaged)}
+        before = read_json(self.path / "run.json") if self.used else {"starts": []}
+        write_json(self.path / "run.json", before | {"starts": [*before["starts"], start | {"job": this_job()}]})
         (self.path / "exit.json").unlink(missing_ok=True)
         write_yaml(config, self.path / "config.yaml")
+
+    def _put_aside(self, name: str) -> Path:
+        """Renames a damaged checkpoint, so that no start takes it and nothing deletes it; returns where it is."""
+        aside = self.checkpoints / f"damaged-{name}"
+        number = 1
+        while aside.exists():
+            number += 1
+            aside = self.checkpoints / f"damaged-{name}-{number}"
+        (self.checkpoints / name).rename(aside)
+        return aside
+
+    def _sign_lock(self) -> None:
+        """Writes who holds the lock into its file, for those who are refused."""
+        assert self._lock is not None
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
+            self._lock.truncate(0)
+            self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            self._lock.flush()
+
+    def _holder(self) -> str:
+        """Who holds the lock, in words."""
+        try:
+            return (self.path / "lock").read_text().strip() or "a running process"
+        except OSError:
+            return "a running process"
+
+    def saved(self, step: int) -> None:
+        """Notes in run.json that a checkpoint of `step` is complete, so that its loss is noticed. Rank 0 calls it."""
+        path = self.path / "run.json"
+        try:
+            write_json(path, read_json(path) | {"saved": step})
+        except (OSError, DataError) as error:
+            logger.warning("%s could not be written: %s", path, error)
 
     def _delete(self) -> None:
         for name in _RUN_FILES:
@@ -160,21 +248,24 @@ class RunDirectory:
             else:
                 entry.unlink(missing_ok=True)
 
-    def finish(self, code: int, reason: str, step: int) -> None:
-        """Writes exit code, reason and step into exit.json, because torchrun hides the exit codes of its workers.
+    def finish(self, code: int, reason: str, step: int, rank: int) -> None:
+        """Writes exit code, reason, step and rank into exit.json, because torchrun hides the exit codes of its workers.
 
         The rank that fails first writes its reason. Later failures of other ranks follow from it and are not written.
         """
         if code and (self.path / "exit.json").exists():
             return
         try:
-            write_json(self.path / "exit.json", {"code": code, "reason": reason, "step": step})
+            end = {"code": code, "reason": reason, "step": step, "rank": rank, "host": socket.gethostname()}
+            write_json(self.path / "exit.json", end)
         except OSError as error:  # a full disk, for example, of which the reason speaks already
             logger.warning("%s/exit.json could not be written: %s", self.path, error.strerror)
 
     def release(self) -> None:
         """Unlocks the directory."""
         if self._lock is not None:
+            with contextlib.suppress(OSError):
+                self._lock.truncate(0)
             self._lock.close()  # the kernel drops the lock with it
 
     def _other_files(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""Stopping a run from outside by SIGTERM, Ctrl-C or the time limit. All ranks stop after the same step."""
+"""Stopping a run from outside by a signal or the time limit. All ranks stop after the same step."""
 
 import os
 import signal
@@ -7,19 +7,25 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+from ngpt_train.core.errors import DataError
 from ngpt_train.distributed import World
 
+# Of a launcher or a queue, of Ctrl-C, and of a terminal that is closed.
+STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # A Ctrl-C reaches the workers of torchrun twice: from the terminal, and from torchrun, which forwards the signal. A
 # second SIGINT within this many seconds is that echo and does not count.
 ECHO_SECONDS = 1.0
 # Seconds between two questions of the ranks to each other whether one was told to stop. torchrun kills its workers 30
 # seconds after SIGTERM, and by then the checkpoint must be written.
 ASK_SECONDS = 1.0
+# Seconds that one of several ranks that are told to stop waits for its next row.
+LAST_SECONDS = 15.0
 MOST_STEPS = 16  # between two questions, even if steps are quick, because the next ones may be slow
 
 
 class StopRequest:
-    """Inside a `with`, SIGTERM and SIGINT do not end the process but set `reason`, which the loop reads.
+    """Inside a `with`, the signals of STOPPING do not end the process but set `reason`, which the loop reads. One that
+    is ignored, as SIGHUP under `nohup`, stays so.
 
     A second SIGINT ends the process at once, with exit code 130 as shells expect. No checkpoint is damaged, because
     checkpoints are written atomically. max_hours counts from construction.
@@ -32,8 +38,9 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._receive)
+        for number in STOPPING:
+            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._receive)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -56,6 +63,39 @@ class StopRequest:
         if self.deadline is not None and time.monotonic() > self.deadline:
             return "stopped by run.max_time"
         return None
+
+
+class StoppedWaitingError(RuntimeError):
+    """A process that waits for rows was told to stop; no step has begun."""
+
+    exit_code = 1
+
+
+class Patience:
+    """How long a trainer waits for a row of streamed text, and what may end the wait.
+
+    Of several ranks the others wait for this one in the next step, so that no step can end any more and nothing can be
+    saved: there a stop waits for the row a little longer.
+    """
+
+    def __init__(self, stop: StopRequest, world: World, fetch_minutes: float) -> None:
+        """fetch_minutes: data.fetch_minutes, after which a worker gives up a shard; it gets as long again to decode."""
+        self._stop, self._alone, self._longest = stop, world.size == 1, 2 * 60 * fetch_minutes
+        self._rank = world.rank
+
+    def __call__(self, seconds: float) -> None:
+        """seconds: of waiting so far. Raises StoppedWaitingError or DataError."""
+        if self._stop.reason and (self._alone or seconds > LAST_SECONDS):
+            raise StoppedWaitingError(
+                f"{self._stop.reason}, while rank {self._rank} waited for rows; the same command goes on from the last "
+                "checkpoint"
+            )
+        if seconds > self._longest:
+            raise DataError(
+                f"rank {self._rank} has waited {seconds / 60:.1f} minutes for a row, twice data.fetch_minutes: a data "
+                "worker is stopped or stuck. The same command goes on from the last checkpoint; with data.workers=0 "
+                "the trainer makes the rows itself"
+            )
 
 
 class StopTogether:

@@ -15,8 +15,9 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import with_first_lr
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import DataError, same_on_host
 from ngpt_train.core.files import read_json, write_json
+from ngpt_train.core.launcher import end_with_launcher
 from ngpt_train.data import (
     Dataset,
     Position,
@@ -39,14 +40,23 @@ from ngpt_train.observe.meters import Meter
 from ngpt_train.observe.telemetry import Telemetry
 from ngpt_train.report.curves import plot_run
 from ngpt_train.training import TrainState, build_state
-from ngpt_train.training.checkpoint import Checkpoints, load_model, load_state, step_of
+from ngpt_train.training.checkpoint import (
+    Checkpoints,
+    list_checkpoints,
+    load_model,
+    load_state,
+    newest_undamaged,
+    newest_with_config,
+    step_of,
+)
 from ngpt_train.training.feed import Feed
 from ngpt_train.training.loop import Parts, train
 from ngpt_train.training.profile import profiled
 from ngpt_train.training.provenance import describe_start
 from ngpt_train.training.run_directory import DONE, RunDirectory, initial_checkpoint
-from ngpt_train.training.signals import StopRequest
+from ngpt_train.training.signals import Patience, StopRequest
 from ngpt_train.training.step import NOBODY
+from ngpt_train.training.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 
@@ -56,11 +66,15 @@ def main(config: Config, overrides: Sequence[str]) -> int:
 
     Raises ConfigError, DataError, NumericalError or DeviceMemoryError; each has its exit code.
     """
+    end_with_launcher()
     stop = StopRequest(config.run.max_time)  # first of all: the time to prepare data counts
     run = RunDirectory(config)
-    checkpoint = run.check(config)  # only reads, so that a refusal comes before anything slow
-    if checkpoint is None:
-        initial_checkpoint(config)
+    with same_on_host():
+        checkpoint = run.check(config)  # only reads, so that a refusal comes before anything slow
+        if checkpoint is None:
+            initial_checkpoint(config)
+        else:
+            checkpoint = newest_with_config(list_checkpoints(run.checkpoints))
     resolve_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
     if checkpoint is not None:
         stored = read_yaml(checkpoint / "config.yaml")
@@ -78,16 +92,18 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             "with `prepare` where all nodes see it, and use data=tokens data.path=DIRECTORY."
         )
     checkpoint = world.on_main(lambda: run.check(config, data))
+    found = world.on_main(lambda: list_checkpoints(run.checkpoints)) if checkpoint else []
+    checkpoint, damaged = newest_undamaged(found, world)
     last = config.train.stop_at or config.train.steps
     if checkpoint and step_of(checkpoint) >= last and run.done:
         if world.is_main:
             print(f"{run.path}: nothing to do, the run is at step {step_of(checkpoint)} and would end at {last}.")
         return 0
     with stop:  # until everything is written, the curves too
-        state, feed = begin_or_resume(config, world, data, checkpoint)
+        state, feed = begin_or_resume(config, world, data, checkpoint, stop)
         validation = Evaluations(data.validation, data.tokenizer.n_bytes, config)
         start = world.on_main(lambda: describe_start(state, data))
-        world.on_main(lambda: run.open(config, start, checkpoint))
+        world.on_main(lambda: run.open(config, start, checkpoint, damaged))
         train_in(run, state, feed, validation, data, start, stop)
     return 0
 
@@ -140,7 +156,9 @@ def with_precision(config: Config, world: World) -> Config:
     return replace(config, train=replace(config.train, precision=precision))
 
 
-def begin_or_resume(config: Config, world: World, data: Dataset, checkpoint: Path | None) -> tuple[TrainState, Feed]:
+def begin_or_resume(
+    config: Config, world: World, data: Dataset, checkpoint: Path | None, stop: StopRequest
+) -> tuple[TrainState, Feed]:
     """The training state and the batches, at the checkpoint's step, or at step 0 where there is no checkpoint.
 
     At step 0 the weights are those of run.init_from, or initial ones.
@@ -148,12 +166,13 @@ def begin_or_resume(config: Config, world: World, data: Dataset, checkpoint: Pat
     state = build_state(config, world)
     position: dict[str, Any] | None = None
     if checkpoint:
-        position = load_state(checkpoint, state)
+        position = load_state(checkpoint, state, verified=True)
     elif initial := initial_checkpoint(config):
         load_model(initial, state.model, world)
         state.model.project_()
     # Without a timeout: the shards of the first rows may have to be downloaded.
-    reader = world.on_all_without_timeout(lambda: reader_of(data, config, world.rank, world.size, position))
+    patience = Patience(stop, world, config.data.fetch_minutes)
+    reader = world.on_all_without_timeout(lambda: reader_of(data, config, world.rank, world.size, position, patience))
     loader = TrainLoader(
         reader,
         batch_rows=config.train.rows_per_step,
@@ -192,8 +211,11 @@ def train_in(
         write_yaml(config, directory / "config.yaml")
         write_json(directory / "tokenizer.json", write_tokenizer(data.tokenizer, directory))
 
-    def save(state: TrainState, position: Position) -> None:
-        say(f"saved {checkpoints.save(state, merged(world.gather(position)), add_files)}")
+    def save(state: TrainState, position: Position, loss: float) -> None:
+        path = checkpoints.save(state, merged(world.gather(position)), add_files, loss)
+        if world.is_main:
+            run.saved(state.step)
+        say(f"saved {path}")
 
     last_evaluation: dict[str, Any] = {}
     row_files: RowFiles | None = None
@@ -201,10 +223,16 @@ def train_in(
     def evaluate(state: TrainState) -> dict[str, Any]:
         losses = validation.row_losses(state.model, world, last=state.step >= last)
         if row_files is not None:
-            row_files.write(state.step, losses)
+            try:
+                row_files.write(state.step, losses)
+            except DataError as error:
+                say(f"warning: {error}")
         last_evaluation.update(validation.metrics(losses))
         return dict(last_evaluation)
 
+    watchdog = Watchdog(
+        world, config.parallel.hang_seconds, lambda reason: run.finish(1, f"hung: {reason}", state.step, world.rank)
+    )
     code, reason = 1, "failed"
     try:
         if world.is_main:
@@ -220,14 +248,14 @@ def train_in(
         with profiled(config.train.profile, run.path / "profile", world) as after_step:
             rows_of_an_epoch = {name: size.rows for name, size in sizes.items()}
             telemetry = Telemetry(state) if config.logging.telemetry else NOBODY
-            parts = Parts(feed, evaluate, save, sinks, meter_of(state), after_step, rows_of_an_epoch, telemetry)
+            meter, lr = meter_of(state), float(config.optim.lr)
+            parts = Parts(feed, evaluate, save, sinks, meter, after_step, rows_of_an_epoch, telemetry)
+            parts.advice = lambda: checkpoints.advice(lr)
+            parts.during = watchdog.during
             interruption = train(state, parts, stop)
         code, reason = 0, interruption or DONE
         if interruption:
-            say(
-                f"{interruption}: saved at step {state.step} of {last}; "
-                "run the same command, without run.overwrite, to continue"
-            )
+            say(f"{interruption}: {where_it_goes_on(run, state.step)}")
         else:
             say("; ".join(filter(None, [f"validation loss {last_evaluation['loss']:.4f}", unigram])))
     except BaseException as error:
@@ -236,12 +264,22 @@ def train_in(
         raise
     finally:
         if world.is_main or code:
-            run.finish(code, reason, state.step)  # first: wandb may take so long to close that torchrun kills
+            # First: wandb may take so long to close that torchrun kills.
+            run.finish(code, reason, state.step, world.rank)
+        watchdog.close()
         feed.close()
         close(sinks, reason)
         run.release()
     if world.is_main:
         print(f"curves: {plot_run(run.path)}")
+
+
+def where_it_goes_on(run: RunDirectory, step: int) -> str:
+    """What becomes of a run that was stopped after `step`, whose last steps may have been too bad to save."""
+    saved = list_checkpoints(run.checkpoints)
+    at = step_of(saved[-1]) if saved else 0
+    told = f"saved at step {step}" if at == step else f"step {step} is not saved, the last checkpoint is of step {at}"
+    return f"{told}; run the same command, without run.overwrite, to continue"
 
 
 def unigram_note(data: Dataset, validation: Evaluations, config: Config) -> str:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ngpt_train.distributed.sharding import replicas
 from ngpt_train.models import export_weights
 from ngpt_train.training import build_state, train_step
 from tests.properties.architectures import ARCHITECTURES, SMALL
@@ -61,6 +62,8 @@ def main(out: str, run: str, parallel: str, accumulation: int) -> None:
     config = run_config(
         name, SIZE, RECIPES[run], rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel, options=options
     )
+    if parallel == "hsdp":
+        config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, shard=2))
     state = build_state(config)
     rank, size = state.world.rank, state.world.size
     initial = export_weights(state.model)
@@ -86,6 +89,7 @@ def main(out: str, run: str, parallel: str, accumulation: int) -> None:
         "tokens": tokens,
         "unmoved": [key for key, x in final.items() if torch.equal(x, initial[key])],
         "off_sphere": max((x.norm(dim=-1) - 1).abs().max().item() for x in final.values() if x.ndim == 2),
+        "replicas": max(map(replicas, parameters.values())),
         "sharded": any(isinstance(p, DTensor) for p in parameters.values()),
     }
     Path(f"{out}.{rank}").write_text(json.dumps(summary))

@@ -19,6 +19,7 @@ LAYOUTS = {  # ranks, parallel, micro batches per rank and step
     "ddp(2)": (2, "ddp", 2),
     "fsdp(2)": (2, "fsdp", 4),
     "fsdp(4)": (4, "fsdp", 2),
+    "hsdp(2x2)": (4, "hsdp", 2),
 }
 
 
@@ -41,7 +42,8 @@ def test_layouts_agree(single: tuple[str, dict[str, Any]], layout: str, tmp_path
     name = recipe.partition(" with ")[0]
     ranks = run(tmp_path / "run", recipe, *LAYOUTS[layout])
     for report in ranks:
-        assert report["sharded"] == ("fsdp" in layout)
+        assert report["sharded"] == ("sdp" in layout)
+        assert report["replicas"] == (2 if "hsdp" in layout else 1)
         assert report["initial"] == expected["initial"]
         assert report["held"] == ranks[0]["held"]
         assert report["tokens"] == expected["tokens"]

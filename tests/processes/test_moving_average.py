@@ -3,11 +3,10 @@
 from pathlib import Path
 
 import pytest
-import torch
 from torch import Tensor
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.processes.runs import arguments, train
+from tests.stored import stored_tensors
 
 DECAY = 0.7
 
@@ -18,9 +17,7 @@ def given(directory: Path, corpus: Path, stop_at: int, parallel: str = "auto") -
 
 
 def stored(directory: Path, step: int) -> dict[str, dict[str, Tensor]]:
-    """A checkpoint's tensors, whole, read by torch alone."""
-    dcp_to_torch_save(directory / f"runs/test/checkpoints/step_{step:08d}", directory / "whole.pt")
-    return torch.load(directory / "whole.pt", weights_only=False)
+    return stored_tensors(directory / f"runs/test/checkpoints/step_{step:08d}")
 
 
 @pytest.fixture(scope="module")

@@ -130,7 +130,7 @@ def test_many_resumes(tmp_path: Path, text: Path) -> None:
     assert data_hashes(directory) == data_hashes(tmp_path / "whole/runs/test")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path, number: signal.Signals) -> None:
     """To all processes at once, as Ctrl-C and many launchers do. Caught: a run that ends without its checkpoint."""
     given = arguments(tmp_path, text, *STREAMED, "train.steps=2000", "data.workers=2")
@@ -143,6 +143,39 @@ def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path, number: si
     assert process.returncode == 0, output
     assert "saved at step" in output
     assert_gone(workers)
+
+
+def test_a_worker_that_is_stopped_holds_up_no_signal(tmp_path: Path, text: Path) -> None:
+    """Caught: a trainer that waits for rows and hears no SIGTERM."""
+    given = arguments(tmp_path, text, *STREAMED, "train.steps=100000", "data.workers=1", "checkpoint.every=0")
+    process = start(given)
+    directory = tmp_path / "runs/test"
+    wait_for_step(directory, 3)
+    (worker,) = workers_of(process)
+    os.kill(worker, signal.SIGSTOP)
+    deadline, steps = time.monotonic() + 60, -1
+    while (now := max(records(directory))) > steps:  # until the blocks that it had sent are used up
+        assert time.monotonic() < deadline
+        steps = now
+        time.sleep(3)
+    process.terminate()
+    output = output_of(process, [worker], 30)
+    assert process.returncode == 0, output
+    assert f"saved at step {steps}" in output
+    assert_gone([worker])
+
+
+def test_a_worker_that_is_stopped_ends_the_wait(tmp_path: Path, text: Path) -> None:
+    """Caught: a wait without an end."""
+    given = arguments(tmp_path, text, *STREAMED, "train.steps=100000", "data.workers=1", "data.fetch_minutes=0.05")
+    process = start(given)
+    wait_for_step(tmp_path / "runs/test", 3)
+    (worker,) = workers_of(process)
+    os.kill(worker, signal.SIGSTOP)
+    output = output_of(process, [worker], 90)
+    assert process.returncode == 3, output
+    assert "minutes for a row, twice data.fetch_minutes: a data worker is stopped or stuck" in output
+    assert_gone([worker])
 
 
 def test_interrupted_while_workers_start(tmp_path: Path, text: Path) -> None:

@@ -8,6 +8,7 @@ holds it.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import threading
@@ -165,6 +166,10 @@ def _resolved(values: Mapping[str, Any], schema: type[ModelConfig], origins: Map
         name = str(getattr(error, "full_key", ""))
         # "KeyError raised while resolving interpolation: ..." says the same in fewer words from the colon on.
         reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
+        # The environment may hold secrets: the message has the variable's name in the place of what it holds.
+        for variable in re.findall(r"oc\.env:\s*(\w+)", str(values.get(name))):
+            if held := os.environ.get(variable):
+                reason = reason.replace(held, f"${variable}")
         lines = [f"{name}={show(values.get(name))}: cannot be resolved: {reason}", "A literal '${' is written '\\${'"]
         raise mistake(*lines, place=origins.get(name, Origin()).place) from None
     for name in interpolated:

@@ -40,7 +40,7 @@ GROUPS = {
 }
 # Options that are a key or two, without a file: parallel=fsdp is parallel.kind=fsdp.
 BUILT_IN: dict[str, dict[str, Any]] = {
-    **{f"parallel/{kind}": {"kind": kind} for kind in (AUTO, "ddp", "fsdp", "single")},
+    **{f"parallel/{kind}": {"kind": kind} for kind in (AUTO, "ddp", "fsdp", "hsdp", "single")},
     **{f"kernels/{kind}": {"kind": kind} for kind in (AUTO, "torch", "triton")},
     # The schema's defaults: as values, they would override those of a user's scale or recipe.
     **{f"{group}/default": {} for group in ("checkpoint", "eval", "logging")},

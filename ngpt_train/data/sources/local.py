@@ -63,7 +63,9 @@ def list_files(path: str, key: str = "data.path") -> list[Path]:
     if ignored := sorted(candidates - set(readable)):
         logger.warning("%s=%s: %d other files are not read, such as %s", key, path, len(ignored), ignored[0])
     # A file with several names is read once, under its own name if that is among them.
-    by_place = {file.resolve(): file for file in sorted(readable, key=lambda file: (not file.is_symlink(), file))}
+    # realpath, because Path.resolve raises for a link that leads to itself, which has to fail when it is read.
+    links_last = sorted(readable, key=lambda file: (not file.is_symlink(), file))
+    by_place = {os.path.realpath(file): file for file in links_last}
     files = sorted(by_place.values())
     if again := sorted(set(readable) - set(files)):
         logger.warning(
@@ -147,7 +149,8 @@ def shards_of(source: Source, hashes: FileHashes) -> tuple[Shard, ...]:
         name = str(group[0].relative_to(root)) + (f" to {group[-1].relative_to(root)}" if len(group) > 1 else "")
         identity = canonical_hash([source.settings, [identities[file] for file in group]])
         n_bytes = sum(text_size(file, file.stat().st_size) for file in group)
-        shards.append(Shard(name, identity, tuple(map(str, group)), size=n_bytes))
+        checksums = tuple(identities[file][1] for file in group)
+        shards.append(Shard(name, identity, tuple(map(str, group)), size=n_bytes, checksums=checksums))
     return tuple(shards)
 
 

@@ -46,7 +46,8 @@ class Shard:
 
     identity: changes with its content. part: of a single file, the row groups (parquet) from the first number to
     before the second, or the lines (jsonl) that begin at these bytes. held_out: all of its documents validate. size:
-    roughly bytes of text, 0 where unknown.
+    roughly bytes of text, 0 where unknown. checksums: sha256 of each file, where the identity comes from it and the
+    files may change.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Shard:
     part: tuple[int, int] | None = None
     held_out: bool = False
     size: int = 0
+    checksums: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,8 @@ A decoded shard is a directory:
 text.bin    the UTF-8 text of all documents, one after the other
 ends.bin    where each ends in it, <u8
 places.bin  each one's place in [0, 1), <f8: those below data.val_fraction are held out
-header.json number of documents, bytes, sha256 of these three, and what was wrong with a shard that is skipped
+header.json number of documents, bytes, sha256 of these three and of the files that they are from, and what was wrong
+            with a shard that is skipped
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class ShardCache:
             try:
                 os.utime(target / HEADER)  # last use
                 documents = Documents(target)
+                if documents.header.get("files", []) != list(shard.checksums):
+                    raise ValueError("nothing says that it is of these files")  # as copies of earlier versions
                 if documents.header["bad"] is None or self._skip_bad:
                     self._check(target, documents)
                     return documents
@@ -92,14 +95,17 @@ class ShardCache:
         def build(directory: Path) -> None:
             scratch = directory / "fetched"
             scratch.mkdir()
+            before = self._versions(shard)
             try:
-                write_documents(directory, self._source.documents(shard, scratch))
+                write_documents(directory, self._source.documents(shard, scratch), files=shard.checksums)
             except FetchError:
                 raise
             except DataError as error:
                 if not self._skip_bad:
                     raise
-                write_documents(directory, (), problem=str(error))
+                write_documents(directory, (), problem=str(error), files=shard.checksums)
+            if self._versions(shard) != before:
+                raise _changed(shard.name)
             shutil.rmtree(scratch)
 
         try:
@@ -109,6 +115,20 @@ class ShardCache:
                 raise
             self._make_room(keep=target, everything=True)
             build_directory(target, build)
+
+    def _versions(self, shard: Shard) -> list[tuple[int, int, int]]:
+        """Size and times of a shard's files, by which a change in between shows. Raises FetchError where a file is not
+        the one that the run has listed: its text would lie in the cache under the identity of the other."""
+        if not shard.checksums:
+            return []
+        hashes, found = FileHashes(self._directory.parent), []
+        for path, sha256 in zip(map(Path, shard.files), shard.checksums, strict=True):
+            if hashes.sha256(path) != sha256:
+                raise _changed(str(path))
+            stat = path.stat()
+            found.append((stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))
+        hashes.save()
+        return found
 
     def _make_room(self, keep: Path, everything: bool = False) -> None:
         """Deletes the least recently opened shards until the rest is below the limit, but none that was just opened.
@@ -130,6 +150,13 @@ class ShardCache:
             logger.info("deleting %s, the decoded shard that was opened longest ago", directory)
             _remove(directory)
             size -= n_bytes
+
+
+def _changed(name: str) -> FetchError:
+    return FetchError(
+        f"{name}: its text has changed since the run has listed it. Restore it, and the same command goes on; or start "
+        "another run.name"
+    )
 
 
 def _disk_is_full(error: BaseException) -> bool:
@@ -222,10 +249,13 @@ class OpenShards:
         threading.Thread(target=fetch, name="next shards", daemon=True).start()
 
 
-def write_documents(directory: Path, texts: Iterable[str], problem: str | None = None) -> None:
+def write_documents(
+    directory: Path, texts: Iterable[str], problem: str | None = None, files: Sequence[str] = ()
+) -> None:
     """Writes all but empty documents, in their order; holds one of them in memory.
 
-    problem: what is wrong with a shard that is skipped, which is written without documents.
+    problem: what is wrong with a shard that is skipped, which is written without documents. files: sha256 of the files
+    that the text is from, where they may change.
     """
     ends, places, n_empty, size = [], [], 0, 0
     digest = hashlib.sha256()
@@ -246,7 +276,14 @@ def write_documents(directory: Path, texts: Iterable[str], problem: str | None =
         # Not tofile, which says nothing of a full disk.
         (directory / name).write_bytes(data)
         sha256[name] = hashlib.sha256(data).hexdigest()
-    header = {"documents": len(ends), "bytes": size, "empty": n_empty, "sha256": sha256, "bad": problem}
+    header = {
+        "documents": len(ends),
+        "bytes": size,
+        "empty": n_empty,
+        "sha256": sha256,
+        "bad": problem,
+        "files": list(files),
+    }
     (directory / HEADER).write_text(json.dumps(header) + "\n")
 
 

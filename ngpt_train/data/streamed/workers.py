@@ -12,11 +12,14 @@ again after a resume.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import queue
 import signal
+import threading
+import time
 import traceback
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.util import Finalize
 from typing import Any
@@ -34,6 +37,9 @@ from ngpt_train.data.tokenizers import Ids, Tokenizer
 
 BLOCK_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start
 POLL_SECONDS = 1.0
+LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
+
+OnWait = Callable[[float], None]
 
 
 @dataclass(frozen=True)
@@ -106,7 +112,8 @@ class StreamReader(Reader):
     """This rank's rows of a streamed text, in the order of `numbers`, and the cursors after those that were taken.
 
     numbers: of the rows that the rank will take, without an end; row n is of stream n mod n_streams.
-    workers: processes; 0 tokenizes where the rows are taken. prefetch: blocks that each may be ahead.
+    workers: processes; 0 tokenizes where the rows are taken. prefetch: blocks that each may be ahead. on_wait: is told
+    every second how many seconds a row of a worker has been waited for, and may raise.
     """
 
     def __init__(
@@ -117,6 +124,7 @@ class StreamReader(Reader):
         share: Share,
         workers: int,
         prefetch: int,
+        on_wait: OnWait = lambda seconds: None,
     ) -> None:
         self._form, self._n_streams = text.settings.form, text.settings.n_streams
         owned = share.streams(self._n_streams)
@@ -126,7 +134,7 @@ class StreamReader(Reader):
         self._worker_of = {stream: place % max(1, workers) for place, stream in enumerate(owned)}
         self._streams = Streams(text, start) if workers == 0 else None
         self._workers = [
-            Worker(text, numbers, {s for s in owned if self._worker_of[s] == w}, start, prefetch)
+            Worker(text, numbers, {s for s in owned if self._worker_of[s] == w}, start, prefetch, on_wait)
             for w in range(min(workers, len(owned)))
         ]
 
@@ -155,8 +163,15 @@ class Worker:
     """A process that makes the rows of some streams."""
 
     def __init__(
-        self, text: StreamedText, numbers: Iterable[int], streams: set[int], start: Start, prefetch: int
+        self,
+        text: StreamedText,
+        numbers: Iterable[int],
+        streams: set[int],
+        start: Start,
+        prefetch: int,
+        on_wait: OnWait,
     ) -> None:
+        self._on_wait = on_wait
         # Not forked: a child of a process with threads, or with a GPU, may hang.
         context = multiprocessing.get_context("spawn")
         self._queue: Any = context.Queue(prefetch)
@@ -165,7 +180,7 @@ class Worker:
         )
         # Ctrl-C reaches the whole terminal, and SIGTERM often all processes of a job. A worker inherits that they are
         # blocked: the trainer, which may need more rows to end its step, stops its workers.
-        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_TRAINER)
         try:
             self._process.start()
         finally:
@@ -174,6 +189,10 @@ class Worker:
         self._queue._writer.close()  # type: ignore[attr-defined]
         # For a trainer that exits without `close`: a worker blocks the SIGTERM that multiprocessing would send.
         self._kill = Finalize(self, self._process.kill, exitpriority=0)
+        # A thread reads the pipe: where a worker is stopped in the middle of a block, the read hears no signal.
+        self._received: queue.Queue[Any] = queue.Queue(1)
+        self._closed = threading.Event()
+        threading.Thread(target=self._forward, name="rows of a data worker", daemon=True).start()
         self._block: Iterator[tuple[Ids, Any]] = iter(())
         self.skipped: dict[str, str] = {}
 
@@ -186,18 +205,31 @@ class Worker:
         return next(self._block)
 
     def _receive(self) -> tuple[Ids, NDArray[np.int64], dict[str, str]]:
+        began = time.monotonic()
         while True:
             try:
-                item = self._queue.get(timeout=POLL_SECONDS)
+                item = self._received.get(timeout=POLL_SECONDS)
             except queue.Empty:
-                if not self._process.is_alive():
-                    raise self._died() from None
+                self._on_wait(time.monotonic() - began)
                 continue
-            except (EOFError, OSError):  # after all of its blocks, or within one
-                raise self._died() from None
+            if item is None:
+                raise self._died()
             if isinstance(item, Exception):
                 raise item
             return item
+
+    def _forward(self) -> None:
+        """Takes what the process sends, until it ends or fails; None if it died."""
+        item: Any = ()
+        while item is not None and not isinstance(item, Exception) and not self._closed.is_set():
+            try:
+                item = self._queue.get()
+            except (EOFError, OSError):  # after all of its blocks, or within one
+                item = None
+            while not self._closed.is_set():
+                with contextlib.suppress(queue.Full):
+                    self._received.put(item, timeout=POLL_SECONDS)
+                    break
 
     def _died(self) -> DataError:
         self._process.join(10)
@@ -207,6 +239,7 @@ class Worker:
         )
 
     def close(self) -> None:
+        self._closed.set()
         self._kill()
         self._process.join()
         self._queue.close()

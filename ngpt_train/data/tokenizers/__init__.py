@@ -124,20 +124,26 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(directory: Path, entry: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `write_tokenizer` put into `directory`. Raises DataError if its file is missing or changed."""
-    if entry["kind"] == "bytes":
+    """The tokenizer that `write_tokenizer` put into `directory`. Raises DataError if its file is missing or changed, or
+    if the entry is not what `write_tokenizer` returned."""
+    if not isinstance(entry, dict) or not isinstance(kind := entry.get("kind"), str) or kind not in MODEL_FILES:
+        raise DataError(f"{directory}: the tokenizer of these tokens is described by {entry!r}, which is damaged")
+    if kind == "bytes":
         return BytesTokenizer()
-    path = directory / entry["file"]
+    path = directory / str(MODEL_FILES[kind])
     try:
         model = path.read_bytes()
     except OSError as error:
         raise DataError(f"{path}: the tokenizer of these tokens cannot be read ({error.strerror})") from None
-    if hashlib.sha256(model).hexdigest() != entry["fingerprint"]:
+    if hashlib.sha256(model).hexdigest() != entry.get("fingerprint"):
         raise DataError(f"{path}: not the tokenizer that made these tokens (its checksum differs); copy it again")
-    if entry["kind"] == "gpt2":
+    if kind == "gpt2":
         return GPT2Tokenizer(parse_ranks(model))
-    if entry["kind"] == "hf":
-        return HuggingFaceTokenizer(model, entry["eos"], str(path))
-    if entry["kind"] == "words":
+    if kind == "words":
         return WordsTokenizer(model, str(path))
-    return SentencePieceTokenizer(model, str(path), entry["name"], entry["vocab_size"])
+    try:
+        if kind == "hf":
+            return HuggingFaceTokenizer(model, entry["eos"], str(path))
+        return SentencePieceTokenizer(model, str(path), entry["name"], entry["vocab_size"])
+    except KeyError as error:
+        raise DataError(f"{path}: the description of this tokenizer is damaged, it has no {error}") from None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ngpt_train.distributed.sharding import first_row, held, replicas
 from ngpt_train.models import Decoder
 from ngpt_train.models.weights import canonical, named_weights
 from ngpt_train.observe.telemetry.numbers import Numbers, Record, norms, ratio
@@ -30,22 +31,23 @@ class Weight:
 class WeightChanges:
     """Needs, from before the optimizer's step to after it, the memory of one copy of this rank's weights.
 
-    Sums over ranks: under FSDP2 each rank adds the rows that it holds. What all ranks hold whole, rank 0 adds alone.
+    Sums over ranks: under FSDP2 each rank adds the rows that it holds, under HSDP its share of them. What all ranks
+    hold whole, rank 0 adds alone.
     """
 
     def __init__(self, model: Decoder, is_main: bool, device: torch.device) -> None:
         self.device = device
         self.parameters: list[Tensor] = []
         self.weights: list[Weight] = []
-        adds: list[bool] = []  # whether this rank adds the weight
+        adds: list[float] = []  # the share of the weight's sum that this rank adds
         for index, (parameter, rows_by_path) in enumerate(named_weights(model)):
             self.parameters.append(parameter)
-            first, n_held = first_row(parameter), len(local(parameter))
+            first, n_held = first_row(parameter), len(held(parameter))
             start = 0
             for path, n_rows in rows_by_path.items():
                 low, high = (min(max(row - first, 0), n_held) for row in (start, start + n_rows))
                 self.weights.append(Weight(canonical(path), index, slice(low, high), n_rows, parameter.ndim == 2))
-                adds.append(is_main or isinstance(parameter, DTensor))
+                adds.append(1 / replicas(parameter) if isinstance(parameter, DTensor) else float(is_main))
                 start += n_rows
         self.turning = [weight for weight in self.weights if weight.is_matrix and model.on_sphere]
         self.adds = torch.tensor(adds, dtype=torch.float64, device=device)
@@ -56,17 +58,17 @@ class WeightChanges:
         """Takes the gradients, and a copy of the weights. loss_scale: 0-dim, by which the gradients are multiplied."""
         # Of a weight without a gradient a tensor without elements, whose norm is 0.
         gradients = [
-            local(parameter).new_zeros(0) if parameter.grad is None else local(parameter.grad)
+            held(parameter).new_zeros(0) if parameter.grad is None else held(parameter.grad)
             for parameter in self.parameters
         ]
         scale = 1 if loss_scale is None else loss_scale
         self._grad_l1, self._grad_l2 = (self._norms(gradients, order) / scale for order in (1, 2))
-        self._copy = [local(parameter).clone() for parameter in self.parameters]
+        self._copy = [held(parameter).clone() for parameter in self.parameters]
         self._before = self._norms(self._copy, 2)
         self._lengths = self._row_lengths(self._copy)
 
     def after_update(self) -> Numbers:
-        after = [local(parameter.detach()) for parameter in self.parameters]
+        after = [held(parameter) for parameter in self.parameters]
         moved = self._copy
         torch._foreach_sub_(moved, after)  # in the place of the copy
         squares = (self._grad_l2, self._before, self._norms(after, 2), self._norms(moved, 2))
@@ -129,16 +131,3 @@ def places(names: Iterable[str]) -> dict[str, list[str]]:
         if layer := re.match(r"\w+\.\d+(?=\.)", name):
             found.setdefault(layer[0], []).append(name)
     return found
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The rows of `tensor` that this rank holds."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def first_row(tensor: Tensor) -> int:
-    """The place of this rank's first row in the whole. FSDP2 gives each rank as many rows, but fewer to the last."""
-    if not isinstance(tensor, DTensor):
-        return 0
-    mesh = tensor.device_mesh
-    return min(mesh.get_local_rank() * -(-len(tensor) // mesh.size()), len(tensor))

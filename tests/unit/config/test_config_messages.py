@@ -65,6 +65,7 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
         ["scale=debug", "model.context=64", "train.batch_rows=8", "train.steps=50", "schedule.warmup_tokens=25600"],
         ["schedule.warmup_tokens=25600", "Set schedule.warmup_tokens to 25088 or less, a step has 512"],
     ),
+    (["parallel.shard=2"], ["parallel.shard=2", "parallel=hsdp"]),
     (["schedule.decay_fraction=0.1"], ["schedule.decay_fraction=0.1", "schedule.kind=cosine", "schedule.kind=wsd"]),
     (["schedule.warmup_tokens=375e6"], ["schedule.warmup_tokens=375e6", "write 375000000"]),
     (["schedule.kind=inverse"], ["schedule.kind=inverse", "did you mean inverse_sqrt"]),
@@ -324,6 +325,17 @@ def test_experiments_that_build_upon_each_other(tmp_path: Path, capsys: pytest.C
     assert f"in the defaults of {tmp_path}/experiment/c.yaml" in message
 
 
+def test_messages_keep_the_secrets_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Caught: the value of an environment variable in a message, and so in logs."""
+    monkeypatch.setenv("NGPT_SECRET", "hunter2")
+    message = message_of(["train.steps=${oc.env:NGPT_SECRET}"], capsys)
+    assert "train.steps=${oc.env:NGPT_SECRET}" in message
+    assert "Value '$NGPT_SECRET' of type 'str' could not be converted" in message
+    assert "hunter2" not in message
+
+
 @pytest.mark.parametrize("defaults", ["[null]", "[ngpt, override /model: gpt]"])
 def test_a_defaults_list_that_has_no_order(defaults: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "model").mkdir()
@@ -394,6 +406,7 @@ def test_under_torchrun(
     for text in says:
         assert text in message
     monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("LOCAL_RANK", "1")
     assert main(["train", *arguments, "--cfg", "job"]) == 2
     assert capsys.readouterr().err == ""
 

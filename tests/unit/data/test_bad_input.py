@@ -38,7 +38,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.data import open_dataset, reader_of
 from ngpt_train.data.rows import Reader
 from ngpt_train.data.sources import local
-from ngpt_train.data.sources.local import list_files
+from ngpt_train.data.sources.local import LocalText, list_files
 from ngpt_train.data.sources.text import FetchError, Shard
 from ngpt_train.data.streamed import balance
 from ngpt_train.data.streamed import cache as shard_cache
@@ -279,6 +279,10 @@ def test_paths_that_lead_nowhere(text: Path, tmp_path: Path, way: str) -> None:
     for path in (text, f"{text}/*.jsonl"):
         with pytest.raises(DataError, match=r"link\.jsonl: cannot be read \(No such file or directory\)"):
             open_dataset(config(path, tmp_path / "cache", way))
+    (text / "link.jsonl").unlink()
+    (text / "loop.jsonl").symlink_to("loop.jsonl")
+    with pytest.raises(DataError, match=r"loop\.jsonl: cannot be read \(Too many levels of symbolic links\)"):
+        open_dataset(config(text, tmp_path / "cache", way))
     assert not (tmp_path / "cache").exists()
 
 
@@ -291,6 +295,57 @@ def test_a_file_that_cannot_be_read_is_not_a_faulty_one(text: Path, tmp_path: Pa
         take_all(reader_of(data, cfg), 0)
     (tmp_path / "away").rename(text / "d.jsonl")
     assert rows(cfg, EPOCH)[1] == {}
+
+
+def test_text_that_changes_while_it_is_streamed(text: Path, tmp_path: Path) -> None:
+    """Caught: a decoded copy of the new text under the identity of the old one, for this run and for later ones."""
+    expected = rows(config(text, tmp_path / "clean", open_shards=1))[0]
+    cfg = config(text, tmp_path / "cache", open_shards=1)
+    originals = {path: path.read_bytes() for path in text.iterdir()}
+    dataset = open_dataset(cfg)  # decodes one of the files, for validation
+    decoded = set((tmp_path / "cache/documents").iterdir())
+    for path, content in originals.items():
+        path.write_bytes(content[::-1] if path.suffix == ".parquet" else content.swapcase().replace(b"TEXT", b"text"))
+    with pytest.raises(FetchError, match=r"\.(jsonl|parquet): its text has changed since the run has listed it"):
+        reader_of(dataset, cfg)
+    assert len(decoded) < len(originals), "all were decoded before they changed"
+    assert set((tmp_path / "cache/documents").iterdir()) - decoded <= {tmp_path / "cache/documents/hashes.json"}
+    for path, content in originals.items():
+        path.write_bytes(content)
+    assert np.array_equal(rows(cfg)[0], expected)
+
+
+def test_text_that_changes_while_it_is_decoded(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a file that is another one while it is read, and again the old one when it is compared."""
+    cfg = config(text, tmp_path / "cache")
+    path, read = text / "a.jsonl", LocalText.documents
+    original = path.read_bytes()
+
+    def swapped(self: LocalText, shard: Shard, scratch: Path) -> Iterator[str]:
+        path.write_bytes(lines(texts(30, 500)))
+        found = list(read(self, shard, scratch))
+        path.write_bytes(original)
+        return iter(found)
+
+    monkeypatch.setattr(LocalText, "documents", swapped)
+    with pytest.raises(FetchError, match="its text has changed"):
+        rows(cfg)
+    monkeypatch.undo()
+    assert np.array_equal(rows(cfg)[0], rows(config(text, tmp_path / "clean"))[0])
+
+
+def test_copies_of_earlier_versions_are_made_again(text: Path, tmp_path: Path) -> None:
+    """They may be of text that had changed while it was streamed."""
+    cfg = config(text, tmp_path / "cache")
+    expected = rows(cfg)[0]
+    headers = sorted((tmp_path / "cache/documents").glob(f"*/{HEADER}"))
+    assert headers
+    for path in headers:
+        header = json.loads(path.read_text())
+        del header["files"]
+        path.write_text(json.dumps(header))
+    assert np.array_equal(rows(cfg)[0], expected)
+    assert all("files" in json.loads(path.read_text()) for path in headers)
 
 
 def test_changed_text_or_tokenizer_is_other_data(text: Path, tmp_path: Path) -> None:
@@ -340,7 +395,7 @@ def test_the_error_of_a_worker(text: Path, tmp_path: Path, monkeypatch: pytest.M
         take_all(reader, 0)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
 def test_a_worker_leaves_signals_to_its_trainer(text: Path, tmp_path: Path, number: signal.Signals) -> None:
     """As Ctrl-C and launchers send them to all processes. Caught: a last step without rows, and no last checkpoint."""
     cfg = config(text, tmp_path / "cache", workers=1)

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
@@ -18,6 +17,7 @@ from ngpt_train.distributed import World
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
 from ngpt_train.kernels import attention, dispatch
 from tests.processes.runs import arguments, write_corpus
+from tests.stored import stored_tensors
 
 DECAY, STEPS = 0.8, (2, 4, 6)
 NAMES = ["gpt", "ngpt", "powernorm"]
@@ -50,10 +50,9 @@ def kernels_afterwards() -> Iterator[None]:
     attention._choice = "auto"
 
 
-def stored(run: Path, step: int, part: str, tmp_path: Path) -> Arrays:
-    """A part of a checkpoint by name, read by torch alone."""
-    dcp_to_torch_save(run / f"checkpoints/step_{step:08d}", tmp_path / "whole.pt")
-    tensors = torch.load(tmp_path / "whole.pt", weights_only=False)[part]
+def stored(run: Path, step: int, part: str) -> Arrays:
+    """A part of a checkpoint by name."""
+    tensors = stored_tensors(run / f"checkpoints/step_{step:08d}")[part]
     return {name: value.numpy() for name, value in tensors.items()}
 
 
@@ -86,14 +85,14 @@ def test_the_mean_of_checkpoints_is_numpys(name: str, verb: str, runs: dict[str,
     run = runs[name]
     for last, k in ((6, 2), (4, 2)):
         steps = [step for step in STEPS if step <= last][-k:]
-        parts = [stored(run, step, "model", tmp_path) for step in steps]
+        parts = [stored(run, step, "model") for step in steps]
         mean = {key: np.mean([x[key].astype(np.float64) for x in parts], axis=0) for key in parts[0]}
         found = restored(run / f"checkpoints/step_{last:08d}", f"average={k}", verb=verb)
         assert found.averaged_steps == tuple(steps)
         expected = {key: x.astype(np.float32) for key, x in mean.items()}
         assert_projected(arrays(found), expected, on_sphere=name == "ngpt")
     if name == "powernorm":
-        statistics = [stored(run, step, "statistics", tmp_path) for step in (2, 4)]
+        statistics = [stored(run, step, "statistics") for step in (2, 4)]
         for key, value in found.model.statistics().items():  # (ranks, ...) in the files
             expected_value = np.mean([x[key][0].astype(np.float64) for x in statistics], axis=0)
             np.testing.assert_array_equal(value.numpy(), expected_value.astype(np.float32), err_msg=key)
@@ -104,10 +103,10 @@ def test_the_mean_of_checkpoints_is_numpys(name: str, verb: str, runs: dict[str,
 def test_the_moving_average_is_used_as_it_is_stored(name: str, runs: dict[str, Path], tmp_path: Path) -> None:
     """Projected for nGPT, with the statistics of training. Caught: the trained weights in its place."""
     found = restored(runs[name], "weights=ema")
-    ema, trained = stored(runs[name], 6, "ema", tmp_path), stored(runs[name], 6, "model", tmp_path)
+    ema, trained = stored(runs[name], 6, "ema"), stored(runs[name], 6, "model")
     assert all(not np.array_equal(x, trained[key]) for key, x in ema.items())
     assert_projected(arrays(found), ema, on_sphere=name == "ngpt")
-    statistics = stored(runs[name], 6, "statistics", tmp_path) if name == "powernorm" else {}
+    statistics = stored(runs[name], 6, "statistics") if name == "powernorm" else {}
     for key, value in found.model.statistics().items():
         np.testing.assert_array_equal(value.numpy(), statistics[key][0])
 
@@ -117,7 +116,7 @@ def test_a_resumed_run_has_the_same_average(runs: dict[str, Path], corpus: Path,
     given = arguments(tmp_path, corpus, "model=ngpt", *OPTIONS, f"optim.ema_decay={DECAY}")
     assert main(["train", *given, "train.stop_at=3"]) == 0
     assert main(["train", *given]) == 0
-    expected, actual = (stored(run, 6, "ema", tmp_path) for run in (runs["ngpt"], tmp_path / "runs/test"))
+    expected, actual = (stored(run, 6, "ema") for run in (runs["ngpt"], tmp_path / "runs/test"))
     assert actual.keys() == expected.keys()
     for key, x in expected.items():
         np.testing.assert_array_equal(actual[key], x, err_msg=key)
@@ -173,7 +172,7 @@ def test_what_cannot_be_averaged(runs: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="another tokenizer"):
         restored(tmp_path / "mixed", "average=2")
     tokenizer.write_text(tokenizer.read_text().replace('"eos": 255', '"eos": 256'))
-    (weights,) = (mixed / "step_00000002").glob("__0_0.distcp")
+    (weights,) = (mixed / "step_00000002").glob("shard-00001-model-00001-of-00001.safetensors")
     weights.write_bytes(weights.read_bytes()[:-1] + b"x")
     with pytest.raises(DataError, match=r"step_00000002 is damaged"):
         restored(tmp_path / "mixed", "average=2")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from ngpt_train.config import Config, DataError
+from ngpt_train.config import Config
 from ngpt_train.observe import build_sinks, meters
 from ngpt_train.observe.console import Clock, LogFile, describe, format_count, format_seconds
 from ngpt_train.observe.meters import Meter, peak_flops, peak_memory_gb
@@ -297,16 +297,42 @@ def test_build_sinks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
-def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
     sinks = build_sinks(config(), tmp_path, {}, total_steps=20, resume_step=None)
     for sink in sinks:
-        if isinstance(sink, (JsonlSink, LogFile)):
+        if isinstance(sink, JsonlSink):
+            sink._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
+        if isinstance(sink, LogFile):
             sink._file = open("/dev/full", "a")  # noqa: SIM115
     for sink in sinks:
         sink.message("a line")
     assert "No space left on device: a line" in capsys.readouterr().err
-    with pytest.raises(DataError, match=r"metrics\.jsonl: cannot be written \(No space left"):
-        sinks[0].log(train_record(1))
+    for step in (1, 2):
+        sinks[0].log(train_record(step))
+        assert f"metrics.jsonl: cannot be written (No space left on device). Make room; {step} records" in caplog.text
+    with pytest.raises(OSError, match=r"2 records of .*metrics\.jsonl are lost: .*No space left"):
+        sinks[0].close("done")
+
+
+def test_records_wait_for_room(tmp_path: Path) -> None:
+    """A file may grow to a limit, and later beyond it. Caught: half a line, a record that is lost or comes twice, a run
+    that ends for want of room."""
+    program = (
+        "import resource, sys; from pathlib import Path; from ngpt_train.observe.sinks import JsonlSink\n"
+        "sink = JsonlSink(Path(sys.argv[1]), None)\n"
+        "for step, limit in enumerate([1000, 130, 130, 1000, 1000]):\n"
+        "    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, 2000))\n"
+        "    sink.log({'kind': 'train', 'step': step, 'loss': 40 * '1'})\n"
+        "    print(len(Path(sys.argv[1]).read_bytes().splitlines()), Path(sys.argv[1]).read_bytes()[-1:])\n"
+        "sink.close('done')"
+    )
+    path = tmp_path / "metrics.jsonl"
+    finished = subprocess.run(
+        [sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert [line.split()[0] for line in finished.stdout.splitlines()] == ["1", "1", "1", "4", "5"]
+    assert all(line.endswith("b'\\n'") for line in finished.stdout.splitlines()), "never half a line"
+    assert keys(path) == [("train", step) for step in range(5)]
 
 
 def test_tensorboard(tmp_path: Path) -> None:

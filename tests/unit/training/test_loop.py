@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ngpt_train.config.schema import Config
 from ngpt_train.data import Position
-from ngpt_train.training import StepResult, build_state, checkpoint, loop, train_step
-from ngpt_train.training.checkpoint import Checkpoints, load_state
+from ngpt_train.training import StepResult, build_state, loop, train_step
+from ngpt_train.training.checkpoint import Checkpoints, load, load_state
 from ngpt_train.training.interval import Interval
 from ngpt_train.training.loop import Parts, train
 from ngpt_train.training.signals import StopRequest
@@ -73,7 +73,7 @@ def run(
     parts = Parts(
         batches=batches(state.step),
         evaluate=evaluate,
-        save=lambda state, position: None if save is None else save(state),
+        save=lambda state, position, loss: None if save is None else save(state),
         sinks=[records],
         meter=NoMeter(),
         after_step=lambda: None,
@@ -254,7 +254,7 @@ def test_a_checkpoint_of_before_says_nothing_about_seconds(tmp_path: Path, monke
     stored = json.loads(path.read_text())
     del stored["train_seconds"], stored["interval"]["n_clipped"], stored["interval"]["n_steps"]
     path.write_text(json.dumps(stored))
-    monkeypatch.setattr(checkpoint, "verify", lambda path, world: None)
+    monkeypatch.setattr(load, "verify", lambda path, world: None)
     again = build_state(loop_config(8, "logging.every=3"))
     load_state(tmp_path / "step_00000004", again)
     (record,) = [record for record in run(again) if record["kind"] == "train"]

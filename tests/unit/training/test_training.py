@@ -47,6 +47,8 @@ def test_layout() -> None:
     assert resolve_kind("auto", 1, "cuda") == "single"
     assert resolve_kind("auto", 2, "cuda") == "fsdp"
     assert resolve_kind("auto", 2, "cpu") == "ddp"
+    assert resolve_kind("auto", 16, "cuda", 8) == "hsdp"
+    assert resolve_kind("auto", 8, "cuda", 8) == "fsdp"
     with pytest.raises(ConfigError, match=r"parallel.kind=single.*2 ranks"):
         resolve_kind("single", 2, "cpu")
 

@@ -1,0 +1,116 @@
+"""torchrun and Slurm, as a process that they have started sees them: which job this is, whether it was started before,
+and whether the launcher still lives."""
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ngpt_train.core.errors import ConfigError
+
+LOOK_SECONDS = 1.0
+# A process that has lost its launcher has this long to end its step and to save.
+GRACE_SECONDS = 120.0
+NO_NAME = "none"  # torchrun's name for a job without --rdzv-id
+END_FILE = "NGPT_TRAIN_END"  # in the environment: torchrun hides the exit codes of its processes from a script
+_END = "ngpt_train_end.json"
+
+
+class End(NamedTuple):
+    """How a start ended."""
+
+    code: int
+    message: str
+
+
+def this_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
+    """What identifies the job that this process belongs to, however often its processes are started again.
+
+    torchrun: the job's name, --rdzv-id. agent: the directory that a torchrun has made for its logs, which it keeps
+    when it starts its processes again. slurm, requeued: job and how often Slurm has put it back into its queue.
+    """
+    return {
+        "torchrun": environment.get("TORCHELASTIC_RUN_ID"),
+        "agent": environment.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")[0] or None,
+        "slurm": environment.get("SLURM_JOB_ID"),
+        "requeued": int(environment.get("SLURM_RESTART_COUNT") or 0),
+    }
+
+
+def is_same_job(earlier: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
+    """Whether `now` is the job of `earlier`, started again by torchrun or by Slurm."""
+    if earlier is None:
+        return False
+    if now["slurm"] and earlier["slurm"] == now["slurm"] and earlier["requeued"] < now["requeued"]:
+        return True
+    if now["torchrun"] in (None, NO_NAME):
+        return now["agent"] is not None and earlier["agent"] == now["agent"]
+    return earlier["torchrun"] == now["torchrun"]
+
+
+def nameless_on_many_hosts(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether several torchruns share a job without a name, whose restarts cannot be told from new jobs."""
+    return environment.get("TORCHELASTIC_RUN_ID") == NO_NAME and int(environment.get("GROUP_WORLD_SIZE", "1")) > 1
+
+
+def check_ranks(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError unless the environment has the ranks of a launcher such as torchrun, or none."""
+    found = {name: environment.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    for name, value in found.items():
+        if value is not None and not (value.isascii() and value.isdigit()):
+            problem = f"{name}={value}: the environment has it, and it is no number"
+            raise ConfigError(f"{problem}\n  Start with torchrun, which sets it, or unset {name}")
+    rank, size = found["RANK"], found["WORLD_SIZE"]
+    if size is not None and int(size) > 1 and rank is None:
+        problem = f"WORLD_SIZE={size} is set in the environment, but not RANK; torchrun sets both"
+        raise ConfigError(f"{problem}\n  Start it with torchrun, or unset WORLD_SIZE")
+    if size is not None and rank is not None and int(rank) >= int(size):
+        problem = f"RANK={rank}, WORLD_SIZE={size} in the environment: ranks are smaller than their number"
+        raise ConfigError(f"{problem}\n  Start with torchrun, which sets both, or unset both")
+
+
+def remember_end(code: int, message: str) -> None:
+    """Notes for the restarts by this torchrun that the job has ended with an exit code that would come again; and for
+    the script that has started torchrun, in the file that NGPT_TRAIN_END names."""
+    agent = this_job()["agent"]
+    for path in (agent and Path(agent, _END), os.environ.get(END_FILE)):
+        if path:
+            with contextlib.suppress(OSError):  # then a restart fails as this start has
+                Path(path).write_text(json.dumps({"code": code, "message": message}, indent=2) + "\n")
+
+
+def remembered_end() -> End | None:
+    """The end of an earlier start by this torchrun, if it would only come again; else None."""
+    agent = this_job()["agent"]
+    if agent is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return None
+    try:
+        end = json.loads(Path(agent, _END).read_text())
+        return End(int(end["code"]), str(end["message"]))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def end_with_launcher() -> None:
+    """Makes this process, if torchrun has started it, end after its parent: by SIGTERM, which a trainer takes as the
+    request to save and stop, and after GRACE_SECONDS whatever it does."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(LOOK_SECONDS)
+        rank = os.environ.get("RANK", "0")
+        print(f"rank {rank}: its launcher (process {parent}) has ended, so it stops too", file=sys.stderr, flush=True)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(GRACE_SECONDS)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher", daemon=True).start()

@@ -1,0 +1,159 @@
+"""The directories of checkpoints: their names, manifests and checksums. Reads, and writes nothing."""
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import read_json
+
+MANIFEST = "MANIFEST.json"
+FORMAT = 2  # tensors in safetensors; 1: in torch's own files, whose index is a pickle
+MOST = 2**63  # of what torch counts
+STATE = "state.json"
+UNFINISHED = ".unfinished-"
+NAME = re.compile(r"step_(\d{8,})")
+
+
+def list_checkpoints(directory: Path) -> list[Path]:
+    """Complete checkpoints in `directory`, oldest first."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in the name of a checkpoint's directory."""
+    match = NAME.fullmatch(checkpoint.name)
+    assert match
+    return int(match[1])
+
+
+def find_checkpoint(key: str, value: str | None) -> Path:
+    """The checkpoint that the user's `key=value` names: value is a checkpoint, or a run directory with checkpoints, of
+    which the newest is taken.
+
+    Raises DataError if there is none.
+    """
+    if not value:
+        raise DataError(f"{key} is not set: name a run directory or a checkpoint, for example {key}=runs/quickstart")
+    path = Path(value).expanduser()
+    if (path / MANIFEST).is_file():
+        return path
+    checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
+    if not checkpoints:
+        what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
+        raise DataError(f"{key}={value}: {what}. Name a run directory or one of its checkpoints/step_* directories.")
+    return checkpoints[-1]
+
+
+def is_good(checkpoint: Path) -> bool:
+    """Whether the loss of a complete checkpoint had not exploded, as its manifest says; those of before do not say."""
+    return bool(_manifest(checkpoint).get("good", True))
+
+
+def losses_of_good(directory: Path) -> list[float]:
+    """The losses of the good checkpoints in `directory`, as far as their manifests say them."""
+    manifests = [_manifest(path) for path in list_checkpoints(directory) if is_good(path)]
+    return [manifest["loss"] for manifest in manifests if isinstance(manifest.get("loss"), float)]
+
+
+def last_good(directory: Path) -> Path | None:
+    """The newest complete checkpoint in `directory` whose loss had not exploded, None if there is none."""
+    return next((path for path in reversed(list_checkpoints(directory)) if is_good(path)), None)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """files: size and sha256 of every file by its name."""
+
+    format: int
+    files: dict[str, dict[str, Any]]
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """The manifest. Raises DataError where it is damaged, names a file outside of the directory, lacks one that every
+    checkpoint has, or leaves out a file of tensors."""
+    manifest = read_json(checkpoint / MANIFEST)
+    files = manifest.get("files") if isinstance(manifest, dict) else None
+    if not isinstance(files, dict):
+        problem = "it names no files"
+    elif manifest.get("format") not in (1, FORMAT):
+        problem = f"its format is {manifest.get('format')!r}, this version of ngpt-train reads 1 and {FORMAT}"
+    elif outside := [name for name in files if name in ("", ".", "..", MANIFEST) or "/" in name or "\0" in name]:
+        problem = f"it names {outside[0]!r}, which is no file of a checkpoint"
+    elif faulty := [name for name, entry in files.items() if not _is_entry(entry)]:
+        problem = f"it has no size and sha256 of {faulty[0]}"
+    elif STATE not in files:
+        problem = f"it does not name {STATE}"
+    elif unnamed := sorted(name for name in os.listdir(checkpoint) if has_tensors(name) and name not in files):
+        problem = f"it does not name {unnamed[0]}"
+    else:
+        return Manifest(manifest["format"], files)
+    raise DataError(f"{checkpoint / MANIFEST} is damaged: {problem}. Use another checkpoint.")
+
+
+def has_tensors(name: str) -> bool:
+    """Whether a file of a checkpoint has tensors, or says where they are."""
+    return name.endswith((".safetensors", ".distcp")) or name == ".metadata"
+
+
+def _is_entry(entry: Any) -> bool:
+    return (
+        isinstance(entry, dict)
+        and type(entry.get("bytes")) is int
+        and isinstance(entry.get("sha256"), str)
+        and re.fullmatch("[0-9a-f]{64}", entry["sha256"]) is not None
+    )
+
+
+def differences(checkpoint: Path, files: Mapping[str, dict[str, Any]]) -> list[str]:
+    """How the files differ from their entries of the manifest, in words."""
+    problems = []
+    for name, expected in files.items():
+        path = checkpoint / name
+        if path.is_symlink() or not path.is_file():
+            problems.append(f"{name} is missing")
+        elif path.stat().st_size != expected["bytes"]:
+            problems.append(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
+        elif size_and_sha256(path) != expected:
+            problems.append(f"{name} has another sha256 than when it was written")
+    return problems
+
+
+def read_progress(checkpoint: Path) -> dict[str, Any]:
+    """The counters of a checkpoint, its state.json. Raises DataError where they are damaged, or of another step than
+    the name of the directory says."""
+    path = checkpoint / STATE
+    progress = read_json(path)
+    if not isinstance(progress, dict):
+        raise DataError(f"{path} is damaged: it is no object. Use another checkpoint.")
+    for name, smallest in (("step", 0), ("tokens", 0), ("world_size", 1)):
+        if type(value := progress.get(name)) is not int or not smallest <= value < MOST:
+            raise DataError(f"{path} is damaged: {name} is {value!r}. Use another checkpoint.")
+    if not isinstance(progress.get("data"), dict):
+        raise DataError(f"{path} is damaged: it has no position in the data. Use another checkpoint.")
+    if NAME.fullmatch(checkpoint.name) and progress["step"] != step_of(checkpoint):
+        raise DataError(f"{path} is of step {progress['step']}, its directory of another. Use another checkpoint.")
+    return progress
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    """What the manifest says, beside the files; of a damaged one that nothing is good."""
+    try:
+        manifest = read_json(checkpoint / MANIFEST)
+    except DataError:
+        return {"good": False}
+    return manifest if isinstance(manifest, dict) else {"good": False}
+
+
+def size_and_sha256(path: Path) -> dict[str, Any]:
+    """A file's entry in the manifest."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return {"bytes": path.stat().st_size, "sha256": digest}

@@ -1,0 +1,166 @@
+"""From a checkpoint to a training state, on any number of ranks and with any layout."""
+
+import contextlib
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
+from torch.distributed.checkpoint.storage import StorageReader
+
+from ngpt_train.core.errors import DataError
+from ngpt_train.distributed import World
+from ngpt_train.models import Decoder
+from ngpt_train.training.checkpoint.files import differences, has_tensors, read_manifest, read_progress
+from ngpt_train.training.checkpoint.metadata import read_metadata
+from ngpt_train.training.checkpoint.tensors import (
+    OPTIONS,
+    describe_error,
+    moving_average,
+    no_dist,
+    set_statistics,
+    statistics_to_load,
+    without_process_group_warning,
+)
+from ngpt_train.training.state import TrainState
+
+
+def verify(checkpoint: Path, world: World) -> None:
+    """Compares every file with the manifest; a collective call, in which each rank reads some files.
+
+    Raises DataError, on every rank, which names the files that differ.
+    """
+    files = world.on_main(lambda: read_manifest(checkpoint)).files  # so that all see the same, and none is left alone
+    mine = {name: entry for index, (name, entry) in enumerate(files.items()) if index % world.size == world.rank}
+    found = [problem for part in world.gather(differences(checkpoint, mine)) for problem in part]
+    if found:
+        raise DataError(f"The checkpoint {checkpoint} is damaged: {'; '.join(found)}. Use another checkpoint.")
+
+
+def newest_with_config(checkpoints: Sequence[Path]) -> Path | None:
+    """The newest of `checkpoints`, the oldest first, whose config and tokenizer are what its manifest says; the newest
+    of all if there is none. No collective call, and quick: the files of tensors are not read."""
+    for checkpoint in reversed(checkpoints):
+        with contextlib.suppress(DataError):
+            files = read_manifest(checkpoint).files
+            small = {name: entry for name, entry in files.items() if not has_tensors(name)}
+            if not differences(checkpoint, small):
+                return checkpoint
+    return checkpoints[-1] if checkpoints else None
+
+
+def newest_undamaged(checkpoints: Sequence[Path], world: World) -> tuple[Path | None, dict[str, str]]:
+    """The newest of `checkpoints`, the oldest first, whose files are what its manifest says, and what is wrong with
+    those that are newer, by name.
+
+    A collective call. Raises the newest one's DataError if all are damaged; none at all give None.
+    """
+    damaged: dict[str, str] = {}
+    for checkpoint in reversed(checkpoints):
+        try:
+            verify(checkpoint, world)
+        except DataError as error:
+            damaged[checkpoint.name] = str(error)
+        else:
+            return checkpoint, damaged
+    if damaged:
+        newest = next(iter(damaged.values()))
+        older = f" So are the {len(damaged) - 1} older ones." if len(damaged) > 1 else " There is no older one."
+        raise DataError(newest + older)
+    return None, damaged
+
+
+def open_tensors(checkpoint: Path) -> tuple[StorageReader, Collection[str]]:
+    """A reader of the tensors of a checkpoint, and their names. Executes nothing. Raises DataError."""
+    manifest = read_manifest(checkpoint)
+    if manifest.format == 1:
+        metadata = read_metadata(checkpoint, set(manifest.files))
+        return dcp.FileSystemReader(checkpoint), metadata.state_dict_metadata.keys()
+    reader = HuggingFaceStorageReader(str(checkpoint))
+    try:
+        return reader, reader.read_metadata().state_dict_metadata.keys()
+    except Exception as error:  # of safetensors, or of an index that is none
+        raise DataError(f"The checkpoint {checkpoint} cannot be read: {describe_error(error)}") from None
+
+
+def check_names(checkpoint: Path, known: Collection[str], weights: Collection[str], part: str = "model") -> None:
+    """Raises DataError if a weight of the model is not in that part of the checkpoint, whose tensors are `known`."""
+    if part == "ema" and not any(name.startswith("ema.") for name in known):
+        raise DataError(f"The checkpoint {checkpoint} has no moving average: its run had optim.ema_decay=null.")
+    if missing := [name for name in weights if f"{part}.{name}" not in known]:
+        raise DataError(
+            f"The checkpoint {checkpoint} has no {missing[0]}: another version of ngpt-train wrote it, which called "
+            "weights otherwise. Go on with that version, or begin a new run."
+        )
+
+
+def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> dict[str, Any]:
+    """Loads weights, moments, averages, running statistics and counters into `state`; returns the position in the data.
+
+    verified: the files have just been compared with the manifest. A collective call. Raises DataError if the checkpoint
+    is damaged or of another version.
+    """
+    if not verified:
+        verify(checkpoint, state.world)
+    progress = read_progress(checkpoint)
+    model, optimizer = get_state_dict(state.model, state.optimizer, options=OPTIONS)
+    reader, known = open_tensors(checkpoint)
+    check_names(checkpoint, known, model)
+    tensors: dict[str, Any] = {
+        "model": model,
+        # Without the groups' learning rates and the like, which the config has: DCP would unpickle them.
+        "optimizer": {name: value for name, value in optimizer.items() if isinstance(value, Tensor)},
+        "statistics": statistics_to_load(checkpoint, state.model),
+        **moving_average(state),
+    }
+    if state.ema is not None:
+        check_names(checkpoint, known, state.ema.weights, "ema")
+    _read(checkpoint, reader, tensors)
+    set_statistics(state.model, tensors["statistics"], state.world)
+    optimizer |= tensors["optimizer"]
+    set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=OPTIONS)
+    state.step = progress["step"]
+    state.tokens.fill_(progress["tokens"])
+    state.train_seconds = progress.get("train_seconds")  # earlier versions did not save it
+    if "interval" in progress:  # earlier versions did not save it
+        state.interval.load_state_dict(progress["interval"])
+    if state.loss_scale is not None:
+        state.loss_scale.load_state_dict(progress["loss_scale"])
+    return progress["data"]
+
+
+def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "model") -> None:
+    """Loads weights and running statistics into `model`, which has the architecture and size of the checkpoint's.
+
+    part: "model" for the trained weights, "ema" for their moving average, which is not projected. The running
+    statistics are those of training in both cases. A collective call. Raises DataError if the checkpoint is damaged, of
+    another version, or without a moving average.
+    """
+    verify(checkpoint, world)
+    tensors: dict[str, Any] = {
+        part: get_model_state_dict(model),
+        "statistics": statistics_to_load(checkpoint, model),
+    }
+    reader, known = open_tensors(checkpoint)
+    check_names(checkpoint, known, tensors[part], part)
+    _read(checkpoint, reader, tensors)
+    set_statistics(model, tensors["statistics"], world)
+    set_model_state_dict(model, tensors[part])
+
+
+def _read(checkpoint: Path, reader: StorageReader, tensors: dict[str, Any]) -> None:
+    """Reads a checkpoint, whose files are known to be whole, into `tensors`; a collective call. Raises DataError."""
+    try:
+        with without_process_group_warning():
+            dcp.load(tensors, storage_reader=reader, no_dist=no_dist())
+    except (RuntimeError, ValueError, CheckpointException) as error:
+        raise DataError(f"The checkpoint {checkpoint} cannot be read: {describe_error(error)}") from None

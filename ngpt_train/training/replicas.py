@@ -1,0 +1,56 @@
+"""Compares what several ranks hold: all weights and moments under DDP, those of vectors under FSDP2, and under HSDP
+also each shard with that of the other groups.
+
+These ranks compute them from the same numbers, so they are equal to the bit. Where they are not, a memory or a device
+has failed, and the ranks train different models whose gradients are averaged.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from ngpt_train.distributed.sharding import checksum, replicas, shard_number
+from ngpt_train.training.state import TrainState
+
+
+class ReplicaError(RuntimeError):
+    """A rank holds other weights than the others. A new start from the last checkpoint has the same on all."""
+
+    exit_code = 1
+
+
+def check_replicas(state: TrainState) -> None:
+    """Raises ReplicaError, on every rank, if what several ranks hold differs in a bit.
+
+    A collective call, which waits for the device; one rank has nothing to compare.
+    """
+    if state.world.size == 1:
+        return
+    names, owners, sums = [], [], []
+    for name, tensor in _shared(state):
+        names.append(name)
+        owners.append(shard_number(tensor))  # of a whole tensor 0 on all ranks
+        sums.append(checksum(tensor))
+    ranks = state.world.gather((owners, torch.stack(sums).tolist() if sums else []))
+    first: dict[tuple[str, int], tuple[int, int]] = {}  # the first rank that holds a shard of a tensor, and its sum
+    for rank, (shards, of_rank) in enumerate(ranks):
+        for name, shard, own in zip(names, shards, of_rank, strict=True):
+            other, of_other = first.setdefault((name, shard), (rank, own))
+            if own != of_other:
+                raise ReplicaError(
+                    f"step {state.step}: {name} on rank {rank} is not what it is on rank {other}, so a memory or a "
+                    "device of theirs has failed. Nothing is saved; the same command goes on from the last checkpoint"
+                )
+
+
+def _shared(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """What more than one rank holds."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
+    found = [(name, parameter) for parameter, name in names.items()]
+    for parameter, moments in state.optimizer.state.items():
+        found += [(f"{moment} of {names[parameter]}", x) for moment, x in moments.items() if isinstance(x, Tensor)]
+    for name, tensor in found:
+        if not isinstance(tensor, DTensor) or replicas(tensor) > 1:
+            yield name, tensor

@@ -1,0 +1,179 @@
+"""Notices a rank that hangs, names it, and ends the job so that torchrun can start it again.
+
+A rank that is stopped, or stuck, holds up all others in the next collective, which waits for parallel.timeout and then
+names nobody. Here a thread of each rank writes a beat into the process group's store every few seconds: a number that
+grows, what the rank does and at which step. Each rank looks at the beats of the next one. A rank without a new beat is
+stopped or dead. A rank whose step takes much longer than any step before hangs, or waits for one that does. Whoever
+finds that asks all ranks for their Python stacks; one prints them, and all end.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+
+from ngpt_train.distributed import World
+
+BEATS = 10  # within parallel.hang_seconds
+# A step that takes so many times the longest of this start hangs. The first ones compile, and do not count.
+TIMES_THE_LONGEST, FIRST_STEPS = 20.0, 3
+# So that a rank without a sign of life is found before the ranks that wait for it.
+LONGER = 1.5
+STEP, BETWEEN = "step", "what follows step"  # other work, such as a validation, may take its time
+FRAMES = 8  # of a stack, the innermost ones
+EXIT_CODE = 1  # which torchrun starts again
+
+
+class Watchdog:
+    """The beats of this rank, and its look at the next one. Without other ranks, or with no seconds, it does nothing.
+
+    seconds: without a beat, and LONGER times as many of a step at least, before a rank counts as hung. on_end: called
+    with the reason, on one rank, before the processes end.
+    """
+
+    def __init__(self, world: World, seconds: float, on_end: Callable[[str], None]) -> None:
+        self._world, self._seconds, self._on_end = world, seconds, on_end
+        self._doing, self._step, self._since = "the start before step", 0, time.monotonic()
+        self._longest, self._steps, self._said = 0.0, 0, -1
+        self._main = threading.get_ident()
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        if world.size > 1 and seconds:
+            # A connection of its own: a main thread that waits for the store must not keep the beats from it.
+            self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            self._beat_number = 0
+            self._give_sign()  # the first one here, so that a rank that is stopped at once has given one
+            self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+            self._thread.start()
+
+    @contextmanager
+    def during(self, doing: str, step: int) -> Iterator[None]:
+        """Inside, this rank's main thread is `doing` something at `step`."""
+        self._doing, self._step, self._since = doing, step, time.monotonic()
+        yield
+        if doing == STEP:
+            self._steps += 1
+            if self._steps > FIRST_STEPS:
+                self._longest = max(self._longest, time.monotonic() - self._since)
+        self._doing, self._since = BETWEEN, time.monotonic()
+
+    def close(self) -> None:
+        """Ends the beats. The other ranks are told, so that they do not miss them."""
+        if self._thread is not None and not self._ended.is_set():
+            self._ended.set()
+            self._thread.join()
+
+    def _watch(self) -> None:
+        seen = time.monotonic()
+        last: dict[str, Any] | None = None
+        neighbour = (self._world.rank + 1) % self._world.size
+        try:
+            while not self._ended.wait(self._seconds / BEATS):
+                self._give_sign()
+                if self._store.check([_END]):
+                    self._end(self._store.get(_END).decode())
+                now = time.monotonic()
+                of_neighbour = self._beat(neighbour)
+                if of_neighbour != last or of_neighbour is None or "closed" in of_neighbour:
+                    last, seen = of_neighbour, now
+                elif now - seen > self._seconds:
+                    who = _who(neighbour, of_neighbour)
+                    self._declare(f"{who} has given no sign of life for {now - seen:.0f} s, it is stopped or stuck")
+                if self._hangs(now):
+                    waited = f"{self._doing} {self._step} has taken {now - self._since:.0f} s"
+                    self._declare(f"{waited}, the steps before {self._longest:.1f} s at most")
+            self._store.set(_beat_of(self._world.rank), json.dumps(self._state() | {"closed": True}))
+        except dist.DistError:  # the store is gone, and torchrun with it
+            return
+
+    def _give_sign(self) -> None:
+        self._beat_number += 1
+        self._store.set(_beat_of(self._world.rank), json.dumps(self._state() | {"beat": self._beat_number}))
+
+    def _state(self) -> dict[str, Any]:
+        return {"doing": self._doing, "step": self._step, "host": socket.gethostname(), "pid": os.getpid()}
+
+    def _beat(self, rank: int) -> dict[str, Any] | None:
+        key = _beat_of(rank)
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
+
+    def _hangs(self, now: float) -> bool:
+        """Whether the step takes too long, and no rank has other work to do, for which the others have to wait."""
+        if self._doing not in (STEP, BETWEEN) or self._longest == 0:
+            return False
+        if now - self._since < max(LONGER * self._seconds, TIMES_THE_LONGEST * self._longest):
+            return False
+        beats = {rank: self._beat(rank) for rank in range(self._world.size)}
+        busy = [_who(rank, beat) for rank, beat in beats.items() if beat and beat["doing"] not in (STEP, BETWEEN)]
+        if busy and self._said != self._step:
+            self._said = self._step
+            waited = f"rank {self._world.rank} has waited {now - self._since:.0f} s"
+            print(f"{waited} for {'; '.join(busy)}", file=sys.stderr, flush=True)
+        return not busy
+
+    def _declare(self, reason: str) -> None:
+        """Asks all ranks to end for this reason, or for the one that another rank has given before."""
+        self._end(self._store.compare_set(_END, "", reason).decode())
+
+    def _end(self, reason: str) -> None:
+        stack = "".join(traceback.format_stack(sys._current_frames()[self._main])[-FRAMES:])
+        rank = self._world.rank
+        self._store.set(_stack_of(rank), json.dumps(self._state() | {"stack": stack}))
+        pause = 2 * self._seconds / BEATS  # in which all have looked
+        # The first that comes prints for all.
+        if self._store.add(_PRINTER, 1) == 1:
+            time.sleep(pause)
+            print(self._report(reason), file=sys.stderr, flush=True)
+            self._on_end(reason)
+        else:
+            time.sleep(2 * pause)
+        os._exit(EXIT_CODE)
+
+    def _report(self, reason: str) -> str:
+        """The reason, and the stacks of all ranks, those of ranks that do not wait for others first."""
+        stacks: dict[str, list[str]] = {}
+        for rank in range(self._world.size):
+            if self._store.check([_stack_of(rank)]):
+                found = json.loads(self._store.get(_stack_of(rank)))
+                stacks.setdefault(found["stack"], []).append(_who(rank, found))
+            else:
+                beat = self._beat(rank)
+                stacks.setdefault("  no answer\n", []).append(_who(rank, beat) if beat else f"rank {rank}")
+        ordered = sorted(stacks.items(), key=lambda item: _waits_for_others(item[0]))
+        parts = [f"{'; '.join(ranks)}:\n{stack}" for stack, ranks in ordered]
+        suspects = [who for stack, ranks in ordered if not _waits_for_others(stack) for who in ranks]
+        blamed = f"not waiting for others: {'; '.join(suspects)}" if suspects else "all wait for others"
+        return f"hung: {reason}; {blamed}. All ranks end, and the same command goes on from the last checkpoint.\n" + (
+            "".join(parts)
+        )
+
+
+_END, _PRINTER = "ngpt_train/watchdog/end", "ngpt_train/watchdog/printer"
+
+
+def _beat_of(rank: int) -> str:
+    return f"ngpt_train/watchdog/beat/{rank}"
+
+
+def _stack_of(rank: int) -> str:
+    return f"ngpt_train/watchdog/stack/{rank}"
+
+
+def _who(rank: int, state: dict[str, Any]) -> str:
+    return f"rank {rank} (process {state['pid']} on {state['host']}, in {state['doing']} {state['step']})"
+
+
+def _waits_for_others(stack: str) -> bool:
+    """Whether the innermost frame is in a collective, or in the backward pass, which calls them."""
+    innermost = [line for line in stack.splitlines() if line.lstrip().startswith("File ")][-1:]
+    return any(part in line for line in innermost for part in ("torch/distributed/", "torch/autograd/"))

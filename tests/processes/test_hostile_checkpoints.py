@@ -1,0 +1,255 @@
+"""Damaged and forged checkpoints: an older one is taken, nothing is executed, and each fault is one sentence."""
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+
+from ngpt_train.__main__ import main
+from ngpt_train.core.errors import DataError
+from ngpt_train.training.checkpoint.files import read_manifest, read_progress
+from ngpt_train.training.checkpoint.load import open_tensors
+from ngpt_train.training.checkpoint.metadata import read_metadata
+from tests.processes.runs import arguments, numbers, run, train
+
+TENSORS = "shard-00001-model-00001-of-00001.safetensors"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A run of six steps with checkpoints 2, 4 and 6."""
+    directory = tmp_path_factory.mktemp("hostile")
+    train(given(directory, corpus, "train.stop_at=6"))
+    return directory
+
+
+@pytest.fixture
+def directory(trained: Path, tmp_path: Path) -> Path:
+    shutil.copytree(trained, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def given(directory: Path, corpus: Path, *overrides: str) -> list[str]:
+    return arguments(directory, corpus, "checkpoint.every=2", "checkpoint.keep_last=9", "train.steps=8", *overrides)
+
+
+def checkpoint(directory: Path, step: int = 6) -> Path:
+    return directory / f"runs/test/checkpoints/step_{step:08d}"
+
+
+def sign(path: Path, name: str) -> None:
+    """Makes the manifest true for a file again, as a forger would."""
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    content = (path / name).read_bytes()
+    manifest["files"][name] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "MANIFEST.json").write_text(json.dumps(manifest))
+
+
+def as_before(path: Path, corpus: Path) -> None:
+    """Makes a checkpoint one of format 1, with torch's own files and their pickled index."""
+    out = path.with_name("format_1")
+    reader, names = open_tensors(path)
+    stored = reader.read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
+    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    dcp.save(tensors, storage_writer=dcp.FileSystemWriter(out), no_dist=True)
+    (path / TENSORS).unlink()
+    for file in out.iterdir():
+        file.rename(path / file.name)
+    manifest = json.loads((path / "MANIFEST.json").read_text())
+    del manifest["files"][TENSORS]
+    (path / "MANIFEST.json").write_text(json.dumps(manifest | {"format": 1}))
+    for name in (".metadata", "__0_0.distcp"):
+        sign(path, name)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", [TENSORS, "config.yaml", "state.json", "MANIFEST.json", "tokenizer.json"])
+def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(directory: Path, corpus: Path, name: str) -> None:
+    """Caught: a run that ends because its newest checkpoint is damaged; one that goes on without a word; a damaged one
+    that is deleted."""
+    if name == "config.yaml":
+        (checkpoint(directory) / name).write_text("{")
+    else:
+        flip(checkpoint(directory) / name)
+    before = numbers(directory / "runs/test")
+    finished = run("train", given(directory, corpus))
+    assert finished.returncode == 0, finished.stderr
+    assert f"goes on from {checkpoint(directory, 4)}" in finished.stderr
+    assert "is damaged" in finished.stderr or "missing or damaged" in finished.stderr
+    assert (directory / "runs/test/checkpoints/damaged-step_00000006" / TENSORS).is_file()
+    start = json.loads((directory / "runs/test/run.json").read_text())["starts"][-1]
+    assert start["step"] == 4
+    assert list(start["damaged"]) == ["step_00000006"]
+    after = numbers(directory / "runs/test")
+    assert {step: after[step] for step in before} == before, "steps 5 and 6 are repeated to the bit"
+    assert sorted(after) == list(range(1, 9))
+
+
+def test_all_are_damaged(directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (2, 4, 6):
+        flip(checkpoint(directory, step) / TENSORS)
+    before = (directory / "runs/test/metrics.jsonl").read_bytes()
+    assert main(["train", *given(directory, corpus)]) == 3
+    assert "step_00000006 is damaged: shard-00001-model-00001-of-00001.safetensors has another sha256" in (
+        message := capsys.readouterr().err
+    )
+    assert "So are the 2 older ones" in message
+    assert (directory / "runs/test/metrics.jsonl").read_bytes() == before
+
+
+class Touch:
+    """A pickle that writes a file when it is read."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.path),)
+
+
+def verbs(directory: Path, corpus: Path) -> dict[str, list[str]]:
+    path = checkpoint(directory)
+    return {
+        "train": ["train", *given(directory, corpus)],
+        "init_from": ["train", *given(directory, corpus, f"run.init_from={path}", "run.name=other")],
+        "evaluate": ["evaluate", f"evaluate.checkpoint={path}", "train.device=cpu"],
+        "generate": ["generate", f"generate.checkpoint={path}", "train.device=cpu", "generate.max_new_tokens=2"],
+    }
+
+
+@pytest.mark.parametrize("verb", ["train", "init_from", "evaluate", "generate"])
+def test_a_pickle_is_not_executed(directory: Path, corpus: Path, verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Caught: a forged .metadata, true to its manifest, that runs what it likes."""
+    written = directory / "executed"
+    for step in (2, 4, 6):
+        path = checkpoint(directory, step)
+        as_before(path, corpus)
+        (path / ".metadata").write_bytes(pickle.dumps(Touch(written)))
+        sign(path, ".metadata")
+    assert main(verbs(directory, corpus)[verb]) == 3
+    assert "is not what torch writes (UnpicklingError: it asks for" in capsys.readouterr().err
+    assert not written.exists()
+
+
+def test_nothing_is_pickled(directory: Path, corpus: Path) -> None:
+    """Caught: a file that torch's own format or anything else has pickled."""
+    for step in (2, 4, 6):
+        for file in checkpoint(directory, step).iterdir():
+            if file.suffix == ".json":
+                json.loads(file.read_text())
+            elif file.suffix == ".safetensors":
+                assert safe_open(file, "pt").keys()
+            else:
+                assert file.name == "config.yaml"
+
+
+def test_checkpoints_of_before_are_read(directory: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's format pickles the optimizer's numbers, too. Caught: a checkpoint of before that is refused, one whose
+    numbers are unpickled."""
+    import torch.distributed.checkpoint.default_planner as planner
+
+    def refused(*_: object) -> None:
+        raise AssertionError("unpickled")
+
+    expected = directory.parent / "expected"
+    shutil.copytree(directory, expected)
+    assert main(["train", *given(expected, corpus)]) == 0
+    as_before(checkpoint(directory), corpus)
+    monkeypatch.setattr(planner.DefaultLoadPlanner, "load_bytes", refused)
+    assert main(["train", *given(directory, corpus)]) == 0
+    assert numbers(directory / "runs/test") == numbers(expected / "runs/test")
+    assert (checkpoint(directory, 8) / TENSORS).is_file()
+
+
+def test_files_outside_are_not_followed(directory: Path, corpus: Path) -> None:
+    path = checkpoint(directory)
+    as_before(path, corpus)
+    metadata = read_metadata(path, set(read_manifest(path).files))
+    place = next(iter(metadata.storage_data.values()))
+    place.relative_path = "../step_00000004/__0_0.distcp"
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(DataError, match=r"in files that the manifest does not name, such as \.\./step_00000004/"):
+        read_metadata(path, set(read_manifest(path).files))
+
+
+ENTRY = {"bytes": 1, "sha256": 64 * "0"}
+USUAL = {"state.json": ENTRY}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("null", "it names no files"),
+        ("[]", "it names no files"),
+        ("{}", "it names no files"),
+        ({"format": 1, "files": []}, "it names no files"),
+        ({"format": 99, "files": USUAL}, "its format is 99"),
+        ({"format": 1, "files": {}}, "it does not name state.json"),
+        ({"format": 2, "files": {TENSORS: ENTRY}}, "it does not name state.json"),
+        ({"format": 1, "files": USUAL}, f"it does not name {TENSORS}"),
+        ({"format": 1, "files": USUAL | {"../x": ENTRY}}, "it names '../x'"),
+        ({"format": 1, "files": USUAL | {"/etc/passwd": ENTRY}}, "it names '/etc/passwd'"),
+        ({"format": 1, "files": USUAL | {"..": ENTRY}}, "it names '..'"),
+        ({"format": 1, "files": USUAL | {"x": None}}, "it has no size and sha256 of x"),
+        ({"format": 1, "files": USUAL | {"x": ENTRY | {"bytes": "1"}}}, "it has no size and sha256 of x"),
+        ({"format": 1, "files": USUAL | {"x": ENTRY | {"sha256": "00"}}}, "it has no size and sha256 of x"),
+        (100_000 * "[", "missing or damaged"),
+        ("{", "missing or damaged"),
+    ],
+)
+def test_forged_manifests(directory: Path, content: Any, problem: str) -> None:
+    path = checkpoint(directory)
+    (path / "MANIFEST.json").write_text(content if isinstance(content, str) else json.dumps(content))
+    with pytest.raises(DataError) as caught:
+        read_manifest(path)
+    assert problem in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda state: [], "it is no object"),
+        (lambda state: state | {"step": "6"}, "step is '6'"),
+        (lambda state: state | {"step": -1}, "step is -1"),
+        (lambda state: state | {"step": True}, "step is True"),
+        (lambda state: state | {"step": 1e30}, "step is 1e+30"),
+        (lambda state: state | {"step": 10**30}, "step is 1000"),
+        (lambda state: state | {"step": 4}, "is of step 4, its directory of another"),
+        (lambda state: {name: value for name, value in state.items() if name != "step"}, "step is None"),
+        (lambda state: {name: value for name, value in state.items() if name != "tokens"}, "tokens is None"),
+        (lambda state: {name: value for name, value in state.items() if name != "data"}, "no position in the data"),
+        (lambda state: state | {"data": []}, "no position in the data"),
+        (lambda state: state | {"world_size": 0}, "world_size is 0"),
+    ],
+)
+def test_forged_counters(directory: Path, change: Callable[[dict[str, Any]], Any], problem: str) -> None:
+    path = checkpoint(directory) / "state.json"
+    path.write_text(json.dumps(change(json.loads(path.read_text()))))
+    with pytest.raises(DataError) as caught:
+        read_progress(path.parent)
+    assert problem in str(caught.value)
+
+
+@pytest.mark.parametrize("content", ["[]", "null", '{"kind": "bytez"}', '{"kind": "hf", "file": "../../x"}', "{"])
+def test_forged_tokenizers(directory: Path, corpus: Path, content: str, capsys: pytest.CaptureFixture[str]) -> None:
+    path = checkpoint(directory)
+    (path / "tokenizer.json").write_text(content)
+    sign(path, "tokenizer.json")
+    assert main(verbs(directory, corpus)["generate"]) == 3
+    assert len(capsys.readouterr().err.strip().splitlines()[-1:]) == 1

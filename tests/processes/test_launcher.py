@@ -1,0 +1,215 @@
+"""Runs under a torchrun that dies, or starts its processes again."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ngpt_train.core.errors import ConfigError, DataError, is_told_here, same_on_host, told_by_rank_0
+from ngpt_train.core.launcher import check_ranks, is_same_job, nameless_on_many_hosts, this_job
+from tests.processes import fork_server
+from tests.processes.runs import arguments, numbers, records, run, start, train, wait_for_step
+
+
+def job(torchrun: str | None = None, agent: str | None = None, slurm: str | None = None, requeued: int = 0) -> object:
+    environment = {
+        "TORCHELASTIC_RUN_ID": torchrun,
+        "TORCHELASTIC_ERROR_FILE": agent and f"/tmp/{agent}/attempt_{requeued}/0/error.json",
+        "SLURM_JOB_ID": slurm,
+        "SLURM_RESTART_COUNT": str(requeued) if requeued else None,
+    }
+    return this_job({name: value for name, value in environment.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    ("earlier", "now", "same"),
+    [
+        (job(), job(), False),  # two commands of a user
+        (job("none", "a"), job("none", "a", requeued=1), True),  # a restart by the same torchrun
+        (job("none", "a"), job("none", "b"), False),  # two torchruns without a name
+        (job("none", "a"), job(), False),
+        (job(), job("none", "a"), False),
+        (job("big", "a"), job("big", "b"), True),  # a named job, whose rank 0 is on another host now
+        (job("big", "a"), job("small", "b"), False),
+        (job(slurm="7"), job(slurm="7", requeued=1), True),
+        (job(slurm="7", requeued=1), job(slurm="7", requeued=2), True),
+        (job(slurm="7"), job(slurm="7"), False),  # two commands in one allocation
+        (job(slurm="7"), job(slurm="8", requeued=1), False),
+        (job("none", "a", slurm="7"), job("none", "b", slurm="7", requeued=1), True),
+        (None, job("big"), False),  # a run of before jobs were noted
+    ],
+)
+def test_restarts_are_told_from_new_jobs(earlier: dict[str, object] | None, now: dict[str, object], same: bool) -> None:
+    """Caught: a restart taken for a new job, which would delete its own run; a new job taken for a restart."""
+    assert is_same_job(earlier, now) is same
+
+
+def test_nameless_jobs_of_many_hosts() -> None:
+    assert nameless_on_many_hosts({"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2"})
+    assert not nameless_on_many_hosts({"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1"})
+    assert not nameless_on_many_hosts({"TORCHELASTIC_RUN_ID": "big", "GROUP_WORLD_SIZE": "2"})
+    assert not nameless_on_many_hosts({})
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        ({"WORLD_SIZE": "abc"}, "WORLD_SIZE=abc: .* no number"),
+        ({"RANK": "-1", "WORLD_SIZE": "2"}, "RANK=-1: .* no number"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, "LOCAL_RANK=: .* no number"),
+        ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5, WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 .* not RANK"),
+        ({}, None),
+        ({"WORLD_SIZE": "1"}, None),
+        ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, None),
+    ],
+)
+def test_ranks_of_the_environment(environment: dict[str, str], problem: str | None) -> None:
+    if problem is None:
+        check_ranks(environment)
+    else:
+        with pytest.raises(ConfigError, match=problem):
+            check_ranks(environment)
+
+
+def test_who_tells_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: an error of one rank that nobody tells, and one of all ranks that all tell."""
+
+    def tellers(error: Exception) -> list[str]:
+        told = []
+        for rank, local_rank in (("0", "0"), ("1", "1"), ("2", "0"), ("3", "1")):  # two hosts
+            monkeypatch.setenv("RANK", rank)
+            monkeypatch.setenv("LOCAL_RANK", local_rank)
+            told += [rank] if is_told_here(error) else []
+        return told
+
+    assert tellers(DataError("its disk is full")) == ["0", "1", "2", "3"]
+    assert tellers(told_by_rank_0(DataError("found by rank 0"))) == ["0"]
+    with pytest.raises(ConfigError) as caught, same_on_host():
+        raise ConfigError("a typing error")
+    assert tellers(caught.value) == ["0", "2"]
+
+
+def test_a_rank_that_has_no_device_says_so(tmp_path: Path, corpus: Path) -> None:
+    """Caught: exit code 2 of a rank other than 0, without a word."""
+    given = ["train", *arguments(tmp_path, corpus, "train.device=cpu")]
+    program = (
+        "import os, sys; from ngpt_train.core.errors import ConfigError; from ngpt_train.verbs import train\n"
+        "def none(device, local_rank):\n"
+        "    if local_rank == 1: raise ConfigError('train.device=cuda: no GPU for me')\n"
+        "train.resolve_device = none\n"
+        "from ngpt_train.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    )
+    command = [sys.executable, "-c", program, *given]
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
+    finished = subprocess.run(
+        command, env=fork_server.environment() | ranks, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert finished.returncode == 2
+    assert "error (rank 1, " in finished.stderr
+    assert "no GPU for me" in finished.stderr
+
+
+def test_checkpoints_that_are_gone(tmp_path: Path, corpus: Path) -> None:
+    """Caught: a run whose file system is not mounted, which begins anew and cuts its metrics."""
+    given = arguments(tmp_path, corpus)
+    train([*given, "train.stop_at=8"])
+    directory = tmp_path / "runs/test"
+    before = (directory / "metrics.jsonl").read_bytes()
+    (directory / "checkpoints").rename(tmp_path / "elsewhere")
+    for there in (False, True):  # a mount point that is gone, or empty
+        if there:
+            (directory / "checkpoints").mkdir()
+        finished = run("train", given)
+        assert finished.returncode == 3
+        assert "step 8 was saved, but there is no checkpoint in" in finished.stderr
+        assert (directory / "metrics.jsonl").read_bytes() == before
+    (directory / "checkpoints").rmdir()
+    (tmp_path / "elsewhere").rename(directory / "checkpoints")
+    (directory / "checkpoints/step_00000008/MANIFEST.json").unlink()
+    finished = run("train", given)
+    assert finished.returncode == 0, finished.stderr
+    assert "step_00000008 is left out: it has no MANIFEST.json" in finished.stderr
+    assert "step 8 was saved, but its checkpoint is gone; the run goes on from step 4" in finished.stderr
+    assert sorted(numbers(directory)) == list(range(1, 13))
+
+
+def workers(torchrun: subprocess.Popen[str]) -> list[int]:
+    found = subprocess.run(["pgrep", "-P", str(torchrun.pid)], capture_output=True, text=True, check=True).stdout
+    return [int(pid) for pid in found.split()]
+
+
+def with_restarts(given: list[str], restarts: int) -> list[str]:
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", f"--max-restarts={restarts}"]
+    return [sys.executable, *launcher, "-m", "ngpt_train", "train", *given]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGUSR1])
+def test_ranks_end_with_their_torchrun(tmp_path: Path, corpus: Path, number: int) -> None:
+    """Caught: ranks that train on without their launcher and hold the directory."""
+    given = arguments(tmp_path, corpus, "train.steps=2000", "checkpoint.every=0", "train.batch_rows=32")
+    process = start(given, ranks=2)
+    directory = tmp_path / "runs/test"
+    wait_for_step(directory, 3)
+    pids = workers(process)
+    assert len(pids) == 2
+    refused = run("train", given)
+    assert refused.returncode == 2
+    assert f"process {pids[0]} on " in refused.stderr or f"process {pids[1]} on " in refused.stderr
+    process.send_signal(number)
+    process.wait()
+    deadline = time.monotonic() + 60
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        assert time.monotonic() < deadline, "a rank has outlived its launcher"
+        time.sleep(0.1)
+    ended = json.loads((directory / "exit.json").read_text())
+    assert (ended["code"], ended["reason"]) == (0, "stopped by SIGTERM")
+    assert (directory / f"checkpoints/step_{ended['step']:08d}").is_dir()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local_rank", [0, 1])
+def test_a_restart_does_not_overwrite_again(tmp_path: Path, corpus: Path, local_rank: int) -> None:
+    """Caught: run.overwrite=true under --max-restarts, which deletes what the job itself has trained; a restart that
+    connects to the dead process, whose address torchrun's store still has."""
+    given = arguments(tmp_path, corpus, "train.steps=30", "checkpoint.every=5", "train.batch_rows=16")
+    directory = tmp_path / "runs/test"
+    train([*given, "train.stop_at=5"])  # of another job, and to be overwritten
+    command = with_restarts([*given, "run.overwrite=true"], restarts=1)
+    process = subprocess.Popen(command, env=fork_server.environment(), start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not (directory / "checkpoints/step_00000010").is_dir():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    os.kill(workers(process)[local_rank], signal.SIGKILL)  # type: ignore[arg-type]
+    assert process.wait(timeout=200) == 0
+    starts = json.loads((directory / "run.json").read_text())["starts"]
+    assert starts[0]["step"] == 0
+    assert len(starts) == 2
+    assert starts[1]["step"] >= 10
+    assert sorted(records(directory)) == list(range(1, 31))
+
+
+@pytest.mark.slow
+def test_an_end_that_would_come_again_is_no_reason_to_start_again(tmp_path: Path, corpus: Path) -> None:
+    given = arguments(tmp_path, corpus, "model=gpt", "optim.lr=1000", "train.steps=40")
+    finished = subprocess.run(
+        with_restarts(given, restarts=2),
+        env=fork_server.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert finished.returncode != 0
+    assert finished.stderr.count("not started again, because it would end as before: 10 steps in a row") >= 2
+    directory = tmp_path / "runs/test"
+    assert len(json.loads((directory / "run.json").read_text())["starts"]) == 1
+    ended = json.loads((directory / "exit.json").read_text())
+    assert (ended["code"], ended["rank"]) == (4, 0)

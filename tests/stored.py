@@ -1,0 +1,24 @@
+"""What a checkpoint holds, read by safetensors alone."""
+
+import json
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+
+def stored_tensors(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
+    """The whole tensors by part, such as `model`, and name, put together from the shards of all ranks."""
+    pieces: dict[str, list[tuple[list[int], Tensor]]] = {}
+    for path in sorted(checkpoint.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            places = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            for name in file.keys():  # noqa: SIM118
+                pieces.setdefault(name, []).append((places[name]["saved_offsets"], file.get_tensor(name)))
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, parts in pieces.items():
+        rows = [piece for _, piece in sorted(parts, key=lambda part: part[0])]
+        part, _, rest = name.partition(".")
+        found.setdefault(part, {})[rest] = torch.cat(rows) if rows[0].ndim else rows[0]
+    return found

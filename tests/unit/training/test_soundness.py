@@ -1,0 +1,170 @@
+"""Only sound states become checkpoints, and the last good one stays."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ngpt_train.training import build_state, loop, train_step
+from ngpt_train.training.checkpoint import Checkpoints, last_good, list_checkpoints, load_state, step_of
+from ngpt_train.training.checkpoint.soundness import has_exploded
+from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError
+from ngpt_train.training.loop import Parts, train
+from ngpt_train.training.signals import StopRequest
+from ngpt_train.training.state import TrainState
+from tests.unit.training.test_loop import NoMeter, Records, batch, batches, loop_config
+
+
+def steps(directory: Path) -> list[int]:
+    return [step_of(path) for path in list_checkpoints(directory)]
+
+
+def keeper(directory: Path, state: TrainState, keep_last: int = 1) -> Checkpoints:
+    return Checkpoints(directory, state.world, keep_last, keep_every=None)
+
+
+def weight(state: TrainState) -> Tensor:
+    return next(state.model.parameters())
+
+
+def moment(state: TrainState) -> Tensor:
+    return state.optimizer.state[weight(state)]["exp_avg"]
+
+
+def average(state: TrainState) -> Tensor:
+    assert state.ema is not None
+    return state.ema.weights["embedding"]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("tensor", "name"),
+    [(weight, "embedding"), (moment, "exp_avg of embedding"), (average, "the moving average of embedding")],
+)
+def test_a_state_that_is_not_finite_is_not_saved(
+    tmp_path: Path, tensor: Callable[[TrainState], Tensor], name: str, value: float
+) -> None:
+    """Caught: one NaN in a weight, a moment or an average that takes the place of a good checkpoint."""
+    state = build_state(loop_config(8, "optim.ema_decay=0.9"))
+    train_step(state, batch(0))
+    kept = keeper(tmp_path, state)
+    good = kept.save(state, {}, lambda path: None, loss=4.0)
+    state.step = 2
+    with torch.no_grad():
+        tensor(state).view(-1)[-1] = value
+    with pytest.raises(NumericalError, match=rf"^step 2: {name} is not finite.*run\.init_from={good} ") as refused:
+        kept.save(state, {}, lambda path: None, loss=4.0)
+    assert refused.value.exit_code == 4
+    assert [path.name for path in tmp_path.iterdir()] == ["step_00000001"]
+    load_state(good, state)
+    assert torch.isfinite(tensor(state)).all()
+
+
+def test_the_last_good_checkpoint_stays(tmp_path: Path) -> None:
+    """Caught: finite weights of a loss that has exploded, which push the good ones out."""
+    state = build_state(loop_config(8))
+    kept = keeper(tmp_path, state)
+    for step, loss in enumerate([5.0, 4.0, 5.9, 80.0, math.nan, 9.0], start=1):
+        state.step = step
+        kept.save(state, {}, lambda path: None, loss)
+    assert steps(tmp_path) == [3, 6]
+    assert last_good(tmp_path) == tmp_path / "step_00000003"
+    state.step = 7
+    kept.save(state, {}, lambda path: None, loss=4.5)
+    assert steps(tmp_path) == [7], "a good one that is newer takes its place"
+    assert json.loads((tmp_path / "step_00000007/MANIFEST.json").read_text())["good"] is True
+
+
+def test_a_damaged_manifest_is_of_no_good_checkpoint(tmp_path: Path) -> None:
+    state = build_state(loop_config(8))
+    kept = keeper(tmp_path, state, keep_last=3)
+    for step in (1, 2, 3):
+        state.step = step
+        kept.save(state, {}, lambda path: None, loss=4.0)
+    for step, content in ((2, "[]"), (3, "{")):
+        (tmp_path / f"step_{step:08d}/MANIFEST.json").write_text(content)
+    assert last_good(tmp_path) == tmp_path / "step_00000001"
+
+
+def test_an_exploded_loss() -> None:
+    assert not has_exploded(None, [4.0])
+    assert not has_exploded(80.0, []), "the first one has nothing to be compared with"
+    assert [has_exploded(loss, [5.0, 4.0]) for loss in (5.9, 6.1, math.inf, math.nan)] == [False, True, True, True]
+
+
+def run(state: TrainState, directory: Path, stop: StopRequest | None = None) -> tuple[str | None, list[str]]:
+    """Trains with real checkpoints; the reason of the end, and what was said."""
+    kept, said = keeper(directory, state), Records()
+    said.message = said.append  # type: ignore[method-assign, assignment]
+    parts = Parts(
+        batches=batches(state.step),
+        evaluate=lambda state: {},
+        save=lambda state, position, loss: kept.save(state, {}, lambda path: None, loss) and None,
+        sinks=[said],
+        meter=NoMeter(),
+        after_step=lambda: None,
+        advice=lambda: kept.advice(0.01),
+    )
+    reason = train(state, parts, stop or StopRequest(None))
+    return reason, [text for text in said if isinstance(text, str)]
+
+
+@pytest.fixture
+def bad_from(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Makes the gradients of that step, from 0, and of all later ones infinite."""
+
+    def set_first(first: int) -> None:
+        def poisoned(state: TrainState, micro_batches: Any, **options: Any) -> Any:
+            factor = math.inf if state.step >= first else 1.0
+            handle = state.forward.register_forward_hook(
+                lambda module, inputs, output: output._replace(total=output.total * factor)
+            )
+            result = train_step(state, micro_batches, **options)
+            handle.remove()
+            return result
+
+        monkeypatch.setattr(loop, "train_step", poisoned)
+
+    return set_first
+
+
+def test_nothing_is_saved_while_steps_are_skipped(tmp_path: Path, bad_from: Callable[[int], None]) -> None:
+    """Caught: exploded weights, whose gradients are infinite, in the place of the good ones; advice to begin from the
+    last checkpoint, whatever it is."""
+    bad_from(4)
+    state = build_state(loop_config(20, "checkpoint.every=3"))
+    with pytest.raises(NumericalError, match=rf"^{MAX_SKIPPED_IN_A_ROW} steps in a row.*init_from=.*/step_00000003 "):
+        run(state, tmp_path)
+    assert steps(tmp_path) == [3]
+
+
+def test_a_run_that_is_stopped_while_steps_are_skipped(
+    tmp_path: Path, bad_from: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bad_from(4)
+    stop = StopRequest(None)
+
+    def log(_: Records, record: dict[str, Any]) -> None:
+        if record["step"] == 6:
+            stop.signal_name = "SIGTERM"
+
+    monkeypatch.setattr(Records, "log", log)
+    reason, said = run(build_state(loop_config(20, "checkpoint.every=3", "logging.every=1")), tmp_path, stop)
+    assert reason == "stopped by SIGTERM"
+    assert steps(tmp_path) == [3]
+    assert said == ["warning: no checkpoint at step 6: the gradients of the last 2 steps were not finite."]
+
+
+def test_the_planned_end_after_skipped_steps(tmp_path: Path, bad_from: Callable[[int], None]) -> None:
+    """One bad batch at the very end must not make the end unreachable; two are no end."""
+    bad_from(4)
+    run(build_state(loop_config(5)), tmp_path / "one")
+    assert steps(tmp_path / "one") == [5]
+    with pytest.raises(NumericalError, match=r"^2 steps in a row.*has no good checkpoint"):
+        run(build_state(loop_config(6)), tmp_path / "two")
+    assert steps(tmp_path / "two") == []
