@@ -4,6 +4,7 @@ import json
 import os
 import random
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -11,7 +12,8 @@ import pytest
 
 from tests.processes.runs import arguments, numbers, records, run, start, train, wait_for_step
 
-DONE = json.dumps({"code": 0, "reason": "done", "step": 12}, indent=2) + "\n"
+END = {"code": 0, "reason": "done", "step": 12, "rank": 0, "host": socket.gethostname()}
+DONE = json.dumps(END, indent=2) + "\n"
 
 
 @pytest.fixture(scope="module")
