@@ -34,10 +34,10 @@ def check_replicas(state: TrainState) -> None:
         owners.append(shard_number(tensor))  # of a whole tensor 0 on all ranks
         sums.append(checksum(tensor))
     ranks = state.world.gather((owners, torch.stack(sums).tolist() if sums else []))
-    first: dict[tuple[str, int], tuple[int, int]] = {}  # the first rank that holds a shard of a tensor, and its sum
+    first: dict[tuple[int, int], tuple[int, int]] = {}  # the first rank that holds a shard of a tensor, and its sum
     for rank, (shards, of_rank) in enumerate(ranks):
-        for name, shard, own in zip(names, shards, of_rank, strict=True):
-            other, of_other = first.setdefault((name, shard), (rank, own))
+        for index, (name, shard, own) in enumerate(zip(names, shards, of_rank, strict=True)):
+            other, of_other = first.setdefault((index, shard), (rank, own))
             if own != of_other:
                 raise ReplicaError(
                     f"step {state.step}: {name} on rank {rank} is not what it is on rank {other}, so a memory or a "
@@ -50,7 +50,9 @@ def _shared(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
     found = [(name, parameter) for parameter, name in names.items()]
     for parameter, moments in state.optimizer.state.items():
-        found += [(f"{moment} of {names[parameter]}", x) for moment, x in moments.items() if isinstance(x, Tensor)]
+        # Between a validation and the next step FSDP2 lends the model whole matrices in the place of its own.
+        name = names.get(parameter, "a matrix")
+        found += [(f"{moment} of {name}", x) for moment, x in moments.items() if isinstance(x, Tensor)]
     for name, tensor in found:
         if not isinstance(tensor, DTensor) or replicas(tensor) > 1:
             yield name, tensor

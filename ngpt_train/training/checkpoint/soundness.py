@@ -43,7 +43,8 @@ def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     for parameter, moments in state.optimizer.state.items():
         for moment, value in moments.items():
             if isinstance(value, Tensor):
-                yield f"{moment} of {names[parameter]}", local_rows(value)
+                # Between a validation and the next step FSDP2 lends the model whole matrices in the place of its own.
+                yield f"{moment} of {names.get(parameter, 'a matrix')}", local_rows(value)
     yield from state.model.statistics().items()
     if state.ema is not None:
         for name, average in state.ema.weights.items():
