@@ -19,6 +19,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.core.launcher import is_same_job, nameless_on_many_hosts, this_job
+from ngpt_train.core.log import say_once
 from ngpt_train.data import Dataset
 from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints, step_of
 
@@ -116,7 +117,10 @@ class RunDirectory:
             last = self._last_start()
         except DataError:  # damaged, and to be deleted anyway
             return True
-        return not is_same_job(last.get("job"), this_job())
+        if not is_same_job(last.get("job"), this_job()):
+            return True
+        say_once(logging.WARNING, f"run.overwrite=true: this job has begun the run in {self.path} before; it goes on")
+        return False
 
     def _check_saved(self, name: str, found: list[Path]) -> None:
         """Compares the complete checkpoints that are there with the last that was saved. Raises DataError if all are
