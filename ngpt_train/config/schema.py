@@ -31,6 +31,11 @@ class RunConfig:
         "auto continues the newest checkpoint if there is one, must fails without one, never refuses a used directory.",
         choices=(AUTO, "must", "never"),
     )
+    allow_change: Union[list[str], None] = key(
+        None,
+        "Keys of optim, schedule and train, such as [optim.lr], whose new values a resumed run takes although they "
+        "alter its mathematics; run.json keeps what was changed.",
+    )
     overwrite: bool = key(False, "Delete what the run directory holds and start anew.")
     seed: int = key(0, "Seed of the weights and of the order of the data.", **SEED)
     init_from: Union[str, None] = key(None, "Checkpoint whose weights (nothing else) the run starts from.")

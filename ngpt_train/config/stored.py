@@ -24,7 +24,7 @@ from ngpt_train.core.secrets import redacted
 # tokenizer.path may move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
 _HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", "generate", "evaluate", "plan", "bench")
 _HARMLESS = {
-    "run": "name root resume overwrite max_time init_from",
+    "run": "name root resume overwrite allow_change max_time init_from",
     "scale": "name",
     "train": "stop_at profile micro_rows device compile cuda_graphs activation_checkpointing",
     "optim": "lr_table lr_source",
@@ -33,6 +33,10 @@ _HARMLESS = {
     "eval": "every rows tokens budget contexts",
     "schedule": "warmup_tokens",  # the steps that it stands for are compared
 }
+
+
+# What run.allow_change may let through: with it the checkpoint still fits the model and the position in the data.
+_MAY_BE_ALLOWED = ("optim", "schedule", "train")
 
 
 def to_dict(config: Config) -> dict[str, Any]:
@@ -100,14 +104,25 @@ def what_differs(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 def check_resume(stored: Config, new: Config) -> None:
     """Raises ConfigError, listing the differences, unless a run that was started with `stored` may go on with
-    `new`: with the same mathematics and the same data. Both are resolved. train.steps may only grow."""
-    differences = what_differs(stored, new)
+    `new`: with the same mathematics and the same data, but for the keys of run.allow_change. Both are resolved.
+    train.steps may only grow."""
+    allowed = new.run.allow_change or []
+    if refused := [name for name in allowed if name not in all_keys() or name.partition(".")[0] not in _MAY_BE_ALLOWED]:
+        sections = ", ".join(f"{section}.*" for section in _MAY_BE_ALLOWED)
+        raise ConfigError(
+            f"run.allow_change={show(allowed)}: {refused[0]} cannot be changed on a resume\n"
+            f"  Allowed are keys of {sections}; with other data or another model start another run.name"
+        )
+    differences = [difference for difference in what_differs(stored, new) if difference[0] not in allowed]
     if not differences:
         return
     lines = [f"run.name={new.run.name}: the run was started with another configuration; stored -> asked for:"]
     lines += [f"  {name}: {show(old)} -> {show(value)}" for name, old, value in differences]
     if any(name == "train.steps" for name, _, _ in differences):
         lines.append("To stop earlier set train.stop_at; train.steps can only grow.")
+    if may := [name for name, _, _ in differences if name.partition(".")[0] in _MAY_BE_ALLOWED]:
+        allow = f"run.allow_change=[{','.join(may)}]"
+        lines.append(f"To go on with the new values all the same add {allow}; what changes is recorded.")
     lines.append(
         "Give the stored values to go on, another run.name for a new run, or run.overwrite=true to delete this one."
     )

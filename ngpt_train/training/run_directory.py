@@ -16,6 +16,7 @@ from typing import IO, Any
 from ngpt_train.config import check_resume, read_yaml, write_yaml
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import what_differs
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.core.launcher import is_same_job, nameless_on_many_hosts, this_job
@@ -206,6 +207,11 @@ class RunDirectory:
             logger.warning("%s The run goes on from %s; the damaged one is %s now.", problem, checkpoint, kept)
         if damaged:
             start = start | {"damaged": dict(damaged)}
+        if self.used and config.run.allow_change:
+            changed = what_differs(read_yaml(self.path / "config.yaml"), config)
+            start = start | {"changed": [{"key": name, "from": old, "to": new} for name, old, new in changed]}
+            for name, old, new in changed:
+                logger.warning("run.allow_change: %s was %s and is %s from here on", name, old, new)
         before = read_json(self.path / "run.json") if self.used else {"starts": []}
         write_json(self.path / "run.json", before | {"starts": [*before["starts"], start | {"job": this_job()}]})
         (self.path / "exit.json").unlink(missing_ok=True)

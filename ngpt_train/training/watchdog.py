@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 import traceback
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +51,9 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         if world.size > 1 and seconds:
             # A connection of its own: a main thread that waits for the store must not keep the beats from it.
-            self._store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+            # Where torchrun keeps its store for the next start of its processes, the end of this one must not end that.
+            self._store = dist.PrefixStore(f"ngpt_train/watchdog/{world.on_main(lambda: uuid.uuid4().hex)}", store)
             self._beat_number = 0
             self._give_sign()  # the first one here, so that a rank that is stopped at once has given one
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -158,15 +161,15 @@ class Watchdog:
         )
 
 
-_END, _PRINTER = "ngpt_train/watchdog/end", "ngpt_train/watchdog/printer"
+_END, _PRINTER = "end", "printer"
 
 
 def _beat_of(rank: int) -> str:
-    return f"ngpt_train/watchdog/beat/{rank}"
+    return f"beat/{rank}"
 
 
 def _stack_of(rank: int) -> str:
-    return f"ngpt_train/watchdog/stack/{rank}"
+    return f"stack/{rank}"
 
 
 def _who(rank: int, state: dict[str, Any]) -> str:

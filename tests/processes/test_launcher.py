@@ -213,3 +213,20 @@ def test_an_end_that_would_come_again_is_no_reason_to_start_again(tmp_path: Path
     assert len(json.loads((directory / "run.json").read_text())["starts"]) == 1
     ended = json.loads((directory / "exit.json").read_text())
     assert (ended["code"], ended["rank"]) == (4, 0)
+
+
+def test_a_change_that_is_allowed_is_recorded(tmp_path: Path, corpus: Path) -> None:
+    """Caught: a new learning rate that the optimizer does not get, one that leaves no trace, one that must be allowed
+    again."""
+    given = arguments(tmp_path, corpus, "train.steps=8")
+    train([*given, "train.stop_at=4"])
+    refused = run("train", [*given, "optim.lr=1e-3"])
+    assert refused.returncode == 2
+    assert "run.allow_change=[optim.lr]" in refused.stderr
+    train([*given, "optim.lr=1e-3", "run.allow_change=[optim.lr]", "train.stop_at=6"])
+    train([*given, "optim.lr=1e-3"])
+    rates = {step: record["lr"] for step, record in records(tmp_path / "runs/test").items()}
+    assert rates[4] > 5e-3 > 1e-3 > rates[5] > rates[8] > 0
+    _, changed, after = json.loads((tmp_path / "runs/test/run.json").read_text())["starts"]
+    assert changed["changed"] == [{"key": "optim.lr", "from": 0.04, "to": 1e-3}]
+    assert "changed" not in after

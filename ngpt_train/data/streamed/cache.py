@@ -123,7 +123,11 @@ class ShardCache:
             return []
         hashes, found = FileHashes(self._directory.parent), []
         for path, sha256 in zip(map(Path, shard.files), shard.checksums, strict=True):
-            if hashes.sha256(path) != sha256:
+            try:
+                found_sha256 = hashes.sha256(path)
+            except DataError as error:  # away, which says nothing about its content
+                raise FetchError(str(error)) from None
+            if found_sha256 != sha256:
                 raise _changed(str(path))
             stat = path.stat()
             found.append((stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns))

@@ -20,7 +20,7 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["optimizer.lr=1e-3"], ["optimizer.lr=1e-3", "optim.lr"]),
     (["scale=0.5B"], ["scale=0.5B", "did you mean 0.5b"]),
     (["data=openwebtxt"], ["data=openwebtxt", "did you mean openwebtext", "embedded, hf, local"]),
-    (["parallel=hsdp"], ["parallel=hsdp", "fsdp"]),
+    (["parallel=fdsp"], ["parallel=fdsp", "fsdp"]),
     (["experiment=nosuch"], ["experiment=nosuch", "quickstart"]),
     (["model.mlp=plain"], ["model.mlp=plain", "model=ngpt has no such key", "model=gpt"]),
     (["model._target_=os.system"], ["model._target_=os.system", "no such key"]),

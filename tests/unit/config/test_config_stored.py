@@ -161,6 +161,20 @@ def test_change_of_mathematics_or_data_on_resume(changes: list[str], says: str) 
         assert text in str(caught.value)
 
 
+def test_a_change_that_is_allowed() -> None:
+    """Caught: a key that was not named and changes with one that was, keys that a checkpoint cannot follow."""
+    changes = ["optim.lr=0.5", "optim.eps=1e-6"]
+    with pytest.raises(ConfigError, match=r"add run\.allow_change=\[optim\.lr,optim\.eps\]; what changes is"):
+        check_resume(resumed(), resumed(*changes))
+    with pytest.raises(ConfigError, match=r"optim\.eps: .* -> 1e-06") as caught:
+        check_resume(resumed(), resumed(*changes, "run.allow_change=[optim.lr]"))
+    assert "  optim.lr:" not in str(caught.value)
+    check_resume(resumed(), resumed(*changes, "run.allow_change=[optim.lr,optim.eps]"))
+    for key in ("model.d_model", "run.seed", "data.pack", "optim.lrr"):
+        with pytest.raises(ConfigError, match=rf"run\.allow_change=.*: {key} cannot be changed on a resume"):
+            check_resume(resumed(), resumed(f"run.allow_change=[{key}]"))
+
+
 def test_precision_is_compared_once_it_is_known() -> None:
     stored = load_config(["train.precision=fp32"])
     check_resume(stored, load_config([]))
