@@ -68,8 +68,10 @@ def test_prepare_on_two_ranks(tmp_path: Path, corpus: Path) -> None:
 def kill(process: subprocess.Popen[str]) -> None:
     """kill -9 of torchrun and of its workers, which torchrun has put into sessions of their own."""
     workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=True).stdout
-    for pid in [process.pid, *map(int, workers.split())]:
-        os.kill(pid, signal.SIGKILL)
+    # Stopped first: a rank that outlives another by a moment would find it gone and write exit.json.
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in [process.pid, *map(int, workers.split())]:
+            os.kill(pid, number)
     process.wait()
 
 
