@@ -51,7 +51,7 @@ class Snapshot:
     """What a checkpoint will hold, as far as this rank writes it.
 
     bytes: of all ranks' tensors. progress: the content of state.json. add_files: writes further files into the
-    directory, on rank 0. loss: of the last step.
+    directory, on rank 0. loss: of the last step. problem: why this rank cannot write, if it cannot.
     """
 
     step: int
@@ -60,6 +60,7 @@ class Snapshot:
     progress: Mapping[str, Any]
     add_files: Callable[[Path], None]
     loss: float | None
+    problem: str | None = None
 
 
 class Checkpoints:
@@ -110,19 +111,20 @@ class Checkpoints:
         }
         return Snapshot(state.step, pieces, n_bytes, progress, add_files, loss)
 
-    def write(self, snapshot: Snapshot, world: World) -> Path:
+    def write(self, snapshot: Snapshot, world: World, complete: Callable[[Path], None] = lambda _: None) -> Path:
         """The second part of `save`: writes, checks, renames, and deletes what is not kept any more. A collective call
-        of `world`, whose ranks are those of training. Raises DataError on every rank, as `save`."""
+        of `world`, whose ranks are those of training. complete: called once the checkpoint has its name, before others
+        are deleted. Raises DataError on every rank, as `save`."""
         final = self.directory / f"step_{snapshot.step:08d}"
         work = self.directory / f"{UNFINISHED}{final.name}"
         problem = world.on_main(lambda: self._make_room(work, snapshot.bytes))
         if problem is None:
-            own: str | None = None
+            own = snapshot.problem
             entries: dict[str, dict[str, Any]] = {}
             try:
-                entries = self._write_files(work, snapshot)
-                if found := differences(work, entries):
-                    own = f"what was written is not what is read: {found[0]}"
+                if own is None:
+                    entries = self._write_files(work, snapshot)
+                    own = next((f"what was written is not what is read: {x}" for x in differences(work, entries)), None)
             except Exception as error:
                 own = describe_error(error)
             outcomes = world.gather((own, entries))
@@ -133,6 +135,7 @@ class Checkpoints:
         if problem is not None:
             world.on_main(lambda: shutil.rmtree(work, ignore_errors=True))
             raise DataError(f"The checkpoint {final} could not be written: {problem}.")
+        complete(final)
         world.on_main(self._prune)
         return final
 

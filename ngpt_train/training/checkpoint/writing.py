@@ -8,6 +8,7 @@ tensor after tensor.
 import json
 import os
 from collections.abc import Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def write_tensors(path: Path, pieces: Sequence[Piece], kind: str) -> dict[str, A
     ordered = sorted(pieces, key=lambda piece: (-piece.rows.element_size(), piece.name))  # so that all are aligned
     checksum, size = new_checksum(kind), 0
     with path.open("xb", buffering=0) as file:
-        for part in (_header(ordered), *(_bytes(piece.rows) for piece in ordered)):
+        for part in chain([_header(ordered)], (_bytes(piece.rows) for piece in ordered)):
             for begin in range(0, len(part), CHUNK):
                 chunk = part[begin : begin + CHUNK]
                 checksum.update(chunk)
