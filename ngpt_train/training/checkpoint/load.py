@@ -1,7 +1,7 @@
 """From a checkpoint to a training state, on any number of ranks and with any layout."""
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ngpt_train.distributed import World
 from ngpt_train.models import Decoder
 from ngpt_train.training.checkpoint.files import differences, has_tensors, read_manifest, read_progress
 from ngpt_train.training.checkpoint.metadata import read_metadata
+from ngpt_train.training.checkpoint.names import by_canonical_name, names_parameters
 from ngpt_train.training.checkpoint.tensors import (
     OPTIONS,
     describe_error,
@@ -92,15 +93,25 @@ def open_tensors(checkpoint: Path) -> tuple[StorageReader, Collection[str]]:
         raise DataError(f"The checkpoint {checkpoint} cannot be read: {describe_error(error)}") from None
 
 
-def check_names(checkpoint: Path, known: Collection[str], weights: Collection[str], part: str = "model") -> None:
-    """Raises DataError if a weight of the model is not in that part of the checkpoint, whose tensors are `known`."""
-    if part == "ema" and not any(name.startswith("ema.") for name in known):
+def as_stored(
+    checkpoint: Path, known: Collection[str], model: Decoder, tensors: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """`tensors`, by part of the state and name, as the checkpoint names them, whose names are `known`.
+
+    What is read into them is in `tensors`. Raises DataError if one is not in the checkpoint.
+    """
+    if "ema" in tensors and not any(name.startswith("ema.") for name in known):
         raise DataError(f"The checkpoint {checkpoint} has no moving average: its run had optim.ema_decay=null.")
-    if missing := [name for name in weights if f"{part}.{name}" not in known]:
+    if names_parameters(known):
+        named = {f"{part}.{name}": value for part, of_part in tensors.items() for name, value in of_part.items()}
+    else:
+        named = by_canonical_name(model, tensors)
+    if missing := [name for name in named if name not in known]:
         raise DataError(
             f"The checkpoint {checkpoint} has no {missing[0]}: another version of ngpt-train wrote it, which called "
             "weights otherwise. Go on with that version, or begin a new run."
         )
+    return named
 
 
 def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> dict[str, Any]:
@@ -114,7 +125,6 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
     progress = read_progress(checkpoint)
     model, optimizer = get_state_dict(state.model, state.optimizer, options=OPTIONS)
     reader, known = open_tensors(checkpoint)
-    check_names(checkpoint, known, model)
     tensors: dict[str, Any] = {
         "model": model,
         # Without the groups' learning rates and the like, which the config has: DCP would unpickle them.
@@ -122,9 +132,7 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
         "statistics": statistics_to_load(checkpoint, state.model),
         **moving_average(state),
     }
-    if state.ema is not None:
-        check_names(checkpoint, known, state.ema.weights, "ema")
-    _read(checkpoint, reader, tensors)
+    _read(checkpoint, reader, as_stored(checkpoint, known, state.model, tensors))
     set_statistics(state.model, tensors["statistics"], state.world)
     optimizer |= tensors["optimizer"]
     set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=OPTIONS)
@@ -151,16 +159,15 @@ def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "mode
         "statistics": statistics_to_load(checkpoint, model),
     }
     reader, known = open_tensors(checkpoint)
-    check_names(checkpoint, known, tensors[part], part)
-    _read(checkpoint, reader, tensors)
+    _read(checkpoint, reader, as_stored(checkpoint, known, model, tensors))
     set_statistics(model, tensors["statistics"], world)
     set_model_state_dict(model, tensors[part])
 
 
-def _read(checkpoint: Path, reader: StorageReader, tensors: dict[str, Any]) -> None:
+def _read(checkpoint: Path, reader: StorageReader, tensors: Mapping[str, Any]) -> None:
     """Reads a checkpoint, whose files are known to be whole, into `tensors`; a collective call. Raises DataError."""
     try:
         with without_process_group_warning():
-            dcp.load(tensors, storage_reader=reader, no_dist=no_dist())
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=no_dist())
     except (RuntimeError, ValueError, CheckpointException) as error:
         raise DataError(f"The checkpoint {checkpoint} cannot be read: {describe_error(error)}") from None

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
@@ -29,6 +28,7 @@ from ngpt_train.training.checkpoint.files import (
     size_and_sha256,
     step_of,
 )
+from ngpt_train.training.checkpoint.names import by_canonical_name
 from ngpt_train.training.checkpoint.soundness import first_not_finite, has_exploded
 from ngpt_train.training.checkpoint.tensors import (
     OPTIONS,
@@ -127,10 +127,9 @@ class Checkpoints:
         self.world.on_main(lambda: _make_empty(work))
         writer = HuggingFaceStorageWriter(str(work), save_distributed=True)  # which fsyncs every file
         with without_process_group_warning():
-            # Numbers, such as the groups' learning rates, are in the config; safetensors has tensors alone.
-            optimizer = {name: value for name, value in own["optimizer"].items() if isinstance(value, Tensor)}
-            tensors = own | {"optimizer": optimizer, "statistics": statistics_of_all_ranks(state.model, self.world)}
-            dcp.save(tensors, storage_writer=writer, no_dist=no_dist())
+            # Without the optimizer's numbers, such as the groups' learning rates, which the config has.
+            tensors = own | {"statistics": statistics_of_all_ranks(state.model, self.world)}
+            dcp.save(by_canonical_name(state.model, tensors), storage_writer=writer, no_dist=no_dist())
         if self.world.is_main:
             progress = {
                 "step": state.step,
