@@ -17,8 +17,10 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from ngpt_train.__main__ import main
 from ngpt_train.core.errors import DataError
+from ngpt_train.training.checkpoint import save
 from ngpt_train.training.checkpoint.files import read_manifest, read_progress
 from ngpt_train.training.checkpoint.metadata import read_metadata
+from tests.processes.names_worker import by_parameter
 from tests.processes.runs import arguments, numbers, run, train
 
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
@@ -158,17 +160,22 @@ def test_nothing_is_pickled(directory: Path, corpus: Path) -> None:
                 assert file.name == "config.yaml"
 
 
-def test_checkpoints_of_before_are_read(directory: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's format pickles the optimizer's numbers, too. Caught: a checkpoint of before that is refused, one whose
-    numbers are unpickled."""
+def test_checkpoints_of_before_are_read(
+    trained: Path, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They name parameters, and torch's format pickles the optimizer's numbers. Caught: a checkpoint of before that is
+    refused, one whose numbers are unpickled."""
     import torch.distributed.checkpoint.default_planner as planner
 
     def refused(*_: object) -> None:
         raise AssertionError("unpickled")
 
-    expected = directory.parent / "expected"
-    shutil.copytree(directory, expected)
+    directory, expected = tmp_path / "before", tmp_path / "expected"
+    shutil.copytree(trained, expected)
     assert main(["train", *given(expected, corpus)]) == 0
+    with monkeypatch.context() as names:
+        names.setattr(save, "by_canonical_name", by_parameter)
+        assert main(["train", *given(directory, corpus, "train.stop_at=6")]) == 0
     as_before(checkpoint(directory), corpus)
     monkeypatch.setattr(planner.DefaultLoadPlanner, "load_bytes", refused)
     assert main(["train", *given(directory, corpus)]) == 0

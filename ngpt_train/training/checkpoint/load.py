@@ -20,6 +20,7 @@ from ngpt_train.distributed import World
 from ngpt_train.models import Decoder
 from ngpt_train.training.checkpoint.files import differences, has_tensors, read_manifest, read_progress
 from ngpt_train.training.checkpoint.metadata import read_metadata
+from ngpt_train.training.checkpoint.names import by_canonical_name, names_parameters
 from ngpt_train.training.checkpoint.reading import StoredTensors
 from ngpt_train.training.checkpoint.tensors import (
     OPTIONS,
@@ -86,7 +87,7 @@ class TensorsOfBefore:
         self.checkpoint = checkpoint
         self.names = read_metadata(checkpoint, files).state_dict_metadata.keys()
 
-    def read(self, tensors: Mapping[str, Any]) -> None:
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
         """As StoredTensors.read; a collective call."""
         try:
             with without_process_group_warning():
@@ -101,15 +102,25 @@ def open_tensors(checkpoint: Path) -> StoredTensors | TensorsOfBefore:
     return TensorsOfBefore(checkpoint, set(manifest.files)) if manifest.format == 1 else StoredTensors(checkpoint)
 
 
-def check_names(checkpoint: Path, known: Collection[str], weights: Collection[str], part: str = "model") -> None:
-    """Raises DataError if a weight of the model is not in that part of the checkpoint, whose tensors are `known`."""
-    if part == "ema" and not any(name.startswith("ema.") for name in known):
+def as_stored(
+    checkpoint: Path, known: Collection[str], model: Decoder, tensors: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """`tensors`, by part of the state and name, as the checkpoint names them, whose names are `known`.
+
+    What is read into them is in `tensors`. Raises DataError if one is not in the checkpoint.
+    """
+    if "ema" in tensors and not any(name.startswith("ema.") for name in known):
         raise DataError(f"The checkpoint {checkpoint} has no moving average: its run had optim.ema_decay=null.")
-    if missing := [name for name in weights if f"{part}.{name}" not in known]:
+    if names_parameters(known):
+        named = {f"{part}.{name}": value for part, of_part in tensors.items() for name, value in of_part.items()}
+    else:
+        named = by_canonical_name(model, tensors)
+    if missing := [name for name in named if name not in known]:
         raise DataError(
             f"The checkpoint {checkpoint} has no {missing[0]}: another version of ngpt-train wrote it, which called "
             "weights otherwise. Go on with that version, or begin a new run."
         )
+    return named
 
 
 def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> dict[str, Any]:
@@ -123,7 +134,6 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
     progress = read_progress(checkpoint)
     model, optimizer = get_state_dict(state.model, state.optimizer, options=OPTIONS)
     stored = open_tensors(checkpoint)
-    check_names(checkpoint, stored.names, model)
     tensors: dict[str, Any] = {
         "model": model,
         # Without the groups' learning rates and the like, which the config has: DCP would unpickle them.
@@ -131,9 +141,7 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
         "statistics": statistics_to_load(checkpoint, state.model),
         **moving_average(state),
     }
-    if state.ema is not None:
-        check_names(checkpoint, stored.names, state.ema.weights, "ema")
-    stored.read(tensors)
+    stored.read(as_stored(checkpoint, stored.names, state.model, tensors))
     set_statistics(state.model, tensors["statistics"], state.world)
     optimizer |= tensors["optimizer"]
     set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=OPTIONS)
@@ -160,7 +168,6 @@ def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "mode
         "statistics": statistics_to_load(checkpoint, model),
     }
     stored = open_tensors(checkpoint)
-    check_names(checkpoint, stored.names, tensors[part], part)
-    stored.read(tensors)
+    stored.read(as_stored(checkpoint, stored.names, model, tensors))
     set_statistics(model, tensors["statistics"], world)
     set_model_state_dict(model, tensors[part])

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
@@ -21,17 +20,6 @@ class Piece:
     @property
     def place(self) -> Place:
         return self.name, self.offsets
-
-
-def flat(tensors: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of nested mappings by dotted name; what is no tensor is left out."""
-    found: dict[str, Tensor] = {}
-    for name, value in tensors.items():
-        if isinstance(value, Mapping):
-            found |= {f"{name}.{rest}": tensor for rest, tensor in flat(value).items()}
-        elif isinstance(value, Tensor):
-            found[name] = value
-    return found
 
 
 def pieces_of(name: str, tensor: Tensor) -> Iterator[Piece]:

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.training.checkpoint.pieces import flat, pieces_of
+from ngpt_train.training.checkpoint.pieces import pieces_of
 from ngpt_train.training.checkpoint.writing import OFFSETS, PLACES
 
 MOST_THREADS = 8
@@ -45,8 +45,8 @@ class StoredTensors:
                 raise DataError(f"The checkpoint {checkpoint} cannot be read: {path.name}: {problem}") from None
         self.names = self._pieces.keys()
 
-    def read(self, tensors: Mapping[str, Any]) -> None:
-        """Copies what is stored into `tensors`, which may be nested and sharded. Raises DataError where the shape of a
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copies what is stored into `tensors`, by name, which may be sharded. Raises DataError where the shape of a
         tensor is another one, or a part of it is missing."""
         from safetensors import safe_open
 
@@ -60,7 +60,7 @@ class StoredTensors:
                 target[tuple(here)].copy_(files[piece.file].get_tensor(name)[tuple(there)])
 
             jobs = []
-            for name, tensor in flat(tensors).items():
+            for name, tensor in tensors.items():
                 self._check_shape(name, tensor)
                 for wanted in pieces_of(name, tensor):
                     found = 0

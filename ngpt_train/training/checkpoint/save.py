@@ -33,7 +33,8 @@ from ngpt_train.training.checkpoint.files import (
     size_and_checksum,
     step_of,
 )
-from ngpt_train.training.checkpoint.pieces import Piece, Place, flat, pieces_of, share
+from ngpt_train.training.checkpoint.names import by_canonical_name
+from ngpt_train.training.checkpoint.pieces import Piece, Place, pieces_of, share
 from ngpt_train.training.checkpoint.soundness import first_not_finite, has_exploded
 from ngpt_train.training.checkpoint.tensors import OPTIONS, describe_error, moving_average, statistics_of_all_ranks
 from ngpt_train.training.checkpoint.writing import write_tensors
@@ -154,9 +155,10 @@ class Checkpoints:
         try:
             unsound = first_not_finite(state)
             model, optimizer = get_state_dict(state.model, state.optimizer, options=OPTIONS)
-            # Numbers, such as the groups' learning rates, are in the config; safetensors has tensors alone.
-            tensors = flat({"model": model, "optimizer": optimizer, **moving_average(state)})
-            held = {piece.place: piece for name, tensor in tensors.items() for piece in pieces_of(name, tensor)}
+            # Without the optimizer's numbers, such as the groups' learning rates, which the config has.
+            tensors = {"model": model, "optimizer": optimizer, **moving_average(state)}
+            named = by_canonical_name(state.model, tensors)
+            held = {piece.place: piece for name, tensor in named.items() for piece in pieces_of(name, tensor)}
         except Exception as error:
             problem = describe_error(error)
         sizes = {place: piece.rows.nbytes for place, piece in held.items()}
@@ -178,7 +180,8 @@ class Checkpoints:
             self._shares = sizes, shares[self.world.rank], sum(written)
         _, mine, of_all = self._shares
         # The statistics of all ranks, on every rank; the main one writes them.
-        statistics = flat({"statistics": statistics_of_all_ranks(state.model, self.world)})
+        of_all_ranks = {"statistics": statistics_of_all_ranks(state.model, self.world)}
+        statistics = by_canonical_name(state.model, of_all_ranks)
         own = [piece for place, piece in held.items() if place in mine]
         if self.world.is_main:
             own += [piece for name, tensor in statistics.items() for piece in pieces_of(name, tensor)]
