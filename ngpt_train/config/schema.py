@@ -231,6 +231,18 @@ class CheckpointConfig:
     every: int = key(1000, "Steps between checkpoints; 0 saves at the end only.", **COUNT_OR_0)
     keep_last: int = key(2, "Newest checkpoints that are kept.", **COUNT)
     keep_every: Union[int, None] = key(None, "Checkpoints at multiples of this step are kept for good.", **COUNT)
+    asynchronous: BoolOrAuto = key(
+        AUTO,
+        "Copy the state in memory and write the checkpoint beside training. auto: where half of the host's free memory "
+        "holds the copies of its ranks.",
+        named="async",
+        choices=(AUTO,),
+    )
+    checksum: str = key(
+        "xxh3",
+        "By which damaged files are noticed: xxh3 sums as fast as memory is read, sha256 at 1 to 2 GB/s.",
+        choices=("xxh3", "sha256"),
+    )
 
 
 @dataclass
