@@ -156,7 +156,7 @@ class Checkpoints:
             unsound = first_not_finite(state)
             model, optimizer = get_state_dict(state.model, state.optimizer, options=OPTIONS)
             # Without the optimizer's numbers, such as the groups' learning rates, which the config has.
-            tensors = {"model": model, "optimizer": optimizer, **moving_average(state)}
+            tensors: dict[str, Mapping[str, Any]] = {"model": model, "optimizer": optimizer, **moving_average(state)}
             named = by_canonical_name(state.model, tensors)
             held = {piece.place: piece for name, tensor in named.items() for piece in pieces_of(name, tensor)}
         except Exception as error:
