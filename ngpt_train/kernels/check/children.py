@@ -65,7 +65,8 @@ def _one_process(calls: Sequence[Call], request: Request, found: Sequence[Findin
     environment = os.environ | {"PYTHONPATH": f"{package.parent}{os.pathsep + paths if paths else ''}"}
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "ngpt_train.kernels.check"],
+            # -P: the code that this process runs, not what lies in the current directory.
+            [sys.executable, "-P", "-m", "ngpt_train.kernels.check"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=errors,
