@@ -42,8 +42,8 @@ DEFECTS: dict[str, tuple[str, str, str, str]] = {
     "unwritten rows of rotary": (
         "rotary",
         "rotary",
-        "store_pairs(y_ptr + token * COUNT * D, heads, real,",
-        "store_pairs(y_ptr + token * COUNT * D, heads, real & (place < T - 1),",
+        "for token in range(tl.program_id(1), N, tl.num_programs(1)):",
+        "for token in range(tl.program_id(1), N - 1, tl.num_programs(1)):",
     ),
     "wrong moment of adam": ("adam", "adam", "m += share1 * (g - m)", "m += 1.001 * share1 * (g - m)"),
     "unwritten losses of linear_cross_entropy": (
