@@ -82,7 +82,7 @@ class TrainConfig:
     cuda_graphs: bool = key(
         False,
         "Record each compiled block as a CUDA graph, which is launched as one: for models so small that the GPU waits "
-        "for launches. One process, on a GPU. It has not run on one yet.",
+        "for launches. One process, on a GPU.",
     )
     activation_checkpointing: str = key(
         "none", "full recomputes each block in the backward pass to save memory.", choices=("none", "full")
