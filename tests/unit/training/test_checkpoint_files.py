@@ -1,7 +1,6 @@
 """What a checkpoint's files hold, byte by byte: which rank writes what, checksums, room on the disk, copies."""
 
 import json
-import re
 import shutil
 from collections import namedtuple
 from pathlib import Path
