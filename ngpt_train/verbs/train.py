@@ -104,7 +104,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         state, feed = begin_or_resume(config, world, data, checkpoint, stop)
         validation = Evaluations(data.validation, data.tokenizer.n_bytes, config)
         start = world.on_main(lambda: describe_start(state, data))
-        world.on_main(lambda: run.open(config, start, checkpoint, damaged))
+        # Without a timeout: run.overwrite deletes files, which may take long.
+        world.on_main_without_timeout(lambda: run.open(config, start, checkpoint, damaged))
         train_in(run, state, feed, validation, data, start, stop)
     return 0
 
@@ -255,8 +256,9 @@ def train_in(
             parts.advice = lambda: checkpoints.advice(lr)
             parts.during = watchdog.during
             parts.settle, parts.save_has_failed = saves.settle, saves.has_failed
-            interruption = train(state, parts, stop)
-            saves.settle()
+            with watchdog.naming_the_lost():
+                interruption = train(state, parts, stop)
+                saves.settle()
         code, reason = 0, interruption or DONE
         if interruption:
             say(f"{interruption}: {where_it_goes_on(run, state.step)}")
