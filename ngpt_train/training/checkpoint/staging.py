@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.keys import AUTO
+from ngpt_train.training.checkpoint.files import gb
 from ngpt_train.training.checkpoint.pieces import Piece, Place
-from ngpt_train.training.checkpoint.save import gb
 from ngpt_train.training.state import TrainState
 
 MOST = 0.5  # of a host's free memory that the copies may take: data workers and the system need some, too
