@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ngpt_train.core.constants import ALARM
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.log import ALARM
 from ngpt_train.data import Position, data_hash
 from ngpt_train.distributed import World
 from ngpt_train.optim.loss_scale import SMALLEST
