@@ -93,8 +93,8 @@ def test_a_rank_killed_in_a_save(tmp_path: Path, corpus: Path, point: str, rank:
     """torchrun starts both again, and no step is lost or repeated."""
     if rank == "1" and point in ("before-rename", "after-rename", "pruning"):
         pytest.skip("rank 0 alone does that")
-    whole = arguments(tmp_path / "whole", corpus, "parallel=fsdp")
-    given = arguments(tmp_path / "killed", corpus, "parallel=fsdp")
+    options = ["parallel=fsdp", "checkpoint.keep_last=1", "checkpoint.async=true"]
+    whole, given = (arguments(tmp_path / name, corpus, *options) for name in ("whole", "killed"))
     train(whole, ranks=RANKS)
     process = started(given, "kill", point, "8", rank, ranks=RANKS, restarts=1)
     output = output_of(process)
