@@ -215,6 +215,13 @@ class KernelsConfig:
         "torch: plain PyTorch, the reference; triton: kernels for GPUs since Ampere; auto: triton where it runs.",
         choices=(AUTO, "triton", "torch"),
     )
+    choose: str = key(
+        "measured",
+        "How auto chooses among the kernels that are right on this GPU. measured: before a run's first step each is "
+        "timed on the model's shapes beside plain PyTorch, compiled as the run is, and the faster one runs; checked: "
+        "all of them run. A resumed run keeps the choice.",
+        choices=("measured", "checked"),
+    )
     attention: str = key(
         AUTO,
         "sdpa: torch's scaled_dot_product_attention, document masks as booleans; flash_attn: the package flash-attn "

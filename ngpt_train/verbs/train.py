@@ -39,7 +39,7 @@ from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
 from ngpt_train.observe.telemetry import Telemetry
 from ngpt_train.report.curves import plot_run
-from ngpt_train.training import TrainState, build_state
+from ngpt_train.training import TrainState, build_state, check_kernels
 from ngpt_train.training.checkpoint import (
     Checkpoints,
     Saves,
@@ -101,9 +101,10 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             print(f"{run.path}: nothing to do, the run is at step {step_of(checkpoint)} and would end at {last}.")
         return 0
     with stop:  # until everything is written, the curves too
+        kernels = check_kernels(config, world, world.on_main(lambda: run.kernels() if checkpoint else None))
         state, feed = begin_or_resume(config, world, data, checkpoint, stop)
         validation = Evaluations(data.validation, data.tokenizer.n_bytes, config)
-        start = world.on_main(lambda: describe_start(state, data))
+        start = world.on_main(lambda: describe_start(state, data)) | kernels
         # Without a timeout: run.overwrite deletes files, which may take long.
         world.on_main_without_timeout(lambda: run.open(config, start, checkpoint, damaged))
         train_in(run, state, feed, validation, data, start, stop)
@@ -343,5 +344,7 @@ def say_what_starts(
         + (f", label smoothing {smoothing:g}, which they leave out" if smoothing else "")
         + (f", moving average of the weights with decay {config.optim.ema_decay:g}" if config.optim.ema_decay else "")
     )
+    for note in start.get("kernels", {}).get("notes", ()):
+        say(note)
     if config.optim.lr_source:
         say(f"lr from {config.optim.lr_source}")
