@@ -64,6 +64,13 @@ def state_items(model: Decoder, n_shards: int, averages: bool) -> list[MemoryIte
     ]
 
 
+def copies_to_save(model: Decoder, averages: bool, world_size: int) -> MemoryItem:
+    """What a rank copies into its host's memory to write a checkpoint beside training: each value is written by one
+    rank, and all write about as many."""
+    size = 16 if averages else 12
+    return MemoryItem("copies to save", size * model.n_params() // world_size, False, f"{size} x parameters / ranks")
+
+
 def working_items(
     model: Decoder, sharded: bool, dtype: torch.dtype, checkpointing: bool, copies: int
 ) -> list[MemoryItem]:
