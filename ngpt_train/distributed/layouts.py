@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config, ParallelConfig
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.log import say_once
 from ngpt_train.distributed.compile_cache import keep_compiled
 from ngpt_train.distributed.cuda_graphs import begin_graph_step_at_forward, check_cuda_graphs
@@ -65,6 +65,15 @@ def resolve_shard(config: ParallelConfig, kind: str, world_size: int, local_size
     return shard
 
 
+def check_hosts(world: World) -> None:
+    """Raises ConfigError, on every rank, unless all hosts have as many ranks; a collective call."""
+    sizes = sorted(set(world.gather(world.local_size)))
+    if len(sizes) > 1:
+        problem = f"groups are the ranks of a host, and hosts have {' or '.join(map(str, sizes))} of them"
+        remedy = f"Start as many ranks on each host, or set parallel.shard to a divisor of {world.size}."
+        raise told_by_rank_0(ConfigError(f"parallel.shard=auto: {problem}. {remedy}"))
+
+
 def resolve_precision(precision: str, device_type: str) -> torch.dtype:
     """The dtype of activations and matrix products for `train.precision`, with auto resolved."""
     if precision == AUTO:
@@ -106,6 +115,8 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     if config.train.cuda_graphs:
         begin_graph_step_at_forward(model)
     if sharded:
+        if kind == "hsdp" and config.parallel.shard == AUTO:
+            check_hosts(world)
         shard(model, world, resolve_shard(config.parallel, kind, world.size, world.local_size))
         model.to_empty(device=world.device)
         model.init_weights_(config.run.seed)
