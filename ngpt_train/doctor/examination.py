@@ -25,14 +25,15 @@ from ngpt_train.doctor.findings import (
 )
 from ngpt_train.report.plan import make_plan
 
-# Seconds that each look may take, and all of them. What waits goes on side by side, compiling beside all the rest; disks,
-# links and steps are measured one after the other.
+# Seconds that each look may take, and all of them. What waits goes on side by side, and compiling beside all the rest;
+# disks, links and steps are measured one after the other.
 SECONDS = {
     "versions": 15.0, "environment": 5.0, "devices": 25.0, "text": 25.0, "wandb": 12.0, "compiler": 60.0,
     "plan": 15.0, "disks": 20.0, "links": 20.0, "steps": 40.0,
 }  # fmt: skip
 ALL_SECONDS, LEAST_SECONDS = 80.0, 8.0
 HELLO_SECONDS, MEETING_SECONDS, LAST_SECONDS = 30.0, 10.0, 5.0
+OF_A_HOST = ("versions", "compiler", "disks", "data", "wandb")  # rows about hosts, not about ranks
 ONE_OF_EACH_HOST = ("versions", "text", "compiler", "disks")
 ASSUMED_VOCABULARY = 32_000  # where the tokenizer cannot be had
 SKEW, SIGNED_REQUESTS_FAIL = 1.0, 300.0  # seconds by which clocks may differ
@@ -182,11 +183,17 @@ def judge(config: Config, examination: Examination) -> list[Finding]:
     findings: list[Finding] = []
     for name, part in parts.items():
         try:
-            findings += part()
+            findings += [_of_host(finding, examination) if name in OF_A_HOST else finding for finding in list(part())]
         except Exception as error:  # a mistake of ours must not hide the other rows
             problem = f"{type(error).__name__}: {first_line(error)}"
             findings.append(unchecked(name, problem, "report this as a fault of ngpt-train"))
     return merged([_with_names(finding, examination) for finding in findings], examination.places)
+
+
+def _of_host(finding: Finding, examination: Examination) -> Finding:
+    """What the first rank of a host says is true of all ranks of the host."""
+    nodes = {place.node for place in finding.where}
+    return replace(finding, where=tuple(place for place in examination.places if place.node in nodes))
 
 
 def _with_names(finding: Finding, examination: Examination) -> Finding:
