@@ -29,12 +29,16 @@ def look(config: Config, local_rank: int, report: Report) -> None:
     # On a CPU torch writes C++; on a GPU Triton has a C compiler build what starts its kernels.
     wanted = os.environ.get("CC") or "gcc" if device.type == "cuda" else os.environ.get("CXX") or "g++"
     report(compiler=wanted, path=shutil.which(wanted))
+    if shutil.which(wanted) is None:
+        return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory(prefix="ngpt-train-doctor-") as directory:
         os.environ |= {name: os.path.join(directory, part) for name, part in VARIABLES.items()}
-        report(broken=compiler_is_broken(wanted, directory) if shutil.which(wanted) else None)
-        report(wrong=compiled_is_wrong(device))
+        broken = compiler_is_broken(wanted, directory)
+        report(broken=broken)
+        if broken is None:
+            report(wrong=compiled_is_wrong(device))
 
 
 def compiler_is_broken(compiler: str, directory: str) -> str | None:

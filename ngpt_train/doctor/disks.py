@@ -61,7 +61,8 @@ def look(config: Config, place: Place, token: str, checkpoint_bytes: int, report
     report(compile_cache=why_unusable(cache / "compiled" / machine()) if _unwritable(_existing(cache)) is None else "")
     if place.rank == 0 and _unwritable(nearest) is None:
         # The others would share the disk's time.
-        report(speed=_speed(nearest, min(MOST_WRITTEN, max(BLOCK, checkpoint_bytes))))
+        n_bytes = min(MOST_WRITTEN, max(BLOCK, checkpoint_bytes), _space(nearest)["free"] // 2)
+        report(speed=_speed(nearest, n_bytes))
 
 
 def _existing(path: Path) -> Path:
@@ -167,10 +168,10 @@ def _space(directory: Path) -> dict[str, Any]:
 
 def _speed(directory: Path, n_bytes: int) -> dict[str, float]:
     """Bytes a second of writing with fsync and of reading what is no longer in memory."""
-    block = os.urandom(BLOCK)
+    block = os.urandom(min(BLOCK, n_bytes))
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".ngpt-train-doctor-") as file:
         begin, written = time.monotonic(), 0
-        while written < n_bytes and time.monotonic() - begin < WRITING_SECONDS:
+        while written + len(block) <= n_bytes and len(block) and time.monotonic() - begin < WRITING_SECONDS:
             written += file.write(block)
         file.flush()
         os.fsync(file.fileno())
@@ -189,7 +190,7 @@ def judge(config: Config, answers: Sequence[Answer], checkpoint_bytes: int, said
     yield from of_each(answers, lambda answer: _shared(config, answer, len(answers) > 1))
     yield from of_each(answers, lambda answer: _room(config, answer, checkpoint_bytes, said))
     for answer in answers:
-        if speed := answer.facts.get("speed"):
+        if (speed := answer.facts.get("speed")) and speed["bytes"]:
             seconds = checkpoint_bytes / speed["write"]
             found = (
                 f"writes {gb(speed['write'])}/s, reads {gb(speed['read'])}/s (on one rank): {seconds:.3g} s for a "

@@ -15,8 +15,8 @@ from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Plac
 
 LIMITS = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 UNLIMITED = "unlimited"
-# Open files that a start needs (packages, logs, caches), each other rank (sockets), each data worker.
-FILES_AT_START, FILES_OF_A_RANK, FILES_OF_A_WORKER = 64, 6, 8
+# Open files that a run needs: by itself (measured on a CPU: 17 to 24), for CUDA, each rank's sockets, each data worker.
+FILES_AT_START, FILES_OF_CUDA, FILES_OF_A_RANK, FILES_OF_A_WORKER = 24, 64, 4, 8
 COMFORTABLE_FILES, COMFORTABLE_PROCESSES = 4096, 4096
 # What NVIDIA asks of containers (--shm-size=1g); Docker gives 64 MB.
 COMFORTABLE_SHM, LEAST_SHM = 10**9, 70 * 10**6
@@ -88,16 +88,17 @@ def judge(config: Config, answers: Sequence[Answer], on_gpus: bool, memory_of_a_
     yield from _different_variables(answers)
 
 
-def files_needed(config: Config, place: Place) -> int:
+def files_needed(config: Config, place: Place, on_gpus: bool) -> int:
     """Open files that a rank of this run needs at least."""
     workers = config.data.workers if config.data.streamed else 0
-    return FILES_AT_START + FILES_OF_A_RANK * place.size + FILES_OF_A_WORKER * workers
+    of_cuda = FILES_OF_CUDA if on_gpus else 0
+    return FILES_AT_START + of_cuda + FILES_OF_A_RANK * place.size + FILES_OF_A_WORKER * workers
 
 
 def _limits(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
     limits, place = answer.facts.get("limits", {}), answer.place
     files = limits.get("open files", [UNLIMITED])[0]
-    needed = files_needed(config, place)
+    needed = files_needed(config, place, on_gpus)
     if files == UNLIMITED or files >= COMFORTABLE_FILES:
         yield Finding("open files", f"at most {files}")
     else:
@@ -175,7 +176,8 @@ def _memory(answer: Answer, memory_of_a_rank: int) -> Iterator[Finding]:
     if free is None:
         return
     needed = ranks * memory_of_a_rank
-    found = f"{gb(free)} free on this host, {ranks} rank{'s' if ranks > 1 else ''} need some {gb(needed)} (`plan`)"
+    who = f"{ranks} ranks need" if ranks > 1 else "the rank needs"
+    found = f"{gb(free)} free on this host, {who} some {gb(needed)} (`plan`)"
     if needed > free:
         remedy = "a smaller scale or train.micro_rows, parallel=fsdp over more hosts, or a larger machine"
         yield Finding("memory", found, WARNING, remedy)

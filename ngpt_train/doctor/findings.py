@@ -125,7 +125,16 @@ def merged(findings: Iterable[Finding], everybody: Sequence[Place]) -> list[Find
     found = [
         replace(row, where=() if in_words(row.where, everybody) == EVERYWHERE else row.where) for row in rows.values()
     ]
+    faulty = [row for row in found if row.verdict != OK]
+    # That the rest of a check is well says nothing where something is amiss with it.
+    found = [row for row in found if row.verdict != OK or not any(_covers(other, row) for other in faulty)]
     return sorted(found, key=lambda row: (order.index(row.check), -VERDICTS.index(row.verdict)))
+
+
+def _covers(finding: Finding, other: Finding) -> bool:
+    """Whether a finding is of the same check, and of all the ranks of another."""
+    ranks, others = ({place.rank for place in row.where} for row in (finding, other))
+    return finding.check == other.check and (not ranks or (bool(others) and others <= ranks))
 
 
 def unchecked(check: str, problem: str, remedy: str, verdict: str = WARNING) -> Finding:

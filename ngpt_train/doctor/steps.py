@@ -25,6 +25,7 @@ NARROW = 512  # width up to which the cut has two blocks, because a CPU is enoug
 TOLERANCE = 1e-5
 TOLERANCE_OF_HALF = 0.02  # of a loss that is computed in bf16 or fp16
 LR = 1e-3
+TOGETHER = "that the ranks come together"
 
 
 def look(config: Config, place: Place, seconds: float, report: Report) -> None:
@@ -39,6 +40,7 @@ def look(config: Config, place: Place, seconds: float, report: Report) -> None:
         torch.cuda.set_device(device)
     report(begun="single")
     report(single=run(cut(config, place.size, "single"), World(0, 1, 0, device)))
+    report(begun=TOGETHER)
     join(place, "steps", device, seconds / 2)
     world = World(place.rank, place.size, place.local_rank, device, place.local_size)
     for name in names[1:]:
@@ -151,9 +153,9 @@ def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[floa
         cause = min(reached or failed, key=lambda answer: _waited(answer.problem or ""))
         grave = WRONG if name in (own, "single") else WARNING
         found = cause.problem or ""
+        where = tuple(answer.place for answer in reached or failed if _waited(answer.problem or "") == _waited(found))
         if not reached:
-            found = f"not tried, because {cause.facts.get('begun')} failed before"
-        where = tuple(answer.place for answer in reached if _waited(answer.problem or "") == _waited(found))
+            found = f"{cause.facts.get('begun')} failed before: {found}"
         remedy = "look at the rows above: devices, links, versions" if grave == WRONG else f"do not use parallel={name}"
         yield Finding(check, f"could not be checked: {first_line(ValueError(found))}", grave, remedy, where, 3, False)
         return

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -57,7 +58,9 @@ def look(config: Config, report: Report) -> None:
             else:
                 found = _text(data)
         except (ConfigError, DataError) as error:
-            found = {"refused": str(error), "code": error.exit_code}
+            # The limit is ours, and not the config's.
+            said = re.sub(r" if it is only slow, set data.fetch_minutes above [\d.]+;", "", str(error))
+            found = {"refused": said, "code": error.exit_code}
         report(**{f"source {name}": found})
     if config.run.init_from is not None:
         try:
