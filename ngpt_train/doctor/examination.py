@@ -10,8 +10,8 @@ from typing import Any
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
-from ngpt_train.doctor import compiler, devices, disks, environment, links, steps, text, tracking, versions
 from ngpt_train.doctor.bounded import Check, Report, first_line
+from ngpt_train.doctor.checks import compiler, devices, disks, environment, links, steps, text, tracking, versions
 from ngpt_train.doctor.exchange import Exchange
 from ngpt_train.doctor.findings import (
     WARNING,

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed import resolve_device
 from ngpt_train.doctor.bounded import Report
-from ngpt_train.doctor.devices import SMI_SECONDS
+from ngpt_train.doctor.checks.devices import SMI_SECONDS
 from ngpt_train.doctor.exchange import Exchange, join
 from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place, gb, unchecked
 

@@ -84,6 +84,8 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
     for name, remedy in {**MUST_AGREE, **MAY_DIFFER}.items():
         usual, others = different(answers, name)
         verdict = WRONG if name in MUST_AGREE else WARNING
+        if name == "commit" and not different(answers, "code")[1]:
+            verdict = WARNING  # another name for the same files
         for value, places in others.items():
             yield _difference(name, value, usual, places, everybody, verdict, remedy)
         if not others and usual is not None and name not in ("commit", "code"):
@@ -134,7 +136,7 @@ def _difference(
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = "none" if value is None else str(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 

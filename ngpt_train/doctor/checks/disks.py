@@ -187,7 +187,8 @@ def _speed(directory: Path, n_bytes: int) -> dict[str, float]:
 def judge(config: Config, answers: Sequence[Answer], checkpoint_bytes: int, said: str) -> Iterator[Finding]:
     """The run's directory, its space and speed, and the cache. said: how `checkpoint_bytes` was found, in words."""
     yield from of_each(answers, lambda answer: _run(config, answer))
-    yield from of_each(answers, lambda answer: _shared(config, answer, len(answers) > 1))
+    seen_by_all = len(answers) > 1 and all(a.facts.get("shared", {}).get("seen") for a in answers[1:])
+    yield from of_each(answers, lambda answer: _shared(config, answer, seen_by_all))
     yield from of_each(answers, lambda answer: _room(config, answer, checkpoint_bytes, said))
     for answer in answers:
         if (speed := answer.facts.get("speed")) and speed["bytes"]:
@@ -220,7 +221,7 @@ def _run(config: Config, answer: Answer) -> Iterator[Finding]:
         yield Finding("run", f"{config.run.name}: {found}")
 
 
-def _shared(config: Config, answer: Answer, several: bool) -> Iterator[Finding]:
+def _shared(config: Config, answer: Answer, seen_by_all: bool) -> Iterator[Finding]:
     shared = answer.facts.get("shared")
     if shared is None:
         return
@@ -236,10 +237,10 @@ def _shared(config: Config, answer: Answer, several: bool) -> Iterator[Finding]:
         remedy = "choose a run.root where this user may write, or mount it read-write"
         yield Finding("run.root", found, WRONG, remedy, code=CONFIG)
     else:
-        yield Finding("run.root", f"{root}: can be written" + (", seen by all hosts" if several else ""))
+        yield Finding("run.root", f"{root}: can be written" + (", seen by all hosts" if seen_by_all else ""))
     lock = shared.get("lock")
     if lock == "held":
-        yield Finding("locks", "a lock keeps a second run out" + (", on other hosts too" if several else ""))
+        yield Finding("locks", "a lock keeps a second run out" + (", on other hosts too" if seen_by_all else ""))
     elif lock is not None and shared.get("seen") is not False:
         found = "a lock of rank 0 is not seen here" if lock == "not seen" else f"the file system has {lock}"
         remedy = "mount with locks (NFS without nolock, Lustre with -o flock); until then start no run twice"
