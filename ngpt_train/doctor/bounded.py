@@ -63,7 +63,7 @@ class Check:
         os.close(self._end)
         signalled = self._bury()
         if problem is None and signalled:
-            problem = f"it was ended by {signal.Signals(signalled).name}{self._last_line()}"
+            problem = f"it was ended by {signal.Signals(signalled).name}{self._where()}"
         self._said.close()
         return facts, problem, time.monotonic() - self._begin
 
@@ -84,15 +84,10 @@ class Check:
         return time.monotonic() - self._begin >= self._seconds
 
     def _where(self) -> str:
-        """The innermost line of the package that a check was in when its time was nearly up."""
+        """The innermost line of the package that a check was in when it crashed, or its time was nearly up."""
         self._said.seek(0)
         found = re.findall(r'File ".*/(ngpt_train/[^"]+)", line (\d+) in (\w+)', self._said.read())
         return f", in {found[0][2]} ({found[0][0]}:{found[0][1]})" if found else ""
-
-    def _last_line(self) -> str:
-        self._said.seek(0)
-        lines = [line.strip() for line in self._said.read().splitlines() if line.strip()]
-        return f" ({lines[-1][:200]})" if lines else ""
 
 
 def _in_child(look: Look, write: int, said: IO[str], seconds: float) -> NoReturn:
@@ -106,6 +101,7 @@ def _in_child(look: Look, write: int, said: IO[str], seconds: float) -> NoReturn
             os.dup2(nothing.fileno(), 0)
         os.dup2(said.fileno(), 1)
         os.dup2(said.fileno(), 2)
+        faulthandler.enable(said)
         faulthandler.dump_traceback_later(max(0.1, seconds - LAST_WORDS), file=said)
 
         def report(**facts: Any) -> None:
