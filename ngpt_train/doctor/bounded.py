@@ -77,6 +77,9 @@ class Check:
             while not gone and time.monotonic() < deadline:
                 time.sleep(0.005)
                 gone, status = os.waitpid(self._pid, os.WNOHANG)
+            if gone:  # what it may have left
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._pid, signal.SIGKILL)
             return os.WTERMSIG(status) if gone and os.WIFSIGNALED(status) else 0
         return 0
 
