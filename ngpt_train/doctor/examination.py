@@ -93,7 +93,7 @@ def examine(config: Config, place: Place, exchange: Exchange) -> Examination | N
     later: dict[str, Callable[[Report], None]] = {
         "disks": lambda report: disks.look(config, place, token, size["bytes"], report),
         "links": lambda report: links.look(config, place, left("links"), report),
-        "steps": lambda report: steps.look(config, place, left("steps"), report),
+        "steps": lambda report: steps.look(config, place, left("steps"), found["links"].problem, report),
     }
     for name, look in later.items():
         if name == "links" and place.size == 1:

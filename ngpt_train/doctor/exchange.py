@@ -38,10 +38,27 @@ def connect(seconds: float = STORE_SECONDS, hosts_store: bool = False) -> dist.S
     """A connection to the store of this start. hosts_store: this process holds the store. Raises RuntimeError where the
     store does not answer."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if not hosts_store:
+        wait_for_port(address, port, seconds)
     store = dist.TCPStore(
         address, port, is_master=hosts_store, timeout=timedelta(seconds=seconds), wait_for_workers=False
     )
     return dist.PrefixStore(f"ngpt_train/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def wait_for_port(address: str, port: int, seconds: float) -> None:
+    """Waits until somebody listens there. Raises RuntimeError in time, which torch's store does after three times as
+    long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            left = max(0.1, deadline - time.monotonic())
+            socket.create_connection((address, port), timeout=left).close()
+            return
+        except OSError as error:
+            if time.monotonic() + LOOK_SECONDS > deadline:
+                raise RuntimeError(error.strerror or str(error)) from None
+        time.sleep(LOOK_SECONDS)
 
 
 def join(place: Place, group: str, device: torch.device, seconds: float) -> None:

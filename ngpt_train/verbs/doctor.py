@@ -1,6 +1,7 @@
 """`doctor`: whether a training run would work here, in about a minute, alone or under torchrun."""
 
 import os
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +16,7 @@ from ngpt_train.doctor.exchange import Exchange, here
 from ngpt_train.doctor.findings import MACHINE
 from ngpt_train.doctor.table import as_json, as_text
 
-STORE_SECONDS = 60.0  # that other hosts may need to start Python
+STORE_SECONDS = 45.0  # that other hosts may need to start Python
 VERDICT_SECONDS = 60.0  # that rank 0 may need longer than another rank
 
 
@@ -34,18 +35,18 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         examination = examine(config, place, exchange)
         if examination is None:
             code = int(exchange.gather("verdict", VERDICT_SECONDS, [0]).get(0, MACHINE))
-            exchange.post("end", True)
+            _end_together(exchange)
             return code
         findings = judge(config, examination)
         code = exit_code(findings)
-        exchange.post("verdict", code)
         report = as_json(examination, findings, code)
         print(as_text(report), flush=True)
         if config.doctor.out is not None:
             out = Path(config.doctor.out).expanduser()
             write_json(out, report)
             print(f"written to {out}")
-        exchange.meet("end", LAST_SECONDS)  # the store may live in this process
+        exchange.post("verdict", code)
+        _end_together(exchange)
         return code
     except RuntimeError as error:  # of torch's store
         address = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
@@ -53,3 +54,10 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             f"rank {place.rank} on {place.host} does not reach the other ranks by way of {address} "
             f"({first_line(error)}). Open that port on the host of rank 0, and check MASTER_ADDR and --rdzv-endpoint"
         ) from None
+
+
+def _end_together(exchange: Exchange) -> None:
+    """Waits for the other ranks, because the store may live in this process. torchrun ends all ranks as soon as one has
+    failed; each is to end with its own exit code."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    exchange.meet("end", LAST_SECONDS)

@@ -124,7 +124,7 @@ def test_two_hosts_that_differ(tmp_path: Path, corpus: Path) -> None:
 @pytest.mark.slow
 def test_under_torchrun(tmp_path: Path, corpus: Path) -> None:
     """Caught: what torchrun alone shows: its store, its variables, its exit code; hsdp; a real compilation."""
-    overrides = given(tmp_path, corpus, "parallel=fsdp")
+    overrides = given(tmp_path, corpus, "parallel=fsdp", "train.batch_rows=8")
     for ranks, fault, code in ((4, [], 0), (2, ["model.vocab_size=100"], 1)):
         words = command("doctor", [*overrides, *fault], ranks)
         environment = fork_server.environment()

@@ -114,7 +114,8 @@ def unreachable(exchange: Exchange, first_ranks: Sequence[int]) -> dict[str, str
             try:
                 socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
             except OSError as error:
-                return f"{address}: {error.strerror or error}"
+                of_name = ", for which its own name stands there" if address.startswith("127.") else ""
+                return f"{address}{of_name}: {error.strerror or error}"
             return ""
 
         with ThreadPoolExecutor(max_workers=min(64, max(1, len(others)))) as pool:

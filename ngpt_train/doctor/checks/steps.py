@@ -28,9 +28,9 @@ LR = 1e-3
 TOGETHER = "that the ranks come together"
 
 
-def look(config: Config, place: Place, seconds: float, report: Report) -> None:
+def look(config: Config, place: Place, seconds: float, apart: str | None, report: Report) -> None:
     """Trains a cut of the model. Collective, in a process of each rank. What fails in one layout ends the look: the
-    other ranks may be in another collective by then."""
+    other ranks may be in another collective by then. apart: why the ranks do not come together; None: they do."""
     device = resolve_device(config.train.device, place.local_rank)
     precision = str(resolve_precision(config.train.precision, device.type)).removeprefix("torch.")
     own = resolve_kind(config.parallel.kind, place.size, device.type, place.local_size)
@@ -41,6 +41,8 @@ def look(config: Config, place: Place, seconds: float, report: Report) -> None:
     report(begun="single")
     report(single=run(cut(config, place.size, "single"), World(0, 1, 0, device)))
     report(begun=TOGETHER)
+    if apart is not None:
+        raise RuntimeError(apart)
     join(place, "steps", device, seconds / 2)
     world = World(place.rank, place.size, place.local_rank, device, place.local_size)
     for name in names[1:]:
