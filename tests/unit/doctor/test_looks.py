@@ -152,8 +152,8 @@ def test_text_that_cannot_be_read(tmp_path: Path, places: list[str]) -> None:
     write_corpus(directory / "a.jsonl")
     (directory / "b.jsonl").symlink_to(tmp_path / "gone.jsonl")
     found = row(in_text("data=local", f"data.path={directory}", *places), "data")
-    assert (found.verdict, found.code) == (WRONG, 3)
-    assert "b.jsonl" in found.found
+    assert (found.verdict, found.code, found.checked) == (WRONG, 3, True)
+    assert "b.jsonl: cannot be read" in found.found
 
 
 def test_prepared_tokens_that_are_damaged(tmp_path: Path, places: list[str]) -> None:
