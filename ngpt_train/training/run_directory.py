@@ -297,6 +297,10 @@ class RunDirectory:
             return False
         return False
 
+    def kernels(self) -> dict[str, Any] | None:
+        """What the last start on a GPU found of its kernels; None where there was none."""
+        return next((start["kernels"] for start in reversed(self._starts()) if start.get("kernels")), None)
+
     def _starts(self) -> list[dict[str, Any]]:
         path = self.path / "run.json"
         starts = read_json(path).get("starts")
