@@ -13,7 +13,7 @@ from typing import Any, Union
 from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
 from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SECONDS, SEED, BoolOrAuto, FloatOrAuto, IntOrAuto, key
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.verb_keys import BenchConfig, EvaluateConfig, GenerateConfig, PlanConfig
+from ngpt_train.config.verb_keys import BenchConfig, DoctorConfig, EvaluateConfig, GenerateConfig, PlanConfig
 
 
 @dataclass
@@ -338,3 +338,4 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)
