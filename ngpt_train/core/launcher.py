@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.files import parse_json, read_whole
 
 LOOK_SECONDS = 1.0
 # A process that has lost its launcher has this long to end its step and to save.
@@ -45,7 +46,7 @@ def this_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
 
 def is_same_job(earlier: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
     """Whether `now` is the job of `earlier`, started again by torchrun or by Slurm."""
-    if earlier is None:
+    if not isinstance(earlier, Mapping) or not earlier.keys() >= now.keys() or type(earlier["requeued"]) is not int:
         return False
     if now["slurm"] and earlier["slurm"] == now["slurm"] and earlier["requeued"] < now["requeued"]:
         return True
@@ -91,9 +92,9 @@ def remembered_end() -> End | None:
     if agent is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
     try:
-        end = json.loads(Path(agent, _END).read_text())
+        end = parse_json(read_whole(Path(agent, _END)))
         return End(int(end["code"]), str(end["message"]))
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 
