@@ -11,7 +11,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.data import many_epochs, planned_rows
 from ngpt_train.distributed import resolve_compile, resolve_kind, resolve_precision, resolve_shard
 from ngpt_train.models import Decoder, build_model
-from ngpt_train.report.memory import MemoryItem, copies_to_save, memory_per_rank
+from ngpt_train.report.memory import Layout, MemoryItem, copies_to_save, memory_per_rank
 from ngpt_train.training.batch import resolve_micro_rows
 
 
@@ -33,7 +33,9 @@ def make_plan(config: Config) -> dict[str, Any]:
     fused_adam = config.kernels.kind == "triton" or (config.kernels.kind == AUTO and device == "cuda")
     with torch.device("meta"):
         model = build_model(config.model)
-    memory = memory_per_rank(config, model, n_shards, dtype, compiled, micro_rows, fused_adam)
+    micro_batches = rows // (micro_rows * world_size)
+    layout = Layout(kind, n_shards, dtype, compiled, micro_rows, micro_batches, fused_adam, device == "cuda")
+    memory = memory_per_rank(config, model, layout)
     in_host_memory: list[MemoryItem] = []
     if config.checkpoint.asynchronous is not False:
         copies = copies_to_save(model, config.optim.ema_decay is not None, world_size)
@@ -52,7 +54,7 @@ def make_plan(config: Config) -> dict[str, Any]:
         "rows_per_step": rows,
         "tokens_per_step": rows * context,
         "micro_rows": micro_rows,
-        "accumulation_steps": rows // (micro_rows * world_size),
+        "accumulation_steps": micro_batches,
         "steps": steps,
         "total_tokens": total_tokens,
         "tokens_per_parameter": total_tokens / model.n_params(),
