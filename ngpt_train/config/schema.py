@@ -82,10 +82,13 @@ class TrainConfig:
     cuda_graphs: bool = key(
         False,
         "Record each compiled block as a CUDA graph, which is launched as one: for models so small that the GPU waits "
-        "for launches. One process, on a GPU. It has not run on one yet.",
+        "for launches. One process, on a GPU.",
     )
     activation_checkpointing: str = key(
-        "none", "full recomputes each block in the backward pass to save memory.", choices=("none", "full")
+        "none",
+        "What the backward pass computes again to save memory, with the same result. full: each block; selective: all "
+        "of a block but its matrix products and attention, which costs far less time.",
+        choices=("none", "selective", "full"),
     )
     profile: bool = key(False, "Write a torch profiler trace of steps 4 to 6 of this process into the run directory.")
 

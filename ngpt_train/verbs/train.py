@@ -42,6 +42,7 @@ from ngpt_train.report.curves import plot_run
 from ngpt_train.training import TrainState, build_state, check_kernels
 from ngpt_train.training.checkpoint import (
     Checkpoints,
+    Saves,
     list_checkpoints,
     load_model,
     load_state,
@@ -49,7 +50,6 @@ from ngpt_train.training.checkpoint import (
     newest_with_config,
     step_of,
 )
-from ngpt_train.training.checkpoint.background import Saves
 from ngpt_train.training.feed import Feed
 from ngpt_train.training.loop import Parts, train
 from ngpt_train.training.profile import profiled

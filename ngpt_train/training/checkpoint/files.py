@@ -140,6 +140,11 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
     for name, smallest in (("step", 0), ("tokens", 0), ("world_size", 1)):
         if type(value := progress.get(name)) is not int or not smallest <= value < MOST:
             raise DataError(f"{path} is damaged: {name} is {value!r}. Use another checkpoint.")
+    sums = progress.get("interval", {})
+    numbers = [progress.get("train_seconds") or 0, *(sums.values() if isinstance(sums, dict) else ["none"])]
+    are_all = not sums or {"loss_sum", "n_targets", "n_skipped"} <= sums.keys() if isinstance(sums, dict) else False
+    if not are_all or not all(type(number) in (int, float) and not abs(number) >= MOST for number in numbers):
+        raise DataError(f"{path} is damaged: its sums and seconds are no such numbers. Use another checkpoint.")
     if not isinstance(progress.get("data"), dict):
         raise DataError(f"{path} is damaged: it has no position in the data. Use another checkpoint.")
     if NAME.fullmatch(checkpoint.name) and progress["step"] != step_of(checkpoint):
@@ -180,3 +185,8 @@ def size_and_checksum(path: Path, kind: str) -> dict[str, Any]:
             checksum.update(buffer[:n])
             size += n
     return {"bytes": size, kind: checksum.hexdigest()}
+
+
+def gb(n_bytes: int) -> str:
+    """A number of bytes for people."""
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e7 else f"{n_bytes / 1e6:.2f} MB"
