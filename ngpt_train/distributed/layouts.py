@@ -3,7 +3,6 @@
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config, ParallelConfig
@@ -19,6 +17,7 @@ from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.log import say_once
 from ngpt_train.distributed.compile_cache import keep_compiled
 from ngpt_train.distributed.cuda_graphs import begin_graph_step_at_forward, check_cuda_graphs
+from ngpt_train.distributed.recomputation import checkpoint_blocks
 from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
@@ -105,9 +104,7 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     model.z_loss, model.label_smoothing = config.optim.z_loss, config.optim.label_smoothing
     if world.size > 1 and config.model.synchronises_statistics:
         synchronise_statistics(model)
-    if config.train.activation_checkpointing == "full":
-        for block in model.blocks():
-            block.forward = recomputed(block.forward)
+    checkpoint_blocks(model.blocks(), config.train.activation_checkpointing)
     if resolve_compile(config.train.compile, world.device.type):
         keep_compiled(config)
         for block in model.blocks():
@@ -134,20 +131,6 @@ def choose_kernels(config: Config, device: torch.device, precision: torch.dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     say_once(logging.INFO, dispatch.described(device))
-
-
-def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` under activation checkpointing: the backward pass computes it again.
-
-    It replaces the method of a block and does not wrap the block, so that parameters keep their names. `run` is a
-    function of ours, because torch.compile skips a block whose outermost function is torch's.
-    """
-
-    def run(*arguments: Any) -> Any:
-        # Dropout is a function of the block's arguments, so no random state has to be restored.
-        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
-
-    return run
 
 
 def vectors(model: nn.Module) -> list[nn.Parameter]:
