@@ -1,0 +1,219 @@
+"""Lines of docs/faults.md: signals and limits on several ranks, slow preparations, disks, clocks."""
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.processes import fork_server
+from tests.processes.runs import arguments, numbers, records, run, start, train, wait_for_step, write_parquet_shards
+from tests.processes.test_launcher import with_restarts, workers
+from tests.processes.test_streaming import STREAMED, data_hashes, workers_of
+
+pytestmark = pytest.mark.slow
+
+SLOW = """
+import os, sys, time
+from ngpt_train.__main__ import run
+from ngpt_train.verbs import train
+
+open_dataset = train.open_dataset
+
+def slow(function):
+    def after_a_while(*given, **options):
+        print("slow", function.__name__, file=sys.stderr)
+        time.sleep(40)
+        return function(*given, **options)
+    return after_a_while
+
+if os.environ["RANK"] == "1":
+    train.open_dataset = slow(open_dataset)
+if __name__ == "__main__":
+    run()
+"""
+# The clock of one rank jumps by a day, forth and back, at each step.
+JUMPING = """
+import os, time
+from ngpt_train.__main__ import run
+from ngpt_train.training import loop
+
+now, take_step, jump = time.time, loop.train_step, [0.0]
+
+def step(*given, **options):
+    jump[0] = {0.0: 86400.0, 86400.0: -86400.0, -86400.0: 0.0}[jump[0]]
+    return take_step(*given, **options)
+
+if os.environ["RANK"] == "1":
+    time.time = lambda: now() + jump[0]
+loop.train_step = step
+if __name__ == "__main__":
+    run()
+"""
+
+
+def with_program(given: list[str], program: Path) -> list[str]:
+    """torchrun of two ranks of a program in place of ngpt_train's."""
+    command = with_restarts(given, restarts=0)
+    command[command.index("-m", 3) : command.index("train")] = [str(program)]
+    return command
+
+
+def torchrun(program: Path, given: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        with_program(given, program),
+        env=fork_server.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "to"), [(signal.SIGHUP, "torchrun"), (signal.SIGUSR1, "a rank"), (signal.SIGHUP, "a rank")]
+)
+def test_signals_to_torchrun_or_a_rank(tmp_path: Path, corpus: Path, number: signal.Signals, to: str) -> None:
+    """All ranks stop after the same step and save."""
+    if signal.getsignal(number) == signal.SIG_IGN:
+        pytest.skip(f"{number.name} is ignored here, as under nohup")
+    given = arguments(tmp_path, corpus, "train.steps=100000", "checkpoint.every=0")
+    process = start(given, ranks=2)
+    directory = tmp_path / "runs/test"
+    wait_for_step(directory, 3)
+    os.kill(process.pid if to == "torchrun" else workers(process)[1], number)
+    output = process.communicate(timeout=120)[0]
+    ended = json.loads((directory / "exit.json").read_text())
+    # torchrun forwards its signal as SIGTERM or as it is.
+    assert (ended["code"], ended["reason"].split(" by ")[0]) == (0, "stopped"), ended
+    assert f"saved at step {ended['step']}" in output
+    assert max(records(directory)) == ended["step"]
+    if to == "a rank":
+        assert process.returncode == 0, output[-3000:]
+
+
+def test_the_time_limit_of_several_ranks(tmp_path: Path, corpus: Path) -> None:
+    train(arguments(tmp_path, corpus, "train.steps=100000", "run.max_time=0.0005", "checkpoint.every=0"), ranks=2)
+    ended = json.loads((tmp_path / "runs/test/exit.json").read_text())
+    assert (ended["code"], ended["reason"]) == (0, "stopped by run.max_time")
+    assert (tmp_path / f"runs/test/checkpoints/step_{ended['step']:08d}/MANIFEST.json").is_file()
+
+
+def test_a_stop_while_one_of_several_ranks_waits_for_rows(tmp_path: Path) -> None:
+    """It cannot save, since the others wait inside the step; it ends soon, and nothing is lost afterwards."""
+    text = write_parquet_shards(tmp_path / "text", (90, 13, 200, 41, 77))
+    options = [*STREAMED, "train.steps=100000", "data.workers=1", "checkpoint.every=5"]
+    given = arguments(tmp_path / "parts", text, *options)
+    process = start(given, ranks=2)
+    directory = tmp_path / "parts/runs/test"
+    wait_for_step(directory, 6)
+    stopped = workers_of(process)[0]
+    os.kill(stopped, signal.SIGSTOP)
+    steps = -1
+    while (now := max(records(directory))) > steps:  # until the blocks that it had sent are used up
+        steps = now
+        time.sleep(4)
+    process.terminate()
+    output = process.communicate(timeout=45)[0]  # 15 seconds, and torchrun's 30 at most
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(stopped, signal.SIGKILL)
+    assert re.search(r"stopped by SIGTERM, while rank \d waited for rows; the same command goes on", output), output
+    assert json.loads((directory / "exit.json").read_text())["code"] == 1
+    until = f"train.stop_at={steps + 5}"
+    train([*given, until], ranks=2)
+    train([*arguments(tmp_path / "whole", text, *options), until], ranks=2)
+    assert data_hashes(directory) == data_hashes(tmp_path / "whole/runs/test")
+    assert numbers(directory) == numbers(tmp_path / "whole/runs/test")
+
+
+PACED = """
+import time
+from ngpt_train.training import loop
+from ngpt_train.__main__ import run
+take_step = loop.train_step
+def step(*given, **options):
+    time.sleep(0.2)
+    return take_step(*given, **options)
+loop.train_step = step
+if __name__ == "__main__":
+    run()
+"""
+
+
+def test_a_preparation_that_is_slower_than_the_timeout(tmp_path: Path, corpus: Path) -> None:
+    """Caught: a collective that waits for a preparation of text."""
+    program = tmp_path / "slow.py"
+    program.write_text(SLOW)
+    finished = torchrun(program, arguments(tmp_path, corpus, "parallel.timeout=30"))
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert "slow open_dataset" in finished.stderr
+    assert sorted(numbers(tmp_path / "runs/test")) == list(range(1, 13))
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 16 MB."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(where)], capture_output=True, check=False
+    )
+    if made.returncode:
+        pytest.skip(f"mounting a disk is not allowed here: {made.stderr.decode().strip()}")
+    yield where
+    subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+def test_a_disk_that_fills_up(tmp_path: Path, corpus: Path, disk: Path) -> None:
+    """Checkpoints are not written, the end says so with code 3, and the same command goes on when there is room."""
+    program = tmp_path / "paced.py"
+    program.write_text(PACED)
+    given = arguments(tmp_path, corpus, f"run.root={disk}", "train.steps=30")
+    process = subprocess.Popen(
+        with_program(given, program),
+        env=fork_server.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for_step(disk / "test", 6)
+    filling = disk / "filling"
+    with contextlib.suppress(OSError), filling.open("wb") as file:
+        while True:
+            file.write(bytes(4096))
+            file.flush()
+    output = process.communicate(timeout=120)[0]
+    filling.unlink()
+    assert "Training goes on; the next checkpoint is tried as planned" in output, output
+    assert re.search(r"error: The checkpoint .* could not be written: .*No space left on device", output), output
+    assert re.search(r"exitcode +: 3", output), output
+    train(given, ranks=2)
+    train(arguments(tmp_path, corpus, "train.steps=30"), ranks=2)
+    assert numbers(disk / "test") == numbers(tmp_path / "runs/test")
+
+
+def test_a_read_only_disk_at_the_start(tmp_path: Path, corpus: Path, disk: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    finished = run("train", arguments(tmp_path, corpus, f"run.root={disk}"), ranks=2)
+    assert finished.returncode in (2, 3), finished.stderr
+    assert "Traceback" not in finished.stderr
+    assert str(disk) in finished.stderr
+
+
+def test_a_clock_that_jumps(tmp_path: Path, corpus: Path) -> None:
+    """Caught: a time of the wall clock where a duration is meant."""
+    program = tmp_path / "jumping.py"
+    program.write_text(JUMPING)
+    options = ["train.steps=16", "parallel.hang_seconds=5", "run.max_time=1", "data.streaming=true"]
+    finished = torchrun(program, arguments(tmp_path / "jumping", corpus, *options))
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert "hung" not in finished.stderr
+    train(arguments(tmp_path / "even", corpus, *options), ranks=2)
+    assert numbers(tmp_path / "jumping/runs/test") == numbers(tmp_path / "even/runs/test")
+    assert all(0 < record["train_seconds"] < 1000 for record in records(tmp_path / "jumping/runs/test").values())
