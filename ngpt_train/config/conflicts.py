@@ -22,7 +22,8 @@ from ngpt_train.config.validate import Origin, mistake, report_together, show
 from ngpt_train.config.verb_keys import EvaluateConfig, GenerateConfig
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
-_RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")
+_PART = "[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"  # file systems take 255 bytes
+_RUN_NAME = re.compile(f"{_PART}(/{_PART})?")
 
 
 def check(config: Config, world_size: int | None = None, origins: Mapping[str, Origin] | None = None) -> None:
@@ -76,7 +77,8 @@ def check_verb(config: Config, verb: str) -> None:
     if verb == "evaluate" and config.evaluate.out is not None and config.evaluate.out.endswith(".npz"):
         problem = f"evaluate.out={config.evaluate.out}: the losses of rows take this name, the result is JSON"
         raise mistake(problem, f"For example evaluate.out={config.evaluate.out.removesuffix('.npz')}.json")
-    if out := getattr(section, "out", None):
+    # What several ranks print is written by the first, whose host alone needs the directory.
+    if (out := getattr(section, "out", None)) and os.environ.get("RANK", "0") == "0":
         _check_writable(f"{verb}.out={out}", Path(out).expanduser())
 
 
@@ -95,7 +97,7 @@ def _check_writable(setting: str, path: Path) -> None:
 def _run(config: Config) -> Iterator[Conflict]:
     run = config.run
     if not _RUN_NAME.fullmatch(run.name):
-        fix = "Letters, digits, '.', '_' and '-', at most one '/', no part that begins with '.' or '-'"
+        fix = "Letters, digits, '.', '_' and '-', at most one '/', parts of 200 at most, none with '.' or '-' first"
         yield "run.name", "not a directory name", fix
     if run.overwrite and run.resume == "must":
         yield "run.overwrite run.resume", "overwriting deletes the run that must be resumed", "Keep one of them"

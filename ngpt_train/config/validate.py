@@ -35,12 +35,14 @@ class Origin(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A leaf of the schema: dotted name, the classes that a value may have, default, sentence and limits."""
+    """A leaf of the schema: dotted name, the classes that a value may have, default, sentence, the name of its
+    dataclass's field, and limits."""
 
     name: str
     types: tuple[type, ...]
     default: Any
     doc: str
+    field: str
     choices: tuple[str, ...] | None = None
     minimum: float | None = None
     above: float | None = None
@@ -85,6 +87,8 @@ class Key:
         text = f"must be {self.expected(value)}"
         if value == _MISSING:
             return f"{text}; {_MISSING} stands for no value"
+        if isinstance(value, str) and "\0" in value:
+            return f"{text}, without the character NUL"
         if self._takes(value):
             return None
         if self.is_table and isinstance(value, dict):

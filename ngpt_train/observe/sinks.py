@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-from ngpt_train.core.files import write_atomically
+from ngpt_train.core.files import json_lines, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -45,15 +45,16 @@ class JsonlSink:
 
     def __init__(self, path: Path, resume_step: int | None) -> None:
         self.path = path
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         kept: list[bytes] = []
         self._written: set[tuple[str, int]] = set()
-        for line in lines:
-            key = _record_key(line)
+        n_lines = 0
+        for line, record in json_lines(path) if path.exists() else ():
+            n_lines += 1
+            key = _record_key(record)
             if key is not None and resume_step is not None and key[1] <= resume_step and key not in self._written:
                 kept.append(line)
                 self._written.add(key)
-        self.dropped = len(lines) - len(kept)
+        self.dropped = n_lines - len(kept)
         if self.dropped:
             write_atomically(path, b"".join(kept))
         self._file = path.open("ab", buffering=0)
@@ -105,15 +106,10 @@ class JsonlSink:
             self._file.close()
 
 
-def _record_key(line: bytes) -> tuple[str, int] | None:
-    """(kind, step) of a complete line; None for a line that a kill has cut short."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        record = json.loads(line)
-        return record["kind"], int(record["step"])
-    except (ValueError, TypeError, KeyError):
-        return None
+def _record_key(record: dict[str, Any] | None) -> tuple[str, int] | None:
+    """(kind, step) of a record; None for what is none, such as a line that a kill has cut short."""
+    kind, step = (record.get("kind"), record.get("step")) if record is not None else (None, None)
+    return (kind, step) if isinstance(kind, str) and type(step) is int else None
 
 
 class TensorboardSink:

@@ -42,6 +42,7 @@ from ngpt_train.report.curves import plot_run
 from ngpt_train.training import TrainState, build_state, check_kernels
 from ngpt_train.training.checkpoint import (
     Checkpoints,
+    Saves,
     list_checkpoints,
     load_model,
     load_state,
@@ -104,7 +105,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         state, feed = begin_or_resume(config, world, data, checkpoint, stop)
         validation = Evaluations(data.validation, data.tokenizer.n_bytes, config)
         start = world.on_main(lambda: describe_start(state, data)) | kernels
-        world.on_main(lambda: run.open(config, start, checkpoint, damaged))
+        # Without a timeout: run.overwrite deletes files, which may take long.
+        world.on_main_without_timeout(lambda: run.open(config, start, checkpoint, damaged))
         train_in(run, state, feed, validation, data, start, stop)
     return 0
 
@@ -200,7 +202,8 @@ def train_in(
     """
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
-    checkpoints = Checkpoints(run.checkpoints, world, config.checkpoint.keep_last, config.checkpoint.keep_every)
+    kept = config.checkpoint
+    checkpoints = Checkpoints(run.checkpoints, world, kept.keep_last, kept.keep_every, kept.checksum)
     resumed = state.step or None
     sinks: list[Sink] = []
 
@@ -212,11 +215,10 @@ def train_in(
         write_yaml(config, directory / "config.yaml")
         write_json(directory / "tokenizer.json", write_tokenizer(data.tokenizer, directory))
 
+    saves = Saves(checkpoints, state, lambda checkpoint: run.saved(step_of(checkpoint)), say)
+
     def save(state: TrainState, position: Position, loss: float) -> None:
-        path = checkpoints.save(state, merged(world.gather(position)), add_files, loss)
-        if world.is_main:
-            run.saved(state.step)
-        say(f"saved {path}")
+        saves.save(state, merged(world.gather(position)), add_files, loss)
 
     last_evaluation: dict[str, Any] = {}
     row_files: RowFiles | None = None
@@ -246,6 +248,7 @@ def train_in(
         unigram = unigram_note(data, validation, config) if world.is_main else ""
         if unigram:
             say(f"validation loss: {unigram}")
+        say(saves.described)
         with profiled(config.train.profile, run.path / "profile", world) as after_step:
             rows_of_an_epoch = {name: size.rows for name, size in sizes.items()}
             telemetry = Telemetry(state) if config.logging.telemetry else NOBODY
@@ -253,7 +256,10 @@ def train_in(
             parts = Parts(feed, evaluate, save, sinks, meter, after_step, rows_of_an_epoch, telemetry)
             parts.advice = lambda: checkpoints.advice(lr)
             parts.during = watchdog.during
-            interruption = train(state, parts, stop)
+            parts.settle, parts.save_has_failed = saves.settle, saves.has_failed
+            with watchdog.naming_the_lost():
+                interruption = train(state, parts, stop)
+                saves.settle()
         code, reason = 0, interruption or DONE
         if interruption:
             say(f"{interruption}: {where_it_goes_on(run, state.step)}")
@@ -267,6 +273,8 @@ def train_in(
         if world.is_main or code:
             # First: wandb may take so long to close that torchrun kills.
             run.finish(code, reason, state.step, world.rank)
+        with watchdog.during("the checkpoint of step", state.step):
+            saves.close()
         watchdog.close()
         feed.close()
         close(sinks, reason)
