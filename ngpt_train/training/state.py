@@ -38,8 +38,9 @@ def check_kernels(config: Config, world: World, stored: Mapping[str, Any] | None
     """Checks the kernels that a run will use, and switches off those that must not run; a collective call, before
     `build_state`.
 
-    stored: what run.json has of the run's last check. Returns what run.json is to have of this one, as {"kernels":
-    ...}; an empty dict where there is no GPU. Raises ConfigError where a kernel that the config names must not run.
+    stored: what run.json has of the run's last check, whose choices by speed stay. Returns what the entry of this start
+    is to have, {"kernels": ...}; nothing where there is no GPU. Raises ConfigError where a kernel that the config names
+    must not run.
     """
     micro_rows = resolve_micro_rows(
         config.train.rows_per_step, config.train.micro_rows, config.model.context, world.size
