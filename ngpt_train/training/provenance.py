@@ -1,4 +1,4 @@
-"""The origin of a run's numbers: code, versions, machine, data."""
+"""The origin of a run's numbers: code, versions, machine, data, first weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ngpt_train
+from ngpt_train.config import read_yaml
+from ngpt_train.config.keys import AUTO
+from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
 from ngpt_train.distributed import resolve_kind
+from ngpt_train.training.checkpoint import find_checkpoint
 from ngpt_train.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -55,3 +60,23 @@ def git_commit() -> str | None:
         return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
     except (OSError, subprocess.CalledProcessError):
         return None
+
+
+def initial_checkpoint(config: Config) -> Path | None:
+    """The checkpoint that run.init_from names, or None. Raises DataError unless it has the config's model."""
+    if config.run.init_from is None:
+        return None
+    checkpoint = find_checkpoint("run.init_from", config.run.init_from)
+    stored = read_yaml(checkpoint / "config.yaml").model
+    free = config.model.not_in_weights()
+    differing = [
+        f"model.{key}: {getattr(stored, key, None)} in the checkpoint, {value} here"
+        for key, value in vars(config.model).items()
+        # A vocabulary that is still auto is checked again once the tokenizer is known.
+        if key not in free and value != AUTO and getattr(stored, key, None) != value
+    ]
+    if differing:
+        raise DataError(
+            f"run.init_from={config.run.init_from}: the weights are of another model.\n  " + "\n  ".join(differing)
+        )
+    return checkpoint
