@@ -49,7 +49,9 @@ class EvalConfig:
 class GenerateConfig:
     """Sampling from a checkpoint (`generate`)."""
 
-    checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
+    checkpoint: Union[str, None] = key(
+        None, "Run directory (its newest checkpoint), checkpoint directory, or RUN/best."
+    )
     average: int = key(1, AVERAGE, minimum=1, maximum=1000)
     weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
     prompt: str = key("", "Text to continue; empty starts a document.")
@@ -66,7 +68,9 @@ class GenerateConfig:
 class EvaluateConfig:
     """Validation loss of a checkpoint (`evaluate`) on data.*, eval.rows rows or eval.tokens targets."""
 
-    checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
+    checkpoint: Union[str, None] = key(
+        None, "Run directory (its newest checkpoint), checkpoint directory, or RUN/best."
+    )
     average: int = key(1, AVERAGE, minimum=1, maximum=1000)
     weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
     out: Union[str, None] = key(

@@ -64,8 +64,7 @@ def start(job: dict[str, Any]) -> Any:
     for axis in AXES:
         run.define_metric(axis)
     run.define_metric("*", step_metric="tokens")
-    for name, value in job["summary"].items():
-        run.summary[name] = value
+    run.summary.update(job["summary"])
     return run
 
 

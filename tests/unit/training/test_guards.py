@@ -59,10 +59,10 @@ def test_ten_skipped_steps() -> None:
     assert guards.facts()["loss"] is None
 
 
-@pytest.mark.parametrize("resumed_at", range(1, 40, 2))
+@pytest.mark.parametrize("resumed_at", range(1, 37, 2))
 def test_a_resume_forgets_nothing(resumed_at: int) -> None:
     """After any step, through JSON, to the bit. Caught: losses or skipped steps that a resume forgets or rounds."""
-    losses: list[float] = [*noise(24), *[math.nan] * 6, *noise(40)[34:], 3.1]
+    losses: list[float] = [*noise(24), *[math.nan] * 6, *noise(40)[34:], 5.5]
 
     def run(parts: list[list[float]]) -> tuple[Any, ...]:
         stored, step = {}, 0

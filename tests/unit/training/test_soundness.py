@@ -194,7 +194,7 @@ def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
     assert find_checkpoint("evaluate.checkpoint", str(tmp_path / "best")) == tmp_path / "step_00000002"
     assert find_checkpoint("evaluate.checkpoint", str(tmp_path)) == tmp_path / "step_00000008"
     (tmp_path / "validation.json").write_text('{"2": "low"}')
-    with pytest.raises(DataError, match="validation.json is damaged"):
+    with pytest.raises(DataError, match=r"validation\.json is damaged"):
         find_checkpoint("evaluate.checkpoint", str(tmp_path / "best"))
     (tmp_path / "validation.json").unlink()
     with pytest.raises(DataError, match=r"checkpoint\.keep_best=1"):
