@@ -221,6 +221,13 @@ class KernelsConfig:
         "torch: plain PyTorch, the reference; triton: kernels for GPUs since Ampere; auto: triton where it runs.",
         choices=(AUTO, "triton", "torch"),
     )
+    choose: str = key(
+        "measured",
+        "How auto chooses among the kernels that are right on this GPU. measured: before a run's first step each is "
+        "timed on the model's shapes beside plain PyTorch, compiled as the run is, and the faster one runs; checked: "
+        "all of them run. A resumed run keeps the choice.",
+        choices=("measured", "checked"),
+    )
     attention: str = key(
         AUTO,
         "sdpa: torch's scaled_dot_product_attention, document masks as booleans; flash_attn: the package flash-attn "
@@ -241,6 +248,18 @@ class CheckpointConfig:
         0,
         "Checkpoints of the lowest validation loss that are kept; RUN/best names the best one.",
         **COUNT_OR_0,
+    )
+    asynchronous: BoolOrAuto = key(
+        AUTO,
+        "Copy the state in memory and write the checkpoint beside training. auto: where half of the host's free memory "
+        "holds the copies of its ranks.",
+        named="async",
+        choices=(AUTO,),
+    )
+    checksum: str = key(
+        "xxh3",
+        "By which damaged files are noticed: xxh3 sums as fast as memory is read, sha256 at 1 to 2 GB/s.",
+        choices=("xxh3", "sha256"),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys, architectures, build, schema_keys
-from ngpt_train.config.keys import AUTO
+from ngpt_train.config.keys import AUTO, name_of
 from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.resolve import auto_warmup, table_lr
 from ngpt_train.config.schema import Config
@@ -41,7 +42,16 @@ _MAY_BE_ALLOWED = ("optim", "schedule", "train", "guards")
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The configuration as plain dicts and lists."""
-    return dataclasses.asdict(config)
+    return _tree(config)
+
+
+def _tree(section: Any) -> dict[str, Any]:
+    """As dataclasses.asdict, by the names of the keys."""
+    return {
+        name_of(field): _tree(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)
+        for field in dataclasses.fields(section)
+        for value in [getattr(section, field.name)]
+    }
 
 
 def to_yaml(config: Config) -> str:

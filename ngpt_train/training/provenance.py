@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import ngpt_train
 from ngpt_train.config import read_yaml
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
+from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import DataError
 from ngpt_train.distributed import resolve_kind
 from ngpt_train.training.checkpoint import find_checkpoint
@@ -43,23 +43,6 @@ def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
         "tokenizer": data.tokenizer.name,
         "tokenizer_fingerprint": data.tokenizer.fingerprint,
     }
-
-
-def git_commit() -> str | None:
-    """Commit of the checkout that this package runs from, with `+` if files differ from it; None without a checkout."""
-    where = Path(ngpt_train.__file__).parent
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", where, *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        if Path(git("rev-parse", "--show-toplevel")) != where.parent:
-            return None  # installed into a directory of somebody else's repository
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def initial_checkpoint(config: Config) -> Path | None:

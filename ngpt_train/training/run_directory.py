@@ -108,21 +108,18 @@ class RunDirectory:
     def _named_step(self, config: Config) -> int | None:
         """run.resume_step, where it counts: for the first start of a job, and not for its restarts."""
         step = config.run.resume_step
-        starts = self._starts() if self.used and step else []
-        began = any(start.get("step") == step and is_same_job(start.get("job"), this_job()) for start in starts)
-        return None if began else step
+        begun = [start for start in self._starts() if start.get("step") == step] if self.used and step else []
+        return None if any(is_same_job(start.get("job"), this_job()) for start in begun) else step
 
     def _left_out(self, checkpoint: Path | None) -> dict[str, str]:
         """What is newer than `checkpoint` and no complete checkpoint, and why, by name."""
         if checkpoint is None:
             return {}
-        step, found = step_of(checkpoint), list_checkpoints(self.checkpoints)
-        newer = [path for path in self.checkpoints.glob("step_*") if path not in found and path.name > checkpoint.name]
-        problems = {path.name: "it has no MANIFEST.json, so it is not complete" for path in newer}
-        saved = read_json(self.path / "run.json").get("saved")
-        if saved is not None and saved > max(map(step_of, found), default=step):
-            problems.setdefault(f"step_{saved:08d}", "it was saved, but it is gone")
-        return problems
+        found = [path.name for path in list_checkpoints(self.checkpoints)]
+        saved = f"step_{read_json(self.path / 'run.json').get('saved') or 0:08d}"
+        problems = {saved: "it was saved, but it is gone"} if saved > found[-1] else {}
+        incomplete = {path.name for path in self.checkpoints.glob("step_*") if path.name > checkpoint.name} - {*found}
+        return problems | dict.fromkeys(sorted(incomplete), "it has no MANIFEST.json, so it is not complete")
 
     def _overwrites(self, config: Config) -> bool:
         """Whether this start deletes the run: run.overwrite holds once for a job, and not for its restarts.
@@ -222,9 +219,8 @@ class RunDirectory:
         if self.used and self._overwrites(config):
             self._delete()
         elif (step := self._named_step(config)) is not None:
-            for path in list_checkpoints(self.checkpoints):
-                if step_of(path) > step:
-                    logger.warning("run.resume_step: %s is %s now", path, self._put_aside(path.name, "replaced"))
+            for path in [path for path in list_checkpoints(self.checkpoints) if step_of(path) > step]:
+                logger.warning("run.resume_step: %s is %s now", path, self._put_aside(path.name, "replaced"))
             self.saved(step)
         elif {path.name for path in list_checkpoints(self.checkpoints)[-1 - len(damaged) :]} != {
             *damaged,
@@ -328,6 +324,10 @@ class RunDirectory:
         except OSError:  # no locks on this file system; `open` says so
             return False
         return False
+
+    def kernels(self) -> dict[str, Any] | None:
+        """What the last start on a GPU found of its kernels; None where there was none."""
+        return next((start["kernels"] for start in reversed(self._starts()) if start.get("kernels")), None)
 
     def _starts(self) -> list[dict[str, Any]]:
         path = self.path / "run.json"

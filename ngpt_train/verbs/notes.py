@@ -41,6 +41,8 @@ def say_what_starts(
         + (f", label smoothing {smoothing:g}, which they leave out" if smoothing else "")
         + (f", moving average of the weights with decay {config.optim.ema_decay:g}" if config.optim.ema_decay else "")
     )
+    for note in start.get("kernels", {}).get("notes", ()):
+        say(note)
     if config.optim.lr_source:
         say(f"lr from {config.optim.lr_source}")
 

@@ -35,7 +35,7 @@ from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
 from ngpt_train.observe.telemetry import Telemetry
 from ngpt_train.report.curves import plot_run
-from ngpt_train.training import TrainState, build_state
+from ngpt_train.training import TrainState, build_state, check_kernels
 from ngpt_train.training.checkpoint import (
     Checkpoints,
     load_model,
@@ -44,6 +44,7 @@ from ngpt_train.training.checkpoint import (
     newest_with_config,
     step_of,
 )
+from ngpt_train.training.checkpoint.background import Saves
 from ngpt_train.training.feed import Feed
 from ngpt_train.training.guards import GoBack
 from ngpt_train.training.loop import Parts, train
@@ -99,10 +100,12 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         return 0
     with stop:  # until everything is written, the curves too
         feed: Feed | None
+        kernels = check_kernels(config, world, world.on_main(lambda: run.kernels() if checkpoint else None))
         state, feed = begin_or_resume(config, world, data, checkpoint, stop)
         validation = Evaluations(data.validation, data.tokenizer.n_bytes, config)
-        start = world.on_main(lambda: describe_start(state, data))
-        start = world.on_main(lambda: run.open(config, start, checkpoint, damaged))
+        start = world.on_main(lambda: describe_start(state, data)) | kernels
+        # Without a timeout: run.overwrite deletes files, which may take long.
+        start = world.on_main_without_timeout(lambda: run.open(config, start, checkpoint, damaged))
         telemetry = Telemetry(state) if config.logging.telemetry else NOBODY
         while feed is not None:
             feed = train_in(run, state, feed, validation, data, start, stop, telemetry)
@@ -210,7 +213,7 @@ def train_in(
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
     kept = config.checkpoint
-    checkpoints = Checkpoints(run.checkpoints, world, kept.keep_last, kept.keep_every, kept.keep_best)
+    checkpoints = Checkpoints(run.checkpoints, world, kept.keep_last, kept.keep_every, kept.checksum, kept.keep_best)
     checkpoints.go_back_every = rollback.every(config) if config.guards.rollback else 1
     resumed = state.step or None
     sinks: list[Sink] = []
@@ -223,11 +226,10 @@ def train_in(
         write_yaml(config, directory / "config.yaml")
         write_json(directory / "tokenizer.json", write_tokenizer(data.tokenizer, directory))
 
+    saves = Saves(checkpoints, state, lambda checkpoint: run.saved(step_of(checkpoint)), say)
+
     def save(state: TrainState, position: Position, loss: float) -> None:
-        path = checkpoints.save(state, merged(world.gather(position)), add_files, loss)
-        if world.is_main:
-            run.saved(state.step)
-        say(f"saved {path}")
+        saves.save(state, merged(world.gather(position)), add_files, loss)
 
     last_evaluation: dict[str, Any] = {}
     row_files: RowFiles | None = None
@@ -263,6 +265,7 @@ def train_in(
         unigram = unigram_note(data, validation, config) if world.is_main else ""
         if unigram:
             say(f"validation loss: {unigram}")
+        say(saves.described)
         with profiled(config.train.profile, run.path / "profile", world) as after_step:
             rows_of_an_epoch = {name: size.rows for name, size in sizes.items()}
             meter, lr = meter_of(state), float(config.optim.lr)
@@ -270,8 +273,11 @@ def train_in(
             parts.advice = lambda: checkpoints.advice(lr)
             parts.may_go_back = lambda why: rollback.may_go_back(run, state, why, checkpoints.advice(lr))
             parts.during = watchdog.during
+            parts.settle, parts.save_has_failed = saves.settle, saves.has_failed
             try:
-                interruption = train(state, parts, stop)
+                with watchdog.naming_the_lost():
+                    interruption = train(state, parts, stop)
+                    saves.settle()
             except GoBack as back:
                 feed.close()
                 again = open_feed(state, data, rollback.go_back(run, state, back), stop)
@@ -290,6 +296,8 @@ def train_in(
         if again is None and (world.is_main or code):
             # First: wandb may take so long to close that torchrun kills.
             run.finish(code, reason, state.step, world.rank)
+        with watchdog.during("the checkpoint of step", state.step):
+            saves.close()
         watchdog.close()
         feed.close()
         close(sinks, reason)
