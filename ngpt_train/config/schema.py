@@ -13,7 +13,14 @@ from typing import Any, Union
 from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
 from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SECONDS, SEED, BoolOrAuto, FloatOrAuto, IntOrAuto, key
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.verb_keys import BenchConfig, EvalConfig, EvaluateConfig, GenerateConfig, PlanConfig
+from ngpt_train.config.verb_keys import (
+    BenchConfig,
+    DoctorConfig,
+    EvalConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    PlanConfig,
+)
 
 
 @dataclass
@@ -88,10 +95,13 @@ class TrainConfig:
     cuda_graphs: bool = key(
         False,
         "Record each compiled block as a CUDA graph, which is launched as one: for models so small that the GPU waits "
-        "for launches. One process, on a GPU. It has not run on one yet.",
+        "for launches. One process, on a GPU.",
     )
     activation_checkpointing: str = key(
-        "none", "full recomputes each block in the backward pass to save memory.", choices=("none", "full")
+        "none",
+        "What the backward pass computes again to save memory, with the same result. full: each block; selective: all "
+        "of a block but its matrix products and attention, which costs far less time.",
+        choices=("none", "selective", "full"),
     )
     profile: bool = key(False, "Write a torch profiler trace of steps 4 to 6 of this process into the run directory.")
 
@@ -244,11 +254,7 @@ class CheckpointConfig:
     every: int = key(1000, "Steps between checkpoints; 0 saves at the end only.", **COUNT_OR_0)
     keep_last: int = key(2, "Newest checkpoints that are kept.", **COUNT)
     keep_every: Union[int, None] = key(None, "Checkpoints at multiples of this step are kept for good.", **COUNT)
-    keep_best: int = key(
-        0,
-        "Checkpoints of the lowest validation loss that are kept; RUN/best names the best one.",
-        **COUNT_OR_0,
-    )
+    keep_best: int = key(0, "Checkpoints of the lowest validation loss that are kept; RUN/best is one.", **COUNT_OR_0)
     asynchronous: BoolOrAuto = key(
         AUTO,
         "Copy the state in memory and write the checkpoint beside training. auto: where half of the host's free memory "
@@ -339,3 +345,4 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)

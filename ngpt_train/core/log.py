@@ -6,8 +6,6 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-ALARM = "alarm: "  # begins a message that has to reach people who do not look at the log
-
 _said: set[str] = set()
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.schema import WandbConfig
-from ngpt_train.core.log import ALARM
+from ngpt_train.core.constants import ALARM
 
 OFFLINE_START_SECONDS = 30.0  # without the network, only a broken installation or disk takes this long
 

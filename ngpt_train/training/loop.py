@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
+from ngpt_train.core.constants import ALARM
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.log import ALARM
 from ngpt_train.data import Position, data_hash
 from ngpt_train.distributed import World
-from ngpt_train.training.checkpoint.attempts import MOST_AT_THE_END, PAUSE, Attempts
+from ngpt_train.training.checkpoint.background import MOST_AT_THE_END, PAUSE, Attempts
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, GoBack, NumericalError, explain_out_of_memory
 from ngpt_train.training.replicas import check_replicas
 from ngpt_train.training.signals import StoppedWaitingError, StopRequest, StopTogether
@@ -90,8 +90,8 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         for sink in parts.sinks:
             sink.message(f"warning: {text}")
 
-    def tell(error: DataError) -> None:
-        alarm, text = attempts.failed(error, state.step)
+    def tell(error: DataError, at_the_end: bool = False) -> None:
+        alarm, text = attempts.failed(error, state.step, at_the_end)
         for sink in parts.sinks:
             sink.message(f"{ALARM if alarm else 'warning: '}{text}")
 
@@ -115,7 +115,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
                 except DataError as error:
                     if must and not left:
                         raise
-                    tell(error)
+                    tell(error, at_the_end=must)
                     time.sleep(PAUSE if must else 0)
 
     def log_telemetry() -> None:

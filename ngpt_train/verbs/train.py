@@ -38,13 +38,13 @@ from ngpt_train.report.curves import plot_run
 from ngpt_train.training import TrainState, build_state, check_kernels
 from ngpt_train.training.checkpoint import (
     Checkpoints,
+    Saves,
     load_model,
     load_state,
     newest_undamaged,
     newest_with_config,
     step_of,
 )
-from ngpt_train.training.checkpoint.background import Saves
 from ngpt_train.training.feed import Feed
 from ngpt_train.training.guards import GoBack
 from ngpt_train.training.loop import Parts, train

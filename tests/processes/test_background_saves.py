@@ -93,8 +93,8 @@ def test_a_rank_killed_in_a_save(tmp_path: Path, corpus: Path, point: str, rank:
     """torchrun starts both again, and no step is lost or repeated."""
     if rank == "1" and point in ("before-rename", "after-rename", "pruning"):
         pytest.skip("rank 0 alone does that")
-    whole = arguments(tmp_path / "whole", corpus, "parallel=fsdp")
-    given = arguments(tmp_path / "killed", corpus, "parallel=fsdp")
+    options = ["parallel=fsdp", "checkpoint.keep_last=1", "checkpoint.async=true"]
+    whole, given = (arguments(tmp_path / name, corpus, *options) for name in ("whole", "killed"))
     train(whole, ranks=RANKS)
     process = started(given, "kill", point, "8", rank, ranks=RANKS, restarts=1)
     output = output_of(process)
@@ -170,4 +170,21 @@ def test_a_stop_waits_for_the_save_under_way(tmp_path: Path, corpus: Path) -> No
         f"step_{end['step']:08d}",
     ]
     assert "hung" not in output
+    check_all_complete(directory)
+
+
+@pytest.mark.slow
+def test_torchrun_killed_while_a_save_is_written(tmp_path: Path, corpus: Path) -> None:
+    """Caught: ranks that wait for each other without their launcher, a save that they leave half done."""
+    given = arguments(tmp_path, corpus, "train.steps=2000", "parallel=ddp", "checkpoint.keep_last=9")
+    process = started([*given, "checkpoint.async=true"], "sleep", "staged", "4", "1", ranks=RANKS)
+    directory = tmp_path / "runs/test"
+    wait_for_step(directory, 5)
+    process.kill()
+    output_of(process)  # until the ranks have closed it
+    end = json.loads((directory / "exit.json").read_text())
+    assert (end["code"], end["reason"]) == (0, "stopped by SIGTERM")
+    names = [path.name for path in list_checkpoints(directory / "checkpoints")]
+    assert names[0] == "step_00000004"
+    assert names[-1] == f"step_{end['step']:08d}"
     check_all_complete(directory)

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from typing import Any
 
 import torch
@@ -40,8 +41,9 @@ def main() -> int:
         for number, text in enumerate(request["calls"]):
             call = Call.from_json(text)
             tell(output, at=number, doing="check")
+            started = time.monotonic()
             found = checked(call, device)
-            tell(output, at=number, **found)
+            tell(output, at=number, seconds=time.monotonic() - started, **found)
             if unusable(device):
                 return UNUSABLE
             if not request["times"] or found["problem"] is not None or call.kernel in OF_ATTENTION:

@@ -43,6 +43,7 @@ class Finding:
     error: float | None = None  # the largest relative error of an output or a gradient
     problem: str | None = "it was not checked"  # why the kernel must not run, in words; None: it is right
     lasting: bool = False  # whether another check would find the same
+    seconds: float | None = None  # that the check took, with compilation
     us: float | None = None  # microseconds of the kernel, forward and backward
     plain_us: float | None = None  # of plain PyTorch in its place
     untimed: str | None = None  # why there are no times, in words

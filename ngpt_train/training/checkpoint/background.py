@@ -1,7 +1,8 @@
 """Saves checkpoints beside training, or, with checkpoint.async=false, while it waits.
 
 Beside training, a step waits only until the state is copied. A thread then writes the copy, with a process group of
-its own. It ends with one outcome for all ranks, which is told when they next meet.
+its own. It ends with one outcome for all ranks, which is told when they next meet. After a failure the run goes on and
+tries again soon, and the third in a row is an alarm.
 """
 
 import threading
@@ -15,6 +16,11 @@ from ngpt_train.training.checkpoint.save import Checkpoints, Snapshot
 from ngpt_train.training.checkpoint.staging import Staging, resolve_asynchronous
 from ngpt_train.training.checkpoint.tensors import describe_error
 from ngpt_train.training.state import TrainState
+
+ALARM = 3  # failures in a row
+MOST_AT_THE_END = 3  # attempts to save the last step
+PAUSE = 1.0  # seconds between them
+SOONER = 10  # the next attempt comes after this part of checkpoint.every
 
 
 class Saves:
@@ -110,3 +116,34 @@ class Saves:
     def _note(self, path: Path) -> None:
         if self._world.is_main:
             self._saved(path)
+
+
+class Attempts:
+    """The saves of one start. every: checkpoint.every."""
+
+    def __init__(self, every: int) -> None:
+        self._pause = max(1, every // SOONER)
+        self._in_a_row = 0
+        self._again: int | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether a save that has failed is tried again after `step`."""
+        return self._again is not None and step >= self._again
+
+    def begun(self) -> None:
+        """A save is under way."""
+        self._again = None
+
+    def succeeded(self) -> None:
+        self._in_a_row, self._again = 0, None
+
+    def failed(self, error: Exception, step: int, at_the_end: bool = False) -> tuple[bool, str]:
+        """Counts a failure that is known at `step`; returns whether it is an alarm, and what to say."""
+        self._in_a_row += 1
+        self._again = step + self._pause
+        text = f"{error} Training goes on; the next attempt follows step {self._again}."
+        if at_the_end:
+            text = f"{error} It is tried again."
+        if alarm := self._in_a_row % ALARM == 0:
+            text = f"{self._in_a_row} saves in a row have failed, and what is not saved is lost if the run ends. {text}"
+        return alarm, text

@@ -222,3 +222,8 @@ def size_and_checksum(path: Path, kind: str) -> dict[str, Any]:
             checksum.update(buffer[:n])
             size += n
     return {"bytes": size, kind: checksum.hexdigest()}
+
+
+def gb(n_bytes: int) -> str:
+    """A number of bytes for people."""
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e7 else f"{n_bytes / 1e6:.2f} MB"

@@ -28,6 +28,7 @@ from ngpt_train.training.checkpoint.files import (
     XXH3,
     best,
     differences,
+    gb,
     has_tensors,
     last_good,
     list_checkpoints,
@@ -278,8 +279,3 @@ class Checkpoints:
         """Deletes what is not, or no longer, a checkpoint."""
         for leftover in self.directory.glob(f"{UNFINISHED}*"):
             shutil.rmtree(leftover)
-
-
-def gb(n_bytes: int) -> str:
-    """A number of bytes for people."""
-    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e7 else f"{n_bytes / 1e6:.2f} MB"

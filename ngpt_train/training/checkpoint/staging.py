@@ -6,12 +6,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.distributed.sharding import held, replicas
+from ngpt_train.training.checkpoint.files import gb
 from ngpt_train.training.checkpoint.pieces import Piece, Place
-from ngpt_train.training.checkpoint.save import gb
 from ngpt_train.training.state import TrainState
 
 MOST = 0.5  # of a host's free memory that the copies may take: data workers and the system need some, too
@@ -62,11 +60,10 @@ class Staging:
 
 def staged_bytes(state: TrainState) -> int:
     """About what the copies of this rank take: its share of the weights, Adam's two moments and the moving average."""
-    parts, own = 3 if state.ema is None else 4, 0.0
-    for parameter in state.model.parameters():
-        holders = replicas(parameter) if isinstance(parameter, DTensor) else state.world.size
-        own += parts * held(parameter).nbytes / holders
-    return int(own)
+    parts = 3 if state.ema is None else 4
+    return (
+        parts * sum(weight.numel() * weight.element_size() for weight in state.model.parameters()) // state.world.size
+    )
 
 
 def resolve_asynchronous(asked: bool | str, state: TrainState) -> tuple[bool, str]:
