@@ -184,9 +184,29 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
             raise DataError(f"{path} is damaged: {name} is {value!r}. Use another checkpoint.")
     if not isinstance(progress.get("data"), dict):
         raise DataError(f"{path} is damaged: it has no position in the data. Use another checkpoint.")
+    if not _are_guards(progress.get("guards", {})):
+        raise DataError(f"{path} is damaged: guards has no losses. Use another checkpoint.")
+    if not _are_rollbacks(progress.get("rollbacks", [])):
+        raise DataError(f"{path} is damaged: rollbacks lists none. Use another checkpoint.")
     if NAME.fullmatch(checkpoint.name) and progress["step"] != step_of(checkpoint):
         raise DataError(f"{path} is of step {progress['step']}, its directory of another. Use another checkpoint.")
     return progress
+
+
+def _are_guards(stored: Any) -> bool:
+    return (
+        isinstance(stored, dict)
+        and type(stored.get("skipped_in_a_row", 0)) is int
+        and isinstance(losses := stored.get("losses", []), list)
+        and all(type(loss) is float for loss in losses)
+    )
+
+
+def _are_rollbacks(stored: Any) -> bool:
+    counted = ("number", "step", "bad_step", "first_row", "last_row")
+    return isinstance(stored, list) and all(
+        isinstance(rollback, dict) and all(type(rollback.get(name)) is int for name in counted) for rollback in stored
+    )
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
