@@ -29,6 +29,7 @@ from ngpt_train.config.conflicts import check_arguments, check_verb
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import is_told_here, same_on_host
 from ngpt_train.core.launcher import check_ranks, remember_end, remembered_end
+from ngpt_train.core.secrets import without_variables
 
 VERBS = {
     "train": "Train a model; continues the run if its directory holds a checkpoint.",
@@ -46,9 +47,11 @@ FAULTS_OF_THE_SYSTEM = {
     errno.EDQUOT: "Make room",
     errno.EROFS: "Choose a place that can be written",
     errno.ELOOP: "Remove this link, which leads to itself",
+    errno.ENAMETOOLONG: "Choose a shorter name",
     errno.EIO: "Look at the disk, or at the network that it is on",
     errno.ESTALE: "Mount the file system again",
 }
+LONGEST_LINE = 2000  # characters of a message
 # What a shell reports of a tool that ends because nobody reads its output any more: 128 + SIGPIPE.
 NO_READER = 141
 USAGE = """\
@@ -91,10 +94,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in FAULTS_OF_THE_SYSTEM:
             raise
-        where = f"{error.filename}: " if error.filename else ""
+        where = f"{_shortened(str(error.filename))}: " if error.filename else ""
         remedy = FAULTS_OF_THE_SYSTEM[error.errno]
         print(f"error: {where}{error.strerror}. {remedy}; the same command starts again", file=sys.stderr)
-        return 3
+        return 2 if error.errno == errno.ENAMETOOLONG else 3
     except Exception as error:
         # Errors that name their exit code are addressed to the user; anything else is ours, with its traceback.
         code = getattr(error, "exit_code", None)
@@ -102,10 +105,18 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         if is_told_here(error):
             by = "" if rank == "0" else f" (rank {rank}, {socket.gethostname()})"
-            print(f"error{by}: {error}", file=sys.stderr)
+            print(f"error{by}: {_shortened(without_variables(str(error)))}", file=sys.stderr)
         if code in ENDS_FOR_GOOD:
             remember_end(code, str(error))
         return int(code)
+
+
+def _shortened(message: str) -> str:
+    """The message without the middle of its lines that nobody could read, such as a value of a million digits."""
+    lines = message.split("\n")
+    return "\n".join(
+        x if len(x) <= LONGEST_LINE else f"{x[: LONGEST_LINE // 2]} ... {x[-LONGEST_LINE // 2 :]}" for x in lines
+    )
 
 
 def _command(arguments: list[str]) -> Callable[[], int]:

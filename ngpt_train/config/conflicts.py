@@ -22,7 +22,8 @@ from ngpt_train.config.validate import Origin, mistake, report_together, show
 from ngpt_train.config.verb_keys import EvalConfig, EvaluateConfig, GenerateConfig
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
-_RUN_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)?")
+_PART = "[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"  # file systems take 255 bytes
+_RUN_NAME = re.compile(f"{_PART}(/{_PART})?")
 
 
 def check(config: Config, world_size: int | None = None, origins: Mapping[str, Origin] | None = None) -> None:
@@ -96,7 +97,7 @@ def _check_writable(setting: str, path: Path) -> None:
 def _run(config: Config) -> Iterator[Conflict]:
     run = config.run
     if not _RUN_NAME.fullmatch(run.name):
-        fix = "Letters, digits, '.', '_' and '-', at most one '/', no part that begins with '.' or '-'"
+        fix = "Letters, digits, '.', '_' and '-', at most one '/', parts of 200 at most, none with '.' or '-' first"
         yield "run.name", "not a directory name", fix
     if run.resume_step is not None and (run.overwrite or run.resume == "never"):
         problem = "the run is to go on, and to be deleted or refused"

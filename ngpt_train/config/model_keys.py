@@ -18,7 +18,7 @@ class ModelConfig:
 
     name: str = key("gpt", "Architecture, chosen with model=NAME.")
     d_model: int = key(128, "Width of the residual stream.", minimum=1, maximum=1_000_000)
-    n_layers: int = key(4, "Number of blocks.", minimum=1, maximum=100_000)
+    n_layers: int = key(4, "Number of blocks.", minimum=1, maximum=10_000)
     n_heads: int = key(
         4, "Number of attention heads; d_model / n_heads must be even for RoPE.", minimum=1, maximum=1_000_000
     )

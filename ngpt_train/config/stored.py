@@ -14,11 +14,12 @@ from typing import Any
 from ngpt_train.config.architectures import all_keys, architectures, build, schema_keys
 from ngpt_train.config.keys import AUTO, name_of
 from ngpt_train.config.mixture import commits_of, with_commits
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import auto_warmup, table_lr
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import any_of, check_leaf, flatten, show
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.core.files import write_atomically
+from ngpt_train.core.files import read_yaml_text, write_atomically
 from ngpt_train.core.secrets import redacted
 
 # What a resumed run may change: it alters neither a weight nor the order of the data. data.path, data.val_files and
@@ -72,9 +73,10 @@ def read_yaml(path: str | os.PathLike[str]) -> Config:
     import yaml
 
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise DataError(f"{path}: not a readable config: {' '.join(str(error).split())}") from None
+        tree = yaml.safe_load(read_yaml_text(Path(path)))
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:  # ValueError: not UTF-8, or a day that is none
+        problem = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise DataError(f"{path}: not a readable config: {problem}") from None
     model = tree.get("model", {}) if isinstance(tree, dict) else {}
     name = model.get("name") if isinstance(model, dict) else None
     if name not in architectures():
@@ -109,6 +111,17 @@ def what_differs(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
         for name in dict.fromkeys([*old_values, *new_values])
         if old_values.get(name) not in (new_values.get(name), as_stored.get(name))
         and not _is_harmless(name, stored, new)
+    ]
+
+
+def differing_weights(stored: ModelConfig, model: ModelConfig) -> list[str]:
+    """In words, the keys by which the weights of `stored` are those of another model than `model`."""
+    free = model.not_in_weights()
+    return [
+        f"model.{key}: {getattr(stored, key, None)} in the checkpoint, {value} here"
+        for key, value in vars(model).items()
+        # A vocabulary that is still auto is checked again once the tokenizer is known.
+        if key not in free and value != AUTO and getattr(stored, key, None) != value
     ]
 
 

@@ -87,6 +87,8 @@ class Key:
         text = f"must be {self.expected(value)}"
         if value == _MISSING:
             return f"{text}; {_MISSING} stands for no value"
+        if isinstance(value, str) and "\0" in value:
+            return f"{text}, without the character NUL"
         if self._takes(value):
             return None
         if self.is_table and isinstance(value, dict):

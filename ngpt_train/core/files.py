@@ -1,17 +1,31 @@
-"""Writes files atomically: a reader finds the old content or the new content, never a part of either."""
+"""Writes files atomically: a reader finds the old content or the new content, never a part of either. Reads files that
+others may have forged: within bounds of size, nesting and memory, and without waiting."""
 
+import contextlib
 import json
 import os
+import stat
+from collections.abc import Container, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.errors import DataError
 
+# What JSON may be: far above anything that this program writes, and read in seconds with less than 1 GB of memory.
+MOST_BYTES = 1 << 27
+MOST_VALUES = 2_000_000
+MOST_LINE_BYTES = 1 << 20
+# What YAML may be, which people write: aliases count as what they stand for.
+MOST_YAML_BYTES = 1 << 20
+MOST_YAML_VALUES = 20_000
+MOST_YAML_DEPTH = 50
+
 
 def write_atomically(path: Path, content: bytes) -> None:
     """Replaces the content of `path`. After a kill or a power cut, `path` has either the old or the new content."""
     partial = path.with_name(f".{path.name}.partial")
-    with partial.open("wb") as file:
+    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
@@ -33,9 +47,94 @@ def write_json(path: Path, content: Any) -> None:
     write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
 
 
+def read_whole(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a file. Raises OSError, also where it is no file (a pipe would be waited for, a device may have no
+    end) or has more than `most` bytes."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with open(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(0, "it is no file", str(path))
+        content = b"" if status.st_size > most else file.read(most + 1)
+        if max(status.st_size, len(content)) > most:
+            raise OSError(0, f"it has more than {most >> 20} MB", str(path))
+        return content
+
+
+def check_kinds(paths: Iterable[Path], directories: Container[str]) -> None:
+    """Raises DataError where one of the paths is there and is no file, or, if its name is among `directories`, no
+    directory: a write would go through a link to where it leads, and a pipe would be waited for."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            mode = path.lstat().st_mode
+            kind = "directory" if path.name in directories else "file"
+            if not (stat.S_ISDIR(mode) if kind == "directory" else stat.S_ISREG(mode)):
+                what = f"a link to {path.readlink()}" if stat.S_ISLNK(mode) else "something else"
+                raise DataError(f"{path} has to be a {kind}, and is {what}")
+
+
+def parse_json(content: bytes, most: int = MOST_VALUES) -> Any:
+    """The value of a text in JSON. Raises ValueError for anything else, for more than `most` values, for nesting
+    without end and for an object with the same name twice."""
+    if content.count(b",") + content.count(b"[") + content.count(b"{") > most:
+        raise ValueError(f"more than {most:,} values")
+    try:
+        return json.loads(content.decode("utf-8"), object_pairs_hook=_object)
+    except RecursionError:
+        raise ValueError("nested without end") from None
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("an object has a name twice")
+    return found
+
+
 def read_json(path: Path) -> Any:
     """The content of a JSON file. Raises DataError where `path` cannot be read or is not JSON."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:  # RecursionError: nested without end
+        return parse_json(read_whole(path))
+    except OSError as error:
+        raise DataError(f"{path} is missing or damaged: {error.strerror}") from None
+    except ValueError as error:
         raise DataError(f"{path} is missing or damaged: {error}") from None
+
+
+def json_lines(path: Path) -> Iterator[tuple[bytes, Any]]:
+    """The lines of a file of JSON objects, each with its object: None for one that is cut, damaged or larger than
+    MOST_LINE_BYTES. Raises OSError."""
+    with path.open("rb") as file:
+        for line in iter(partial(file.readline, MOST_LINE_BYTES), b""):
+            record = None
+            if line.endswith(b"\n"):
+                with contextlib.suppress(ValueError):
+                    record = parse_json(line)
+            yield line, record if isinstance(record, dict) else None
+
+
+def read_yaml_text(path: Path) -> str:
+    """The text of a YAML file of few values and levels, those that aliases stand for included. Raises OSError,
+    ValueError or yaml.YAMLError."""
+    import yaml
+    from yaml.events import AliasEvent, CollectionEndEvent, CollectionStartEvent, NodeEvent
+
+    text = read_whole(path, MOST_YAML_BYTES).decode("utf-8")
+    values = 0
+    values_of: dict[str | None, int] = {}  # by anchor
+    open_nodes: list[tuple[str | None, int]] = []  # the anchor, and the values before it
+    for event in yaml.parse(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader)):
+        if isinstance(event, CollectionEndEvent):
+            anchor, before = open_nodes.pop()
+            values_of[anchor] = values - before
+        elif isinstance(event, AliasEvent):
+            values += values_of.get(event.anchor, 1)
+        elif isinstance(event, NodeEvent):
+            values_of[event.anchor] = 1
+            if isinstance(event, CollectionStartEvent):
+                open_nodes.append((event.anchor, values))
+                values_of[event.anchor] = MOST_YAML_VALUES  # an alias inside of it has no end
+            values += 1
+        if values > MOST_YAML_VALUES or len(open_nodes) > MOST_YAML_DEPTH:
+            raise ValueError(f"more than {MOST_YAML_VALUES:,} values or {MOST_YAML_DEPTH} levels, aliases resolved")
+    return text

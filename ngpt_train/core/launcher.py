@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.files import parse_json, read_whole
 
 LOOK_SECONDS = 1.0
 # A process that has lost its launcher has this long to end its step and to save.
@@ -122,9 +123,9 @@ def remembered_end() -> End | None:
     if agent is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
     try:
-        end = json.loads(Path(agent, _END).read_text())
+        end = parse_json(read_whole(Path(agent, _END)))
         return End(int(end["code"]), str(end["message"]))
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError):
         return None
 
 

@@ -15,6 +15,24 @@ _URL_LOGIN = re.compile(r"(?<=://)[^/\s]+@")
 _SHORTEST_SECRET = 6
 
 
+_variables: dict[str, str] = {}  # the names of environment variables whose values a config has, by these values
+
+
+def note_variables(text: str) -> None:
+    """Notes which environment variables a value such as ${oc.env:NAME} reads, for `without_variables`."""
+    for name in re.findall(r"oc\.env:\s*(\w+)", text):
+        while (held := os.environ.get(name, "")) and held not in _variables:
+            _variables[held] = name
+            name = held  # of ${oc.env:${oc.env:NAME}}
+
+
+def without_variables(message: str) -> str:
+    """The message with the names of noted environment variables in the place of what they hold."""
+    for held in sorted(_variables, key=len, reverse=True):
+        message = message.replace(held, f"${_variables[held]}")
+    return message
+
+
 def redacted(tree: Mapping[str, Any], harmless: Container[str] = ()) -> dict[str, Any]:
     """A copy of `tree` with REDACTED in the place of secrets.
 

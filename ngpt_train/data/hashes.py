@@ -19,6 +19,7 @@ import numpy as np
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import parse_json, read_whole
 from ngpt_train.data.directory import lock
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,7 @@ LARGE = 1 << 30
 # Within a tick of the file system's clock two versions of a file look alike, so a file that has
 # just changed is hashed again next time.
 SETTLED = 2.0
+MOST_REMEMBERED = 1 << 30  # bytes of hashes.json; a larger one is not read
 
 
 def cache_directory(config: Config) -> Path:
@@ -77,8 +79,9 @@ class FileHashes:
 
     def _stored(self) -> dict[str, list[Any]]:
         # An absent or damaged file costs hashing everything again and nothing else.
-        with contextlib.suppress(OSError, ValueError, TypeError):
-            return dict(json.loads(self._path.read_bytes()))
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stored = parse_json(read_whole(self._path, MOST_REMEMBERED), MOST_REMEMBERED)
+            return {name: entry for name, entry in stored.items() if _is_entry(entry)}
         return {}
 
     def _lookup(self, path: Path, dtype: str | None) -> list[Any]:
@@ -114,6 +117,11 @@ class FileHashes:
 
     def _knows(self, name: str, version: list[int]) -> bool:
         return name in self._known and self._known[name][0] == version
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether it is a version and (sha256, largest id)."""
+    return isinstance(entry, list) and [type(part) for part in entry] == [list, list] and len(entry[1]) == 2
 
 
 def _hash(path: Path, dtype: str | None) -> list[Any]:

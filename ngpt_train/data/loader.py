@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,6 +65,8 @@ def reader_of(
     Of streamed text, fetches the shards that the first rows need: no collective with a time limit may wait for it.
     Raises DataError for the state of other data, or where a shard cannot be read.
     """
+    if state is not None:
+        _check_position(state)
     streams = config.data.streams
     rows = 0 if state is None else int(state["rows"])
     share = Share(rank, world_size)
@@ -81,6 +84,19 @@ def reader_of(
         for index, (name, source) in enumerate(zip(mixture.names, data.train.sources, strict=True))
     ]
     return MixtureReader(mixture, readers, share, rows, taken)
+
+
+def _check_position(state: Mapping[str, Any]) -> None:
+    """Raises DataError unless `state` has the form of what `merged` returns."""
+    rows, found, cursors, skipped = (state.get(name) for name in ("rows", "data_hash", "cursors", "skipped_shards"))
+    if (
+        type(rows) is not int
+        or not 0 <= rows < ENDLESS
+        or not (isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found))
+        or not isinstance(cursors or {}, dict)
+        or not isinstance(skipped or {}, dict)
+    ):
+        raise DataError("the checkpoint does not say how many rows were read, or where the streams are: it is damaged")
 
 
 def _reader_of_source(
@@ -111,8 +127,11 @@ def _stored(state: Mapping[str, Any] | None, name: str, streams: int, width: int
     """Integers (streams, width) of a checkpoint, zeros at the start."""
     if state is None:
         return np.zeros((streams, width), np.int64)
-    stored = np.array(state["cursors"].get(name, []), np.int64)
-    if stored.shape != (streams, width):
+    try:
+        stored = np.array(state["cursors"].get(name, []), np.int64)
+    except (ValueError, TypeError, OverflowError, KeyError):  # no numbers
+        stored = np.empty(0, np.int64)
+    if stored.shape != (streams, width) or stored.min() < 0:
         raise DataError(f"the checkpoint does not say where its {streams} streams are ({name}): it is of other data")
     return stored
 

@@ -1,6 +1,5 @@
 """The validations of a run or of a checkpoint: on which rows, at which contexts, and the files of their losses."""
 
-import json
 import re
 import sys
 from collections.abc import Mapping
@@ -13,6 +12,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import json_lines
 from ngpt_train.data import Tokens, chosen_rows, rows_of, same_text
 from ngpt_train.distributed import World
 from ngpt_train.evaluation.validation import RowLosses, Validation
@@ -114,7 +114,7 @@ class RowFiles:
 
     def __init__(self, directory: Path, metrics: Path, context: int) -> None:
         self.directory, self.context = directory, context
-        records = [json.loads(line) for line in metrics.read_text().splitlines()]
+        records = [record for _, record in json_lines(metrics) if record is not None]
         self._recorded = {record["step"] for record in records if record["kind"] == "eval"}
         for path in directory.iterdir() if directory.is_dir() else []:
             found = ROW_FILE.fullmatch(path.name)

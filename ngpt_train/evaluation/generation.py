@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ngpt_train.config.verb_keys import GenerateConfig
 from ngpt_train.models import Decoder
+from ngpt_train.training.guards import NumericalError
 
 
 @torch.no_grad()
@@ -14,6 +15,7 @@ def generate(model: Decoder, prompt: Tensor, config: GenerateConfig, eos: int, v
 
     prompt: `(T,)` int64, T >= 1, on the model's device. The model sees the last `context` tokens.
     vocab_size: that of the tokenizer; the model's may be larger, and no id beyond it is sampled.
+    Raises NumericalError for logits that are not finite.
     The same seed gives the same tokens, on every device up to rounding of the logits.
     """
     model.eval()
@@ -22,6 +24,8 @@ def generate(model: Decoder, prompt: Tensor, config: GenerateConfig, eos: int, v
     new = prompt[:0]
     for _ in range(config.max_new_tokens):
         logits = model.next_token_logits(prompt, new)[:vocab_size]
+        if not logits.isfinite().all():
+            raise NumericalError("the model's logits are not finite: its weights are NaN or far too large")
         token = sample(logits.cpu(), config, generator)
         if token == eos:
             break

@@ -6,10 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ngpt_train.config import read_yaml
 from ngpt_train.config.keys import AUTO
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.data import Tokenizer, read_tokenizer
 from ngpt_train.distributed import World, resolve_precision
@@ -17,6 +20,7 @@ from ngpt_train.distributed.layouts import choose_kernels
 from ngpt_train.evaluation.averaging import load_mean, newest
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.training.checkpoint import find_checkpoint, load_model, read_progress, step_of
+from ngpt_train.training.checkpoint.load import open_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +59,25 @@ class Restored:
         if self.averaged_steps:
             return f"mean of the weights at steps {', '.join(map(str, self.averaged_steps))}"
         return "moving average of the weights" if self.weights == "ema" else ""
+
+
+def check_size(checkpoint: Path, model: ModelConfig) -> None:
+    """Raises DataError unless the checkpoint has tensors for so many blocks and parameters: a forged config would
+    otherwise take all memory before a tensor is compared with it."""
+    if model.vocab_size == AUTO:
+        raise DataError(f"{checkpoint / 'config.yaml'}: model.vocab_size=auto, but a checkpoint has its number")
+    sizes = open_tensors(checkpoint).sizes()
+    needed = f"model.n_layers={model.n_layers}"
+    if model.n_layers <= len(sizes):
+        with torch.device("meta"):
+            n_params = sum(parameter.numel() for parameter in build_model(model).parameters())
+        needed = f"a model of {n_params:,} parameters"
+        if n_params <= sum(sizes):
+            return
+    raise DataError(
+        f"{checkpoint / 'config.yaml'}: {needed}, but the checkpoint has {len(sizes):,} tensors of {sum(sizes):,} "
+        "numbers. Use another checkpoint."
+    )
 
 
 def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used: Collection[str] = ()) -> Trained:
@@ -110,6 +133,7 @@ def restore(trained: Trained, config: Config, world: World) -> Restored:
     A collective call. Raises DataError if the checkpoint is damaged, ConfigError if the kernels cannot run.
     """
     path = trained.path
+    check_size(path, trained.config.model)
     precision = resolve_precision(config.train.precision, world.device.type)
     choose_kernels(replace(config, model=trained.config.model), world.device, precision)
     with world.device:

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any, Protocol
 
-from ngpt_train.core.files import write_atomically
+from ngpt_train.core.files import json_lines, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +46,18 @@ class JsonlSink:
 
     def __init__(self, path: Path, resume_step: int | None, rollbacks: int = 0) -> None:
         self.path = path
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         kept: list[bytes] = []
         self._written: set[tuple[str, int, int]] = set()
-        for line in lines:
-            key = _record_key(line)
+        n_lines = 0
+        for line, record in json_lines(path) if path.exists() else ():
+            n_lines += 1
+            key = _record_key(record)
             if key is None or resume_step is None or key[1] > resume_step or key[2] > rollbacks:
                 continue
             if key not in self._written:
                 kept.append(line)
                 self._written.add(key)
-        self.dropped = len(lines) - len(kept)
+        self.dropped = n_lines - len(kept)
         if self.dropped:
             write_atomically(path, b"".join(kept))
         self._file = path.open("ab", buffering=0)
@@ -108,16 +109,12 @@ class JsonlSink:
             self._file.close()
 
 
-def _record_key(line: bytes) -> tuple[str, int, int] | None:
-    """(kind, step, number) of a complete line, where rollbacks alone have a number other than 0; None for a line that a
-    kill has cut short."""
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        record = json.loads(line)
-        return record["kind"], int(record["step"]), int(record.get("number", 0))
-    except (ValueError, TypeError, KeyError):
-        return None
+def _record_key(record: dict[str, Any] | None) -> tuple[str, int, int] | None:
+    """(kind, step, number) of a record, where rollbacks alone have a number other than 0; None for what is none, such as
+    a line that a kill has cut short."""
+    kind, step = (record.get("kind"), record.get("step")) if record is not None else (None, None)
+    number = record.get("number", 0) if record is not None else 0
+    return (kind, step, number) if isinstance(kind, str) and type(step) is type(number) is int else None
 
 
 class TensorboardSink:

@@ -1,12 +1,13 @@
 """Draws the curves of a run: losses, learning rate, gradient norm."""
 
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import json_lines
 
 SMOOTH_FROM = 200  # records; curves of fewer are readable unsmoothed
 SMOOTH_OVER = 50  # a smoothed point is the mean of 1 / SMOOTH_OVER of the records
@@ -21,10 +22,9 @@ def plot_run(run_dir: Path) -> Path:
     metrics = run_dir / "metrics.jsonl"
     if not metrics.exists():
         raise DataError(f"{metrics} does not exist: {run_dir} is not a run directory, or its run never started.")
-    with metrics.open(encoding="utf-8") as lines:
-        records = [json.loads(line) for line in lines]
-    train = [record for record in records if record["kind"] == "train"]
-    evals = [record for record in records if record["kind"] == "eval"]
+    records = [record for _, record in json_lines(metrics) if record is not None]
+    train = [record for record in records if record.get("kind") == "train"]
+    evals = [record for record in records if record.get("kind") == "eval"]
 
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
@@ -62,8 +62,10 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
-    """The values, `(records,)` fp64, of the metric `name`; NaN where a record has null."""
-    return np.array([np.nan if record[name] is None else record[name] for record in records], dtype=np.float64)
+    """The values, `(records,)` fp64, of the metric `name`; NaN where a record has null, or no such number."""
+    values: list[Any] = [record.get(name) for record in records]
+    are_numbers = [type(value) in (int, float) and abs(value) <= sys.float_info.max for value in values]
+    return np.array([x if ok else np.nan for x, ok in zip(values, are_numbers, strict=True)], dtype=np.float64)
 
 
 def _draw(ax: Any, x: np.ndarray, y: np.ndarray, label: str | None = None) -> None:

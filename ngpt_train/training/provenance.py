@@ -11,8 +11,8 @@ import torch
 
 import ngpt_train
 from ngpt_train.config import read_yaml
-from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import differing_weights
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import DataError
 from ngpt_train.distributed import resolve_kind
@@ -51,14 +51,7 @@ def initial_checkpoint(config: Config) -> Path | None:
         return None
     checkpoint = find_checkpoint("run.init_from", config.run.init_from)
     stored = read_yaml(checkpoint / "config.yaml").model
-    free = config.model.not_in_weights()
-    differing = [
-        f"model.{key}: {getattr(stored, key, None)} in the checkpoint, {value} here"
-        for key, value in vars(config.model).items()
-        # A vocabulary that is still auto is checked again once the tokenizer is known.
-        if key not in free and value != AUTO and getattr(stored, key, None) != value
-    ]
-    if differing:
+    if differing := differing_weights(stored, config.model):
         raise DataError(
             f"run.init_from={config.run.init_from}: the weights are of another model.\n  " + "\n  ".join(differing)
         )

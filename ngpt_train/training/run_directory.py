@@ -17,7 +17,7 @@ from ngpt_train.config import check_resume, read_yaml, write_yaml
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import what_differs
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.core.files import read_json, write_json
+from ngpt_train.core.files import check_kinds, read_json, read_whole, write_json
 from ngpt_train.core.launcher import is_same_job, nameless_on_many_hosts, this_job
 from ngpt_train.core.log import say_once
 from ngpt_train.data import Dataset
@@ -45,6 +45,10 @@ _RUN_FILES = (
 )
 
 
+_IDENTITY = ("tokenizer", "tokenizer_fingerprint", "data_fingerprint")
+_RUN_DIRECTORIES = ("checkpoints", "evals", "logs", "wandb", "tensorboard", "profile")
+
+
 class RunDirectory:
     """`<run.root>/<run.name>` of a config whose run.name is no longer auto."""
 
@@ -65,7 +69,8 @@ class RunDirectory:
     def done(self) -> bool:
         """True if the last start reached its planned end."""
         end = self.path / "exit.json"
-        return end.is_file() and read_json(end)["reason"] == DONE
+        found = read_json(end) if end.is_file() else None
+        return isinstance(found, dict) and found.get("reason") == DONE
 
     def check(self, config: Config, data: Dataset | None = None) -> Path | None:
         """Checks, without writing, that `config` may use the directory; returns the checkpoint to resume from, if any.
@@ -75,6 +80,7 @@ class RunDirectory:
         """
         name = f"run.name={config.run.name}"
         self._check_place(config)
+        self._check_entries(name)
         if not self.used and not self._other_files():
             return _no_checkpoint(config, self.checkpoints)
         if not self.used:
@@ -108,7 +114,7 @@ class RunDirectory:
     def _named_step(self, config: Config) -> int | None:
         """run.resume_step, where it counts: for the first start of a job, and not for its restarts."""
         step = config.run.resume_step
-        begun = [start for start in self._starts() if start.get("step") == step] if self.used and step else []
+        begun = [start for start in self._record()["starts"] if start.get("step") == step] if self.used and step else []
         return None if any(is_same_job(start.get("job"), this_job()) for start in begun) else step
 
     def _left_out(self, checkpoint: Path | None) -> dict[str, str]:
@@ -116,7 +122,7 @@ class RunDirectory:
         if checkpoint is None:
             return {}
         found = [path.name for path in list_checkpoints(self.checkpoints)]
-        saved = f"step_{read_json(self.path / 'run.json').get('saved') or 0:08d}"
+        saved = f"step_{self._record().get('saved') or 0:08d}"
         problems = {saved: "it was saved, but it is gone"} if saved > found[-1] else {}
         incomplete = {path.name for path in self.checkpoints.glob("step_*") if path.name > checkpoint.name} - {*found}
         return problems | dict.fromkeys(sorted(incomplete), "it has no MANIFEST.json, so it is not complete")
@@ -145,7 +151,7 @@ class RunDirectory:
     def _check_saved(self, name: str, found: list[Path]) -> None:
         """Compares the complete checkpoints that are there with the last that was saved. Raises DataError if all are
         gone; says it if the last one is."""
-        saved = read_json(self.path / "run.json").get("saved")
+        saved = self._record().get("saved")
         complete = list_checkpoints(self.checkpoints)
         for path in sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []:
             if path not in complete:
@@ -178,16 +184,25 @@ class RunDirectory:
 
     def _check_place(self, config: Config) -> None:
         """Raises ConfigError if the directory cannot be written or created."""
-        nearest = next(path for path in (self.path, *self.path.parents) if path.exists())
-        if not nearest.is_dir():
-            problem = "is a file, not a directory"
-        elif not os.access(nearest, os.W_OK | os.X_OK):
-            problem = "cannot be written"
-        else:
-            return
+        try:
+            nearest = next(path for path in (self.path, *self.path.parents) if path.exists())
+            if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+                return
+            problem = "cannot be written" if nearest.is_dir() else "is a file, not a directory"
+        except OSError as error:  # a name that is too long
+            nearest, problem = self.path, f"cannot be used ({error.strerror})"
         raise ConfigError(
             f"run.root={config.run.root}, run.name={config.run.name}: {nearest} {problem}. Choose another place."
         )
+
+    def _check_entries(self, name: str) -> None:
+        """Raises DataError where a link or something else lies in the place of a file or directory of the run."""
+        own = [self.path / entry for entry in (*_RUN_FILES, *_LEFT_BY_A_KILLED_START, ".exit.json.partial")]
+        inside = [path for part in ("logs", "evals") for path in (self.path / part).glob("*")]
+        try:
+            check_kinds([*own, *inside], directories=_RUN_DIRECTORIES)
+        except DataError as error:
+            raise DataError(f"{name}: {error}. Remove it, or choose another run.root.") from None
 
     def open(
         self, config: Config, start: dict[str, Any], checkpoint: Path | None, damaged: Mapping[str, str] | None = None
@@ -239,7 +254,7 @@ class RunDirectory:
             for name, old, new in changed:
                 logger.warning("run.allow_change: %s was %s and is %s from here on", name, old, new)
         start = start | {"job": this_job()}
-        before = read_json(self.path / "run.json") if self.used else {"starts": []}
+        before = self._record() if self.used else {"starts": []}
         write_json(self.path / "run.json", before | {"starts": [*before["starts"], start]})
         (self.path / "exit.json").unlink(missing_ok=True)
         write_yaml(config, self.path / "config.yaml")
@@ -266,15 +281,15 @@ class RunDirectory:
     def _holder(self) -> str:
         """Who holds the lock, in words."""
         try:
-            return (self.path / "lock").read_text().strip() or "a running process"
-        except OSError:
+            return read_whole(self.path / "lock", 1 << 10).decode().strip() or "a running process"
+        except (OSError, ValueError):
             return "a running process"
 
     def saved(self, step: int) -> None:
         """Notes in run.json that a checkpoint of `step` is complete, so that its loss is noticed. Rank 0 calls it."""
         path = self.path / "run.json"
         try:
-            write_json(path, read_json(path) | {"saved": step})
+            write_json(path, self._record() | {"saved": step})
         except (OSError, DataError) as error:
             logger.warning("%s could not be written: %s", path, error)
 
@@ -327,17 +342,23 @@ class RunDirectory:
 
     def kernels(self) -> dict[str, Any] | None:
         """What the last start on a GPU found of its kernels; None where there was none."""
-        return next((start["kernels"] for start in reversed(self._starts()) if start.get("kernels")), None)
+        starts = self._record()["starts"]
+        return next((start["kernels"] for start in reversed(starts) if start.get("kernels")), None)
 
-    def _starts(self) -> list[dict[str, Any]]:
-        path = self.path / "run.json"
-        starts = read_json(path).get("starts")
-        if not starts:
-            raise DataError(f"{path} is damaged: it names no start. Restore it, or choose another run.name.")
-        return starts
+    def _record(self) -> dict[str, Any]:
+        """What run.json says. Raises DataError where it is damaged."""
+        record = read_json(path := self.path / "run.json")
+        starts = record.get("starts") if isinstance(record, dict) else None
+        last = starts[-1] if isinstance(starts, list) and starts else None
+        known = isinstance(last, dict) and all(isinstance(last.get(name), str) for name in _IDENTITY)
+        if known and type(record.get("saved", 0)) is int:
+            return record
+        raise DataError(
+            f"{path} is damaged: it does not say how the run began. Restore it, or choose another run.name."
+        )
 
     def _last_start(self) -> dict[str, Any]:
-        return self._starts()[-1]
+        return self._record()["starts"][-1]
 
 
 def _no_checkpoint(config: Config, checkpoints: Path) -> Path | None:

@@ -8,7 +8,6 @@ holds it.
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 import threading
@@ -26,6 +25,7 @@ from ngpt_train.config.resolve import resolve
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import Key, Origin, check_leaf, flatten, is_interpolation, mistake, nested, show
 from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.secrets import note_variables, without_variables
 
 _ONE_HYDRA = threading.Lock()  # Hydra's state is global
 
@@ -155,6 +155,8 @@ def _resolved(values: Mapping[str, Any], schema: type[ModelConfig], origins: Map
     interpolated = [name for name in keys if is_interpolation(values.get(name))]
     if not interpolated:
         return {}
+    for name in interpolated:
+        note_variables(values[name])
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -162,14 +164,14 @@ def _resolved(values: Mapping[str, Any], schema: type[ModelConfig], origins: Map
         # By the schema's types: an environment variable is text, and train.steps=${oc.env:STEPS} a number.
         tree = OmegaConf.merge(OmegaConf.structured(Config(model=schema())), nested(values))
         found = dict(flatten(cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True)), keys))
+    except RecursionError:
+        deepest = max(interpolated, key=lambda name: str(values[name]).count("${"))
+        raise mistake(f"{deepest}: its interpolations are nested without end", "Write the value itself") from None
     except OmegaConfBaseException as error:
         name = str(getattr(error, "full_key", ""))
         # "KeyError raised while resolving interpolation: ..." says the same in fewer words from the colon on.
         reason = re.sub(r"^\w+ raised while resolving interpolation: ", "", str(error).splitlines()[0])
-        # The environment may hold secrets: the message has the variable's name in the place of what it holds.
-        for variable in re.findall(r"oc\.env:\s*(\w+)", str(values.get(name))):
-            if held := os.environ.get(variable):
-                reason = reason.replace(held, f"${variable}")
+        reason = without_variables(reason)  # which may be secrets
         lines = [f"{name}={show(values.get(name))}: cannot be resolved: {reason}", "A literal '${' is written '\\${'"]
         raise mistake(*lines, place=origins.get(name, Origin()).place) from None
     for name in interpolated:

@@ -12,6 +12,7 @@ from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.validate import Key, did_you_mean, flatten, mistake, nearest, show, unknown_key
 
 _SPACES = (" ", "\t", "\n")
+_MOST_CHARACTERS = 4096  # of a number, word or list; Hydra's grammar reads a few thousand in a second
 
 
 @dataclass
@@ -181,6 +182,8 @@ def _typed(key: Key, raw: str) -> Any:
             return None
         quoted = len(raw) >= 2 and raw[0] == raw[-1] and raw[0] in "'\"" and raw[0] not in raw[1:-1]
         return raw[1:-1] if quoted else raw
+    if len(raw) > _MOST_CHARACTERS:
+        raise mistake(f"{key.name}={raw[:40]}...: {len(raw):,} characters", f"{key.name} must be {key.expected()}")
     try:
         override = OverridesParser.create().parse_override(f"{key.name}={raw}")
     except (HydraException, ValueError):  # a number of thousands of digits is a ValueError

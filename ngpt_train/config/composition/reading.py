@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.files import read_yaml_text
 
 
 def read_mapping(path: Path) -> Mapping[Any, Any]:
@@ -38,4 +40,4 @@ def read_mapping(path: Path) -> Mapping[Any, Any]:
 def _parsed(path: Path, modified: int, size: int) -> Any:
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(read_yaml_text(path))), resolve=False)

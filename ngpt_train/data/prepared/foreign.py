@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.prepared.shards import MANIFEST, STEMS, Tokens, map_tokens
+from ngpt_train.data.prepared.shards import MANIFEST, STEMS, Tokens, open_ids
+from ngpt_train.data.stored_numbers import StoredNumbers
 from ngpt_train.data.tokenizers import Tokenizer
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -49,7 +50,7 @@ def open_nanogpt(files: dict[str, Path], tokenizer: Tokenizer, hashes: FileHashe
     entry = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     splits = {}
     for split, file in files.items():
-        ids = map_tokens(file, np.dtype("<u2"), entry, hashes)
+        ids = open_ids(file, np.dtype("<u2"), entry, hashes)
         splits[split] = (Tokens(split, file.parent, [ids], tokenizer.eos), hashes.tokens(file, "<u2")[0])
     return splits
 
@@ -102,7 +103,7 @@ def open_megatron(
     for split, (first, last) in bounds.items():
         start, end = int(offsets[first]), int(offsets[last])
         own = offsets[first : last + 1] - start
-        tokens = Tokens(split, prefix, [ids[start:end]], tokenizer.eos, [own])
+        tokens = Tokens(split, prefix, [ids.between(start, end)], tokenizer.eos, [own])
         splits[split] = (tokens, canonical_hash([sha256, start, end]))
     return splits
 
@@ -113,7 +114,8 @@ def count_tokens(path: Path, given: str | None, val_fraction: float) -> int:
     megatron = find_megatron(path)
     if megatron is None:
         return find_nanogpt(path, given)["train"].stat().st_size // 2
-    offsets = _read_index(_file(megatron["train"], ".idx"))[1]
+    ids, index = (_file(megatron["train"], ending) for ending in (".bin", ".idx"))
+    offsets = _read_index(index, ids.stat().st_size)[1]
     held_out = _held_out(len(offsets) - 1, val_fraction) if megatron["train"] == megatron["validation"] else 0
     return int(offsets[max(0, len(offsets) - 1 - held_out)])
 
@@ -127,14 +129,12 @@ def _whole(split: str, prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -
     return Tokens(split, prefix, [ids], tokenizer.eos, [offsets]), sha256
 
 
-def _open(
-    prefix: Path, tokenizer: Tokenizer, hashes: FileHashes
-) -> tuple[NDArray[np.unsignedinteger], NDArray[np.int64], str]:
+def _open(prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[StoredNumbers, NDArray[np.int64], str]:
     """The ids, the start of each document and the end of the last, and the checksum of the ids."""
     index, path = _file(prefix, ".idx"), _file(prefix, ".bin")
     try:
-        dtype, offsets = _read_index(index)
         size = path.stat().st_size
+        dtype, offsets = _read_index(index, size)
     except OSError as error:
         raise DataError(f"{error.filename}: cannot be read ({error.strerror}); {AGAIN}") from None
     if size != offsets[-1] * dtype.itemsize:
@@ -143,11 +143,11 @@ def _open(
     if offsets[-1] == 0:
         raise DataError(f"{path}: no tokens")
     entry = {"vocab_size": tokenizer.vocab_size, "name": tokenizer.name}
-    ids = map_tokens(path, dtype, entry, hashes)
+    ids = open_ids(path, dtype, entry, hashes)
     empty = np.flatnonzero(np.diff(offsets) == 0)
     if len(empty):
         raise DataError(f"{index}: document {empty[0]} is empty; prepare the text again without empty documents")
-    last = ids[offsets[1:] - 1]
+    last = np.concatenate([part[_within(offsets[1:] - 1, start, len(part))] for start, part in ids.chunks()])
     wrong = np.flatnonzero(last != tokenizer.eos)
     if len(wrong):
         raise DataError(
@@ -158,8 +158,14 @@ def _open(
     return ids, offsets, hashes.tokens(path, dtype.str)[0]
 
 
-def _read_index(index: Path) -> tuple[np.dtype, NDArray[np.int64]]:
-    """The type of the ids, and the document bounds as numbers of ids."""
+def _within(places: NDArray[np.int64], start: int, n: int) -> NDArray[np.int64]:
+    """Of increasing places those from `start` to before `start + n`, counted from there."""
+    first, end = np.searchsorted(places, [start, start + n])
+    return places[first:end] - start
+
+
+def _read_index(index: Path, n_bytes: int) -> tuple[np.dtype, NDArray[np.int64]]:
+    """The type of the ids, and the document bounds as numbers of ids. n_bytes: those of the ids."""
     data = np.memmap(index, np.uint8, mode="r") if index.stat().st_size else np.empty(0, np.uint8)
     if len(data) < HEADER.size or not _has_magic(index):
         raise DataError(f"{index}: not an index of Megatron's (it does not begin with MMIDIDX); {AGAIN}")
@@ -173,6 +179,8 @@ def _read_index(index: Path) -> tuple[np.dtype, NDArray[np.int64]]:
     # Multimodal files have one more byte for each sequence; it says nothing about text.
     if len(data) not in (expected, expected + n_sequences):
         raise DataError(f"{index}: {len(data)} bytes, but its header says {expected}; {AGAIN}")
+    if max(n_sequences, n_bounds - 1) > n_bytes:
+        raise DataError(f"{index}: {n_sequences} sequences, but the ids have {n_bytes} bytes; {AGAIN}")
     dtype = np.dtype(DTYPES[code])
     lengths = np.ndarray(n_sequences, "<i4", data, HEADER.size)
     firsts = np.ndarray(n_sequences, "<i8", data, HEADER.size + 4 * n_sequences)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.core.files import parse_json, read_whole
 from ngpt_train.data.sources.text import Counts
 
 JOURNAL = "journal.jsonl"
@@ -79,8 +80,8 @@ class Journal:
     def _lines(self) -> list[dict[str, Any]]:
         lines: list[dict[str, Any]] = []
         try:
-            for line in self._path.read_text().splitlines():
-                lines.append(json.loads(line))
+            for line in read_whole(self._path).splitlines():
+                lines.append(parse_json(line))
         except (OSError, ValueError):  # none, or a last one that was cut
             pass
         return lines

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import parse_json, read_whole
 from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.prepared.manifest import problem_of
+from ngpt_train.data.stored_numbers import StoredNumbers
 
 FORMAT = 1
 MANIFEST = "manifest.json"
@@ -22,7 +24,7 @@ STEMS = {"train": "train", "validation": "val"}  # of the files of each split
 
 
 class Tokens:
-    """One split as one long sequence of token ids over memory-mapped shards, each document with `eos` at its end.
+    """One split as one long sequence of token ids over shards on disk, each document with `eos` at its end.
 
     offsets: of each shard the start of each document and the end of the last; without them the documents are
     found by `eos`.
@@ -32,9 +34,9 @@ class Tokens:
         self,
         split: str,
         path: Path,
-        shards: Sequence[NDArray[np.integer]],
+        shards: Sequence[NDArray[np.integer] | StoredNumbers],
         eos: int,
-        offsets: Sequence[NDArray[np.integer]] | None = None,
+        offsets: Sequence[NDArray[np.integer] | StoredNumbers] | None = None,
     ):
         self.split, self.path, self.eos = split, path, eos
         self._shards, self._offsets = shards, offsets
@@ -52,9 +54,13 @@ class Tokens:
         starts, lengths = [], []
         for shard, ids in enumerate(self._shards):
             if self._offsets is not None:
-                offsets = self._offsets[shard].astype(np.int64)
+                stored = self._offsets[shard]
+                if isinstance(stored, StoredNumbers):
+                    _check_offsets(stored)
+                offsets = stored[:].astype(np.int64)
             else:
-                ends = np.flatnonzero(ids == self.eos) + 1
+                chunks = ids.chunks() if isinstance(ids, StoredNumbers) else [(0, ids)]
+                ends = np.concatenate([np.flatnonzero(part == self.eos) + start + 1 for start, part in chunks])
                 tail = [len(ids)] if not len(ends) or ends[-1] < len(ids) else []
                 offsets = np.concatenate([[0], ends, tail]).astype(np.int64)
             starts.append(offsets[:-1] + self._starts[shard])
@@ -87,7 +93,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     """The manifest of a prepared directory. Raises DataError if there is none or it is unreadable."""
     path = directory / MANIFEST
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = parse_json(read_whole(path))
         version = manifest["version"]
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from None
@@ -95,13 +101,14 @@ def read_manifest(directory: Path) -> dict[str, Any]:
         raise damaged_manifest(path, error) from None
     if version != FORMAT:
         raise DataError(f"{path}: format version {version}, this program reads {FORMAT}; prepare the text again")
+    if problem := problem_of(manifest):
+        raise damaged_manifest(path, problem)
     return manifest
 
 
-def damaged_manifest(path: Path, error: Exception) -> DataError:
-    return DataError(
-        f"{path}: damaged ({type(error).__name__}: {error}); copy the directory again, or delete it and prepare again"
-    )
+def damaged_manifest(path: Path, error: Exception | str) -> DataError:
+    problem = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return DataError(f"{path}: damaged ({problem}); copy the directory again, or delete it and prepare again")
 
 
 def check_length(split: str, n_tokens: int, context: int, where: str) -> None:
@@ -126,15 +133,17 @@ def open_shards(split: str, directory: Path, manifest: dict[str, Any], hashes: F
         _check_size(index, (shard["documents"] + 1) * 8)
         _check_hash(index, hashes.sha256(index), shard["index_sha256"])
         _check_size(path, shard["tokens"] * dtype.itemsize)
-        shards.append(map_tokens(path, dtype, manifest["tokenizer"], hashes, shard["sha256"]))
-        offsets.append(np.asarray(np.memmap(index, "<u8", mode="r")))
+        shards.append(open_ids(path, dtype, manifest["tokenizer"], hashes, shard["sha256"]))
+        offsets.append(StoredNumbers(index, "<u8"))
+        if [*offsets[-1][:1], *offsets[-1][-1:]] != [0, shard["tokens"]]:
+            raise DataError(f"{index}: its documents are not those of {path.name}; {_AGAIN}")
     return Tokens(split, directory, shards, manifest["tokenizer"]["eos"], offsets)
 
 
-def map_tokens(
+def open_ids(
     path: Path, dtype: np.dtype[Any], tokenizer: dict[str, Any], hashes: FileHashes, sha256: str | None = None
-) -> NDArray[np.unsignedinteger]:
-    """Memory-maps a file of ids, its checksum (if one is given) and the range of its ids checked."""
+) -> StoredNumbers:
+    """A file of ids, its checksum (if one is given) and the range of its ids checked."""
     found, largest = hashes.tokens(path, dtype.str)
     if sha256 is not None:
         _check_hash(path, found, sha256)
@@ -143,8 +152,17 @@ def map_tokens(
             f"{path}: holds id {largest}, but tokenizer {tokenizer['name']} has ids below {tokenizer['vocab_size']}; "
             "choose the tokenizer that made the file"
         )
-    # A plain array over the map: slices of np.memmap itself cost several times as much.
-    return np.asarray(np.memmap(path, dtype, mode="r"))
+    return StoredNumbers(path, dtype)
+
+
+def _check_offsets(offsets: StoredNumbers) -> None:
+    """Raises DataError unless each document ends after it begins; reads a part after the other."""
+    before = -1
+    for _, part in offsets.chunks():
+        numbers = part.astype(np.int64)
+        if (np.diff(numbers, prepend=before) <= 0).any():
+            raise DataError(f"{offsets.path}: its documents do not follow one another; {_AGAIN}")
+        before = int(numbers[-1])
 
 
 def _check_size(path: Path, expected: int) -> None:

@@ -11,13 +11,18 @@ import io
 import json
 import zlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.sources.text import FetchError, extension
 
 COMPRESSIONS = (".gz", ".zst")
+# Bytes of a line, of a row and of compressed text: a few KB on a disk may stand for more than all memory.
+LARGEST_DOCUMENT = 1 << 28
+LARGEST_TXT = 1 << 32  # of a .txt that is not compressed, which memory holds twice
+ZSTD_INPUT = 1 << 12  # bytes that are decompressed at a time, to at most 32,768 times as many
 
 
 def read_file(path: Path, text_field: str, part: tuple[int, int] | None = None) -> Iterator[str]:
@@ -72,7 +77,7 @@ class _ZstdFile(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         while not self._output:
-            self._input = self._input or self._file.read(1 << 17)
+            self._input = self._input or self._file.read(ZSTD_INPUT)
             if not self._input:
                 if self._in_frame:
                     raise EOFError("the compressed data ends early")
@@ -96,7 +101,10 @@ class _ZstdFile(io.RawIOBase):
 
 
 def _read_txt(path: Path, file: BinaryIO) -> Iterator[str]:
-    data = file.read()
+    largest = LARGEST_DOCUMENT if path.suffix.lower() in COMPRESSIONS else LARGEST_TXT
+    data = file.read(largest + 1)
+    if len(data) > largest:
+        raise DataError(_too_large(str(path), largest))
     try:
         # A byte order mark at the start of a file names its encoding and is no text.
         text = data.decode("utf-8-sig")
@@ -117,7 +125,9 @@ def _read_jsonl(path: Path, file: BinaryIO, text_field: str, part: tuple[int, in
     def where() -> str:
         return f"{path}, line {_line_number(path, start) + number}"
 
-    for number, line in enumerate(file, 1):
+    for number, line in enumerate(iter(partial(file.readline, LARGEST_DOCUMENT + 1), b""), 1):
+        if len(line) > LARGEST_DOCUMENT:
+            raise DataError(_too_large(where(), LARGEST_DOCUMENT))
         if end is not None and position >= end:
             return
         position += len(line)
@@ -159,6 +169,7 @@ def _read_parquet(path: Path, text_field: str, part: tuple[int, int] | None) -> 
                 raise DataError(f"{path}: {no_field('column', text_field, file.schema_arrow.names)}")
             first, end = part or (0, file.num_row_groups)
             number = sum(file.metadata.row_group(group).num_rows for group in range(first))
+            _check_rows(path, file.metadata, text_field)
 
             def where() -> str:
                 return f"{path}, row {number}"
@@ -173,6 +184,20 @@ def _read_parquet(path: Path, text_field: str, part: tuple[int, int] | None) -> 
                     yield checked_text(text, where, text_field)
     except pa.ArrowException as error:
         raise DataError(f"{path}: damaged, incomplete or no parquet file ({error})") from None
+
+
+def _too_large(where: str, largest: int) -> str:
+    unit = f"{largest >> 20:,} MB"
+    return f"{where}: a document of more than {unit}, the most that is read at once; cut it into several, or unpack it"
+
+
+def _check_rows(path: Path, footer: Any, text_field: str) -> None:
+    """Raises DataError where the mean row of a row group has more than LARGEST_DOCUMENT bytes."""
+    for group in range(footer.num_row_groups):
+        columns = map(footer.row_group(group).column, range(footer.num_columns))
+        n_bytes = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field)
+        if n_bytes > LARGEST_DOCUMENT * max(1, footer.row_group(group).num_rows):
+            raise DataError(_too_large(f"{path}, row group {group}", LARGEST_DOCUMENT))
 
 
 def checked_text(value: object, where: Callable[[], str], text_field: str) -> str:

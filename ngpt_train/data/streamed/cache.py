@@ -28,9 +28,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import parse_json, read_whole
 from ngpt_train.data.directory import build_directory
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.sources.text import FetchError, Shard, ShardSource, place_of
+from ngpt_train.data.stored_numbers import StoredNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -216,7 +218,7 @@ class OpenShards:
         documents = self.documents(shard)
         if documents.header["bad"] is not None:
             raise DataError(f"{self.name(shard)} was read before and is faulty now: {documents.header['bad']}")
-        return None if documents.places[index] < self.val_fraction else documents.text(index)
+        return None if documents.place(index) < self.val_fraction else documents.text(index)
 
     def documents(self, shard: int) -> Documents:
         """All documents of a shard, those of validation included."""
@@ -292,7 +294,7 @@ def write_documents(
 
 
 def read_header(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / HEADER).read_bytes())
+    return parse_json(read_whole(directory / HEADER))
 
 
 class Documents:
@@ -304,26 +306,29 @@ class Documents:
         for name, expected in (("text.bin", self.header["bytes"]), ("ends.bin", 8 * n), ("places.bin", 8 * n)):
             if (found := (directory / name).stat().st_size) != expected:
                 raise ValueError(f"{name} has {found} bytes, not {expected}")
-        self._text = _map(directory / "text.bin", "u1", self.header["bytes"])
-        self._ends = _map(directory / "ends.bin", "<u8", n)
-        self.places = _map(directory / "places.bin", "<f8", n)
+        self._text = StoredNumbers(directory / "text.bin", "u1")
+        self._ends = StoredNumbers(directory / "ends.bin", "<u8")
+        self._places = StoredNumbers(directory / "places.bin", "<f8")
 
     def __len__(self) -> int:
         return len(self._ends)
+
+    @property
+    def places(self) -> NDArray[np.float64]:
+        """Those of all documents, in [0, 1)."""
+        return self._places[:]
+
+    def place(self, index: int) -> float:
+        return float(self._places[index : index + 1][0])
 
     def __iter__(self) -> Iterator[str]:
         return map(self.text, range(len(self)))
 
     def sizes(self) -> NDArray[np.int64]:
         """Bytes of each document."""
-        ends = np.append(0, self._ends).astype(np.int64)
+        ends = np.append(0, self._ends[:]).astype(np.int64)
         return ends[1:] - ends[:-1]
 
     def text(self, index: int) -> str:
-        start = int(self._ends[index - 1]) if index else 0
-        return self._text[start : int(self._ends[index])].tobytes().decode()
-
-
-def _map(path: Path, dtype: str, n: int) -> NDArray[Any]:
-    # A map of no bytes is refused by the system.
-    return np.asarray(np.memmap(path, dtype, mode="r")) if n else np.empty(0, dtype)
+        ends = self._ends[max(0, index - 1) : index + 1].tolist()
+        return self._text[ends[0] if index else 0 : ends[-1]].tobytes().decode()

@@ -13,6 +13,7 @@ from typing import Any
 
 from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import read_whole
 from ngpt_train.data.tokenizers.gpt2 import GPT2Tokenizer, gpt2_ranks, parse_ranks
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.data.tokenizers.interface import BytesTokenizer, Ids, Tokenizer, tokenizer_identity, with_eos
@@ -42,6 +43,7 @@ MODEL_FILES = {
     "words": "tokenizer.words.txt",
 }
 GPT2_VOCABULARY = 50257
+MOST_IDS = 10_000_000  # the limit of model.vocab_size
 
 
 def known_vocabulary(kind: str) -> int | None:
@@ -126,24 +128,37 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
 def read_tokenizer(directory: Path, entry: dict[str, Any]) -> Tokenizer:
     """The tokenizer that `write_tokenizer` put into `directory`. Raises DataError if its file is missing or changed, or
     if the entry is not what `write_tokenizer` returned."""
-    if not isinstance(entry, dict) or not isinstance(kind := entry.get("kind"), str) or kind not in MODEL_FILES:
-        raise DataError(f"{directory}: the tokenizer of these tokens is described by {entry!r}, which is damaged")
+    if not _is_entry(entry):
+        described = repr(entry)[:200]
+        raise DataError(f"{directory}: the tokenizer of these tokens is described by {described}, which is damaged")
+    kind = entry["kind"]
     if kind == "bytes":
         return BytesTokenizer()
     path = directory / str(MODEL_FILES[kind])
     try:
-        model = path.read_bytes()
+        model = read_whole(path)
     except OSError as error:
         raise DataError(f"{path}: the tokenizer of these tokens cannot be read ({error.strerror})") from None
     if hashlib.sha256(model).hexdigest() != entry.get("fingerprint"):
         raise DataError(f"{path}: not the tokenizer that made these tokens (its checksum differs); copy it again")
     if kind == "gpt2":
-        return GPT2Tokenizer(parse_ranks(model))
+        try:
+            return GPT2Tokenizer(parse_ranks(model))
+        except (ValueError, KeyError) as error:  # forged together with its checksum
+            raise DataError(f"{path}: not GPT-2's vocabulary ({error})") from None
     if kind == "words":
         return WordsTokenizer(model, str(path))
-    try:
-        if kind == "hf":
-            return HuggingFaceTokenizer(model, entry["eos"], str(path))
-        return SentencePieceTokenizer(model, str(path), entry["name"], entry["vocab_size"])
-    except KeyError as error:
-        raise DataError(f"{path}: the description of this tokenizer is damaged, it has no {error}") from None
+    if kind == "hf":
+        return HuggingFaceTokenizer(model, entry["eos"], str(path))
+    return SentencePieceTokenizer(model, str(path), entry["name"], entry["vocab_size"])
+
+
+def _is_entry(entry: Any) -> bool:
+    """Whether it is what `write_tokenizer` returned, as far as it can be told without the file."""
+    if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str) or entry["kind"] not in MODEL_FILES:
+        return False
+    if entry["kind"] == "bytes":  # of which there is one
+        return True
+    vocab_size, eos = entry.get("vocab_size"), entry.get("eos")
+    sizes = type(vocab_size) is int and type(eos) is int and 0 <= eos < vocab_size <= MOST_IDS
+    return sizes and isinstance(entry.get("name"), str)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import parse_json
 from ngpt_train.data.tokenizers.gpt2 import byte_of_character
 from ngpt_train.data.tokenizers.interface import Ids
 from ngpt_train.data.tokenizers.sentence_piece import SPACE_SYMBOL
@@ -35,7 +35,7 @@ class HuggingFaceTokenizer:
             ) from None
         try:
             self._tokenizer = Tokenizer.from_buffer(model)
-            described = json.loads(model)
+            described = parse_json(model)
         except Exception as error:  # the package raises Exception itself
             raise DataError(f"{where}: not a tokenizer.json ({error})") from None
         self._tokenizer.no_truncation()

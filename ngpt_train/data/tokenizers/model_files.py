@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import read_whole
 
 DOWNLOAD_SECONDS = 30.0
 Result = TypeVar("Result")
@@ -26,7 +27,7 @@ class DownloadError(Exception):
 def read_file(path: str) -> bytes:
     """The content of tokenizer.path. Raises DataError."""
     try:
-        return Path(path).expanduser().read_bytes()
+        return read_whole(Path(path).expanduser())
     except OSError as error:
         raise DataError(f"tokenizer.path={path}: cannot be read ({error.strerror})") from None
 

@@ -35,6 +35,8 @@ class SentencePieceTokenizer:
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.n_pieces: int = self._processor.vocab_size()
         self.vocab_size = vocab_size or self.n_pieces
+        if self.vocab_size < self.n_pieces:
+            raise DataError(f"{where}: the model has {self.n_pieces} pieces, and its description says {vocab_size}")
         self.name = name or f"sentencepiece-{self.vocab_size}-{self.fingerprint[:8]}"
         self.eos: int = self._processor.eos_id()
         if self.eos < 0 or not self._processor.is_control(self.eos):

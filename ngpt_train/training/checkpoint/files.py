@@ -182,6 +182,11 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
     for name, smallest in (("step", 0), ("tokens", 0), ("world_size", 1)):
         if type(value := progress.get(name)) is not int or not smallest <= value < MOST:
             raise DataError(f"{path} is damaged: {name} is {value!r}. Use another checkpoint.")
+    sums = progress.get("interval", {})
+    numbers = [progress.get("train_seconds") or 0, *(sums.values() if isinstance(sums, dict) else ["none"])]
+    are_all = not sums or {"loss_sum", "n_targets", "n_skipped"} <= sums.keys() if isinstance(sums, dict) else False
+    if not are_all or not all(type(number) in (int, float) and not abs(number) >= MOST for number in numbers):
+        raise DataError(f"{path} is damaged: its sums and seconds are no such numbers. Use another checkpoint.")
     if not isinstance(progress.get("data"), dict):
         raise DataError(f"{path} is damaged: it has no position in the data. Use another checkpoint.")
     if not _are_guards(progress.get("guards", {})):

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
@@ -86,7 +87,12 @@ class TensorsOfBefore:
     def __init__(self, checkpoint: Path, files: set[str]) -> None:
         """files: those that the manifest names. Raises DataError."""
         self.checkpoint = checkpoint
-        self.names = read_metadata(checkpoint, files).state_dict_metadata.keys()
+        self._stored = read_metadata(checkpoint, files).state_dict_metadata
+        self.names = self._stored.keys()
+
+    def sizes(self) -> list[int]:
+        """As StoredTensors.sizes."""
+        return [entry.size.numel() for entry in self._stored.values() if isinstance(entry, TensorStorageMetadata)]
 
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         """As StoredTensors.read; a collective call."""

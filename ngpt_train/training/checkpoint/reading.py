@@ -45,6 +45,10 @@ class StoredTensors:
                 raise DataError(f"The checkpoint {checkpoint} cannot be read: {path.name}: {problem}") from None
         self.names = self._pieces.keys()
 
+    def sizes(self) -> list[int]:
+        """Of each tensor, how many numbers it has."""
+        return [sum(math.prod(piece.shape) for piece in pieces) for pieces in self._pieces.values()]
+
     def read(self, tensors: Mapping[str, Tensor]) -> None:
         """Copies what is stored into `tensors`, by name, which may be sharded. Raises DataError where the shape of a
         tensor is another one, or a part of it is missing."""

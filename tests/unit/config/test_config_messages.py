@@ -90,7 +90,7 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["run.overwrite=yes"], ["run.overwrite=yes", "true or false"]),
     (["optim.lr=1e300"], ["optim.lr=1e300", "> 0 and <= 1000 or auto"]),
     (["train.batch_rows=1" + 20 * "0"], ["train.batch_rows=10000", "<= 10000000 or null"]),
-    (["model.n_layers=1" + 20 * "0"], ["model.n_layers=10000", ">= 1 and <= 100000\n"]),
+    (["model.n_layers=1" + 20 * "0"], ["model.n_layers=10000", ">= 1 and <= 10000\n"]),
     (["model.d_model=1" + 13 * "0"], ["model.d_model=10000", ">= 1 and <= 1000000\n"]),
     (["parallel.timeout=1e300"], ["parallel.timeout=1e300", "<= 10000000"]),
     (["run.seed=99999999999999999999"], ["run.seed=99999999999999999999", "<= 9223372036854775807"]),

@@ -171,7 +171,12 @@ def test_vocabulary_without_reading_text(tmp_path: Path, capsys: pytest.CaptureF
     assert vocabulary(load_config(["tokenizer=bytes"]), tmp_path) == 257
     assert vocabulary(load_config(["tokenizer=gpt2"]), tmp_path) == 50257
     assert vocabulary(load_config(["tokenizer.vocab_size=777"]), tmp_path) == 777
-    (tmp_path / "manifest.json").write_text(json.dumps({"version": 1, "tokenizer": {"vocab_size": 31}}))
+    split = {"tokens": 9, "documents": 1, "sha256": 64 * "0"}
+    shard = split | {"file": "a.bin", "index": "a.idx", "index_sha256": 64 * "0"}
+    splits = dict.fromkeys(("train", "validation"), split | {"shards": [shard]})
+    tokenizer = {"name": "thirty-one", "vocab_size": 31, "eos": 30}
+    manifest = {"version": 1, "dtype": "<u2", "tokenizer": tokenizer, "source": {}, "splits": splits}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert vocabulary(load_config(["data=tokens", f"data.path={tmp_path}"]), tmp_path) == 31
     text = capsys.readouterr().out
     assert "exact" in text
