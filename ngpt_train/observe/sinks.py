@@ -110,8 +110,8 @@ class JsonlSink:
 
 
 def _record_key(record: dict[str, Any] | None) -> tuple[str, int, int] | None:
-    """(kind, step, number) of a record, where rollbacks alone have a number other than 0; None for what is none, such as
-    a line that a kill has cut short."""
+    """(kind, step, number) of a record, where rollbacks alone have a number other than 0; None for what is none, such
+    as a line that a kill has cut short."""
     kind, step = (record.get("kind"), record.get("step")) if record is not None else (None, None)
     number = record.get("number", 0) if record is not None else 0
     return (kind, step, number) if isinstance(kind, str) and type(step) is type(number) is int else None
