@@ -173,7 +173,10 @@ def test_weights_of_another_version(
 ) -> None:
     """Caught: a traceback from deep inside where a checkpoint calls its weights otherwise."""
     pieces_in = reading._pieces_in
-    without_wk = lambda path: (found for found in pieces_in(path) if found[0] != "layers.1.wk")
+
+    def without_wk(path: Path) -> Any:
+        return (found for found in pieces_in(path) if found[0] != "layers.1.wk")
+
     monkeypatch.setattr(reading, "_pieces_in", without_wk)
     message = refused(directory, corpus, capsys, 3, "train.steps=6")
     assert "has no layers.1.wk: another version of ngpt-train wrote it" in message
