@@ -4,6 +4,7 @@ import fcntl
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
