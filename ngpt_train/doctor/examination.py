@@ -11,7 +11,18 @@ from typing import Any
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.doctor.bounded import Check, Report, first_line
-from ngpt_train.doctor.checks import compiler, devices, disks, environment, links, steps, text, tracking, versions
+from ngpt_train.doctor.checks import (
+    compiler,
+    devices,
+    disks,
+    environment,
+    kernels,
+    links,
+    steps,
+    text,
+    tracking,
+    versions,
+)
 from ngpt_train.doctor.exchange import Exchange
 from ngpt_train.doctor.findings import (
     WARNING,
@@ -29,12 +40,13 @@ from ngpt_train.report.plan import make_plan
 # disks, links and steps are measured one after the other.
 SECONDS = {
     "versions": 15.0, "environment": 5.0, "devices": 25.0, "text": 25.0, "wandb": 12.0, "compiler": 60.0,
-    "plan": 15.0, "disks": 20.0, "links": 20.0, "steps": 40.0,
+    "plan": 15.0, "kernels": 40.0, "disks": 20.0, "links": 20.0, "steps": 40.0,
 }  # fmt: skip
 ALL_SECONDS, LEAST_SECONDS = 80.0, 8.0
 HELLO_SECONDS, MEETING_SECONDS, LAST_SECONDS = 30.0, 10.0, 5.0
-OF_A_HOST = ("versions", "compiler", "disks", "data", "wandb")  # rows about hosts, not about ranks
-ONE_OF_EACH_HOST = ("versions", "text", "compiler", "disks")
+OF_A_HOST = ("versions", "compiler", "kernels", "disks", "data", "wandb")  # rows about hosts, not about ranks
+ONE_OF_EACH_HOST = ("versions", "text", "compiler", "kernels", "disks")
+TOGETHER = ("links", "steps")  # looks that all ranks have at the same time
 ASSUMED_VOCABULARY = 32_000  # where the tokenizer cannot be had
 SKEW, SIGNED_REQUESTS_FAIL = 1.0, 300.0  # seconds by which clocks may differ
 
@@ -90,19 +102,28 @@ def examine(config: Config, place: Place, exchange: Exchange) -> Examination | N
     if place.rank == 0:
         found["plan"] = _answer(place, Check(lambda report: plan(config, place, found, report), left("plan")))
         size["bytes"] = found["plan"].facts.get("checkpoint_bytes", 0)
+    known = found["text"].facts.get("tokenizer", {}).get("size") if "text" in found else None
+    vocabulary = known or ASSUMED_VOCABULARY if config.model.vocab_size == AUTO else int(config.model.vocab_size)
+    off: dict[str, str] = {}
     later: dict[str, Callable[[Report], None]] = {
+        "kernels": lambda report: kernels.look(config, place.size, place.local_rank, vocabulary, report),
         "disks": lambda report: disks.look(config, place, token, size["bytes"], report),
         "links": lambda report: links.look(config, place, left("links"), report),
-        "steps": lambda report: steps.look(config, place, left("steps"), found["links"].problem, report),
+        "steps": lambda report: steps.look(config, place, left("steps"), off, found["links"].problem, report),
     }
     for name, look in later.items():
         if name == "links" and place.size == 1:
             found[name] = Answer(place, {})
-        elif missing := exchange.meet(name, MEETING_SECONDS + SECONDS["text"]) if name != "disks" else []:
+        elif missing := exchange.meet(name, MEETING_SECONDS + SECONDS["kernels"]) if name in TOGETHER else []:
             ranks = ", ".join(map(str, missing[:8]))
             found[name] = Answer(place, {}, f"rank {ranks} did not come to it")
         elif is_asked(name, place):
             found[name] = _answer(place, Check(look, left(name)))
+        if name == "kernels" and place.speaks_for_host:
+            exchange.post("kernels that are off", found[name].facts.get("off", {}))
+        if name == "links":  # to which the first ranks of all hosts have come, after they had told
+            for of_host in exchange.gather("kernels that are off", 0.0).values():
+                off |= of_host
     if "compiler" in under_way:
         found["compiler"] = _answer(place, under_way["compiler"])
     for name, answer in found.items():
@@ -172,6 +193,7 @@ def judge(config: Config, examination: Examination) -> list[Finding]:
         "versions": lambda: versions.judge(examination.of("versions")),
         "clock": lambda: _clocks(examination),
         "devices": lambda: devices.judge(config, examination.of("devices"), memory if on_gpus else None),
+        "kernels": lambda: kernels.judge(examination.of("kernels")),
         "environment": lambda: environment.judge(config, examination.of("environment"), on_gpus, memory),
         "compiler": lambda: compiler.judge(examination.of("compiler")),
         "disks": lambda: disks.judge(config, examination.of("disks"), size, _checkpoint_in_words(examination)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from ngpt_train.distributed import World, resolve_device, resolve_kind, resolve_
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.exchange import join
 from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place
+from ngpt_train.kernels import dispatch
 from ngpt_train.training import build_state, train_step
 
 STEPS, CONTEXT, ROWS_OF_A_RANK, VOCABULARY = 3, 32, 2, 512
@@ -28,9 +29,14 @@ LR = 1e-3
 TOGETHER = "that the ranks come together"
 
 
-def look(config: Config, place: Place, seconds: float, apart: str | None, report: Report) -> None:
+def look(
+    config: Config, place: Place, seconds: float, off: Mapping[str, str], apart: str | None, report: Report
+) -> None:
     """Trains a cut of the model. Collective, in a process of each rank. What fails in one layout ends the look: the
-    other ranks may be in another collective by then. apart: why the ranks do not come together; None: they do."""
+    other ranks may be in another collective by then.
+
+    off: kernels that are wrong here, which `train` leaves out too. apart: why the ranks do not come together, if known.
+    """
     device = resolve_device(config.train.device, place.local_rank)
     precision = str(resolve_precision(config.train.precision, device.type)).removeprefix("torch.")
     own = resolve_kind(config.parallel.kind, place.size, device.type, place.local_size)
@@ -38,6 +44,7 @@ def look(config: Config, place: Place, seconds: float, apart: str | None, report
     report(own=own, layouts=names, precision=precision)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+    dispatch.switch_off(off)
     report(begun="single")
     report(single=run(cut(config, place.size, "single"), World(0, 1, 0, device)))
     report(begun=TOGETHER)

@@ -220,7 +220,8 @@ class Checkpoints:
         left is deleted first, because it may be what fills the disk."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
-            self._delete_leftovers()
+            for leftover in self.directory.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
             work.mkdir()
             free = shutil.disk_usage(work).free
         except OSError as error:
@@ -271,11 +272,7 @@ class Checkpoints:
                 if steps[step] not in kept and (self.keep_every is None or step % self.keep_every):
                     # Renamed first: a kill while deleting must not leave half a checkpoint under a good name.
                     os.rename(steps[step], steps[step].with_name(f"{UNFINISHED}deleting-{steps[step].name}"))
-            self._delete_leftovers()
+            for leftover in self.directory.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(leftover)
         except (OSError, DataError) as error:
             logger.warning("old checkpoints in %s could not be deleted: %s", self.directory, error)
-
-    def _delete_leftovers(self) -> None:
-        """Deletes what is not, or no longer, a checkpoint."""
-        for leftover in self.directory.glob(f"{UNFINISHED}*"):
-            shutil.rmtree(leftover)

@@ -51,6 +51,8 @@ class Staging:
         if buffer is None or buffer.shape != rows.shape:
             buffer = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=self._stream is not None)
             self._buffers[piece.place] = buffer
+        if self._stream is not None and rows.is_cuda:
+            rows.record_stream(self._stream)  # some are temporary, and their memory must not be used again too early
         return replace(piece, rows=buffer.copy_(rows, non_blocking=True))
 
     def _hold_back_the_device(self) -> None:

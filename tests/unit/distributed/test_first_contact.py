@@ -83,6 +83,12 @@ def test_calls_are_those_of_a_step(name: str, documents: bool, tmp_path: Path) -
         assert not calls - module["calls_of"](replace(config), WORLD, 2, torch.bfloat16)
 
 
+def test_fp32_is_that_of_a_gpu(tmp_path: Path) -> None:
+    """Caught: nGPT's MLP recorded as a CPU computes it in fp32, with the scales in the matrix."""
+    calls = module["calls_of"](config_of("ngpt", tmp_path), WORLD, 2, torch.float32)
+    assert [call["scaled"] for call in calls if call.kernel == "swiglu"] == [True]
+
+
 def test_what_is_wrong_is_off_and_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a kernel that runs although it is off, another loss than without it, another kernel that is off too."""
     rows = torch.arange(14).view(2, 7) % 24

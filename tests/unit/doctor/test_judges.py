@@ -5,7 +5,18 @@ from typing import Any
 
 import pytest
 
-from ngpt_train.doctor.checks import compiler, devices, disks, environment, links, steps, text, tracking, versions
+from ngpt_train.doctor.checks import (
+    compiler,
+    devices,
+    disks,
+    environment,
+    kernels,
+    links,
+    steps,
+    text,
+    tracking,
+    versions,
+)
 from ngpt_train.doctor.examination import Examination, exit_code, judge
 from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding
 from tests.unit.doctor.places import answers, config, hosts
@@ -133,6 +144,16 @@ def test_devices(facts: dict[str, Any], verdict: str, words: str) -> None:
     assert not [row for row in devices.judge(config(), answers(place, GPU), 4 * 10**10) if row.verdict != OK]
     found = wrong(devices.judge(config(), answers(place, GPU | facts), 4 * 10**10), verdict)
     assert [row for row in found if words in row], found
+
+
+def test_a_kernel_that_is_wrong() -> None:
+    """Caught: a kernel that is switched off stops a run, or is not named with its host."""
+    right = {"off": {}, "slower": {}, "calls": 7, "name": "A100"}
+    rows = list(kernels.judge(answers(hosts(2), right, right | {"off": {"rotary": "NaN"}})))
+    assert wrong(rows, WARNING) == ["b: rotary is off: NaN"]
+    assert not wrong(rows)
+    refused = Answer(hosts(1)[0], {}, "ConfigError: kernels=triton: the kernel rotary must not run")
+    assert [row.code for row in kernels.judge([refused])] == [2]
 
 
 def test_one_host_without_a_gpu() -> None:

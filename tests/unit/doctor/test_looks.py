@@ -9,7 +9,10 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from ngpt_train.doctor.checks import compiler, devices, disks, environment, links, text, tracking, versions
+from ngpt_train.config.schema import Config
+from ngpt_train.distributed import World
+from ngpt_train.distributed.first_contact import Contact
+from ngpt_train.doctor.checks import compiler, devices, disks, environment, kernels, links, text, tracking, versions
 from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place
 from tests.hub_server import Hub, serving, status
 from tests.processes.runs import write_corpus, write_parquet_shards
@@ -183,12 +186,12 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def test_the_hub(hub: Hub, places: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: lists that can be had while files cannot; a server that does not answer."""
-    monkeypatch.setattr(text, "HUB_SECONDS", 0.5)
     given = ["data=hf", f"data.repo={hub.repo}", *places]
     assert "2 files on the hub, the first of which can be had" in row(in_text(*given), "data").found
     hub.faults += [status(403)] * 20
     assert row(in_text(*given), "data").verdict == WRONG
     hub.faults.clear()
+    monkeypatch.setattr(text, "HUB_SECONDS", 0.5)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free.getsockname()[1]}")
@@ -267,6 +270,23 @@ def test_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         {"uuid": "GPU-1"},
         {"uuid": "GPU-2"},
     ]
+
+
+def test_kernels_are_checked_as_train_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: other shapes than the run's are checked; a broken kernel is not told."""
+    asked = []
+
+    def contact(given: Config, world: World, micro_rows: int) -> Contact:
+        asked.append((given.model.vocab_size, given.model.d_model, world.size, micro_rows))
+        return Contact("GPU", "measured", off={"swiglu": "its result is NaN"})
+
+    monkeypatch.setattr(kernels, "first_contact", contact)
+    given = config("train.batch_rows=64")  # 16 of each rank
+    answer = facts_of(lambda report: kernels.look(given, 4, 0, 257, report))
+    assert asked == [(257, given.model.d_model, 1, 16)]
+    assert next(kernels.judge([answer])).found == "swiglu is off: its result is NaN"
+    given = config()
+    assert facts_of(lambda report: kernels.look(given, 1, 0, 257, report)).problem is None
 
 
 def test_speeds_of_networks(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from ngpt_train.kernels import attention, dispatch
 from ngpt_train.kernels.check import __main__ as child
 from ngpt_train.kernels.check import children, kept
 from ngpt_train.kernels.check.calls import Call, of_adam
-from ngpt_train.kernels.check.cases import MOST_ELEMENTS, fitting
+from ngpt_train.kernels.check.cases import MOST_ELEMENTS, errors_of_call, fitting
 from ngpt_train.kernels.check.children import Finding, Request
 from ngpt_train.kernels.check.timing import times_of_call
 from ngpt_train.kernels.gpu import adam, cross_entropy, rotary, sphere_step, swiglu
@@ -142,6 +142,23 @@ def test_what_is_wrong(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
         assert "\n" not in problem
         other = "swiglu" if name != "swiglu" else "sphere_step"
         assert child.checked(CALLS[other], CPU)["problem"] is None
+
+
+def test_one_element(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: one wrong element, which the norm of a large tensor hides."""
+    right = swiglu.swiglu_forward
+
+    def spoilt(*given: Any) -> Tensor:
+        y = right(*given)
+        y[-1, -1, -1] += 0.5
+        return y
+
+    monkeypatch.setattr(swiglu, "swiglu_forward", spoilt)
+    many = call("swiglu", 40, 100, 128, dtype=torch.bfloat16, scaled=True)  # 256,000 elements
+    with dispatch.chosen("triton"):
+        error = errors_of_call(many, CPU)["output 1"]
+    assert error.relative < error.tolerance
+    assert not error.is_small
 
 
 @pytest.mark.parametrize("name", ["attention", "attention of documents"])
