@@ -19,7 +19,7 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import CheckpointConfig, Config, ScheduleConfig
 from ngpt_train.config.validate import Origin, mistake, report_together, show
-from ngpt_train.config.verb_keys import EvaluateConfig, GenerateConfig
+from ngpt_train.config.verb_keys import EvalConfig, EvaluateConfig, GenerateConfig
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
 _PART = "[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"  # file systems take 255 bytes
@@ -40,7 +40,7 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
         _source(config.data, config.tokenizer),
         _rows(config.data, config.model),
         _tokenizer(config.tokenizer),
-        _checkpoints(config.checkpoint),
+        _checkpoints(config.checkpoint, config.eval),
         _contexts(config),
     )
     for conflict in conflicts:
@@ -99,6 +99,9 @@ def _run(config: Config) -> Iterator[Conflict]:
     if not _RUN_NAME.fullmatch(run.name):
         fix = "Letters, digits, '.', '_' and '-', at most one '/', parts of 200 at most, none with '.' or '-' first"
         yield "run.name", "not a directory name", fix
+    if run.resume_step is not None and (run.overwrite or run.resume == "never"):
+        problem = "the run is to go on, and to be deleted or refused"
+        yield "run.resume_step run.overwrite run.resume", problem, "Keep one of them"
     if run.overwrite and run.resume == "must":
         yield "run.overwrite run.resume", "overwriting deletes the run that must be resumed", "Keep one of them"
     if config.logging.tensorboard and find_spec("tensorboard") is None:
@@ -272,8 +275,11 @@ def _tokenizer(tokenizer: TokenizerConfig) -> Iterator[Conflict]:
         yield "tokenizer.eos tokenizer.kind", "the tokenizer knows its own", "Leave tokenizer.eos out"
 
 
-def _checkpoints(checkpoint: CheckpointConfig) -> Iterator[Conflict]:
+def _checkpoints(checkpoint: CheckpointConfig, validation: EvalConfig) -> Iterator[Conflict]:
     keep, every = checkpoint.keep_every, checkpoint.every
+    if checkpoint.keep_best and every and (not validation.every or every % validation.every):
+        fix = f"Set eval.every to {every}, or to a divisor of it"
+        yield "checkpoint.keep_best checkpoint.every eval.every", "not every checkpoint is validated", fix
     if keep is not None and (every == 0 or keep % every):
         fix = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"
         yield "checkpoint.keep_every checkpoint.every", "no checkpoint is written at these steps", fix

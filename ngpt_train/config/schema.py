@@ -13,7 +13,14 @@ from typing import Any, Union
 from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
 from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SECONDS, SEED, BoolOrAuto, FloatOrAuto, IntOrAuto, key
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.verb_keys import BenchConfig, DoctorConfig, EvaluateConfig, GenerateConfig, PlanConfig
+from ngpt_train.config.verb_keys import (
+    BenchConfig,
+    DoctorConfig,
+    EvalConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    PlanConfig,
+)
 
 
 @dataclass
@@ -31,10 +38,16 @@ class RunConfig:
         "auto continues the newest checkpoint if there is one, must fails without one, never refuses a used directory.",
         choices=(AUTO, "must", "never"),
     )
+    resume_step: Union[int, None] = key(
+        None,
+        "Step of the checkpoint from which the run goes on: this one or none. Those after it are put aside. It counts "
+        "once for a job, not for its restarts.",
+        **COUNT,
+    )
     allow_change: Union[list[str], None] = key(
         None,
-        "Keys of optim, schedule and train, such as [optim.lr], whose new values a resumed run takes although they "
-        "alter its mathematics; run.json keeps what was changed.",
+        "Keys of optim, schedule, train and guards, such as [optim.lr], whose new values a resumed run takes although "
+        "they alter its mathematics; run.json keeps what was changed.",
     )
     overwrite: bool = key(False, "Delete what the run directory holds and start anew.")
     seed: int = key(0, "Seed of the weights and of the order of the data.", **SEED)
@@ -241,6 +254,7 @@ class CheckpointConfig:
     every: int = key(1000, "Steps between checkpoints; 0 saves at the end only.", **COUNT_OR_0)
     keep_last: int = key(2, "Newest checkpoints that are kept.", **COUNT)
     keep_every: Union[int, None] = key(None, "Checkpoints at multiples of this step are kept for good.", **COUNT)
+    keep_best: int = key(0, "Checkpoints of the lowest validation loss that are kept; RUN/best is one.", **COUNT_OR_0)
     asynchronous: BoolOrAuto = key(
         AUTO,
         "Copy the state in memory and write the checkpoint beside training. auto: where half of the host's free memory "
@@ -256,33 +270,22 @@ class CheckpointConfig:
 
 
 @dataclass
-class EvalConfig:
-    """Validation during training."""
+class GuardsConfig:
+    """What happens when training goes wrong."""
 
-    every: int = key(500, "Steps between validations; 0 validates at the start and at the end only.", **COUNT_OR_0)
-    rows: Union[int, None] = key(
-        64, "Rows of the fixed validation set (fewer where the data has fewer); set this or tokens.", **ROWS
+    rollback: bool = key(
+        False,
+        "Where the loss spikes, or ten gradients in a row are not finite, go back to the last good checkpoint and "
+        "leave out the rows since then. It changes the data, so run.json, metrics.jsonl and wandb say it.",
     )
-    tokens: Union[int, None] = key(
-        None,
-        "Targets of the fixed validation set, at least (fewer where the data has fewer, which the log says); replaces "
-        "rows.",
-        minimum=1,
-        maximum=10_000_000_000,
-    )
-    budget: Union[float, None] = key(
-        None,
-        "Share of the compute between two validations that a validation before the last may take: it then has fewer "
-        "of the rows, always the same. null: no limit.",
+    spike_height: float = key(
+        10.0,
+        "A loss spikes that exceeds the median of the recent ones by so many of their deviations (at least 1 % each).",
         above=0,
-        maximum=1000,
+        maximum=1e6,
     )
-    contexts: Union[list[int], None] = key(
-        None,
-        "Row lengths that the model is validated at besides model.context, such as [2048,4096], on the same text as "
-        "far as whole rows allow: metrics loss_ctx2048 and so on. null: none.",
-        **COUNT,
-    )
+    spike_window: int = key(64, "Steps whose losses are recent; a quarter must be known.", minimum=4, maximum=10_000)
+    most_rollbacks: int = key(3, "Rollbacks to one checkpoint; a further one ends the run with code 4.", **COUNT)
 
 
 @dataclass
@@ -335,6 +338,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     kernels: KernelsConfig = field(default_factory=KernelsConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    guards: GuardsConfig = field(default_factory=GuardsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     generate: GenerateConfig = field(default_factory=GenerateConfig)

@@ -26,7 +26,7 @@ from ngpt_train.core.secrets import redacted
 # tokenizer.path may move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
 _HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", "generate", "evaluate", "plan", "bench", "doctor")
 _HARMLESS = {
-    "run": "name root resume overwrite allow_change max_time init_from",
+    "run": "name root resume resume_step overwrite allow_change max_time init_from",
     "scale": "name",
     "train": "stop_at profile micro_rows device compile cuda_graphs activation_checkpointing",
     "optim": "lr_table lr_source",
@@ -38,7 +38,7 @@ _HARMLESS = {
 
 
 # What run.allow_change may let through: with it the checkpoint still fits the model and the position in the data.
-_MAY_BE_ALLOWED = ("optim", "schedule", "train")
+_MAY_BE_ALLOWED = ("optim", "schedule", "train", "guards")
 
 
 def to_dict(config: Config) -> dict[str, Any]:

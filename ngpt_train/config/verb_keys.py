@@ -1,11 +1,11 @@
-"""The keys of the verbs other than `train`."""
+"""The keys of validation, in training and by `evaluate`, and of the verbs other than `train`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Union
 
-from ngpt_train.config.keys import COUNT, SEED, key
+from ngpt_train.config.keys import COUNT, COUNT_OR_0, ROWS, SEED, key
 
 # The sentences of keys that `evaluate` and `generate` share.
 AVERAGE = (
@@ -16,10 +16,42 @@ WEIGHTS = "The trained weights, or their moving average, which a run keeps with 
 
 
 @dataclass
+class EvalConfig:
+    """Validation during training."""
+
+    every: int = key(500, "Steps between validations; 0 validates at the start and at the end only.", **COUNT_OR_0)
+    rows: Union[int, None] = key(
+        64, "Rows of the fixed validation set (fewer where the data has fewer); set this or tokens.", **ROWS
+    )
+    tokens: Union[int, None] = key(
+        None,
+        "Targets of the fixed validation set, at least (fewer where the data has fewer, which the log says); replaces "
+        "rows.",
+        minimum=1,
+        maximum=10_000_000_000,
+    )
+    budget: Union[float, None] = key(
+        None,
+        "Share of the compute between two validations that a validation before the last may take: it then has fewer "
+        "of the rows, always the same. null: no limit.",
+        above=0,
+        maximum=1000,
+    )
+    contexts: Union[list[int], None] = key(
+        None,
+        "Row lengths that the model is validated at besides model.context, such as [2048,4096], on the same text as "
+        "far as whole rows allow: metrics loss_ctx2048 and so on. null: none.",
+        **COUNT,
+    )
+
+
+@dataclass
 class GenerateConfig:
     """Sampling from a checkpoint (`generate`)."""
 
-    checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
+    checkpoint: Union[str, None] = key(
+        None, "Run directory (its newest checkpoint), checkpoint directory, or RUN/best."
+    )
     average: int = key(1, AVERAGE, minimum=1, maximum=1000)
     weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
     prompt: str = key("", "Text to continue; empty starts a document.")
@@ -36,7 +68,9 @@ class GenerateConfig:
 class EvaluateConfig:
     """Validation loss of a checkpoint (`evaluate`) on data.*, eval.rows rows or eval.tokens targets."""
 
-    checkpoint: Union[str, None] = key(None, "Run directory (its newest checkpoint) or checkpoint directory.")
+    checkpoint: Union[str, None] = key(
+        None, "Run directory (its newest checkpoint), checkpoint directory, or RUN/best."
+    )
     average: int = key(1, AVERAGE, minimum=1, maximum=1000)
     weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
     out: Union[str, None] = key(

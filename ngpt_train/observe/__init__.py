@@ -1,5 +1,6 @@
 """Observing a run: the meter of its speed, and the sinks that its records go to."""
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,20 @@ __all__ = ["Sink", "build_sinks"]
 
 
 def build_sinks(
-    config: Config, run_dir: Path, run_info: dict[str, Any], total_steps: int, resume_step: int | None
+    config: Config,
+    run_dir: Path,
+    run_info: dict[str, Any],
+    total_steps: int,
+    resume_step: int | None,
+    rollbacks: Sequence[Mapping[str, Any]] = (),
 ) -> list[Sink]:
     """The sinks of a run, for rank 0, in the order in which they are to be called and closed.
 
     run_info: the entry of run.json, which wandb shows beside the config. total_steps: the last step of the run.
-    resume_step: completed steps of the checkpoint that the run resumes from; None if it starts anew.
+    resume_step: completed steps of the checkpoint that the run resumes from; None if it starts anew. rollbacks: the
+    run's, as run.json has them.
     """
-    metrics = JsonlSink(run_dir / "metrics.jsonl", resume_step)
+    metrics = JsonlSink(run_dir / "metrics.jsonl", resume_step, len(rollbacks))
     people: list[Sink] = [console_sink(total_steps, resume_step), LogFile(run_dir / "logs" / "rank_0.log", total_steps)]
 
     def say(text: str) -> None:
@@ -37,5 +44,12 @@ def build_sinks(
         from ngpt_train.config import redact, to_dict
 
         shown = {**redact(to_dict(config)), "run_info": run_info}
-        sinks.append(WandbSink(config.logging.wandb, run_dir, metrics.path, shown, say))
+        summary: dict[str, Any] = {}
+        if rollbacks:
+            shown["rollbacks"] = list(rollbacks)
+            summary["rollbacks"] = len(rollbacks)
+        if damaged := run_info.get("damaged"):
+            problems = "; ".join(f"{name}: {problem}" for name, problem in damaged.items())
+            summary["fallback"] = f"the run goes on from step {run_info['step']}; {problems}"
+        sinks.append(WandbSink(config.logging.wandb, run_dir, metrics.path, shown, say, summary))
     return [*sinks, *people]

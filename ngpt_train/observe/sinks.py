@@ -18,7 +18,7 @@ class Sink(Protocol):
     """Takes the records and messages of the training loop. Only rank 0 has sinks."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Takes a record {"kind": "train" | "eval" | "telemetry", "step": n, "tokens": n, ...}.
+        """Takes a record {"kind": "train" | "eval" | "telemetry" | "rollback", "step": n, "tokens": n, ...}.
 
         Its other values are numbers or None.
         """
@@ -39,19 +39,22 @@ class JsonlSink:
     that is in the file already is not written again: a run saves before it evaluates, so a resumed run may repeat an
     evaluation.
 
-    resume_step: completed steps of the checkpoint that the run resumes from, None without one.
+    resume_step: completed steps of the checkpoint that the run resumes from, None without one. rollbacks: how many the
+    run has had; records of later ones are cut off too, because it has not come to them again.
     After the construction `dropped` is the number of lines that were cut off.
     """
 
-    def __init__(self, path: Path, resume_step: int | None) -> None:
+    def __init__(self, path: Path, resume_step: int | None, rollbacks: int = 0) -> None:
         self.path = path
         kept: list[bytes] = []
-        self._written: set[tuple[str, int]] = set()
+        self._written: set[tuple[str, int, int]] = set()
         n_lines = 0
         for line, record in json_lines(path) if path.exists() else ():
             n_lines += 1
             key = _record_key(record)
-            if key is not None and resume_step is not None and key[1] <= resume_step and key not in self._written:
+            if key is None or resume_step is None or key[1] > resume_step or key[2] > rollbacks:
+                continue
+            if key not in self._written:
                 kept.append(line)
                 self._written.add(key)
         self.dropped = n_lines - len(kept)
@@ -62,7 +65,7 @@ class JsonlSink:
         self._pending: list[bytes] = []
 
     def log(self, record: dict[str, Any]) -> None:
-        key = (record["kind"], record["step"])
+        key = (record["kind"], record["step"], record.get("number", 0))
         if key in self._written:
             return
         self._written.add(key)
@@ -106,10 +109,12 @@ class JsonlSink:
             self._file.close()
 
 
-def _record_key(record: dict[str, Any] | None) -> tuple[str, int] | None:
-    """(kind, step) of a record; None for what is none, such as a line that a kill has cut short."""
+def _record_key(record: dict[str, Any] | None) -> tuple[str, int, int] | None:
+    """(kind, step, number) of a record, where rollbacks alone have a number other than 0; None for what is none, such
+    as a line that a kill has cut short."""
     kind, step = (record.get("kind"), record.get("step")) if record is not None else (None, None)
-    return (kind, step) if isinstance(kind, str) and type(step) is int else None
+    number = record.get("number", 0) if record is not None else 0
+    return (kind, step, number) if isinstance(kind, str) and type(step) is type(number) is int else None
 
 
 class TensorboardSink:

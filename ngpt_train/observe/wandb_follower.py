@@ -64,6 +64,7 @@ def start(job: dict[str, Any]) -> Any:
     for axis in AXES:
         run.define_metric(axis)
     run.define_metric("*", step_metric="tokens")
+    run.summary.update(job["summary"])
     return run
 
 

@@ -13,7 +13,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,19 @@ OFFLINE_START_SECONDS = 30.0  # without the network, only a broken installation 
 class WandbSink:
     """Starts a follower, which logs to wandb the lines that are appended to the file `metrics` from now on.
 
-    config: the config that wandb shows; it must be without secrets.
+    config: the config that wandb shows; it must be without secrets. summary: what wandb shows beside the last values.
     say: takes one line for people.
     All files are below run_dir. Prints of wandb, and the traceback if it fails, are in logs/wandb.log.
     """
 
     def __init__(
-        self, settings: WandbConfig, run_dir: Path, metrics: Path, config: dict[str, Any], say: Callable[[str], None]
+        self,
+        settings: WandbConfig,
+        run_dir: Path,
+        metrics: Path,
+        config: dict[str, Any],
+        say: Callable[[str], None],
+        summary: Mapping[str, Any] | None = None,
     ) -> None:
         self._say = say
         self._timeout = settings.timeout
@@ -49,6 +55,7 @@ class WandbSink:
             "entity": settings.entity,
             "run_dir": str(run_dir),
             "config": config,
+            "summary": dict(summary or {}),
             "trainer_pid": os.getpid(),
             "metrics": str(metrics),
             "offset": metrics.stat().st_size,

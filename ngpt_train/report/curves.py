@@ -38,6 +38,9 @@ def plot_run(run_dir: Path) -> Path:
         eval_loss = _column(evals, "loss")
         label = f"validation, last {eval_loss[-1]:.4f}"
         axes["loss"].plot(_column(evals, "tokens"), eval_loss, "o-", color="C1", ms=4, label=label)
+    for record in records:
+        if record["kind"] == "rollback":
+            axes["loss"].axvline(record["tokens"], color="C3", lw=1, ls="--", label=f"rollback {record['number']}")
     axes["loss"].set(title=run_dir.name, ylabel="loss (nats per token)")
     axes["loss"].legend()
     _draw(axes["lr"], tokens, _column(train, "lr"))

@@ -1,12 +1,27 @@
-"""Errors that end a run: gradients that are not finite, and memory that is too small."""
+"""What ends a run or sends it back: gradients that are not finite, losses that spike, and memory that is too small."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
+
+from ngpt_train.config.schema import GuardsConfig
+from ngpt_train.optim.loss_scale import SMALLEST
+
+if TYPE_CHECKING:
+    from ngpt_train.data import Position
+    from ngpt_train.training.step import StepResult
 
 # A run survives a single bad batch. After this many skipped steps in a row it does not recover.
 MAX_SKIPPED_IN_A_ROW = 10
+MAD_TO_DEVIATION = 1.4826  # of a normal distribution, the standard deviation over the median absolute deviation
+LEAST_DEVIATION = 0.01  # of the median: where losses hardly vary, a small rise is no spike
+LEAST_SHARE = 4  # losses are judged once there are one LEAST_SHARE-th of a window
 
 
 class NumericalError(RuntimeError):
@@ -19,6 +34,90 @@ class DeviceMemoryError(RuntimeError):
     """The device has too little memory for the micro batch."""
 
     exit_code = 1
+
+
+class GoBack(Exception):
+    """The run is to go on from its last good checkpoint, with the rows after `position`.
+
+    bad_step: the step whose rows are the last that are left out; position: this rank's after it. why: in words. facts:
+    in numbers.
+    """
+
+    def __init__(self, bad_step: int, position: Position, why: str, facts: Mapping[str, float | None]) -> None:
+        super().__init__(why)
+        self.bad_step, self.position, self.why, self.facts = bad_step, position, why, dict(facts)
+
+
+class Guards:
+    """What recent steps say of the run: how many in a row were skipped and, with guards.rollback, which step the run is
+    to go back from. All of it is on the device, so that no step waits for it, and the same on every rank.
+
+    A loss spikes that exceeds the median of the losses before it by `spike_height` deviations. These are estimated from
+    the differences of successive losses, which losses that fall do not widen. A checkpoint holds the losses.
+    """
+
+    def __init__(self, config: GuardsConfig, device: torch.device) -> None:
+        self._config = config
+        self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
+        self._losses = torch.full((config.spike_window,), torch.nan, dtype=torch.float64, device=device)  # newest last
+        self._bad_step = torch.zeros((), dtype=torch.int64, device=device)  # the first since `forget`; 0: none
+        self._facts = torch.zeros(3, dtype=torch.float64, device=device)  # of it: loss, median, bound
+
+    def add(self, result: StepResult, step: int) -> None:
+        """Adds the step that gave `result`. step: the number of steps that are completed with it."""
+        self.skipped_in_a_row = (self.skipped_in_a_row + 1) * without_remedy(result)
+        if not self._config.rollback:
+            return
+        loss, losses = result.loss.double(), self._losses
+        median = losses.nanmedian()
+        changes = losses.diff()  # whose variance is twice that of the losses
+        deviation = MAD_TO_DEVIATION * (changes - changes.nanmedian()).abs().nanmedian() / math.sqrt(2)
+        bound = median + self._config.spike_height * deviation.clamp(min=LEAST_DEVIATION * median)
+        enough = losses.isfinite().sum() * LEAST_SHARE >= len(losses)
+        spikes = enough & (loss > bound) & ~result.skipped
+        first = (spikes | (self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW)) & (self._bad_step == 0)
+        self._bad_step = torch.where(first, step, self._bad_step)
+        self._facts = torch.where(first, torch.stack([loss, median, bound]), self._facts)
+        counts = ~result.skipped & (self._bad_step == 0)
+        self._losses = torch.where(counts, torch.cat([losses[1:], loss.reshape(1)]), losses)
+
+    def bad_step(self) -> int:
+        """The first step since `forget` that the run is to go back from, 0 if there is none. Waits for the device."""
+        return int(self._bad_step) if self._config.rollback else 0
+
+    def facts(self) -> dict[str, float | None]:
+        """Of the bad step: its loss and the median of the losses before it, None where that is not finite."""
+        loss, median, _ = self._facts.tolist()
+        return {name: x if abs(x) < torch.inf else None for name, x in (("loss", loss), ("median", median))}
+
+    def why(self) -> str:
+        """What was bad, in words."""
+        step, (loss, median, bound) = int(self._bad_step), self._facts.tolist()
+        if loss > bound:
+            return f"the loss of step {step} is {loss:.4g}, after a median of {median:.4g}"
+        return f"{MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {step}, had a gradient that is not finite"
+
+    def forget(self) -> None:
+        """Looks for another bad step, because there is nowhere to go back to from this one."""
+        self._bad_step.zero_()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Numbers that JSON stores without loss. A state with a bad step is not saved."""
+        losses = [loss for loss in self._losses.tolist() if loss == loss]
+        return {"skipped_in_a_row": int(self.skipped_in_a_row), "losses": losses}
+
+    def load_state_dict(self, stored: Mapping[str, Any]) -> None:
+        """Takes what `state_dict` gave; nothing where an earlier version saved nothing."""
+        self.skipped_in_a_row.fill_(stored.get("skipped_in_a_row", 0))
+        self._bad_step.zero_()
+        self._losses.fill_(torch.nan)
+        if losses := stored.get("losses", [])[-len(self._losses) :]:
+            self._losses[-len(losses) :] = torch.tensor(losses, dtype=torch.float64)
+
+
+def without_remedy(result: StepResult) -> Tensor:
+    """0-dim bool on the device: whether the step was skipped, and not because a loss scale was still too large."""
+    return result.skipped if result.loss_scale is None else result.skipped & (result.loss_scale <= SMALLEST)
 
 
 @contextmanager

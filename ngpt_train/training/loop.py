@@ -7,15 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
 
 from ngpt_train.core.constants import ALARM
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Position, data_hash
 from ngpt_train.distributed import World
-from ngpt_train.optim.loss_scale import SMALLEST
 from ngpt_train.training.checkpoint.background import MOST_AT_THE_END, PAUSE, Attempts
-from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
+from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, GoBack, NumericalError, explain_out_of_memory
 from ngpt_train.training.replicas import check_replicas
 from ngpt_train.training.signals import StoppedWaitingError, StopRequest, StopTogether
 from ngpt_train.training.state import TrainState
@@ -53,6 +51,8 @@ class Parts:
     epoch_rows: Mapping[str, float] = field(default_factory=dict)  # of each source, "" without a mixture
     telemetry: Observer = NOBODY  # observes one step in logging.telemetry
     advice: Callable[[], str] = lambda: ""  # what to do once training has become meaningless
+    # Of why: whether the run may go back to a good checkpoint. Collective; raises NumericalError once it has too often.
+    may_go_back: Callable[[str], bool] = lambda why: False
     # Waits for the save under way; returns whether one is complete since the last call. Collective; raises DataError.
     # Its argument says what waits.
     settle: Callable[[str], bool] = lambda waiting: False
@@ -69,11 +69,12 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     the planned end is saved after one skipped step: the same command could not get beyond it.
 
     Returns why the run stopped early, None at the planned end. Raises NumericalError, DeviceMemoryError, ReplicaError,
-    and DataError if the last checkpoint could not be written.
+    DataError if the last checkpoint could not be written, and GoBack with guards.rollback.
     """
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
-    skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=world.device)
+    guards = state.guards
+    after: dict[int, Position] = {}  # the positions after the steps since the guards were last asked
     reported: set[str] = set()  # names of skipped shards
     spent_until: dict[int, Record] = {}  # by steps whose telemetry is not logged yet
     rows = torch.arange(world.rank, config.train.rows_per_step, world.size)  # as data/loader.py deals them
@@ -137,7 +138,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         except StoppedWaitingError:
             if world.size > 1:
                 raise
-            if done is not None and not int(skipped_in_a_row):
+            if done is not None and not int(guards.skipped_in_a_row) and not guards.bad_step():
                 save(done[0], must=True, loss=float(done[1].loss))
             return stop.reason
         fetched = time.perf_counter()
@@ -146,10 +147,13 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         reported |= position.skipped.keys()
         observer = parts.telemetry if _due(state.step + 1, config.logging.telemetry) else NOBODY
         with explain_out_of_memory(state.micro_rows), parts.during(STEP, state.step + 1):
-            result = train_step(state, micro_batches, untouched=True, rows=rows, observer=observer)
+            untouched = done is not None  # before the first step, the weights may have been loaded
+            result = train_step(state, micro_batches, untouched=untouched, rows=rows, observer=observer)
         done = position, result
         state.interval.add(result)
-        skipped_in_a_row = (skipped_in_a_row + 1) * without_remedy(result)
+        guards.add(result, state.step)
+        if config.guards.rollback:
+            after[state.step] = position
         logging = _due(state.step, config.logging.every)
         evaluating = _due(state.step, config.eval.every)
         # Reading the loss waits for the device, so that the seconds below are those that the steps took. A checkpoint
@@ -175,7 +179,15 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         saving = ending or _due(state.step, config.checkpoint.every) or attempts.due(state.step)
         if logging or saving:
             log_telemetry()  # here the host waits for the device anyway
-            skipped = int(skipped_in_a_row)
+            if bad_step := guards.bad_step():
+                with parts.during("the checkpoint of step", state.step):
+                    settle("the way back")
+                if parts.may_go_back(guards.why()):
+                    raise GoBack(bad_step, after[bad_step], guards.why(), guards.facts())
+                warn(f"{guards.why()}, and there is no good checkpoint to go back to.")
+                guards.forget()
+            after.clear()
+            skipped = int(guards.skipped_in_a_row)
             if skipped >= MAX_SKIPPED_IN_A_ROW or (skipped > 1 and state.step == last):
                 raise meaningless(state, parts, skipped)
         if saving or _due(state.step, config.parallel.check_replicas):
@@ -259,11 +271,6 @@ def seen(position: Position, world: World) -> Record:
     upper, lower, *rows = world.sum_of([*divmod(position.data_hash, 2**32), *position.rows_by_source.values()])
     by_source = dict(zip(position.rows_by_source, rows, strict=True))
     return {"data_hash": data_hash([(upper << 32) + lower])} | ({"rows": by_source} if by_source else {})
-
-
-def without_remedy(result: StepResult) -> Tensor:
-    """0-dim bool on the device: whether the step was skipped, and not because a loss scale was still too large."""
-    return result.skipped if result.loss_scale is None else result.skipped & (result.loss_scale <= SMALLEST)
 
 
 def meaningless(state: TrainState, parts: Parts, skipped: int) -> NumericalError:

@@ -1,16 +1,22 @@
-"""The origin of a run's numbers: code, versions, machine, data."""
+"""The origin of a run's numbers: code, versions, machine, data, first weights."""
 
 from __future__ import annotations
 
 import platform
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import ngpt_train
+from ngpt_train.config import read_yaml
+from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import differing_weights
 from ngpt_train.core.checkout import git_commit
+from ngpt_train.core.errors import DataError
 from ngpt_train.distributed import resolve_kind
+from ngpt_train.training.checkpoint import find_checkpoint
 from ngpt_train.training.state import TrainState
 
 if TYPE_CHECKING:
@@ -37,3 +43,16 @@ def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
         "tokenizer": data.tokenizer.name,
         "tokenizer_fingerprint": data.tokenizer.fingerprint,
     }
+
+
+def initial_checkpoint(config: Config) -> Path | None:
+    """The checkpoint that run.init_from names, or None. Raises DataError unless it has the config's model."""
+    if config.run.init_from is None:
+        return None
+    checkpoint = find_checkpoint("run.init_from", config.run.init_from)
+    stored = read_yaml(checkpoint / "config.yaml").model
+    if differing := differing_weights(stored, config.model):
+        raise DataError(
+            f"run.init_from={config.run.init_from}: the weights are of another model.\n  " + "\n  ".join(differing)
+        )
+    return checkpoint

@@ -13,14 +13,14 @@ from typing import Any
 
 from ngpt_train.config import check_resume, read_yaml, write_yaml
 from ngpt_train.config.schema import Config
-from ngpt_train.config.stored import differing_weights, what_differs
+from ngpt_train.config.stored import what_differs
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import check_kinds, read_json, write_json
 from ngpt_train.core.launcher import is_same_job, nameless_on_many_hosts, this_job
 from ngpt_train.core.lock import DirectoryLock
 from ngpt_train.core.log import say_once
 from ngpt_train.data import Dataset
-from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints, step_of
+from ngpt_train.training.checkpoint import candidates, list_checkpoints, step_of
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +102,29 @@ class RunDirectory:
         if data is not None:
             self._check_data(name, data)  # before check_resume, which would report another model.vocab_size instead
         check_resume(stored, config)
-        found = list_checkpoints(self.checkpoints)
+        found = self.candidates(config)
         self._check_saved(name, found)
         return found[-1] if found else _no_checkpoint(config, self.checkpoints)
+
+    def candidates(self, config: Config) -> list[Path]:
+        """The checkpoints from which this start may go on. Raises DataError if that of run.resume_step is not there."""
+        return candidates(self.checkpoints, self._named_step(config))
+
+    def _named_step(self, config: Config) -> int | None:
+        """run.resume_step, where it counts: for the first start of a job, and not for its restarts."""
+        step = config.run.resume_step
+        begun = [start for start in self._record()["starts"] if start.get("step") == step] if self.used and step else []
+        return None if any(is_same_job(start.get("job"), this_job()) for start in begun) else step
+
+    def _left_out(self, checkpoint: Path | None) -> dict[str, str]:
+        """What is newer than `checkpoint` and no complete checkpoint, and why, by name."""
+        if checkpoint is None:
+            return {}
+        found = [path.name for path in list_checkpoints(self.checkpoints)]
+        saved = f"step_{self._record().get('saved') or 0:08d}"
+        problems = {saved: "it was saved, but it is gone"} if saved > found[-1] else {}
+        incomplete = {path.name for path in self.checkpoints.glob("step_*") if path.name > checkpoint.name} - {*found}
+        return problems | dict.fromkeys(sorted(incomplete), "it has no MANIFEST.json, so it is not complete")
 
     def _overwrites(self, config: Config) -> bool:
         """Whether this start deletes the run: run.overwrite holds once for a job, and not for its restarts.
@@ -131,15 +151,16 @@ class RunDirectory:
         """Compares the complete checkpoints that are there with the last that was saved. Raises DataError if all are
         gone; says it if the last one is."""
         saved = self._record().get("saved")
+        complete = list_checkpoints(self.checkpoints)
         for path in sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []:
-            if path not in found:
+            if path not in complete:
                 logger.warning("%s is left out: it has no MANIFEST.json, so it is not complete", path)
         if saved is not None and not found:
             raise DataError(
                 f"{name}: step {saved} was saved, but there is no checkpoint in {self.checkpoints}. Is a file system "
                 "not mounted? Restore it, start another run.name, or delete this run with run.overwrite=true."
             )
-        if saved is not None and step_of(found[-1]) < saved:
+        if saved is not None and step_of(complete[-1]) < saved:
             logger.warning(
                 "%s: step %d was saved, but its checkpoint is gone; the run goes on from step %d",
                 *(self.path, saved, step_of(found[-1])),
@@ -184,8 +205,9 @@ class RunDirectory:
 
     def open(
         self, config: Config, start: dict[str, Any], checkpoint: Path | None, damaged: Mapping[str, str] | None = None
-    ) -> None:
-        """Locks the directory for this process and writes config.yaml and run.json. Rank 0 calls it, after `check`.
+    ) -> dict[str, Any]:
+        """Locks the directory for this process and writes config.yaml and run.json; returns the entry that this start
+        has there. Rank 0 calls it, after `check`.
 
         start: versions, device, world size, fingerprints of this start. checkpoint: the newest one that is sound.
         damaged: the names of those that are newer, and what is wrong with them; they are renamed. Raises ConfigError if
@@ -209,33 +231,40 @@ class RunDirectory:
             logger.warning("%s has no file locks (%s): nothing keeps a second process out", self.path, error.strerror)
         if self.used and self._overwrites(config):
             self._delete()
+        elif (step := self._named_step(config)) is not None:
+            for path in [path for path in list_checkpoints(self.checkpoints) if step_of(path) > step]:
+                logger.warning("run.resume_step: %s is %s now", path, self._put_aside(path.name, "replaced"))
+            self.saved(step)
         elif {path.name for path in list_checkpoints(self.checkpoints)[-1 - len(damaged) :]} != {
             *damaged,
             *([checkpoint.name] if checkpoint else []),
         }:
             raise ConfigError(f"run.name={config.run.name}: another process has trained in {self.path}; start again.")
+        left_out = self._left_out(checkpoint)
         for name, problem in damaged.items():
-            kept = self._put_aside(name)
+            kept = self._put_aside(name, "damaged")
             logger.warning("%s The run goes on from %s; the damaged one is %s now.", problem, checkpoint, kept)
-        if damaged:
-            start = start | {"damaged": dict(damaged)}
+        if damaged or left_out:
+            start = start | {"damaged": {**damaged, **left_out}}
         if self.used and config.run.allow_change:
             changed = what_differs(read_yaml(self.path / "config.yaml"), config)
             start = start | {"changed": [{"key": name, "from": old, "to": new} for name, old, new in changed]}
             for name, old, new in changed:
                 logger.warning("run.allow_change: %s was %s and is %s from here on", name, old, new)
+        start = start | {"job": this_job()}
         before = self._record() if self.used else {"starts": []}
-        write_json(self.path / "run.json", before | {"starts": [*before["starts"], start | {"job": this_job()}]})
+        write_json(self.path / "run.json", before | {"starts": [*before["starts"], start]})
         (self.path / "exit.json").unlink(missing_ok=True)
         write_yaml(config, self.path / "config.yaml")
+        return start
 
-    def _put_aside(self, name: str) -> Path:
-        """Renames a damaged checkpoint, so that no start takes it and nothing deletes it; returns where it is."""
-        aside = self.checkpoints / f"damaged-{name}"
+    def _put_aside(self, name: str, why: str) -> Path:
+        """Renames a checkpoint to WHY-NAME, so that no start takes it and nothing deletes it; returns where it is."""
+        aside = self.checkpoints / f"{why}-{name}"
         number = 1
         while aside.exists():
             number += 1
-            aside = self.checkpoints / f"damaged-{name}-{number}"
+            aside = self.checkpoints / f"{why}-{name}-{number}"
         (self.checkpoints / name).rename(aside)
         return aside
 
@@ -307,16 +336,3 @@ def _no_checkpoint(config: Config, checkpoints: Path) -> Path | None:
             "Check run.name and run.root, or use run.resume=auto to start anew."
         )
     return None
-
-
-def initial_checkpoint(config: Config) -> Path | None:
-    """The checkpoint that run.init_from names, or None. Raises DataError unless it has the config's model."""
-    if config.run.init_from is None:
-        return None
-    checkpoint = find_checkpoint("run.init_from", config.run.init_from)
-    stored = read_yaml(checkpoint / "config.yaml").model
-    if differing := differing_weights(stored, config.model):
-        raise DataError(
-            f"run.init_from={config.run.init_from}: the weights are of another model.\n  " + "\n  ".join(differing)
-        )
-    return checkpoint

@@ -1,7 +1,7 @@
 """The training state: model, optimizer and counters, which a training step changes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from ngpt_train.distributed import World, first_contact, join_world, parallelize
 from ngpt_train.models import Decoder
 from ngpt_train.optim import LossScale, MovingAverage, build_optimizer
 from ngpt_train.training.batch import resolve_micro_rows
-from ngpt_train.training.guards import explain_out_of_memory
+from ngpt_train.training.guards import Guards, explain_out_of_memory
 from ngpt_train.training.interval import Interval
 
 
@@ -29,9 +29,11 @@ class TrainState:
     step: int  # optimizer steps completed
     tokens: Tensor  # targets that have counted so far, over all ranks; 0-dim int64 on the device
     interval: Interval  # sums since the last train record
+    guards: Guards  # what recent steps say of the run
     loss_scale: LossScale | None = None  # with train.precision=fp16
     ema: MovingAverage | None = None  # of the weights, with optim.ema_decay
     train_seconds: float | None = 0.0  # in training steps so far; None after a checkpoint that does not say
+    rollbacks: list[dict[str, Any]] = field(default_factory=list)  # as run.json has them
 
 
 def check_kernels(config: Config, world: World, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -73,6 +75,7 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
         step=0,
         tokens=tokens,
         interval=Interval(world.device, config.optim.clip_norm),
+        guards=Guards(config.guards, world.device),
         loss_scale=LossScale(world.device) if model.compute_dtype == torch.float16 else None,
         ema=None if decay is None else MovingAverage(model.named_parameters(), decay),
     )

@@ -3,12 +3,10 @@
 import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ngpt_train.config import read_yaml, write_yaml
 from ngpt_train.config.keys import AUTO
@@ -22,7 +20,6 @@ from ngpt_train.data import (
     Dataset,
     Position,
     Tokenizer,
-    Tokens,
     TrainLoader,
     epoch_rows,
     many_epochs,
@@ -30,11 +27,10 @@ from ngpt_train.data import (
     open_dataset,
     read_tokenizer,
     reader_of,
-    rows_of,
     write_tokenizer,
 )
 from ngpt_train.distributed import PRECISIONS, World, join_world, resolve_device, resolve_precision
-from ngpt_train.evaluation import Evaluations, RowFiles, unigram_loss
+from ngpt_train.evaluation import Evaluations, RowFiles
 from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
 from ngpt_train.observe.telemetry import Telemetry
@@ -43,7 +39,6 @@ from ngpt_train.training import TrainState, build_state, check_kernels
 from ngpt_train.training.checkpoint import (
     Checkpoints,
     Saves,
-    list_checkpoints,
     load_model,
     load_state,
     newest_undamaged,
@@ -51,13 +46,16 @@ from ngpt_train.training.checkpoint import (
     step_of,
 )
 from ngpt_train.training.feed import Feed
+from ngpt_train.training.guards import GoBack
 from ngpt_train.training.loop import Parts, train
 from ngpt_train.training.profile import profiled
-from ngpt_train.training.provenance import describe_start
-from ngpt_train.training.run_directory import DONE, RunDirectory, initial_checkpoint
+from ngpt_train.training.provenance import describe_start, initial_checkpoint
+from ngpt_train.training.run_directory import DONE, RunDirectory
 from ngpt_train.training.signals import Patience, StopRequest
-from ngpt_train.training.step import NOBODY
+from ngpt_train.training.step import NOBODY, Observer
 from ngpt_train.training.watchdog import Watchdog
+from ngpt_train.verbs import rollback
+from ngpt_train.verbs.notes import say_what_starts, unigram_note, where_it_goes_on
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +73,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         if checkpoint is None:
             initial_checkpoint(config)
         else:
-            checkpoint = newest_with_config(list_checkpoints(run.checkpoints))
+            checkpoint = newest_with_config(run.candidates(config))
     resolve_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
     if checkpoint is not None:
         stored = read_yaml(checkpoint / "config.yaml")
@@ -93,7 +91,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             "with `prepare` where all nodes see it, and use data=tokens data.path=DIRECTORY."
         )
     checkpoint = world.on_main(lambda: run.check(config, data))
-    found = world.on_main(lambda: list_checkpoints(run.checkpoints)) if checkpoint else []
+    found = world.on_main(lambda: run.candidates(config)) if checkpoint else []
     checkpoint, damaged = newest_undamaged(found, world)
     last = config.train.stop_at or config.train.steps
     if checkpoint and step_of(checkpoint) >= last and run.done:
@@ -101,13 +99,16 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             print(f"{run.path}: nothing to do, the run is at step {step_of(checkpoint)} and would end at {last}.")
         return 0
     with stop:  # until everything is written, the curves too
+        feed: Feed | None
         kernels = check_kernels(config, world, world.on_main(lambda: run.kernels() if checkpoint else None))
         state, feed = begin_or_resume(config, world, data, checkpoint, stop)
         validation = Evaluations(data.validation, data.tokenizer.n_bytes, config)
         start = world.on_main(lambda: describe_start(state, data)) | kernels
         # Without a timeout: run.overwrite deletes files, which may take long.
-        world.on_main_without_timeout(lambda: run.open(config, start, checkpoint, damaged))
-        train_in(run, state, feed, validation, data, start, stop)
+        start = world.on_main_without_timeout(lambda: run.open(config, start, checkpoint, damaged))
+        telemetry = Telemetry(state) if config.logging.telemetry else NOBODY
+        while feed is not None:
+            feed = train_in(run, state, feed, validation, data, start, stop, telemetry)
     return 0
 
 
@@ -173,6 +174,12 @@ def begin_or_resume(
     elif initial := initial_checkpoint(config):
         load_model(initial, state.model, world)
         state.model.project_()
+    return state, open_feed(state, data, position, stop)
+
+
+def open_feed(state: TrainState, data: Dataset, position: dict[str, Any] | None, stop: StopRequest) -> Feed:
+    """The batches from `position` on, which a checkpoint holds; None is the beginning."""
+    config, world = state.config, state.world
     # Without a timeout: the shards of the first rows may have to be downloaded.
     patience = Patience(stop, world, config.data.fetch_minutes)
     reader = world.on_all_without_timeout(lambda: reader_of(data, config, world.rank, world.size, position, patience))
@@ -184,7 +191,7 @@ def begin_or_resume(
         world_size=world.size,
         state=position,
     )
-    return state, Feed(loader, state.model, world.device)
+    return Feed(loader, state.model, world.device)
 
 
 def train_in(
@@ -195,15 +202,19 @@ def train_in(
     data: Dataset,
     start: dict[str, Any],
     stop: StopRequest,
-) -> None:
+    telemetry: Observer,
+) -> Feed | None:
     """Trains, and whatever happens writes how it ended and closes feed, sinks and directory; a collective call.
 
-    run: the directory, which rank 0 has opened. start: rank 0's entry in run.json. Raises what `loop.train` raises.
+    run: the directory, which rank 0 has opened. start: rank 0's entry in run.json. Returns None at the end, or, where
+    guards.rollback has taken the state back, the feed to go on with; then the directory stays open. Raises what
+    `loop.train` raises.
     """
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
     kept = config.checkpoint
-    checkpoints = Checkpoints(run.checkpoints, world, kept.keep_last, kept.keep_every, kept.checksum)
+    checkpoints = Checkpoints(run.checkpoints, world, kept.keep_last, kept.keep_every, kept.checksum, kept.keep_best)
+    checkpoints.go_back_every = rollback.every(config) if config.guards.rollback else 1
     resumed = state.step or None
     sinks: list[Sink] = []
 
@@ -231,17 +242,23 @@ def train_in(
             except DataError as error:
                 say(f"warning: {error}")
         last_evaluation.update(validation.metrics(losses))
+        if world.is_main:
+            checkpoints.validated(state.step, last_evaluation["loss"])
         return dict(last_evaluation)
 
     watchdog = Watchdog(
         world, config.parallel.hang_seconds, lambda reason: run.finish(1, f"hung: {reason}", state.step, world.rank)
     )
     code, reason = 1, "failed"
+    again: Feed | None = None
     try:
         if world.is_main:
-            sinks += build_sinks(config, run.path, start, last, resumed)
+            sinks += build_sinks(config, run.path, start, last, resumed, state.rollbacks)
             row_files = RowFiles(run.path / "evals", run.path / "metrics.jsonl", config.model.context)
         say_what_starts(say, run, state, start, resumed)
+        if (went_back := rollback.record_of(state)) is not None:
+            for sink in sinks:
+                sink.log(went_back)
         sizes = epoch_rows(data, config) if world.is_main else {}
         for note in [*validation.notes(), *(f"warning: {warning}" for warning in many_epochs(sizes, config))]:
             say(note)
@@ -251,15 +268,21 @@ def train_in(
         say(saves.described)
         with profiled(config.train.profile, run.path / "profile", world) as after_step:
             rows_of_an_epoch = {name: size.rows for name, size in sizes.items()}
-            telemetry = Telemetry(state) if config.logging.telemetry else NOBODY
             meter, lr = meter_of(state), float(config.optim.lr)
             parts = Parts(feed, evaluate, save, sinks, meter, after_step, rows_of_an_epoch, telemetry)
             parts.advice = lambda: checkpoints.advice(lr)
+            parts.may_go_back = lambda why: rollback.may_go_back(run, state, why, checkpoints.advice(lr))
             parts.during = watchdog.during
             parts.settle, parts.save_has_failed = saves.settle, saves.has_failed
-            with watchdog.naming_the_lost():
-                interruption = train(state, parts, stop)
-                saves.settle()
+            try:
+                with watchdog.naming_the_lost():
+                    interruption = train(state, parts, stop)
+                    saves.settle()
+            except GoBack as back:
+                feed.close()
+                again = open_feed(state, data, rollback.go_back(run, state, back), stop)
+                reason = rollback.describe(state.rollbacks[-1])
+                return again
         code, reason = 0, interruption or DONE
         if interruption:
             say(f"{interruption}: {where_it_goes_on(run, state.step)}")
@@ -270,7 +293,7 @@ def train_in(
         reason = f"{type(error).__name__}: {error}"
         raise
     finally:
-        if world.is_main or code:
+        if again is None and (world.is_main or code):
             # First: wandb may take so long to close that torchrun kills.
             run.finish(code, reason, state.step, world.rank)
         with watchdog.during("the checkpoint of step", state.step):
@@ -278,26 +301,11 @@ def train_in(
         watchdog.close()
         feed.close()
         close(sinks, reason)
-        run.release()
+        if again is None:
+            run.release()
     if world.is_main:
         print(f"curves: {plot_run(run.path)}")
-
-
-def where_it_goes_on(run: RunDirectory, step: int) -> str:
-    """What becomes of a run that was stopped after `step`, whose last steps may have been too bad to save."""
-    saved = list_checkpoints(run.checkpoints)
-    at = step_of(saved[-1]) if saved else 0
-    told = f"saved at step {step}" if at == step else f"step {step} is not saved, the last checkpoint is of step {at}"
-    return f"{told}; run the same command, without run.overwrite, to continue"
-
-
-def unigram_note(data: Dataset, validation: Evaluations, config: Config) -> str:
-    """The loss of a unigram model on the validation rows, for the log; empty for streamed text, whose ids are not there
-    to be counted."""
-    if not isinstance(data.train, Tokens):
-        return ""
-    rows, vocab_size = rows_of(data.train, config), int(config.model.vocab_size)
-    return f"a unigram model reaches {unigram_loss(rows, validation.at_training_context, vocab_size):.4f}"
+    return None
 
 
 def meter_of(state: TrainState) -> Meter:
@@ -314,37 +322,3 @@ def close(sinks: list[Sink], reason: str) -> None:
             sink.close(reason)
         except OSError as error:
             print(f"warning: {type(sink).__name__} could not be closed: {error}", file=sys.stderr)
-
-
-def say_what_starts(
-    say: Callable[[str], None], run: RunDirectory, state: TrainState, start: dict[str, Any], resumed: int | None
-) -> None:
-    """Says the run, model, batch, device and optimizer, the first lines of the log. resumed: the step, None if new."""
-    config = state.config
-    tokens = config.train.rows_per_step * config.model.context
-    accumulation = config.train.rows_per_step // state.micro_rows // state.world.size
-    say(f"run {run.path}: {'resumed at step ' + str(resumed) if resumed else 'new'}")
-    say(
-        f"{config.model.name} with {start['n_params']:,} parameters, vocabulary {config.model.vocab_size} "
-        f"({start['tokenizer']}), context {config.model.context}"
-    )
-    say(
-        f"{tokens:,} tokens per step: {state.world.size} rank(s) x {accumulation} x {state.micro_rows} rows, "
-        f"{start['parallel']} on {start['device']}, {state.model.compute_dtype or torch.float32}"
-    )
-    for note in state.model.notes():
-        say(f"note: {note}")
-    if config.model.uses_dropout:
-        say("note: training losses are those with dropout, validation losses those without")
-    smoothing = config.optim.label_smoothing
-    say(
-        f"{config.optim.name}, lr {config.optim.lr:g}, {config.schedule.kind} over {config.train.steps} steps, "
-        f"{config.schedule.warmup_steps} of them warmup"
-        + (f", z-loss {config.optim.z_loss:g}, which the losses below leave out" if config.optim.z_loss else "")
-        + (f", label smoothing {smoothing:g}, which they leave out" if smoothing else "")
-        + (f", moving average of the weights with decay {config.optim.ema_decay:g}" if config.optim.ema_decay else "")
-    )
-    for note in start.get("kernels", {}).get("notes", ()):
-        say(note)
-    if config.optim.lr_source:
-        say(f"lr from {config.optim.lr_source}")

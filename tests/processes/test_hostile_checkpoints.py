@@ -243,6 +243,10 @@ def test_forged_manifests(directory: Path, content: Any, problem: str) -> None:
         (lambda state: {name: value for name, value in state.items() if name != "data"}, "no position in the data"),
         (lambda state: state | {"data": []}, "no position in the data"),
         (lambda state: state | {"world_size": 0}, "world_size is 0"),
+        (lambda state: state | {"guards": []}, "guards has no losses"),
+        (lambda state: state | {"guards": {"losses": ["4"]}}, "guards has no losses"),
+        (lambda state: state | {"rollbacks": {}}, "rollbacks lists none"),
+        (lambda state: state | {"rollbacks": [{"step": "4"}]}, "rollbacks lists none"),
     ],
 )
 def test_forged_counters(directory: Path, change: Callable[[dict[str, Any]], Any], problem: str) -> None:

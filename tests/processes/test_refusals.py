@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from ngpt_train.__main__ import main
 from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.data import load_tokenizer
 from ngpt_train.data.tokenizers.sentence_piece import train_sentencepiece
+from ngpt_train.training.checkpoint import reading
 from tests.processes.runs import arguments, records, write_corpus
 
 
@@ -173,14 +173,12 @@ def test_weights_of_another_version(
     directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Caught: a traceback from deep inside where a checkpoint calls its weights otherwise."""
-    read = HuggingFaceStorageReader.read_metadata
+    pieces_in = reading._pieces_in
 
-    def without_wk(self: HuggingFaceStorageReader) -> Any:
-        metadata = read(self)
-        del metadata.state_dict_metadata["layers.1.wk"]
-        return metadata
+    def without_wk(path: Path) -> Any:
+        return (found for found in pieces_in(path) if found[0] != "layers.1.wk")
 
-    monkeypatch.setattr(HuggingFaceStorageReader, "read_metadata", without_wk)
+    monkeypatch.setattr(reading, "_pieces_in", without_wk)
     message = refused(directory, corpus, capsys, 3, "train.steps=6")
     assert "has no layers.1.wk: another version of ngpt-train wrote it" in message
 

@@ -148,3 +148,41 @@ def test_sigterm_before_the_first_step(tmp_path: Path, corpus: Path) -> None:
     end = json.loads((tmp_path / "runs/test/exit.json").read_text())
     assert (end["code"], end["reason"]) == (0, "stopped by SIGTERM")
     assert (tmp_path / f"runs/test/checkpoints/step_{end['step']:08d}").is_dir()
+
+
+def test_the_step_to_go_on_from(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:
+    """run.resume_step insists, puts aside what is newer, and counts once in a job. Caught: another checkpoint in its
+    place, rows of another step, newer checkpoints that the next start takes."""
+    given = arguments(tmp_path, corpus, "checkpoint.keep_last=9")
+    directory = tmp_path / "runs/test"
+    train(given)
+    refused = run("train", [*given, "run.resume_step=6"])
+    assert refused.returncode == 3
+    assert "run.resume_step=6: there is no complete checkpoint of this step in" in refused.stderr
+    assert "(there are: 4, 8, 12)" in refused.stderr
+    train([*given, "run.resume_step=4", "train.stop_at=6"])
+    kept = sorted(path.name for path in (directory / "checkpoints").glob("*step*"))
+    assert kept == ["replaced-step_00000008", "replaced-step_00000012", "step_00000004", "step_00000006"]
+    assert json.loads((directory / "run.json").read_text())["starts"][-1]["step"] == 4
+    train(given)
+    assert numbers(directory) == numbers(uninterrupted)
+    damaged = next((directory / "checkpoints/step_00000004").glob("*.safetensors"))
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    refused = run("train", [*given, "run.resume_step=4"])
+    assert refused.returncode == 3
+    assert "step_00000004 is damaged" in refused.stderr
+    assert (directory / "checkpoints/step_00000012").is_dir()
+
+
+def test_the_step_to_go_on_from_counts_once_in_a_job(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Caught: a restart by torchrun that begins at the named step again."""
+    given = arguments(tmp_path, corpus, "checkpoint.keep_last=9")
+    train(given)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-job")
+    named = [*given, "run.resume_step=4"]
+    train([*named, "train.stop_at=6"])
+    train(named)
+    steps = [start["step"] for start in json.loads((tmp_path / "runs/test/run.json").read_text())["starts"]]
+    assert steps == [0, 4, 6]

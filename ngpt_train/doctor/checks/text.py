@@ -35,7 +35,7 @@ from ngpt_train.doctor.findings import (
     of_each,
     unchecked,
 )
-from ngpt_train.training.run_directory import initial_checkpoint
+from ngpt_train.training.provenance import initial_checkpoint
 
 MOST_OPENED = 500  # files that are opened, spread over all
 HUB_SECONDS = 9.0  # that each question to the hub may take

@@ -9,17 +9,27 @@ A checkpoint is written under another name, synced to disk, read back and then r
 leaves the previous checkpoint. `Saves` writes it beside training. It can be read on any number of ranks and with any
 layout.
 
+    checkpoints/validation.json  the validation losses of checkpoints, by step
+
 A state with NaN or an infinity is not saved, and of the checkpoints whose loss had not exploded the last one is kept.
 """
 
 from ngpt_train.training.checkpoint.background import Saves
-from ngpt_train.training.checkpoint.files import find_checkpoint, last_good, list_checkpoints, read_progress, step_of
+from ngpt_train.training.checkpoint.files import (
+    candidates,
+    find_checkpoint,
+    last_good,
+    list_checkpoints,
+    read_progress,
+    step_of,
+)
 from ngpt_train.training.checkpoint.load import load_model, load_state, newest_undamaged, newest_with_config
 from ngpt_train.training.checkpoint.save import Checkpoints
 
 __all__ = [
     "Checkpoints",
     "Saves",
+    "candidates",
     "find_checkpoint",
     "last_good",
     "list_checkpoints",

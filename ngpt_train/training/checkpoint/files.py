@@ -15,6 +15,8 @@ MANIFEST = "MANIFEST.json"
 FORMAT = 2  # tensors in safetensors; 1: in torch's own files, whose index is a pickle
 MOST = 2**63  # of what torch counts
 STATE = "state.json"
+VALIDATION = "validation.json"  # beside the checkpoints, because they are written before they are validated
+BEST = "best"
 UNFINISHED = ".unfinished-"
 NAME = re.compile(r"step_(\d{8,})")
 SHA256, XXH3 = "sha256", "xxh3"
@@ -39,7 +41,7 @@ def step_of(checkpoint: Path) -> int:
 
 def find_checkpoint(key: str, value: str | None) -> Path:
     """The checkpoint that the user's `key=value` names: value is a checkpoint, or a run directory with checkpoints, of
-    which the newest is taken.
+    which the newest is taken, or `best` in place of a checkpoint's name.
 
     Raises DataError if there is none.
     """
@@ -48,11 +50,49 @@ def find_checkpoint(key: str, value: str | None) -> Path:
     path = Path(value).expanduser()
     if (path / MANIFEST).is_file():
         return path
+    if path.name == BEST and not path.exists():
+        if found := best(path.parent, 1) or best(path.parent / "checkpoints", 1):
+            return found[0]
+        raise DataError(
+            f"{key}={value}: there is no checkpoint whose validation loss is known. A run keeps the best one with "
+            "checkpoint.keep_best=1."
+        )
     checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not checkpoints:
         what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
         raise DataError(f"{key}={value}: {what}. Name a run directory or one of its checkpoints/step_* directories.")
     return checkpoints[-1]
+
+
+def candidates(directory: Path, step: int | None) -> list[Path]:
+    """The complete checkpoints in `directory` from which a run may go on, oldest first; the one of `step` if that is
+    not None. Raises DataError if that one is not there."""
+    found = {step_of(path): path for path in list_checkpoints(directory)}
+    if step is None or step in found:
+        return list(found.values()) if step is None else [found[step]]
+    raise DataError(
+        f"run.resume_step={step}: there is no complete checkpoint of this step in {directory} (there are: "
+        f"{', '.join(map(str, found)) or 'none'}). Name one of them, or leave it out."
+    )
+
+
+def read_validation_losses(directory: Path) -> dict[int, float]:
+    """The validation loss of each step at which the run of these checkpoints was validated, as far as it is known."""
+    path = directory / VALIDATION
+    if not path.is_file():
+        return {}
+    stored = read_json(path)
+    if not isinstance(stored, dict) or not all(type(loss) is float for loss in stored.values()):
+        raise DataError(f"{path} is damaged: it is not a loss for each step. Delete it.")
+    return {int(step): loss for step, loss in stored.items() if step.isdigit()}
+
+
+def best(directory: Path, n: int) -> list[Path]:
+    """The `n` complete checkpoints in `directory` with the lowest validation loss, the lowest first; of equal ones the
+    older first. There may be fewer."""
+    losses = read_validation_losses(directory)
+    known = [path for path in list_checkpoints(directory) if step_of(path) in losses]
+    return sorted(known, key=lambda path: losses[step_of(path)])[:n]
 
 
 def is_good(checkpoint: Path) -> bool:
@@ -66,9 +106,11 @@ def losses_of_good(directory: Path) -> list[float]:
     return [manifest["loss"] for manifest in manifests if isinstance(manifest.get("loss"), float)]
 
 
-def last_good(directory: Path) -> Path | None:
-    """The newest complete checkpoint in `directory` whose loss had not exploded, None if there is none."""
-    return next((path for path in reversed(list_checkpoints(directory)) if is_good(path)), None)
+def last_good(directory: Path, every: int = 1) -> Path | None:
+    """The newest complete checkpoint in `directory` whose loss had not exploded, of those at multiples of `every`; None
+    if there is none."""
+    found = (path for path in reversed(list_checkpoints(directory)) if step_of(path) % every == 0)
+    return next((path for path in found if is_good(path)), None)
 
 
 @dataclass(frozen=True)
@@ -147,9 +189,29 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
         raise DataError(f"{path} is damaged: its sums and seconds are no such numbers. Use another checkpoint.")
     if not isinstance(progress.get("data"), dict):
         raise DataError(f"{path} is damaged: it has no position in the data. Use another checkpoint.")
+    if not _are_guards(progress.get("guards", {})):
+        raise DataError(f"{path} is damaged: guards has no losses. Use another checkpoint.")
+    if not _are_rollbacks(progress.get("rollbacks", [])):
+        raise DataError(f"{path} is damaged: rollbacks lists none. Use another checkpoint.")
     if NAME.fullmatch(checkpoint.name) and progress["step"] != step_of(checkpoint):
         raise DataError(f"{path} is of step {progress['step']}, its directory of another. Use another checkpoint.")
     return progress
+
+
+def _are_guards(stored: Any) -> bool:
+    return (
+        isinstance(stored, dict)
+        and type(stored.get("skipped_in_a_row", 0)) is int
+        and isinstance(losses := stored.get("losses", []), list)
+        and all(type(loss) is float for loss in losses)
+    )
+
+
+def _are_rollbacks(stored: Any) -> bool:
+    counted = ("number", "step", "bad_step", "first_row", "last_row")
+    return isinstance(stored, list) and all(
+        isinstance(rollback, dict) and all(type(rollback.get(name)) is int for name in counted) for rollback in stored
+    )
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:

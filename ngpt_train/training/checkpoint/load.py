@@ -157,6 +157,8 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
     state.train_seconds = progress.get("train_seconds")  # earlier versions did not save it
     if "interval" in progress:  # earlier versions did not save it
         state.interval.load_state_dict(progress["interval"])
+    state.guards.load_state_dict(progress.get("guards", {}))
+    state.rollbacks = progress.get("rollbacks", [])
     if state.loss_scale is not None:
         state.loss_scale.load_state_dict(progress["loss_scale"])
     return progress["data"]

@@ -24,13 +24,16 @@ from ngpt_train.training.checkpoint.files import (
     MANIFEST,
     STATE,
     UNFINISHED,
+    VALIDATION,
     XXH3,
+    best,
     differences,
     gb,
     has_tensors,
     last_good,
     list_checkpoints,
     losses_of_good,
+    read_validation_losses,
     size_and_checksum,
     step_of,
 )
@@ -69,12 +72,20 @@ class Checkpoints:
     """The checkpoints of one run, in `directory`. checksum: a value of checkpoint.checksum."""
 
     def __init__(
-        self, directory: Path, world: World, keep_last: int, keep_every: int | None, checksum: str = XXH3
+        self,
+        directory: Path,
+        world: World,
+        keep_last: int,
+        keep_every: int | None,
+        checksum: str = XXH3,
+        keep_best: int = 0,
     ) -> None:
         self.directory = directory
         self.world = world
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self.keep_best = keep_best
+        self.go_back_every = 1  # a run goes back to the last good checkpoint at a multiple of this step
         self.checksum = checksum
         self._shares: tuple[dict[Place, int], set[Place], int] | None = None  # what this rank holds and writes of it
 
@@ -107,6 +118,8 @@ class Checkpoints:
             "tokens": int(state.tokens),
             "train_seconds": state.train_seconds,
             "interval": state.interval.state_dict(),
+            "guards": state.guards.state_dict(),
+            "rollbacks": state.rollbacks,
             **({} if state.loss_scale is None else {"loss_scale": state.loss_scale.state_dict()}),
             "world_size": self.world.size,
             "data": dict(position),
@@ -140,6 +153,20 @@ class Checkpoints:
         complete(final)
         world.on_main(self._prune)
         return final
+
+    def validated(self, step: int, loss: float) -> None:
+        """Notes the validation loss of the weights after `step`, by which the best checkpoints are kept. Rank 0 calls
+        it."""
+        if not self.directory.is_dir() or not math.isfinite(loss):
+            return
+        try:
+            kept = {step_of(path) for path in list_checkpoints(self.directory)}
+            losses = read_validation_losses(self.directory) | {step: loss}
+            # That of a checkpoint which is still being written, too.
+            stored = {str(n): losses[n] for n in sorted(losses) if n in kept or n > max(kept, default=0)}
+            write_json(self.directory / VALIDATION, stored)
+        except (OSError, DataError) as error:
+            logger.warning("%s could not be written: %s", self.directory / VALIDATION, error)
 
     def advice(self, lr: float) -> str:
         """What to do after a run with the learning rate `lr` has become numerically meaningless."""
@@ -235,16 +262,17 @@ class Checkpoints:
         return None
 
     def _prune(self) -> None:
-        """Deletes checkpoints that neither keep_last nor keep_every keeps, but for the last good one, and unfinished
-        ones of killed processes."""
+        """Deletes checkpoints that none of keep_last, keep_every and keep_best keeps, but for the last good one, and
+        unfinished ones of killed processes."""
         steps = {step_of(path): path for path in list_checkpoints(self.directory)}
         try:
-            good = last_good(self.directory)
+            kept = {last_good(self.directory), last_good(self.directory, self.go_back_every)}
+            kept |= {*best(self.directory, self.keep_best)}
             for step in sorted(steps)[: -self.keep_last]:
-                if steps[step] != good and (self.keep_every is None or step % self.keep_every):
+                if steps[step] not in kept and (self.keep_every is None or step % self.keep_every):
                     # Renamed first: a kill while deleting must not leave half a checkpoint under a good name.
                     os.rename(steps[step], steps[step].with_name(f"{UNFINISHED}deleting-{steps[step].name}"))
             for leftover in self.directory.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(leftover)
-        except OSError as error:
+        except (OSError, DataError) as error:
             logger.warning("old checkpoints in %s could not be deleted: %s", self.directory, error)

@@ -87,6 +87,20 @@ def test_jsonl_resume_cuts_off_later_records_and_a_torn_line(tmp_path: Path) -> 
     assert sorted(tmp_path.iterdir()) == [path]
 
 
+def test_jsonl_keeps_the_rollbacks_that_the_run_has_had(tmp_path: Path) -> None:
+    """Caught: a second rollback to one step that is taken for the first; the rollback of a start that was killed before
+    it saved again."""
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlSink(path, None)
+    first.log(train_record(10))
+    for number in (1, 2, 2):
+        first.log({"kind": "rollback", "step": 10, "number": number, "tokens": 1})
+    first.close("killed")
+    assert keys(path) == [("train", 10), ("rollback", 10), ("rollback", 10)]
+    JsonlSink(path, 10, rollbacks=1).close("done")
+    assert keys(path) == [("train", 10), ("rollback", 10)]
+
+
 def test_jsonl_line_without_its_end_is_torn(tmp_path: Path) -> None:
     """Though it can be read: the next record would go on in it."""
     path = tmp_path / "metrics.jsonl"

@@ -272,6 +272,21 @@ def test_secrets_are_redacted_and_the_run_described(
     assert [init[name] for name in ("name", "group", "tags", "notes")] == ["a", "b", ["c", "d"], "e"]
 
 
+def test_rollbacks_and_a_fallback_are_told(tmp_path: Path, fake: Path) -> None:
+    """In the config and in the summary, by which runs are compared. Caught: a run that looks like one without them."""
+    cfg = Config()
+    cfg.logging.wandb = WandbConfig(mode="online")
+    info = {"step": 4, "damaged": {"step_00000006": "state.json is missing"}}
+    rollbacks = [{"number": 1, "step": 4, "why": "the loss of step 6 is 9, after a median of 2"}]
+    for sink in build_sinks(cfg, tmp_path, info, total_steps=8, resume_step=4, rollbacks=rollbacks):
+        sink.close("done")
+    (init,), (finish,) = events(fake, "init"), events(fake, "finish")
+    assert init["config"]["rollbacks"] == rollbacks
+    assert init["config"]["run_info"] == info
+    assert finish["summary"]["rollbacks"] == 1
+    assert finish["summary"]["fallback"] == "the run goes on from step 4; step_00000006: state.json is missing"
+
+
 # The real wandb, without a network
 
 

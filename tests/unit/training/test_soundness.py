@@ -10,8 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from ngpt_train.core.errors import DataError
 from ngpt_train.training import build_state, loop, train_step
-from ngpt_train.training.checkpoint import Checkpoints, last_good, list_checkpoints, load_state, step_of
+from ngpt_train.training.checkpoint import (
+    Checkpoints,
+    find_checkpoint,
+    last_good,
+    list_checkpoints,
+    load_state,
+    step_of,
+)
+from ngpt_train.training.checkpoint.files import best
 from ngpt_train.training.checkpoint.soundness import has_exploded
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError
 from ngpt_train.training.loop import Parts, train
@@ -168,3 +177,37 @@ def test_the_planned_end_after_skipped_steps(tmp_path: Path, bad_from: Callable[
     with pytest.raises(NumericalError, match=r"^2 steps in a row.*has no good checkpoint"):
         run(build_state(loop_config(6)), tmp_path / "two")
     assert steps(tmp_path / "two") == []
+
+
+def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
+    """Beside the last and every fourth, after a resume as well. Caught: the best of those that are deleted, a loss of
+    which there is no checkpoint, the newest taken for the best."""
+    state = build_state(loop_config(8))
+    losses = [3.0, 2.0, 2.5, 2.9, 2.0, math.nan, 2.2, 2.6]
+    for step, loss in enumerate(losses, start=1):
+        kept = Checkpoints(tmp_path, state.world, keep_last=1, keep_every=4, keep_best=2)  # as after a resume
+        state.step = step
+        kept.save(state, {}, lambda path: None, loss=4.0)
+        kept.validated(step, loss)
+    assert steps(tmp_path) == [2, 4, 5, 8]
+    assert [step_of(path) for path in best(tmp_path, 9)] == [2, 5, 8, 4]
+    assert find_checkpoint("evaluate.checkpoint", str(tmp_path / "best")) == tmp_path / "step_00000002"
+    assert find_checkpoint("evaluate.checkpoint", str(tmp_path)) == tmp_path / "step_00000008"
+    (tmp_path / "validation.json").write_text('{"2": "low"}')
+    with pytest.raises(DataError, match=r"validation\.json is damaged"):
+        find_checkpoint("evaluate.checkpoint", str(tmp_path / "best"))
+    (tmp_path / "validation.json").unlink()
+    with pytest.raises(DataError, match=r"checkpoint\.keep_best=1"):
+        find_checkpoint("evaluate.checkpoint", str(tmp_path / "best"))
+
+
+def test_the_checkpoint_to_go_back_to_stays(tmp_path: Path) -> None:
+    """Caught: one that interruptions push out, so that a rollback goes back to another."""
+    state = build_state(loop_config(8))
+    kept = keeper(tmp_path, state)
+    kept.go_back_every = 4
+    for step in (4, 5, 6):
+        state.step = step
+        kept.save(state, {}, lambda path: None, loss=4.0)
+    assert steps(tmp_path) == [4, 6]
+    assert last_good(tmp_path, 4) == tmp_path / "step_00000004"
