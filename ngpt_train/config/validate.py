@@ -196,8 +196,23 @@ def is_interpolation(value: Any) -> bool:
     return isinstance(value, str) and "${" in value
 
 
+NO_TENSOR_OR_CONTEXT = "there is no tensor and no context parallelism here, the models fit GPUs without"
+INSTEAD = (
+    "Use parallel=fsdp or hsdp; less memory still: train.activation_checkpointing=selective or full, and fewer "
+    "train.micro_rows"
+)
+
+
+def is_tensor_or_context(word: str) -> bool:
+    """Whether a user who writes parallel=WORD or parallel.WORD=2 asks for tensor, sequence or context parallelism."""
+    short = word.lower().replace("-", "_").removesuffix("_size").removesuffix("_parallel")
+    return short in ("tp", "cp", "sp", "tensor", "context", "sequence", "ring")
+
+
 def unknown_key(name: str, value: str, keys: Iterable[str], groups: Sequence[str] = (), place: str = "") -> ConfigError:
     """The error for a name that is none of `keys`; it says whether it is a section, or which key or group is near."""
+    if name.startswith("parallel.") and is_tensor_or_context(name.partition(".")[2]):
+        return mistake(f"{name}={value}: {NO_TENSOR_OR_CONTEXT}", INSTEAD, place=place)
     members = [key for key in keys if key.startswith(name + ".")]
     if members:
         fix = "Set its keys: " + ", ".join(members)

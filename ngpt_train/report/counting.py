@@ -101,11 +101,16 @@ def count_pass(shape: ModelConfig, dtype: torch.dtype, rows: int, recompute: str
             checkpoint_blocks(model.blocks(), recompute)
             counter = MemoryCounter()
             with counting(counter):
+                # Gradients of an earlier micro batch. Made here, since the sum with the next ones may replace them.
+                for parameter in model.parameters():
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients = counter.now
                 loss = model(*inputs, **seeds).total
-                kept, counter.peak = counter.now, counter.now
+                kept, counter.peak = counter.now - gradients, counter.now
                 loss.backward()
+                working = counter.peak - gradients - kept
             of_loss = gradients_of_loss(model, rows * (few.context - few.source_length(few.context)), dtype.itemsize)
-        return [kept - of_loss, counter.peak - kept]
+        return [kept - of_loss, working]
 
     (kept, _), (_, working) = of_all_blocks(shape, count)
     return Pass(kept, working)
@@ -149,8 +154,8 @@ def fake() -> Iterator[None]:
 
 
 def prepared(shape: ModelConfig, dtype: torch.dtype, rows: int) -> tuple[Decoder, list[Tensor], dict[str, Tensor]]:
-    """The model, which has gradients already, and tokens, targets and seeds for it. Its blocks have their matrices in
-    `dtype`, so that the casts do not count as activations."""
+    """The model, and tokens, targets and seeds for it. Its blocks have their matrices in `dtype`, so that the casts
+    do not count as activations."""
     model = build_model(shape)
     model.compute_dtype = None if dtype == torch.float32 else dtype
     for block in model.blocks():
@@ -158,8 +163,6 @@ def prepared(shape: ModelConfig, dtype: torch.dtype, rows: int) -> tuple[Decoder
             for name, parameter in module.named_parameters(recurse=False):
                 if parameter.ndim == 2:
                     setattr(module, name, nn.Parameter(torch.empty_like(parameter, dtype=dtype)))
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
     tokens = torch.zeros(rows, shape.context, dtype=torch.long)
     seeds = {"seeds": torch.zeros(rows, dtype=torch.long)} if shape.uses_dropout else {}
     return model, [tokens, tokens], seeds

@@ -109,11 +109,11 @@ def working_items(
     embeddings = sum(p.numel() for p in model.parameters() if p.ndim == 2) - in_blocks
     items = []
     if sharded:
-        # The block at work and the next, prefetched, in `dtype`; a block's gradient in `dtype`, and in fp32 while FSDP2
-        # scatters it.
+        # At the peak the backward pass begins: a block is at work, the next is prefetched, and embeddings are gathered
+        # in fp32. The gradients of a block count as passing values.
         items += [
-            MemoryItem("gathered blocks", (3 * size + 4) * block, False, f"(2 x {size} + {size} + 4) x block"),
-            MemoryItem("gathered embeddings", 8 * embeddings, False, "(4 + 4) x embeddings"),
+            MemoryItem("gathered blocks", 2 * size * block, False, f"2 x {size} x block"),
+            MemoryItem("gathered embeddings", 4 * embeddings, False, "4 x embeddings"),
         ]
     if dtype != torch.float32:
         # The backward pass reads the cast that the forward pass made; with activation checkpointing a block's is made

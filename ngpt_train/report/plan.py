@@ -1,6 +1,8 @@
 """Parameters, memory, FLOPs and hours of a run, computed from its config without running it."""
 
+import shlex
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -15,7 +17,22 @@ from ngpt_train.report.memory import Layout, MemoryItem, copies_to_save, memory_
 from ngpt_train.training.batch import resolve_micro_rows
 
 
-def make_plan(config: Config) -> dict[str, Any]:
+def launch_line(config: Config, overrides: Sequence[str]) -> str:
+    """The command that starts the planned run, with the user's arguments: for one process, for the ranks of a host, or
+    under Slurm for several hosts."""
+    ranks, per_host = config.plan.world_size, config.plan.ranks_per_host
+    arguments = shlex.join(one for one in overrides if not one.startswith("plan."))
+    if ranks == 1:
+        return f"python -m ngpt_train train {arguments}".rstrip()
+    if ranks <= per_host:
+        return f"torchrun --standalone --nproc-per-node {ranks} -m ngpt_train train {arguments}".rstrip()
+    hosts = ranks // per_host
+    where = f"--nodes={hosts} --gpus-per-node={per_host}"
+    run = "".join(f" {key}=..." for key in ("run.root", "run.name") if f"{key}=" not in arguments)
+    return f"sbatch {where} scripts/slurm/train.sh {arguments}".rstrip() + run
+
+
+def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The plan of a resolved config whose `model.vocab_size` is a number, as JSON can hold it.
 
     Memory is in bytes. The plan is for GPUs unless train.device=cpu, because most plans are made on another machine
@@ -73,6 +90,7 @@ def make_plan(config: Config) -> dict[str, Any]:
         "device": device,
         "precision": str(dtype).removeprefix("torch."),
         "compiled": compiled,
+        "launch": launch_line(config, overrides),
         "memory_per_rank": {
             "total": sum(item.bytes for item in memory),
             "items": [asdict(item) for item in memory],
@@ -138,6 +156,7 @@ def describe_plan(plan: dict[str, Any]) -> str:
         lines += ["", "time", _row("hours", f"{plan['hours']:,.2f}", note)]
     else:
         lines += ["", "Set plan.flops_per_s to the FLOP/s that one rank achieves to see the hours."]
+    lines += ["", "start it with", f"  {plan['launch']}"]
     if plan["notes"]:
         lines += ["", *plan["notes"]]
     return "\n".join(lines)

@@ -24,7 +24,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         return 0
     if config.model.vocab_size == AUTO:
         config = replace(config, model=replace(config.model, vocab_size=planned_vocabulary(config)))
-    plan = make_plan(config)
+    plan = make_plan(config, overrides)
     print(describe_plan(plan))
     if config.plan.out is not None:
         out = Path(config.plan.out).expanduser()

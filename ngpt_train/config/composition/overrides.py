@@ -9,7 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys
-from ngpt_train.config.validate import Key, did_you_mean, flatten, mistake, nearest, show, unknown_key
+from ngpt_train.config.validate import (
+    INSTEAD,
+    NO_TENSOR_OR_CONTEXT,
+    Key,
+    did_you_mean,
+    flatten,
+    is_tensor_or_context,
+    mistake,
+    nearest,
+    show,
+    unknown_key,
+)
 
 _SPACES = (" ", "\t", "\n")
 _MOST_CHARACTERS = 4096  # of a number, word or list; Hydra's grammar reads a few thousand in a second
@@ -107,6 +118,8 @@ def check_option(group: str, option: str, options: Sequence[str], place: str = "
     """Raises ConfigError unless `group` has `option`."""
     if option in options:
         return
+    if group == "parallel" and is_tensor_or_context(option):
+        raise mistake(f"parallel={option}: {NO_TENSOR_OR_CONTEXT}", INSTEAD, place=place)
     table, _, row = option.rpartition("/")
     rows, siblings = _below(option, options), _below(table, options)
     known = f"{group} has the options {', '.join(folded(options))}"

@@ -8,7 +8,7 @@ import torch
 
 from ngpt_train.config import Config, ConfigError, DataError, load_config
 from ngpt_train.models import build_model
-from ngpt_train.report.plan import make_plan
+from ngpt_train.report.plan import describe_plan, make_plan
 from ngpt_train.verbs.plan import main
 
 HALF_B = [
@@ -68,7 +68,7 @@ def test_memory_of_each_layout() -> None:
         assert memory(made)["cast matrices"] == 2 * 32000 * 1024
     vectors = 24 * 11 * 1024 + 32000
     assert memory(fsdp)["Adam's moments"] == (n - vectors) + 8 * vectors  # 8 bytes over 8 ranks
-    assert memory(fsdp)["gathered embeddings"] == 8 * 2 * 32000 * 1024
+    assert memory(fsdp)["gathered embeddings"] == 4 * 2 * 32000 * 1024
     # h; the products' results qkv, attention's, W_o's, uv and W_down's; their arguments q, k, h and SwiGLU.
     wide = 1 + (3 + 1 + 1 + 8 + 1) + (1 + 1 + 1 + 4)
     assert memory(fsdp)["activations"] == memory(single)["activations"]
@@ -196,3 +196,19 @@ def test_vocabulary_of_a_sentencepiece_file(tmp_path: Path) -> None:
 def test_vocabulary_of_tokens_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data\.path=.*model\.vocab_size"):
         main(load_config(["data=tokens", f"data.path={tmp_path}/missing"]), [])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "line"),
+    [
+        (1, "python -m ngpt_train train model=ngpt 'run.name=a b'"),
+        (8, "torchrun --standalone --nproc-per-node 8 -m ngpt_train train model=ngpt 'run.name=a b'"),
+        (64, "sbatch --nodes=8 --gpus-per-node=8 scripts/slurm/train.sh model=ngpt 'run.name=a b' run.root=..."),
+    ],
+)
+def test_the_line_that_starts_it(ranks: int, line: str) -> None:
+    """Caught: keys of the plan in it, a shell that takes a value apart, a rank for each GPU of one host alone."""
+    overrides = ["model=ngpt", f"plan.world_size={ranks}", "run.name=a b"]
+    config = load_config([*HALF_B, f"plan.world_size={ranks}"])
+    assert make_plan(config, overrides)["launch"] == line
+    assert f"  {line}" in describe_plan(make_plan(config, overrides))
