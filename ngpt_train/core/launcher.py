@@ -21,6 +21,10 @@ GRACE_SECONDS = 120.0
 NO_NAME = "none"  # torchrun's name for a job without --rdzv-id
 END_FILE = "NGPT_TRAIN_END"  # in the environment: torchrun hides the exit codes of its processes from a script
 _END = "ngpt_train_end.json"
+_NUMBERS = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+)
 
 
 class End(NamedTuple):
@@ -40,7 +44,7 @@ def this_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
         "torchrun": environment.get("TORCHELASTIC_RUN_ID"),
         "agent": environment.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")[0] or None,
         "slurm": environment.get("SLURM_JOB_ID"),
-        "requeued": int(environment.get("SLURM_RESTART_COUNT") or 0),
+        "requeued": int(count) if _is_number(count := environment.get("SLURM_RESTART_COUNT", "")) else 0,
     }
 
 
@@ -62,10 +66,10 @@ def nameless_on_many_hosts(environment: Mapping[str, str] = os.environ) -> bool:
 
 def check_ranks(environment: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError unless the environment has the ranks of a launcher such as torchrun, or none."""
-    found = {name: environment.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    found = {name: environment.get(name) for name in _NUMBERS}
     for name, value in found.items():
-        if value is not None and not (value.isascii() and value.isdigit()):
-            problem = f"{name}={value}: the environment has it, and it is no number"
+        if value is not None and not _is_number(value):
+            problem = f"{name}={value[:40]}: the environment has it, and it is no number"
             raise ConfigError(f"{problem}\n  Start with torchrun, which sets it, or unset {name}")
     rank, size = found["RANK"], found["WORLD_SIZE"]
     if size is not None and int(size) > 1 and rank is None:
@@ -74,6 +78,18 @@ def check_ranks(environment: Mapping[str, str] = os.environ) -> None:
     if size is not None and rank is not None and int(rank) >= int(size):
         problem = f"RANK={rank}, WORLD_SIZE={size} in the environment: ranks are smaller than their number"
         raise ConfigError(f"{problem}\n  Start with torchrun, which sets both, or unset both")
+
+
+def check_address(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError unless the environment says where the ranks meet."""
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    if not address or not _is_number(port) or not 0 < int(port) < 1 << 16:
+        problem = f"MASTER_ADDR={address[:200]}, MASTER_PORT={port[:40]} in the environment: no address and port"
+        raise ConfigError(f"{problem}\n  Start with torchrun, which sets both, or unset RANK and WORLD_SIZE")
+
+
+def _is_number(value: str) -> bool:
+    return value.isascii() and value.isdigit() and len(value) < 10
 
 
 def remember_end(code: int, message: str) -> None:
