@@ -37,6 +37,7 @@ VERBS = {
     "evaluate": "Validation loss of a checkpoint.",
     "generate": "Sample text from a checkpoint.",
     "bench": "Measure the parts of a run: `bench data`, `step`, `kernels`, `attention`, ...",
+    "doctor": "Whether a training run would work here: machine, network, disks, data; with the overrides of train.",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
 }
 ENDS_FOR_GOOD = (2, 3, 4)  # exit codes that would come again if torchrun started the processes again
@@ -146,9 +147,9 @@ def _command(arguments: list[str]) -> Callable[[], int]:
                 "\n  Start one torchrun for each combination"
             )
         return partial(_multirun, verb, line)
-    # Only training shares a batch among the ranks of torchrun.
+    # Only training, and the look at what it would find, share a batch among the ranks of torchrun.
     check_arguments(verb, line.overrides)
-    config = load_config(line.overrides, line.config_dir, world_size=None if verb == "train" else 1)
+    config = load_config(line.overrides, line.config_dir, world_size=None if verb in ("train", "doctor") else 1)
     check_verb(config, verb)
     if line.print_config:
         return partial(_show, to_yaml(config).rstrip())

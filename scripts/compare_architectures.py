@@ -30,10 +30,10 @@ import torch
 from lr_stability import rows_of
 
 from ngpt_train.config import load_config
+from ngpt_train.core.checkout import git_commit
 from ngpt_train.data import TrainLoader, open_dataset, reader_of
 from ngpt_train.training import TrainState, build_state, train_step
 from ngpt_train.training.feed import Feed
-from ngpt_train.training.provenance import git_commit
 from ngpt_train.verbs.train import with_vocabulary
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -19,11 +19,11 @@ import torch
 
 from ngpt_train.config import list_experiments, load_config
 from ngpt_train.config.schema import Config
+from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import Dataset, TrainLoader, open_dataset, reader_of
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.feed import Feed
-from ngpt_train.training.provenance import git_commit
 from ngpt_train.verbs.train import with_vocabulary
 
 # The paper does not say when a loss has exploded. Here: when it is not finite, or has been so many times the smallest

@@ -7,9 +7,11 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+KINDS = ("exp_avg", "exp_avg_sq", "step", "ema", "statistics")  # the first word of a name; else it is a weight's
+
 
 def stored_tensors(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
-    """The whole tensors by part, such as `model`, and name, put together from the shards of all ranks."""
+    """The whole tensors by kind, weights as `model`, and name, put together from the shards of all ranks."""
     pieces: dict[str, list[tuple[list[int], Tensor]]] = {}
     for path in sorted(checkpoint.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
@@ -19,6 +21,7 @@ def stored_tensors(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
     found: dict[str, dict[str, Tensor]] = {}
     for name, parts in pieces.items():
         rows = [piece for _, piece in sorted(parts, key=lambda part: part[0])]
-        part, _, rest = name.partition(".")
-        found.setdefault(part, {})[rest] = torch.cat(rows) if rows[0].ndim else rows[0]
+        kind, _, rest = name.partition(".")
+        kind, rest = (kind, rest) if kind in KINDS else ("model", name)
+        found.setdefault(kind, {})[rest] = torch.cat(rows) if rows[0].ndim else rows[0]
     return found

@@ -1,12 +1,15 @@
-"""Times saving and loading a checkpoint, beside torch.save and torch.load of the same tensors.
+"""Times saving and loading a checkpoint, beside torch.save and torch.load of the same tensors, and how long training
+waits for a save.
 
 Our checkpoints are synced to the disk and have a checksum of every file, which is verified before loading. torch.save
-leaves its file in the operating system's buffers. Times are wall-clock times, because waiting for a disk takes no CPU.
+leaves its file in the operating system's buffers; "torch.save, synced" waits for the disk as ours does. Times are
+wall-clock times, because waiting for a disk takes no CPU.
 """
 
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,25 +20,34 @@ import torch
 from ngpt_train.bench.interleaved import Entry, Run, interleaved
 from ngpt_train.bench.step import steps_of, with_vocabulary
 from ngpt_train.config.schema import Config
-from ngpt_train.training import build_state
+from ngpt_train.core.files import sync
+from ngpt_train.training import TrainState, build_state
 from ngpt_train.training.checkpoint import Checkpoints, load_state
+from ngpt_train.training.checkpoint.background import Saves
 
 ROUNDS = 5
-SAVE, LOAD = "checkpoint, save", "checkpoint, load"
+SAVE, LOAD, STALL, WHOLE = "checkpoint, save", "checkpoint, load", "checkpoint, stall", "checkpoint, and training"
+STEPS = 4  # during which a save beside training is written
 
 
 def bench(config: Config, rounds: int = ROUNDS) -> Iterator[Entry]:
-    """Entries of saving and of loading the state after one step, which has Adam's moments; rates are in bytes/s."""
+    """Entries of saving and of loading the state after one step, which has Adam's moments, with rates in bytes/s, and
+    of how long training waits, in times of a step."""
     state = build_state(with_vocabulary(config))
-    steps_of(state)()
+    step = steps_of(state)
+    step()
     with tempfile.TemporaryDirectory() as directory:
-        checkpoints = Checkpoints(Path(directory), state.world, keep_last=1, keep_every=None)
+        checkpoints = Checkpoints(Path(directory), state.world, 1, None, config.checkpoint.checksum)
         beside = Path(directory, "beside.pt")
         tensors = {"model": state.model.state_dict(), "optimizer": state.optimizer.state_dict()}
         size = float(sum(tensor.nbytes for tensor in tensors_in(tensors)))
 
         def save() -> Path:
             return checkpoints.save(state, {}, lambda _: None)
+
+        def save_synced() -> None:
+            torch.save(tensors, beside)
+            sync(beside)
 
         def load() -> None:
             load_state(Path(directory, f"step_{state.step:08d}"), state)
@@ -45,10 +57,50 @@ def bench(config: Config, rounds: int = ROUNDS) -> Iterator[Entry]:
             state.model.load_state_dict(read["model"])
             state.optimizer.load_state_dict(read["optimizer"])
 
-        saving = {"ours": returning(size, save), "torch.save": returning(size, lambda: torch.save(tensors, beside))}
-        yield from with_prefix(SAVE, interleaved(saving, "torch.save", rounds, "bytes"))
+        saving = {"ours": save, "torch.save": lambda: torch.save(tensors, beside), "torch.save, synced": save_synced}
+        saving_runs = {name: returning(size, function) for name, function in saving.items()}
+        yield from with_prefix(SAVE, interleaved(saving_runs, "torch.save", rounds, "bytes"))
         loading = {"ours": returning(size, load), "torch.load": returning(size, load_beside)}
         yield from with_prefix(LOAD, interleaved(loading, "torch.load", rounds, "bytes"))
+        yield from cost_for_training(state, step, checkpoints, rounds)
+
+
+def cost_for_training(state: TrainState, step: Run, checkpoints: Checkpoints, rounds: int) -> Iterator[Entry]:
+    """How long a step waits for a save, and how much longer STEPS steps take with a save in them."""
+    with_async = replace(state.config.checkpoint, asynchronous=True)
+    in_background = replace(state, config=replace(state.config, checkpoint=with_async))
+    saves = Saves(checkpoints, in_background, lambda _: None, lambda _: None)
+
+    def wait() -> None:
+        checkpoints.save(state, {}, lambda _: None)
+
+    def begin() -> None:
+        saves.save(state, {}, lambda _: None, None)
+
+    def until_it_returns(run: Run) -> tuple[float, float]:
+        began = time.perf_counter()
+        units = run()
+        seconds = time.perf_counter() - began
+        saves.settle()
+        return seconds, units
+
+    stalls = {"a step": step, "training waits": wait, "beside training": begin}
+    runs = {name: returning(1, function) for name, function in stalls.items()}
+    yield from with_prefix(STALL, interleaved(runs, "a step", rounds, "times", until_it_returns))
+
+    def steps_with(function: Callable[[], object]) -> Callable[[], None]:
+        def run() -> None:
+            function()
+            for _ in range(STEPS):
+                step()
+            saves.settle()
+
+        return run
+
+    base = f"{STEPS} steps"
+    whole = {base: lambda: None, f"{base}, training waits": wait, f"{base}, beside training": begin}
+    runs = {name: returning(STEPS, steps_with(function)) for name, function in whole.items()}
+    yield from with_prefix(WHOLE, interleaved(runs, base, rounds, "steps"))
 
 
 def returning(size: float, function: Callable[[], object]) -> Run:

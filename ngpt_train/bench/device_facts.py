@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
+from ngpt_train.core.checkout import git_commit
 from ngpt_train.kernels import dispatch
-from ngpt_train.training.provenance import git_commit
 
 
 def facts(device: torch.device) -> dict[str, Any]:

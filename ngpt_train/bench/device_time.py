@@ -7,25 +7,17 @@ import statistics
 import torch
 
 from ngpt_train.bench.interleaved import Run
+from ngpt_train.kernels.check import timing
 
-SLEEP_CYCLES = 20_000_000  # about 10 ms, in which the host launches the kernels that are timed
 CALLS = 5  # of the run in one measurement
 ROUNDS = 5
 
 
 def on_device(run: Run) -> tuple[float, float]:
-    """Seconds that the GPU takes for one call of `run`, and its units; means of CALLS calls.
-
-    The GPU sleeps while the host launches the kernels, so that it never waits for the host.
-    """
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(SLEEP_CYCLES)
-    start.record()
-    units = sum(run() for _ in range(CALLS))
-    end.record()
-    end.synchronize()
-    return 1e-3 * start.elapsed_time(end) / CALLS, units / CALLS
+    """Seconds that the GPU takes for one call of `run`, and its units; means of CALLS calls."""
+    units: list[float] = []
+    seconds = timing.on_device(lambda: units.append(run()), CALLS)
+    return seconds, sum(units) / CALLS
 
 
 def copy_ceiling(device: torch.device, gigabytes: float = 4.0) -> float:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import ngpt_train.models
-from ngpt_train.config.keys import AUTO
+from ngpt_train.config.keys import AUTO, name_of
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import Key, mistake
@@ -70,7 +70,7 @@ def schema_keys(model: type[ModelConfig]) -> dict[str, Key]:
 def _walk(schema: type, prefix: str, model: type[ModelConfig]) -> Iterator[Key]:
     types = typing.get_type_hints(schema)
     for field in dataclasses.fields(schema):
-        name, kind = prefix + field.name, types[field.name] if field.name != "model" else model
+        name, kind = prefix + name_of(field), types[field.name] if field.name != "model" else model
         if dataclasses.is_dataclass(kind):
             yield from _walk(typing.cast(type, kind), name + ".", model)
             continue
@@ -82,7 +82,8 @@ def _walk(schema: type, prefix: str, model: type[ModelConfig]) -> Iterator[Key]:
         default = field.default_factory() if callable(field.default_factory) else field.default
         or_auto = str in members and not {int, float, bool}.isdisjoint(members)
         limits = {"choices": (AUTO,) if or_auto else None, "items": items[0] if items else float, **field.metadata}
-        yield Key(name=name, types=members, default=default, **limits)
+        limits.pop("named", None)
+        yield Key(name=name, types=members, default=default, field=field.name, **limits)
 
 
 @cache
@@ -95,8 +96,8 @@ def build(values: Mapping[str, Any], model: type[ModelConfig]) -> Config:
     """The configuration with these checked values, by dotted names; all other keys have their defaults."""
     config, keys = Config(model=model()), schema_keys(model)
     for name, value in values.items():
-        section, _, key = name.rpartition(".")
-        setattr(operator.attrgetter(section)(config), key, keys[name].held(value))
+        section = operator.attrgetter(name.rpartition(".")[0])(config)
+        setattr(section, keys[name].field, keys[name].held(value))
     return config
 
 

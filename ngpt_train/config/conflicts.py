@@ -77,7 +77,8 @@ def check_verb(config: Config, verb: str) -> None:
     if verb == "evaluate" and config.evaluate.out is not None and config.evaluate.out.endswith(".npz"):
         problem = f"evaluate.out={config.evaluate.out}: the losses of rows take this name, the result is JSON"
         raise mistake(problem, f"For example evaluate.out={config.evaluate.out.removesuffix('.npz')}.json")
-    if out := getattr(section, "out", None):
+    # What several ranks print is written by the first, whose host alone needs the directory.
+    if (out := getattr(section, "out", None)) and os.environ.get("RANK", "0") == "0":
         _check_writable(f"{verb}.out={out}", Path(out).expanduser())
 
 

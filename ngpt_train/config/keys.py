@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import Field, field
 from typing import Any, TypedDict, Union, Unpack
 
 AUTO = "auto"
@@ -36,15 +36,20 @@ SECONDS = Limits(above=0, maximum=10_000_000)
 SEED = Limits(minimum=0, maximum=2**63 - 1)
 
 
-def key(default: Any, doc: str, **limits: Unpack[Limits]) -> Any:
-    """A config key: `doc` is its sentence in `--help`, the rest are the limits of its value. Raises ValueError for an
-    empty sentence."""
+def key(default: Any, doc: str, named: str | None = None, **limits: Unpack[Limits]) -> Any:
+    """A config key: `doc` is its sentence in `--help`, the rest are the limits of its value. named: its name, where
+    that is a word of Python's, which no field can have. Raises ValueError for an empty sentence."""
     if not doc.strip():
         raise ValueError("a key without a sentence")
-    metadata = {"doc": doc, **limits}
+    metadata = {"doc": doc, **({"named": named} if named else {}), **limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
+
+
+def name_of(field: Field[Any]) -> str:
+    """The name of the key that a field of the schema holds."""
+    return field.metadata.get("named", field.name)
 
 
 def nearest_divisors(name: str, value: int, whole: int) -> str:

@@ -13,7 +13,7 @@ from typing import Any, Union
 from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
 from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SECONDS, SEED, BoolOrAuto, FloatOrAuto, IntOrAuto, key
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.verb_keys import BenchConfig, EvaluateConfig, GenerateConfig, PlanConfig
+from ngpt_train.config.verb_keys import BenchConfig, DoctorConfig, EvaluateConfig, GenerateConfig, PlanConfig
 
 
 @dataclass
@@ -82,10 +82,13 @@ class TrainConfig:
     cuda_graphs: bool = key(
         False,
         "Record each compiled block as a CUDA graph, which is launched as one: for models so small that the GPU waits "
-        "for launches. One process, on a GPU. It has not run on one yet.",
+        "for launches. One process, on a GPU.",
     )
     activation_checkpointing: str = key(
-        "none", "full recomputes each block in the backward pass to save memory.", choices=("none", "full")
+        "none",
+        "What the backward pass computes again to save memory, with the same result. full: each block; selective: all "
+        "of a block but its matrix products and attention, which costs far less time.",
+        choices=("none", "selective", "full"),
     )
     profile: bool = key(False, "Write a torch profiler trace of steps 4 to 6 of this process into the run directory.")
 
@@ -215,6 +218,13 @@ class KernelsConfig:
         "torch: plain PyTorch, the reference; triton: kernels for GPUs since Ampere; auto: triton where it runs.",
         choices=(AUTO, "triton", "torch"),
     )
+    choose: str = key(
+        "measured",
+        "How auto chooses among the kernels that are right on this GPU. measured: before a run's first step each is "
+        "timed on the model's shapes beside plain PyTorch, compiled as the run is, and the faster one runs; checked: "
+        "all of them run. A resumed run keeps the choice.",
+        choices=("measured", "checked"),
+    )
     attention: str = key(
         AUTO,
         "sdpa: torch's scaled_dot_product_attention, document masks as booleans; flash_attn: the package flash-attn "
@@ -231,6 +241,18 @@ class CheckpointConfig:
     every: int = key(1000, "Steps between checkpoints; 0 saves at the end only.", **COUNT_OR_0)
     keep_last: int = key(2, "Newest checkpoints that are kept.", **COUNT)
     keep_every: Union[int, None] = key(None, "Checkpoints at multiples of this step are kept for good.", **COUNT)
+    asynchronous: BoolOrAuto = key(
+        AUTO,
+        "Copy the state in memory and write the checkpoint beside training. auto: where half of the host's free memory "
+        "holds the copies of its ranks.",
+        named="async",
+        choices=(AUTO,),
+    )
+    checksum: str = key(
+        "xxh3",
+        "By which damaged files are noticed: xxh3 sums as fast as memory is read, sha256 at 1 to 2 GB/s.",
+        choices=("xxh3", "sha256"),
+    )
 
 
 @dataclass
@@ -319,3 +341,4 @@ class Config:
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
+    doctor: DoctorConfig = field(default_factory=DoctorConfig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 from collections.abc import Mapping
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys, architectures, build, schema_keys
-from ngpt_train.config.keys import AUTO
+from ngpt_train.config.keys import AUTO, name_of
 from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import auto_warmup, table_lr
@@ -23,7 +24,7 @@ from ngpt_train.core.secrets import redacted
 
 # What a resumed run may change: it alters neither a weight nor the order of the data. data.path, data.val_files and
 # tokenizer.path may move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
-_HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", "generate", "evaluate", "plan", "bench")
+_HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", "generate", "evaluate", "plan", "bench", "doctor")
 _HARMLESS = {
     "run": "name root resume overwrite allow_change max_time init_from",
     "scale": "name",
@@ -42,7 +43,16 @@ _MAY_BE_ALLOWED = ("optim", "schedule", "train")
 
 def to_dict(config: Config) -> dict[str, Any]:
     """The configuration as plain dicts and lists."""
-    return dataclasses.asdict(config)
+    return _tree(config)
+
+
+def _tree(section: Any) -> dict[str, Any]:
+    """As dataclasses.asdict, by the names of the keys."""
+    return {
+        name_of(field): _tree(value) if dataclasses.is_dataclass(value) else copy.deepcopy(value)
+        for field in dataclasses.fields(section)
+        for value in [getattr(section, field.name)]
+    }
 
 
 def to_yaml(config: Config) -> str:

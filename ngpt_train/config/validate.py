@@ -35,12 +35,14 @@ class Origin(typing.NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """A leaf of the schema: dotted name, the classes that a value may have, default, sentence and limits."""
+    """A leaf of the schema: dotted name, the classes that a value may have, default, sentence, the name of its
+    dataclass's field, and limits."""
 
     name: str
     types: tuple[type, ...]
     default: Any
     doc: str
+    field: str
     choices: tuple[str, ...] | None = None
     minimum: float | None = None
     above: float | None = None

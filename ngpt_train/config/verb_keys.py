@@ -57,6 +57,13 @@ class PlanConfig:
 
 
 @dataclass
+class DoctorConfig:
+    """Whether a training run would work here (`doctor`, with the overrides of `train`)."""
+
+    out: Union[str, None] = key(None, "JSON file for what was found, without secrets; null prints only.")
+
+
+@dataclass
 class BenchConfig:
     """Times of the parts of a run, side by side with others' (`bench`)."""
 

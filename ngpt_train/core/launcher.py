@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import parse_json, read_whole
 
 LOOK_SECONDS = 1.0
@@ -21,10 +21,17 @@ GRACE_SECONDS = 120.0
 NO_NAME = "none"  # torchrun's name for a job without --rdzv-id
 END_FILE = "NGPT_TRAIN_END"  # in the environment: torchrun hides the exit codes of its processes from a script
 _END = "ngpt_train_end.json"
-_NUMBERS = (
-    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
-    *("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
-)
+# The numbers that a launcher puts into the environment, and which one.
+NUMBERS = {
+    "RANK": "torchrun",
+    "LOCAL_RANK": "torchrun",
+    "WORLD_SIZE": "torchrun",
+    "LOCAL_WORLD_SIZE": "torchrun",
+    "GROUP_WORLD_SIZE": "torchrun",
+    "TORCHELASTIC_RESTART_COUNT": "torchrun",
+    "TORCHELASTIC_MAX_RESTARTS": "torchrun",
+    "SLURM_RESTART_COUNT": "sbatch",
+}
 
 
 class End(NamedTuple):
@@ -42,21 +49,41 @@ def this_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
     """
     return {
         "torchrun": environment.get("TORCHELASTIC_RUN_ID"),
-        "agent": environment.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")[0] or None,
+        "agent": _agent(environment),
         "slurm": environment.get("SLURM_JOB_ID"),
-        "requeued": int(count) if _is_number(count := environment.get("SLURM_RESTART_COUNT", "")) else 0,
+        "requeued": int(environment.get("SLURM_RESTART_COUNT", "0")),
     }
 
 
+def _agent(environment: Mapping[str, str] = os.environ) -> str | None:
+    return environment.get("TORCHELASTIC_ERROR_FILE", "").partition("/attempt_")[0] or None
+
+
 def is_same_job(earlier: Mapping[str, Any] | None, now: Mapping[str, Any]) -> bool:
-    """Whether `now` is the job of `earlier`, started again by torchrun or by Slurm."""
-    if not isinstance(earlier, Mapping) or not earlier.keys() >= now.keys() or type(earlier["requeued"]) is not int:
+    """Whether `now` is the job of `earlier`, started again by torchrun or by Slurm.
+
+    earlier: from run.json, or None. Raises DataError where that is damaged.
+    """
+    if earlier is None:
         return False
+    if not _is_job(earlier):
+        raise DataError(
+            f"run.json is damaged: its last job is {str(earlier)[:100]}. So whether this job has begun the run cannot "
+            "be told. Restore it, or delete the run's directory."
+        )
     if now["slurm"] and earlier["slurm"] == now["slurm"] and earlier["requeued"] < now["requeued"]:
         return True
     if now["torchrun"] in (None, NO_NAME):
         return now["agent"] is not None and earlier["agent"] == now["agent"]
     return earlier["torchrun"] == now["torchrun"]
+
+
+def _is_job(found: Any) -> bool:
+    """Whether this is what `this_job` returned for some process."""
+    if not isinstance(found, Mapping) or found.keys() != this_job({}).keys():
+        return False
+    names = [found[name] for name in ("torchrun", "agent", "slurm")]
+    return all(name is None or isinstance(name, str) for name in names) and type(found["requeued"]) is int
 
 
 def nameless_on_many_hosts(environment: Mapping[str, str] = os.environ) -> bool:
@@ -65,12 +92,12 @@ def nameless_on_many_hosts(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def check_ranks(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError unless the environment has the ranks of a launcher such as torchrun, or none."""
-    found = {name: environment.get(name) for name in _NUMBERS}
+    """Raises ConfigError unless the environment has the numbers of a launcher such as torchrun, or none."""
+    found = {name: environment.get(name) for name in NUMBERS}
     for name, value in found.items():
         if value is not None and not _is_number(value):
             problem = f"{name}={value[:40]}: the environment has it, and it is no number"
-            raise ConfigError(f"{problem}\n  Start with torchrun, which sets it, or unset {name}")
+            raise ConfigError(f"{problem}\n  Start with {NUMBERS[name]}, which sets it, or unset {name}")
     rank, size = found["RANK"], found["WORLD_SIZE"]
     if size is not None and int(size) > 1 and rank is None:
         problem = f"WORLD_SIZE={size} is set in the environment, but not RANK; torchrun sets both"
@@ -95,7 +122,7 @@ def _is_number(value: str) -> bool:
 def remember_end(code: int, message: str) -> None:
     """Notes for the restarts by this torchrun that the job has ended with an exit code that would come again; and for
     the script that has started torchrun, in the file that NGPT_TRAIN_END names."""
-    agent = this_job()["agent"]
+    agent = _agent()
     for path in (agent and Path(agent, _END), os.environ.get(END_FILE)):
         if path:
             with contextlib.suppress(OSError):  # then a restart fails as this start has
@@ -104,7 +131,7 @@ def remember_end(code: int, message: str) -> None:
 
 def remembered_end() -> End | None:
     """The end of an earlier start by this torchrun, if it would only come again; else None."""
-    agent = this_job()["agent"]
+    agent = _agent()
     if agent is None or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
     try:

@@ -1,5 +1,6 @@
 """The processes and devices of a run, and the layouts that spread a single-device model over them."""
 
+from ngpt_train.distributed.first_contact import first_contact
 from ngpt_train.distributed.layouts import (
     PRECISIONS,
     parallelize,
@@ -15,6 +16,7 @@ __all__ = [
     "PRECISIONS",
     "World",
     "averaged_statistics",
+    "first_contact",
     "join_world",
     "parallelize",
     "resolve_compile",

@@ -21,7 +21,7 @@ Evaluation must also tell torch where its forward passes begin. Otherwise torch 
 because no backward pass is pending, and frees the hidden state that is the input of the next block.
 
 The config refuses what has not been worked out: DDP and FSDP2, whose gradients and weights are memory of their own, and
-PowerNorm, whose statistics leave the graphs through hooks. None of this has run on a GPU.
+PowerNorm, whose statistics leave the graphs through hooks.
 """
 
 import logging

@@ -3,7 +3,6 @@
 import inspect
 import logging
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config, ParallelConfig
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.log import say_once
 from ngpt_train.distributed.compile_cache import keep_compiled
 from ngpt_train.distributed.cuda_graphs import begin_graph_step_at_forward, check_cuda_graphs
+from ngpt_train.distributed.recomputation import checkpoint_blocks
 from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
@@ -65,6 +64,15 @@ def resolve_shard(config: ParallelConfig, kind: str, world_size: int, local_size
     return shard
 
 
+def check_hosts(world: World) -> None:
+    """Raises ConfigError, on every rank, unless all hosts have as many ranks; a collective call."""
+    sizes = sorted(set(world.gather(world.local_size)))
+    if len(sizes) > 1:
+        problem = f"groups are the ranks of a host, and hosts have {' or '.join(map(str, sizes))} of them"
+        remedy = f"Start as many ranks on each host, or set parallel.shard to a divisor of {world.size}."
+        raise told_by_rank_0(ConfigError(f"parallel.shard=auto: {problem}. {remedy}"))
+
+
 def resolve_precision(precision: str, device_type: str) -> torch.dtype:
     """The dtype of activations and matrix products for `train.precision`, with auto resolved."""
     if precision == AUTO:
@@ -96,9 +104,7 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     model.z_loss, model.label_smoothing = config.optim.z_loss, config.optim.label_smoothing
     if world.size > 1 and config.model.synchronises_statistics:
         synchronise_statistics(model)
-    if config.train.activation_checkpointing == "full":
-        for block in model.blocks():
-            block.forward = recomputed(block.forward)
+    checkpoint_blocks(model.blocks(), config.train.activation_checkpointing)
     if resolve_compile(config.train.compile, world.device.type):
         keep_compiled(config)
         for block in model.blocks():
@@ -106,6 +112,8 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     if config.train.cuda_graphs:
         begin_graph_step_at_forward(model)
     if sharded:
+        if kind == "hsdp" and config.parallel.shard == AUTO:
+            check_hosts(world)
         shard(model, world, resolve_shard(config.parallel, kind, world.size, world.local_size))
         model.to_empty(device=world.device)
         model.init_weights_(config.run.seed)
@@ -123,20 +131,6 @@ def choose_kernels(config: Config, device: torch.device, precision: torch.dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     say_once(logging.INFO, dispatch.described(device))
-
-
-def recomputed(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` under activation checkpointing: the backward pass computes it again.
-
-    It replaces the method of a block and does not wrap the block, so that parameters keep their names. `run` is a
-    function of ours, because torch.compile skips a block whose outermost function is torch's.
-    """
-
-    def run(*arguments: Any) -> Any:
-        # Dropout is a function of the block's arguments, so no random state has to be restored.
-        return checkpoint(forward, *arguments, use_reentrant=False, preserve_rng_state=False)
-
-    return run
 
 
 def vectors(model: nn.Module) -> list[nn.Parameter]:

@@ -5,9 +5,11 @@ number still grows. So a wait may last as long as the work, and the death of a r
 """
 
 import contextlib
+import os
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch.distributed as dist
@@ -45,6 +47,7 @@ class LongWork:
                     self.store.add(_life_of(self.rank), 1)
                     self.store.add(f"{self.name}/life", 1)
 
+        self.store.set(_name_of(self.rank), f"rank {self.rank} (process {os.getpid()} on {socket.gethostname()})")
         self.store.add(_life_of(self.rank), 1)
         thread = threading.Thread(target=live, name="signs of life", daemon=True)
         thread.start()
@@ -56,21 +59,22 @@ class LongWork:
         finally:
             ended.set()
             thread.join()
+        self.store.set(f"{self.name}/done/{self.rank}", "")
         self.store.add(f"{self.name}/done", 1)
 
     def wait_for_rank(self, rank: int) -> None:
         """Waits until that rank is done. Raises RankLostError if it has failed or gives no sign of life, in whichever
         long work it is."""
-        self._wait(n_done=1, life=_life_of(rank), who=f"rank {rank}")
+        self._wait([rank], life=_life_of(rank))
 
     def wait_for_all(self, size: int) -> None:
         """Waits until all `size` ranks are done. Raises RankLostError if one has failed, or no sign of life comes."""
-        self._wait(n_done=size, life=f"{self.name}/life", who="a rank that the others wait for")
+        self._wait(range(size), life=f"{self.name}/life")
 
-    def _wait(self, n_done: int, life: str, who: str) -> None:
+    def _wait(self, ranks: Sequence[int], life: str) -> None:
         last_sign, last_time, pause = -1, time.monotonic(), 0.005
         try:
-            while self.store.add(f"{self.name}/done", 0) < n_done:
+            while self.store.add(f"{self.name}/done", 0) < len(ranks):
                 if self.store.check([f"{self.name}/failed"]):
                     raise RankLostError(self.store.get(f"{self.name}/failed").decode())
                 sign, now = self.store.add(life, 0), time.monotonic()
@@ -78,14 +82,26 @@ class LongWork:
                     last_sign, last_time = sign, now
                 elif now - last_time > self.silence:
                     raise RankLostError(
-                        f"{who} has given no sign of life for {self.silence:g} s (parallel.timeout) and seems dead. "
-                        "The reason stands in its own output; the same command starts again"
+                        f"{self._not_done(ranks)} has given no sign of life for {self.silence:g} s (parallel.timeout) "
+                        "and seems dead. The reason stands in its own output; the same command starts again"
                     )
                 time.sleep(pause)
                 pause = min(1.5 * pause, SLOWEST_LOOK)
         except dist.DistError as error:
-            raise RankLostError(f"{who} is gone, and the process group's store with it: {error}") from None
+            host = os.environ.get("MASTER_ADDR", "this host")
+            raise RankLostError(f"the process group's store on {host} is gone: {error}") from None
+
+    def _not_done(self, ranks: Sequence[int]) -> str:
+        """Those of `ranks` that still work, in words."""
+        left = [rank for rank in ranks if not self.store.check([f"{self.name}/done/{rank}"])]
+        names = [_name_of(rank) for rank in left]
+        found = [self.store.get(name).decode() if self.store.check([name]) else "" for name in names]
+        return "; ".join(name or f"rank {rank}" for rank, name in zip(left, found, strict=True))
 
 
 def _life_of(rank: int) -> str:
     return f"ngpt_train/life/{rank}"
+
+
+def _name_of(rank: int) -> str:
+    return f"ngpt_train/name/{rank}"

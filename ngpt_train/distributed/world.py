@@ -7,9 +7,9 @@ import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -37,21 +37,31 @@ class World:
     device: torch.device
     local_size: int = 1  # ranks of this host
     timeout: float = 600.0  # parallel.timeout: seconds that ranks wait for a rank without a sign of life
+    group: dist.ProcessGroup | None = None  # None: the group of training
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
+    def beside(self) -> "World":
+        """The same ranks with a group of their own, over CPUs, so that the collectives of another thread do not meet
+        those of training. A collective call."""
+        if self.size == 1:
+            return self
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
+        _never_release(group)
+        return replace(self, group=group)
+
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks, in place, and returns it; every rank must call it."""
         if self.size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def max_(self, tensor: Tensor) -> Tensor:
         """The largest of each element of `tensor` over all ranks, in place, as `sum_`."""
         if self.size > 1:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def largest(self, values: Sequence[float]) -> list[float]:
@@ -59,7 +69,7 @@ class World:
         if self.size == 1:
             return list(values)
         found = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
         return found.tolist()
 
     def sum_of(self, values: Sequence[int]) -> list[int]:
@@ -67,7 +77,7 @@ class World:
         if self.size == 1:
             return list(values)
         found = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(found)
+        dist.all_reduce(found, group=self.group)
         return found.tolist()
 
     def gather(self, item: T) -> list[T]:
@@ -75,7 +85,7 @@ class World:
         if self.size == 1:
             return [item]
         items: list[T] = [item] * self.size
-        dist.all_gather_object(items, item)
+        dist.all_gather_object(items, item, group=self.group)
         return items
 
     def on_main(self, function: Callable[[], T]) -> T:
@@ -85,7 +95,7 @@ class World:
         """
         if self.size == 1:
             return function()
-        return _share_outcome_of_main(_outcome(function) if self.is_main else (None, None))
+        return _share_outcome_of_main(_outcome(function) if self.is_main else (None, None), self.group)
 
     def on_main_without_timeout(self, function: Callable[[], T]) -> T:
         """As `on_main`, for a function that may take hours, such as a download.
@@ -101,7 +111,7 @@ class World:
                 outcome = _outcome(function)
         else:
             work.wait_for_rank(0)
-        return _share_outcome_of_main(outcome)
+        return _share_outcome_of_main(outcome, self.group)
 
     def on_all_without_timeout(self, function: Callable[[], T]) -> T:
         """Runs `function` on every rank and returns this rank's result when all ranks are done. A rank may take hours.
@@ -131,10 +141,10 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return None, error
 
 
-def _share_outcome_of_main(outcome: tuple[T | None, Exception | None]) -> T:
+def _share_outcome_of_main(outcome: tuple[T | None, Exception | None], group: dist.ProcessGroup | None) -> T:
     """Returns rank 0's result on every rank, or raises its exception. A collective call."""
     box = list(outcome)
-    dist.broadcast_object_list(box, src=0, device=torch.device("cpu"))
+    dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
     result, failure = cast(T | None, box[0]), cast(Exception | None, box[1])
     if failure is not None:
         raise told_by_rank_0(failure)
@@ -206,8 +216,12 @@ def _keep_process_group() -> None:
     reference that is never released. A thread that still waits when the interpreter ends aborts the process: hence the
     pause.
     """
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(dist.group.WORLD))
+    _never_release(dist.group.WORLD)
     atexit.register(time.sleep, 0.5)
+
+
+def _never_release(group: Any) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
 def resolve_device(device: str, local_rank: int) -> torch.device:

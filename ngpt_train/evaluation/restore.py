@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ngpt_train.config import read_yaml
 from ngpt_train.config.keys import AUTO
@@ -67,10 +66,7 @@ def check_size(checkpoint: Path, model: ModelConfig) -> None:
     otherwise take all memory before a tensor is compared with it."""
     if model.vocab_size == AUTO:
         raise DataError(f"{checkpoint / 'config.yaml'}: model.vocab_size=auto, but a checkpoint has its number")
-    reader, names = open_tensors(checkpoint)
-    stored = reader.read_metadata().state_dict_metadata
-    tensors = [entry for name in names if isinstance(entry := stored[name], TensorStorageMetadata)]
-    sizes = [tensor.size.numel() for tensor in tensors]
+    sizes = open_tensors(checkpoint).sizes()
     needed = f"model.n_layers={model.n_layers}"
     if model.n_layers <= len(sizes):
         with torch.device("meta"):

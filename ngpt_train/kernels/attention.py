@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ngpt_train.core.log import say_once
-from ngpt_train.kernels import flash
+from ngpt_train.kernels import dispatch, flash
 from ngpt_train.kernels.dropout import dropout
 from ngpt_train.kernels.flash import Flash, NoKernel, Varlen
 from ngpt_train.kernels.norm import at_least_fp32
@@ -125,6 +125,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask:
     if mask is None and causal and q.shape[1] != k.shape[1]:
         # With T != S the kernels differ in which keys a query sees.
         raise ValueError(f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys")
+    if dispatch.is_off("attention"):
+        _say("the formula written out", "the kernel is switched off")
+        return written_out(q, k, v, scale, visible_to(q, k, causal, mask))
     if mask is None and _flash is not None:
         _say(f"flash-attn {_flash.version}", "kernels.attention=flash_attn")
         return _flash.dense(q, k, v, scale, causal)
@@ -149,6 +152,23 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tens
     return y.transpose(1, 2)
 
 
+def written_out(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """softmax(scale q k^T) v as it is written; shapes as of `attention`. It holds B x H x T x S probabilities."""
+    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
+    scores = scale * at_least_fp32(q @ k.mT)  # (B, H, T, S)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+
+
+def visible_to(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor | None:
+    """The mask as a boolean; of causal attention without one, that of earlier keys."""
+    if mask is None and causal:
+        return torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    return mask
+
+
 def attention_with_dropout(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Mask, p: float, seeds: Tensor
 ) -> Tensor:
@@ -158,8 +178,7 @@ def attention_with_dropout(
     """
     assert mask is None or isinstance(mask, Tensor)
     _say("the formula written out", f"model.attention_dropout={p:g}: no kernel's dropout is a function of the row")
-    if causal and mask is None:
-        mask = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
+    mask = visible_to(q, k, causal, mask)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = scale * at_least_fp32(q @ k.mT)  # (B, H, T, S)
@@ -175,6 +194,9 @@ def attention_with_dropout(
 def varlen_kernel(device: torch.device, d_head: int, dtype: torch.dtype) -> Varlen | None:
     """The kernel for documents laid end to end; None where a mask separates the documents instead."""
     if _watch is not None:
+        return None
+    if dispatch.is_off("attention of documents"):
+        _say("a boolean mask for documents", "the kernel for documents is switched off")
         return None
     if _choice == "flex":
         _say("flex_attention for documents", "kernels.attention=flex")
@@ -225,7 +247,7 @@ def has_enable_gqa() -> bool:
 
 def wants_blocks() -> bool:
     """Whether document masks are to be flex_attention's block masks."""
-    return _choice == "flex" and _watch is None
+    return _choice == "flex" and _watch is None and not dispatch.is_off("attention of documents")
 
 
 def blocks(visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], B: int, T: int, device: torch.device) -> Blocks:

@@ -5,7 +5,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ _choice = "auto"
 # Operations whose Triton kernels do not run, whatever the choice. A dict, not a set: of a dict torch.compile knows the
 # keys that compiled code depends on, and compiles again only when one of these changes.
 _without: dict[str, bool] = {}
+_off: dict[str, str] = {}  # kernels that this machine is not to run, and why: `switch_off`
 
 
 def choose(kernels: str) -> None:
@@ -32,13 +33,34 @@ def choose(kernels: str) -> None:
     _choice = kernels
 
 
+def switch_off(reasons: Mapping[str, str]) -> None:
+    """Has the operations of these names run in plain PyTorch from now on, whatever else is chosen. An empty mapping
+    switches all on again.
+
+    reasons: for the log. Also known are "attention" and "attention of documents" (kernels/attention.py).
+    """
+    global _off
+    _off = dict(reasons)
+
+
+def switched_off() -> dict[str, str]:
+    """The names that `switch_off` was given, and why."""
+    return dict(_off)
+
+
+def is_off(operation: str) -> bool:
+    """Whether `switch_off` was given this name."""
+    return operation in _off
+
+
 def described(device: torch.device) -> str:
     """A line for the log: which kernels run on that device, and why."""
     reason = None
     if _choice == "auto":
         reason = _why_auto_takes_torch() if device.type == "cuda" else f"this runs on a {device.type.upper()}"
     runs = "plain PyTorch" if reason or _choice == "torch" else "Triton's where there are some"
-    return f"kernels: {runs} (kernels={_choice}{': ' + reason if reason else ''})"
+    without = f", without {', '.join(_off)}" if _off and runs != "plain PyTorch" else ""
+    return f"kernels: {runs}{without} (kernels={_choice}{': ' + reason if reason else ''})"
 
 
 @contextlib.contextmanager
@@ -79,7 +101,7 @@ def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = N
     unsupported: an option that the kernel does not support. If the kernel would run without that option, or with
     another dtype, the log says so once.
     """
-    if _choice == "torch" or operation in _without:
+    if _choice == "torch" or operation in _without or operation in _off:
         return False
     if _choice == "auto" and not (tensors[0].is_cuda and _gpu_suits()):
         return False

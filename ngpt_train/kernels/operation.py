@@ -11,6 +11,7 @@ A caller reads the formula and gets the twin, which computes the same with gradi
 `sphere_step.formula` is the undecorated function, the reference of tests and benchmarks.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
@@ -23,6 +24,10 @@ P = ParamSpec("P")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 F = TypeVar("F", bound=Callable[..., Any])
+
+# Looks at a call of an operation: the name of its function, whether its Triton kernel runs, its arguments.
+Watch = Callable[[str, bool, tuple[Any, ...], dict[str, Any]], None]
+_watch: Watch | None = None  # of `watched`
 
 
 class Operation(Protocol[P, R_co]):
@@ -75,6 +80,8 @@ def operation(name: str | None) -> Callable[[Callable[P, R]], Operation[P, R]]:
                 registered.check(*args, **kwargs)
             option = None if registered.unsupported is None else registered.unsupported(*args, **kwargs)
             on_triton = name is not None and kernel_runs(name, option, args, kwargs)
+            if _watch is not None:
+                _watch(formula.__name__, on_triton, args, kwargs)
             if on_triton or registered.by_hand_where is None or registered.by_hand_where(*args, **kwargs):
                 assert registered.twin is not None
                 return cast(R, registered.twin(on_triton, *args, **kwargs))
@@ -87,6 +94,17 @@ def operation(name: str | None) -> Callable[[Callable[P, R]], Operation[P, R]]:
         return made
 
     return decorate
+
+
+@contextlib.contextmanager
+def watched(watch: Watch) -> Iterator[None]:
+    """Inside a `with`, each call of an operation first calls `watch`."""
+    global _watch
+    _watch = watch
+    try:
+        yield
+    finally:
+        _watch = None
 
 
 def without_kernel(name: str, option: str | Callable[..., str | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:

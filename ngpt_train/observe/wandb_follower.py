@@ -89,21 +89,26 @@ def hand_over(lines: IO[bytes], run: Any) -> dict[str, float]:
 
 
 def follow(job: dict[str, Any], run: Any, control: IO[bytes]) -> None:
-    """Logs new records until a line or the end comes on the control input, then finishes the wandb run."""
+    """Logs new records, and the alerts of the control input, until the reason of the end comes there, or that input
+    ends; then finishes the wandb run."""
     with open(job["metrics"], "rb") as lines:
         lines.seek(job["offset"])
-        ended = False
+        reason: Any = None
         final: dict[str, float] = {}
-        while not ended:
+        while reason is None:
             # The training process writes the last record before it sends the reason, so this reads all of them.
-            ended = bool(select.select([control], [], [], POLL_SECONDS)[0])
+            told = control.readline() if select.select([control], [], [], POLL_SECONDS)[0] else None
             with at_most(job["finish_timeout"]):
                 final |= hand_over(lines, run)
-    reason = control.readline()
+                message = json.loads(told) if told else told
+                if isinstance(message, dict):
+                    run.alert(title="ngpt-train", text=message["alert"], level="ERROR")
+                else:
+                    reason = message
     faulthandler.dump_traceback_later(job["finish_timeout"], exit=True)  # never cancelled, for wandb's exit hooks
     for name, value in final.items():
         run.summary[name] = value
-    run.summary["end"] = json.loads(reason) if reason else "the training process died"
+    run.summary["end"] = reason or "the training process died"
     run.finish(exit_code=0 if reason else 1)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.schema import WandbConfig
+from ngpt_train.core.constants import ALARM
 
 OFFLINE_START_SECONDS = 30.0  # without the network, only a broken installation or disk takes this long
 
@@ -132,7 +133,9 @@ class WandbSink:
         self._check_follower()  # the follower reads the record from the file
 
     def message(self, text: str) -> None:
-        pass
+        """Makes an alert of an alarm."""
+        if text.startswith(ALARM) and self._process is not None:
+            self._send(json.dumps({"alert": text.removeprefix(ALARM)}))
 
     def close(self, reason: str) -> None:
         """Waits until the follower has logged the rest: at most two timeouts and an offline start."""

@@ -1,9 +1,10 @@
-"""Memory of one rank, item by item, computed without running anything.
+"""Memory of one rank, item by item, without running anything.
 
-Weights, gradients, moments and the optimizer's bf16 copies are exact. The other items depend on when the device
-allocates and frees, and are estimates. GPT, nGPT, NormFormer and PowerNorm, in fp32 and bf16, eager and compiled, were
-counted to keep 0.7 to 1.2 times the activations that this file computes, and compositions, eager, 0.8 to 1.3 times;
-tests/unit/report/test_plan.py counts some of them, eager.
+Weights, gradients, moments and the optimizer's bf16 copies follow from the shapes. What an uncompiled pass keeps is
+counted on tensors without memory (counting.py). Of a compiled block on a GPU it is what its products and attention read
+and make: torch's compiler keeps that and recomputes the rest, and our kernels keep their arguments alone.
+tests/unit/report/test_memory.py holds the sum to 10 % of what whole steps hold, for every architecture and layout, and
+that of compiled blocks to what torch's compiler decides for a GPU.
 """
 
 from dataclasses import dataclass
@@ -11,9 +12,10 @@ from dataclasses import dataclass
 import torch
 
 from ngpt_train.config.schema import Config
-from ngpt_train.kernels.cross_entropy import GPU_ROWS
+from ngpt_train.kernels.cross_entropy import CPU_ROWS, GPU_ROWS
 from ngpt_train.models import Decoder
 from ngpt_train.models.layers.linear import cast_linears
+from ngpt_train.report.counting import count_pass, count_products, gradients_of_loss
 
 
 @dataclass(frozen=True)
@@ -26,23 +28,45 @@ class MemoryItem:
     formula: str
 
 
-def memory_per_rank(
-    config: Config, model: Decoder, n_shards: int, dtype: torch.dtype, compiled: bool, micro_rows: int, fused_adam: bool
-) -> list[MemoryItem]:
-    """The memory, during the backward pass, of that of plan.world_size ranks which holds most.
+@dataclass(frozen=True)
+class Layout:
+    """What of a run's layout decides about the memory of a rank."""
 
-    The sum of the items estimates the peak. model: may be on the meta device. n_shards: of each matrix by FSDP2; 0:
-    without FSDP2. dtype: of the matrix products. micro_rows: rows in a micro batch. fused_adam: whether the optimizer
-    is RowAdam.
+    kind: str  # single, ddp, fsdp, hsdp
+    n_shards: int  # of each matrix by FSDP2; 0: without FSDP2
+    dtype: torch.dtype  # of the matrix products
+    compiled: bool
+    micro_rows: int
+    micro_batches: int  # of a step
+    fused_adam: bool  # whether the optimizer is RowAdam
+    on_gpu: bool
+
+
+def memory_per_rank(config: Config, model: Decoder, layout: Layout) -> list[MemoryItem]:
+    """The memory, at the peak of a step, of that of plan.world_size ranks which holds most.
+
+    The sum of the items estimates the peak. model: may be on the meta device.
     """
-    with_bf16_copy = cast_linears(model) if fused_adam and dtype == torch.bfloat16 else []
+    dtype, recompute = layout.dtype, config.train.activation_checkpointing
+    with_bf16_copy = cast_linears(model) if layout.fused_adam and dtype == torch.bfloat16 else []
     copies = sum(linear.matrix.numel() for linear in with_bf16_copy)
-    return [
-        *state_items(model, n_shards, config.optim.ema_decay is not None),
-        *working_items(model, n_shards > 0, dtype, config.train.activation_checkpointing == "full", copies),
-        *activation_items(config, model, dtype.itemsize, compiled, micro_rows * config.model.context),
-        *dropout_items(config, model, dtype.itemsize, compiled, micro_rows),
+    activations = activation_items(config, model, layout)
+    items = [
+        *state_items(model, layout.n_shards, config.optim.ema_decay is not None),
+        *working_items(model, layout.n_shards > 0, dtype, recompute != "none", copies),
+        *activations,
     ]
+    if layout.kind == "ddp" or layout.micro_batches > 1:
+        return items
+    return [gradients_at_peak(item, model, activations) if item.name == "gradients" else item for item in items]
+
+
+def gradients_at_peak(whole: MemoryItem, model: Decoder, activations: list[MemoryItem]) -> MemoryItem:
+    """The gradients that are there at the peak of a step of one micro batch: they come while the activations go."""
+    others = sum(item.bytes for item in activations)
+    first = 4 * model.unembedding.numel()  # of the output embedding, with which the backward pass begins
+    there = min(whole.bytes, max(first * whole.bytes // (4 * model.n_params()), whole.bytes - others))
+    return MemoryItem("gradients", there, False, f"those of {whole.formula} that are there at the peak")
 
 
 def state_items(model: Decoder, n_shards: int, averages: bool) -> list[MemoryItem]:
@@ -62,6 +86,13 @@ def state_items(model: Decoder, n_shards: int, averages: bool) -> list[MemoryIte
         MemoryItem("Adam's moments", 8 * held, True, f"8 x {share}"),
         *([MemoryItem("moving average", 4 * held, True, f"4 x {share}")] if averages else []),
     ]
+
+
+def copies_to_save(model: Decoder, averages: bool, world_size: int) -> MemoryItem:
+    """What a rank copies into its host's memory to write a checkpoint beside training: each value is written by one
+    rank, and all write about as many."""
+    size = 16 if averages else 12
+    return MemoryItem("copies to save", size * model.n_params() // world_size, False, f"{size} x parameters / ranks")
 
 
 def working_items(
@@ -100,55 +131,61 @@ def working_items(
     return items
 
 
-def activation_items(config: Config, model: Decoder, size: int, compiled: bool, tokens: int) -> list[MemoryItem]:
-    """What the forward pass of a micro batch of `tokens` tokens keeps for the backward pass.
-
-    size: bytes of a value in the dtype of the matrix products, 2 or 4.
-    """
-    shape = config.model
-    d_head = shape.d_model // shape.n_heads
-    d_q, d_kv = shape.n_heads * d_head, (shape.n_kv_heads or shape.n_heads) * d_head
-    d_mlp = shape.d_mlp or 4 * shape.d_model
-    # d_model wide, for attention and for the MLP: the input, its norm (nGPT: the suggestion) and the sum. An eager
-    # block keeps these six in fp32, because norms compute in fp32. Then the product of q, k and v; q and k, rotated;
-    # what attention returns; u, v and the hidden layer of the MLP.
-    wide = size if compiled else 4
-    block = wide * 6 * shape.d_model + size * (3 * d_q + 3 * d_kv + 3 * d_mlp)
-    formula = f"({wide} x 6 d_model + {size} x (3 d_q + 3 d_kv + 3 d_mlp))"
-    if more := shape.kept_beyond_gpt():
-        block += wide * more
-        formula = f"({formula} + {wide} x {more})"
-    # The source, the beginning of a row, passes the encoder's blocks, the rest the decoder's. A decoder has no source.
-    source = shape.source_length(shape.context)
-    blocks_passed = (len(model.blocks()) - shape.n_layers) * source + shape.n_layers * (shape.context - source)  # a row
-    tokens_decoded = tokens * (shape.context - source) // shape.context
-    token_blocks = tokens * blocks_passed // shape.context
-    if config.train.activation_checkpointing == "full":
-        activations = token_blocks * size * shape.d_model + tokens * block
-        formula = f"micro tokens x (n_layers x {size} d_model + {formula})"
-    else:
-        activations = token_blocks * block
-        formula = f"micro tokens x n_layers x {formula}"
+def activation_items(config: Config, model: Decoder, layout: Layout) -> list[MemoryItem]:
+    """What the forward pass of a micro batch keeps for the backward pass, and what the backward pass needs besides."""
+    shape, dtype, rows, recompute = config.model, layout.dtype, layout.micro_rows, config.train.activation_checkpointing
+    tokens = rows * (shape.context - shape.source_length(shape.context))
+    of_loss, V = gradients_of_loss(model, tokens, dtype.itemsize), len(model.unembedding)
     # The loss computes logits for `chunk` tokens at a time, and keeps the gradients in their place.
-    vocab_size, chunk = model.unembedding.shape[0], min(tokens_decoded, GPU_ROWS)
-    gradients = 4 * vocab_size * shape.d_model + size * tokens_decoded * shape.d_model
-    formula_of_loss = f"4 x V x d_model + {size} x micro tokens x d_model + {size} x {chunk} x V"
+    chunk = min(tokens, GPU_ROWS if layout.on_gpu else CPU_ROWS)
+    logits = dtype.itemsize * chunk * V
+    if layout.compiled:
+        kept, working, formula = of_compiled_blocks(config, model, layout)
+    else:
+        counted = count_pass(shape, dtype, rows, recompute)
+        kept, working, formula = counted.kept, counted.working, "counted on tensors without memory, uncompiled"
+    size = dtype.itemsize
     return [
-        MemoryItem("activations", activations, False, formula),
-        MemoryItem("loss", gradients + size * chunk * vocab_size, False, formula_of_loss),
+        MemoryItem("activations", round(kept), False, formula),
+        MemoryItem("loss", of_loss, False, f"4 x V x d_model + {size} x micro tokens x d_model"),
+        MemoryItem(
+            "passing values",
+            round(max(logits, working)),
+            False,
+            f"the more of logits, {size} x {chunk} x V, and what the backward pass makes",
+        ),
     ]
 
 
-def dropout_items(config: Config, model: Decoder, size: int, compiled: bool, rows: int) -> list[MemoryItem]:
-    """What dropout adds in a micro batch of `rows` rows; size as of `activation_items`. Empty without dropout.
+def of_compiled_blocks(config: Config, model: Decoder, layout: Layout) -> tuple[float, float, str]:
+    """Bytes that the compiled blocks keep, those that the backward pass makes, and a formula for the former."""
+    shape, dtype, recompute = config.model, layout.dtype, config.train.activation_checkpointing
+    counted = count_products(shape, dtype, layout.micro_rows)
+    blocks_passed = counted.hidden / shape.d_model  # bytes for a value of every token in every block
+    results = counted.results
+    everything = counted.hidden + results + counted.arguments + blocks_passed * shape.kept_beyond_gpt()
+    dropped = dropout_bytes(config, model, layout)
+    kept, formula = {
+        "none": (everything + dropped, "blocks' inputs, and what products and attention read and make"),
+        "selective": (counted.hidden + results, "blocks' inputs, and what products and attention make"),
+        "full": (counted.hidden, "blocks' inputs"),
+    }[recompute]
+    # Of a block: what is recomputed, and the gradients by the widest product's result and by what made it.
+    n_blocks = len(model.blocks())
+    again = max(0.0, everything + dropped - kept) / n_blocks
+    of_loss = gradients_of_loss(model, 0, dtype.itemsize)
+    return kept, max(again + 1.5 * counted.widest - of_loss, of_loss), f"{formula}, compiled"
+
+
+def dropout_bytes(config: Config, model: Decoder, layout: Layout) -> int:
+    """What dropout adds to what compiled blocks keep of a micro batch, in bytes.
 
     A block keeps a bool for each value that it may drop. With attention_dropout it also keeps the weights of the
-    softmax in fp32 and, dropped, in the dtype of the products. Uncompiled, the random numbers of one place take three
-    times 8 bytes each for a moment.
+    softmax in fp32 and, dropped, in the dtype of the products.
     """
     shape = config.model
     if not shape.uses_dropout:
-        return []
+        return 0
     source = shape.source_length(shape.context)
     target = shape.context - source
     encoders = len(model.blocks()) - shape.n_layers
@@ -156,19 +193,7 @@ def dropout_items(config: Config, model: Decoder, size: int, compiled: bool, row
     values = [2 * source * shape.d_model, (3 if encoders else 2) * target * shape.d_model]
     weights = [source * source * shape.n_heads, (target * target + target * source) * shape.n_heads]
     kept = [
-        bool(shape.residual_dropout) * v + bool(shape.attention_dropout) * (4 + 1 + size) * w
+        bool(shape.residual_dropout) * v + bool(shape.attention_dropout) * (4 + 1 + layout.dtype.itemsize) * w
         for v, w in zip(values, weights, strict=True)
     ]
-    if config.train.activation_checkpointing == "full":
-        held = max(kept)
-        formula = "one block's"
-    else:
-        held = encoders * kept[0] + shape.n_layers * kept[1]
-        formula = "all blocks'"
-    held += bool(shape.embedding_dropout) * shape.context * shape.d_model
-    numbers = 0
-    if not compiled:
-        widest = shape.n_heads * max(source, target) if shape.attention_dropout else shape.d_model
-        numbers = 24 * max(source, target) * widest
-    formula = f"micro rows x ({formula} bools and {4 + 1 + size} x softmax weights{' + 24 x numbers' * (numbers > 0)})"
-    return [MemoryItem("dropout", rows * (held + numbers), False, formula)]
+    return layout.micro_rows * (encoders * kept[0] + shape.n_layers * kept[1])

@@ -11,7 +11,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.data import many_epochs, planned_rows
 from ngpt_train.distributed import resolve_compile, resolve_kind, resolve_precision, resolve_shard
 from ngpt_train.models import Decoder, build_model
-from ngpt_train.report.memory import memory_per_rank
+from ngpt_train.report.memory import Layout, MemoryItem, copies_to_save, memory_per_rank
 from ngpt_train.training.batch import resolve_micro_rows
 
 
@@ -33,7 +33,13 @@ def make_plan(config: Config) -> dict[str, Any]:
     fused_adam = config.kernels.kind == "triton" or (config.kernels.kind == AUTO and device == "cuda")
     with torch.device("meta"):
         model = build_model(config.model)
-    memory = memory_per_rank(config, model, n_shards, dtype, compiled, micro_rows, fused_adam)
+    micro_batches = rows // (micro_rows * world_size)
+    layout = Layout(kind, n_shards, dtype, compiled, micro_rows, micro_batches, fused_adam, device == "cuda")
+    memory = memory_per_rank(config, model, layout)
+    in_host_memory: list[MemoryItem] = []
+    if config.checkpoint.asynchronous is not False:
+        copies = copies_to_save(model, config.optim.ema_decay is not None, world_size)
+        (memory if device == "cpu" else in_host_memory).append(copies)
     flops_per_token = model.flops_per_token(context)
     steps = config.train.stop_at or config.train.steps
     total_tokens = steps * rows * context
@@ -48,7 +54,7 @@ def make_plan(config: Config) -> dict[str, Any]:
         "rows_per_step": rows,
         "tokens_per_step": rows * context,
         "micro_rows": micro_rows,
-        "accumulation_steps": rows // (micro_rows * world_size),
+        "accumulation_steps": micro_batches,
         "steps": steps,
         "total_tokens": total_tokens,
         "tokens_per_parameter": total_tokens / model.n_params(),
@@ -70,6 +76,7 @@ def make_plan(config: Config) -> dict[str, Any]:
         "memory_per_rank": {
             "total": sum(item.bytes for item in memory),
             "items": [asdict(item) for item in memory],
+            "in_host_memory": [asdict(item) for item in in_host_memory],
         },
     }
     if config.plan.flops_per_s is not None:
@@ -120,13 +127,12 @@ def describe_plan(plan: dict[str, Any]) -> str:
         f"memory of a rank: {plan['parallel']} on {ranks}, {plan['device']}, {plan['precision']}, "
         f"{'compiled' if plan['compiled'] else 'eager'} (bytes by the formula)",
     ]
-    for item in plan["memory_per_rank"]["items"]:
-        note = f"{'exact' if item['exact'] else 'estimate'}: {item['formula']}"
-        lines.append(_row(item["name"], f"{item['bytes'] / 2**30:,.3f} GiB", note))
+    lines += [_memory_row(item) for item in plan["memory_per_rank"]["items"]]
     total = plan["memory_per_rank"]["total"] / 2**30
     lines.append(
         _row("in all", f"{total:,.3f} GiB", "estimate; driver, NCCL and allocator take 1 to 3 GiB more on GPUs")
     )
+    lines += [_memory_row(item) + ", in the host's memory" for item in plan["memory_per_rank"]["in_host_memory"]]
     if "hours" in plan:
         note = f"estimate: {plan['total_flops']:.3g} FLOPs / ({ranks} x {plan['flops_per_s']:.3g} FLOP/s)"
         lines += ["", "time", _row("hours", f"{plan['hours']:,.2f}", note)]
@@ -135,6 +141,11 @@ def describe_plan(plan: dict[str, Any]) -> str:
     if plan["notes"]:
         lines += ["", *plan["notes"]]
     return "\n".join(lines)
+
+
+def _memory_row(item: dict[str, Any]) -> str:
+    note = f"{'exact' if item['exact'] else 'estimate'}: {item['formula']}"
+    return _row(item["name"], f"{item['bytes'] / 2**30:,.3f} GiB", note)
 
 
 def _epochs(known: dict[str, Any] | None) -> tuple[str, str]:

@@ -9,10 +9,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ngpt_train.core.constants import ALARM
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Position, data_hash
 from ngpt_train.distributed import World
 from ngpt_train.optim.loss_scale import SMALLEST
+from ngpt_train.training.checkpoint.background import MOST_AT_THE_END, PAUSE, Attempts
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError, explain_out_of_memory
 from ngpt_train.training.replicas import check_replicas
 from ngpt_train.training.signals import StoppedWaitingError, StopRequest, StopTogether
@@ -44,13 +46,17 @@ class Parts:
 
     batches: Iterator[tuple[Sequence[MicroBatch], Position]]
     evaluate: Callable[[TrainState], Record]  # collective
-    save: Callable[[TrainState, Position, float], None]  # with the step's loss; collective; raises DataError
+    save: Callable[[TrainState, Position, float], None]  # or begins to, with the step's loss; collective; DataError
     sinks: Sequence[Sink]
     meter: Meter
     after_step: Callable[[], None]  # tells the profiler that a step is over
     epoch_rows: Mapping[str, float] = field(default_factory=dict)  # of each source, "" without a mixture
     telemetry: Observer = NOBODY  # observes one step in logging.telemetry
     advice: Callable[[], str] = lambda: ""  # what to do once training has become meaningless
+    # Waits for the save under way; returns whether one is complete since the last call. Collective; raises DataError.
+    # Its argument says what waits.
+    settle: Callable[[str], bool] = lambda waiting: False
+    save_has_failed: Callable[[], bool] = lambda: False  # on this rank, and `settle` has not told yet
     # Of (what, step): inside, the watchdog knows what this rank does.
     during: Callable[[str, int], AbstractContextManager[None]] = lambda doing, step: nullcontext()
 
@@ -71,7 +77,8 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     reported: set[str] = set()  # names of skipped shards
     spent_until: dict[int, Record] = {}  # by steps whose telemetry is not logged yet
     rows = torch.arange(world.rank, config.train.rows_per_step, world.size)  # as data/loader.py deals them
-    stop_together = StopTogether(stop, world, state.step)
+    stop_together = StopTogether(stop, world, state.step, news=parts.save_has_failed)
+    attempts = Attempts(config.checkpoint.every)
     done: tuple[Position, StepResult] | None = None  # the last step of this start
 
     def log(record: Record) -> None:
@@ -82,14 +89,33 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
         for sink in parts.sinks:
             sink.message(f"warning: {text}")
 
-    def save(position: Position, must: bool, loss: float) -> None:
+    def tell(error: DataError, at_the_end: bool = False) -> None:
+        alarm, text = attempts.failed(error, state.step, at_the_end)
+        for sink in parts.sinks:
+            sink.message(f"{ALARM if alarm else 'warning: '}{text}")
+
+    def settle(waiting: str = "") -> None:
         try:
-            with parts.during("the checkpoint of step", state.step):
-                parts.save(state, position, loss)
+            if parts.settle(waiting):
+                attempts.succeeded()
         except DataError as error:
-            if must:
-                raise
-            warn(f"{error} Training goes on; the next checkpoint is tried as planned.")
+            tell(error)
+
+    def save(position: Position, must: bool, loss: float) -> None:
+        with parts.during("the checkpoint of step", state.step):
+            settle(f"that of step {state.step}")
+            for left in reversed(range(MOST_AT_THE_END if must else 1)):
+                try:
+                    parts.save(state, position, loss)
+                    attempts.begun()
+                    if must:
+                        parts.settle("")
+                    return
+                except DataError as error:
+                    if must and not left:
+                        raise
+                    tell(error, at_the_end=must)
+                    time.sleep(PAUSE if must else 0)
 
     def log_telemetry() -> None:
         for record in parts.telemetry.records():
@@ -142,8 +168,11 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             state.interval.reset()
         parts.after_step()
         reason = stop_together.reason(state.step)
+        if stop_together.heard:
+            with parts.during("the checkpoint of step", state.step):
+                settle()
         ending = reason is not None or state.step == last
-        saving = ending or _due(state.step, config.checkpoint.every)
+        saving = ending or _due(state.step, config.checkpoint.every) or attempts.due(state.step)
         if logging or saving:
             log_telemetry()  # here the host waits for the device anyway
             skipped = int(skipped_in_a_row)

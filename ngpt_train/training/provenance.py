@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 import ngpt_train
+from ngpt_train.core.checkout import git_commit
 from ngpt_train.distributed import resolve_kind
 from ngpt_train.training.state import TrainState
 
@@ -38,20 +37,3 @@ def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
         "tokenizer": data.tokenizer.name,
         "tokenizer_fingerprint": data.tokenizer.fingerprint,
     }
-
-
-def git_commit() -> str | None:
-    """Commit of the checkout that this package runs from, with `+` if files differ from it; None without a checkout."""
-    where = Path(ngpt_train.__file__).parent
-
-    def git(*arguments: str) -> str:
-        return subprocess.run(
-            ["git", "-C", where, *arguments], capture_output=True, text=True, check=True
-        ).stdout.strip()
-
-    try:
-        if Path(git("rev-parse", "--show-toplevel")) != where.parent:
-            return None  # installed into a directory of somebody else's repository
-        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return None

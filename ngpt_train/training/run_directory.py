@@ -3,22 +3,21 @@
 config.yaml  run.json  metrics.jsonl  evals/  curves.png  checkpoints/  logs/  exit.json  lock
 """
 
-import contextlib
-import fcntl
 import logging
 import os
 import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from ngpt_train.config import check_resume, read_yaml, write_yaml
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import differing_weights, what_differs
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.core.files import check_kinds, read_json, read_whole, write_json
+from ngpt_train.core.files import check_kinds, read_json, write_json
 from ngpt_train.core.launcher import is_same_job, nameless_on_many_hosts, this_job
+from ngpt_train.core.lock import DirectoryLock
 from ngpt_train.core.log import say_once
 from ngpt_train.data import Dataset
 from ngpt_train.training.checkpoint import find_checkpoint, list_checkpoints, step_of
@@ -54,7 +53,7 @@ class RunDirectory:
 
     def __init__(self, config: Config) -> None:
         self.path = Path(config.run.root).expanduser() / config.run.name
-        self._lock: IO[str] | None = None
+        self._lock = DirectoryLock(self.path)
 
     @property
     def checkpoints(self) -> Path:
@@ -87,9 +86,9 @@ class RunDirectory:
             raise ConfigError(
                 f"{name}: {self.path} exists and is not the directory of a run. Choose another run.name or run.root."
             )
-        if self._locked():
+        if self._lock.is_taken():
             raise ConfigError(
-                f"{name}: {self._holder()} is training in {self.path}. "
+                f"{name}: {self._lock.holder()} is training in {self.path}. "
                 "Wait for it, stop it, or choose another run.name."
             )
         stored = read_yaml(self.path / "config.yaml")
@@ -195,20 +194,19 @@ class RunDirectory:
         damaged = damaged or {}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock = (self.path / "lock").open("a")
+            self._lock.create()
         except OSError as error:
             raise ConfigError(
                 f"run.root={config.run.root}: {self.path} cannot be written "
                 f"({error.strerror}). Choose another run.root."
             ) from None
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._lock.take()
         except BlockingIOError:
-            problem = f"{self._holder()} has just started in {self.path}."
+            problem = f"{self._lock.holder()} has just started in {self.path}."
             raise ConfigError(f"run.name={config.run.name}: {problem}") from None
         except OSError as error:
             logger.warning("%s has no file locks (%s): nothing keeps a second process out", self.path, error.strerror)
-        self._sign_lock()
         if self.used and self._overwrites(config):
             self._delete()
         elif {path.name for path in list_checkpoints(self.checkpoints)[-1 - len(damaged) :]} != {
@@ -241,21 +239,6 @@ class RunDirectory:
         (self.checkpoints / name).rename(aside)
         return aside
 
-    def _sign_lock(self) -> None:
-        """Writes who holds the lock into its file, for those who are refused."""
-        assert self._lock is not None
-        with contextlib.suppress(OSError):  # a full disk: the lock holds without a name
-            self._lock.truncate(0)
-            self._lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-            self._lock.flush()
-
-    def _holder(self) -> str:
-        """Who holds the lock, in words."""
-        try:
-            return read_whole(self.path / "lock", 1 << 10).decode().strip() or "a running process"
-        except (OSError, ValueError):
-            return "a running process"
-
     def saved(self, step: int) -> None:
         """Notes in run.json that a checkpoint of `step` is complete, so that its loss is noticed. Rank 0 calls it."""
         path = self.path / "run.json"
@@ -287,10 +270,7 @@ class RunDirectory:
 
     def release(self) -> None:
         """Unlocks the directory."""
-        if self._lock is not None:
-            with contextlib.suppress(OSError):
-                self._lock.truncate(0)
-            self._lock.close()  # the kernel drops the lock with it
+        self._lock.release()
 
     def _other_files(self) -> list[str]:
         """The names of the files here, without those that a start leaves behind when it is killed at once."""
@@ -298,18 +278,10 @@ class RunDirectory:
             return []
         return [entry.name for entry in self.path.iterdir() if entry.name not in _LEFT_BY_A_KILLED_START]
 
-    def _locked(self) -> bool:
-        try:
-            with (self.path / "lock").open() as lock:
-                # A shared lock, so that ranks that check at the same time do not refuse each other.
-                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return False
-        except BlockingIOError:
-            return True
-        except OSError:  # no locks on this file system; `open` says so
-            return False
-        return False
+    def kernels(self) -> dict[str, Any] | None:
+        """What the last start on a GPU found of its kernels; None where there was none."""
+        starts = self._record()["starts"]
+        return next((start["kernels"] for start in reversed(starts) if start.get("kernels")), None)
 
     def _record(self) -> dict[str, Any]:
         """What run.json says. Raises DataError where it is damaged."""

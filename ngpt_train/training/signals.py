@@ -107,9 +107,21 @@ class StopTogether:
     Where a step takes longer than ASK_SECONDS they ask after each. A single rank asks after each step, without a cost.
     """
 
-    def __init__(self, stop: StopRequest, world: World, step: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """step: number of completed steps; the first call of `reason` follows the next one. clock: in seconds."""
-        self._stop, self._world, self._clock = stop, world, clock
+    def __init__(
+        self,
+        stop: StopRequest,
+        world: World,
+        step: int,
+        clock: Callable[[], float] = time.monotonic,
+        news: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """step: number of completed steps; the first call of `reason` follows the next one. clock: in seconds.
+
+        news: whether this rank knows something that all have to hear of, such as a failed save; then `heard` is True on
+        all of them after the same step.
+        """
+        self._stop, self._world, self._clock, self._news = stop, world, clock, news
+        self.heard = False
         self._steps_between, self._next_question = 1, step + 1
         self._last_call, self._slowest_step = clock(), 0.0
 
@@ -118,11 +130,12 @@ class StopTogether:
         step."""
         now = self._clock()
         self._slowest_step = max(self._slowest_step, now - self._last_call)
-        self._last_call = now
+        self._last_call, self.heard = now, False
         if step < self._next_question and self._world.size > 1:
             return None
         own = self._stop.reason
-        stopping, slowest_step = self._world.largest([own is not None, self._slowest_step])
+        stopping, slowest_step, heard = self._world.largest([own is not None, self._slowest_step, self._news()])
+        self.heard = bool(heard)
         if stopping:
             return next(reason for reason in self._world.gather(own) if reason)
         # At most twice as many as before: on a GPU the host may run ahead, and then steps seem shorter than they are.

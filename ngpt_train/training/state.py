@@ -1,12 +1,14 @@
 """The training state: model, optimizer and counters, which a training step changes."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ngpt_train.config.schema import Config
-from ngpt_train.distributed import World, join_world, parallelize
+from ngpt_train.distributed import World, first_contact, join_world, parallelize
 from ngpt_train.models import Decoder
 from ngpt_train.optim import LossScale, MovingAverage, build_optimizer
 from ngpt_train.training.batch import resolve_micro_rows
@@ -30,6 +32,20 @@ class TrainState:
     loss_scale: LossScale | None = None  # with train.precision=fp16
     ema: MovingAverage | None = None  # of the weights, with optim.ema_decay
     train_seconds: float | None = 0.0  # in training steps so far; None after a checkpoint that does not say
+
+
+def check_kernels(config: Config, world: World, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Checks the kernels that a run will use, and switches off those that must not run; a collective call, before
+    `build_state`.
+
+    stored: what run.json has of the run's last check. Returns what run.json is to have of this one, as {"kernels":
+    ...}; an empty dict where there is no GPU. Raises ConfigError where a kernel that the config names must not run.
+    """
+    micro_rows = resolve_micro_rows(
+        config.train.rows_per_step, config.train.micro_rows, config.model.context, world.size
+    )
+    contact = first_contact(config, world, micro_rows, stored)
+    return {} if contact is None else {"kernels": contact.json()}
 
 
 def build_state(config: Config, world: World | None = None) -> TrainState:

@@ -5,6 +5,9 @@ names nobody. Here a thread of each rank writes a beat into the process group's 
 grows, what the rank does and at which step. Each rank looks at the beats of the next one. A rank without a new beat is
 stopped or dead. A rank whose step takes much longer than any step before hangs, or waits for one that does. Whoever
 finds that asks all ranks for their Python stacks; one prints them, and all end.
+
+The store is a process of one host. A rank that it does not answer, because that host or the network to it is gone, and
+whose step does not end either, ends by itself.
 """
 
 from __future__ import annotations
@@ -24,6 +27,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ngpt_train.distributed import World
+from ngpt_train.distributed.long_work import RankLostError
 
 BEATS = 10  # within parallel.hang_seconds
 # A step that takes so many times the longest of this start hangs. The first ones compile, and do not count.
@@ -48,6 +52,7 @@ class Watchdog:
         self._longest, self._steps, self._said = 0.0, 0, -1
         self._main = threading.get_ident()
         self._ended = threading.Event()
+        self._looks = 0  # at the store, that the store has answered
         self._thread: threading.Thread | None = None
         if world.size > 1 and seconds:
             # A connection of its own: a main thread that waits for the store must not keep the beats from it.
@@ -58,6 +63,7 @@ class Watchdog:
             self._give_sign()  # the first one here, so that a rank that is stopped at once has given one
             self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
             self._thread.start()
+            threading.Thread(target=self._watch_store, name="watchdog of the store", daemon=True).start()
 
     @contextmanager
     def during(self, doing: str, step: int) -> Iterator[None]:
@@ -74,7 +80,7 @@ class Watchdog:
         """Ends the beats. The other ranks are told, so that they do not miss them."""
         if self._thread is not None and not self._ended.is_set():
             self._ended.set()
-            self._thread.join()
+            self._thread.join(self._seconds)  # no longer: the store may be gone
 
     def _watch(self) -> None:
         seen = time.monotonic()
@@ -95,9 +101,53 @@ class Watchdog:
                 if self._hangs(now):
                     waited = f"{self._doing} {self._step} has taken {now - self._since:.0f} s"
                     self._declare(f"{waited}, the steps before {self._longest:.1f} s at most")
+                self._looks += 1
             self._store.set(_beat_of(self._world.rank), json.dumps(self._state() | {"closed": True}))
-        except dist.DistError:  # the store is gone, and torchrun with it
+        except dist.DistError:  # the store is gone, which `_watch_store` notices
             return
+
+    def _watch_store(self) -> None:
+        looks = silent = 0
+        # Looks are counted, not seconds: a process that was stopped has not waited meanwhile.
+        while not self._ended.wait(self._seconds / BEATS):
+            looks, silent = self._looks, (silent + 1 if looks == self._looks else 0)
+            if silent > BEATS and self._is_stuck(time.monotonic() - self._since):
+                reason = f"{_store()} has not answered for {silent * self._seconds / BEATS:.0f} s: that host, or the "
+                reason += f"network to it, is gone; rank {self._world.rank} is in {self._doing} {self._step}"
+                print(f"hung: {reason}. This rank ends.\n{self._stack()}", file=sys.stderr, flush=True)
+                self._on_end(reason)
+                os._exit(EXIT_CODE)
+
+    def _is_stuck(self, seconds: float) -> bool:
+        """Whether the main thread, which has done the same for so long, waits for others. A step that goes on needs no
+        store: a torchrun that is stopped for a while ends nothing."""
+        if seconds < LONGER * max(self._seconds, self._longest):
+            return False
+        return self._doing in (STEP, BETWEEN) or _waits_for_others(self._stack())
+
+    @contextmanager
+    def naming_the_lost(self) -> Iterator[None]:
+        """Inside, a collective that fails on one of several hosts, because others are gone, says who. Raises
+        RankLostError. It takes two beats to tell who is gone."""
+        try:
+            yield
+        except RuntimeError as error:
+            several = self._thread is not None and self._world.size > self._world.local_size
+            if not several or hasattr(error, "exit_code") or not (gone := self._who_is_gone()):
+                raise
+            raise RankLostError(
+                f"{gone} is gone; the same command goes on from the last checkpoint. {error}"
+            ) from error
+
+    def _who_is_gone(self) -> str:
+        """Who gives no sign of life within two beats, in words; empty if all do."""
+        try:
+            before = [self._beat(rank) for rank in range(self._world.size)]
+            time.sleep(2 * self._seconds / BEATS)
+            after = [self._beat(rank) for rank in range(self._world.size)]
+        except dist.DistError:
+            return _store()
+        return "; ".join(_who(rank, beat) for rank, beat in enumerate(after) if beat and beat == before[rank])
 
     def _give_sign(self) -> None:
         self._beat_number += 1
@@ -129,9 +179,8 @@ class Watchdog:
         self._end(self._store.compare_set(_END, "", reason).decode())
 
     def _end(self, reason: str) -> None:
-        stack = "".join(traceback.format_stack(sys._current_frames()[self._main])[-FRAMES:])
         rank = self._world.rank
-        self._store.set(_stack_of(rank), json.dumps(self._state() | {"stack": stack}))
+        self._store.set(_stack_of(rank), json.dumps(self._state() | {"stack": self._stack()}))
         pause = 2 * self._seconds / BEATS  # in which all have looked
         # The first that comes prints for all.
         if self._store.add(_PRINTER, 1) == 1:
@@ -141,6 +190,9 @@ class Watchdog:
         else:
             time.sleep(2 * pause)
         os._exit(EXIT_CODE)
+
+    def _stack(self) -> str:
+        return "".join(traceback.format_stack(sys._current_frames()[self._main])[-FRAMES:])
 
     def _report(self, reason: str) -> str:
         """The reason, and the stacks of all ranks, those of ranks that do not wait for others first."""
@@ -170,6 +222,10 @@ def _beat_of(rank: int) -> str:
 
 def _stack_of(rank: int) -> str:
     return f"stack/{rank}"
+
+
+def _store() -> str:
+    return f"the process group's store on {os.environ.get('MASTER_ADDR', 'this host')}"
 
 
 def _who(rank: int, state: dict[str, Any]) -> str:

@@ -10,8 +10,8 @@ from typing import Any
 from ngpt_train.bench.interleaved import Entry
 from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
+from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.files import write_json
-from ngpt_train.training.provenance import git_commit
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:

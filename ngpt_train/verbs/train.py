@@ -39,9 +39,10 @@ from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
 from ngpt_train.observe.telemetry import Telemetry
 from ngpt_train.report.curves import plot_run
-from ngpt_train.training import TrainState, build_state
+from ngpt_train.training import TrainState, build_state, check_kernels
 from ngpt_train.training.checkpoint import (
     Checkpoints,
+    Saves,
     list_checkpoints,
     load_model,
     load_state,
@@ -100,10 +101,12 @@ def main(config: Config, overrides: Sequence[str]) -> int:
             print(f"{run.path}: nothing to do, the run is at step {step_of(checkpoint)} and would end at {last}.")
         return 0
     with stop:  # until everything is written, the curves too
+        kernels = check_kernels(config, world, world.on_main(lambda: run.kernels() if checkpoint else None))
         state, feed = begin_or_resume(config, world, data, checkpoint, stop)
         validation = Evaluations(data.validation, data.tokenizer.n_bytes, config)
-        start = world.on_main(lambda: describe_start(state, data))
-        world.on_main(lambda: run.open(config, start, checkpoint, damaged))
+        start = world.on_main(lambda: describe_start(state, data)) | kernels
+        # Without a timeout: run.overwrite deletes files, which may take long.
+        world.on_main_without_timeout(lambda: run.open(config, start, checkpoint, damaged))
         train_in(run, state, feed, validation, data, start, stop)
     return 0
 
@@ -199,7 +202,8 @@ def train_in(
     """
     config, world = state.config, state.world
     last = config.train.stop_at or config.train.steps
-    checkpoints = Checkpoints(run.checkpoints, world, config.checkpoint.keep_last, config.checkpoint.keep_every)
+    kept = config.checkpoint
+    checkpoints = Checkpoints(run.checkpoints, world, kept.keep_last, kept.keep_every, kept.checksum)
     resumed = state.step or None
     sinks: list[Sink] = []
 
@@ -211,11 +215,10 @@ def train_in(
         write_yaml(config, directory / "config.yaml")
         write_json(directory / "tokenizer.json", write_tokenizer(data.tokenizer, directory))
 
+    saves = Saves(checkpoints, state, lambda checkpoint: run.saved(step_of(checkpoint)), say)
+
     def save(state: TrainState, position: Position, loss: float) -> None:
-        path = checkpoints.save(state, merged(world.gather(position)), add_files, loss)
-        if world.is_main:
-            run.saved(state.step)
-        say(f"saved {path}")
+        saves.save(state, merged(world.gather(position)), add_files, loss)
 
     last_evaluation: dict[str, Any] = {}
     row_files: RowFiles | None = None
@@ -245,6 +248,7 @@ def train_in(
         unigram = unigram_note(data, validation, config) if world.is_main else ""
         if unigram:
             say(f"validation loss: {unigram}")
+        say(saves.described)
         with profiled(config.train.profile, run.path / "profile", world) as after_step:
             rows_of_an_epoch = {name: size.rows for name, size in sizes.items()}
             telemetry = Telemetry(state) if config.logging.telemetry else NOBODY
@@ -252,7 +256,10 @@ def train_in(
             parts = Parts(feed, evaluate, save, sinks, meter, after_step, rows_of_an_epoch, telemetry)
             parts.advice = lambda: checkpoints.advice(lr)
             parts.during = watchdog.during
-            interruption = train(state, parts, stop)
+            parts.settle, parts.save_has_failed = saves.settle, saves.has_failed
+            with watchdog.naming_the_lost():
+                interruption = train(state, parts, stop)
+                saves.settle()
         code, reason = 0, interruption or DONE
         if interruption:
             say(f"{interruption}: {where_it_goes_on(run, state.step)}")
@@ -266,6 +273,8 @@ def train_in(
         if world.is_main or code:
             # First: wandb may take so long to close that torchrun kills.
             run.finish(code, reason, state.step, world.rank)
+        with watchdog.during("the checkpoint of step", state.step):
+            saves.close()
         watchdog.close()
         feed.close()
         close(sinks, reason)
@@ -335,5 +344,7 @@ def say_what_starts(
         + (f", label smoothing {smoothing:g}, which they leave out" if smoothing else "")
         + (f", moving average of the weights with decay {config.optim.ema_decay:g}" if config.optim.ema_decay else "")
     )
+    for note in start.get("kernels", {}).get("notes", ()):
+        say(note)
     if config.optim.lr_source:
         say(f"lr from {config.optim.lr_source}")

@@ -13,12 +13,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import safe_open
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 from ngpt_train.__main__ import main
 from ngpt_train.core.errors import DataError
+from ngpt_train.training.checkpoint import save
 from ngpt_train.training.checkpoint.files import read_manifest, read_progress
-from ngpt_train.training.checkpoint.load import open_tensors
 from ngpt_train.training.checkpoint.metadata import read_metadata
+from tests.processes.names_worker import by_parameter
 from tests.processes.runs import arguments, numbers, run, train
 
 TENSORS = "shard-00001-model-00001-of-00001.safetensors"
@@ -57,9 +59,9 @@ def sign(path: Path, name: str) -> None:
 def as_before(path: Path, corpus: Path) -> None:
     """Makes a checkpoint one of format 1, with torch's own files and their pickled index."""
     out = path.with_name("format_1")
-    reader, names = open_tensors(path)
+    reader = HuggingFaceStorageReader(str(path))  # torch's, which reads our files too
     stored = reader.read_metadata().state_dict_metadata
-    tensors = {name: torch.empty(stored[name].size, dtype=stored[name].properties.dtype) for name in names}
+    tensors = {name: torch.empty(found.size, dtype=found.properties.dtype) for name, found in stored.items()}
     dcp.load(tensors, storage_reader=reader, no_dist=True)
     dcp.save(tensors, storage_writer=dcp.FileSystemWriter(out), no_dist=True)
     (path / TENSORS).unlink()
@@ -105,7 +107,7 @@ def test_all_are_damaged(directory: Path, corpus: Path, capsys: pytest.CaptureFi
         flip(checkpoint(directory, step) / TENSORS)
     before = (directory / "runs/test/metrics.jsonl").read_bytes()
     assert main(["train", *given(directory, corpus)]) == 3
-    assert "step_00000006 is damaged: shard-00001-model-00001-of-00001.safetensors has another sha256" in (
+    assert "step_00000006 is damaged: shard-00001-model-00001-of-00001.safetensors has another xxh3" in (
         message := capsys.readouterr().err
     )
     assert "So are the 2 older ones" in message
@@ -158,17 +160,22 @@ def test_nothing_is_pickled(directory: Path, corpus: Path) -> None:
                 assert file.name == "config.yaml"
 
 
-def test_checkpoints_of_before_are_read(directory: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Torch's format pickles the optimizer's numbers, too. Caught: a checkpoint of before that is refused, one whose
-    numbers are unpickled."""
+def test_checkpoints_of_before_are_read(
+    trained: Path, tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They name parameters, and torch's format pickles the optimizer's numbers. Caught: a checkpoint of before that is
+    refused, one whose numbers are unpickled."""
     import torch.distributed.checkpoint.default_planner as planner
 
     def refused(*_: object) -> None:
         raise AssertionError("unpickled")
 
-    expected = directory.parent / "expected"
-    shutil.copytree(directory, expected)
+    directory, expected = tmp_path / "before", tmp_path / "expected"
+    shutil.copytree(trained, expected)
     assert main(["train", *given(expected, corpus)]) == 0
+    with monkeypatch.context() as names:
+        names.setattr(save, "by_canonical_name", by_parameter)
+        assert main(["train", *given(directory, corpus, "train.stop_at=6")]) == 0
     as_before(checkpoint(directory), corpus)
     monkeypatch.setattr(planner.DefaultLoadPlanner, "load_bytes", refused)
     assert main(["train", *given(directory, corpus)]) == 0
@@ -205,9 +212,9 @@ USUAL = {"state.json": ENTRY}
         ({"format": 1, "files": USUAL | {"../x": ENTRY}}, "it names '../x'"),
         ({"format": 1, "files": USUAL | {"/etc/passwd": ENTRY}}, "it names '/etc/passwd'"),
         ({"format": 1, "files": USUAL | {"..": ENTRY}}, "it names '..'"),
-        ({"format": 1, "files": USUAL | {"x": None}}, "it has no size and sha256 of x"),
-        ({"format": 1, "files": USUAL | {"x": ENTRY | {"bytes": "1"}}}, "it has no size and sha256 of x"),
-        ({"format": 1, "files": USUAL | {"x": ENTRY | {"sha256": "00"}}}, "it has no size and sha256 of x"),
+        ({"format": 1, "files": USUAL | {"x": None}}, "it has no size and checksum of x"),
+        ({"format": 1, "files": USUAL | {"x": ENTRY | {"bytes": "1"}}}, "it has no size and checksum of x"),
+        ({"format": 1, "files": USUAL | {"x": ENTRY | {"sha256": "00"}}}, "it has no size and checksum of x"),
         (100_000 * "[", "missing or damaged"),
         ("{", "missing or damaged"),
     ],

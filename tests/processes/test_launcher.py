@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +17,9 @@ from tests.processes import fork_server
 from tests.processes.runs import arguments, numbers, records, run, start, train, wait_for_step
 
 
-def job(torchrun: str | None = None, agent: str | None = None, slurm: str | None = None, requeued: int = 0) -> object:
+def job(
+    torchrun: str | None = None, agent: str | None = None, slurm: str | None = None, requeued: int = 0
+) -> dict[str, Any]:
     environment = {
         "TORCHELASTIC_RUN_ID": torchrun,
         "TORCHELASTIC_ERROR_FILE": agent and f"/tmp/{agent}/attempt_{requeued}/0/error.json",
@@ -49,6 +52,15 @@ def test_restarts_are_told_from_new_jobs(earlier: dict[str, object] | None, now:
     assert is_same_job(earlier, now) is same
 
 
+@pytest.mark.parametrize(
+    "damaged", ["big", [], {}, {"torchrun": "big"}, {**job(), "requeued": "1"}, {**job(), "slurm": 7}]
+)
+def test_a_job_that_is_damaged(damaged: Any) -> None:
+    """Caught: a traceback; a run that is overwritten because its job cannot be read."""
+    with pytest.raises(DataError, match=r"run\.json is damaged: its last job is"):
+        is_same_job(damaged, this_job({}))
+
+
 def test_nameless_jobs_of_many_hosts() -> None:
     assert nameless_on_many_hosts({"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2"})
     assert not nameless_on_many_hosts({"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "1"})
@@ -64,6 +76,8 @@ def test_nameless_jobs_of_many_hosts() -> None:
         ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": ""}, "LOCAL_RANK=: .* no number"),
         ({"RANK": "5", "WORLD_SIZE": "2"}, "RANK=5, WORLD_SIZE=2"),
         ({"WORLD_SIZE": "2"}, "WORLD_SIZE=2 .* not RANK"),
+        ({"SLURM_RESTART_COUNT": "often"}, "SLURM_RESTART_COUNT=often: .* no number\n  Start with sbatch"),
+        ({"GROUP_WORLD_SIZE": "2.5"}, "GROUP_WORLD_SIZE=2.5: .* no number"),
         ({}, None),
         ({"WORLD_SIZE": "1"}, None),
         ({"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}, None),

@@ -17,11 +17,11 @@ def plain(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> dict[int, t
     return numbers(directory / "runs/test")
 
 
-@pytest.mark.parametrize("layout", ["single", "fsdp"])
+@pytest.mark.parametrize(("kind", "layout"), [("full", "single"), ("full", "fsdp"), ("selective", "fsdp")])
 def test_activation_checkpointing(
-    tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]], layout: str
+    tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]], kind: str, layout: str
 ) -> None:
-    option = "train.activation_checkpointing=full"
+    option = f"train.activation_checkpointing={kind}"
     train(arguments(tmp_path, corpus, "train.steps=6", option, f"parallel={layout}"))
     recomputed = numbers(tmp_path / "runs/test")
     assert recomputed.keys() == plain.keys()
@@ -42,7 +42,7 @@ def test_z_loss(tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "recompute"), [("single", "none"), ("ddp", "full"), ("fsdp", "full")])
+@pytest.mark.parametrize(("layout", "recompute"), [("single", "none"), ("ddp", "full"), ("fsdp", "selective")])
 def test_compile(
     tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]], layout: str, recompute: str
 ) -> None:
@@ -83,7 +83,7 @@ def test_the_next_start_compiles_nothing(tmp_path: Path, corpus: Path, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_blocks_are_really_compiled(recompute: str) -> None:
     """torch.compile gives up in silence on a function that it does not like: one graph for all blocks, not none, and
     one more without gradients."""

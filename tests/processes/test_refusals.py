@@ -175,14 +175,14 @@ def test_weights_of_another_version(
     """Caught: a traceback from deep inside where a checkpoint calls its weights otherwise."""
     read = HuggingFaceStorageReader.read_metadata
 
-    def without_wqkv(self: HuggingFaceStorageReader) -> Any:
+    def without_wk(self: HuggingFaceStorageReader) -> Any:
         metadata = read(self)
-        del metadata.state_dict_metadata["model.layers.1.attention.wqkv.matrix"]
+        del metadata.state_dict_metadata["layers.1.wk"]
         return metadata
 
-    monkeypatch.setattr(HuggingFaceStorageReader, "read_metadata", without_wqkv)
+    monkeypatch.setattr(HuggingFaceStorageReader, "read_metadata", without_wk)
     message = refused(directory, corpus, capsys, 3, "train.steps=6")
-    assert "has no layers.1.attention.wqkv.matrix: another version of ngpt-train wrote it" in message
+    assert "has no layers.1.wk: another version of ngpt-train wrote it" in message
 
 
 @pytest.mark.parametrize(

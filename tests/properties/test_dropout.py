@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from ngpt_train.distributed.layouts import recomputed
+from ngpt_train.distributed.recomputation import recomputed
 from ngpt_train.kernels import dropout
 from ngpt_train.kernels.dropout import row_seeds
 from ngpt_train.models import Decoder

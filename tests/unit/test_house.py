@@ -21,6 +21,7 @@ FLOORS = [
     {"distributed"},
     {"training"},
     {"evaluation", "observe", "report", "interop", "bench"},
+    {"doctor"},
     {"verbs", "__main__"},
 ]
 FLOOR = {part: level for level, parts in enumerate(FLOORS) for part in parts}

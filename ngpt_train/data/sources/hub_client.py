@@ -102,6 +102,20 @@ class HubClient:
             partial = _Partial(out, file)
             self._persist(name, lambda deadline: self._receive(name, url, partial, deadline))
 
+    def try_file(self, commit: str, path: str) -> int:
+        """The size of the first piece of a file that arrives. Other servers send files than lists, and a firewall may
+        let the one pass and not the other. Raises FetchError."""
+        from huggingface_hub import hf_hub_url
+
+        url = hf_hub_url(self.repo, path, repo_type="dataset", revision=commit, endpoint=endpoint())
+        name = f"{self.repo}@{commit}:{path}"
+
+        def attempt(deadline: float) -> int:
+            with self._request(name, url, deadline, {}) as response:
+                return len(next(_chunks(response, deadline), b""))
+
+        return self._persist(name, attempt, at_start=True)
+
     def _receive(self, name: str, url: str, partial: _Partial, deadline: float) -> None:
         if partial.received < partial.file.size:
             headers = {"Range": f"bytes={partial.received}-"} if partial.received else {}

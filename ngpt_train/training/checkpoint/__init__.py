@@ -3,20 +3,23 @@
     checkpoints/step_00001000/   shard-00001-....safetensors ...  the tensors of each rank
                                  state.json     counters, sums since the last record, position in the data
                                  config.yaml, tokenizer files
-                                 MANIFEST.json  size and sha256 of every file, the loss; written last
+                                 MANIFEST.json  size and checksum of every file, the loss; written last
 
-A checkpoint is written under another name, synced to disk and then renamed, so that a kill at any moment leaves the
-previous checkpoint. It can be read on any number of ranks and with any layout.
+A checkpoint is written under another name, synced to disk, read back and then renamed, so that a kill at any moment
+leaves the previous checkpoint. `Saves` writes it beside training. It can be read on any number of ranks and with any
+layout.
 
 A state with NaN or an infinity is not saved, and of the checkpoints whose loss had not exploded the last one is kept.
 """
 
+from ngpt_train.training.checkpoint.background import Saves
 from ngpt_train.training.checkpoint.files import find_checkpoint, last_good, list_checkpoints, read_progress, step_of
 from ngpt_train.training.checkpoint.load import load_model, load_state, newest_undamaged, newest_with_config
 from ngpt_train.training.checkpoint.save import Checkpoints
 
 __all__ = [
     "Checkpoints",
+    "Saves",
     "find_checkpoint",
     "last_good",
     "list_checkpoints",

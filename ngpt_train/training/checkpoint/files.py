@@ -17,6 +17,9 @@ MOST = 2**63  # of what torch counts
 STATE = "state.json"
 UNFINISHED = ".unfinished-"
 NAME = re.compile(r"step_(\d{8,})")
+SHA256, XXH3 = "sha256", "xxh3"
+DIGITS = {XXH3: 32, SHA256: 64}  # of a checksum; both tell a damaged file, neither a forged one
+CHUNK = 2**20  # bytes that are read, or written, and summed at a time, so that they are still in the CPU's cache
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
@@ -70,7 +73,7 @@ def last_good(directory: Path) -> Path | None:
 
 @dataclass(frozen=True)
 class Manifest:
-    """files: size and sha256 of every file by its name."""
+    """files: size and checksum of every file by its name."""
 
     format: int
     files: dict[str, dict[str, Any]]
@@ -88,7 +91,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
     elif outside := [name for name in files if name in ("", ".", "..", MANIFEST) or "/" in name or "\0" in name]:
         problem = f"it names {outside[0]!r}, which is no file of a checkpoint"
     elif faulty := [name for name, entry in files.items() if not _is_entry(entry)]:
-        problem = f"it has no size and sha256 of {faulty[0]}"
+        problem = f"it has no size and checksum of {faulty[0]}"
     elif STATE not in files:
         problem = f"it does not name {STATE}"
     elif unnamed := sorted(name for name in os.listdir(checkpoint) if has_tensors(name) and name not in files):
@@ -107,8 +110,9 @@ def _is_entry(entry: Any) -> bool:
     return (
         isinstance(entry, dict)
         and type(entry.get("bytes")) is int
-        and isinstance(entry.get("sha256"), str)
-        and re.fullmatch("[0-9a-f]{64}", entry["sha256"]) is not None
+        and (kind := checksum_of(entry)) is not None
+        and isinstance(entry[kind], str)
+        and re.fullmatch(f"[0-9a-f]{{{DIGITS[kind]}}}", entry[kind]) is not None
     )
 
 
@@ -121,8 +125,8 @@ def differences(checkpoint: Path, files: Mapping[str, dict[str, Any]]) -> list[s
             problems.append(f"{name} is missing")
         elif path.stat().st_size != expected["bytes"]:
             problems.append(f"{name} has {path.stat().st_size} bytes instead of {expected['bytes']}")
-        elif size_and_sha256(path) != expected:
-            problems.append(f"{name} has another sha256 than when it was written")
+        elif size_and_checksum(path, kind := checksum_of(expected) or SHA256)[kind] != expected[kind]:
+            problems.append(f"{name} has another {kind} than when it was written")
     return problems
 
 
@@ -157,8 +161,32 @@ def _manifest(checkpoint: Path) -> dict[str, Any]:
     return manifest if isinstance(manifest, dict) else {"good": False}
 
 
-def size_and_sha256(path: Path) -> dict[str, Any]:
+def checksum_of(entry: Mapping[str, Any]) -> str | None:
+    """The kind of checksum that a file's entry in the manifest has, a value of checkpoint.checksum."""
+    return next((kind for kind in DIGITS if kind in entry), None)
+
+
+def new_checksum(kind: str) -> Any:
+    """An object with `update` and `hexdigest`. kind: a value of checkpoint.checksum."""
+    if kind == SHA256:
+        return hashlib.sha256()
+    import xxhash  # here, because models and training import with torch alone
+
+    return xxhash.xxh3_128()
+
+
+def size_and_checksum(path: Path, kind: str) -> dict[str, Any]:
     """A file's entry in the manifest."""
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    return {"bytes": path.stat().st_size, "sha256": digest}
+    checksum = new_checksum(kind)
+    buffer = memoryview(bytearray(CHUNK))
+    size = 0
+    with path.open("rb", buffering=0) as file:  # not mapped: a file that is cut meanwhile must not end in SIGBUS
+        while n := file.readinto(buffer):
+            checksum.update(buffer[:n])
+            size += n
+    return {"bytes": size, kind: checksum.hexdigest()}
+
+
+def gb(n_bytes: int) -> str:
+    """A number of bytes for people."""
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e7 else f"{n_bytes / 1e6:.2f} MB"

@@ -1,27 +1,28 @@
 """From a checkpoint to a training state, on any number of ranks and with any layout."""
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_state_dict,
 )
-from torch.distributed.checkpoint.storage import StorageReader
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.distributed import World
 from ngpt_train.models import Decoder
 from ngpt_train.training.checkpoint.files import differences, has_tensors, read_manifest, read_progress
 from ngpt_train.training.checkpoint.metadata import read_metadata
+from ngpt_train.training.checkpoint.names import by_canonical_name, names_parameters
+from ngpt_train.training.checkpoint.reading import StoredTensors
 from ngpt_train.training.checkpoint.tensors import (
     OPTIONS,
     describe_error,
@@ -41,7 +42,8 @@ def verify(checkpoint: Path, world: World) -> None:
     """
     files = world.on_main(lambda: read_manifest(checkpoint)).files  # so that all see the same, and none is left alone
     mine = {name: entry for index, (name, entry) in enumerate(files.items()) if index % world.size == world.rank}
-    found = [problem for part in world.gather(differences(checkpoint, mine)) for problem in part]
+    own = world.on_all_without_timeout(lambda: differences(checkpoint, mine))  # of a slow disk it takes long
+    found = [problem for part in world.gather(own) for problem in part]
     if found:
         raise DataError(f"The checkpoint {checkpoint} is damaged: {'; '.join(found)}. Use another checkpoint.")
 
@@ -79,28 +81,53 @@ def newest_undamaged(checkpoints: Sequence[Path], world: World) -> tuple[Path | 
     return None, damaged
 
 
-def open_tensors(checkpoint: Path) -> tuple[StorageReader, Collection[str]]:
-    """A reader of the tensors of a checkpoint, and their names. Executes nothing. Raises DataError."""
+class TensorsOfBefore:
+    """The tensors of a checkpoint of format 1, in torch's own files."""
+
+    def __init__(self, checkpoint: Path, files: set[str]) -> None:
+        """files: those that the manifest names. Raises DataError."""
+        self.checkpoint = checkpoint
+        self._stored = read_metadata(checkpoint, files).state_dict_metadata
+        self.names = self._stored.keys()
+
+    def sizes(self) -> list[int]:
+        """As StoredTensors.sizes."""
+        return [entry.size.numel() for entry in self._stored.values() if isinstance(entry, TensorStorageMetadata)]
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """As StoredTensors.read; a collective call."""
+        try:
+            with without_process_group_warning():
+                dcp.load(dict(tensors), storage_reader=dcp.FileSystemReader(self.checkpoint), no_dist=no_dist())
+        except (RuntimeError, ValueError, CheckpointException) as error:
+            raise DataError(f"The checkpoint {self.checkpoint} cannot be read: {describe_error(error)}") from None
+
+
+def open_tensors(checkpoint: Path) -> StoredTensors | TensorsOfBefore:
+    """The tensors of a checkpoint. Executes nothing. Raises DataError."""
     manifest = read_manifest(checkpoint)
-    if manifest.format == 1:
-        metadata = read_metadata(checkpoint, set(manifest.files))
-        return dcp.FileSystemReader(checkpoint), metadata.state_dict_metadata.keys()
-    reader = HuggingFaceStorageReader(str(checkpoint))
-    try:
-        return reader, reader.read_metadata().state_dict_metadata.keys()
-    except Exception as error:  # of safetensors, or of an index that is none
-        raise DataError(f"The checkpoint {checkpoint} cannot be read: {describe_error(error)}") from None
+    return TensorsOfBefore(checkpoint, set(manifest.files)) if manifest.format == 1 else StoredTensors(checkpoint)
 
 
-def check_names(checkpoint: Path, known: Collection[str], weights: Collection[str], part: str = "model") -> None:
-    """Raises DataError if a weight of the model is not in that part of the checkpoint, whose tensors are `known`."""
-    if part == "ema" and not any(name.startswith("ema.") for name in known):
+def as_stored(
+    checkpoint: Path, known: Collection[str], model: Decoder, tensors: Mapping[str, Mapping[str, Any]]
+) -> Mapping[str, Any]:
+    """`tensors`, by part of the state and name, as the checkpoint names them, whose names are `known`.
+
+    What is read into them is in `tensors`. Raises DataError if one is not in the checkpoint.
+    """
+    if "ema" in tensors and not any(name.startswith("ema.") for name in known):
         raise DataError(f"The checkpoint {checkpoint} has no moving average: its run had optim.ema_decay=null.")
-    if missing := [name for name in weights if f"{part}.{name}" not in known]:
+    if names_parameters(known):
+        named = {f"{part}.{name}": value for part, of_part in tensors.items() for name, value in of_part.items()}
+    else:
+        named = by_canonical_name(model, tensors)
+    if missing := [name for name in named if name not in known]:
         raise DataError(
             f"The checkpoint {checkpoint} has no {missing[0]}: another version of ngpt-train wrote it, which called "
             "weights otherwise. Go on with that version, or begin a new run."
         )
+    return named
 
 
 def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> dict[str, Any]:
@@ -113,8 +140,7 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
         verify(checkpoint, state.world)
     progress = read_progress(checkpoint)
     model, optimizer = get_state_dict(state.model, state.optimizer, options=OPTIONS)
-    reader, known = open_tensors(checkpoint)
-    check_names(checkpoint, known, model)
+    stored = open_tensors(checkpoint)
     tensors: dict[str, Any] = {
         "model": model,
         # Without the groups' learning rates and the like, which the config has: DCP would unpickle them.
@@ -122,9 +148,7 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
         "statistics": statistics_to_load(checkpoint, state.model),
         **moving_average(state),
     }
-    if state.ema is not None:
-        check_names(checkpoint, known, state.ema.weights, "ema")
-    _read(checkpoint, reader, tensors)
+    stored.read(as_stored(checkpoint, stored.names, state.model, tensors))
     set_statistics(state.model, tensors["statistics"], state.world)
     optimizer |= tensors["optimizer"]
     set_state_dict(state.model, state.optimizer, model_state_dict=model, optim_state_dict=optimizer, options=OPTIONS)
@@ -150,17 +174,7 @@ def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "mode
         part: get_model_state_dict(model),
         "statistics": statistics_to_load(checkpoint, model),
     }
-    reader, known = open_tensors(checkpoint)
-    check_names(checkpoint, known, tensors[part], part)
-    _read(checkpoint, reader, tensors)
+    stored = open_tensors(checkpoint)
+    stored.read(as_stored(checkpoint, stored.names, model, tensors))
     set_statistics(model, tensors["statistics"], world)
     set_model_state_dict(model, tensors[part])
-
-
-def _read(checkpoint: Path, reader: StorageReader, tensors: dict[str, Any]) -> None:
-    """Reads a checkpoint, whose files are known to be whole, into `tensors`; a collective call. Raises DataError."""
-    try:
-        with without_process_group_warning():
-            dcp.load(tensors, storage_reader=reader, no_dist=no_dist())
-    except (RuntimeError, ValueError, CheckpointException) as error:
-        raise DataError(f"The checkpoint {checkpoint} cannot be read: {describe_error(error)}") from None

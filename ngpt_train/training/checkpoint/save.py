@@ -1,17 +1,19 @@
-"""Saves training states: each checkpoint is complete or absent."""
+"""Saves training states: each checkpoint is complete or absent.
 
+A save has two parts. `snapshot` looks at the state, on the main thread: is it sound, what does each rank write? `write`
+brings it to the disk; `background.py` lets a thread do that beside training.
+"""
+
+import json
 import logging
 import math
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
-from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ngpt_train.core.errors import DataError
@@ -22,36 +24,59 @@ from ngpt_train.training.checkpoint.files import (
     MANIFEST,
     STATE,
     UNFINISHED,
+    XXH3,
+    differences,
+    gb,
     has_tensors,
     last_good,
     list_checkpoints,
     losses_of_good,
-    size_and_sha256,
+    size_and_checksum,
     step_of,
 )
+from ngpt_train.training.checkpoint.names import by_canonical_name
+from ngpt_train.training.checkpoint.pieces import Piece, Place, pieces_of, share
 from ngpt_train.training.checkpoint.soundness import first_not_finite, has_exploded
-from ngpt_train.training.checkpoint.tensors import (
-    OPTIONS,
-    describe_error,
-    moving_average,
-    no_dist,
-    statistics_of_all_ranks,
-    without_process_group_warning,
-)
+from ngpt_train.training.checkpoint.tensors import OPTIONS, describe_error, moving_average, statistics_of_all_ranks
+from ngpt_train.training.checkpoint.writing import write_tensors
 from ngpt_train.training.guards import NumericalError
 from ngpt_train.training.state import TrainState
 
 logger = logging.getLogger(__name__)
 
 
-class Checkpoints:
-    """The checkpoints of one run, in `directory`."""
+SPARE = 2**20  # bytes on the disk for the small files of a checkpoint
 
-    def __init__(self, directory: Path, world: World, keep_last: int, keep_every: int | None) -> None:
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a checkpoint will hold, as far as this rank writes it.
+
+    bytes: of all ranks' tensors. progress: the content of state.json. add_files: writes further files into the
+    directory, on rank 0. loss: of the last step. problem: why this rank cannot write, if it cannot.
+    """
+
+    step: int
+    pieces: tuple[Piece, ...]
+    bytes: int
+    progress: Mapping[str, Any]
+    add_files: Callable[[Path], None]
+    loss: float | None
+    problem: str | None = None
+
+
+class Checkpoints:
+    """The checkpoints of one run, in `directory`. checksum: a value of checkpoint.checksum."""
+
+    def __init__(
+        self, directory: Path, world: World, keep_last: int, keep_every: int | None, checksum: str = XXH3
+    ) -> None:
         self.directory = directory
         self.world = world
         self.keep_last = keep_last
         self.keep_every = keep_every
+        self.checksum = checksum
+        self._shares: tuple[dict[Place, int], set[Place], int] | None = None  # what this rank holds and writes of it
 
     def save(
         self,
@@ -66,25 +91,54 @@ class Checkpoints:
         rank; the manifest says whether it had exploded. Raises, on every rank, NumericalError if the state holds NaN or
         an infinity, and DataError if the checkpoint could not be written; earlier checkpoints are then untouched.
         """
-        final = self.directory / f"step_{state.step:08d}"
+        return self.write(self.snapshot(state, position, add_files, loss), self.world)
+
+    def snapshot(
+        self,
+        state: TrainState,
+        position: Mapping[str, Any],
+        add_files: Callable[[Path], None],
+        loss: float | None = None,
+    ) -> Snapshot:
+        """The first part of `save`, with its arguments and errors. Its tensors are those of the state, not copies."""
+        pieces, n_bytes = self._collect(state)
+        progress = {
+            "step": state.step,
+            "tokens": int(state.tokens),
+            "train_seconds": state.train_seconds,
+            "interval": state.interval.state_dict(),
+            **({} if state.loss_scale is None else {"loss_scale": state.loss_scale.state_dict()}),
+            "world_size": self.world.size,
+            "data": dict(position),
+        }
+        return Snapshot(state.step, pieces, n_bytes, progress, add_files, loss)
+
+    def write(self, snapshot: Snapshot, world: World, complete: Callable[[Path], None] = lambda _: None) -> Path:
+        """The second part of `save`: writes, checks, renames, and deletes what is not kept any more. A collective call
+        of `world`, whose ranks are those of training. complete: called once the checkpoint has its name, before others
+        are deleted. Raises DataError on every rank, as `save`."""
+        final = self.directory / f"step_{snapshot.step:08d}"
         work = self.directory / f"{UNFINISHED}{final.name}"
-        problem: str | None = None
-        sums: dict[str, dict[str, Any]] = {}
-        own = self._collect(state)
-        try:
-            self._write(work, own, state, position, add_files)
-            sums = self._checksums(work)
-        except (Exception, CheckpointException) as error:  # CheckpointException is not a subclass of Exception
-            problem = describe_error(error)
-        outcomes = self.world.gather((problem, sums))
-        problem = next((found for found, _ in outcomes if found), None)
+        problem = world.on_main(lambda: self._make_room(work, snapshot.bytes))
+        if problem is None:
+            own = snapshot.problem
+            entries: dict[str, dict[str, Any]] = {}
+            try:
+                if own is None:
+                    entries = self._write_files(work, snapshot)
+                    own = next((f"what was written is not what is read: {x}" for x in differences(work, entries)), None)
+            except Exception as error:
+                own = describe_error(error)
+            outcomes = world.gather((own, entries))
+            problem = next((found for found, _ in outcomes if found), None)
         if problem is None:
             files = {name: entry for _, part in outcomes for name, entry in part.items()}
-            problem = self.world.on_main(lambda: self._commit(work, final, files, loss))
+            problem = world.on_main(lambda: self._commit(work, final, files, snapshot.loss))
         if problem is not None:
-            self.world.on_main(lambda: shutil.rmtree(work, ignore_errors=True))
+            world.on_main(lambda: shutil.rmtree(work, ignore_errors=True))
             raise DataError(f"The checkpoint {final} could not be written: {problem}.")
-        self.world.on_main(self._prune)
+        complete(final)
+        world.on_main(self._prune)
         return final
 
     def advice(self, lr: float) -> str:
@@ -94,18 +148,24 @@ class Checkpoints:
         none = "" if good else ", because this one has no good checkpoint"
         return f"Start a new run, {begin}, with a lower optim.lr (it is {lr:g}){none}"
 
-    def _collect(self, state: TrainState) -> dict[str, Any]:
-        """The tensors of a checkpoint, as far as this rank has them. A rank that fails here would leave the others in
-        the collectives of `_write`, so all hear of it first."""
+    def _collect(self, state: TrainState) -> tuple[tuple[Piece, ...], int]:
+        """What this rank writes of the state, and the bytes that all ranks write. A rank that fails here would leave
+        the others in the collectives that follow, so all hear of it first."""
         problem = unsound = None
-        tensors: dict[str, Any] = {}
+        held: dict[Place, Piece] = {}
         try:
             unsound = first_not_finite(state)
             model, optimizer = get_state_dict(state.model, state.optimizer, options=OPTIONS)
-            tensors = {"model": model, "optimizer": optimizer, **moving_average(state)}
+            # Without the optimizer's numbers, such as the groups' learning rates, which the config has.
+            tensors: dict[str, Mapping[str, Any]] = {"model": model, "optimizer": optimizer, **moving_average(state)}
+            named = by_canonical_name(state.model, tensors)
+            held = {piece.place: piece for name, tensor in named.items() for piece in pieces_of(name, tensor)}
         except Exception as error:
             problem = describe_error(error)
-        for rank, (failed, not_finite) in enumerate(self.world.gather((problem, unsound))):
+        sizes = {place: piece.rows.nbytes for place, piece in held.items()}
+        known = self._shares is not None and self._shares[0] == sizes  # as every rank's are, and at every save
+        ranks = self.world.gather((problem, unsound, None if known else sizes))
+        for rank, (failed, not_finite, _) in enumerate(ranks):
             where = f" (rank {rank})" if self.world.size > 1 else ""
             if failed:
                 raise DataError(f"The checkpoint of step {state.step} could not be written: {failed}{where}.")
@@ -114,50 +174,56 @@ class Checkpoints:
                     f"step {state.step}: {not_finite} is not finite{where}, and no checkpoint is written. "
                     f"{self.advice(float(state.config.optim.lr))}."
                 )
-        return tensors
-
-    def _write(
-        self,
-        work: Path,
-        own: dict[str, Any],
-        state: TrainState,
-        position: Mapping[str, Any],
-        add_files: Callable[[Path], None],
-    ) -> None:
-        self.world.on_main(lambda: _make_empty(work))
-        writer = HuggingFaceStorageWriter(str(work), save_distributed=True)  # which fsyncs every file
-        with without_process_group_warning():
-            # Numbers, such as the groups' learning rates, are in the config; safetensors has tensors alone.
-            optimizer = {name: value for name, value in own["optimizer"].items() if isinstance(value, Tensor)}
-            tensors = own | {"optimizer": optimizer, "statistics": statistics_of_all_ranks(state.model, self.world)}
-            dcp.save(tensors, storage_writer=writer, no_dist=no_dist())
+        if self._shares is None or not known:
+            sizes_of_ranks = [of_rank or {} for *_, of_rank in ranks]
+            shares = share(sizes_of_ranks)
+            written = [of_rank[place] for of_rank, mine in zip(sizes_of_ranks, shares, strict=True) for place in mine]
+            self._shares = sizes, shares[self.world.rank], sum(written)
+        _, mine, of_all = self._shares
+        # The statistics of all ranks, on every rank; the main one writes them.
+        of_all_ranks = {"statistics": statistics_of_all_ranks(state.model, self.world)}
+        statistics = by_canonical_name(state.model, of_all_ranks)
+        own = [piece for place, piece in held.items() if place in mine]
         if self.world.is_main:
-            progress = {
-                "step": state.step,
-                "tokens": int(state.tokens),
-                "train_seconds": state.train_seconds,
-                "interval": state.interval.state_dict(),
-                **({} if state.loss_scale is None else {"loss_scale": state.loss_scale.state_dict()}),
-                "world_size": self.world.size,
-                "data": dict(position),
-            }
-            write_json(work / STATE, progress)
-            add_files(work)
+            own += [piece for name, tensor in statistics.items() for piece in pieces_of(name, tensor)]
+        return tuple(own), of_all + sum(tensor.nbytes for tensor in statistics.values())
 
-    def _checksums(self, work: Path) -> dict[str, dict[str, Any]]:
-        """Size and sha256 of the files that this rank wrote; on rank 0 also of the files that all ranks share."""
-        own = f"shard-{self.world.rank + 1:05d}-"
-        names = [path.name for path in work.iterdir()]
-        mine = [name for name in names if name.startswith(own) or (self.world.is_main and not has_tensors(name))]
-        return {name: size_and_sha256(work / name) for name in mine}
+    def _make_room(self, work: Path, n_bytes: int) -> str | None:
+        """Makes `work` an empty directory; returns what is in the way, in words, or None. What killed processes have
+        left is deleted first, because it may be what fills the disk."""
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            for leftover in self.directory.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+            work.mkdir()
+            free = shutil.disk_usage(work).free
+        except OSError as error:
+            return describe_error(error)
+        if free >= n_bytes + SPARE:
+            return None
+        missing = n_bytes + SPARE - free
+        return f"it takes {gb(n_bytes)}, and {gb(free)} are free on its disk: {gb(missing)} are missing"
+
+    def _write_files(self, work: Path, snapshot: Snapshot) -> dict[str, dict[str, Any]]:
+        """Writes this rank's files and returns their entries in the manifest."""
+        entries: dict[str, dict[str, Any]] = {}
+        if snapshot.pieces:
+            name = f"shard-{self.world.rank + 1:05d}-model-00001-of-00001.safetensors"
+            entries[name] = write_tensors(work / name, snapshot.pieces, self.checksum)
+        if self.world.is_main:
+            (work / STATE).write_text(json.dumps(snapshot.progress, indent=2) + "\n")
+            snapshot.add_files(work)
+            for path in work.iterdir():
+                if not has_tensors(path.name):
+                    sync(path)
+                    entries[path.name] = size_and_checksum(path, self.checksum)
+        return entries
 
     def _commit(self, work: Path, final: Path, files: dict[str, dict[str, Any]], loss: float | None) -> str | None:
         """Makes `work` the checkpoint `final`; returns the error in words, or None."""
         try:
             good = not has_exploded(loss, losses_of_good(self.directory))
             finite_loss = loss if loss is not None and math.isfinite(loss) else None
-            for name in files:
-                sync(work / name)
             manifest = {"format": FORMAT, "good": good, "loss": finite_loss, "files": dict(sorted(files.items()))}
             write_json(work / MANIFEST, manifest)
             if final.exists():  # the run has resumed from an older checkpoint and is at this step again
@@ -182,8 +248,3 @@ class Checkpoints:
                 shutil.rmtree(leftover)
         except OSError as error:
             logger.warning("old checkpoints in %s could not be deleted: %s", self.directory, error)
-
-
-def _make_empty(directory: Path) -> None:
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)

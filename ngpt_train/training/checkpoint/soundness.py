@@ -17,14 +17,12 @@ TIMES_THE_SMALLEST = 1.5
 def first_not_finite(state: TrainState) -> str | None:
     """The name of a weight, moment, average or running statistic of this rank that holds NaN or an infinity, if one
     does. Waits for the device once."""
-    names, finite = [], []
     with torch.no_grad():
-        for name, tensor in _tensors(state):
-            if tensor.is_floating_point():
-                names.append(name)
-                finite.append(torch.isfinite(tensor).all().to(state.world.device))
-    flags = torch.stack(finite).tolist()
-    return next((name for name, flag in zip(names, flags, strict=True) if not flag), None)
+        found = [(name, tensor) for name, tensor in _tensors(state) if tensor.is_floating_point()]
+        # A sum passes once over memory, and is finite only if all its terms are. One of finite terms may overflow.
+        sums = torch.stack([tensor.sum().float().to(state.world.device) for _, tensor in found]).tolist()
+        suspects = [x for x, total in zip(found, sums, strict=True) if not math.isfinite(total)]
+        return next((name for name, tensor in suspects if not torch.isfinite(tensor).all()), None)
 
 
 def has_exploded(loss: float | None, losses_of_good: Iterable[float]) -> bool:

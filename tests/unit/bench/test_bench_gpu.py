@@ -21,6 +21,7 @@ from ngpt_train.bench.gpu.predictions import OPERATIONS, PUBLIC_STYLE, expected_
 from ngpt_train.bench.gpu.steps import Row
 from ngpt_train.bench.interleaved import by
 from ngpt_train.kernels import dispatch
+from ngpt_train.kernels.check import cases
 from ngpt_train.models import initialisation
 
 SMALL = ["--device", "cpu", "--scale", "debug"]
@@ -172,18 +173,18 @@ def test_torch_is_all_it_takes(tmp_path: Path) -> None:
 def test_a_wrong_kernel_ends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Times are printed of kernels that compute something else; of two that are wrong one is told."""
 
-    def wrong(*given: Any) -> None:
-        wrong.formula(*given)
+    def wrong(*given: Any, **more: Any) -> None:
+        wrong.formula(*given, **more)
         given[0].mul_(1.001)
 
-    right = kernels.sphere_step.sphere_step
+    right = cases.sphere_step.sphere_step
 
     def moved(h: Any, x: Any, alpha: Any) -> Any:
         return right(h, x, 1.01 * alpha)
 
-    wrong.formula, moved.formula = kernels.adam.adam_rows_.formula, right.formula
-    monkeypatch.setattr(kernels.adam, "adam_rows_", wrong)
-    monkeypatch.setattr(kernels.sphere_step, "sphere_step", moved)
+    wrong.formula, moved.formula = cases.adam.adam_rows_.formula, right.formula
+    monkeypatch.setattr(cases.adam, "adam_rows_", wrong)
+    monkeypatch.setattr(cases.sphere_step, "sphere_step", moved)
     assert protocol.main([*SMALL, "--out", str(tmp_path)]) == 4
     result = found(tmp_path)
     assert result["entries"] == []

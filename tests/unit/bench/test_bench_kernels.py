@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ngpt_train.__main__ import main
 from ngpt_train.bench import kernels
+from ngpt_train.kernels.check import cases
 from ngpt_train.kernels.sphere_step import HiddenState
 
 CPU = torch.device("cpu")
@@ -41,14 +42,14 @@ def test_bench_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
 
 def test_a_wrong_kernel_is_never_timed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A kernel whose one gradient is off by a per mille passes, or other operations are timed before it is refused."""
-    right = kernels.swiglu.swiglu
+    right = cases.swiglu.swiglu
 
     def wrong(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
         y = right(uv, s_u, s_v)
         return y if s_u is None else y + 1e-3 * (s_u - s_u.detach())
 
     wrong.formula = right.formula
-    monkeypatch.setattr(kernels.swiglu, "swiglu", wrong)
+    monkeypatch.setattr(cases.swiglu, "swiglu", wrong)
     monkeypatch.setattr(kernels, "times", lambda *_: pytest.fail("timed"))
     with pytest.raises(kernels.KernelError, match=r"swiglu with scales, d 64 is wrong.*\n.*gradient 2"):
         next(kernels.bench(CPU, [(64, 128, 32)], SMALL))
@@ -59,7 +60,7 @@ def test_a_wrong_kernel_is_never_timed(monkeypatch: pytest.MonkeyPatch, capsys: 
 def test_what_a_kernel_leaves_behind(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """NaN compares as small; a row never written happens to hold what was there before; inputs are changed, and the
     reference sees them so."""
-    formula = kernels.sphere_step.sphere_step.formula
+    formula = cases.sphere_step.sphere_step.formula
 
     def wrong(h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
         out, _ = formula(h, x, alpha)
@@ -75,6 +76,6 @@ def test_what_a_kernel_leaves_behind(how: str, monkeypatch: pytest.MonkeyPatch) 
         return HiddenState(out, out.view_as(out))
 
     wrong.formula = formula
-    monkeypatch.setattr(kernels.sphere_step, "sphere_step", wrong)
+    monkeypatch.setattr(cases.sphere_step, "sphere_step", wrong)
     with pytest.raises(kernels.KernelError, match="sphere_step"):
         next(kernels.bench(CPU, [(64, 128, 32)], SMALL))

@@ -31,6 +31,15 @@ def test_round_trip(model: str, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
 
 
+def test_a_key_that_is_a_word_of_python(tmp_path: Path) -> None:
+    """`checkpoint.async`, whose field cannot have that name. Caught: a file with the name of the field."""
+    config = load_config(["checkpoint.async=false"])
+    assert config.checkpoint.asynchronous is False
+    write_yaml(config, tmp_path / "config.yaml")
+    assert yaml.safe_load((tmp_path / "config.yaml").read_text())["checkpoint"]["async"] is False
+    assert read_yaml(tmp_path / "config.yaml") == config
+
+
 def test_stored_keys_may_be_missing_and_integers_are_floats(tmp_path: Path) -> None:
     tree = to_dict(load_config())
     del tree["parallel"], tree["train"]["profile"]

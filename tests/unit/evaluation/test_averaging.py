@@ -16,6 +16,7 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.distributed import World
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
 from ngpt_train.kernels import attention, dispatch
+from ngpt_train.models import export_weights
 from tests.processes.runs import arguments, write_corpus
 from tests.stored import stored_tensors
 
@@ -63,7 +64,7 @@ def restored(run: Path, *overrides: str, verb: str = "evaluate") -> Restored:
 
 
 def arrays(found: Restored) -> Arrays:
-    return {name: parameter.detach().numpy() for name, parameter in found.model.named_parameters()}
+    return {name: weight.numpy() for name, weight in export_weights(found.model).items()}
 
 
 def assert_projected(actual: Arrays, expected: Arrays, on_sphere: bool) -> None:

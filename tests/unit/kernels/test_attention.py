@@ -15,7 +15,7 @@ from torch.nn.attention import flex_attention
 from ngpt_train.config import ConfigError
 from ngpt_train.config.schema import Config
 from ngpt_train.core import log
-from ngpt_train.distributed.layouts import recomputed
+from ngpt_train.distributed.recomputation import recomputed
 from ngpt_train.kernels import attention as module
 from ngpt_train.kernels import flash
 from ngpt_train.kernels.attention import Blocks, Packed, attention, choose, chosen

@@ -44,6 +44,7 @@ class Run:
     def log(self, values):
         misbehave("log")
         event("log", values=values)
+    def alert(self, title, text, level): event("alert", text=text, level=level)
     def finish(self, exit_code):
         misbehave("finish")
         event("finish", exit_code=exit_code, summary=self.summary)
@@ -155,6 +156,19 @@ def test_records_reach_wandb(tmp_path: Path, fake: Path) -> None:
     assert [init["id"] for init in events(fake, "init")] == [run_id, run_id]
     assert [event["values"]["step"] for event in events(fake, "log")] == [1, 2, 3, 3, 2, 3, 4]
     assert [event["values"]["tokens"] for event in events(fake, "log")] == [100, 200, 300, 300, 200, 300, 400]
+
+
+def test_an_alarm_reaches_people(tmp_path: Path, fake: Path) -> None:
+    """Caught: an alarm that wandb takes for the end of the run; a warning that is an alert."""
+    trial = Trial(tmp_path / "run")
+    for text in ("alarm: no room", "warning: nothing"):
+        trial.timed(lambda text=text: trial.wandb.message(text))
+    wait_for(lambda: events(fake, "alert"))
+    trial.log(2)
+    trial.close(at_most=30)
+    assert events(fake, "alert") == [{"event": "alert", "text": "no room", "level": "ERROR"}]
+    assert len(events(fake, "log")) == 2
+    assert events(fake, "finish")[0]["summary"]["end"] == "done"
 
 
 @pytest.mark.parametrize(

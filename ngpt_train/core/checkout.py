@@ -1,0 +1,23 @@
+"""The commit that this package runs from."""
+
+import subprocess
+from pathlib import Path
+
+import ngpt_train
+
+
+def git_commit() -> str | None:
+    """Commit of the checkout that this package runs from, with `+` if files differ from it; None without a checkout."""
+    where = Path(ngpt_train.__file__).parent
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(
+            ["git", "-C", where, *arguments], capture_output=True, text=True, check=True
+        ).stdout.strip()
+
+    try:
+        if Path(git("rev-parse", "--show-toplevel")) != where.parent:
+            return None  # installed into a directory of somebody else's repository
+        return git("rev-parse", "HEAD") + ("+" if git("status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.CalledProcessError):
+        return None

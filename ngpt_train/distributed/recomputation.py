@@ -1,0 +1,67 @@
+"""Activation checkpointing: what a block keeps for its backward pass, and what the backward pass computes again.
+
+`full` keeps the block's arguments and computes everything else again: about a third more FLOPs. `selective` also keeps
+the results of the matrix products and of attention, where nearly all FLOPs are, and computes the rest again: norms,
+rotations, activations, dropout, casts. What is computed again has the same bits, so losses and gradients do not change.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+# Products of activations with weights.
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+# Kernels of attention, of torch and of the package flash-attn, by the names of their operators.
+ATTENTION = ("scaled_dot_product", "flash_att", "efficient_attention", "varlen_attn", "flex_attention")
+
+
+def checkpoint_blocks(blocks: list[nn.Module], kind: str) -> None:
+    """Sets `train.activation_checkpointing` for these blocks: none, selective or full.
+
+    It replaces the method `forward` of a block and does not wrap the block, so that parameters keep their names.
+    """
+    if kind == "none":
+        return
+    for block in blocks:
+        block.forward = recomputed(block.forward, selective=kind == "selective")
+
+
+def recomputed(forward: Callable[..., Any], selective: bool = False) -> Callable[..., Any]:
+    """`forward` under activation checkpointing.
+
+    `run` is a function of ours, because torch.compile skips a block whose outermost function is torch's.
+    """
+    # Dropout is a function of the block's arguments, so no random state has to be restored.
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    if selective:
+        options["context_fn"] = kept_and_recomputed
+
+    def run(*arguments: Any) -> Any:
+        return checkpoint(forward, *arguments, **options)
+
+    return run
+
+
+def kept_and_recomputed() -> Any:
+    """The contexts of a block's forward pass and of its recomputation, for torch's `checkpoint`."""
+    return create_selective_checkpoint_contexts(what_to_keep)
+
+
+def what_to_keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:
+    """The policy of `selective` for an operator and its arguments."""
+    return CheckpointPolicy.MUST_SAVE if keeps(operator, arguments) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keeps(operator: Any, arguments: tuple[Any, ...]) -> bool:
+    """Whether `selective` keeps the results of `operator`."""
+    if operator in PRODUCTS:
+        return True
+    if operator is torch.ops.aten.bmm.default:
+        # Attention that is written out has two products. That of the probabilities with v is small, but the scores,
+        # (T, S) for each head, are what recomputation is to save.
+        (_, _, width), (_, _, columns) = arguments[0].shape, arguments[1].shape
+        return bool(columns <= width)
+    return any(name in str(operator) for name in ATTENTION)

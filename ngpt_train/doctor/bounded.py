@@ -1,0 +1,125 @@
+"""Runs a check in a process of its own, so that one that hangs or crashes ends alone and in time."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import re
+import select
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import IO, Any, NoReturn
+
+Report = Callable[..., None]  # report(name=fact, ...): what is reported stays known, whatever comes afterwards
+Look = Callable[[Report], None]
+LAST_WORDS = 0.3  # seconds before its end in which a check that takes too long says where it is
+BURIAL = 1.0  # seconds that a killed process has to be gone; one that waits for a lost disk never is
+
+
+class Check:
+    """A look at something that is under way in a process of its own.
+
+    The process is forked, because importing torch again takes seconds, and minutes where many ranks do it on a slow
+    disk. So the process that forks must not have used a GPU.
+    """
+
+    def __init__(self, look: Look, seconds: float) -> None:
+        self._begin, self._seconds = time.monotonic(), seconds
+        self._said = tempfile.TemporaryFile("w+")  # noqa: SIM115  (until `result`)
+        self._end, write = os.pipe()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        with warnings.catch_warnings():
+            # Threads of torch's store and of the launcher's watch hold no lock that a check needs.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            self._pid = os.fork()
+        if self._pid == 0:
+            os.close(self._end)
+            _in_child(look, write, self._said, seconds)
+        os.close(write)
+
+    def result(self) -> tuple[dict[str, Any], str | None, float]:
+        """The facts that were reported, why there are no more of them (None: there are none), and the seconds."""
+        facts: dict[str, Any] = {}
+        problem: str | None = None
+        lines, ended = b"", False
+        while not ended:
+            left = self._begin + self._seconds - time.monotonic()
+            if left <= 0 or not select.select([self._end], [], [], left)[0]:
+                problem = f"it took longer than {self._seconds:.0f} s{self._where()}"
+                break
+            content = os.read(self._end, 1 << 16)
+            lines, ended = lines + content, not content
+        for line in lines.split(b"\n")[:-1]:
+            said = json.loads(line)
+            problem = said.pop("problem", problem)
+            facts |= said
+        os.close(self._end)
+        signalled = self._bury()
+        if problem is None and signalled:
+            problem = f"it was ended by {signal.Signals(signalled).name}{self._where()}"
+        self._said.close()
+        return facts, problem, time.monotonic() - self._begin
+
+    def _bury(self) -> int:
+        """Kills the process and what it has started; the signal that had ended it before, 0 for none."""
+        deadline = time.monotonic() + BURIAL
+        with contextlib.suppress(ProcessLookupError):
+            gone, status = os.waitpid(self._pid, os.WNOHANG)
+            if not gone and self._over():
+                os.killpg(self._pid, signal.SIGKILL)
+            while not gone and time.monotonic() < deadline:
+                time.sleep(0.005)
+                gone, status = os.waitpid(self._pid, os.WNOHANG)
+            if gone:  # what it may have left
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._pid, signal.SIGKILL)
+            return os.WTERMSIG(status) if gone and os.WIFSIGNALED(status) else 0
+        return 0
+
+    def _over(self) -> bool:
+        return time.monotonic() - self._begin >= self._seconds
+
+    def _where(self) -> str:
+        """The innermost line of the package that a check was in when it crashed, or its time was nearly up."""
+        self._said.seek(0)
+        found = re.findall(r'File ".*/(ngpt_train/[^"]+)", line (\d+) in (\w+)', self._said.read())
+        return f", in {found[0][2]} ({found[0][0]}:{found[0][1]})" if found else ""
+
+
+def _in_child(look: Look, write: int, said: IO[str], seconds: float) -> NoReturn:
+    code = 1
+    try:
+        os.setsid()  # with what it starts it is a group, which can be killed as one
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        signal.alarm(int(seconds) + 5)  # it must not outlive a parent that was killed
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+        faulthandler.enable(said)
+        faulthandler.dump_traceback_later(max(0.1, seconds - LAST_WORDS), file=said)
+
+        def report(**facts: Any) -> None:
+            os.write(write, (json.dumps(facts, default=str) + "\n").encode())
+
+        try:
+            look(report)
+        except Exception as error:
+            report(problem=f"{type(error).__name__}: {first_line(error)}")
+        code = 0
+    finally:
+        os._exit(code)  # not by the interpreter's end, which belongs to the parent
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, not too long for a table."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0] if len(lines[0]) <= 300 else lines[0][:297] + "..."

@@ -1,0 +1,292 @@
+"""The directories that a run writes: shared, writable, lockable, large and fast enough."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.distributed.compile_cache import machine, why_unusable
+from ngpt_train.doctor.bounded import Report
+from ngpt_train.doctor.exchange import Exchange
+from ngpt_train.doctor.findings import (
+    CONFIG,
+    MACHINE,
+    OK,
+    WARNING,
+    WRONG,
+    Answer,
+    Finding,
+    Place,
+    gb,
+    of_each,
+    unchecked,
+)
+from ngpt_train.training.checkpoint import list_checkpoints
+from ngpt_train.training.run_directory import RunDirectory
+
+BLOCK = 1 << 22
+MOST_WRITTEN, WRITING_SECONDS = 1 << 28, 3.0  # of a measurement
+SHOWS_SECONDS = 5.0  # that a file of one host may take to be seen by another: NFS caches directories
+LEAST_INODES = 1000
+LARGEST_FACTOR = 12  # bytes of a checkpoint for each weight: the weight and Adam's two moments, in fp32
+SLOW_SAVE = 120.0  # seconds of a checkpoint from which on it is worth a warning
+OWN_CLOCK = 2.0  # seconds that a file's time may be away from this host's clock
+
+
+def look(config: Config, place: Place, token: str, checkpoint_bytes: int, report: Report) -> None:
+    """Looks at run.root and data.cache, on the first rank of each host.
+
+    token: text that all ranks have, and no file of before. checkpoint_bytes: of this run.
+    """
+    exchange = Exchange.joined(place) if place.size > 1 else None  # of a single process there is nobody to ask
+    run = RunDirectory(config)
+    try:
+        report(checkpoint=str(run.check(config) or ""), holder=_left_lock(run.path / "lock"))
+    except (ConfigError, DataError) as error:
+        report(refused=str(error), code=error.exit_code)
+    root = Path(config.run.root).expanduser().absolute()
+    report(root=str(root), shared=_see(root, place, token, exchange))
+    nearest = _existing(root)
+    report(space=_space(nearest), kept=len(list_checkpoints(run.checkpoints)))
+    cache = Path(config.data.cache).expanduser().absolute()
+    report(cache=str(cache), cache_space=_space(_existing(cache)), cache_problem=_unwritable(_existing(cache)))
+    report(compile_cache=why_unusable(cache / "compiled" / machine()) if _unwritable(_existing(cache)) is None else "")
+    if place.rank == 0 and _unwritable(nearest) is None:
+        # The others would share the disk's time.
+        n_bytes = min(MOST_WRITTEN, max(BLOCK, checkpoint_bytes), _space(nearest)["free"] // 2)
+        report(speed=_speed(nearest, n_bytes))
+
+
+def _existing(path: Path) -> Path:
+    return next(found for found in (path, *path.parents) if found.exists())
+
+
+def _unwritable(directory: Path) -> str | None:
+    """Why nothing can be written there; None if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            file.write(b"written")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def _left_lock(path: Path) -> str:
+    """Who has signed a lock file that nobody holds any more."""
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
+
+
+def _see(root: Path, place: Place, token: str, exchange: Exchange | None) -> dict[str, Any]:
+    """Rank 0 writes and locks a file in run.root; the other hosts look for it."""
+    made = [path for path in (root, *root.parents) if not path.exists()]
+    marker = root / f".ngpt-train-doctor-{token}"
+    try:
+        if place.rank == 0:
+            root.mkdir(parents=True, exist_ok=True)
+            with marker.open("w") as file:
+                file.write(token)
+                file.flush()
+                os.fsync(file.fileno())
+                seen = {"writable": True, "lock": _lock(file.fileno(), marker), "ahead": _ahead_of_files(marker)}
+                if exchange is not None:
+                    exchange.post("marker", True)
+                    exchange.gather("marker seen", 2 * SHOWS_SECONDS, leaders(exchange, place))
+            return seen
+        assert exchange is not None
+        if not exchange.gather("marker", 2 * SHOWS_SECONDS, [0]):
+            return {"problem": "rank 0 could not write there"}
+        deadline = time.monotonic() + SHOWS_SECONDS
+        while not marker.exists() and time.monotonic() < deadline:
+            with contextlib.suppress(OSError):
+                os.listdir(root)  # makes NFS ask its server again
+            time.sleep(0.1)
+        if not marker.exists():
+            return {"seen": False, "problem": _unwritable(_existing(root)) or ""}
+        seen = {"seen": marker.read_text() == token, "lock": _lock(None, marker)}
+        return seen | {"writable": _unwritable(root) is None, "problem": _unwritable(root) or ""}
+    except OSError as error:
+        return {"writable": False, "problem": error.strerror or str(error)}
+    finally:
+        if exchange is not None and place.rank != 0:
+            exchange.post("marker seen", True)
+        if place.rank == 0:
+            with contextlib.suppress(OSError):
+                marker.unlink(missing_ok=True)
+            for path in made:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
+
+
+def leaders(exchange: Exchange, place: Place) -> list[int]:
+    """The ranks that look at the marker: the first ones of all other hosts."""
+    places = exchange.gather("leaders", SHOWS_SECONDS, [0])
+    return [rank for rank in places.get(0, []) if rank != place.rank]
+
+
+def _lock(own: int | None, marker: Path) -> str:
+    """Tries a second lock on a file that rank 0 has locked: `held` is as it should be."""
+    try:
+        if own is not None:
+            fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with marker.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return "held"
+    except OSError as error:
+        return f"no locks ({error.strerror})"
+    return "not seen"
+
+
+def _ahead_of_files(marker: Path) -> float:
+    """By how many seconds this host's clock is ahead of the file system's."""
+    before = time.time()
+    os.utime(marker)
+    return (before + time.time()) / 2 - marker.stat().st_mtime
+
+
+def _space(directory: Path) -> dict[str, Any]:
+    found = os.statvfs(directory)
+    return {
+        "free": found.f_bavail * found.f_frsize,
+        "inodes": found.f_favail if found.f_files else None,  # some file systems have no fixed number
+        "directory": str(directory),
+    }
+
+
+def _speed(directory: Path, n_bytes: int) -> dict[str, float]:
+    """Bytes a second of writing with fsync and of reading what is no longer in memory."""
+    block = os.urandom(min(BLOCK, n_bytes))
+    with tempfile.NamedTemporaryFile(dir=directory, prefix=".ngpt-train-doctor-") as file:
+        begin, written = time.monotonic(), 0
+        while written + len(block) <= n_bytes and len(block) and time.monotonic() - begin < WRITING_SECONDS:
+            written += file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+        writing = time.monotonic() - begin
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        begin, read = time.monotonic(), 0
+        with open(file.name, "rb", buffering=0) as again:
+            while (part := len(again.read(BLOCK))) and time.monotonic() - begin < WRITING_SECONDS:
+                read += part
+        return {"bytes": written, "write": written / writing, "read": read / max(1e-9, time.monotonic() - begin)}
+
+
+def judge(config: Config, answers: Sequence[Answer], checkpoint_bytes: int, said: str) -> Iterator[Finding]:
+    """The run's directory, its space and speed, and the cache. said: how `checkpoint_bytes` was found, in words."""
+    yield from of_each(answers, lambda answer: _run(config, answer))
+    seen_by_all = len(answers) > 1 and all(a.facts.get("shared", {}).get("seen") for a in answers[1:])
+    yield from of_each(answers, lambda answer: _shared(config, answer, seen_by_all))
+    yield from of_each(answers, lambda answer: _room(config, answer, checkpoint_bytes, said))
+    for answer in answers:
+        if (speed := answer.facts.get("speed")) and speed["bytes"]:
+            seconds = checkpoint_bytes / speed["write"]
+            found = (
+                f"writes {gb(speed['write'])}/s, reads {gb(speed['read'])}/s (on one rank): {seconds:.3g} s for a "
+                f"checkpoint of {gb(checkpoint_bytes)}"
+            )
+            slow = seconds > SLOW_SAVE
+            remedy = "take a faster file system for run.root, or raise checkpoint.every" if slow else ""
+            yield Finding("disk speed", found, WARNING if slow else OK, remedy, (answer.place,))
+    yield from of_each(answers, lambda answer: _cache(config, answer))
+    for answer in answers:
+        if answer.problem:
+            remedy = "look whether the file system answers: ls and touch in run.root, on this host"
+            yield unchecked("run.root", answer.problem, remedy, WRONG if "space" not in answer.facts else WARNING)
+
+
+def _run(config: Config, answer: Answer) -> Iterator[Finding]:
+    facts = answer.facts
+    if "refused" in facts:
+        remedy = "as it says; if the process is gone and its host with it, delete the file `lock` there"
+        remedy = remedy if " is training in " in facts["refused"] else "as it says"
+        yield Finding("run", facts["refused"], WRONG, remedy, code=facts["code"])
+    elif "checkpoint" in facts:
+        step = Path(facts["checkpoint"]).name
+        found = f"goes on from {step}" if step else "begins anew"
+        if facts["holder"] and not step:
+            found += f"; a lock file of {facts['holder']} is there, which nobody holds"
+        yield Finding("run", f"{config.run.name}: {found}")
+
+
+def _shared(config: Config, answer: Answer, seen_by_all: bool) -> Iterator[Finding]:
+    shared = answer.facts.get("shared")
+    if shared is None:
+        return
+    root = answer.facts["root"]
+    name = f"run.root={config.run.root}"
+    if shared.get("seen") is False:
+        found = f"{name}: this host does not see what rank 0 writes there ({root} here)"
+        found += f", and cannot write: {shared['problem']}" if shared["problem"] else ""
+        remedy = "mount one file system at the same path on all hosts, and name it by its whole path"
+        yield Finding("run.root", found, WRONG, remedy, code=CONFIG if shared["problem"] else MACHINE)
+    elif not shared.get("writable"):
+        found = f"{name}: {root} cannot be written ({shared.get('problem')})"
+        remedy = "choose a run.root where this user may write, or mount it read-write"
+        yield Finding("run.root", found, WRONG, remedy, code=CONFIG)
+    else:
+        yield Finding("run.root", f"{root}: can be written" + (", seen by all hosts" if seen_by_all else ""))
+    lock = shared.get("lock")
+    if lock == "held":
+        yield Finding("locks", "a lock keeps a second run out" + (", on other hosts too" if seen_by_all else ""))
+    elif lock is not None and shared.get("seen") is not False:
+        found = "a lock of rank 0 is not seen here" if lock == "not seen" else f"the file system has {lock}"
+        remedy = "mount with locks (NFS without nolock, Lustre with -o flock); until then start no run twice"
+        yield Finding("locks", f"{name}: {found}", WARNING, remedy)
+    ahead = shared.get("ahead")
+    if ahead is not None and abs(ahead) > OWN_CLOCK:
+        which = "ahead of" if ahead > 0 else "behind"
+        found = f"this host's clock is {abs(ahead):.1f} s {which} that of the file system of run.root"
+        yield Finding("clock", found, WARNING, "run NTP on both (chronyc tracking, timedatectl)")
+
+
+def _room(config: Config, answer: Answer, checkpoint_bytes: int, said: str) -> Iterator[Finding]:
+    if "space" not in answer.facts:
+        return
+    space, checkpoint = answer.facts["space"], config.checkpoint
+    # While one is written, those before it are kept.
+    more = max(1, checkpoint.keep_last + 1 - answer.facts.get("kept", 0))
+    for_good = (config.train.stop_at or config.train.steps) // checkpoint.keep_every if checkpoint.keep_every else 0
+    needed, in_the_end = more * checkpoint_bytes, (more + for_good) * checkpoint_bytes
+    found = f"{gb(space['free'])} free in {space['directory']}, checkpoints need {gb(needed)} ({more} of {said})"
+    if space["free"] < needed:
+        remedy = "make room, lower checkpoint.keep_last, or choose another run.root"
+        yield Finding("free space", found, WRONG, remedy)
+    elif space["free"] < in_the_end:
+        found += f", and checkpoint.keep_every={checkpoint.keep_every} {gb(in_the_end)} by the end"
+        yield Finding("free space", found, WARNING, "make room, or raise checkpoint.keep_every")
+    else:
+        yield Finding("free space", found)
+    if space["inodes"] is not None and space["inodes"] < LEAST_INODES:
+        found = f"{space['inodes']} files may still be made in {space['directory']}"
+        yield Finding("free space", found, WRONG, "delete small files (df -i), or choose another run.root")
+
+
+def _cache(config: Config, answer: Answer) -> Iterator[Finding]:
+    if "cache" not in answer.facts:
+        return
+    cache, problem = answer.facts["cache"], answer.facts.get("cache_problem")
+    remedy = "set data.cache to a directory that can be written, with room, on a disk that is not mounted noexec"
+    if problem:
+        # Prepared tokens are read where they are; everything else is kept in the cache.
+        grave = config.data.kind != "tokens"
+        yield Finding("data.cache", f"{cache}: cannot be written ({problem})", WRONG if grave else WARNING, remedy)
+        return
+    yield Finding("data.cache", f"{cache}: {gb(answer.facts['cache_space']['free'])} free")
+    if unusable := answer.facts.get("compile_cache"):
+        found = f"{cache}/compiled {unusable}; torch.compile would keep what it compiles where torch does by default"
+        yield Finding("compile cache", found, WARNING, remedy)
+    elif "compile_cache" in answer.facts:
+        yield Finding("compile cache", f"{cache}/compiled can be used")

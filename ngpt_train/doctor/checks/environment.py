@@ -1,0 +1,236 @@
+"""What the operating system and the environment allow: limits, shared memory, CPUs, memory, variables."""
+
+from __future__ import annotations
+
+import os
+import re
+import resource
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from ngpt_train.config.schema import Config
+from ngpt_train.doctor.bounded import Report
+from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place, different, gb, in_words, of_each
+
+LIMITS = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
+UNLIMITED = "unlimited"
+# Open files that a run needs: by itself (measured on a CPU: 17 to 24), for CUDA, each rank's sockets, each data worker.
+FILES_AT_START, FILES_OF_CUDA, FILES_OF_A_RANK, FILES_OF_A_WORKER = 24, 64, 4, 8
+COMFORTABLE_FILES, COMFORTABLE_PROCESSES = 4096, 4096
+# What NVIDIA asks of containers (--shm-size=1g); Docker gives 64 MB.
+COMFORTABLE_SHM, LEAST_SHM = 10**9, 70 * 10**6
+LOCKED = 2**30  # bytes that InfiniBand registers, by far more than most systems' default of 64 kB to 8 MB
+SHOWN = re.compile(
+    r"^(OMP_|MKL_|KMP_|NCCL_|GLOO_|TORCH|PYTORCH_|CUDA_|TRITON_|MASTER_|UCX_|FI_|HF_(HOME|ENDPOINT|HUB_OFFLINE)|WANDB_"
+    r"(MODE|BASE_URL)|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|LD_PRELOAD|TMPDIR|.*_proxy$)",
+    re.IGNORECASE,
+)
+OF_ONE_HOST = re.compile(r"ERROR_FILE|CUDA_VISIBLE_DEVICES|TMPDIR|RUN_ID|RESTART|GROUP_RANK|SOCKET_IFNAME|_HCA")
+# Variables that slow a run down or falsify it: pattern of the value, what it does.
+HARMFUL = {
+    "CUDA_LAUNCH_BLOCKING": ("[^0]", "every kernel is waited for, which costs much of the speed"),
+    "NCCL_P2P_DISABLE": ("[^0]", "GPUs of a host talk by way of its memory, not by NVLink"),
+    "NCCL_SHM_DISABLE": ("[^0]", "GPUs of a host talk by way of the network"),
+    "NCCL_IB_DISABLE": ("[^0]", "hosts talk by Ethernet, although there may be InfiniBand"),
+    "TORCH_DISTRIBUTED_DEBUG": ("DETAIL", "every collective is compared among all ranks, which is slow"),
+    "TORCH_COMPILE_DISABLE": ("[^0]", "nothing is compiled, whatever train.compile says"),
+    "TORCHDYNAMO_DISABLE": ("[^0]", "nothing is compiled, whatever train.compile says"),
+    "TRITON_INTERPRET": ("1", "Triton's kernels run in Python, which is for tests"),
+    "LD_PRELOAD": (".", "another library comes before those that Python would load"),
+}
+
+
+def look(config: Config, report: Report) -> None:
+    """Limits, CPUs, memory and variables of this rank."""
+    report(limits={name: [_said(value) for value in resource.getrlimit(kind)] for name, kind in LIMITS.items()})
+    report(cpus=usable_cpus(), memory=available_memory(), tasks=_number("/sys/fs/cgroup/pids.max"))
+    try:
+        shm = os.statvfs("/dev/shm")
+        report(shm=shm.f_frsize * shm.f_blocks, shm_free=shm.f_frsize * shm.f_bavail)
+    except OSError as error:
+        report(shm=None, shm_problem=error.strerror)
+    report(variables={name: value for name, value in sorted(os.environ.items()) if SHOWN.search(name)})
+    report(interfaces=[name for _, name in socket.if_nameindex()], infiniband=Path("/sys/class/infiniband").is_dir())
+
+
+def usable_cpus() -> float:
+    """CPUs that this process may use, by its affinity and its container's quota."""
+    cpus = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return cpus if quota == "max" else min(cpus, int(quota) / int(period))
+    except (OSError, ValueError):
+        return cpus
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that are free on this host, or in its container; None where the system does not say."""
+    try:
+        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
+    except OSError:
+        return None
+    free = [1024 * int(found[1])] if found else []
+    limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
+    if limit is not None and used is not None:
+        free.append(max(0, limit - used))
+    return min(free, default=None)
+
+
+def judge(config: Config, answers: Sequence[Answer], on_gpus: bool, memory_of_a_rank: int | None) -> Iterator[Finding]:
+    """Limits of each rank, and variables that differ. memory_of_a_rank: bytes that `plan` expects, where it is known;
+    on GPUs those are theirs."""
+    yield from of_each(answers, lambda answer: _limits(config, answer, on_gpus))
+    yield from of_each(answers, lambda answer: _cpus(config, answer, on_gpus))
+    if not on_gpus and memory_of_a_rank is not None:
+        yield from of_each(answers, lambda answer: _memory(answer, memory_of_a_rank))
+    yield from of_each(answers, _variables)
+    yield from _different_variables(answers)
+
+
+def files_needed(config: Config, place: Place, on_gpus: bool) -> int:
+    """Open files that a rank of this run needs at least."""
+    workers = config.data.workers if config.data.streamed else 0
+    of_cuda = FILES_OF_CUDA if on_gpus else 0
+    return FILES_AT_START + of_cuda + FILES_OF_A_RANK * place.size + FILES_OF_A_WORKER * workers
+
+
+def _limits(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
+    limits, place = answer.facts.get("limits", {}), answer.place
+    files = limits.get("open files", [UNLIMITED])[0]
+    needed = files_needed(config, place, on_gpus)
+    if files == UNLIMITED or files >= COMFORTABLE_FILES:
+        yield Finding("open files", f"at most {files}")
+    else:
+        found = f"at most {files} in a process, this run needs some {needed}"
+        remedy = "ulimit -n 65536 before the start; in a container --ulimit nofile=65536; under Slurm in slurmd's unit"
+        yield Finding("open files", found, WRONG if files < needed else WARNING, remedy)
+    processes = limits.get("processes", [UNLIMITED])[0]
+    tasks = answer.facts.get("tasks")
+    most = min([n for n in (processes, tasks) if isinstance(n, int)], default=UNLIMITED)
+    if isinstance(most, int) and most < COMFORTABLE_PROCESSES:
+        remedy = "ulimit -u unlimited; in a container --pids-limit=-1: threads count as processes"
+        yield Finding("processes", f"at most {most}, threads included", WARNING, remedy)
+    else:
+        yield Finding("processes", f"at most {most}")
+    locked = limits.get("memlock", [UNLIMITED])[0]
+    if on_gpus and answer.facts.get("infiniband") and isinstance(locked, int) and locked < LOCKED:
+        remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1: NCCL fails to register memory otherwise"
+        yield Finding("memlock", f"at most {gb(locked)}, and there is InfiniBand", WRONG, remedy)
+    else:
+        limit = locked if locked == UNLIMITED else gb(locked)
+        yield Finding("memlock", f"at most {limit}" + ("" if on_gpus else "; it matters to InfiniBand alone"))
+    yield from _shared_memory(answer, on_gpus)
+
+
+def _shared_memory(answer: Answer, on_gpus: bool) -> Iterator[Finding]:
+    if "shm" not in answer.facts:
+        return
+    shm, free = answer.facts["shm"], answer.facts.get("shm_free", 0)
+    remedy = "in a container --shm-size=1g or --ipc=host; else mount -o remount,size=8g /dev/shm"
+    shared = on_gpus and answer.place.local_size > 1
+    if shm is None:
+        problem = f"cannot be used ({answer.facts.get('shm_problem')})"
+        yield Finding("/dev/shm", problem, WRONG if shared else WARNING, remedy)
+    elif shm < COMFORTABLE_SHM or free < COMFORTABLE_SHM:
+        found = f"{gb(shm)}, {gb(free)} of it free; NCCL and PyTorch share memory there"
+        yield Finding("/dev/shm", found, WRONG if shared and free < LEAST_SHM else WARNING, remedy)
+    else:
+        yield Finding("/dev/shm", f"{gb(shm)}, {gb(free)} of it free")
+
+
+def _cpus(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
+    if "cpus" not in answer.facts:
+        return
+    cpus, place = answer.facts["cpus"], answer.place
+    workers = config.data.workers if config.data.streamed else 0
+    processes = place.local_size * (1 + workers)
+    found = f"{cpus:g} for {place.local_size} rank{'s' if place.local_size > 1 else ''} of this host"
+    found += f" with {workers} data worker{'s' if workers > 1 else ''} each" if workers else ""
+    if processes > cpus:
+        remedy = "ask for more CPUs (--cpus-per-task), start fewer ranks, or set data.workers"
+        yield Finding("CPUs", f"{found}: {processes} processes share them", WARNING, remedy)
+    else:
+        yield Finding("CPUs", found)
+    threads = answer.facts.get("variables", {}).get("OMP_NUM_THREADS")
+    share = max(1, int(cpus / place.local_size) - workers)
+    remedy = f"export OMP_NUM_THREADS={share}"
+    if threads is None:
+        alone = place.local_size == 1 and not workers
+        said = f"not set, so each process starts {cpus:g} thread{'s' if cpus > 1 else ''}"
+        yield Finding("OMP_NUM_THREADS", said, OK if alone else WARNING, "" if alone else remedy)
+    elif not (threads.isdecimal() and int(threads)):
+        yield Finding("OMP_NUM_THREADS", f"{threads}: not a number of threads", WARNING, remedy)
+    elif int(threads) * place.local_size > max(cpus, place.local_size):
+        found = f"{threads} threads in each of {place.local_size} ranks, for {cpus:g} CPUs"
+        yield Finding("OMP_NUM_THREADS", found, WARNING, remedy)
+    elif int(threads) == 1 and share > 1 and not on_gpus:
+        found = f"1, torchrun's default, although each rank has {share} CPUs"
+        yield Finding("OMP_NUM_THREADS", found, WARNING, remedy)
+    else:
+        yield Finding("OMP_NUM_THREADS", threads)
+
+
+def _memory(answer: Answer, memory_of_a_rank: int) -> Iterator[Finding]:
+    free, ranks = answer.facts.get("memory"), answer.place.local_size
+    if free is None:
+        return
+    needed = ranks * memory_of_a_rank
+    who = f"{ranks} ranks need" if ranks > 1 else "the rank needs"
+    found = f"{gb(free)} free on this host, {who} some {gb(needed)} (`plan`)"
+    if needed > free:
+        remedy = "a smaller scale or train.micro_rows, parallel=fsdp over more hosts, or a larger machine"
+        yield Finding("memory", found, WARNING, remedy)
+    else:
+        yield Finding("memory", found)
+
+
+def _variables(answer: Answer) -> Iterator[Finding]:
+    variables: Mapping[str, str] = answer.facts.get("variables", {})
+    for name, (pattern, effect) in HARMFUL.items():
+        if re.match(pattern, variables.get(name, "")):
+            yield Finding("variables", f"{name}={variables[name]}: {effect}", WARNING, f"unset {name}")
+    there = answer.facts.get("interfaces", [])
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
+        value = variables.get(name, "")
+        if value and not value.startswith("^") and not names_interface(value, there):
+            remedy = f"set {name} to an interface of this host: {', '.join(there)}"
+            yield Finding("variables", f"{name}={value}: this host has no such network interface", WRONG, remedy)
+
+
+def names_interface(value: str, there: Sequence[str]) -> bool:
+    """Whether a list of interfaces, as NCCL and gloo read it, names one that is there: by its beginning, or after `=`
+    by its whole name."""
+    exact = value.startswith("=")
+    names = value.removeprefix("=").split(",")
+    return any(found == name if exact else found.startswith(name) for name in names for found in there)
+
+
+def _different_variables(answers: Sequence[Answer]) -> Iterator[Finding]:
+    everybody = [answer.place for answer in answers]
+    names = sorted({name for answer in answers for name in answer.facts.get("variables", {})})
+    settings = [Answer(a.place, {n: a.facts["variables"].get(n, "not set") for n in names}) for a in answers if a.facts]
+    alike = True
+    for name in names:
+        if OF_ONE_HOST.search(name):
+            continue
+        usual, others = different(settings, name)
+        for value, places in others.items():
+            alike = False
+            rest = in_words([place for place in everybody if place not in places], everybody)
+            found = f"{name} is {value} here, and {usual} on {rest}"
+            yield Finding("variables", found, WARNING, f"set {name} alike on all ranks", tuple(places))
+    if alike:
+        shown = {n: v for n, v in settings[0].facts.items() if n.startswith(("NCCL_", "GLOO_"))} if settings else {}
+        yield Finding("variables", ", ".join(f"{n}={v}" for n, v in shown.items()) or "none of NCCL_*, GLOO_* is set")
+
+
+def _said(limit: int) -> int | str:
+    return UNLIMITED if limit == resource.RLIM_INFINITY else limit
+
+
+def _number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):  # no such limit, or `max`
+        return None

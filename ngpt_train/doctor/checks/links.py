@@ -1,0 +1,259 @@
+"""How fast the ranks talk to each other, beside what their links should give."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import socket
+import struct
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ngpt_train.config.schema import Config
+from ngpt_train.distributed import resolve_device
+from ngpt_train.doctor.bounded import Report
+from ngpt_train.doctor.checks.devices import SMI_SECONDS
+from ngpt_train.doctor.exchange import Exchange, join
+from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place, gb, unchecked
+
+GATHER_SECONDS, CONNECT_SECONDS = 5.0, 3.0
+SMALL, LARGE_ON_CPU, LARGE_ON_GPU = 1 << 20, 1 << 24, 1 << 28  # bytes of a measurement
+MEASURED_SECONDS = 1.0  # that one measurement may take
+ENOUGH = 0.3  # share of a link's speed below which something is amiss
+PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}  # bytes a second, by generation
+BLOCKED = (
+    "open the ports between the hosts (gloo and NCCL take any above 1024), and set GLOO_SOCKET_IFNAME and "
+    "NCCL_SOCKET_IFNAME to the interface of the network that joins them"
+)
+
+
+def look(config: Config, place: Place, seconds: float, report: Report) -> None:
+    """The speed of the links, then that of collectives over them. Collective, in a process of each rank."""
+    device = resolve_device(config.train.device, place.local_rank)
+    exchange = Exchange.joined(place)
+    report(device=device.type, links=link_speeds(device))
+    exchange.post("link places", [place.node, place.local_rank])
+    places = [tuple(item) for item in exchange.gather("link places", GATHER_SECONDS).values()]
+    first_ranks = [rank for rank, (_, local_rank) in enumerate(places) if local_rank == 0]
+    if place.speaks_for_host and len(first_ranks) > 1:
+        report(unreachable=unreachable(exchange, first_ranks))
+    join(place, "links", device, seconds / 2)
+    report(joined=True)
+    everybody = list(range(place.size))
+    if len(first_ranks) > 1:
+        between = dist.new_group(first_ranks)
+        if place.rank in first_ranks:
+            report(between=bandwidths(device, between))
+    for node in sorted({node for node, _ in places}):
+        of_node = [rank for rank in everybody if places[rank][0] == node]
+        if len(of_node) > 1:
+            group = dist.new_group(of_node)
+            if place.rank in of_node:
+                report(within=bandwidths(device, group))
+    if len(first_ranks) > 1 and len(first_ranks) < place.size:
+        report(all=bandwidths(device, dist.group.WORLD))
+
+
+def bandwidths(device: torch.device, group: Any) -> dict[str, float]:
+    """Bytes a second of all-reduce and all-gather, as the bus bandwidth of nccl-tests: 2 (n - 1) / n and (n - 1) / n of
+    the bytes, by the seconds."""
+    n = dist.get_world_size(group)
+    most = LARGE_ON_GPU if device.type == "cuda" else LARGE_ON_CPU
+    found = {}
+    for name, share in (("all-reduce", 2 * (n - 1) / n), ("all-gather", (n - 1) / n)):
+        _seconds(name, SMALL, device, group)  # connects
+        slow = _seconds(name, SMALL, device, group)
+        # As many bytes as fit into the time if the link is no faster than with few of them.
+        n_bytes = max(SMALL, min(most, int(SMALL * MEASURED_SECONDS / 3 / slow)))
+        found[name] = share * n_bytes / min(_seconds(name, n_bytes, device, group) for _ in range(3))
+    return found
+
+
+def _seconds(name: str, n_bytes: int, device: torch.device, group: Any) -> float:
+    """Of one collective, the largest of all ranks."""
+    n = dist.get_world_size(group)
+    part = torch.zeros(n_bytes // 4 // n, device=device)
+    whole = torch.zeros(n * len(part), device=device)
+    _wait(device)
+    begin = time.perf_counter()
+    if name == "all-reduce":
+        dist.all_reduce(whole, group=group)
+    else:
+        dist.all_gather_into_tensor(whole, part, group=group)
+    _wait(device)
+    taken = torch.tensor([time.perf_counter() - begin], device=device)
+    dist.all_reduce(taken, op=dist.ReduceOp.MAX, group=group)
+    return max(1e-9, taken.item())
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+# --- which hosts reach which
+
+
+def unreachable(exchange: Exchange, first_ranks: Sequence[int]) -> dict[str, str]:
+    """The other hosts, by their first rank, that this host cannot connect to, and why."""
+    rank = exchange.place.rank
+    with socket.create_server(("", 0), backlog=1024) as server:
+        exchange.post("listens", [own_address(), server.getsockname()[1]])
+        others = exchange.gather("listens", GATHER_SECONDS, [other for other in first_ranks if other != rank])
+
+        def attempt(other: int) -> str:
+            address, port = others[other]
+            try:
+                socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
+            except OSError as error:
+                of_name = ", for which its own name stands there" if address.startswith("127.") else ""
+                return f"{address}{of_name}: {error.strerror or error}"
+            return ""
+
+        with ThreadPoolExecutor(max_workers=min(64, max(1, len(others)))) as pool:
+            found = {str(other): problem for other, problem in zip(others, pool.map(attempt, others), strict=True)}
+        exchange.post("connected", True)
+        exchange.gather("connected", 2 * CONNECT_SECONDS, first_ranks)  # the others may still need this server
+    return {other: problem for other, problem in found.items() if problem}
+
+
+def own_address() -> str:
+    """The address at which gloo lets others connect: of GLOO_SOCKET_IFNAME's interface, else of the host's name."""
+    import fcntl
+
+    if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].removeprefix("="):
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+            answer = fcntl.ioctl(asking.fileno(), 0x8915, struct.pack("256s", interface[:15].encode()))  # SIOCGIFADDR
+        return socket.inet_ntoa(answer[20:24])
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:  # gloo then takes the loopback interface
+        return "127.0.0.1"
+
+
+# --- what links should give
+
+
+def link_speeds(device: torch.device, system: Path = Path("/sys")) -> dict[str, float | None]:
+    """Bytes a second, in one direction, that the system says of this rank's GPU and this host's networks; None where it
+    does not say."""
+    found: dict[str, float | None] = {"InfiniBand": infiniband(system), "Ethernet": ethernet(system)}
+    if device.type == "cuda":
+        found |= {"NVLink": nvlink(device), "PCIe": pcie(device)}
+    return found
+
+
+def infiniband(system: Path) -> float | None:
+    """All active InfiniBand or RoCE ports together."""
+    rates = []
+    for port in system.glob("class/infiniband/*/ports/*"):
+        try:
+            if "ACTIVE" in (port / "state").read_text():
+                rates.append(float((port / "rate").read_text().split()[0]) * 1e9 / 8)
+        except (OSError, ValueError, IndexError):
+            continue
+    return sum(rates) or None
+
+
+def ethernet(system: Path) -> float | None:
+    """The fastest interface that is up."""
+    speeds = []
+    for interface in system.glob("class/net/*"):
+        try:
+            if (interface / "operstate").read_text().strip() == "up":
+                speeds.append(int((interface / "speed").read_text()) * 1e6 / 8)  # -1, or an error, where unknown
+        except (OSError, ValueError):
+            continue
+    return max((speed for speed in speeds if speed > 0), default=None)
+
+
+def nvlink(device: torch.device) -> float | None:
+    """All links of a GPU together, as nvidia-smi lists them."""
+    lines = _smi("nvlink", "--status", "--id", _uuid(device))
+    return sum(float(speed) * 1e9 for speed in re.findall(r"Link \d+: ([\d.]+) GB/s", lines)) or None
+
+
+def pcie(device: torch.device) -> float | None:
+    """A GPU's slot."""
+    query = ("--query-gpu=pcie.link.gen.max,pcie.link.width.current", "--format=csv,noheader,nounits")
+    numbers = re.findall(r"\d+", _smi(*query, "--id", _uuid(device)))
+    return PCIE_LANE.get(int(numbers[0]), 0) * int(numbers[1]) or None if len(numbers) == 2 else None
+
+
+def _uuid(device: torch.device) -> str:
+    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+
+
+def _smi(*arguments: str) -> str:
+    if shutil.which("nvidia-smi") is None:
+        return ""
+    try:
+        command = ["nvidia-smi", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_SECONDS).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+# --- what that means
+
+
+def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Hosts that do not reach each other, and collectives that are much slower than their links."""
+    if len(answers) <= 1:
+        yield Finding("links", "one rank, which talks to nobody")
+        return
+    host_of = {answer.place.rank: answer.place for answer in answers}
+    for answer in answers:
+        for other, problem in answer.facts.get("unreachable", {}).items():
+            to = host_of[int(other)]
+            yield Finding("links", f"cannot connect to {to.host} ({problem})", WRONG, BLOCKED, (answer.place,))
+    if failed := [answer for answer in answers if answer.problem]:
+        where = tuple(answer.place for answer in failed)
+        stage = "" if failed[0].facts.get("joined") else "the ranks do not come together: "
+        found = unchecked("links", f"{stage}{failed[0].problem}", BLOCKED, WRONG)
+        yield Finding(found.check, found.found, WRONG, BLOCKED, where, checked=False)
+    for name, words in (("within", "within a host"), ("between", "between hosts"), ("all", "all ranks")):
+        measured = [answer for answer in answers if name in answer.facts]
+        for node in sorted({answer.place.node for answer in measured}) if name == "within" else [None]:
+            of_group = [answer for answer in measured if node is None or answer.place.node == node]
+            if of_group:
+                yield _bandwidth(name, words, of_group)
+
+
+def _bandwidth(name: str, words: str, answers: Sequence[Answer]) -> Finding:
+    kind, should = _expected(name, answers)
+    slowest = {key: min(answer.facts[name][key] for answer in answers) for key in answers[0].facts[name]}
+    found = ", ".join(f"{key} {gb(speed)}/s" for key, speed in slowest.items())
+    found += f" over {len(answers)} ranks; " + (f"{kind} should give {gb(should)}/s" if should else kind)
+    places = tuple(answer.place for answer in answers) if name == "within" else ()
+    if should and slowest["all-reduce"] < ENOUGH * should:
+        remedy = {
+            "within": "look at `nvidia-smi topo -m`, and at NCCL_P2P_DISABLE and NCCL_SHM_DISABLE",
+            "between": "NCCL_DEBUG=INFO says which network NCCL takes: set NCCL_SOCKET_IFNAME and NCCL_IB_HCA",
+        }
+        return Finding(f"links {words}", found, WARNING, remedy["within" if name == "within" else "between"], places)
+    return Finding(f"links {words}", found, OK, where=places)
+
+
+def _expected(name: str, answers: Sequence[Answer]) -> tuple[str, float | None]:
+    """The name and the speed of the slowest link that the ranks have in common."""
+    on_gpu = all(answer.facts.get("device") == "cuda" for answer in answers)
+    if name == "within":
+        kinds: tuple[str, ...] = ("NVLink", "PCIe") if on_gpu else ()
+        nothing = "what the links should give is unknown" if on_gpu else "through the memory of the host"
+    else:
+        kinds = ("InfiniBand", "Ethernet") if on_gpu else ("Ethernet",)
+        nothing = "what the network should give is unknown"
+    for kind in kinds:
+        speeds = [answer.facts.get("links", {}).get(kind) for answer in answers]
+        if all(speeds):
+            return kind, min(speed for speed in speeds if speed)
+    return nothing, None

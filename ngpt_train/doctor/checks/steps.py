@@ -1,0 +1,196 @@
+"""Three training steps in each layout that is possible here, whose losses must be equal."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngpt_train.config.schema import Config
+from ngpt_train.core.constants import IGNORED
+from ngpt_train.distributed import World, resolve_device, resolve_kind, resolve_precision
+from ngpt_train.doctor.bounded import Report, first_line
+from ngpt_train.doctor.exchange import join
+from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place
+from ngpt_train.kernels import dispatch
+from ngpt_train.training import build_state, train_step
+
+STEPS, CONTEXT, ROWS_OF_A_RANK, VOCABULARY = 3, 32, 2, 512
+NARROW = 512  # width up to which the cut has two blocks, because a CPU is enough for it
+# Sums in fp32 of another order, on a scale of a loss of 6 nats; more is another arithmetic, or a faulty device.
+TOLERANCE = 1e-5
+TOLERANCE_OF_HALF = 0.02  # of a loss that is computed in bf16 or fp16
+LR = 1e-3
+TOGETHER = "that the ranks come together"
+
+
+def look(
+    config: Config, place: Place, seconds: float, off: Mapping[str, str], apart: str | None, report: Report
+) -> None:
+    """Trains a cut of the model. Collective, in a process of each rank. What fails in one layout ends the look: the
+    other ranks may be in another collective by then.
+
+    off: kernels that are wrong here, which `train` leaves out too. apart: why the ranks do not come together, if known.
+    """
+    device = resolve_device(config.train.device, place.local_rank)
+    precision = str(resolve_precision(config.train.precision, device.type)).removeprefix("torch.")
+    own = resolve_kind(config.parallel.kind, place.size, device.type, place.local_size)
+    names = layouts(config, place)
+    report(own=own, layouts=names, precision=precision)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dispatch.switch_off(off)
+    report(begun="single")
+    report(single=run(cut(config, place.size, "single"), World(0, 1, 0, device)))
+    report(begun=TOGETHER)
+    if apart is not None:
+        raise RuntimeError(apart)
+    join(place, "steps", device, seconds / 2)
+    world = World(place.rank, place.size, place.local_rank, device, place.local_size)
+    for name in names[1:]:
+        report(begun=name)
+        report(**{name: run(cut(config, place.size, name), world)})
+    if precision != "float32":
+        report(begun=f"{own} in {precision}")
+        alone = own == "single"
+        report(as_it_runs=run(cut(config, place.size, own, exact=False), World(0, 1, 0, device) if alone else world))
+    report(begun="")
+
+
+def layouts(config: Config, place: Place) -> list[str]:
+    """The layouts that can be tried: hsdp needs groups of two ranks or more, and two groups."""
+    return ["single", "ddp", "fsdp", *(["hsdp"] if group_size(config, place.size) else [])]
+
+
+def group_size(config: Config, size: int) -> int | None:
+    """Ranks of a group of hsdp; None where there are no two groups."""
+    wanted = config.parallel.shard
+    if isinstance(wanted, int) and size % wanted == 0 and wanted < size:
+        return wanted
+    return next((n for n in range(2, size // 2 + 1) if size % n == 0), None)
+
+
+def cut(config: Config, size: int, kind: str, exact: bool = True) -> Config:
+    """The config with few blocks, ids and tokens, for the layout `kind`; exact: in fp32 and not compiled."""
+    model = config.model
+    blocks = min(model.n_layers, 2 if model.d_model <= NARROW else 1)
+    changes: dict[str, Any] = {"n_layers": blocks, "vocab_size": VOCABULARY, "context": CONTEXT}
+    # Keys that not every architecture has: other blocks, and statistics, which are equal if all rows have part in them.
+    others = {"n_encoder_layers": blocks, "source_context": CONTEXT // 2, "statistics": "synchronised"}
+    names = {field.name for field in dataclasses.fields(model)}
+    changes |= {name: value for name, value in others.items() if name in names}
+    rows = ROWS_OF_A_RANK * size
+    train = replace(
+        config.train,
+        steps=1000,
+        stop_at=None,
+        batch_rows=rows,
+        batch_tokens=None,
+        # Statistics advance with each micro batch, so a layout must have as many.
+        micro_rows=rows if kind == "single" else ROWS_OF_A_RANK,
+        compile=False,
+        cuda_graphs=False,
+        precision="fp32" if exact else config.train.precision,
+    )
+    kernels = replace(config.kernels, attention="auto") if exact else config.kernels
+    return replace(
+        config,
+        model=replace(model, **changes),
+        train=train,
+        kernels=kernels,
+        optim=replace(config.optim, lr=LR, ema_decay=None),
+        schedule=replace(config.schedule, kind="constant", warmup_steps=0, warmup_tokens=None),
+        parallel=replace(config.parallel, kind=kind, shard=group_size(config, size) or 2 if kind == "hsdp" else "auto"),
+    )
+
+
+def run(config: Config, world: World) -> dict[str, list[float]]:
+    """The loss and the norm of the gradient of each step."""
+    state = build_state(config, world)
+    losses, norms = [], []
+    for step in range(STEPS):
+        mine = tuple(part.chunk(world.size)[world.rank] for part in batch(config, step))
+        result = train_step(state, [mine])
+        losses.append(result.loss.item())
+        norms.append(result.grad_norm.item())
+    return {"losses": losses, "norms": norms}
+
+
+def batch(config: Config, step: int) -> tuple[Tensor, Tensor]:
+    """tokens and targets `(rows, CONTEXT)`, int64, of all ranks, mostly a fixed rule that a model can learn."""
+    generator = torch.Generator().manual_seed(step)
+    rows = config.train.rows_per_step
+    row = torch.randint(VOCABULARY, (rows, CONTEXT + 1), generator=generator)
+    tokens, targets = row[:, :-1].clone(), row[:, 1:].clone()
+    targets[:, : config.model.source_length(CONTEXT)] = IGNORED  # what an encoder reads is not predicted
+    return tokens, targets
+
+
+def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Every layout of every rank beside one process on rank 0."""
+    if not answers:
+        return
+    reference = answers[0].facts.get("single")
+    for name in answers[0].facts.get("layouts", ["single"]):
+        yield from _layout(name, answers, reference)
+    if "layouts" in answers[0].facts and "hsdp" not in answers[0].facts["layouts"]:
+        yield Finding("steps, hsdp", "not possible with so few ranks: it takes four, or another number with divisors")
+    half = [answer for answer in answers if "as_it_runs" in answer.facts]
+    for answer in half:
+        losses = answer.facts["as_it_runs"]["losses"]
+        name, precision = answer.facts["own"], answer.facts["precision"]
+        words = f"{name} in {precision}"
+        if reference is not None and not _close(losses, reference["losses"], TOLERANCE_OF_HALF):
+            found = f"losses {_shown(losses)} here, in fp32 {_shown(reference['losses'])}"
+            remedy = "train.precision=fp32 and kernels=torch tell whether the products or a kernel are at fault"
+            yield Finding(f"steps, {words}", found, WRONG, remedy, (answer.place,))
+        else:
+            yield Finding(f"steps, {words}", f"losses {_shown(losses)}, as in fp32", where=(answer.place,))
+
+
+def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[float]] | None) -> Iterator[Finding]:
+    check, own = f"steps, {name}", answers[0].facts.get("own")
+    failed = [answer for answer in answers if name not in answer.facts and answer.problem]
+    if failed:
+        # Of several the one that failed by itself, and did not wait for another until its time was up.
+        reached = [answer for answer in failed if answer.facts.get("begun", name) == name]
+        cause = min(reached or failed, key=lambda answer: _waited(answer.problem or ""))
+        grave = WRONG if name in (own, "single") else WARNING
+        found = cause.problem or ""
+        where = tuple(answer.place for answer in reached or failed if _waited(answer.problem or "") == _waited(found))
+        if not reached:
+            found = f"{cause.facts.get('begun')} failed before: {found}"
+        remedy = "look at the rows above: devices, links, versions" if grave == WRONG else f"do not use parallel={name}"
+        yield Finding(check, f"could not be checked: {first_line(ValueError(found))}", grave, remedy, where, 3, False)
+        return
+    for answer in answers:
+        if name not in answer.facts or reference is None:
+            continue
+        found = answer.facts[name]
+        equal = _close(found["losses"], reference["losses"], TOLERANCE)
+        if equal and _close(found["norms"], reference["norms"], 10 * TOLERANCE):
+            said = f"losses {_shown(found['losses'])}" + ("" if name == "single" else ", equal to one process's")
+            yield Finding(check, said, OK, where=(answer.place,))
+        else:
+            what = "losses" if not equal else "norms"
+            said = f"{what} {_shown(found[what])} here, in one process of rank 0 {_shown(reference[what])}"
+            remedy = "a device calculates wrong, or torch differs: leave this rank's host out, and look at versions"
+            yield Finding(check, said, WRONG, remedy, (answer.place,))
+
+
+def _waited(problem: str) -> bool:
+    """Whether a rank failed because another did not answer."""
+    return any(words in problem for words in ("longer than", "imed out", "imeout", "Connection closed", "reset by"))
+
+
+def _close(found: Sequence[float], expected: Sequence[float], tolerance: float) -> bool:
+    return all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(found, expected, strict=True))
+
+
+def _shown(values: Sequence[float]) -> str:
+    return ", ".join(f"{value:.6g}" for value in values)

@@ -1,0 +1,210 @@
+"""Whether the text or the tokens are there, can be read, and fit the tokenizer and the model."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.config.keys import AUTO
+from ngpt_train.config.mixture import mixture_of
+from ngpt_train.config.schema import Config, DataConfig
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.data import load_tokenizer, open_dataset
+from ngpt_train.data.prepared.shards import MANIFEST, STEMS, read_manifest
+from ngpt_train.data.sources import open_source
+from ngpt_train.data.sources.hub import HubText
+from ngpt_train.data.sources.hub_client import HubClient
+from ngpt_train.data.sources.text import Shard, Source
+from ngpt_train.doctor.bounded import Report, first_line
+from ngpt_train.doctor.findings import (
+    CONFIG,
+    MACHINE,
+    WARNING,
+    WRONG,
+    Answer,
+    Finding,
+    different,
+    gb,
+    in_words,
+    of_each,
+    unchecked,
+)
+from ngpt_train.training.run_directory import initial_checkpoint
+
+MOST_OPENED = 500  # files that are opened, spread over all
+HUB_SECONDS = 9.0  # that each question to the hub may take
+DAMAGED = "restore it from where it came; the file and the reason stand there"
+
+
+def look(config: Config, report: Report) -> None:
+    """Looks at each source of text, then at the tokenizer, on the first rank of each host. Prepares nothing."""
+    logging.disable(logging.WARNING)  # the client of the hub tells of each attempt
+    vocabulary: dict[str, Any] = {}
+    for name, data in sources(config):
+        report(begun=name or data.kind)
+        found: dict[str, Any] = {}
+        try:
+            if data.kind == "tokens":
+                report(**{f"size of {name}": _size(data)})
+                dataset = open_dataset(replace(config, data=data))
+                vocabulary = {"name": dataset.tokenizer.name, "size": dataset.tokenizer.vocab_size}
+                found = {"said": _tokens(dataset.train, dataset.validation), "identity": dataset.fingerprint}
+            else:
+                found = _text(data)
+        except (ConfigError, DataError) as error:
+            # The limit is ours, and not the config's.
+            said = re.sub(r" if it is only slow, set data.fetch_minutes above [\d.]+;", "", str(error))
+            found = {"refused": said, "code": error.exit_code}
+        report(**{f"source {name}": found})
+    if config.run.init_from is not None:
+        try:
+            report(init_from=str(initial_checkpoint(config)))
+        except (ConfigError, DataError) as error:
+            report(init_from_refused=str(error), code=error.exit_code)
+    if vocabulary:
+        report(tokenizer=vocabulary)
+    elif config.tokenizer.from_text:
+        words = f"{config.tokenizer.kind}, made of the text by `train`"
+        report(tokenizer={"name": words, "size": config.tokenizer.vocab_size, "at_most": True})
+    elif config.data.kind != "tokens":
+        report(begun="the tokenizer")
+        try:
+            tokenizer = load_tokenizer(config.tokenizer)
+            report(tokenizer={"name": tokenizer.name, "size": tokenizer.vocab_size})
+        except (ConfigError, DataError) as error:
+            report(tokenizer_refused=str(error), code=error.exit_code)
+
+
+def sources(config: Config) -> list[tuple[str, DataConfig]]:
+    """The sources of a mixture by their names, or data.* itself without a name."""
+    if config.data.kind == "mixture":
+        return [(source.name, source.data) for source in mixture_of(config.data)]
+    return [("", config.data)]
+
+
+def _size(data: DataConfig) -> int:
+    """Bytes of the files of prepared tokens, as their manifest says."""
+    path = Path(data.path or "").expanduser()
+    if not (path / MANIFEST).exists():
+        return sum(file.stat().st_size for file in path.glob("*.bin")) if path.is_dir() else 0
+    manifest = read_manifest(path)
+    shards = [shard for split in STEMS for shard in manifest["splits"][split]["shards"]]
+    return sum((path / shard["file"]).stat().st_size for shard in shards if (path / shard["file"]).exists())
+
+
+def _tokens(train: Any, validation: Any) -> str:
+    return f"{len(train):,} tokens to train, {len(validation):,} to validate, checksums right"
+
+
+def _text(data: DataConfig) -> dict[str, Any]:
+    """What is found of text; raises what `train` would raise."""
+    source = open_source(replace(data, fetch_minutes=min(data.fetch_minutes, HUB_SECONDS / 60)))
+    if data.on_hub:
+        found = f"{data.repo or data.kind}@{(source.revision or '')[:12]}: {len(source.shards)} files on the hub"
+        if isinstance(source.reader, HubText) and source.shards:
+            reader = source.reader
+            HubClient(reader.repo, HUB_SECONDS / 60).try_file(reader.commit, source.shards[0].files[0])
+            found += ", the first of which can be had"
+        return {"said": found, "identity": source.revision}
+    files = [*source.files, *source.val_files]
+    _open_some(files)
+    listing = hashlib.sha256(repr([(file.name, file.stat().st_size) for file in files]).encode()).hexdigest()[:12]
+    _read_first(source, files[0])
+    n_bytes = sum(file.stat().st_size for file in files)
+    return {"said": f"{len(files)} files, {gb(n_bytes)}, the first one read", "identity": listing}
+
+
+def _open_some(files: Sequence[Path]) -> None:
+    for file in files[:: max(1, len(files) // MOST_OPENED)]:
+        try:
+            with file.open("rb") as content:
+                content.read(1)
+        except OSError as error:
+            raise DataError(f"{file}: cannot be read ({error.strerror})") from None
+
+
+def _read_first(source: Source, file: Path) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        documents = source.reader.documents(Shard(str(file), "", (str(file),)), Path(scratch))
+        if next(iter(documents), None) is None:
+            raise DataError(f"{file}: holds no document")
+
+
+def judge(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    """Each source, the tokenizer, the vocabulary, the checkpoint to begin from."""
+    yield from of_each(answers, lambda answer: _data(config, answer))
+    everybody = [answer.place for answer in answers]
+    for name, _ in sources(config):
+        identities = [
+            Answer(answer.place, {"identity": found["identity"]})
+            for answer in answers
+            if (found := answer.facts.get(f"source {name}", {})).get("identity")
+        ]
+        usual, others = different(identities, "identity")
+        for value, places in others.items():
+            rest = in_words([place for place in everybody if place not in places], everybody)
+            found = f"{_named(name)}: other files here than on {rest} ({value[:12]} and {str(usual)[:12]})"
+            remedy = "name files that all hosts see, the same Python for data=embedded, or data=tokens with a path"
+            yield Finding("data", found, WRONG, remedy, tuple(places))
+    yield from of_each(answers, lambda answer: _tokenizer(config, answer))
+
+
+def _named(name: str) -> str:
+    return f"data.mixture, source {name}" if name else "data"
+
+
+def _data(config: Config, answer: Answer) -> Iterator[Finding]:
+    facts = answer.facts
+    for name, data in sources(config):
+        found = facts.get(f"source {name}")
+        where = f"data={data.kind}" if not name else _named(name)
+        if found is None:
+            size = facts.get(f"size of {name}", 0)
+            if size and answer.problem and "longer than" in answer.problem:
+                said = f"{where}: {gb(size)} of tokens are there; their checksums take longer than this look"
+                yield Finding("data", said, WARNING, "nothing: `train` computes them once, before the first step")
+            elif answer.problem:
+                remedy = "look whether what data.* names answers: ls, or curl to the hub"
+                yield unchecked("data", answer.problem, remedy, WRONG)
+        elif "refused" in found:
+            remedy = "as it says"
+            if data.on_hub:
+                remedy = (
+                    "open the way to the hub (a proxy: https_proxy), set HF_ENDPOINT to a mirror, or bring the text"
+                )
+            elif "manifest" in found["refused"] or "damaged" in found["refused"]:
+                remedy = DAMAGED
+            yield Finding("data", found["refused"], WRONG, remedy, code=found["code"])
+        else:
+            yield Finding("data", f"{where}: {found['said']}")
+    if refused := facts.get("init_from_refused"):
+        yield Finding("run.init_from", refused, WRONG, "as it says", code=facts.get("code", MACHINE))
+    elif "init_from" in facts:
+        yield Finding("run.init_from", facts["init_from"])
+
+
+def _tokenizer(config: Config, answer: Answer) -> Iterator[Finding]:
+    facts = answer.facts
+    if refused := facts.get("tokenizer_refused"):
+        code = facts.get("code", MACHINE)
+        remedy = "copy the file where all hosts see it, and set tokenizer.path to it"
+        yield Finding("tokenizer", first_line(DataError(refused)), WRONG, remedy, code=CONFIG if code == 2 else MACHINE)
+    elif facts.get("begun") == "the tokenizer" and "tokenizer" not in facts and answer.problem:
+        remedy = "copy its file here and set tokenizer.path=FILE"
+        yield unchecked("tokenizer", answer.problem, remedy, WRONG)
+    if "tokenizer" not in facts:
+        return
+    name, size = facts["tokenizer"]["name"], facts["tokenizer"]["size"]
+    at_most = "at most " if facts["tokenizer"].get("at_most") else ""
+    vocabulary = config.model.vocab_size
+    if vocabulary != AUTO and int(vocabulary) < size:
+        found = f"model.vocab_size={vocabulary}: the tokenizer {name} has {at_most}{size} ids"
+        yield Finding("tokenizer", found, WRONG, f"set model.vocab_size=auto, or at least {size}")
+    else:
+        yield Finding("tokenizer", f"{name}, {at_most}{size} ids, for model.vocab_size={vocabulary}")

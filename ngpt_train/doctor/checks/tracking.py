@@ -1,0 +1,90 @@
+"""Weights & Biases: the package, the key, and the way to its server."""
+
+from __future__ import annotations
+
+import base64
+import json
+import netrc
+import os
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ngpt_train.config.schema import Config
+from ngpt_train.doctor.bounded import Report, first_line
+from ngpt_train.doctor.findings import WARNING, Answer, Finding, of_each, unchecked
+
+SECONDS = 5.0  # that the server may take
+SERVER = "https://api.wandb.ai"
+WHO = {"query": "query { viewer { username } }"}
+LATER = "or set logging.wandb.mode=offline, and `wandb sync` later"
+
+
+def look(config: Config, report: Report) -> None:
+    """Asks wandb's server whose the key is. On the first rank alone, which is the one that logs."""
+    if config.logging.wandb.mode == "disabled":
+        return
+    server = os.environ.get("WANDB_BASE_URL", SERVER).rstrip("/")
+    report(installed=find_spec("wandb") is not None, server=server)
+    key = key_for(server)
+    report(key=key is not None)
+    if config.logging.wandb.mode == "offline" or key is None:
+        return
+    login = base64.b64encode(f"api:{key}".encode()).decode()
+    headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
+    request = urllib.request.Request(f"{server}/graphql", json.dumps(WHO).encode(), headers)
+    try:
+        with urllib.request.urlopen(request, timeout=SECONDS) as answer:
+            viewer = (json.load(answer).get("data") or {}).get("viewer")
+        report(accepted=viewer is not None)
+    except urllib.error.HTTPError as error:
+        report(**({"accepted": False} if error.code in (401, 403) else {"unreachable": f"HTTP {error.code}"}))
+    except (OSError, ValueError) as error:
+        report(unreachable=first_line(error))
+
+
+def key_for(server: str) -> str | None:
+    """The key that wandb would use: WANDB_API_KEY, or what `wandb login` has left in ~/.netrc."""
+    if key := os.environ.get("WANDB_API_KEY"):
+        return key
+    for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
+        try:
+            found = path and netrc.netrc(Path(path).expanduser()).authenticators(urlsplit(server).hostname or "")
+        except (OSError, netrc.NetrcParseError):
+            continue
+        if found:
+            return found[2]
+    return None
+
+
+def judge(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
+    """What becomes of the run's records in wandb. Never `wrong`: a run goes on without it."""
+    yield from of_each(answers, lambda answer: _wandb(config, answer))
+
+
+def _wandb(config: Config, answer: Answer) -> Iterator[Finding]:
+    facts, mode = answer.facts, config.logging.wandb.mode
+    if answer.problem:
+        yield unchecked("wandb", answer.problem, f"look whether its server answers, {LATER}")
+    elif mode == "disabled":
+        yield Finding("wandb", "off (logging.wandb.mode=disabled)")
+    elif not facts["installed"]:
+        yield Finding("wandb", "the package is not installed", WARNING, "pip install wandb")
+    elif mode == "offline":
+        yield Finding("wandb", "offline, as logging.wandb.mode says")
+    elif not facts["key"]:
+        found = f"mode {mode}, and there is no key, so the run logs offline"
+        grave = mode == "online"
+        remedy = f"`wandb login`, or set WANDB_API_KEY on the host of rank 0, {LATER}" if grave else ""
+        yield Finding("wandb", found, WARNING if grave else "ok", remedy)
+    elif "unreachable" in facts:
+        found = f"mode {mode}, and {facts['server']} does not answer ({facts['unreachable']}), so the run logs offline"
+        yield Finding("wandb", found, WARNING, f"open the way to it (a proxy: https_proxy), {LATER}")
+    elif not facts["accepted"]:
+        found = f"mode {mode}, and {facts['server']} does not accept the key"
+        yield Finding("wandb", found, WARNING, f"`wandb login --relogin`, {LATER}")
+    else:
+        yield Finding("wandb", f"mode {mode}, {facts['server']} accepts the key")

@@ -1,0 +1,121 @@
+"""The process that checks kernels for `children.py`: a kernel may crash it, hang, or leave its GPU unusable.
+
+It reads a request, a line of JSON, from its standard input. To its standard output it writes lines of JSON: before each
+piece of work {"at": n, "doing": "check" or "times"}, and after it {"at": n, ...} with the keys of `Finding`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import signal
+import sys
+import time
+from typing import Any
+
+import torch
+
+from ngpt_train.kernels import attention, dispatch
+from ngpt_train.kernels.check.calls import Call
+from ngpt_train.kernels.check.cases import OF_ATTENTION, errors_of_call
+from ngpt_train.kernels.check.children import UNUSABLE
+from ngpt_train.kernels.check.timing import times_of_call
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Returns 0, or UNUSABLE where a kernel has left the GPU so that nothing more runs on it."""
+    output = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what compilers print goes where errors go
+    logging.disable(logging.WARNING)  # the parent tells what runs
+    die_with_parent()
+    request = json.loads(sys.stdin.readline())
+    device = torch.device(request["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    attention.choose(request["attention"], device, request["d_head"], getattr(torch, request["dtype"]))
+    with dispatch.chosen("torch" if dispatch.why_no_triton() else "triton"):
+        for number, text in enumerate(request["calls"]):
+            call = Call.from_json(text)
+            tell(output, at=number, doing="check")
+            started = time.monotonic()
+            found = checked(call, device)
+            tell(output, at=number, seconds=time.monotonic() - started, **found)
+            if unusable(device):
+                return UNUSABLE
+            if not request["times"] or found["problem"] is not None or call.kernel in OF_ATTENTION:
+                continue
+            tell(output, at=number, doing="times")
+            tell(output, at=number, **timed(call, device, request["compiled"]))
+            if unusable(device):
+                return UNUSABLE
+    return 0
+
+
+def tell(output: Any, **found: Any) -> None:
+    output.write(json.dumps(found) + "\n")
+
+
+def checked(call: Call, device: torch.device) -> dict[str, Any]:
+    """The finding of a call: its largest error, and its problem in words."""
+    try:
+        errors = errors_of_call(call, device)
+    except torch.OutOfMemoryError:
+        return {"error": None, "problem": "the check had too little memory", "lasting": False}
+    except Exception as error:  # compilers and kernels raise anything
+        return {"error": None, "problem": f"it fails: {in_a_line(error)}", "lasting": True}
+    finally:
+        if device.type == "cuda":
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.empty_cache()
+    worst = max(error.relative for error in errors.values())
+    wrong = {name: error for name, error in errors.items() if not error.is_small}
+    problem = None
+    if wrong:
+        what = "; ".join(f"{name} is off by {error.relative:.1e}" for name, error in wrong.items())
+        nan = any(error.relative != error.relative for error in wrong.values())
+        leaves = ", or leaves elements unwritten: NaN" if nan else ""
+        problem = f"it is wrong{leaves}: {what}, where {max(e.tolerance for e in wrong.values()):.0e} is rounding"
+    return {"error": worst if worst == worst else None, "problem": problem, "lasting": True}
+
+
+def timed(call: Call, device: torch.device, compiled: bool) -> dict[str, Any]:
+    """Both times. A failure is not the kernel's, which is right: it stays."""
+    try:
+        ours, plain = times_of_call(call, device, compiled)
+    except Exception as error:
+        return {"untimed": in_a_line(error)}
+    return {"us": ours, "plain_us": plain}
+
+
+def in_a_line(error: Exception) -> str:
+    """The error's type and the first line that says something."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+
+
+def unusable(device: torch.device) -> bool:
+    """Whether a kernel has damaged the GPU's context, for example by an address outside of its memory."""
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize()
+        torch.zeros(1, device=device).add_(1).item()
+    except RuntimeError:
+        return True
+    return False
+
+
+def die_with_parent() -> None:
+    """Has Linux end this process when its parent ends, however that happens."""
+    import ctypes
+
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

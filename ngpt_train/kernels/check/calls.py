@@ -1,0 +1,135 @@
+"""Which kernels a forward and a backward pass call, on which shapes, dtypes and options: recorded from the calls.
+
+A pass over a model on torch's meta device, which computes nothing, is enough.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngpt_train.kernels import attention, dispatch, operation
+from ngpt_train.kernels.sphere_step import HiddenState
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a kernel, without its values. All of it is JSON."""
+
+    kernel: str  # its name in `kernels.dispatch`
+    shape: tuple[int, ...]  # of the first tensor
+    dtype: str  # of the first tensor, such as "bfloat16"
+    stride: tuple[int, ...] | None = None  # of the first tensor, None: contiguous
+    options: tuple[tuple[str, Any], ...] = field(default=())  # names and values, by name
+
+    @classmethod
+    def of(cls, kernel: str, first: Tensor, **options: Any) -> Call:
+        """The call of `kernel` whose first tensor is `first`."""
+        stride = None if first.is_contiguous() or 0 in first.stride() else tuple(first.stride())
+        dtype = str(first.dtype).removeprefix("torch.")
+        return cls(kernel, tuple(first.shape), dtype, stride, tuple(sorted(options.items())))
+
+    @classmethod
+    def from_json(cls, text: str) -> Call:
+        found = json.loads(text)
+        stride = None if found["stride"] is None else tuple(found["stride"])
+        options = tuple((name, value) for name, value in found["options"])
+        return cls(found["kernel"], tuple(found["shape"]), found["dtype"], stride, options)
+
+    def json(self) -> str:
+        """One line; equal calls have equal lines."""
+        return json.dumps(dataclasses.asdict(self), sort_keys=True)
+
+    def __hash__(self) -> int:
+        return hash(self.json())  # options may be lists
+
+    def __getitem__(self, option: str) -> Any:
+        return dict(self.options)[option]
+
+    def __str__(self) -> str:
+        options = ", ".join(f"{name}={value}" for name, value in self.options)
+        return f"{self.kernel} {'x'.join(map(str, self.shape))} {self.dtype}{f' ({options})' if options else ''}"
+
+
+# For each operation: the call of its kernel with these arguments.
+Describe = Callable[..., Call]
+
+
+def of_sphere_step(h: HiddenState, x: Tensor, alpha: Tensor) -> Call:
+    return Call.of("sphere_step", x, h=name_of(h.to_move), alpha=name_of(alpha))
+
+
+def of_swiglu(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Call:
+    return Call.of("swiglu", uv, scaled=s_u is not None)
+
+
+def of_rotary(qkv: Tensor, cos: Tensor, sin: Tensor, options: Any, scale: Tensor | None) -> Call:
+    return Call.of("rotary", qkv, options=list(options), of_rows=cos.ndim == 4, scaled=scale is not None)
+
+
+def of_linear_cross_entropy(
+    h: Tensor,
+    matrix: Tensor,
+    targets: Tensor,
+    scale: Tensor | None = None,
+    z_loss: float = 0.0,
+    label_smoothing: float = 0.0,
+) -> Call:
+    options = {"scaled": scale is not None, "z_loss": z_loss, "label_smoothing": label_smoothing}
+    return Call.of("linear_cross_entropy", h, vocabulary=len(matrix), matrix=name_of(matrix), **options)
+
+
+DESCRIBE: dict[str, Describe] = {
+    "sphere_step": of_sphere_step,
+    "swiglu": of_swiglu,
+    "rotary": of_rotary,
+    "linear_cross_entropy": of_linear_cross_entropy,
+}
+
+
+def of_adam(
+    rows: int, d: int, unit_rows: bool, copies: bool, betas: tuple[float, float], eps: float, weight_decay: float
+) -> Call:
+    """The call of Adam's kernel on an fp32 matrix `(rows, d)`. copies: whether it writes a bf16 copy."""
+    options = {"betas": list(betas), "eps": eps, "weight_decay": weight_decay}
+    return Call.of("adam", torch.empty(rows, d, device="meta"), unit_rows=unit_rows, copies=copies, **options)
+
+
+@contextmanager
+def recorded(documents: bool) -> Iterator[Counter[Call]]:
+    """While the body runs, the calls whose Triton kernel runs, and those of attention, are counted.
+
+    documents: whether a mask of attention stands for documents, which may have a kernel of their own. For the choice of
+    kernels see `dispatch`.
+    """
+    calls: Counter[Call] = Counter()
+
+    def see(name: str, on_triton: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in DESCRIBE:
+            return
+        call = DESCRIBE[name](*args, **kwargs)
+        # The twin of linear_cross_entropy asks by itself, in an operator that a meta device leaves out.
+        if on_triton or (name == "linear_cross_entropy" and dispatch.runs_on_triton(name, args[0])):
+            calls[call] += 1
+
+    def watch(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None) -> None:
+        of_documents = documents and mask is not None
+        shape = None if mask is None else list(mask.shape)
+        options = {"keys": list(k.shape[1:3]), "scale": scale, "causal": causal, "mask": shape}
+        calls[Call.of("attention of documents" if of_documents else "attention", q, **options)] += 1
+
+    with operation.watched(see), attention.watched(watch):
+        yield calls
+
+
+def name_of(tensor: Tensor) -> str:
+    """The name of the tensor's dtype, such as float32."""
+    return str(tensor.dtype).removeprefix("torch.")

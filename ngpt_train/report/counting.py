@@ -1,0 +1,208 @@
+"""Counts the memory of a pass through a model on tensors without memory: torch's fake tensors."""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.distributed.recomputation import ATTENTION, PRODUCTS, checkpoint_blocks
+from ngpt_train.distributed.sharding import held
+from ngpt_train.models import Decoder, build_model
+
+
+class MemoryCounter(TorchDispatchMode):
+    """Bytes of all tensors that are made inside of it and still held: `now`, and the most of them at a time, `peak`.
+
+    Memory of ours alone: an operator's scratch space is not seen, nor what a custom operator holds while it runs.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._held: dict[int, int] = {}  # bytes, by the address of the storage
+
+    def note(self, tensor: Tensor) -> None:
+        """Counts the memory of `tensor`, once, until nobody holds it."""
+        storage = held(tensor).untyped_storage()
+        if storage._cdata not in self._held:
+            self._held[storage._cdata] = 0
+            self._resized(storage._cdata, storage.nbytes())
+            weakref.finalize(storage, self._freed, storage._cdata)
+
+    def _resized(self, address: int, size: int) -> None:
+        self.now += size - self._held[address]
+        self._held[address] = size
+        self.peak = max(self.peak, self.now)
+
+    def _freed(self, address: int) -> None:
+        self.now -= self._held.pop(address)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, Tensor):
+                self.note(leaf)
+        return out
+
+
+@contextmanager
+def counting(counter: MemoryCounter) -> Iterator[None]:
+    """Inside, `counter` counts, FSDP2 too, which frees the memory of a tensor that it keeps by resizing its storage."""
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> None:
+        resize(storage, size)
+        if storage._cdata in counter._held:
+            counter._resized(storage._cdata, size)
+
+    with patch.object(torch.UntypedStorage, "resize_", resized), counter:
+        yield
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Bytes of a forward and backward pass over a micro batch, besides weights, their casts and their gradients."""
+
+    kept: float  # at the end of the forward pass, without what the loss keeps
+    working: float  # what the backward pass holds at its peak beyond what was held at the end of the forward pass
+
+
+@dataclass(frozen=True)
+class Products:
+    """Bytes of what the products and attention of all blocks read and make in a forward pass, each tensor once."""
+
+    hidden: float  # the hidden states that enter the blocks
+    results: float
+    arguments: float  # those that are no results
+    widest: float  # the largest result
+
+
+FEW = 2  # blocks of a kind in the model that is counted
+
+
+def count_pass(shape: ModelConfig, dtype: torch.dtype, rows: int, recompute: str) -> Pass:
+    """The memory of an uncompiled pass on a CPU over `rows` rows, training, with products in `dtype`.
+
+    recompute: train.activation_checkpointing.
+    """
+
+    def count(few: ModelConfig) -> list[float]:
+        with fake():
+            model, inputs, seeds = prepared(few, dtype, rows)
+            checkpoint_blocks(model.blocks(), recompute)
+            counter = MemoryCounter()
+            with counting(counter):
+                loss = model(*inputs, **seeds).total
+                kept, counter.peak = counter.now, counter.now
+                loss.backward()
+            of_loss = gradients_of_loss(model, rows * (few.context - few.source_length(few.context)), dtype.itemsize)
+        return [kept - of_loss, counter.peak - kept]
+
+    (kept, _), (_, working) = of_all_blocks(shape, count)
+    return Pass(kept, working)
+
+
+def count_products(shape: ModelConfig, dtype: torch.dtype, rows: int) -> Products:
+    """What the products of a forward pass over `rows` rows read and make."""
+
+    def count(few: ModelConfig) -> list[float]:
+        with fake():
+            model, inputs, seeds = prepared(few, dtype, rows)
+            counter = ProductCounter()
+            for block in model.blocks():
+                block.forward = counter.watching(block.forward)
+            model(*inputs, **seeds)
+        return [counter.hidden, counter.results, counter.arguments, counter.widest]
+
+    (hidden, results, arguments, _), (*_, widest) = of_all_blocks(shape, count)
+    return Products(hidden, results, arguments, widest)
+
+
+def of_all_blocks(shape: ModelConfig, count: Callable[[ModelConfig], list[float]]) -> tuple[list[float], list[float]]:
+    """The numbers of `count` for the whole model, which grow by as much with every block of a kind; and those of the
+    model with few blocks that was counted."""
+    depths = {name: getattr(shape, name) for name in ("n_layers", "n_encoder_layers") if getattr(shape, name, None)}
+    few = {name: min(depth, FEW) for name, depth in depths.items()}
+    base = count(replace(shape, **few))
+    whole = list(base)
+    for name, depth in depths.items():
+        if depth > FEW:
+            deeper = count(replace(shape, **(few | {name: FEW + 1})))
+            whole = [sum_ + (depth - FEW) * (more - less) for sum_, more, less in zip(whole, deeper, base, strict=True)]
+    return whole, base
+
+
+@contextmanager
+def fake() -> Iterator[None]:
+    """Inside, tensors are on a CPU and have no memory."""
+    with FakeTensorMode(allow_non_fake_inputs=True), torch.device("cpu"):
+        yield
+
+
+def prepared(shape: ModelConfig, dtype: torch.dtype, rows: int) -> tuple[Decoder, list[Tensor], dict[str, Tensor]]:
+    """The model, which has gradients already, and tokens, targets and seeds for it. Its blocks have their matrices in
+    `dtype`, so that the casts do not count as activations."""
+    model = build_model(shape)
+    model.compute_dtype = None if dtype == torch.float32 else dtype
+    for block in model.blocks():
+        for module in block.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                if parameter.ndim == 2:
+                    setattr(module, name, nn.Parameter(torch.empty_like(parameter, dtype=dtype)))
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    tokens = torch.zeros(rows, shape.context, dtype=torch.long)
+    seeds = {"seeds": torch.zeros(rows, dtype=torch.long)} if shape.uses_dropout else {}
+    return model, [tokens, tokens], seeds
+
+
+def gradients_of_loss(model: Decoder, tokens: int, size: int) -> int:
+    """Bytes that the loss of `tokens` tokens keeps: its gradients by the output embedding and by h."""
+    vocab_size, d_model = model.unembedding.shape
+    return 4 * vocab_size * d_model + size * tokens * d_model
+
+
+class ProductCounter(TorchDispatchMode):
+    """Counts what the products of activations with weights, and attention, read and make in blocks that it watches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hidden = self.results = self.arguments = self.widest = 0
+        self._seen: dict[int, torch.UntypedStorage] = {}  # held, so that an address stays that of one storage
+
+    def watching(self, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """`forward` of a block, counted."""
+
+        def run(h: Any, *arguments: Any) -> Any:
+            self.hidden += sum(self._new(leaf) for leaf in tree_leaves(h))
+            with self:
+                return forward(h, *arguments)
+
+        return run
+
+    def _new(self, tensor: Tensor) -> int:
+        """Bytes of the tensor, 0 if its memory has been counted."""
+        storage = tensor.untyped_storage()
+        if storage._cdata in self._seen:
+            return 0
+        self._seen[storage._cdata] = storage
+        return storage.nbytes()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        attention = any(name in str(function) for name in ATTENTION)
+        if attention or function in PRODUCTS:
+            self.arguments += sum(self._new(tensor) for tensor in (args[:3] if attention else args[-2:-1]))
+            made = sum(self._new(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            self.results += made
+            self.widest = max(self.widest, made)
+        return out

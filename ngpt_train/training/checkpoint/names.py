@@ -1,0 +1,128 @@
+"""The tensors of a training state under canonical names (docs/weights.md), in the shapes that the names promise.
+
+A model stores several matrices in one parameter. Here each of them is a part of that parameter, a view of its rows, and
+of a sharded parameter a view of the rows that this rank holds: nothing is copied or gathered, and what is read into the
+parts is in the parameter.
+
+    layers.0.wq                        a weight
+    exp_avg.layers.0.wq                Adam's first moment of it; exp_avg_sq: its second; step: how many steps both have
+    ema.layers.0.wq                    its moving average
+    statistics.layers.0.norm_attn.nu   a running statistic, of all ranks
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+from ngpt_train.models.weights import canonical, named_weights
+
+Parts = Mapping[str, Mapping[str, int]]  # of each parameter the canonical names of its parts, and their rows
+
+
+class RankRows(Tensor):
+    """A tensor `size` of which this rank holds `rows`, those from `first` on; there may be none.
+
+    torch.distributed.checkpoint stores and loads it by the three methods below, as it does a DTensor.
+    """
+
+    rows: Tensor
+    first: int
+
+    @staticmethod
+    def __new__(cls, rows: Tensor, first: int, size: torch.Size) -> RankRows:
+        self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=rows.dtype, device=rows.device)
+        self.rows, self.first = rows, first
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, *_: Any) -> Any:
+        raise NotImplementedError(f"{function}: of a RankRows this rank has `rows` alone")
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        offsets = torch.Size((self.first, *(0 for _ in self.rows.shape[1:])))
+        return [ChunkStorageMetadata(offsets, self.rows.shape)] if len(self.rows) else []
+
+    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
+        properties = TensorProperties.create_from_tensor(self.rows)
+        return [
+            WriteItem(
+                MetadataIndex(name, chunk.offsets),
+                WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk, properties, self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
+        return self.rows
+
+
+def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
+    """The canonical names and numbers of rows of the weights that each parameter of `model` holds."""
+    names = (name for name, _ in model.named_parameters())
+    stacked = (parts for _, parts in named_weights(model))
+    return {
+        name: {canonical(path): rows for path, rows in parts.items()}
+        for name, parts in zip(names, stacked, strict=True)
+    }
+
+
+def by_canonical_name(model: nn.Module, tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
+    """The tensors of `tensors`, under the names above; what is no tensor is left out.
+
+    tensors: by part of the state, as `save.py` and `load.py` collect them: `model` and `ema` by the name of the
+    parameter, `optimizer` by `state.PARAMETER.MOMENT`, `statistics` by name.
+    """
+    parts = parts_of(model)
+    found: dict[str, Tensor] = {}
+    for section, named in tensors.items():
+        for name, value in named.items():
+            if not isinstance(value, Tensor):
+                continue
+            if section == "optimizer":
+                parameter, _, kind = name.removeprefix("state.").rpartition(".")
+            else:
+                parameter, kind = name, "" if section == "model" else section
+            stacked = {name: 1} if section == "statistics" else parts.get(parameter, {canonical(parameter): 1})
+            for part, rows in cut(value, stacked).items():
+                found[f"{kind}.{part}" if kind else part] = rows
+    return found
+
+
+def cut(tensor: Tensor, parts: Mapping[str, int]) -> dict[str, Tensor]:
+    """`tensor`, whose rows are those of `parts` one below the other, as a view for each of them.
+
+    A number that belongs to all of them, such as a count of steps, is the first one's; the others have copies.
+    """
+    if len(parts) == 1:
+        return dict.fromkeys(parts, tensor)
+    if tensor.ndim == 0:
+        return {name: tensor if index == 0 else tensor.clone() for index, name in enumerate(parts)}
+    if not isinstance(tensor, DTensor):
+        return dict(zip(parts, tensor.split(list(parts.values())), strict=True))
+    (chunk,) = tensor.__create_chunk_list__()
+    local = tensor.to_local()
+    first = chunk.offsets[0]  # of this rank's rows
+    found: dict[str, Tensor] = {}
+    begin = 0  # of the part
+    for name, rows in parts.items():
+        mine = slice(max(begin, first), max(begin, first, min(begin + rows, first + len(local))))
+        found[name] = RankRows(
+            local[mine.start - first : mine.stop - first], mine.start - begin, torch.Size((rows, *tensor.shape[1:]))
+        )
+        begin += rows
+    return found
+
+
+def names_parameters(names: Collection[str]) -> bool:
+    """Whether `names` are those of a checkpoint of before, which named the parameters and not the weights in them."""
+    return any(name.startswith("model.") for name in names)

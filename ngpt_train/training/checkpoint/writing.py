@@ -1,0 +1,70 @@
+"""Writes tensors into a safetensors file and sums its bytes on the way, so that nothing is read again for a checksum.
+
+safetensors' own functions, and torch.distributed.checkpoint with them, put a file together in memory, and leave its
+checksum to a second pass. The format is small: the length of a header, the header, which is JSON, and the bytes of
+tensor after tensor.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngpt_train.training.checkpoint.files import CHUNK, new_checksum
+from ngpt_train.training.checkpoint.pieces import Piece
+
+_DTYPES = {
+    **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
+    **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
+    torch.bool: "BOOL",
+}
+# Where each piece lies in its tensor, by the names that torch.distributed.checkpoint reads.
+PLACES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
+
+
+def write_tensors(path: Path, pieces: Sequence[Piece], kind: str) -> dict[str, Any]:
+    """Writes `pieces`, each of another tensor, to a new file and syncs it; returns its entry in the manifest.
+
+    kind: of checksum. Raises OSError.
+    """
+    ordered = sorted(pieces, key=lambda piece: (-piece.rows.element_size(), piece.name))  # so that all are aligned
+    checksum, size = new_checksum(kind), 0
+    with path.open("xb", buffering=0) as file:
+        for part in chain([_header(ordered)], (_bytes(piece.rows) for piece in ordered)):
+            for begin in range(0, len(part), CHUNK):
+                chunk = part[begin : begin + CHUNK]
+                checksum.update(chunk)
+                size += len(chunk)
+                while len(chunk):
+                    chunk = chunk[file.write(chunk) :]
+        os.fsync(file.fileno())
+    return {"bytes": size, kind: checksum.hexdigest()}
+
+
+def _header(pieces: Sequence[Piece]) -> memoryview:
+    places = {piece.name: {OFFSETS: list(piece.offsets)} for piece in pieces}
+    assert len(places) == len(pieces), "two pieces of a tensor"
+    header: dict[str, Any] = {
+        "__metadata__": {"DCP_VERSION": "1.0", PLACES: json.dumps(places), "format": "pt"},
+    }
+    end = 0
+    for piece in pieces:
+        begin, end = end, end + piece.rows.nbytes
+        header[piece.name] = {
+            "dtype": _DTYPES[piece.rows.dtype],
+            "shape": list(piece.rows.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return memoryview(len(text).to_bytes(8, "little") + text)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor in its order; of one on another device a copy."""
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,75 @@
+"""A check that hangs or crashes ends in time, alone, and what it had found is kept."""
+
+import os
+import signal
+import subprocess
+import time
+
+import pytest
+
+from ngpt_train.doctor.bounded import Check, Report
+
+
+def test_facts_come_back() -> None:
+    def look(report: Report) -> None:
+        report(cpus=2)
+        print("what a library prints stays out of the table")
+        report(names=["a"])
+
+    facts, problem, _ = Check(look, 10).result()
+    assert facts == {"cpus": 2, "names": ["a"]}
+    assert problem is None
+
+
+def test_a_check_that_hangs() -> None:
+    """Caught: a hang without an end, or without the place where it is; facts of before that are lost."""
+
+    def look(report: Report) -> None:
+        report(cpus=2)
+        time.sleep(100)
+
+    begin = time.monotonic()
+    facts, problem, _ = Check(look, 1).result()
+    assert time.monotonic() - begin < 10
+    assert facts == {"cpus": 2}
+    assert problem is not None
+    assert problem.startswith("it took longer than 1 s")
+
+
+def test_what_a_hanging_check_has_started_ends_too() -> None:
+    """Caught: a compiler that goes on for ever."""
+
+    def look(report: Report) -> None:
+        child = subprocess.Popen(["sleep", "100"])
+        report(pid=child.pid)
+        child.wait()
+
+    facts, _, _ = Check(look, 1).result()
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and _lives(facts["pid"]):
+        time.sleep(0.02)
+    assert not _lives(facts["pid"])
+
+
+def _lives(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("look", "expected"),
+    [
+        (lambda report: os.kill(os.getpid(), signal.SIGSEGV), "it was ended by SIGSEGV"),
+        (lambda report: {}["torch"], "KeyError: 'torch'"),
+    ],
+)
+def test_a_check_that_crashes(look: object, expected: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """Caught: a traceback; a crash that ends the doctor."""
+    facts, problem, _ = Check(look, 20).result()  # type: ignore[arg-type]
+    assert facts == {}
+    assert problem is not None
+    assert problem.startswith(expected)
+    assert capfd.readouterr() == ("", "")

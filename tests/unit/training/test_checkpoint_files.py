@@ -1,0 +1,182 @@
+"""What a checkpoint's files hold, byte by byte: which rank writes what, checksums, room on the disk, copies."""
+
+import json
+import shutil
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+from ngpt_train.config import load_config
+from ngpt_train.core.errors import DataError
+from ngpt_train.training import TrainState, build_state, train_step
+from ngpt_train.training.checkpoint import Checkpoints, load_state, staging
+from ngpt_train.training.checkpoint.files import differences, size_and_checksum
+from ngpt_train.training.checkpoint.load import verify
+from ngpt_train.training.checkpoint.pieces import Piece, share
+from ngpt_train.training.checkpoint.reading import StoredTensors
+from ngpt_train.training.checkpoint.staging import Staging, resolve_asynchronous
+from ngpt_train.training.checkpoint.writing import write_tensors
+
+FILE = "shard-00001-model-00001-of-00001.safetensors"
+TENSORS = {
+    "b": torch.arange(6.0).reshape(2, 3),
+    "a": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+    "step": torch.tensor(7.0),
+    "turned": torch.arange(12.0, dtype=torch.float64).reshape(3, 4).T,  # not contiguous
+    "count": torch.tensor([True, False, True]),
+}
+
+
+def trained(*overrides: str) -> TrainState:
+    given = ["model=gpt", "scale=debug", "model.vocab_size=64", "train.device=cpu", "train.batch_rows=2"]
+    state = build_state(load_config([*given, "train.micro_rows=2", *overrides], world_size=1))
+    state.optimizer.param_groups[0]["lr"] = 0.1
+    rows = torch.randint(64, (2, state.config.model.context + 1), generator=torch.Generator().manual_seed(0))
+    train_step(state, [(rows[:, :-1], rows[:, 1:])])
+    return state
+
+
+@pytest.mark.parametrize("kind", ["xxh3", "sha256"])
+def test_a_file_is_what_its_libraries_read(tmp_path: Path, kind: str) -> None:
+    """Caught: a header or an order of bytes that safetensors reads otherwise; a checksum of other bytes than those in
+    the file; places that torch's reader does not find."""
+    pieces = [Piece(name, (0,) * tensor.ndim, tensor) for name, tensor in TENSORS.items()]
+    entry = write_tensors(tmp_path / FILE, pieces, kind)
+    assert entry == size_and_checksum(tmp_path / FILE, kind)
+    read = load_file(tmp_path / FILE)
+    assert set(read) == set(TENSORS)
+    assert all(torch.equal(read[name], tensor) and read[name].dtype == tensor.dtype for name, tensor in TENSORS.items())
+    by_torch = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    dcp.load(by_torch, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
+    assert all(torch.equal(by_torch[name], tensor) for name, tensor in TENSORS.items())
+    ours = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
+    StoredTensors(tmp_path).read(ours)
+    assert all(torch.equal(ours[name], tensor) for name, tensor in TENSORS.items())
+
+
+def test_pieces_of_ranks_are_put_together(tmp_path: Path) -> None:
+    """Three ranks wrote rows of a matrix. Caught: rows in another place, a rank's file that is left out, a hole or
+    another shape that is taken for zeros."""
+    whole = torch.arange(20.0).reshape(5, 4)
+    for rank, (begin, end) in enumerate([(0, 2), (2, 4), (4, 5)]):
+        write_tensors(tmp_path / f"shard-{rank}.safetensors", [Piece("w", (begin, 0), whole[begin:end])], "xxh3")
+    read = {"w": torch.zeros(5, 4)}
+    StoredTensors(tmp_path).read(read)
+    assert torch.equal(read["w"], whole)
+    with pytest.raises(DataError, match=r"w has the shape \[5, 4\] there, and \[6, 4\] in the model"):
+        StoredTensors(tmp_path).read({"w": torch.zeros(6, 4)})
+    (tmp_path / "shard-1.safetensors").unlink()
+    with pytest.raises(DataError, match="lacks a part of w"):
+        StoredTensors(tmp_path).read({"w": torch.zeros(5, 4)})
+    save_file({"w": whole}, tmp_path / "shard-1.safetensors")
+    with pytest.raises(DataError, match=r"cannot be read: shard-1\.safetensors: "):
+        StoredTensors(tmp_path)
+
+
+def test_each_place_is_written_once() -> None:
+    """Caught: what all ranks hold is written by one of them, which the others wait for; or by none."""
+    shared = {(f"w{n}", (0, 0)): 100 + n for n in range(9)}
+    held = [shared | {("sharded", (rank, 0)): 50} for rank in range(3)]
+    shares = share(held)
+    assert sorted(place for mine in shares for place in mine) == sorted({place for one in held for place in one})
+    assert all(("sharded", (rank, 0)) in mine for rank, mine in enumerate(shares))
+    sizes = [sum(held[rank][place] for place in mine) for rank, mine in enumerate(shares)]
+    assert max(sizes) - min(sizes) < 120
+    assert share(held) == shares
+
+
+@pytest.mark.parametrize("kind", ["xxh3", "sha256"])
+def test_either_checksum_tells_a_flipped_bit(tmp_path: Path, kind: str) -> None:
+    """Caught: a checkpoint with the checksum of before that is not verified, or refused."""
+    state = trained()
+    path = Checkpoints(tmp_path, state.world, 1, None, kind).save(state, {}, lambda _: None)
+    entries = json.loads((path / "MANIFEST.json").read_text())["files"]
+    assert {tuple(entry) for entry in entries.values()} == {("bytes", kind)}
+    verify(path, state.world)
+    load_state(path, state)
+    content = bytearray((path / FILE).read_bytes())
+    content[-5] ^= 1
+    (path / FILE).write_bytes(content)
+    assert differences(path, entries) == [f"{FILE} has another {kind} than when it was written"]
+    with pytest.raises(DataError, match=f"has another {kind}"):
+        verify(path, state.world)
+
+
+def test_a_disk_without_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a save that fills the disk before it fails; one that is refused because of what a killed one has left."""
+    state = trained()
+    kept = Checkpoints(tmp_path, state.world, 1, None)
+    first = kept.save(state, {}, lambda _: None)
+    (tmp_path / ".unfinished-step_00000009").mkdir()
+    usage = namedtuple("usage", "free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(1_100_000))
+    state.step += 1
+    size = sum(tensor.nbytes for tensor in load_file(first / FILE).values())
+    missing = size + 2**20 - 1_100_000
+    with pytest.raises(
+        DataError, match=rf"takes {size / 1e6:.2f} MB, and 1.10 MB are free on its disk: {missing / 1e6:.2f} MB"
+    ):
+        kept.save(state, {}, lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    monkeypatch.undo()
+    assert kept.save(state, {}, lambda _: None).is_dir()
+
+
+def test_what_is_read_back_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: an older checkpoint that is deleted for a newer one whose file is not what was written."""
+    from ngpt_train.training.checkpoint import save
+
+    state = trained()
+    kept = Checkpoints(tmp_path, state.world, 1, None)
+    first = kept.save(state, {}, lambda _: None)
+    write = save.write_tensors
+
+    def written_wrongly(path: Path, *given: object) -> object:
+        entry = write(path, *given)  # type: ignore[arg-type]
+        path.write_bytes(path.read_bytes()[:-1] + b"!")
+        return entry
+
+    monkeypatch.setattr(save, "write_tensors", written_wrongly)
+    state.step += 1
+    with pytest.raises(DataError, match="what was written is not what is read: shard-00001"):
+        kept.save(state, {}, lambda _: None)
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+
+
+def test_copies_are_apart_and_used_again() -> None:
+    """Caught: a copy that training changes, a checkpoint that takes new memory each time."""
+    weight = torch.ones(3, 2)
+    copies = Staging(weight.device, torch.optim.SGD([weight]))
+    (first,) = copies.copy([Piece("w", (0, 0), weight)])
+    weight.fill_(2)
+    assert torch.equal(first.rows, torch.ones(3, 2))
+    (second,) = copies.copy([Piece("w", (0, 0), weight)])
+    assert torch.equal(second.rows, weight)
+    assert second.rows.data_ptr() == first.rows.data_ptr()
+
+
+@pytest.mark.parametrize(("free", "chosen"), [(10, False), (10**12, True), (None, True)])
+def test_auto_goes_by_the_memory(monkeypatch: pytest.MonkeyPatch, free: int | None, chosen: bool) -> None:
+    state = trained()
+    monkeypatch.setattr(staging, "available_memory", lambda: free)
+    asynchronous, why = resolve_asynchronous("auto", state)
+    assert asynchronous is chosen
+    size = 3 * 4 * state.model.n_params()
+    assert f"copies of the state take {size / 1e6:.2f} MB on this host" in why
+    assert resolve_asynchronous(not chosen, state)[0] is not chosen
+
+
+def test_memory_of_a_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a container that is given the memory of its machine."""
+    files = {"/proc/meminfo": "MemTotal: 9\nMemAvailable:  1000 kB\n", "/sys/fs/cgroup/memory.max": "max\n"}
+    monkeypatch.setattr(staging, "_read", lambda path: files.get(path, ""))
+    assert staging.available_memory() == 1_024_000
+    files |= {"/sys/fs/cgroup/memory.max": "5000\n", "/sys/fs/cgroup/memory.current": "2000\n"}
+    assert staging.available_memory() == 3000
+    files.clear()
+    assert staging.available_memory() is None
