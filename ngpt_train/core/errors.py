@@ -38,4 +38,5 @@ def same_on_host() -> Iterator[None]:
 def is_told_here(error: Exception) -> bool:
     """Whether this rank is to tell the error."""
     told_by = error.__dict__.get("told_by")
-    return told_by is None or os.environ.get(told_by, "0") == "0"
+    number = "0" if told_by is None else os.environ.get(told_by, "0")
+    return number == "0" or not number.isdigit()

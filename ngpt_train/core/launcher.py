@@ -95,8 +95,8 @@ def check_ranks(environment: Mapping[str, str] = os.environ) -> None:
     """Raises ConfigError unless the environment has the numbers of a launcher such as torchrun, or none."""
     found = {name: environment.get(name) for name in NUMBERS}
     for name, value in found.items():
-        if value is not None and not (value.isascii() and value.isdigit()):
-            problem = f"{name}={value}: the environment has it, and it is no number"
+        if value is not None and not _is_number(value):
+            problem = f"{name}={value[:40]}: the environment has it, and it is no number"
             raise ConfigError(f"{problem}\n  Start with {NUMBERS[name]}, which sets it, or unset {name}")
     rank, size = found["RANK"], found["WORLD_SIZE"]
     if size is not None and int(size) > 1 and rank is None:
@@ -105,6 +105,18 @@ def check_ranks(environment: Mapping[str, str] = os.environ) -> None:
     if size is not None and rank is not None and int(rank) >= int(size):
         problem = f"RANK={rank}, WORLD_SIZE={size} in the environment: ranks are smaller than their number"
         raise ConfigError(f"{problem}\n  Start with torchrun, which sets both, or unset both")
+
+
+def check_address(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError unless the environment says where the ranks meet."""
+    address, port = environment.get("MASTER_ADDR", ""), environment.get("MASTER_PORT", "")
+    if not address or not _is_number(port) or not 0 < int(port) < 1 << 16:
+        problem = f"MASTER_ADDR={address[:200]}, MASTER_PORT={port[:40]} in the environment: no address and port"
+        raise ConfigError(f"{problem}\n  Start with torchrun, which sets both, or unset RANK and WORLD_SIZE")
+
+
+def _is_number(value: str) -> bool:
+    return value.isascii() and value.isdigit() and len(value) < 10
 
 
 def remember_end(code: int, message: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, told_by_rank_0
+from ngpt_train.core.launcher import check_address
 from ngpt_train.distributed.long_work import LongWork
 
 T = TypeVar("T")
@@ -164,6 +165,7 @@ def join_world(config: Config) -> World:
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(seconds=collective_timeout(config))
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            check_address()
             store, rank, size = next(dist.rendezvous("env://", timeout=timeout))
             dist.init_process_group(backend, timeout=timeout, store=_of_this_start(store), rank=rank, world_size=size)
         elif config.parallel.kind in ("ddp", "fsdp", "hsdp"):

@@ -70,7 +70,7 @@ class _ZstdFile(io.RawIOBase):
         self._frame = self._new_frame()
         self._in_frame = False
         self._input = b""
-        self._output = b""
+        self._output = memoryview(b"")  # of which parts are taken without a copy
 
     def readable(self) -> bool:
         return True
@@ -83,7 +83,7 @@ class _ZstdFile(io.RawIOBase):
                     raise EOFError("the compressed data ends early")
                 return 0
             try:
-                self._output = self._frame.decompress(self._input)
+                self._output = memoryview(self._frame.decompress(self._input))
             except self._error as error:
                 raise EOFError(str(error)) from None
             self._in_frame = not self._frame.eof
@@ -102,8 +102,8 @@ class _ZstdFile(io.RawIOBase):
 
 def _read_txt(path: Path, file: BinaryIO) -> Iterator[str]:
     largest = LARGEST_DOCUMENT if path.suffix.lower() in COMPRESSIONS else LARGEST_TXT
-    data = file.read(largest + 1)
-    if len(data) > largest:
+    data = file.read(largest + 1) if path.stat().st_size <= largest else b""
+    if max(len(data), path.stat().st_size) > largest:
         raise DataError(_too_large(str(path), largest))
     try:
         # A byte order mark at the start of a file names its encoding and is no text.
@@ -188,7 +188,7 @@ def _read_parquet(path: Path, text_field: str, part: tuple[int, int] | None) -> 
 
 def _too_large(where: str, largest: int) -> str:
     unit = f"{largest >> 20:,} MB"
-    return f"{where}: a document of more than {unit}, the most that is read at once; cut it into several, or unpack it"
+    return f"{where}: a document of more than {unit}, the most that is read at once; cut it into several"
 
 
 def _check_rows(path: Path, footer: Any, text_field: str) -> None:

@@ -1,0 +1,321 @@
+"""Files that somebody has forged, or that are no files: each is one sentence with its exit code, within a bound of
+memory and time, and nothing outside of the run's directory is written. Forged checkpoints: test_hostile_checkpoints.py.
+"""
+
+import hashlib
+import json
+import os
+import re
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+import zstandard
+
+from ngpt_train.__main__ import main
+from ngpt_train.core.errors import DataError
+from ngpt_train.data.sources import readers
+from ngpt_train.data.sources.readers import read_file
+from ngpt_train.data.stored_numbers import StoredNumbers
+from tests.processes.runs import arguments, run, train
+from tests.processes.test_hostile_checkpoints import sign
+
+STEP = "runs/test/checkpoints/step_00000004"
+ALIASES = "a: &a [1,1,1]\n" + "".join(
+    f"{b}: &{b} [{','.join(9 * [f'*{a}'])}]\n" for a, b in zip("abcdefg", "bcdefgh", strict=True)
+)
+MERGES = "a: &a {x: 1}\n" + "".join(
+    f"{b}: &{b} {{<<: [{','.join(30 * [f'*{a}'])}]}}\n" for a, b in zip("abcde", "bcdef", strict=True)
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """A run of four steps, and the same text prepared."""
+    directory = tmp_path_factory.mktemp("files")
+    train(arguments(directory, corpus, "train.steps=4"))
+    assert main(["prepare", *arguments(directory, corpus, f"data.out={directory / 'prepared'}")]) == 0
+    shutil.rmtree(directory / "cache")
+    return directory
+
+
+@pytest.fixture
+def directory(made: Path, tmp_path: Path) -> Path:
+    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+    return tmp_path
+
+
+def refused(capsys: pytest.CaptureFixture[str], code: int, *command: str) -> str:
+    """The one sentence on stderr of a command that ends with this exit code."""
+    capsys.readouterr()
+    assert main(list(command)) == code
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    return errors[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (ALIASES, "more than 20,000 values"),
+        (MERGES, "more than 20,000 values"),
+        ("a: &a [*a]", "more than 20,000 values"),
+        ("a: " + 100_000 * "[", "50 levels"),
+        ("a: " + 100_000 * "{a: ", "50 levels"),
+        ("a: '" + 2_000_000 * "x" + "'", "more than 1 MB"),
+        ("a: !!python/object/apply:os.mkdir ['executed']", "constructor"),
+        ("a: 9999-99-99", "month must be in 1..12"),
+        ("a: " + 10_000 * "9", "4300 digits"),
+    ],
+)
+def test_hostile_yaml(directory: Path, content: str, problem: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """In a checkpoint, and in a directory of the user's. Caught: aliases that are counted once, a depth without end."""
+    (directory / STEP / "config.yaml").write_text(content)
+    sign(directory / STEP, "config.yaml")
+    assert problem in refused(capsys, 3, "generate", f"generate.checkpoint={directory / STEP}", "train.device=cpu")
+    mine = directory / "mine/model/my.yaml"
+    mine.parent.mkdir(parents=True)
+    mine.write_text(content)
+    message = refused(capsys, 2, "plan", "--config-dir", str(directory / "mine"), "model=my")
+    assert problem in message or len(content) < 60
+
+
+def test_usual_aliases_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "model" / "my.yaml"
+    path.parent.mkdir()
+    path.write_text("defaults: [ngpt]\nn_layers: &n 2\nn_heads: *n\n")
+    assert main(["plan", "--config-dir", str(tmp_path), "model=my", "scale=debug", "tokenizer=bytes"]) == 0
+
+
+@pytest.mark.parametrize("change", [{"n_layers": 9000}, {"vocab_size": 10_000_000}, {"d_mlp": 10_000_000}])
+def test_a_model_that_its_checkpoint_cannot_fill(
+    directory: Path, change: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Caught: a forged config whose model takes all memory before a tensor is compared with it."""
+    path = directory / STEP / "config.yaml"
+    tree = yaml.safe_load(path.read_text())
+    tree["model"].update(change)
+    path.write_text(yaml.safe_dump(tree))
+    sign(path.parent, path.name)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    message = refused(capsys, 3, "generate", f"generate.checkpoint={directory / STEP}", "train.device=cpu")
+    assert re.search(r"config\.yaml: .* but the checkpoint has [\d,]+ tensors of [\d,]+ numbers", message)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "lock", "run.json", "exit.json", "checkpoints", ".run.json.partial"])
+@pytest.mark.parametrize("kind", ["link", "pipe"])
+def test_nothing_is_written_through_a_link(
+    directory: Path, corpus: Path, name: str, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Caught: a metrics.jsonl, a lock or a partial file that is a link to elsewhere; a pipe that is waited for."""
+    outside = directory / "outside"
+    outside.write_text("precious")
+    path = directory / "runs/test" / name
+    if path.is_dir():
+        path.rename(directory / "checkpoints")
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(directory / "checkpoints" if name == "checkpoints" else outside)
+    message = refused(capsys, 3, "train", *arguments(directory, corpus, "train.steps=4", "train.stop_at=4"))
+    assert f"{path} has to be a " in message
+    assert outside.read_text() == "precious"
+
+
+Change = Callable[[dict[str, Any]], object]
+FORGED: dict[str, tuple[Change, str]] = {
+    "eos text": (lambda m: m["tokenizer"].update(eos="256"), "eos='256'"),
+    "eos negative": (lambda m: m["tokenizer"].update(eos=-1), "eos=-1"),
+    "eos beyond": (lambda m: m["tokenizer"].update(eos=257), "eos=257"),
+    "file outside": (lambda m: first(m).update(file="../val-00000.bin"), "called '../val-00000.bin'"),
+    "index outside": (lambda m: first(m).update(index="/dev/zero"), "called '/dev/zero'"),
+    "documents": (lambda m: first(m).update(documents=10**12), "1000000000000 documents"),
+    "dtype": (lambda m: m.update(dtype="O"), "dtype is 'O'"),
+    "no shards": (lambda m: m["splits"]["train"].update(shards=[]), "there are no shards"),
+    "tokens": (lambda m: m["splits"]["train"].update(tokens=10**15), "not the sum of its shards"),
+}
+
+
+def first(manifest: dict[str, Any]) -> dict[str, Any]:
+    shard: dict[str, Any] = manifest["splits"]["train"]["shards"][0]
+    return shard
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_forged_manifests_of_prepared_text(
+    directory: Path, corpus: Path, case: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    change, problem = FORGED[case]
+    path = directory / "prepared/manifest.json"
+    manifest = json.loads(path.read_text())
+    change(manifest)
+    path.write_text(json.dumps(manifest))
+    assert problem in refused(capsys, 3, "train", *prepared(directory, corpus))
+
+
+def prepared(directory: Path, corpus: Path) -> list[str]:
+    given = arguments(directory, corpus, "run.name=other", "data.pack=best_fit", f"data.path={directory / 'prepared'}")
+    return ["data=tokens" if override == "data=local" else override for override in given]
+
+
+@pytest.mark.parametrize("lie", ["last", "begin", "back", "empty documents"])
+def test_an_index_that_lies(directory: Path, corpus: Path, lie: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Caught: documents beyond the ids, for which memory is taken; documents that never end."""
+    path = directory / "prepared/train-00000.idx"
+    ends = np.fromfile(path, "<u8")
+    place, value = {"last": (-1, 10**12), "begin": (0, 5), "back": (3, 1), "empty documents": (3, ends[2])}[lie]
+    ends[place] = value
+    ends.tofile(path)
+    manifest = json.loads((directory / "prepared/manifest.json").read_text())
+    first(manifest)["index_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
+    (directory / "prepared/manifest.json").write_text(json.dumps(manifest))
+    assert "train-00000.idx: its documents" in refused(capsys, 3, "train", *prepared(directory, corpus))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zst", "a.txt.zst"])
+def test_compressed_text_has_a_bound(tmp_path: Path, name: str) -> None:
+    """2 GB of one line in 200 KB, in a process of its own, whose largest memory is measured. Caught: a line that is
+    read whole; a chunk of compressed text that is decompressed at once."""
+    compressor = zstandard.ZstdCompressor()
+    with (tmp_path / name).open("wb") as file, compressor.stream_writer(file) as writer:
+        for _ in range(128):
+            writer.write(16 * (1 << 20) * b"a")
+    program = (
+        "import resource, sys; from pathlib import Path\n"
+        "from ngpt_train.data.sources.readers import read_file\n"
+        "def used(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "before = used()\n"
+        "try:\n    list(read_file(Path(sys.argv[1]), 'text'))\n"
+        "except ValueError as error:\n    print(used() - before, error)\n"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program, str(tmp_path / name)], capture_output=True, text=True, timeout=60, check=True
+    )
+    kilobytes, message = found.stdout.split(maxsplit=1)
+    assert "a document of more than 256 MB" in message
+    assert int(kilobytes) < 900_000
+
+
+def test_large_lines_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a bound that counts a line too many, or cuts a line in two."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    monkeypatch.setattr(readers, "LARGEST_DOCUMENT", 1000)
+    fits, large = (json.dumps({"text": n * "x"}) + "\n" for n in (985, 999))
+    path = tmp_path / "a.jsonl"
+    path.write_text(fits)
+    assert [len(text) for text in read_file(path, "text")] == [985]
+    path.write_text(fits + large)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 2: a document of more than"):
+        list(read_file(path, "text"))
+    rows = tmp_path / "a.parquet"
+    pq.write_table(pa.table({"text": [3000 * "x"]}), rows)
+    with pytest.raises(DataError, match=r"a\.parquet, row group 0: a document of more than"):
+        list(read_file(rows, "text"))
+
+
+def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
+    """Caught: a map into memory, which ends the process with SIGBUS."""
+    path = tmp_path / "ids.bin"
+    np.arange(100_000, dtype="<u2").tofile(path)
+    numbers = StoredNumbers(path, "<u2")
+    assert numbers[70:73].tolist() == [70, 71, 72]
+    assert numbers.between(50, 60)[-3:].tolist() == [57, 58, 59]
+    os.truncate(path, 1000)
+    assert numbers[:500].tolist() == list(range(500))
+    with pytest.raises(DataError, match=r"ids\.bin: has been cut while it was read"):
+        numbers[60_000:60_010]
+
+
+def test_forged_records(directory: Path, corpus: Path) -> None:
+    """Lines of metrics.jsonl that are no records are dropped. Caught: a run that ends at the picture of its curves."""
+    path = directory / "runs/test/metrics.jsonl"
+    lines = ["null", "[" * 5000, '{"kind": "eval", "step": 1e999}', '{"kind": [], "step": 1}', 3_000_000 * "x"]
+    lines.append('{"kind": "train", "step": 3, "tokens": "x", "loss": {}, "lr": [], "grad_norm": null}')
+    path.write_text("\n".join(lines) + "\n" + path.read_text())
+    finished = run("train", arguments(directory, corpus, "train.steps=6"))
+    assert finished.returncode == 0, finished.stderr
+    assert len([json.loads(line) for line in path.read_text().splitlines()]) >= 6
+
+
+@pytest.mark.parametrize("start", ["null", "[]", '{"starts": [5]}', '{"starts": [{}]}', '{"starts": 5, "saved": "x"}'])
+def test_forged_starts(directory: Path, corpus: Path, start: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (directory / "runs/test/run.json").write_text(start)
+    message = refused(capsys, 3, "train", *arguments(directory, corpus, "train.steps=4"))
+    assert "run.json is damaged: it does not say how the run began" in message
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "problem"),
+    [
+        ("run.name=" + 300 * "n", 2, "not a directory name"),
+        ("run.root=/tmp/" + 300 * "n", 2, "File name too long"),
+        ("data.cache=/tmp/" + 300 * "n", 2, "File name too long"),
+        ("data.path=/" + 3000 * "n/", 2, "File name too long"),
+        ("eval.contexts=[" + 20_000 * "1," + "1]", 2, "40,003 characters"),
+        ("run.name=" + 300 * "${oc.env:" + "A" + 300 * "}", 2, "nested without end"),
+    ],
+)
+def test_names_and_values_without_end(
+    tmp_path: Path, corpus: Path, override: str, code: int, problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    message = refused(capsys, code, "train", *arguments(tmp_path, corpus, override))
+    assert problem in message
+    assert len(message) < 3000
+
+
+@pytest.mark.parametrize(
+    ("variables", "problem"),
+    [
+        ("WORLD_SIZE=abc", "WORLD_SIZE=abc: the environment has it, and it is no number"),
+        ("LOCAL_RANK=x", "LOCAL_RANK=x: the environment has it"),
+        ("LOCAL_RANK=-3", "LOCAL_RANK=-3: the environment has it"),
+        ("WORLD_SIZE=1 RANK=0 GROUP_WORLD_SIZE=x", "GROUP_WORLD_SIZE=x: the environment has it"),
+        ("WORLD_SIZE=99999999999 RANK=0", "WORLD_SIZE=99999999999: the environment has it"),
+        ("WORLD_SIZE=1 RANK=0", "no address and port"),
+        ("WORLD_SIZE=1 RANK=0 MASTER_ADDR=localhost MASTER_PORT=abc", "MASTER_PORT=abc in the environment"),
+        ("WORLD_SIZE=1 RANK=0 MASTER_ADDR=localhost MASTER_PORT=99999999", "MASTER_PORT=99999999 in the environment"),
+    ],
+)
+def test_hostile_environment(
+    tmp_path: Path,
+    corpus: Path,
+    variables: str,
+    problem: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Caught: a traceback, and a rank whose number is no number and that therefore says nothing."""
+    for variable in variables.split():
+        monkeypatch.setenv(*variable.split("="))
+    assert problem in refused(capsys, 2, "train", *arguments(tmp_path, corpus))
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.name=${oc.env:SECRET}",
+        "train.steps=${oc.env:SECRET}",
+        "train.steps=${oc.env:${oc.env:SECRET}}",
+        "model.context=${oc.decode:${oc.env:SECRET}}",
+    ],
+)
+def test_messages_hide_the_environment(
+    tmp_path: Path,
+    corpus: Path,
+    override: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SECRET", "hunter2/hunter2/x")
+    assert "hunter2" not in refused(capsys, 2, "train", *arguments(tmp_path, corpus, override))
