@@ -23,7 +23,13 @@ MOST_YAML_DEPTH = 50
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replaces the content of `path`. After a kill or a power cut, `path` has either the old or the new content."""
+    """Replaces the content of `path`. After a kill or a power cut, `path` has either the old or the new content.
+
+    A device or a pipe, such as /dev/stdout, is written to: root could replace it by a file.
+    """
+    if path.exists() and not path.is_file():
+        path.write_bytes(content)
+        return
     partial = path.with_name(f".{path.name}.partial")
     with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb") as file:
         file.write(content)
