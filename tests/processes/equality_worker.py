@@ -1,4 +1,4 @@
-"""One layout of the run in test_equality.py, under torchrun: OUT MODEL PARALLEL ACCUMULATION."""
+"""Runs of test_equality.py on these ranks, under torchrun: OUT RECIPE PARALLEL:RECOMPUTATION:ACCUMULATION..."""
 
 import dataclasses
 import hashlib
@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,11 +30,13 @@ RECIPES = {
     "composed": Recipe(12, 5e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=0.5, warmup_steps=2),
     "composed_encoder_decoder": Recipe(12, 5e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=2),
     "ntransformer": Recipe(12, 2e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warmup_steps=0),
+    "powernorm": Recipe(24, 6e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=4),
 }
 OPTIONS = {
     "gpt": ["optim.z_loss=0.01"],
     # Sinusoids outweigh so narrow an embedding at first; with rotary positions the model learns within the run.
     "normformer": ["model.positions=rotary"],
+    "powernorm": ["model.statistics=synchronised", "model.psi_warmup_steps=4"],
     "composed": [
         *("model.norm=layer", "model.norm_placement=post", "model.ffn_norm=norm", "model.res_scale=both"),
         *("model.bias=true", "model.layer_scale=0.5", "model.embedding_gradient=0.5", "model.tied_embeddings=true"),
@@ -56,47 +59,60 @@ def batch(name: str, step: int) -> tuple[Tensor, ...]:
     return text_like_rows(ROWS, CONTEXT, SIZE.vocab_size, seed=step)
 
 
-def main(out: str, run: str, parallel: str, accumulation: int) -> None:
-    name, _, regularised = run.partition(" with ")
+def one_run(recipe: str, parallel: str, recomputation: str, accumulation: int) -> dict[str, Any]:
+    """What this rank reports of a run."""
+    name, _, regularised = recipe.partition(" with ")
     options = OPTIONS.get(name, []) + ([*DROPOUT, "optim.label_smoothing=0.05"] if regularised else [])
+    options = [*options, f"train.activation_checkpointing={recomputation}"]
     config = run_config(
-        name, SIZE, RECIPES[run], rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel, options=options
+        name, SIZE, RECIPES[recipe], rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel, options=options
     )
     if parallel == "hsdp":
         config = dataclasses.replace(config, parallel=dataclasses.replace(config.parallel, shard=2))
     state = build_state(config)
     rank, size = state.world.rank, state.world.size
+    rows = torch.arange(rank, ROWS, size)  # as TrainLoader: so a micro batch of all ranks is a run of rows
     initial = export_weights(state.model)
-    losses, z_losses, norms, tokens = [], [], [], []
+    losses, z_losses, norms, rates, tokens = [], [], [], [], []
     for step in range(config.train.steps):
-        mine = [part.chunk(size)[rank].chunk(accumulation) for part in batch(name, step)]
-        result = train_step(state, list(zip(*mine, strict=True)))
+        mine = [part[rows].chunk(accumulation) for part in batch(name, step)]
+        result = train_step(state, list(zip(*mine, strict=True)), rows=rows)
         losses.append(result.loss.item())
         if result.z_loss is not None:
             z_losses.append(result.z_loss.item())
         norms.append(result.grad_norm.item())
+        rates.append(float(result.lr))
         tokens.append(int(result.n_tokens))
     final = export_weights(state.model)
     # Not through the framework: what this rank itself holds.
     parameters = {key: p.detach() for key, p in state.model.named_parameters()}
     held = digest({key: p.full_tensor() if isinstance(p, DTensor) else p for key, p in parameters.items()})
-    summary = {
+    return {
         "initial": digest(initial),
         "held": held,
         "losses": losses,
         "z_losses": z_losses,
         "norms": norms,
+        "rates": rates,
         "tokens": tokens,
+        "statistics": {key: x.double().norm().item() for key, x in state.model.statistics().items()},
         "unmoved": [key for key, x in final.items() if torch.equal(x, initial[key])],
         "off_sphere": max((x.norm(dim=-1) - 1).abs().max().item() for x in final.values() if x.ndim == 2),
         "replicas": max(map(replicas, parameters.values())),
         "sharded": any(isinstance(p, DTensor) for p in parameters.values()),
     }
-    Path(f"{out}.{rank}").write_text(json.dumps(summary))
+
+
+def main(out: str, recipe: str, *runs: str) -> None:
+    report = {}
+    for run in runs:
+        parallel, recomputation, accumulation = run.split(":")
+        report[run] = one_run(recipe, parallel, recomputation, int(accumulation))
+    Path(f"{out}.{os.environ.get('RANK', '0')}").write_text(json.dumps(report))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]))
+    main(*sys.argv[1:])
     # Without the interpreter's farewell: gloo's threads may still hold tensors, and torch 2.13 then deadlocks or
     # aborts when the process group is taken down.
     os._exit(0)

@@ -94,7 +94,11 @@ def test_usual_aliases_are_read(tmp_path: Path) -> None:
     assert main(["plan", "--config-dir", str(tmp_path), "model=my", "scale=debug", "tokenizer=bytes"]) == 0
 
 
-@pytest.mark.parametrize("change", [{"n_layers": 9000}, {"vocab_size": 10_000_000}, {"d_mlp": 10_000_000}])
+@pytest.mark.parametrize(
+    "change",
+    [{"n_layers": 9000}, {"vocab_size": 10_000_000}, {"d_mlp": 10_000_000}],
+    ids=lambda change: next(iter(change)),
+)
 def test_a_model_that_its_checkpoint_cannot_fill(
     directory: Path, change: dict[str, int], capsys: pytest.CaptureFixture[str]
 ) -> None:

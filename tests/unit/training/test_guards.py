@@ -59,10 +59,13 @@ def test_ten_skipped_steps() -> None:
     assert guards.facts()["loss"] is None
 
 
-@pytest.mark.parametrize("resumed_at", range(1, 37, 2))
-def test_a_resume_forgets_nothing(resumed_at: int) -> None:
+@pytest.mark.parametrize(
+    "end", [[*[math.nan] * 6, *noise(40)[34:], 5.5], [math.nan] * 10], ids=["a spike", "ten skipped steps"]
+)
+@pytest.mark.parametrize("resumed_at", range(1, 34, 2))
+def test_a_resume_forgets_nothing(resumed_at: int, end: list[float]) -> None:
     """After any step, through JSON, to the bit. Caught: losses or skipped steps that a resume forgets or rounds."""
-    losses: list[float] = [*noise(24), *[math.nan] * 6, *noise(40)[34:], 5.5]
+    losses = [*noise(24), *end]
 
     def run(parts: list[list[float]]) -> tuple[Any, ...]:
         stored, step = {}, 0
