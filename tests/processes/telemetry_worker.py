@@ -71,6 +71,8 @@ def one_run(name: str, parallel: str) -> dict[str, Any]:
     config = run_config(
         name, SMALL, RECIPE, rows=ROWS, context=CONTEXT, micro_rows=2, parallel=parallel, options=options
     )
+    if parallel == "hsdp":
+        config = replace(config, parallel=replace(config.parallel, shard=2))
     state = build_state(config)
     witness = Witness(state)
     for step in range(STEPS):

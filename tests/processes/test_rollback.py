@@ -65,13 +65,15 @@ def source(kind: str, directory: Path) -> list[str]:
         pytest.param("prepared", 2, marks=pytest.mark.slow),
         pytest.param("streamed", 2, marks=pytest.mark.slow),
         pytest.param("mixture", 2, marks=pytest.mark.slow),
+        pytest.param("prepared fsdp", 2, marks=pytest.mark.slow),
     ],
 )
 def test_past_the_rows_of_a_spike(kind: str, ranks: int, tmp_path: Path) -> None:
     """Bit for bit what a run does that never has these rows, whenever it is interrupted and whatever it logs. Caught:
     rows that are repeated or skipped too far, a state that is not the checkpoint's, a rollback nobody can see, one that
     another interval of the records moves."""
-    options = source(kind, tmp_path)
+    data, _, parallel = kind.partition(" ")
+    options = source(data, tmp_path) + ([f"parallel={parallel}"] if parallel else [])
     reference, run, cut = (tmp_path / name for name in ("reference", "run", "cut"))
     expected = without_rows(reference, options, ranks)
     finished = spoiled(SPOILED, given(run, tmp_path, *options), ranks)

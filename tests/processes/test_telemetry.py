@@ -24,28 +24,30 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_on_two_ranks(single: dict[str, Any], parallel: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("parallel", "n_ranks"), [("ddp", 2), ("fsdp", 2), pytest.param("hsdp", 4, marks=pytest.mark.slow)]
+)
+def test_on_several_ranks(single: dict[str, Any], parallel: str, n_ranks: int, tmp_path: Path) -> None:
     """By brute force on whole weights, and beside one process. Caught: rows of another rank's part of a fused matrix,
-    whole vectors that both ranks add, a mean of means, the rows of rank 0 alone."""
-    ranks = reports(tmp_path / "out", parallel, 2)
+    whole vectors that all ranks add, shards that each group adds, a mean of means, the rows of rank 0 alone."""
+    ranks = reports(tmp_path / "out", parallel, n_ranks)
     for name in NAMES:
-        here, there = (rank[name] for rank in ranks)
-        assert here["records"] == there["records"]
+        here, *others = (rank[name] for rank in ranks)
+        assert all(here["records"] == other["records"] for other in others)
         record = here["records"][-1]
         assert [each["step"] for each in here["records"]] == [1, STEPS]
         for key, value in here["changes"].items():
             assert record[key] == pytest.approx(value, rel=4 * 2**-23, nan_ok=True), key
-        for place, (largest, saturated, rows) in here["scores"].items():
-            other = there["scores"][place]
-            assert largest != other[0]
-            assert record[f"attention_max_logit/{place}"] == pytest.approx(max(largest, other[0]), rel=1e-4)
-            share = (saturated + other[1]) / (rows + other[2])
-            assert record[f"attention_saturated/{place}"] == pytest.approx(share, abs=2 / rows)
-        for place, nu in here["nu"].items():
-            assert nu != there["nu"][place]
-            mean = (nu + there["nu"][place]) / 2
-            assert record[f"nu_l2/{place.removesuffix('.nu')}"] == pytest.approx(mean, rel=1e-6)
+        for place in here["scores"]:
+            largest, saturated, rows = zip(*(rank[name]["scores"][place] for rank in ranks), strict=True)
+            assert len(set(largest)) == n_ranks
+            assert record[f"attention_max_logit/{place}"] == pytest.approx(max(largest), rel=1e-4)
+            share = sum(saturated) / sum(rows)
+            assert record[f"attention_saturated/{place}"] == pytest.approx(share, abs=2 / rows[0])
+        for place in here["nu"]:
+            nu = [rank[name]["nu"][place] for rank in ranks]
+            assert len(set(nu)) == n_ranks
+            assert record[f"nu_l2/{place.removesuffix('.nu')}"] == pytest.approx(sum(nu) / n_ranks, rel=1e-6)
         if name != "powernorm":  # whose statistics, and so its gradients, are those of a rank's own rows
             first, expected = here["records"][0], single[name]["records"][0]
             assert first.keys() == expected.keys()
