@@ -104,6 +104,7 @@ class TrainConfig:
         "of a block but its matrix products and attention, which costs far less time.",
         choices=("none", "selective", "full"),
     )
+    deterministic: bool = key(False, "Only algorithms that give the same bits each time; on GPUs the fastest do not.")
     profile: bool = key(False, "Write a torch profiler trace of steps 4 to 6 of this process into the run directory.")
 
     @property

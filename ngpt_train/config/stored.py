@@ -28,7 +28,7 @@ _HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", "generate"
 _HARMLESS = {
     "run": "name root resume resume_step overwrite allow_change max_time init_from",
     "scale": "name",
-    "train": "stop_at profile micro_rows device compile cuda_graphs activation_checkpointing",
+    "train": "stop_at profile micro_rows device compile cuda_graphs deterministic activation_checkpointing",
     "optim": "lr_table lr_source",
     "data": "path val_files out cache text_gb cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
     "tokenizer": "path",

@@ -1,12 +1,15 @@
 """Log lines that appear once in a process, however often they are logged."""
 
+import contextlib
 import logging
+from collections.abc import Iterator
 
 import torch
 
 logger = logging.getLogger(__name__)
 
 _said: set[str] = set()
+_quiet = False  # inside of `saying_nothing`
 
 
 # Models call this while torch.compile traces them. The decorator makes torch.compile call the function at that time and
@@ -14,6 +17,17 @@ _said: set[str] = set()
 @torch.compiler.assume_constant_result
 def say_once(level: int, line: str) -> None:
     """Logs `line` at `level` (one of `logging`'s) unless this process has logged it before."""
-    if line not in _said:
+    if not _quiet and line not in _said:
         _said.add(line)
         logger.log(level, "%s", line)
+
+
+@contextlib.contextmanager
+def saying_nothing() -> Iterator[None]:
+    """Inside, `say_once` logs nothing: a model runs to be looked at, not to train."""
+    global _quiet
+    before, _quiet = _quiet, True
+    try:
+        yield
+    finally:
+        _quiet = before

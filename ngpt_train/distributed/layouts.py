@@ -2,6 +2,7 @@
 
 import inspect
 import logging
+import os
 import warnings
 from typing import Any
 
@@ -132,6 +133,19 @@ def choose_kernels(config: Config, device: torch.device, precision: torch.dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     say_once(logging.INFO, dispatch.described(device))
+    be_deterministic(config.train.deterministic)
+
+
+def be_deterministic(deterministic: bool) -> None:
+    """Whether torch takes only algorithms that give the same bits each time (train.deterministic), in this process.
+
+    To be called before the first product on a GPU, because cuBLAS reads its variable once.
+    """
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    # Our kernels write all that they allocate.
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
 def vectors(model: nn.Module) -> list[nn.Parameter]:

@@ -10,6 +10,7 @@ import torch
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
+from ngpt_train.core.log import saying_nothing
 from ngpt_train.data import many_epochs, planned_rows
 from ngpt_train.distributed import resolve_compile, resolve_kind, resolve_precision, resolve_shard
 from ngpt_train.models import Decoder, build_model
@@ -52,7 +53,8 @@ def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
         model = build_model(config.model)
     micro_batches = rows // (micro_rows * world_size)
     layout = Layout(kind, n_shards, dtype, compiled, micro_rows, micro_batches, fused_adam, device == "cuda")
-    memory = memory_per_rank(config, model, layout)
+    with saying_nothing():
+        memory = memory_per_rank(config, model, layout)
     in_host_memory: list[MemoryItem] = []
     if config.checkpoint.asynchronous is not False:
         copies = copies_to_save(model, config.optim.ema_decay is not None, world_size)

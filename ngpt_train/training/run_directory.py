@@ -195,8 +195,10 @@ class RunDirectory:
         )
 
     def _check_entries(self, name: str) -> None:
-        """Raises DataError where a link or something else lies in the place of a file or directory of the run."""
-        own = [self.path / entry for entry in (*_RUN_FILES, *_LEFT_BY_A_KILLED_START, ".exit.json.partial")]
+        """Raises DataError where a link or something else lies in the place of a file or directory of the run. But
+        people link `checkpoints` to a larger disk."""
+        names = [*_RUN_FILES, *_LEFT_BY_A_KILLED_START, ".exit.json.partial"]
+        own = [self.path / entry for entry in names if entry != "checkpoints" or not self.checkpoints.is_dir()]
         inside = [path for part in ("logs", "evals") for path in (self.path / part).glob("*")]
         try:
             check_kinds([*own, *inside], directories=_RUN_DIRECTORIES)

@@ -102,6 +102,21 @@ def test_an_older_checkpoint_takes_the_place_of_a_damaged_one(directory: Path, c
     assert sorted(after) == list(range(1, 9))
 
 
+def test_swapped_checkpoints_are_passed_over(directory: Path, corpus: Path) -> None:
+    """Caught: checkpoints whose files are sound, but of other steps than their directories, end the run."""
+    checkpoint(directory, 6).rename(directory / "between")
+    checkpoint(directory, 4).rename(checkpoint(directory, 6))
+    (directory / "between").rename(checkpoint(directory, 4))
+    before = numbers(directory / "runs/test")
+    finished = run("train", given(directory, corpus))
+    assert finished.returncode == 0, finished.stderr
+    start = json.loads((directory / "runs/test/run.json").read_text())["starts"][-1]
+    assert start["step"] == 2
+    assert sorted(start["damaged"]) == ["step_00000004", "step_00000006"]
+    after = numbers(directory / "runs/test")
+    assert {step: after[step] for step in before} == before
+
+
 def test_all_are_damaged(directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for step in (2, 4, 6):
         flip(checkpoint(directory, step) / TENSORS)

@@ -113,3 +113,17 @@ def test_dropout_is_the_same_under_all_of_them(tmp_path: Path, corpus: Path) -> 
     for step, (loss, norm, _, _) in found.items():
         assert loss == pytest.approx(plain[step][0], rel=1e-5)
         assert norm == pytest.approx(plain[step][1], rel=1e-4)
+
+
+def test_deterministic_algorithms(
+    tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]]
+) -> None:
+    """On a CPU it changes nothing but what torch may choose from."""
+    before = torch.are_deterministic_algorithms_enabled()
+    try:
+        build_state(load_config(["model=ngpt", "scale=debug", "train.deterministic=true", "model.vocab_size=64"]))
+        assert torch.are_deterministic_algorithms_enabled()
+    finally:
+        torch.use_deterministic_algorithms(before)
+    train(arguments(tmp_path, corpus, "train.steps=6", "train.deterministic=true"))
+    assert numbers(tmp_path / "runs/test") == plain

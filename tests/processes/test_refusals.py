@@ -12,7 +12,7 @@ from ngpt_train.__main__ import main
 from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.data import load_tokenizer
 from ngpt_train.data.tokenizers.sentence_piece import train_sentencepiece
-from ngpt_train.training.checkpoint import reading
+from ngpt_train.training.checkpoint import list_checkpoints, reading
 from tests.processes.runs import arguments, records, write_corpus
 
 
@@ -121,7 +121,7 @@ def test_overwrite_leaves_what_is_not_ours(directory: Path, corpus: Path, tmp_pa
     given = arguments(directory, corpus, "train.steps=1", "run.overwrite=true", "checkpoint.every=0")
     assert main(["train", *given]) == 0
     assert (directory / "runs/test/notes.txt").read_text() == "mine"
-    assert len(list(big_disk.iterdir())) == 2
+    assert len(list_checkpoints(big_disk)) == 2
 
 
 def test_cut_metadata(directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:

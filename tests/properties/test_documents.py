@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngpt_train.distributed.layouts import recomputed
+from ngpt_train.distributed.recomputation import recomputed
 from ngpt_train.kernels.attention import find_varlen, torch_varlen
 from ngpt_train.models import Decoder
 from ngpt_train.models.layers import documents

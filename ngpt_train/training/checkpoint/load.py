@@ -36,9 +36,10 @@ from ngpt_train.training.state import TrainState
 
 
 def verify(checkpoint: Path, world: World) -> None:
-    """Compares every file with the manifest; a collective call, in which each rank reads some files.
+    """Compares every file with the manifest, and the step with the directory's name; a collective call, in which each
+    rank reads some files.
 
-    Raises DataError, on every rank, which names the files that differ.
+    Raises DataError, on every rank, which names what differs.
     """
     files = world.on_main(lambda: read_manifest(checkpoint)).files  # so that all see the same, and none is left alone
     mine = {name: entry for index, (name, entry) in enumerate(files.items()) if index % world.size == world.rank}
@@ -46,6 +47,7 @@ def verify(checkpoint: Path, world: World) -> None:
     found = [problem for part in world.gather(own) for problem in part]
     if found:
         raise DataError(f"The checkpoint {checkpoint} is damaged: {'; '.join(found)}. Use another checkpoint.")
+    world.on_main(lambda: read_progress(checkpoint))
 
 
 def newest_with_config(checkpoints: Sequence[Path]) -> Path | None:
@@ -55,6 +57,7 @@ def newest_with_config(checkpoints: Sequence[Path]) -> Path | None:
         with contextlib.suppress(DataError):
             files = read_manifest(checkpoint).files
             small = {name: entry for name, entry in files.items() if not has_tensors(name)}
+            read_progress(checkpoint)
             if not differences(checkpoint, small):
                 return checkpoint
     return checkpoints[-1] if checkpoints else None
