@@ -37,6 +37,7 @@ def config_of(
             *f"model={model}".split(),
             *("scale=debug", "model.d_model=256", "model.n_heads=4", f"model.n_layers={layers}", "model.context=256"),
             *("model.vocab_size=2000", "train.device=cpu", "train.compile=false", f"parallel={layout}"),
+            "checkpoint.async=false",  # whose copies to save lie in the same memory on a CPU, beside the steps
             *("train.micro_rows=4", f"train.batch_rows={4 * ranks * micro_batches}"),
             *(f"train.activation_checkpointing={recompute}", "optim.lr=1e-3"),
             *(f"plan.world_size={ranks}", f"plan.ranks_per_host={local_size}"),
@@ -116,6 +117,7 @@ def test_of_whole_steps_at_scale(model: str, scale: str, recompute: str, layout:
         [
             *(f"model={model}", f"scale={scale}", "model.vocab_size=32000", "train.device=cpu", "train.compile=false"),
             *(f"parallel={layout}", "train.precision=bf16", "train.micro_rows=4", f"train.batch_rows={8 * ranks}"),
+            "checkpoint.async=false",
             *(f"train.activation_checkpointing={recompute}", "optim.lr=1e-3"),
             *(f"plan.world_size={ranks}", f"plan.ranks_per_host={local_size}"),
         ],
