@@ -16,6 +16,7 @@ from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
 from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_multiples
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.parallel_keys import ParallelConfig
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import CheckpointConfig, Config, ScheduleConfig
 from ngpt_train.config.validate import Origin, mistake, report_together, show
@@ -151,6 +152,10 @@ def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
     elif isinstance(shard, int) and world_size % shard:
         fix = nearest_divisors("parallel.shard", shard, world_size)
         yield "parallel.shard", f"the groups do not divide {world_size} ranks", fix
+    for name, default in (("gather", ParallelConfig.gather), ("scatter", ParallelConfig.scatter)):
+        if getattr(config.parallel, name) != default and config.parallel.kind in ("single", "ddp"):
+            fix = f"Set parallel=fsdp or hsdp, or leave parallel.{name} out"
+            yield f"parallel.{name} parallel.kind", "every rank holds whole matrices and gradients anyway", fix
     rows, micro = config.train.rows_per_step, config.train.micro_rows
     ranks = f"{world_size} ranks" if world_size > 1 else "one rank"
     if isinstance(micro, int) and rows % (micro * world_size):

@@ -13,6 +13,7 @@ from typing import Any, Union
 from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
 from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SECONDS, SEED, BoolOrAuto, FloatOrAuto, IntOrAuto, key
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.parallel_keys import ParallelConfig
 from ngpt_train.config.verb_keys import (
     BenchConfig,
     DoctorConfig,
@@ -187,40 +188,6 @@ class ScheduleConfig:
         0.0, "Learning rate that cosine, linear and wsd end at; the others take only 0.", minimum=0, maximum=1000
     )
     decay_fraction: float = key(0.2, "wsd: last part of train.steps that decays.", above=0, maximum=1)
-
-
-@dataclass
-class ParallelConfig:
-    """How the processes of torchrun share the work."""
-
-    kind: str = key(
-        AUTO,
-        "single: one process; ddp: a replica per rank; fsdp: parameters sharded over all ranks (FSDP2); hsdp: sharded "
-        "over groups of parallel.shard ranks, which are replicas of each other. auto: single on one process, else ddp "
-        "on CPUs, and on GPUs fsdp on one host and hsdp on several.",
-        choices=(AUTO, "single", "ddp", "fsdp", "hsdp"),
-    )
-    shard: IntOrAuto = key(AUTO, "hsdp: ranks of a group; auto: those of a host.", minimum=2, maximum=1_000_000)
-    timeout: float = key(
-        600.0,
-        "Seconds that a rank waits for the others before it gives up; data.fetch_minutes more while text of the hub is "
-        "streamed.",
-        **SECONDS,
-    )
-    hang_seconds: float = key(
-        30.0,
-        "Seconds without a sign of life after which a rank counts as hung. Then all ranks print their Python stacks "
-        "and end, and torchrun may start them again. A step hangs after 1.5 times these seconds, and 20 times the "
-        "longest step before. 0: never.",
-        minimum=0,
-        maximum=86_400,
-    )
-    check_replicas: int = key(
-        1000,
-        "Steps between two comparisons of what several ranks hold, weights and moments, beside the one at each save; 0 "
-        "at saves alone.",
-        minimum=0,
-    )
 
 
 @dataclass

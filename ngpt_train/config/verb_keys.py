@@ -105,7 +105,8 @@ class BenchConfig:
         "data",
         "What is measured: data (from text to batches), step (an optimizer step, GPT's beside the model's), kernels "
         "(each fused operation beside plain PyTorch), attention (torch's implementations of it), checkpoint (saving, "
-        "loading). `bench gpu` takes options of its own: `bench gpu --help`.",
-        choices=("data", "step", "kernels", "attention", "checkpoint"),
+        "loading), communication (what the ranks of torchrun send each other in a step, in each layout). `bench gpu` "
+        "takes options of its own: `bench gpu --help`.",
+        choices=("data", "step", "kernels", "attention", "checkpoint", "communication"),
     )
     out: Union[str, None] = key(None, "JSON file for the entries; null prints only.")

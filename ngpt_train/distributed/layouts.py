@@ -115,7 +115,8 @@ def parallelize(config: Config, world: World, micro_rows: int) -> tuple[Decoder,
     if sharded:
         if kind == "hsdp" and config.parallel.shard == AUTO:
             check_hosts(world)
-        shard(model, world, resolve_shard(config.parallel, kind, world.size, world.local_size))
+        n_shards = resolve_shard(config.parallel, kind, world.size, world.local_size)
+        shard(model, world, n_shards, keep_whole=config.parallel.gather != "pass")
         model.to_empty(device=world.device)
         model.init_weights_(config.run.seed)
     if kind == "ddp":
@@ -152,9 +153,10 @@ def vectors(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.ndim < 2]
 
 
-def shard(model: Decoder, world: World, n_shards: int) -> None:
+def shard(model: Decoder, world: World, n_shards: int, keep_whole: bool = False) -> None:
     """FSDP2 over groups of n_shards ranks, whose gradients are averaged over groups too. Each block is gathered as one,
-    the embeddings as another; vectors stay whole on every rank.
+    the embeddings as another; vectors stay whole on every rank. keep_whole: blocks are not taken apart between their
+    forward and their backward pass, as the embeddings never are.
 
     The matrices of blocks are gathered in the compute dtype. FSDP2 would cast the vectors with them, but vectors must
     stay fp32. Sharding them would save nothing, with 11 d_model values per layer, so they are left out, and
@@ -172,7 +174,7 @@ def shard(model: Decoder, world: World, n_shards: int) -> None:
         param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.blocks():
-        fully_shard(block, mesh=mesh, mp_policy=blocks, ignored_params=whole)
+        fully_shard(block, mesh=mesh, mp_policy=blocks, ignored_params=whole, reshard_after_forward=not keep_whole)
     root = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     fully_shard(model, mesh=mesh, mp_policy=root, ignored_params=whole)
 

@@ -51,9 +51,12 @@ def memory_per_rank(config: Config, model: Decoder, layout: Layout) -> list[Memo
     with_bf16_copy = cast_linears(model) if layout.fused_adam and dtype == torch.bfloat16 else []
     copies = sum(linear.matrix.numel() for linear in with_bf16_copy)
     activations = activation_items(config, model, layout)
+    # At the peak the backward pass begins: a block is at work, and the next is prefetched.
+    gathered = 0 if not layout.n_shards else 2 if config.parallel.gather == "pass" else len(model.blocks())
+    whole_gradients = config.parallel.scatter == "step" and layout.micro_batches > 1
     items = [
-        *state_items(model, layout.n_shards, config.optim.ema_decay is not None),
-        *working_items(model, layout.n_shards > 0, dtype, recompute != "none", copies),
+        *state_items(model, layout.n_shards, config.optim.ema_decay is not None, whole_gradients),
+        *working_items(model, gathered, dtype, recompute != "none", copies),
         *activations,
     ]
     if layout.kind == "ddp" or layout.micro_batches > 1:
@@ -69,8 +72,11 @@ def gradients_at_peak(whole: MemoryItem, model: Decoder, activations: list[Memor
     return MemoryItem("gradients", there, False, f"those of {whole.formula} that are there at the peak")
 
 
-def state_items(model: Decoder, n_shards: int, averages: bool) -> list[MemoryItem]:
-    """Weights, gradients, Adam's two moments and the moving average of the weights, all in fp32."""
+def state_items(model: Decoder, n_shards: int, averages: bool, whole_gradients: bool = False) -> list[MemoryItem]:
+    """Weights, gradients, Adam's two moments and the moving average of the weights, all in fp32.
+
+    whole_gradients: FSDP2 shards them in the last micro batch only.
+    """
     vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
     if n_shards:
         # FSDP2 shards a matrix by ceil(rows / shards) rows, so the first rank holds most. Vectors are not sharded.
@@ -80,9 +86,10 @@ def state_items(model: Decoder, n_shards: int, averages: bool) -> list[MemoryIte
     else:
         held = model.n_params()
         share = "parameters"
+    of_gradients = model.n_params() if whole_gradients else held
     return [
         MemoryItem("weights", 4 * held, True, f"4 x {share}"),
-        MemoryItem("gradients", 4 * held, True, f"4 x {share}"),
+        MemoryItem("gradients", 4 * of_gradients, True, f"4 x {'parameters' if whole_gradients else share}"),
         MemoryItem("Adam's moments", 8 * held, True, f"8 x {share}"),
         *([MemoryItem("moving average", 4 * held, True, f"4 x {share}")] if averages else []),
     ]
@@ -96,11 +103,12 @@ def copies_to_save(model: Decoder, averages: bool, world_size: int) -> MemoryIte
 
 
 def working_items(
-    model: Decoder, sharded: bool, dtype: torch.dtype, checkpointing: bool, copies: int
+    model: Decoder, gathered: int, dtype: torch.dtype, checkpointing: bool, copies: int
 ) -> list[MemoryItem]:
     """Copies of the weights that the matrix products read: FSDP2's gathered matrices, and casts to bf16.
 
-    copies: how many values the optimizer's bf16 copies have; under FSDP2 it keeps none.
+    gathered: how many blocks FSDP2 has gathered at the peak; 0: without FSDP2. copies: how many values the optimizer's
+    bf16 copies have; under FSDP2 it keeps none.
     """
     size = dtype.itemsize
     block = max(sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in model.blocks())
@@ -108,17 +116,16 @@ def working_items(
     in_blocks = sum(p.numel() for layer in model.blocks() for p in layer.parameters() if p.ndim == 2)
     embeddings = sum(p.numel() for p in model.parameters() if p.ndim == 2) - in_blocks
     items = []
-    if sharded:
-        # At the peak the backward pass begins: a block is at work, the next is prefetched, and embeddings are gathered
-        # in fp32. The gradients of a block count as passing values.
+    if gathered:
+        # Embeddings are gathered in fp32. The gradients of a block count as passing values.
         items += [
-            MemoryItem("gathered blocks", 2 * size * block, False, f"2 x {size} x block"),
+            MemoryItem("gathered blocks", gathered * size * block, False, f"{gathered} x {size} x block"),
             MemoryItem("gathered embeddings", 4 * embeddings, False, "4 x embeddings"),
         ]
     if dtype != torch.float32:
         # The backward pass reads the cast that the forward pass made; with activation checkpointing a block's is made
         # again when the block is recomputed. The optimizer's copies stay from step to step.
-        if sharded:
+        if gathered:
             cast, what = output, "output"
         elif copies:
             items.append(MemoryItem("working copies", size * copies, True, f"{size} x blocks"))

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ngpt_train.core.constants import IGNORED
+from ngpt_train.distributed.accumulation import accumulating
 from ngpt_train.distributed.cuda_graphs import hold_gradients
 from ngpt_train.distributed.gradients import average_vectors_, gradient_norm
 from ngpt_train.kernels.dropout import row_seeds
@@ -150,24 +150,13 @@ def forward_and_backward(
     z_sum = torch.zeros_like(loss_sum)
     with working_copies(state, untouched):
         for index, batch in enumerate(batches):
-            with accumulating(state, last=index == len(batches) - 1):
+            with accumulating(state.forward, state.config.parallel, last=index == len(batches) - 1):
                 micro_loss = state.forward(*batch, **seeds[index])
                 (micro_loss.total * loss_factor.to(micro_loss.total.dtype)).backward()
             loss_sum += micro_loss.cross_entropy
             if micro_loss.z_term is not None:
                 z_sum += micro_loss.z_term
     return loss_sum, z_sum
-
-
-def accumulating(state: TrainState, last: bool) -> AbstractContextManager:
-    """The context of one micro batch: DDP exchanges gradients in the last micro batch only.
-
-    FSDP2 scatters the gradients of each micro batch: a rank that accumulated whole gradients would need the memory that
-    sharding saves.
-    """
-    if isinstance(state.forward, DistributedDataParallel) and not last:
-        return state.forward.no_sync()
-    return nullcontext()
 
 
 def working_copies(state: TrainState, untouched: bool) -> AbstractContextManager:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngpt_train.bench.interleaved import Entry
 from ngpt_train.config import load_config
@@ -13,12 +14,17 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.files import write_json
 
+if TYPE_CHECKING:
+    from ngpt_train.bench.communication import Communication
+
 
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Runs the benchmark bench.what, prints an entry a line and writes all to bench.out as JSON; returns 0.
 
     Raises KernelError (exit code 4) where `bench kernels` finds a wrong result.
     """
+    if config.bench.what == "communication":
+        return of_communication(config)
     entries: list[dict[str, Any]] = []
     machine = {"python": platform.python_version(), "machine": platform.machine(), "commit": git_commit()}
     print(f"{'':<58} {'ratio':>6}  {'spread':>15}  {'median':>12}  rate", flush=True)
@@ -28,6 +34,38 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         if config.bench.out is not None:  # after each: a later failure loses nothing
             write_json(Path(config.bench.out).expanduser(), {"what": config.bench.what, **machine, "entries": entries})
     return 0
+
+
+def of_communication(config: Config) -> int:
+    """Runs `bench communication` on every rank; the first prints what it sends and writes bench.out."""
+    from ngpt_train.bench import communication
+
+    main_rank = os.environ.get("RANK", "0") == "0"
+    found: list[dict[str, Any]] = []
+    if main_rank:
+        print(row_of("layout", "micro batches", "collective", "ranks", "calls", "MB", "MB sent"), flush=True)
+    for step in communication.bench(config):
+        if main_rank:
+            print("\n".join(lines_of(step)), flush=True)
+        found.append(step.json())
+        if main_rank and config.bench.out is not None:
+            content = {"what": "communication", "commit": git_commit(), "entries": found}
+            write_json(Path(config.bench.out).expanduser(), content)
+    return 0
+
+
+def lines_of(step: Communication) -> Iterator[str]:
+    """The lines of the table for one layout: a line for each kind of collective, and the sum."""
+    for x in step.collectives:
+        size, sent = f"{x.bytes / 1e6:.3f}", f"{x.sent / 1e6:.3f}"
+        yield row_of(step.layout, step.micro_batches, x.kind, x.ranks, x.calls, size, sent)
+    calls, sent = sum(x.calls for x in step.collectives), f"{step.sent / 1e6:.3f}"
+    written = "" if step.written is None else f", {step.written / 1e6:.3f} written"
+    yield row_of(step.layout, step.micro_batches, "in all", "", calls, "", sent) + written
+
+
+def row_of(layout: str, n: Any, kind: str, ranks: Any, calls: Any, size: str, sent: str) -> str:
+    return f"{layout:<46} {n:>13}  {kind:<14} {ranks:>5} {calls:>5} {size:>9} {sent:>9}"
 
 
 def entries_of(config: Config, overrides: Sequence[str]) -> Iterator[Entry]:

@@ -28,13 +28,16 @@ LAYOUTS = {"single": (1, 1), "fsdp": (8, 8), "hsdp": (8, 4)}  # ranks, of a host
 KINDS = ("none", "selective", "full")
 
 
-def config_of(model: str, layout: str, recompute: str, *options: str, micro_batches: int = 2) -> Config:
+def config_of(
+    model: str, layout: str, recompute: str, *options: str, micro_batches: int = 2, layers: int = 3
+) -> Config:
     ranks, local_size = LAYOUTS.get(layout, (1, 1))
     return load_config(
         [
             *f"model={model}".split(),
-            *("scale=debug", "model.d_model=256", "model.n_heads=4", "model.n_layers=3", "model.context=256"),
+            *("scale=debug", "model.d_model=256", "model.n_heads=4", f"model.n_layers={layers}", "model.context=256"),
             *("model.vocab_size=2000", "train.device=cpu", "train.compile=false", f"parallel={layout}"),
+            "checkpoint.async=false",  # whose copies to save lie in the same memory on a CPU, beside the steps
             *("train.micro_rows=4", f"train.batch_rows={4 * ranks * micro_batches}"),
             *(f"train.activation_checkpointing={recompute}", "optim.lr=1e-3"),
             *(f"plan.world_size={ranks}", f"plan.ranks_per_host={local_size}"),
@@ -74,6 +77,35 @@ def test_of_whole_steps(model: str, layout: str, recompute: str, precision: str,
     assert planned(config) == pytest.approx(counted, rel=0.1)
 
 
+EXCHANGES = [("micro_batch", "micro_batch"), ("pass", "step"), ("step", "step")]
+FAST_EXCHANGES = [("gpt", "fsdp", "full", "fp32", "step", "step"), ("ngpt", "hsdp", "none", "bf16", "pass", "step")]
+SLOW_EXCHANGES = [
+    (model, layout, recompute, precision, *exchange)
+    for model in ARCHITECTURES
+    for layout in ("fsdp", "hsdp")
+    for recompute, precision in (("none", "bf16"), ("selective", "fp32"), ("full", "bf16"))
+    for exchange in EXCHANGES
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "layout", "recompute", "precision", "gather", "scatter"),
+    [
+        *FAST_EXCHANGES,
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW_EXCHANGES if cell not in FAST_EXCHANGES),
+    ],
+)
+def test_of_exchanges(model: str, layout: str, recompute: str, precision: str, gather: str, scatter: str) -> None:
+    """Caught: matrices or gradients that parallel.gather and scatter keep whole and plan takes for shards.
+
+    plan adds up what is whole at any time: some blocks have given theirs back where the backward pass needs most.
+    """
+    options = (f"parallel.gather={gather}", f"parallel.scatter={scatter}", f"train.precision={precision}")
+    config = config_of(model, layout, recompute, *options, layers=4)
+    counted = counted_peak(config, *LAYOUTS[layout])
+    assert 0.95 * counted < planned(config) < 1.2 * counted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("recompute", KINDS)
@@ -85,6 +117,7 @@ def test_of_whole_steps_at_scale(model: str, scale: str, recompute: str, layout:
         [
             *(f"model={model}", f"scale={scale}", "model.vocab_size=32000", "train.device=cpu", "train.compile=false"),
             *(f"parallel={layout}", "train.precision=bf16", "train.micro_rows=4", f"train.batch_rows={8 * ranks}"),
+            "checkpoint.async=false",
             *(f"train.activation_checkpointing={recompute}", "optim.lr=1e-3"),
             *(f"plan.world_size={ranks}", f"plan.ranks_per_host={local_size}"),
         ],
