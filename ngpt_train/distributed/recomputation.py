@@ -40,6 +40,9 @@ def recomputed(forward: Callable[..., Any], selective: bool = False) -> Callable
         options["context_fn"] = kept_and_recomputed
 
     def run(*arguments: Any) -> Any:
+        if not selective and torch.compiler.is_compiling():
+            # Without a policy torch.compile would not see that it may recompute what our kernels return.
+            return checkpoint(forward, *arguments, **options, context_fn=all_recomputed)
         return checkpoint(forward, *arguments, **options)
 
     return run
@@ -48,6 +51,11 @@ def recomputed(forward: Callable[..., Any], selective: bool = False) -> Callable
 def kept_and_recomputed() -> Any:
     """The contexts of a block's forward pass and of its recomputation, for torch's `checkpoint`."""
     return create_selective_checkpoint_contexts(what_to_keep)
+
+
+def all_recomputed() -> Any:
+    """As `kept_and_recomputed`, of `full`."""
+    return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
 def what_to_keep(context: Any, operator: Any, *arguments: Any, **options: Any) -> CheckpointPolicy:

@@ -198,7 +198,7 @@ def linear_cross_entropy_forward(
 
     chunk = GPU_ROWS if h.is_cuda else CPU_ROWS
     width = -(-n_vocab // ALIGNMENT) * ALIGNMENT if on_triton else n_vocab
-    buffer = h.new_empty(min(chunk, n_rows), width)
+    logits = buffer = h.new_empty(min(chunk, n_rows), width)
     for start in range(0, n_rows, chunk):
         here = slice(start, min(start + chunk, n_rows))
         x = rows_of_h[here]
@@ -215,7 +215,7 @@ def linear_cross_entropy_forward(
             torch.mm(logits, weight, out=dh[here])
         if dweight is not None:
             _add_product_(dweight, logits.t(), x, keep=int(start > 0))
-    del buffer  # its memory serves the tensors below
+    del buffer, logits  # their memory serves the tensors below
 
     dmatrix = dscale = None
     if dweight is not None and need_scale:

@@ -1,8 +1,9 @@
 """Counts the memory of a pass through a model on tensors without memory: torch's fake tensors."""
 
+import importlib.util
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
@@ -16,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.distributed.recomputation import ATTENTION, PRODUCTS, checkpoint_blocks
 from ngpt_train.distributed.sharding import held
+from ngpt_train.kernels import dispatch
 from ngpt_train.models import Decoder, build_model
 
 
@@ -80,8 +82,8 @@ class Pass:
 class Products:
     """Bytes of what the products and attention of all blocks read and make in a forward pass, each tensor once."""
 
-    hidden: float  # the hidden states that enter the blocks
-    results: float
+    hidden: float  # the hidden states that enter the blocks, the encoder's last one too
+    results: float  # without a block's last one, where it is only added to h
     arguments: float  # those that are no results
     widest: float  # the largest result
 
@@ -89,26 +91,28 @@ class Products:
 FEW = 2  # blocks of a kind in the model that is counted
 
 
-def count_pass(shape: ModelConfig, dtype: torch.dtype, rows: int, recompute: str) -> Pass:
-    """The memory of an uncompiled pass on a CPU over `rows` rows, training, with products in `dtype`.
+def count_pass(shape: ModelConfig, dtype: torch.dtype, rows: int, recompute: str, on_gpu: bool, kernels: bool) -> Pass:
+    """The memory of an uncompiled pass over `rows` rows, training, with products in `dtype`.
 
-    recompute: train.activation_checkpointing.
+    recompute: train.activation_checkpointing. kernels: whether Triton's run.
     """
 
     def count(few: ModelConfig) -> list[float]:
-        with fake():
+        with fake(), as_on_gpu(kernels) if on_gpu else nullcontext():
             model, inputs, seeds = prepared(few, dtype, rows)
             checkpoint_blocks(model.blocks(), recompute)
             counter = MemoryCounter()
             with counting(counter):
+                for parameter in model.parameters():  # views of them are kept too
+                    counter.note(parameter)
                 # Gradients of an earlier micro batch. Made here, since the sum with the next ones may replace them.
                 for parameter in model.parameters():
                     parameter.grad = torch.zeros_like(parameter)
-                gradients = counter.now
+                before = counter.now
                 loss = model(*inputs, **seeds).total
-                kept, counter.peak = counter.now - gradients, counter.now
+                kept, counter.peak = counter.now - before, counter.now
                 loss.backward()
-                working = counter.peak - gradients - kept
+                working = counter.peak - before - kept
             of_loss = gradients_of_loss(model, rows * (few.context - few.source_length(few.context)), dtype.itemsize)
         return [kept - of_loss, working]
 
@@ -122,7 +126,7 @@ def count_products(shape: ModelConfig, dtype: torch.dtype, rows: int) -> Product
     def count(few: ModelConfig) -> list[float]:
         with fake():
             model, inputs, seeds = prepared(few, dtype, rows)
-            counter = ProductCounter()
+            counter = ProductCounter(rows)
             for block in model.blocks():
                 block.forward = counter.watching(block.forward)
             model(*inputs, **seeds)
@@ -144,6 +148,29 @@ def of_all_blocks(shape: ModelConfig, count: Callable[[ModelConfig], list[float]
             deeper = count(replace(shape, **(few | {name: FEW + 1})))
             whole = [sum_ + (depth - FEW) * (more - less) for sum_, more, less in zip(whole, deeper, base, strict=True)]
     return whole, base
+
+
+@contextmanager
+def as_on_gpu(kernels: bool) -> Iterator[None]:
+    """Inside, tensors on a CPU are kept as a GPU's are: by torch's fused RMSNorm, and where `kernels` by Triton's
+    kernels, which do not run on tensors without memory. Without the package triton they are left out."""
+    choice = "triton" if kernels and importlib.util.find_spec("triton") else "torch"
+    with patch.object(dispatch, "_choice", choice), patch.object(torch.nn.functional, "rms_norm", FusedRMSNorm.apply):
+        yield
+
+
+class FusedRMSNorm(torch.autograd.Function):
+    """Keeps what torch's RMSNorm keeps on a GPU. On a CPU torch's keeps x / rms(x) besides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Any, gain: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, gain, x.new_empty(x.shape[:-1]))  # the last: 1 / rms(x)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        x, gain, _ = ctx.saved_tensors
+        return torch.empty_like(x), None, torch.empty_like(gain), None
 
 
 @contextmanager
@@ -174,21 +201,38 @@ def gradients_of_loss(model: Decoder, tokens: int, size: int) -> int:
     return 4 * vocab_size * d_model + size * tokens * d_model
 
 
+# Operators whose backward pass does not need what they read.
+ONLY_ADD = (
+    torch.ops.aten.add.Tensor,
+    torch.ops.aten.view.default,
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.prim.device.default,
+)
+
+
 class ProductCounter(TorchDispatchMode):
     """Counts what the products of activations with weights, and attention, read and make in blocks that it watches."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
+        self._rows = rows
         self.hidden = self.results = self.arguments = self.widest = 0
         self._seen: dict[int, torch.UntypedStorage] = {}  # held, so that an address stays that of one storage
+        self._last: tuple[int, int] = (0, 0)  # address and bytes of the last result; 0 bytes: something read it
 
     def watching(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         """`forward` of a block, counted."""
 
         def run(h: Any, *arguments: Any) -> Any:
-            self.hidden += sum(self._new(leaf) for leaf in tree_leaves(h))
+            given = [leaf for leaf in tree_leaves((h, *arguments)) if isinstance(leaf, Tensor)]
+            # The hidden state, and what the encoder made, which all blocks of the decoder read.
+            self.hidden += sum(
+                self._new(leaf) for leaf in given if leaf.is_floating_point() and len(leaf) == self._rows
+            )
             with self:
-                return forward(h, *arguments)
+                out = forward(h, *arguments)
+            self.results -= self._last[1]
+            return out
 
         return run
 
@@ -202,10 +246,15 @@ class ProductCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
+        if function not in ONLY_ADD and any(
+            isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata == self._last[0] for leaf in tree_leaves(args)
+        ):
+            self._last = (0, 0)
         attention = any(name in str(function) for name in ATTENTION)
         if attention or function in PRODUCTS:
             self.arguments += sum(self._new(tensor) for tensor in (args[:3] if attention else args[-2:-1]))
             made = sum(self._new(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
             self.results += made
+            self._last = (out.untyped_storage()._cdata, made) if function in PRODUCTS else (0, 0)
             self.widest = max(self.widest, made)
         return out

@@ -3,8 +3,9 @@
 Weights, gradients, moments and the optimizer's bf16 copies follow from the shapes. What an uncompiled pass keeps is
 counted on tensors without memory (counting.py). Of a compiled block on a GPU it is what its products and attention read
 and make: torch's compiler keeps that and recomputes the rest, and our kernels keep their arguments alone.
-tests/unit/report/test_memory.py holds the sum to 10 % of what whole steps hold, for every architecture and layout, and
-that of compiled blocks to what torch's compiler decides for a GPU.
+tests/unit/report/test_memory.py holds the sum to 10 % of what whole uncompiled steps hold, for every architecture and
+layout, test_compiled_blocks.py that of compiled blocks to what torch's compiler decides, and
+docs/benchmarks/memory.md compares both with a GPU.
 """
 
 from dataclasses import dataclass
@@ -65,10 +66,14 @@ def memory_per_rank(config: Config, model: Decoder, layout: Layout) -> list[Memo
 
 
 def gradients_at_peak(whole: MemoryItem, model: Decoder, activations: list[MemoryItem]) -> MemoryItem:
-    """The gradients that are there at the peak of a step of one micro batch: they come while the activations go."""
-    others = sum(item.bytes for item in activations)
-    first = 4 * model.unembedding.numel()  # of the output embedding, with which the backward pass begins
-    there = min(whole.bytes, max(first * whole.bytes // (4 * model.n_params()), whole.bytes - others))
+    """The gradients that are there at the peak of a step of one micro batch: they come while the activations go.
+
+    The peak is where the backward pass begins, with no gradients yet, or where it ends, in the first block: with all
+    gradients, and of the activations with this block's alone.
+    """
+    sizes = {item.name: item.bytes for item in activations}
+    at_the_end = whole.bytes + sizes["activations"] // len(model.blocks()) + sizes["passing values"]
+    there = min(whole.bytes, max(0, at_the_end - sum(sizes.values())))
     return MemoryItem("gradients", there, False, f"those of {whole.formula} that are there at the peak")
 
 
@@ -143,15 +148,15 @@ def activation_items(config: Config, model: Decoder, layout: Layout) -> list[Mem
     shape, dtype, rows, recompute = config.model, layout.dtype, layout.micro_rows, config.train.activation_checkpointing
     tokens = rows * (shape.context - shape.source_length(shape.context))
     of_loss, V = gradients_of_loss(model, tokens, dtype.itemsize), len(model.unembedding)
-    # The loss computes logits for `chunk` tokens at a time, and keeps the gradients in their place.
-    chunk = min(tokens, GPU_ROWS if layout.on_gpu else CPU_ROWS)
-    logits = dtype.itemsize * chunk * V
+    # The loss computes logits for `chunk` tokens at a time, and keeps the gradients in their place. It reads h, which
+    # a last norm reads in fp32.
+    chunk, size = min(tokens, GPU_ROWS if layout.on_gpu else CPU_ROWS), dtype.itemsize
+    logits = size * chunk * V + (size + 4) * tokens * shape.d_model
     if layout.compiled:
         kept, working, formula = of_compiled_blocks(config, model, layout)
     else:
-        counted = count_pass(shape, dtype, rows, recompute)
+        counted = count_pass(shape, dtype, rows, recompute, layout.on_gpu, layout.fused_adam)
         kept, working, formula = counted.kept, counted.working, "counted on tensors without memory, uncompiled"
-    size = dtype.itemsize
     return [
         MemoryItem("activations", round(kept), False, formula),
         MemoryItem("loss", of_loss, False, f"4 x V x d_model + {size} x micro tokens x d_model"),
@@ -159,7 +164,8 @@ def activation_items(config: Config, model: Decoder, layout: Layout) -> list[Mem
             "passing values",
             round(max(logits, working)),
             False,
-            f"the more of logits, {size} x {chunk} x V, and what the backward pass makes",
+            f"the more of logits and h, {size} x {chunk} x V + {size + 4} x micro tokens x d_model, and what the "
+            "backward pass makes",
         ),
     ]
 

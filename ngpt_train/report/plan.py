@@ -10,6 +10,7 @@ import torch
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.log import saying_nothing
 from ngpt_train.data import many_epochs, planned_rows
 from ngpt_train.distributed import resolve_compile, resolve_kind, resolve_precision, resolve_shard
@@ -20,13 +21,19 @@ from ngpt_train.training.batch import resolve_micro_rows
 
 def launch_line(config: Config, overrides: Sequence[str]) -> str:
     """The command that starts the planned run, with the user's arguments: for one process, for the ranks of a host, or
-    under Slurm for several hosts."""
+    under Slurm for several hosts. Raises ConfigError for ranks that several hosts cannot share equally."""
     ranks, per_host = config.plan.world_size, config.plan.ranks_per_host
     arguments = shlex.join(one for one in overrides if not one.startswith("plan."))
     if ranks == 1:
         return f"python -m ngpt_train train {arguments}".rstrip()
     if ranks <= per_host:
         return f"torchrun --standalone --nproc-per-node {ranks} -m ngpt_train train {arguments}".rstrip()
+    if ranks % per_host:
+        raise ConfigError(
+            f"plan.world_size={ranks}: is no multiple of plan.ranks_per_host={per_host}, and each host has as many "
+            f"ranks. Plan for {ranks - ranks % per_host} or {ranks - ranks % per_host + per_host} ranks, or set "
+            "plan.ranks_per_host to a divisor."
+        )
     hosts = ranks // per_host
     where = f"--nodes={hosts} --gpus-per-node={per_host}"
     run = "".join(f" {key}=..." for key in ("run.root", "run.name") if f"{key}=" not in arguments)

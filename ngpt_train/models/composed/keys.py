@@ -131,7 +131,11 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         some as wide as that."""
         peri = [self.placement_of(f) for f in ("attn", "mlp")].count("peri")
         wide = 2 * peri + 2 * (self.layer_scale is not None) + 2 * (2 + peri) * (self.norm == "cogview")
-        return wide * self.d_model + (self.ffn_norm != "none") * (self.d_mlp or 4 * self.d_model)
+        return (
+            super().kept_beyond_gpt()
+            + wide * self.d_model
+            + (self.ffn_norm != "none") * (self.d_mlp or 4 * self.d_model)
+        )
 
     def not_in_weights(self) -> set[str]:
         return super().not_in_weights() | {"dyt_alpha", "embedding_gradient", "deep_init"}

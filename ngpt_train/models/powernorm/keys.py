@@ -50,6 +50,10 @@ class PowerNormConfig(ModelConfig):
         """Whether the norms take a statistic over the tokens of a batch."""
         return self.norm in ("pn", "pn_v", "batch")
 
+    def kept_beyond_gpt(self) -> int:
+        """Each of the two norms over a batch keeps X_hat in fp32, as much as two values of half precision."""
+        return 2 * 2 * self.d_model if self.norm_over_batch else 0
+
     @property
     def synchronises_statistics(self) -> bool:
         return self.statistics == "synchronised"

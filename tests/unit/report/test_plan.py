@@ -212,3 +212,12 @@ def test_the_line_that_starts_it(ranks: int, line: str) -> None:
     config = load_config([*HALF_B, f"plan.world_size={ranks}"])
     assert make_plan(config, overrides)["launch"] == line
     assert f"  {line}" in describe_plan(make_plan(config, overrides))
+
+
+def test_refuses_ranks_that_hosts_do_not_share() -> None:
+    """Caught: 12 ranks on hosts of 8 are said to start on one host."""
+    twelve = ("model=gpt", "plan.world_size=12", "train.batch_tokens=1966080", "train.micro_rows=4", "parallel=ddp")
+    halves = [one for one in HALF_B if not one.startswith("train.batch_rows")]
+    with pytest.raises(ConfigError, match=r"plan\.world_size=12: is no multiple of plan\.ranks_per_host=8"):
+        make_plan(load_config([*halves, *twelve]))
+    assert "--nodes=3" in make_plan(load_config([*halves, *twelve, "plan.ranks_per_host=4"]))["launch"]
