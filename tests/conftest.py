@@ -1,5 +1,6 @@
 """Set-up of all tests."""
 
+import logging
 import os
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,13 @@ def pytest_xdist_auto_num_workers() -> int:
     """`-n auto`: one more than there are cores, because tests of processes wait for them; at most 8, because each holds
     torch and a fork server, some 1 GB."""
     return min(8, 1 + (len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+@pytest.fixture(autouse=True)
+def logging_is_on() -> Iterator[None]:
+    """Afterwards, too: some tests call what turns it off in a process of its own."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 if os.environ.get("NGPT_TESTS_ROUNDING"):
