@@ -133,17 +133,17 @@ def choose_kernels(config: Config, device: torch.device, precision: torch.dtype)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     say_once(logging.INFO, dispatch.described(device))
-    be_deterministic(config.train.deterministic)
+    if config.train.deterministic:
+        be_deterministic()
 
 
-def be_deterministic(deterministic: bool) -> None:
-    """Whether torch takes only algorithms that give the same bits each time (train.deterministic), in this process.
+def be_deterministic() -> None:
+    """From here on torch takes only algorithms that give the same bits each time (train.deterministic).
 
     To be called before the first product on a GPU, because cuBLAS reads its variable once.
     """
-    if deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(deterministic)
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
     # Our kernels write all that they allocate.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 

@@ -119,11 +119,12 @@ def test_deterministic_algorithms(
     tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]]
 ) -> None:
     """On a CPU it changes nothing but what torch may choose from."""
-    before = torch.are_deterministic_algorithms_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
     try:
         build_state(load_config(["model=ngpt", "scale=debug", "train.deterministic=true", "model.vocab_size=64"]))
         assert torch.are_deterministic_algorithms_enabled()
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(False)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
     train(arguments(tmp_path, corpus, "train.steps=6", "train.deterministic=true"))
     assert numbers(tmp_path / "runs/test") == plain
