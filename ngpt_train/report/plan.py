@@ -8,15 +8,13 @@ from typing import Any
 
 import torch
 
-from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.log import saying_nothing
 from ngpt_train.data import many_epochs, planned_rows
-from ngpt_train.distributed import resolve_compile, resolve_kind, resolve_precision, resolve_shard
 from ngpt_train.models import Decoder, build_model
-from ngpt_train.report.memory import Layout, MemoryItem, copies_to_save, memory_per_rank
-from ngpt_train.training.batch import resolve_micro_rows
+from ngpt_train.report.choice import choose, planned_layout
+from ngpt_train.report.memory import MemoryItem, copies_to_save, memory_per_rank
 
 
 def launch_line(config: Config, overrides: Sequence[str]) -> str:
@@ -44,28 +42,24 @@ def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """The plan of a resolved config whose `model.vocab_size` is a number, as JSON can hold it.
 
     Memory is in bytes. The plan is for GPUs unless train.device=cpu, because most plans are made on another machine
-    than the run's. Raises ConfigError for what does not fit plan.world_size ranks.
+    than the run's. With plan.device it is the plan of what `choose` chooses, and the launch line says so. Raises
+    ConfigError for what does not fit plan.world_size ranks, or plan.device.
     """
-    world_size, context = config.plan.world_size, config.model.context
-    rows = config.train.rows_per_step
-    micro_rows = resolve_micro_rows(rows, config.train.micro_rows, context, world_size)
-    device = "cpu" if config.train.device == "cpu" else "cuda"
-    ranks_per_host = min(world_size, config.plan.ranks_per_host)
-    kind = resolve_kind(config.parallel.kind, world_size, device, ranks_per_host)
-    n_shards = resolve_shard(config.parallel, kind, world_size, ranks_per_host)
-    dtype = resolve_precision(config.train.precision, device)
-    compiled = resolve_compile(config.train.compile, device)
-    fused_adam = config.kernels.kind == "triton" or (config.kernels.kind == AUTO and device == "cuda")
+    choice = None
+    if config.plan.device is not None:
+        with saying_nothing():
+            choice = choose(config, overrides)
+        config, overrides = choice.config, [*overrides, *choice.overrides]
+    world_size, context, rows = config.plan.world_size, config.model.context, config.train.rows_per_step
+    layout = planned_layout(config)
     with torch.device("meta"):
         model = build_model(config.model)
-    micro_batches = rows // (micro_rows * world_size)
-    layout = Layout(kind, n_shards, dtype, compiled, micro_rows, micro_batches, fused_adam, device == "cuda")
     with saying_nothing():
         memory = memory_per_rank(config, model, layout)
     in_host_memory: list[MemoryItem] = []
     if config.checkpoint.asynchronous is not False:
         copies = copies_to_save(model, config.optim.ema_decay is not None, world_size)
-        (memory if device == "cpu" else in_host_memory).append(copies)
+        (in_host_memory if layout.on_gpu else memory).append(copies)
     flops_per_token = model.flops_per_token(context)
     steps = config.train.stop_at or config.train.steps
     total_tokens = steps * rows * context
@@ -79,8 +73,8 @@ def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
         "flops_per_token": {"non_causal": flops_per_token, "causal": model.flops_per_token(context, causal=True)},
         "rows_per_step": rows,
         "tokens_per_step": rows * context,
-        "micro_rows": micro_rows,
-        "accumulation_steps": micro_batches,
+        "micro_rows": layout.micro_rows,
+        "accumulation_steps": layout.micro_batches,
         "steps": steps,
         "total_tokens": total_tokens,
         "tokens_per_parameter": total_tokens / model.n_params(),
@@ -95,10 +89,10 @@ def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
         ],
         "total_flops": total_tokens * flops_per_token,
         "world_size": world_size,
-        "parallel": kind,
-        "device": device,
-        "precision": str(dtype).removeprefix("torch."),
-        "compiled": compiled,
+        "parallel": layout.kind,
+        "device": "cuda" if layout.on_gpu else "cpu",
+        "precision": str(layout.dtype).removeprefix("torch."),
+        "compiled": layout.compiled,
         "launch": launch_line(config, overrides),
         "memory_per_rank": {
             "total": sum(item.bytes for item in memory),
@@ -106,6 +100,13 @@ def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
             "in_host_memory": [asdict(item) for item in in_host_memory],
         },
     }
+    if choice is not None:
+        plan["choice"] = {
+            "device": config.plan.device,
+            "overrides": choice.overrides,
+            "predicted": choice.predicted,
+            "limit": choice.limit,
+        }
     if config.plan.flops_per_s is not None:
         plan["flops_per_s"] = config.plan.flops_per_s
         plan["hours"] = plan["total_flops"] / (config.plan.flops_per_s * world_size) / 3600
@@ -160,6 +161,8 @@ def describe_plan(plan: dict[str, Any]) -> str:
         _row("in all", f"{total:,.3f} GiB", "estimate; driver, NCCL and allocator take 1 to 3 GiB more on GPUs")
     )
     lines += [_memory_row(item) + ", in the host's memory" for item in plan["memory_per_rank"]["in_host_memory"]]
+    if "choice" in plan:
+        lines += ["", *_choice(plan["choice"])]
     if "hours" in plan:
         note = f"estimate: {plan['total_flops']:.3g} FLOPs / ({ranks} x {plan['flops_per_s']:.3g} FLOP/s)"
         lines += ["", "time", _row("hours", f"{plan['hours']:,.2f}", note)]
@@ -169,6 +172,15 @@ def describe_plan(plan: dict[str, Any]) -> str:
     if plan["notes"]:
         lines += ["", *plan["notes"]]
     return "\n".join(lines)
+
+
+def _choice(choice: dict[str, Any]) -> list[str]:
+    predicted, limit = (f"{choice[name] / 2**30:,.3f} GiB" for name in ("predicted", "limit"))
+    return [
+        f"chosen for {choice['device']} (docs/benchmarks/memory.md says how)",
+        *(f"  {one}" for one in choice["overrides"] or ["nothing: the arguments say all of it"]),
+        _row("memory of a rank", predicted, f"estimate; of {limit} that may be planned"),
+    ]
 
 
 def _memory_row(item: dict[str, Any]) -> str:

@@ -23,14 +23,19 @@ def resolve_micro_rows(batch_rows: int, micro_rows: int | str, context: int, wor
             f"Use a multiple of {world_size}, for example train.batch_rows={near}."
         )
     rank_rows = batch_rows // world_size
-    small = [rows for rows in range(1, math.isqrt(rank_rows) + 1) if rank_rows % rows == 0]
-    divisors = sorted({*small, *(rank_rows // rows for rows in small)})
+    possible = divisors(rank_rows)
     if micro_rows == AUTO:
-        return max([rows for rows in divisors if rows * context <= AUTO_MICRO_TOKENS], default=1)
-    if micro_rows not in divisors:
+        return max([rows for rows in possible if rows * context <= AUTO_MICRO_TOKENS], default=1)
+    if micro_rows not in possible:
         raise ConfigError(
             f"train.micro_rows={micro_rows}: a rank has {rank_rows} rows per step "
             f"(train.batch_rows={batch_rows} over {world_size} ranks), which is not a multiple of it. "
-            f"Use one of {', '.join(map(str, divisors))}."
+            f"Use one of {', '.join(map(str, possible))}."
         )
     return int(micro_rows)
+
+
+def divisors(number: int) -> list[int]:
+    """Those of a number >= 1, from 1 to itself."""
+    small = [one for one in range(1, math.isqrt(number) + 1) if number % one == 0]
+    return sorted({*small, *(number // one for one in small)})

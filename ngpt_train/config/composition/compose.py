@@ -62,7 +62,8 @@ def compose(arguments: Sequence[str], user_dir: str | None = None) -> Compositio
     overrides = parse(arguments, files.options)
     lists = files.defaults_lists(overrides.choices)
     files.warn_shadowed()
-    chosen = tuple(f"{group}={option}" for group, option in overrides.choices.items())
+    # Hydra knows no `null` of a group of which it has seen an option.
+    chosen = tuple(f"~{group}" if name == "null" else f"{group}={name}" for group, name in overrides.choices.items())
     packages = _in_order(chosen, json.dumps(lists))
     choices = {group: name for group, _, name in (path.partition("/") for path in packages) if group in GROUPS}
 
@@ -94,8 +95,8 @@ def compose(arguments: Sequence[str], user_dir: str | None = None) -> Compositio
 def _in_order(chosen: Sequence[str], lists: str) -> dict[str, str]:
     """The section that each file fills, by its path `group/option`, in the order in which the files count.
 
-    `chosen` are the command line's `group=option`, `lists` is JSON of Files.defaults_lists. Raises ConfigError for
-    lists that Hydra cannot order.
+    `chosen` are the command line's `group=option`, `~group` for none, `lists` is JSON of Files.defaults_lists.
+    Raises ConfigError for lists that Hydra cannot order.
     """
     import hydra
     from hydra.core.config_store import ConfigStore

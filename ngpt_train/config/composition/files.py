@@ -36,6 +36,7 @@ GROUPS = {
     "checkpoint": "What is saved and kept.",
     "eval": "Validation during training.",
     "logging": "What is written while training.",
+    "hardware": "Micro rows, recomputation and layout for a card and a scale, on 64 ranks, 8 of a host.",
     "experiment": "A whole run: chooses options and sets keys; what it sets can be overridden.",
 }
 # Options that are a key or two, without a file: parallel=fsdp is parallel.kind=fsdp.
@@ -51,7 +52,7 @@ PRIMARY = "train"
 SCHEMA_GROUP = "schema/model"
 _HEADER = "# @package _global_"
 # These fill several sections, so their keys are full names.
-_GLOBAL_GROUPS = ("scale", "recipe", "experiment")
+_GLOBAL_GROUPS = ("scale", "recipe", "hardware", "experiment")
 # As part of a run's name.
 _ROW_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
@@ -114,9 +115,10 @@ class Files:
 
     @cached_property
     def options(self) -> dict[str, list[str]]:
-        """The options of each group; only the experiment can be none (`null`)."""
+        """The options of each group; only hardware and the experiment can be none (`null`)."""
         options = {group: self._options(group) for group in GROUPS}
-        return options | {"experiment": [*self._experiments(options["experiment"]), "null"]}
+        experiments = self._experiments(options["experiment"])
+        return options | {"hardware": [*options["hardware"], "null"], "experiment": [*experiments, "null"]}
 
     def option(self, config_path: str) -> Option:
         """`group/option`, which exists."""

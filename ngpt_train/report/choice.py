@@ -1,0 +1,148 @@
+"""Micro rows, recomputation and layout for a card's memory, by the memory that `plan` predicts."""
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+
+from ngpt_train.config.keys import AUTO
+from ngpt_train.config.schema import Config
+from ngpt_train.config.verb_keys import CARDS
+from ngpt_train.core.errors import ConfigError
+from ngpt_train.distributed import resolve_compile, resolve_kind, resolve_precision, resolve_shard
+from ngpt_train.models import Decoder, build_model
+from ngpt_train.report.memory import Layout, memory_per_rank
+from ngpt_train.training.batch import divisors, resolve_micro_rows
+
+RECOMPUTATIONS = ("none", "selective", "full")
+# The arguments that say the layout.
+LAYOUT_KEYS = {"parallel", "parallel.kind", "parallel.shard"}
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Choice:
+    """config: the given one with the choice filled in; overrides: the choice as a command line says it; predicted and
+    limit: bytes of a rank."""
+
+    config: Config
+    overrides: list[str]
+    predicted: int
+    limit: int
+
+
+def choose(config: Config, overrides: Sequence[str] = ()) -> Choice:
+    """Micro rows, recomputation and layout for plan.world_size ranks on cards of the kind plan.device.
+
+    A choice fits if the memory that `plan` predicts for a rank is at most 90 % of the card's memory less 2 GiB for the
+    driver and NCCL. Of those that fit, the first in this order is taken:
+
+    1. no recomputation, then `selective`, then `full`;
+    2. `ddp`, then shards: `fsdp` on one host, on several `hsdp` with a host's ranks as a group;
+    3. the most micro rows, of those that divide a rank's rows.
+
+    What `overrides`, the user's arguments, set of these is kept. The config is resolved, with a number as
+    `model.vocab_size`. Raises ConfigError where nothing fits, with what the smallest needs, and for train.device=cpu.
+    """
+    device = config.plan.device
+    assert device is not None
+    if config.train.device == "cpu":
+        raise ConfigError(f"plan.device={device}: train.device=cpu uses no GPU. Leave one of the two out.")
+    limit = round(0.9 * (CARDS[device] - 2) * GIB)
+    with torch.device("meta"):
+        model = build_model(config.model)
+    given = {one.partition("=")[0].strip() for one in overrides}
+    smallest: tuple[int, Config] | None = None
+    for candidate in _recomputations_and_layouts(config, given):
+        rows = _micro_rows(candidate, given)
+        predict = partial(_predicted, candidate, model)
+        # With a single micro batch gradients take less, so the most rows may fit where fewer do not.
+        all_fit = predict(rows[-1]) <= limit
+        fitting = rows if all_fit else rows[: bisect_right(rows[:-1], limit, key=predict)]
+        if fitting:
+            chosen = _with_rows(candidate, fitting[-1])
+            return Choice(chosen, _as_overrides(chosen, given), predict(fitting[-1]), limit)
+        least = predict(rows[0])
+        if smallest is None or least < smallest[0]:
+            smallest = least, _with_rows(candidate, rows[0])
+    assert smallest is not None
+    needed, with_least = smallest
+    raise ConfigError(
+        f"plan.device={device}: nothing fits on {config.plan.world_size} of them: the smallest, "
+        f"{' '.join(_settings(with_least).values())}, needs {needed / GIB:.1f} GiB a rank, and "
+        f"{limit / GIB:.1f} GiB of the card's {CARDS[device]} may be planned. Plan for more ranks, a larger card or "
+        "fewer tokens of context, or leave out what keeps it from recomputing or sharding."
+    )
+
+
+def planned_layout(config: Config) -> Layout:
+    """The layout of a rank of plan.world_size, on GPUs unless train.device=cpu. Raises ConfigError for what does not
+    fit so many ranks."""
+    world_size, rows = config.plan.world_size, config.train.rows_per_step
+    micro_rows = resolve_micro_rows(rows, config.train.micro_rows, config.model.context, world_size)
+    device = "cpu" if config.train.device == "cpu" else "cuda"
+    ranks_per_host = min(world_size, config.plan.ranks_per_host)
+    kind = resolve_kind(config.parallel.kind, world_size, device, ranks_per_host)
+    return Layout(
+        kind,
+        n_shards=resolve_shard(config.parallel, kind, world_size, ranks_per_host),
+        dtype=resolve_precision(config.train.precision, device),
+        compiled=resolve_compile(config.train.compile, device),
+        micro_rows=micro_rows,
+        micro_batches=rows // (micro_rows * world_size),
+        fused_adam=config.kernels.kind == "triton" or (config.kernels.kind == AUTO and device == "cuda"),
+        on_gpu=device == "cuda",
+    )
+
+
+def _recomputations_and_layouts(config: Config, given: set[str]) -> Iterator[Config]:
+    """The config with each recomputation and layout that may be chosen, the preferred one first."""
+    of_shards = "hsdp" if 1 < config.plan.ranks_per_host < config.plan.world_size else "fsdp"
+    recomputations: tuple[str, ...] = RECOMPUTATIONS
+    kinds: tuple[str, ...] = ("ddp", of_shards)
+    if "train.activation_checkpointing" in given:
+        recomputations = (config.train.activation_checkpointing,)
+    if given & LAYOUT_KEYS:
+        kinds = (config.parallel.kind,)
+    elif config.plan.world_size == 1:
+        kinds = ("single",)
+    elif config.parallel.gather != "pass" or config.parallel.scatter != "micro_batch":
+        kinds = (of_shards,)  # which alone has these keys
+    for recompute in recomputations:
+        for kind in kinds:
+            train = replace(config.train, activation_checkpointing=recompute)
+            yield replace(config, train=train, parallel=replace(config.parallel, kind=kind))
+
+
+def _micro_rows(config: Config, given: set[str]) -> list[int]:
+    """The micro rows that may be chosen, from few to many. Raises ConfigError where ranks cannot share the rows."""
+    one = planned_layout(config).micro_rows
+    if "train.micro_rows" in given:
+        return [one]
+    return divisors(config.train.rows_per_step // config.plan.world_size)
+
+
+def _with_rows(config: Config, micro_rows: int) -> Config:
+    return replace(config, train=replace(config.train, micro_rows=micro_rows))
+
+
+def _predicted(config: Config, model: Decoder, micro_rows: int) -> int:
+    """Bytes of a rank with so many micro rows."""
+    config = _with_rows(config, micro_rows)
+    return sum(item.bytes for item in memory_per_rank(config, model, planned_layout(config)))
+
+
+def _settings(config: Config) -> dict[str, str]:
+    return {
+        "train.micro_rows": f"train.micro_rows={config.train.micro_rows}",
+        "train.activation_checkpointing": f"train.activation_checkpointing={config.train.activation_checkpointing}",
+        "parallel": f"parallel={config.parallel.kind}",
+    }
+
+
+def _as_overrides(config: Config, given: set[str]) -> list[str]:
+    """What was chosen, without what the user's arguments say already."""
+    kept = given | ({"parallel"} if given & LAYOUT_KEYS else set())
+    return [setting for name, setting in _settings(config).items() if name not in kept]
