@@ -225,8 +225,7 @@ def test_an_end_that_would_come_again_is_no_reason_to_start_again(tmp_path: Path
     assert finished.stderr.count("not started again, because it would end as before: 10 steps in a row") >= 2
     directory = tmp_path / "runs/test"
     assert len(json.loads((directory / "run.json").read_text())["starts"]) == 1
-    ended = json.loads((directory / "exit.json").read_text())
-    assert (ended["code"], ended["rank"]) == (4, 0)
+    assert json.loads((directory / "exit.json").read_text())["code"] == 4  # of whichever rank was first
 
 
 def test_a_change_that_is_allowed_is_recorded(tmp_path: Path, corpus: Path) -> None:
