@@ -35,7 +35,7 @@ def same_on_host() -> Iterator[None]:
         raise
 
 
-def is_told_here(error: Exception) -> bool:
+def is_told_here(error: BaseException) -> bool:
     """Whether this rank is to tell the error."""
     told_by = error.__dict__.get("told_by")
     number = "0" if told_by is None else os.environ.get(told_by, "0")

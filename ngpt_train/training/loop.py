@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ngpt_train.core.constants import ALARM
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import DataError, told_by_rank_0
 from ngpt_train.data import Position, data_hash
 from ngpt_train.distributed import World
 from ngpt_train.training.checkpoint.background import MOST_AT_THE_END, PAUSE, Attempts
@@ -189,7 +189,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             after.clear()
             skipped = int(guards.skipped_in_a_row)
             if skipped >= MAX_SKIPPED_IN_A_ROW or (skipped > 1 and state.step == last):
-                raise meaningless(state, parts, skipped)
+                raise told_by_rank_0(meaningless(state, parts, skipped))
         if saving or _due(state.step, config.parallel.check_replicas):
             check_replicas(state)
         if saving and skipped and state.step < last:

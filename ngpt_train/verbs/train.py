@@ -13,7 +13,7 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import with_first_lr
-from ngpt_train.core.errors import DataError, same_on_host
+from ngpt_train.core.errors import DataError, is_told_here, same_on_host
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.core.launcher import end_with_launcher
 from ngpt_train.data import (
@@ -249,7 +249,7 @@ def train_in(
     watchdog = Watchdog(
         world, config.parallel.hang_seconds, lambda reason: run.finish(1, f"hung: {reason}", state.step, world.rank)
     )
-    code, reason = 1, "failed"
+    code, reason, told = 1, "failed", True
     again: Feed | None = None
     try:
         if world.is_main:
@@ -291,9 +291,10 @@ def train_in(
     except BaseException as error:
         code = getattr(error, "exit_code", 1)
         reason = f"{type(error).__name__}: {error}"
+        told = is_told_here(error)
         raise
     finally:
-        if again is None and (world.is_main or code):
+        if again is None and (world.is_main or (code and told)):
             # First: wandb may take so long to close that torchrun kills.
             run.finish(code, reason, state.step, world.rank)
         with watchdog.during("the checkpoint of step", state.step):
