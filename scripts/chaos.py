@@ -1,7 +1,7 @@
 """Breaks small runs in every way that it knows, at random moments, and compares what they end with.
 
-    python scripts/chaos.py --faults 100 --out /tmp/chaos
-    python scripts/chaos.py --faults 10 --only kill_all_in_a_save --out /tmp/chaos
+    python scripts/chaos.py --faults 100 --out DIR
+    python scripts/chaos.py --faults 10 --only kill_all_in_a_save --out DIR
     python scripts/chaos.py --list
 
 For each of SETTINGS it first trains an undisturbed run. Each fault then begins the same run in a new directory under
