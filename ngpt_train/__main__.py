@@ -16,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ FAULTS_OF_THE_SYSTEM = {
     errno.EIO: "Look at the disk, or at the network that it is on",
     errno.ESTALE: "Mount the file system again",
 }
+SECONDS_FOR_THE_TELLER = 10.0  # so long the other ranks wait for the one that tells an error of all
 LONGEST_LINE = 2000  # characters of a message
 # What a shell reports of a tool that ends because nobody reads its output any more: 128 + SIGPIPE.
 NO_READER = 141
@@ -103,11 +105,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = getattr(error, "exit_code", None)
         if code is None:
             raise
+        if code in ENDS_FOR_GOOD:
+            remember_end(code, str(error))
         if is_told_here(error):
             by = "" if rank == "0" else f" (rank {rank}, {socket.gethostname()})"
             print(f"error{by}: {_shortened(without_variables(str(error)))}", file=sys.stderr)
-        if code in ENDS_FOR_GOOD:
-            remember_end(code, str(error))
+        else:
+            # torchrun ends the other ranks as soon as one has failed: the one that tells the error must be the first.
+            time.sleep(SECONDS_FOR_THE_TELLER)
         return int(code)
 
 

@@ -109,6 +109,23 @@ def test_who_tells_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tellers(caught.value) == ["0", "2"]
 
 
+def test_the_rank_that_tells_an_error_ends_first(tmp_path: Path, corpus: Path) -> None:
+    """Caught: rank 1, which leaves the telling to rank 0, ends before that, whereupon torchrun ends rank 0 unheard."""
+    noted = tmp_path / "end.json"
+    variables = fork_server.rank_variables(2)[1] | {"NGPT_TRAIN_END": str(noted)}
+    with (tmp_path / "output").open("w+") as output:
+        given = ["train", *arguments(tmp_path, corpus, "train.batch_rows=5")]
+        rank = fork_server.Forked("ngpt_train", given, variables, output.fileno(), output.fileno())
+        deadline = time.monotonic() + 60
+        while not noted.exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        assert rank.wait(1) is None
+        os.kill(rank.pid, signal.SIGTERM)
+        assert rank.wait(5) == -signal.SIGTERM, "it waits no longer than torchrun lets it"
+        assert not output.read()
+
+
 def test_a_rank_that_has_no_device_says_so(tmp_path: Path, corpus: Path) -> None:
     """Caught: exit code 2 of a rank other than 0, without a word."""
     given = ["train", *arguments(tmp_path, corpus, "train.device=cpu")]
