@@ -47,7 +47,7 @@ FAULTS_OF_THE_SYSTEM = {
     errno.ENOSPC: "Make room",
     errno.EDQUOT: "Make room",
     errno.EROFS: "Choose a place that can be written",
-    errno.ELOOP: "Remove this link, which leads to itself",
+    errno.ELOOP: "Remove this link",
     errno.ENXIO: "Remove this pipe",
     errno.ENAMETOOLONG: "Choose a shorter name",
     errno.EIO: "Look at the disk, or at the network that it is on",

@@ -35,9 +35,12 @@ def write_atomically(path: Path, content: bytes) -> None:
     # A link there would lead elsewhere, and a pipe would wait for a reader.
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
     with open(os.open(partial, flags, 0o666), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as error:  # the system does not say of which file
+            raise OSError(error.errno, error.strerror, str(path)) from None
     os.replace(partial, path)
     sync(path.parent)
 

@@ -35,7 +35,7 @@ def check_state_fits(config: Config, world: World) -> None:
         return sum(item.bytes for item in state_items(model, n_shards, config.optim.ema_decay is not None))
 
     ranks = 1 if world.device.type == "cuda" else world.local_size
-    needed, there = ranks * _of_layers(config.model, size), memory_of(world.device)
+    needed, there = ranks * of_all_blocks(config.model, size), memory_of(world.device)
     if needed > there:
         raise ConfigError(
             f"{_sizes(config.model)}: weights, gradients and the optimizer's state take {needed / GIB:,.1f} GiB "
@@ -46,7 +46,7 @@ def check_state_fits(config: Config, world: World) -> None:
 
 def check_weights_fit(checkpoint: Path, model: ModelConfig, device: torch.device) -> None:
     """Raises ConfigError where the weights of a checkpoint's model alone take more than all memory of the device."""
-    needed, there = _of_layers(model, lambda made: 4 * made.n_params()), memory_of(device)
+    needed, there = of_all_blocks(model, lambda made: 4 * made.n_params()), memory_of(device)
     if needed > there:
         raise ConfigError(
             f"train.device={device.type}: the weights of {checkpoint} take {needed / GIB:,.1f} GiB "
@@ -65,7 +65,7 @@ def memory_of(device: torch.device) -> int:
         return of_host
 
 
-def _of_layers(model: ModelConfig, size: Callable[[Decoder], int]) -> int:
+def of_all_blocks(model: ModelConfig, size: Callable[[Decoder], int]) -> int:
     """`size` of the whole model, from models of one and two blocks: ten thousand take a minute without memory, too."""
     vocab_size = 2 if model.vocab_size == AUTO else model.vocab_size
     one = _with(model, vocab_size=vocab_size, **dict.fromkeys(_layers(model), 1))

@@ -15,7 +15,17 @@ from pathlib import Path
 import pytest
 
 from tests.processes import fork_server
-from tests.processes.runs import arguments, numbers, records, run, start, train, wait_for_step, write_parquet_shards
+from tests.processes.runs import (
+    arguments,
+    numbers,
+    records,
+    run,
+    start,
+    train,
+    wait_for_step,
+    write_corpus,
+    write_parquet_shards,
+)
 from tests.processes.test_launcher import with_restarts, workers
 from tests.processes.test_streaming import STREAMED, data_hashes, workers_of
 
@@ -156,6 +166,51 @@ def test_a_preparation_that_is_slower_than_the_timeout(tmp_path: Path, corpus: P
     assert finished.returncode == 0, finished.stderr[-3000:]
     assert "slow open_dataset" in finished.stderr
     assert sorted(numbers(tmp_path / "runs/test")) == list(range(1, 13))
+
+
+SLOW_CHECK = """
+import os, sys, time
+import torch.distributed as dist
+from ngpt_train.__main__ import run
+from ngpt_train.training.checkpoint import load
+
+differences = load.differences
+
+def slow(*given):
+    if os.environ["RANK"] == "1" and dist.is_initialized():
+        print("slow differences", file=sys.stderr)
+        time.sleep(40)
+    return differences(*given)
+
+load.differences = slow
+if __name__ == "__main__":
+    run()
+"""
+
+
+def test_a_check_that_is_slower_than_the_timeout(tmp_path: Path, corpus: Path) -> None:
+    """Caught: a collective that waits for a rank which compares a checkpoint's files with their checksums."""
+    program = tmp_path / "slow.py"
+    program.write_text(SLOW_CHECK)
+    train(arguments(tmp_path, corpus, "train.stop_at=4"), ranks=2)
+    finished = torchrun(program, arguments(tmp_path, corpus, "parallel.timeout=30"))
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert finished.stderr.count("slow differences") == 1
+    assert sorted(numbers(tmp_path / "runs/test")) == list(range(1, 13))
+
+
+def test_a_rank_that_runs_out_of_data(tmp_path: Path) -> None:
+    """Six documents for eight streams, one of which finds none in three epochs: the rank whose row it is says so, and
+    the other does not wait for it. Caught: a wait until parallel.timeout; an end that names the lost connection."""
+    corpus = write_corpus(tmp_path / "few.jsonl", 6)
+    few = ["data.streaming=true", "data.streams=8", "data.val_fraction=0.4", "eval.rows=1", "parallel=ddp"]
+    process = start(arguments(tmp_path, corpus, *few, "train.micro_rows=1"), ranks=2)
+    output = process.communicate(timeout=90)[0]
+    ended = json.loads((tmp_path / "runs/test/exit.json").read_text())
+    assert (ended["code"], ended["rank"]) == (3, 0)
+    assert ended["reason"].startswith("DataError: data.streams=8: in 3 epochs there is no document for stream")
+    assert "error: data.streams=8: in 3 epochs there is no document for stream" in output
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 3", output.partition("Root Cause")[2]), output
 
 
 @pytest.fixture

@@ -260,8 +260,8 @@ def test_large_lines_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path.write_text(fits + large)
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: a document of more than"):
         list(read_file(path, "text"))
+    path.write_text(2 * fits + 3 * large)
     with pytest.raises(DataError, match=r"a\.jsonl, line 3: a document of more than"):
-        path.write_text(2 * fits + 3 * large)
         list(read_file(path, "text", (2 * len(fits) + 5, 9999)))
     rows = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": [3000 * "x"]}), rows)

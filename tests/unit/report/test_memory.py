@@ -9,6 +9,8 @@ import torch.distributed as dist
 from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed import World
+from ngpt_train.models import build_model
+from ngpt_train.report import enough_memory
 from ngpt_train.report.plan import make_plan
 from tests.unit.report.whole_steps import counted_peak, peak_of_steps
 
@@ -46,6 +48,18 @@ def config_of(
         ],
         world_size=ranks,
     )
+
+
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_of_blocks_that_are_not_built(model: str) -> None:
+    """What a run is refused by counts models of one and two blocks alone. Caught: blocks, or encoder blocks, that are
+    counted wrongly."""
+    shape = config_of(model, "single", "none", layers=5).model
+    if hasattr(shape, "n_encoder_layers"):
+        shape = replace(shape, n_encoder_layers=3)
+    with torch.device("meta"):
+        whole = build_model(shape).n_params()
+    assert enough_memory.of_all_blocks(shape, lambda made: made.n_params()) == whole
 
 
 def planned(config: Config) -> int:
