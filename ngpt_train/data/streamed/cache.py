@@ -173,7 +173,8 @@ def _disk_is_full(error: BaseException) -> bool:
 def _remove(directory: Path) -> None:
     """Processes that have its files open keep them; one that is about to open them makes them again."""
     with contextlib.suppress(OSError):
-        (directory / HEADER).unlink()
+        if not directory.is_symlink():  # what a link leads to is not ours
+            (directory / HEADER).unlink()
     with contextlib.suppress(OSError):
         remove(directory)
 
