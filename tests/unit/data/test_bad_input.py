@@ -521,7 +521,7 @@ def test_a_damaged_copy_is_made_again(
 
 @pytest.mark.parametrize("kind", ["pipe", "link"])
 def test_no_directory_in_the_place_of_a_copy(tmp_path: Path, kind: str) -> None:
-    """Caught: a pipe that is waited for; a damaged copy elsewhere, which a link leads to and whose files are deleted."""
+    """Caught: a pipe that is waited for; a file that is deleted although only a link leads to it."""
     cache = ShardCache(tmp_path / "cache", 1e9, Made(tmp_path / "log"), "text", skip_bad=False)
     cache.open(shard("a"))
     (place,) = (tmp_path / "cache").glob(f"[!.]*/{HEADER}")
