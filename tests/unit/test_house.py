@@ -21,12 +21,12 @@ FLOORS = [
     {"distributed"},
     {"training"},
     {"evaluation", "observe", "report", "interop", "bench"},
-    {"doctor"},
+    {"doctor", "study"},
     {"verbs", "__main__"},
 ]
 FLOOR = {part: level for level, parts in enumerate(FLOORS) for part in parts}
 OPTIONAL = ["datasets", "wandb", "hydra", "omegaconf", "yaml", "sentencepiece", "tiktoken", "pyarrow", "rich"]
-OPTIONAL += ["matplotlib", "tensorboard", "zstandard", "triton", "flash_attn", "lm_eval"]
+OPTIONAL += ["matplotlib", "plotly", "submitit", "tensorboard", "zstandard", "triton", "flash_attn", "lm_eval"]
 
 
 def imported(path: Path, nodes: Iterable[ast.AST]) -> list[str]:

@@ -1,0 +1,105 @@
+"""Runs as `compare` reads them: from config.yaml, run.json, metrics.jsonl and evals/ of their directories."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ngpt_train.config.validate import flatten
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import json_lines, read_json, read_yaml_text
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The loss of each fixed validation row after a step."""
+
+    loss_sum: np.ndarray  # (R,) fp64, nats
+    n_targets: np.ndarray  # (R,) int64
+    rows_hash: str  # which rows they are
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run directory. A run of which nothing is known yet has empty records."""
+
+    path: Path
+    config: Mapping[str, Any]  # dotted key -> value, as config.yaml has it; keys of older versions may be missing
+    facts: Mapping[str, Any]  # the newest start in run.json: git_commit, versions, device, world_size, n_params, ...
+    train: list[dict[str, Any]]  # the records of metrics.jsonl by step, of kind train
+    evals: list[dict[str, Any]]  # and of kind eval
+    end: Mapping[str, Any] | None  # exit.json: code, reason, step; None where the run has not ended by itself
+
+    @property
+    def seed(self) -> int:
+        return int(self.config.get("run.seed", 0))
+
+    @property
+    def steps(self) -> int:
+        """Steps of the schedule, at whose end the learning rate is annealed."""
+        return int(self.config["train.steps"])
+
+    @property
+    def is_annealed(self) -> bool:
+        """Whether the run has reached the end of its schedule, and was validated there."""
+        return bool(self.evals) and self.evals[-1]["step"] == self.steps
+
+    @cached_property
+    def rows(self) -> Rows | None:
+        """Those of the last validation; None where its file is missing. Raises DataError where it is damaged."""
+        return self.rows_at(self.evals[-1]["step"]) if self.evals else None
+
+    def rows_at(self, step: int) -> Rows | None:
+        path = self.path / "evals" / f"step_{step:08d}.npz"
+        if not path.exists():
+            return None
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                rows = Rows(
+                    file["loss_sum"].astype(np.float64), file["n_targets"].astype(np.int64), str(file["rows_hash"])
+                )
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise DataError(
+                f"{path} is damaged: {error}. Leave this run out, or evaluate its checkpoint again."
+            ) from None
+        if rows.loss_sum.ndim != 1 or rows.loss_sum.shape != rows.n_targets.shape:
+            raise DataError(f"{path} is damaged: loss_sum and n_targets are not of the same rows")
+        return rows
+
+
+def read_run(path: Path) -> Run:
+    """The run in the directory `path`. Raises DataError where it is none, or where a file of it cannot be read."""
+    import yaml
+
+    if not (path / "config.yaml").is_file():
+        raise DataError(f"{path} is not a run directory: it has no config.yaml. Name directories such as runs/NAME.")
+    try:
+        tree = yaml.safe_load(read_yaml_text(path / "config.yaml"))
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise DataError(f"{path / 'config.yaml'}: not a readable config: {' '.join(str(error).split())}") from None
+    if not isinstance(tree, dict) or not isinstance(tree.get("train"), dict) or "steps" not in tree["train"]:
+        raise DataError(f"{path / 'config.yaml'}: not the config of a run: it has no train.steps")
+    records = []
+    if (path / "metrics.jsonl").exists():
+        records = [record for _, record in json_lines(path / "metrics.jsonl") if record is not None]
+    starts = read_json(path / "run.json").get("starts", []) if (path / "run.json").exists() else []
+    return Run(
+        path=path,
+        config=dict(flatten(tree, {"optim.lr_table"})),
+        facts=starts[-1] if starts else {},
+        train=_of_kind(records, "train"),
+        evals=_of_kind(records, "eval"),
+        end=read_json(path / "exit.json") if (path / "exit.json").exists() else None,
+    )
+
+
+def _of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    """By step; of two records of a step, which a run that was killed may leave, the later."""
+    by_step = {r["step"]: r for r in records if r.get("kind") == kind and type(r.get("step")) is int}
+    return [by_step[step] for step in sorted(by_step)]
