@@ -112,9 +112,11 @@ class Stage:
 
     @staticmethod
     def _at_gradients(hidden: Any, then: Callable[[Tensor], None]) -> None:
-        """Calls `then` when the backward pass has the gradients by the tensors in `hidden`."""
+        """Calls `then` when the backward pass has the gradients by the tensors in `hidden`. Statistics, which
+        PowerNorm's blocks return too, have none."""
         for leaf in tree_leaves(hidden):
-            leaf.register_hook(then)
+            if leaf.requires_grad:
+                leaf.register_hook(then)
 
 
 FEW = 2  # blocks of a kind in the model that is counted
