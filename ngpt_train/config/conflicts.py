@@ -57,8 +57,11 @@ def check_contexts(config: Config) -> None:
 def check_arguments(verb: str, overrides: Sequence[str]) -> None:
     """Raises ConfigError for what `verb` never takes. A recipe would be checked against the default model first."""
     for override in overrides:
-        if verb in ("evaluate", "generate") and override.partition("=")[0].strip() == "recipe":
+        name, _, option = (part.strip() for part in override.partition("="))
+        if verb in ("evaluate", "generate") and name == "recipe":
             raise mistake(f"{override}: how a model was trained, which the checkpoint has decided", "Leave it out")
+        if verb != "study" and name == "study" and option.strip() != "null":
+            raise mistake(f"{override}: a study is many runs", f"Start it with: ngpt-train study {override}")
 
 
 def check_verb(config: Config, verb: str) -> None:
