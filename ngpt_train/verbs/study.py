@@ -113,6 +113,8 @@ class Stop:
 class Lines:
     """Says what happens as lines."""
 
+    _counts = "at the start"
+
     def update(self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point]) -> None:
         self._counts = f"{len(results)} ended, {len(running)} running, {len(waiting)} waiting"
 
