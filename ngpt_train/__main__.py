@@ -40,7 +40,9 @@ VERBS = {
     "bench": "Measure the parts of a run: `bench data`, `step`, `kernels`, `attention`, ...",
     "doctor": "Whether a training run would work here: machine, network, disks, data; with the overrides of train.",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
+    "compare": "Which arm is better, by how much, how sure, from any runs: `compare runs/a runs/b compare.out=report`.",
 }
+TAKE_RUNS = {"compare": "runs"}  # verbs whose arguments may be directories, and the key that holds them
 ENDS_FOR_GOOD = (2, 3, 4)  # exit codes that would come again if torchrun started the processes again
 # What is wrong with the machine and not with us, and the remedy.
 FAULTS_OF_THE_SYSTEM = {
@@ -138,7 +140,8 @@ def _command(arguments: list[str]) -> Callable[[], int]:
         return partial(protocol.main, rest[1:])
     if verb == "bench" and rest and "=" not in rest[0] and not rest[0].startswith("-"):
         rest = [f"bench.what={rest[0]}", *rest[1:]]
-    line = _parse(rest)
+    directories = [word for word in rest if _is_directory(verb, word)]
+    line = _parse([word for word in rest if word not in directories])
     use_plugins(line.plugins)
     if line.help:
         from ngpt_train.config.composition.help import help_text
@@ -155,6 +158,8 @@ def _command(arguments: list[str]) -> Callable[[], int]:
     # Only training, and the look at what it would find, share a batch among the ranks of torchrun.
     check_arguments(verb, line.overrides)
     config = load_config(line.overrides, line.config_dir, world_size=None if verb in ("train", "doctor") else 1)
+    if directories:
+        setattr(getattr(config, verb), TAKE_RUNS[verb], directories)
     check_verb(config, verb)
     if line.print_config:
         return partial(_show, to_yaml(config).rstrip())
@@ -167,6 +172,11 @@ def _run(verb: str, config: Config, overrides: list[str]) -> int:
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("ngpt_train").setLevel(level)
     return int(importlib.import_module(f"ngpt_train.verbs.{verb}").main(config, overrides))
+
+
+def _is_directory(verb: str, word: str) -> bool:
+    """Whether an argument names a directory for this verb: also one whose name has a '=' in it."""
+    return verb in TAKE_RUNS and not word.startswith("-") and ("=" not in word or os.path.isdir(word))
 
 
 def _parse(arguments: list[str]) -> CommandLine:

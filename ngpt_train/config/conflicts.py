@@ -82,7 +82,7 @@ def check_verb(config: Config, verb: str) -> None:
         problem = f"evaluate.out={config.evaluate.out}: the losses of rows take this name, the result is JSON"
         raise mistake(problem, f"For example evaluate.out={config.evaluate.out.removesuffix('.npz')}.json")
     # What several ranks print is written by the first, whose host alone needs the directory.
-    if (out := getattr(section, "out", None)) and os.environ.get("RANK", "0") == "0":
+    if verb != "compare" and (out := getattr(section, "out", None)) and os.environ.get("RANK", "0") == "0":
         _check_writable(f"{verb}.out={out}", Path(out).expanduser())
 
 

@@ -35,6 +35,7 @@ _HARMLESS_SECTIONS = (
     "bench",
     "doctor",
     "study",
+    "compare",
 )
 _HARMLESS = {
     "run": "name root resume resume_step overwrite allow_change max_time init_from",
