@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 from ngpt_train.config import ConfigError, load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import mistake, show
-from ngpt_train.study.definition import LR, Study, merged, name_of
+from ngpt_train.study.definition import LR, Study, merged
 from ngpt_train.study.points import Point
 
 _MANY_STEPS = 1_000_000_000
@@ -41,16 +42,22 @@ class Runs:
             [f"run.seed={point.seed}", f"run.root={study.runs}", f"run.name={point.directory}"],
         )
 
+    def first_point(self, arm: str, budget: int) -> Point:
+        """A point of the arm at a budget, with the recipe's learning rate and the first value of each further key."""
+        further = {key: tuned.values[0] for key, tuned in self.study.tune.items() if key != LR}
+        values = {LR: self.start(arm, budget), **further}
+        return Point(arm, budget, tuple(sorted(values.items())), self.study.seeds[0])
+
     def check(self) -> None:
         """Composes the configuration of every arm at every budget, with each value of every further key."""
-        further = {key: tuned.values for key, tuned in self.study.tune.items() if key != LR}
         for arm in self.study.arms:
             for budget in self.study.budgets:
                 with _saying(f"arm {arm}, budget {budget}"):
-                    first = {LR: self.start(arm, budget)} | {key: values[0] for key, values in further.items()}
-                    others = [first | {key: value} for key, values in further.items() for value in values[1:]]
-                    for values in (first, *others):
-                        self.config(Point(arm, budget, tuple(sorted(values.items())), self.study.seeds[0]))
+                    first = self.first_point(arm, budget)
+                    self.config(first)
+                    for key, value in [(key, v) for key, tuned in self.study.tune.items() for v in tuned.values[1:]]:
+                        values = dict(first.values) | {key: value}
+                        self.config(replace(first, values=tuple(sorted(values.items()))))
 
     def _config(self, point: Point) -> Config:
         return load_config(self.arguments(point), self.study.config_dir, world_size=1)

@@ -14,6 +14,7 @@ from ngpt_train.study.definition import Value, text_of
 
 DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
 FAILURES = "failures"  # directory of a study: a file for each run that crashed too often, FAILURES/<run>.json
+ENDED = "done"  # the reason in exit.json of a run that reached its planned end
 DIVERGED = 4  # exit code
 _OUT_OF_MEMORY = "DeviceMemoryError"
 _LONGEST = 180  # characters of a directory's name; a run's name takes 200
@@ -68,7 +69,7 @@ def result_of(point: Point, run: Path, steps: int, metric: str) -> Result:
         end = read_json(run / "exit.json") if (run / "exit.json").exists() else {}
         if failure := _failure(end):
             return Result(point, FAILED, None, failure, run)
-        if end.get("code") == 0 and end.get("step") == steps:
+        if end.get("reason") == ENDED and end.get("step") == steps:
             loss = _end_loss(run, steps, metric)
             if loss is not None and math.isfinite(loss):
                 return Result(point, DONE, loss, "", run)
