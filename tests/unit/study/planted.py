@@ -45,9 +45,9 @@ def plant(
     bits_per_byte: float | None = 1.5,
     later: Sequence[Mapping[str, Any]] = (),
 ) -> Run:
-    """Writes a run with a train record at each half of it, and a validation at its end. order: what data_hash says of the rows
-    of both.
-    later: entries of later starts in run.json."""
+    """Writes a run with a train record at each half of it, and a validation at its end.
+
+    order: what data_hash says of the rows of both. later: entries of later starts in run.json."""
     path.mkdir(parents=True)
     (path / "config.yaml").write_text(yaml.safe_dump(nested(config)))
     (path / "run.json").write_text(json.dumps({"starts": [facts, *later], "saved": config["train.steps"]}))
@@ -56,9 +56,8 @@ def plant(
     lines: list[dict[str, Any]] = []
     for step, read in zip((steps // 2, steps), order, strict=True):
         so_far: dict[str, Any] = {"step": step, "tokens": step * tokens, "flops": 1e6 * step * tokens}
-        lines.append(
-            {"kind": "train", "loss": loss, "data_hash": f"{read} {step * tokens}", "clipped": clipped, **so_far}
-        )
+        so_far["data_hash"] = f"{read} {step * tokens}"
+        lines.append({"kind": "train", "loss": loss, "clipped": clipped, **so_far})
     end = {"kind": "eval", "step": steps, "tokens": steps * tokens, "loss": loss, "ppl": math.exp(loss)}
     lines.append(end | {"rows_hash": rows, "n_targets": 100, "bits_per_byte": bits_per_byte})
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
