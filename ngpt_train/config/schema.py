@@ -29,6 +29,7 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.parallel_keys import ParallelConfig
 from ngpt_train.config.verb_keys import (
     BenchConfig,
+    CompareConfig,
     DoctorConfig,
     EvalConfig,
     EvaluateConfig,
@@ -330,3 +331,4 @@ class Config:
     bench: BenchConfig = field(default_factory=BenchConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)

@@ -152,6 +152,14 @@ def _problem_of_tuned(tuned: Mapping[Any, Any]) -> str | None:
     return None
 
 
+# What of the command line of `study` is for the study itself. All else is for its runs.
+STUDY_SECTIONS = ("study", "compare", "audit")
+
+
+def is_of_study(argument: str) -> bool:
+    return argument.partition("=")[0].strip().partition(".")[0] in STUDY_SECTIONS
+
+
 _IN_YAML = "Write a study in YAML, DIR/study/my.yaml, and choose it with --config-dir DIR study=my"
 
 
@@ -209,3 +217,44 @@ class StudyConfig:
         maximum=1000,
     )
     dry_run: bool = key(False, "Only print the table of runs, tokens, FLOPs and hours.")
+
+
+@dataclass
+class CompareConfig:
+    """Which of several arms is better, by how much and how sure (`compare RUN...`)."""
+
+    runs: Union[list[str], None] = key(
+        None, "Directories of runs, of studies, or that hold runs: `compare runs/a runs/b` sets them."
+    )
+    out: Union[str, None] = key(None, "Directory for the report; null prints only.")
+    arms: Union[list[str], None] = key(
+        None,
+        "What belongs together, each as NAME:PATTERN of the runs' names, such as [gpt:gpt-*,ngpt:ngpt-*]. null: runs "
+        "whose configs differ in nothing but seed, budget and tuned keys.",
+    )
+    baseline: Union[str, None] = key(
+        None, "The arm, or a run of it, that the others are compared with; null is gpt, else that of the first run."
+    )
+    tuned: Union[list[str], None] = key(
+        None,
+        "Keys whose best value is taken for each arm and budget. null: those of the study, else optim.lr unless "
+        "nothing else differs; []: none.",
+    )
+    under_test: Union[list[str], None] = key(
+        None,
+        "Keys or groups, such as [model], whose difference is the question; all others that differ are confounds, but "
+        "for what follows from these. null: those of the study, else the architecture.",
+    )
+    metric: Union[str, None] = key(
+        None,
+        "What is compared. null: that of the study, else the loss, or bits per byte where tokenizers differ.",
+        choices=("loss", "bits_per_byte"),
+    )
+    confidence: Union[float, None] = key(
+        None, "Confidence of the intervals; null: that of the study, else 0.95.", minimum=0.5, maximum=0.9999
+    )
+    step_times: bool = key(
+        False,
+        "Measure optimizer steps of all arms here, in turn in one process, and take seconds from them instead of the "
+        "runs' own clocks. A report keeps what was measured.",
+    )
