@@ -6,6 +6,7 @@ Nothing heavy is imported here, so that a mistake is reported at once.
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,6 +61,7 @@ class Study:
     confidence: float = 0.95
     max_points: int = 9  # most values of a key that an arm tries at a budget
     options: tuple[str, ...] = ()  # --config-dir DIR, --plugin DIR: how the study was started, and its runs are
+    command: str = ""  # that started it
 
     @property
     def path(self) -> Path:
@@ -130,6 +132,7 @@ def read_study(config: StudyConfig, arguments: Sequence[str], options: Sequence[
         confidence=config.confidence,
         max_points=config.max_points,
         options=tuple(options),
+        command=shlex.join(["python", "-m", "ngpt_train", "study", *arguments, *options]),
     )
 
 
