@@ -26,7 +26,7 @@ from typing import NoReturn
 
 from ngpt_train.config import ConfigError, check, load_config, to_yaml
 from ngpt_train.config.architectures import use_plugins
-from ngpt_train.config.conflicts import check_arguments, check_verb
+from ngpt_train.config.conflicts import arguments_of, check_arguments, check_verb
 from ngpt_train.config.schema import Config
 from ngpt_train.config.verb_keys import TAKE_DIRECTORIES, without_directories
 from ngpt_train.core.errors import is_told_here, same_on_host
@@ -149,9 +149,9 @@ def _command(arguments: list[str]) -> Callable[[], int]:
 
         text = help_text(line.overrides, line.config_dir)
         return partial(_show, f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{text}")
+    if line.multirun and verb == "study":
+        raise ConfigError("--multirun: a study has arms and budgets instead\n  Leave -m out")
     if line.multirun:
-        if verb == "study":
-            raise ConfigError("--multirun: a study has arms and budgets instead\n  Leave -m out")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
             raise ConfigError(
                 "--multirun: not under torchrun, where every rank would run the sweep by itself"
@@ -159,28 +159,15 @@ def _command(arguments: list[str]) -> Callable[[], int]:
             )
         return partial(_multirun, verb, line)
     check_arguments(verb, line.overrides)
-    if verb == "study":
-        return _study(line)
     # Only training, and the look at what it would find, share a batch among the ranks of torchrun.
-    config = load_config(line.overrides, line.config_dir, world_size=None if verb in ("train", "doctor") else 1)
+    of_verb, world_size = arguments_of(verb, line.overrides), None if verb in ("train", "doctor") else 1
+    config = load_config(of_verb, line.config_dir, world_size)
     if directories:
         setattr(getattr(config, verb), TAKE_DIRECTORIES[verb], directories)
     check_verb(config, verb)
     if line.print_config:
         return partial(_show, to_yaml(config).rstrip())
-    return partial(_run, verb, config, line.overrides)
-
-
-def _study(line: CommandLine) -> Callable[[], int]:
-    """The arguments that are not the study's own are for its runs: they are checked with the arms, which choose the
-    models that they belong to."""
-    from ngpt_train.study.definition import check_one_process, is_own
-
-    check_one_process()
-    config = load_config([argument for argument in line.overrides if is_own(argument)], line.config_dir, world_size=1)
-    if line.print_config:
-        return partial(_show, to_yaml(config).rstrip())
-    return partial(_run, "study", config, line.overrides, options=_options(line))
+    return partial(_run, verb, config, line.overrides, **({"options": _options(line)} if verb == "study" else {}))
 
 
 def _run(verb: str, config: Config, overrides: list[str], **more: object) -> int:

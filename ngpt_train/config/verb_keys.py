@@ -153,6 +153,14 @@ def _problem_of_tuned(tuned: Mapping[Any, Any]) -> str | None:
     return None
 
 
+# What of the command line of `study` is for the study itself. All else is for its runs.
+STUDY_SECTIONS = ("study", "compare", "audit")
+
+
+def is_of_study(argument: str) -> bool:
+    return argument.partition("=")[0].strip().partition(".")[0] in STUDY_SECTIONS
+
+
 _IN_YAML = "Write a study in YAML, DIR/study/my.yaml, and choose it with --config-dir DIR study=my"
 
 
