@@ -15,6 +15,7 @@ from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SECONDS, SEED,
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.parallel_keys import ParallelConfig
 from ngpt_train.config.verb_keys import (
+    AuditConfig,
     BenchConfig,
     DoctorConfig,
     EvalConfig,
@@ -314,3 +315,4 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)

@@ -120,3 +120,22 @@ class BenchConfig:
         choices=("data", "step", "kernels", "attention", "checkpoint", "communication"),
     )
     out: Union[str, None] = key(None, "JSON file for the entries; null prints only.")
+
+
+@dataclass
+class AuditConfig:
+    """Whether a run's records are what its config, code and data give (`audit RUN`)."""
+
+    run: Union[str, None] = key(None, "The run directory; `audit RUN` sets it. null: none.")
+    windows: int = key(3, "Parts of the run that are trained again at most, drawn at random.", minimum=1, maximum=10_000)
+    steps: int = key(100, "Steps of each part at most; it begins at step 0 or at a kept checkpoint.", **COUNT)
+    seed: Union[int, None] = key(
+        None, "Which parts are drawn. null: nobody knows before; the certificate has the number.", **SEED
+    )
+    tolerance: float = key(
+        0.01,
+        "On another kind of machine or another torch, losses and norms may differ by this share; else not by a bit.",
+        above=0,
+        maximum=1,
+    )
+    out: Union[str, None] = key(None, "JSON file for the certificate; null is audit.json in the run directory.")
