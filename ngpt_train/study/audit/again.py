@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,13 @@ def _of_copy(config: Config, place: Path, window: Window) -> Config:
         config,
         run=replace(
             config.run,
-            **{"root": str(place), "name": NAME, "resume": "auto", "resume_step": None, "overwrite": False},
-            **{"allow_change": None, "max_time": None},
+            root=str(place),
+            name=NAME,
+            resume="auto",
+            resume_step=None,
+            overwrite=False,
+            allow_change=None,
+            max_time=None,
         ),
         train=replace(config.train, stop_at=window.end, profile=False),
         checkpoint=replace(config.checkpoint, every=0, keep_last=1, keep_every=None, keep_best=0),
@@ -139,11 +144,13 @@ def compare(
     of_run = {x["step"]: x for x in run.train if window.start < x["step"] <= window.end}
     of_again = {x["step"]: x for x in again.train if window.start < x["step"]}
     compared.train_records = _compare_records("train", of_run, of_again, exactness, compared)
-    of_run, of_again = ({x["step"]: x for x in _evals(of, window, config)} for of in (run, again))
+    of_run, of_again = (_evals(of, window, config) for of in (run, again))
     if window.end not in of_run and not _validates(config, window.end):
         of_again.pop(window.end, None)  # every training ends with a validation; the run went on
     if window.start not in of_again:
-        of_run.pop(window.start, None)  # of an earlier end of the run, which training from its checkpoint does not repeat
+        of_run.pop(
+            window.start, None
+        )  # of an earlier end of the run, which training from its checkpoint does not repeat
     compared.eval_records = _compare_records("eval", of_run, of_again, exactness, compared)
     for step in sorted(of_run.keys() & of_again.keys()):
         _compare_rows(run, again, step, exactness, compared)
@@ -151,12 +158,11 @@ def compare(
     return compared
 
 
-def _evals(run: Run, window: Window, config: Config) -> Iterator[Mapping[str, Any]]:
+def _evals(run: Run, window: Window, config: Config) -> dict[int, dict[str, Any]]:
     """The validations of a window, but those that have other rows where training ends (eval.budget)."""
-    for record in run.evals:
-        fewer = config.eval.budget is not None and record["step"] == window.end < config.train.steps
-        if window.start <= record["step"] <= window.end and not fewer:
-            yield record
+    fewer = config.eval.budget is not None and window.end < config.train.steps
+    last = window.end - 1 if fewer else window.end
+    return {record["step"]: record for record in run.evals if window.start <= record["step"] <= last}
 
 
 def _validates(config: Config, step: int) -> bool:
@@ -209,7 +215,8 @@ def _compare_rows(run: Run, again: Run, step: int, exactness: Exactness, compare
             continue
         same = one["rows_hash"] == other["rows_hash"] and one["n_targets"] == other["n_targets"]
         pairs = zip(one["loss_sum"], other["loss_sum"], strict=False)
-        if not same or not all([_agree(a, b, exactness, compared) for a, b in pairs]):
+        agree = [_agree(a, b, exactness, compared) for a, b in pairs]  # all of them, for the largest difference
+        if not same or not all(agree):
             says = f"evals/{path.name} has other losses of rows than training again"
             compared.found.append(Finding(f"evals/{path.name}", says, step))
 

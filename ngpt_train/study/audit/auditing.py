@@ -173,7 +173,9 @@ def _checkpoint(
     for kind, of_record, field, value in pairs:
         if value is not None and field in of_record and of_record[field] != value:
             where = {"loss": "its manifest" if kind == "train" else VALIDATION}.get(field, STATE)
-            says = f"the {kind} record of step {step} says {field} {of_record[field]}, checkpoint {name} ({where}) {value}"
+            says = (
+                f"the {kind} record of step {step} says {field} {of_record[field]}, checkpoint {name} ({where}) {value}"
+            )
             found.append(Finding(METRICS, says, step, field, of_record[field], value))
     return found
 

@@ -40,8 +40,8 @@ def sums_of(run: Path) -> dict[str, str]:
 
 def read_certificates(runs: Iterable[Run]) -> list[dict[str, Any]]:
     """What the certificates of these runs say, for those that have one: `run`, `equal`, `how`, `steps_compared`,
-    `steps`, `windows`, `found` (how many), `commit`, `device`, `time`, and `valid`: whether it is of the records and the
-    config that are there now. A certificate that cannot be read is not valid."""
+    `steps`, `windows`, `found` (how many), `commit`, `device`, `time`, and `valid`: whether it is of the records and
+    the config that are there now. A certificate that cannot be read is not valid."""
     return [_summary(run.path) for run in runs if (run.path / CERTIFICATE).exists()]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 
@@ -86,7 +86,7 @@ def _train_record(record: Record, config: Config) -> Iterator[Finding]:
     step = record["step"]
     if config.logging.every == 1 and not record.get("skipped") and _is_number(record.get("loss_mean")):
         loss, mean = record.get("loss"), record["loss_mean"]
-        if not _is_number(loss) or not math.isclose(loss, mean, rel_tol=SAME):  # type: ignore[arg-type]
+        if not _is_number(loss) or not math.isclose(loss, mean, rel_tol=SAME):
             says = f"the train record of step {step} says loss {loss} and loss_mean {mean}, which are of this one step"
             yield Finding(METRICS, says, step, "loss", loss, mean)
     per_step = config.train.rows_per_step * config.model.context
@@ -137,7 +137,7 @@ def _eval_record(run: Run, record: Record, close: float) -> Iterator[Finding]:
     step, loss = record["step"], record.get("loss")
     if not _is_number(loss):
         return
-    expected: dict[str, Any] = {"ppl": math.exp(min(loss, 700))}  # type: ignore[type-var]
+    expected: dict[str, Any] = {"ppl": math.exp(min(loss, 700))}
     try:
         rows = run.rows_at(step)
     except DataError as error:
@@ -174,7 +174,7 @@ def _close(one: Any, other: Any, relative: float) -> bool:
     return bool(one == other)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[float]:
     return type(value) in (int, float) and math.isfinite(value)
 
 

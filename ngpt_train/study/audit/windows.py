@@ -27,14 +27,11 @@ def choose(
 
 
 def windows(checkpoints: Sequence[int], last: int, steps: int, cuts: Collection[int] = ()) -> list[Window]:
-    """Windows that do not overlap: from step 0 and from each checkpoint to the farthest checkpoint, or step, that is
-    not farther than `steps`."""
+    """Windows that do not overlap: from step 0 and from each checkpoint to the next one, or as far as `steps` goes."""
     kept = sorted({step for step in checkpoints if 0 < step <= last})
     found = []
-    start: int | None = 0
-    while start is not None and start < last:
-        farthest = min([start + steps, last, *(cut for cut in cuts if cut > start)])
-        end = max([step for step in kept if start < step <= farthest], default=farthest)
-        found.append(Window(start, end))
-        start = next((step for step in kept if step >= end), None)
+    for start in (0, *kept):
+        end = min([start + steps, last, *(step for step in (*kept, *cuts) if step > start)])
+        if end > start:
+            found.append(Window(start, end))
     return found
