@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,13 +46,18 @@ def check_records(
 
 
 def _order(path: Path) -> Iterator[Finding]:
-    """Records stand in the order of their steps, each once; a line that is no record stands nowhere but at the end."""
+    """Records stand in the order of their steps, each once and as JsonlSink writes them; a line that is no record
+    stands nowhere but at the end."""
     before = (-1, 0)
     broken = 0
-    for number, (_, record) in enumerate(json_lines(path), start=1):
+    for number, (line, record) in enumerate(json_lines(path), start=1):
         if broken:
             yield Finding(METRICS, f"line {broken} is no record")
         broken = number if record is None else 0
+        if record is not None and line != (json.dumps(record) + "\n").encode():
+            # A 17th digit, for example, that the number does not have.
+            says = f"line {number} ({record.get('kind')}, step {record.get('step')}) is not as the program writes it"
+            yield Finding(METRICS, f"{says}: it was edited", record.get("step"))
         if record is None or record.get("kind") not in KINDS:
             continue
         kind, step = record["kind"], record.get("step")

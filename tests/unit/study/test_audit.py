@@ -95,7 +95,7 @@ def move(lines: list[dict[str, Any]], first: int, second: int) -> list[dict[str,
     return lines
 
 
-def in_config(old: str, new: str, *names: str) -> Callable[[Path], None]:
+def in_text(old: str, new: str, *names: str) -> Callable[[Path], None]:
     def tamper(run: Path) -> None:
         for name in names or ("config.yaml",):
             text = (run / name).read_text()
@@ -175,9 +175,10 @@ def test_an_honest_run_is_equal(run: Path, honest: Path) -> None:
         (edit(lambda lines: lines[:-3]), ["no train record of step 11", "no eval record of step 12"]),
         (edit(lambda lines: move(lines, 2, 3)), ["stands after a later one"]),
         (edit(lambda lines: [*lines[:4], lines[3], *lines[4:]]), ["step 3 is there twice"]),
-        (in_config("eps: 1.0e-08", "eps: 1.0e-07"), ["config.yaml says optim.eps=1e-07, checkpoint step_00000004"]),
-        (in_config("steps: 12", "steps: 13"), ["config.yaml says train.steps=13, checkpoint step_00000012"]),
-        (in_config("seed: 0", "seed: 3"), ["config.yaml says run.seed=3"]),
+        (in_text("eps: 1.0e-08", "eps: 1.0e-07"), ["config.yaml says optim.eps=1e-07, checkpoint step_00000004"]),
+        (in_text("steps: 12", "steps: 13"), ["config.yaml says train.steps=13, checkpoint step_00000012"]),
+        (in_text("seed: 0", "seed: 3"), ["config.yaml says run.seed=3"]),
+        (in_text('"step": 7,', '"step":  7,', "metrics.jsonl"), ["(train, step 7) is not as the program writes it"]),
         (swap, ["is of step 8, its directory of another"]),
         (facts(git_commit="0" * 40), [f"commit {'0' * 40} trained"]),
         (facts(data_fingerprint="0" * 64), ["another data_fingerprint"]),
