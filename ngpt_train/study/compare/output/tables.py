@@ -79,8 +79,8 @@ def verdicts(report: Report) -> Table:
     columns = ["Arm", "Verdict", f"End loss at {budget} tokens", f"Difference from {baseline} ({unit})"]
     columns += ["Speed-up, tokens", "Speed-up, FLOPs", "Speed-up, seconds", "In words"]
     note = (
-        f"Loss in {unit}, mean over seeds. Speed-up: how many times the arm's tokens, FLOPs or seconds {baseline} needs "
-        f"for the loss that the arm ends at, between annealed runs. In brackets: {100 * report['confidence']:g} % "
+        f"Loss in {unit}, mean over seeds. Speed-up: how many times the arm's tokens, FLOPs or seconds "
+        f"{baseline} needs for the loss that the arm ends at, between annealed runs. In brackets: {100 * report['confidence']:g} % "
         f"intervals."
     )
     return Table("verdicts", "Verdicts", columns, rows, note, "No arm was compared.", frozenset({"In words"}))
@@ -123,8 +123,8 @@ def differences(report: Report) -> Table:
     columns = ["Arm", "Budget (tokens)", f"Difference ({report['unit']})", "Noise of seeds", "Noise of rows"]
     columns += ["Seeds", "Rows", "Seeds needed", "Rows needed"]
     note = (
-        f"Arm less {report['baseline']}, paired by seed and validation row. Noise: standard error of the difference that "
-        f"comes from seeds, and from validation rows. Needed: how many would resolve a difference of this size."
+        f"Arm less {report['baseline']}, paired by seed and validation row. Noise: standard error of the difference "
+        f"that comes from seeds, and from validation rows. Needed: how many would resolve a difference of this size."
     )
     return Table("differences", "Differences and their noise", columns, rows, note, "No two arms share a budget.")
 
@@ -217,8 +217,8 @@ def referee(report: Report) -> Table:
     ]
     columns = ["Kind", "Arms", "What differs", "Values", "Size", "Note"]
     note = (
-        "Every way in which two arms differ: the thing under test, what follows from it, and confounds, which may be the "
-        "true cause of a difference."
+        "Every way in which two arms differ: the thing under test, what follows from it, and confounds, which may be "
+        "the true cause of a difference."
     )
     return Table("referee", "What differs between the arms", columns, rows, note, "The arms differ in nothing.")
 
