@@ -133,3 +133,9 @@ def ratio_ticks(values: Sequence[float]) -> list[float]:
     return (
         inside if len(inside) <= 9 else [ratio for ratio in inside if ratio in (0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32)]
     )
+
+
+def fit(report: Report, arm: str) -> tuple[list[float], list[float]] | None:
+    """The curve by which loss is matched, (tokens, losses), where the report has one of this arm."""
+    found = (report.get("fits") or {}).get(arm)
+    return (found["tokens"], found["loss"]) if found else None

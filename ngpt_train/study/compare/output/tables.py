@@ -80,8 +80,8 @@ def verdicts(report: Report) -> Table:
     columns += ["Speed-up, tokens", "Speed-up, FLOPs", "Speed-up, seconds", "In words"]
     note = (
         f"Loss in {unit}, mean over seeds. Speed-up: how many times the arm's tokens, FLOPs or seconds "
-        f"{baseline} needs for the loss that the arm ends at, between annealed runs. In brackets: {100 * report['confidence']:g} % "
-        f"intervals."
+        f"{baseline} needs for the loss that the arm ends at, between annealed runs. In brackets: "
+        f"{100 * report['confidence']:g} % intervals."
     )
     return Table("verdicts", "Verdicts", columns, rows, note, "No arm was compared.", frozenset({"In words"}))
 
