@@ -135,11 +135,9 @@ def end_loss(sheet: Sheet) -> Chart:
             hover = f"%{{meta.label}}: {escaped(report['baseline'])} needs {end / start:.3g} times the {UNITS[axis]}"
             more = {"mode": "lines+markers", "line": {"width": 1}, "marker": tip, "opacity": 0.8}
             traces.append(sheet.trace(arm, {"axis": axis, "part": "arrows"}, [start, end], [loss, loss], hover, **more))
-    layout = sheet.layout(
-        xaxis=log_axis(series.AXES[axes[0]] if axes else ""), yaxis=linear_axis(f"end loss ({sheet.unit})")
-    )
+    layout = sheet.layout(xaxis=log_axis(""), yaxis=linear_axis(f"end loss ({sheet.unit})"))
     layouts = {
-        f"axis={axis}": {"xaxis": log_axis(series.AXES[axis], sheet.budgets if axis == "tokens" else ())}
+        f"axis={axis}": {"xaxis": log_axis(series.axis_title(report, axis), sheet.budgets if axis == "tokens" else ())}
         for axis in axes
     }
     parts = Choice("part", "Show", {"arrows": "matched loss"})

@@ -9,7 +9,9 @@ const config = {
   responsive: true,
   displaylogo: false,
   displayModeBar: coarse ? true : "hover",
-  modeBarButtonsToRemove: ["select2d", "lasso2d", "autoScale2d"],
+  // Named one by one: what plotly offers by itself may lead to its servers.
+  modeBarButtons: [["toImage"], ["zoom2d", "pan2d", "zoomIn2d", "zoomOut2d", "resetScale2d"]],
+  plotlyServerURL: "",
   toImageButtonOptions: { format: "svg" },
 };
 
@@ -36,7 +38,7 @@ function themed(layout) {
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
     font: { family: colour("--sans"), size: 12, color: ink },
     hoverlabel: { bgcolor: colour("--panel"), bordercolor: muted, font: { color: ink }, align: "left" },
-    margin: { l: 56, r: 18, t: 14, b: 48 },
+    margin: { l: 56, r: 18, t: 30, b: 48 },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: muted, activecolor: ink },
     dragmode: coarse ? false : "zoom", // so that a finger on the figure still scrolls the page
     xaxis: axis, yaxis: axis,

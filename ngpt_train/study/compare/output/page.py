@@ -11,7 +11,7 @@ from ngpt_train.core.files import write_atomically
 from ngpt_train.study.compare.output import budget_charts, run_charts, tables, tuning_charts
 from ngpt_train.study.compare.output.parts import Parts
 from ngpt_train.study.compare.output.sheet import Chart, Sheet
-from ngpt_train.study.compare.output.wording import Report, cautions, confounds, percent, si
+from ngpt_train.study.compare.output.wording import Report, cautions, confounds, label, percent, si, size_text
 
 HERE = Path(__file__).parent
 # What the browser is allowed: the script and style inside the page. No request leaves it, whatever a name in it holds.
@@ -132,8 +132,8 @@ def _facts(report: Report) -> list[str]:
 def _confounds(report: Report) -> str:
     by_key: dict[str, list[str]] = {}
     for entry in confounds(report):
-        size = f": {entry['size']}" if entry["size"] is not None else ""
-        by_key.setdefault(entry["key"], []).append(f"{' and '.join(entry['arms'])}{size}")
+        size = f": {size_text(entry['size'])}" if entry["size"] is not None else ""
+        by_key.setdefault(entry["key"], []).append(f"{', '.join(label(report, arm) for arm in entry['arms'])}{size}")
     if not by_key:
         return '<p class="box" id="confounds"><strong>No confounds</strong> were found between the arms.</p>'
     items = "; ".join(f"<code>{escape(key)}</code> ({escape(', '.join(of))})" for key, of in by_key.items())

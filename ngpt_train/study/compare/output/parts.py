@@ -29,7 +29,7 @@ class Parts:
             f'<span class="stamp {stamp.replace(" ", "-")}">{stamp}</span>' for stamp in stamps(self.report, name)
         )
         glyph = f'<span class="glyph" style="color:{style.colour}" aria-hidden="true">{style.glyph}</span>'
-        return f"{glyph}{escape(name)}{marks}"
+        return f'{glyph}<span class="name">{escape(name)}</span>{marks}'
 
     def cell(self, cell: Cell, label: str = "") -> str:
         """`label` names the column where a narrow screen shows the row as a card."""

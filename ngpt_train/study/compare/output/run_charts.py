@@ -16,7 +16,7 @@ def curves(sheet: Sheet) -> Chart:
         arm, budget, evals = curve["arm"], curve["budget"], curve["eval"]
         meta = {"budget": str(budget), "seed": str(curve["seed"]), "rate": "best" if curve["best"] else "other"}
         head = f"%{{meta.label}}, {si(budget)} tokens, seed {curve['seed']}<br>"
-        x = {axis: evals[axis] for axis in axes if evals[axis]}
+        x = {axis: at for axis in axes if any(at := series.eval_axis(report, curve, axis))}
         values = escaped(", ".join(f"{key}={value}" for key, value in curve["values"].items()))
         hover = f"{head}{values}<br>validation %{{y:.4f}} {sheet.unit} at %{{x:.3s}}"
         last = {
@@ -26,8 +26,8 @@ def curves(sheet: Sheet) -> Chart:
         more = {"mode": "lines+markers", "line": {"width": 1.8}, "marker": last, "opacity": sheet.strength(budget)}
         of_evals = meta | {"data": "validation", "x": x}
         traces.append(sheet.trace(arm, of_evals, evals["tokens"], evals["loss"], hover, **more))
-        if curve["train"]["tokens"]:
-            x = {axis: series.train_axis(curve, axis) for axis in axes}
+        if curve["train"]["tokens"] and report["metric"] == "loss":
+            x = {axis: series.train_axis(report, curve, axis) for axis in axes}
             hover = f"{head}training %{{y:.4f}} at %{{x:.3s}}"
             thin = {"mode": "lines", "line": {"width": 0.8}, "opacity": 0.5}
             of_train = meta | {"data": "training", "x": x}
@@ -39,7 +39,7 @@ def curves(sheet: Sheet) -> Chart:
     if lows and tops:
         pad = 0.05 * (max(tops) - min(lows))
         layout["yaxis"]["range"] = [min(lows) - pad, max(tops) + pad]
-    layouts = {f"axis={axis}": {"xaxis": {"title": {"text": series.AXES[axis]}}} for axis in axes}
+    layouts = {f"axis={axis}": {"xaxis": {"title": {"text": series.axis_title(report, axis)}}} for axis in axes}
     layouts |= {
         "scale=log": {"xaxis": {"type": "log", "exponentformat": "SI", "dtick": "D2"}},
         "scale=linear": {"xaxis": {"type": "linear", "exponentformat": "SI", "rangemode": "tozero"}},

@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.study.compare.output.wording import Report
+from ngpt_train.study.compare.output.wording import UNITS, Report
+from ngpt_train.study.compare.statistics.matched import EndLosses
 
-AXES = {"tokens": "tokens", "flops": "training FLOPs", "seconds": "training time (s)"}
+IN_TURN = "measured in turn"
 RATIOS = (0.1, 0.125, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
@@ -25,38 +26,63 @@ def end_losses(report: Report, arm: str) -> dict[int, list[float]]:
     return dict(sorted(found.items()))
 
 
+def axis_title(report: Report, axis: str) -> str:
+    if axis == "seconds":
+        return f"training time (s, {'step times measured in turn' if _measured(report) else 'own clocks'})"
+    return {"tokens": "training tokens", "flops": "training FLOPs"}[axis]
+
+
+def eval_axis(report: Report, curve: Mapping[str, Any], axis: str) -> list[float | None]:
+    """Where the validations of a run lie. Seconds are steps times the step time measured in turn with the other arms',
+    where there is one, since clocks of shared machines lie; else the run's own."""
+    evals = curve["eval"]
+    if axis == "seconds" and (step_times := _measured(report)):
+        return [_product(step, step_times.get(curve["arm"])) for step in evals["step"]]
+    if axis == "flops" and None in evals["flops"]:
+        per_token = {cost["arm"]: cost["flops_per_token"] for cost in report["costs"]}.get(curve["arm"])
+        return [_product(tokens, per_token) for tokens in evals["tokens"]]
+    return list(evals[axis])
+
+
+def _measured(report: Report) -> dict[str, float]:
+    """Seconds a step of each arm; empty where they were not measured in turn."""
+    found = {cost["arm"]: cost["step_time"] for cost in report["costs"] if cost["step_time_how"] == IN_TURN}
+    return found if len(found) == len(report["arms"]) else {}
+
+
+def _product(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a * b
+
+
 def cost_of(report: Report, arm: str, budget: float, axis: str) -> float | None:
     """What `budget` tokens cost the arm in tokens, FLOPs or seconds; None where it is not known."""
     if axis == "tokens":
         return float(budget)
-    ends = [curve["eval"] for curve in report["curves"] if curve["arm"] == arm]
-    rates = [
-        end[axis][-1] / end["tokens"][-1]
-        for end in ends
-        if end[axis] and end[axis][-1] is not None and end["tokens"][-1]
+    ends = [
+        (curve["eval"]["tokens"][-1], eval_axis(report, curve, axis)[-1])
+        for curve in report["curves"]
+        if curve["arm"] == arm and curve["eval"]["tokens"]
     ]
+    rates = [cost / tokens for tokens, cost in ends if tokens and cost]
     return float(budget * np.median(rates)) if rates else None
 
 
 def axes_of(report: Report) -> list[str]:
     """Those of tokens, FLOPs and seconds over which some curve can be drawn."""
-    return [
-        axis
-        for axis in AXES
-        if any(value is not None for curve in report["curves"] for value in curve["eval"][axis] or [])
-    ]
+    return [axis for axis in UNITS if any(any(eval_axis(report, curve, axis)) for curve in report["curves"])]
 
 
-def train_axis(curve: Mapping[str, Any], axis: str) -> list[float | None]:
+def train_axis(report: Report, curve: Mapping[str, Any], axis: str) -> list[float | None]:
     """Where the records of kind train lie on the axis, read off the validations by straight lines."""
     tokens = curve["train"]["tokens"]
     if axis == "tokens":
         return list(tokens)
-    known = [(t, x) for t, x in zip(curve["eval"]["tokens"], curve["eval"][axis], strict=True) if None not in (t, x)]
+    at = zip(curve["eval"]["tokens"], eval_axis(report, curve, axis), strict=True)
+    known = [(t, x) for t, x in at if t is not None and x is not None]
     if not known:
         return [None] * len(tokens)
-    at, x = np.array([(0.0, 0.0), *known]).T
-    return [float(value) for value in np.interp(tokens, at, x)]
+    at_tokens, x = np.array([(0.0, 0.0), *known]).T
+    return [float(value) for value in np.interp(tokens, at_tokens, x)]
 
 
 def speedups(report: Report, arm: str, unit: str, how: str) -> list[Mapping[str, Any]]:
@@ -136,6 +162,11 @@ def ratio_ticks(values: Sequence[float]) -> list[float]:
 
 
 def fit(report: Report, arm: str) -> tuple[list[float], list[float]] | None:
-    """The curve by which loss is matched, (tokens, losses), where the report has one of this arm."""
-    found = (report.get("fits") or {}).get(arm)
-    return (found["tokens"], found["loss"]) if found else None
+    """The curve by which loss is matched, (tokens, losses): of the baseline, where it has several budgets."""
+    losses = end_losses(report, arm)
+    if arm != report["baseline"] or len(losses) < 2:
+        return None
+    ends = np.array([(budget, np.mean(x), len(x)) for budget, x in losses.items()]).T
+    curve = EndLosses(*ends)
+    at = np.geomspace(min(losses), max(losses), 60)
+    return [float(x) for x in at], [float(y) for y in curve.at(at)]

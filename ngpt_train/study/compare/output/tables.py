@@ -19,8 +19,10 @@ from ngpt_train.study.compare.output.wording import (
     finding,
     interval,
     is_tuned,
+    label,
     number,
     si,
+    size_text,
     speedup_of,
     values_text,
 )
@@ -118,13 +120,15 @@ def differences(report: Report) -> Table:
                 _n(si(d["n_rows"])),
                 _n(si(needed.get("seeds"))),
                 _n(si(needed.get("rows"))),
+                _n(si(needed.get("steps"))),
             ]
         )
     columns = ["Arm", "Budget (tokens)", f"Difference ({report['unit']})", "Noise of seeds", "Noise of rows"]
-    columns += ["Seeds", "Rows", "Seeds needed", "Rows needed"]
+    columns += ["Seeds", "Rows", "Seeds needed", "Rows needed", "Steps needed"]
     note = (
         f"Arm less {report['baseline']}, paired by seed and validation row. Noise: standard error of the difference "
-        f"that comes from seeds, and from validation rows. Needed: how many would resolve a difference of this size."
+        f"that comes from seeds, and from validation rows. Needed: how many seeds, rows or steps would each "
+        f"resolve a difference of this size."
     )
     return Table("differences", "Differences and their noise", columns, rows, note, "No two arms share a budget.")
 
@@ -194,11 +198,24 @@ def costs(report: Report) -> Table:
                 _n(si(c["n_params_without_embeddings"])),
                 _n(si(c["flops_per_token"])),
                 _n(number(c["memory_gb"], None, 3)),
-                _n(DASH if c["step_time"] is None else f"{number(1000 * c['step_time'], None, 3)}{how}"),
+                _n(_ms(c["step_time"]) + how),
+                _n(_ms(c.get("step_time_own"))),
             ]
         )
-    columns = ["Arm", "Parameters", "Without embeddings", "FLOPs per token", "Peak memory (GB)", "Step time (ms)"]
+    columns = [
+        "Arm",
+        "Parameters",
+        "Without embeddings",
+        "FLOPs per token",
+        "Peak memory (GB)",
+        "Step time (ms)",
+        "By its own clock (ms)",
+    ]
     return Table("costs", "Memory and step time", columns, rows, empty="No costs are known.")
+
+
+def _ms(seconds: float | None) -> str:
+    return DASH if seconds is None else number(1000 * seconds, None, 3)
 
 
 def referee(report: Report) -> Table:
@@ -207,10 +224,10 @@ def referee(report: Report) -> Table:
     rows = [
         [
             Cell(words[entry["kind"]], kind=entry["kind"]),
-            Cell(", ".join(entry["arms"]), arm=entry["arms"][-1] if len(entry["arms"]) == 1 else None),
+            Cell(", ".join(label(report, arm) for arm in entry["arms"])),
             Cell(entry["key"], kind="code"),
             Cell(" | ".join(map(_value, entry["values"])), kind="code"),
-            Cell(_value(entry["size"]) if entry["size"] is not None else DASH),
+            Cell(size_text(entry["size"]) if entry["size"] is not None else DASH),
             Cell(entry["note"] or DASH),
         ]
         for entry in entries

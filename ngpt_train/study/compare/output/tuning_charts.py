@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,26 +16,33 @@ def tuning(sheet: Sheet) -> Chart:
     keys = list(dict.fromkeys(entry["key"] for entry in report["tuning"]))
     for arm in sheet.arms:
         traces, layouts = [], {}
-        for entry in (entry for entry in report["tuning"] if entry["arm"] == arm and entry["points"]):
-            traces += _tuning_curve(sheet, entry)
-            logarithmic = series.is_numeric(entry)
-            axis = (
-                log_axis(escaped(entry["key"])) if logarithmic else linear_axis(escaped(entry["key"]), type="category")
-            )
-            layouts[f"key={entry['key']}"] = {"xaxis": axis}
-        layout = sheet.layout(xaxis=linear_axis(""), yaxis=linear_axis(f"end loss ({sheet.unit})", tickformat=".2f"))
+        for key in keys:
+            entries = [x for x in report["tuning"] if (x["arm"], x["key"]) == (arm, key) and x["points"]]
+            traces += [trace for entry in entries for trace in _tuning_curve(sheet, entry)]
+            if all(map(series.is_numeric, entries)):
+                values = sorted({point["value"] for entry in entries for point in entry["points"]})
+                axis = log_axis(escaped(key), values[:: len(values) // 8 + 1])
+                axis["range"] = [math.log10(values[0]) - 0.1, math.log10(values[-1]) + 0.1] if values else None
+                axis["ticktext"] = [f"{value:.2g}" for value in axis.get("tickvals", [])]
+            else:
+                axis = linear_axis(escaped(key), type="category")
+            layouts[f"key={key}"] = {"xaxis": axis}
         if traces:
+            axes = {"xaxis": linear_axis(""), "yaxis": linear_axis(f"end loss ({sheet.unit})", tickformat=".2f")}
+            layout = sheet.layout(**axes, margin={"l": 56, "r": 54, "t": 30, "b": 48})
             said = f"End loss of {label(report, arm)} against the tuned value"
-            plots.append(Plot(said, traces, layout, layouts, arm, height=330))
-    choices = [sheet.of_budgets()]
-    if len(keys) > 1:
-        choices.append(Choice("key", "Tuned key", {key: key for key in keys}, many=False))
+            plots.append(Plot(said, traces, layout, layouts, arm, height=320))
+    choices = [sheet.of_budgets(), _keys(keys)]
     note = (
         "End loss against the value tried, a curve for each budget (paler: smaller), with the parabola in its log; "
         "the bar at its lowest point is the interval of the optimum. Hollow: not bracketed, so untuned. A cross above "
         "the curve: the point failed."
     )
     return Chart("tuning-curves", "Tuning of each arm", note, plots, choices)
+
+
+def _keys(keys: list[str]) -> Choice:
+    return Choice("key", "Tuned key", {key: key for key in keys}, many=False)
 
 
 def _tuning_curve(sheet: Sheet, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -89,9 +97,7 @@ def sensitivity(sheet: Sheet) -> Chart:
         xaxis=linear_axis("octaves off the optimum (1 is a factor of 2)", zeroline=True, dtick=1),
         yaxis=linear_axis(f"loss above the lowest ({sheet.unit})", rangemode="tozero"),
     )
-    choices = [sheet.of_arms(trace["meta"]["arm"] for trace in traces), sheet.of_budgets(many=False)]
-    if len(keys) > 1:
-        choices.append(Choice("key", "Tuned key", {key: key for key in keys}, many=False))
+    choices = [sheet.of_arms(trace["meta"]["arm"] for trace in traces), sheet.of_budgets(many=False), _keys(keys)]
     note = (
         "What it costs to miss the optimum. A flat arm forgives. Hollow: untuned, and then octaves are counted from "
         "the best value tried."

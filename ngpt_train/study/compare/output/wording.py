@@ -178,7 +178,12 @@ def _needed(report: Report, arm: str) -> str:
     return f"With this noise, some {' or '.join(ways)} would resolve a difference of this size." if ways else ""
 
 
-NEEDED = {"seeds": "seeds", "rows": "validation rows"}
+NEEDED = {"seeds": "seeds", "rows": "validation rows", "steps": "steps"}
+
+
+def size_text(size: Any) -> str:
+    """Of a difference that the referee found: a number is the ratio of the values."""
+    return f"{number(size, None, 3)} times" if type(size) in (int, float) else str(size)
 
 
 def cautions(report: Report) -> list[str]:
