@@ -65,10 +65,10 @@ def _ratios(sheet: Sheet, arm: str, meta: dict[str, str], entries: list[Mapping[
     if len(closed) > 1:
         budgets = [s["budget"] for s in closed]
         outline = [s["low"] for s in closed] + [s["high"] for s in reversed(closed)]
-        band = {"fill": "toself", "fillcolor": _faint(colour), "mode": "lines", "line": {"width": 0}}
+        band: dict[str, Any] = {"fill": "toself", "fillcolor": _faint(colour), "mode": "lines", "line": {"width": 0}}
         traces.append(sheet.trace(arm, meta, budgets + budgets[::-1], outline, **band))
     for s in closed:
-        ends = {"mode": "lines", "line": {"width": 1.5}}
+        ends: dict[str, Any] = {"mode": "lines", "line": {"width": 1.5}}
         traces.append(sheet.trace(arm, meta, [s["budget"]] * 2, [s["low"], s["high"]], **ends))
     for end, symbol in (("low", "arrow-down"), ("high", "arrow-up")):
         other = "high" if end == "low" else "low"
@@ -76,7 +76,7 @@ def _ratios(sheet: Sheet, arm: str, meta: dict[str, str], entries: list[Mapping[
         for s in open_ended:
             marker = {"symbol": ["circle", symbol], "size": [1, 11]}
             tip = s["estimate"] * (1.12 if end == "high" else 1 / 1.12)
-            more = {"mode": "lines+markers", "line": {"width": 1.5}, "marker": marker}
+            more: dict[str, Any] = {"mode": "lines+markers", "line": {"width": 1.5}, "marker": marker}
             traces.append(sheet.trace(arm, meta, [s["budget"]] * 2, [s[other], tip], **more))
     symbols = [
         sheet.symbol(arm, series.state_at(sheet.report, arm, s["budget"]) and not s["extrapolated"]) for s in entries
@@ -107,23 +107,27 @@ def _line(y: float) -> dict[str, Any]:
 def end_loss(sheet: Sheet) -> Chart:
     report, traces = sheet.report, []
     axes = series.axes_of(report)
-    ticks: dict[str, list[float | None]] = {axis: [] for axis in axes}
+    ends: dict[str, list[float]] = {axis: [] for axis in axes}
     for arm in sheet.arms:
         losses = series.end_losses(report, arm)
         for axis in axes:
             at = {budget: series.cost_of(report, arm, budget, axis) for budget in losses}
             if not losses or None in at.values():
                 continue
-            ticks[axis] += list(at.values())
+            ends[axis] += [cost for cost in at.values() if cost]
             seeds = [(at[budget], loss) for budget, found in losses.items() for loss in found]
             hover = f"%{{meta.label}}<br>%{{x:.3s}} {UNITS[axis]}: %{{y:.4f}} {sheet.unit}"
             meta = {"axis": axis}
-            small = {"mode": "markers", "opacity": 0.45, "marker": {"size": 5}}
-            traces.append(sheet.trace(arm, meta, *zip(*seeds, strict=True), hover + ", one seed", **small))
+            small: dict[str, Any] = {"mode": "markers", "opacity": 0.45, "marker": {"size": 5}}
+            x, y = zip(*seeds, strict=True)
+            traces.append(sheet.trace(arm, meta, x, y, hover + ", one seed", **small))
             symbols = [sheet.symbol(arm, series.state_at(report, arm, budget)) for budget in losses]
             means = [float(np.mean(found)) for found in losses.values()]
             fit = series.fit(report, arm)
-            lines = {"mode": "markers" if fit else "lines+markers", "line": {"width": 1.5, "dash": "dot"}}
+            lines: dict[str, Any] = {
+                "mode": "markers" if fit else "lines+markers",
+                "line": {"width": 1.5, "dash": "dot"},
+            }
             more = lines | {"marker": {"symbol": symbols}}
             traces.append(sheet.trace(arm, meta, at.values(), means, hover + ", mean over seeds", **more))
             if fit:
@@ -131,15 +135,13 @@ def end_loss(sheet: Sheet) -> Chart:
                 traces.append(sheet.trace(arm, meta, [rate * x for x in fit[0]], fit[1], mode="lines"))
     for axis in axes:
         for arm, start, end, loss in series.arrows(report, axis):
+            ends[axis].append(end)
             tip = {"size": [0, 11], "symbol": "arrow", "angleref": "previous"}
             hover = f"%{{meta.label}}: {escaped(report['baseline'])} needs {end / start:.3g} times the {UNITS[axis]}"
             more = {"mode": "lines+markers", "line": {"width": 1}, "marker": tip, "opacity": 0.8}
             traces.append(sheet.trace(arm, {"axis": axis, "part": "arrows"}, [start, end], [loss, loss], hover, **more))
     layout = sheet.layout(xaxis=log_axis(""), yaxis=linear_axis(f"end loss ({sheet.unit})"))
-    layouts = {
-        f"axis={axis}": {"xaxis": log_axis(series.axis_title(report, axis), sheet.budgets if axis == "tokens" else ())}
-        for axis in axes
-    }
+    layouts = {f"axis={axis}": {"xaxis": _budget_axis(sheet, axis, ends[axis])} for axis in axes}
     parts = Choice("part", "Show", {"arrows": "matched loss"})
     choices = [sheet.of_arms(trace["meta"]["arm"] for trace in traces), sheet.of_axes(axes)]
     if any(trace["meta"].get("part") for trace in traces):
@@ -152,3 +154,11 @@ def end_loss(sheet: Sheet) -> Chart:
     return Chart(
         "end-loss", "End loss against budget", note, [Plot("End loss against budget", traces, layout, layouts)], choices
     )
+
+
+def _budget_axis(sheet: Sheet, axis: str, ends: list[float]) -> dict[str, Any]:
+    """Wide enough for all points and arrows."""
+    found = log_axis(series.axis_title(sheet.report, axis), sheet.budgets if axis == "tokens" else ())
+    if ends:
+        found["range"] = [math.log10(min(ends)) - 0.04, math.log10(max(ends)) + 0.04]
+    return found

@@ -11,7 +11,7 @@ from ngpt_train.core.files import write_atomically
 from ngpt_train.study.compare.output import budget_charts, run_charts, tables, tuning_charts
 from ngpt_train.study.compare.output.parts import Parts
 from ngpt_train.study.compare.output.sheet import Chart, Sheet
-from ngpt_train.study.compare.output.wording import Report, cautions, confounds, label, percent, si, size_text
+from ngpt_train.study.compare.output.wording import Report, cautions, confounds, facts, label, size_text
 
 HERE = Path(__file__).parent
 # What the browser is allowed: the script and style inside the page. No request leaves it, whatever a name in it holds.
@@ -104,7 +104,7 @@ def _first_screen(report: Report, charts: list[Chart]) -> list[str]:
     return [
         f"""<header>
 <h1>{escape(str(report["title"]))}</h1>
-<p class="facts">{escape(" · ".join(_facts(report)))}</p>
+<p class="facts">{escape(" · ".join(facts(report)))}</p>
 <button id="theme" type="button" data-theme="auto" hidden>Theme: auto</button>
 </header>""",
         _confounds(report),
@@ -113,19 +113,6 @@ def _first_screen(report: Report, charts: list[Chart]) -> list[str]:
         f'<nav aria-label="Sections">{nav}</nav>',
         """<noscript><p class="box warn">The figures need JavaScript. The tables hold their numbers, and the folder
 <code>figures</code> beside report.md has them as pictures.</p></noscript>""",
-    ]
-
-
-def _facts(report: Report) -> list[str]:
-    seeds = len({entry["seed"] for entry in report["losses"]})
-    budgets = sorted(report["budgets"])
-    span = " to ".join(si(budget) for budget in dict.fromkeys(budgets[:1] + budgets[-1:]))
-    return [
-        f"{len(report['arms'])} arms, baseline {report['baseline']}",
-        f"{len(budgets)} budget{'s' * (len(budgets) != 1)}, {span} tokens",
-        f"{seeds} seed{'s' * (seeds != 1)}",
-        f"{report['metric'].replace('_', ' ')} in {report['unit']}",
-        f"{percent(report['confidence'])} intervals",
     ]
 
 
@@ -149,8 +136,8 @@ def _sections(report: Report, charts: list[Chart]) -> list[str]:
     for chart in charts:
         table = parts.table(BENEATH[chart.name](report)) if chart.name in BENEATH else ""
         made.append(_section(chart.name, chart.title, parts.chart(chart) + table))
-    for table in (tables.differences, tables.referee, tables.failures, tables.audits):
-        found = table(report)
+    for make in (tables.differences, tables.referee, tables.failures, tables.audits):
+        found = make(report)
         made.append(_section(found.name, found.title, parts.table(found)))
     notes = "".join(f"<li>{escape(note)}</li>" for note in report["notes"])
     if notes:

@@ -7,7 +7,7 @@ from html import escape
 from ngpt_train.study.compare.output.sheet import Chart, Choice, Plot
 from ngpt_train.study.compare.output.style import Style, styles
 from ngpt_train.study.compare.output.tables import Cell, Table
-from ngpt_train.study.compare.output.wording import Report, stamps
+from ngpt_train.study.compare.output.wording import DASH, Report, stamps
 
 FOLDED = (
     "speedups",
@@ -22,23 +22,27 @@ class Parts:
         self.report = report
         self.styles: dict[str, Style] = styles(report["arms"], report["baseline"])
 
-    def arm(self, name: str) -> str:
-        """Its mark, its name, its stamps."""
+    def arm(self, name: str, said: str = "") -> str:
+        """Its mark, its name, its stamps but the one that is `said` beside it."""
         style = self.styles[name]
         marks = "".join(
-            f'<span class="stamp {stamp.replace(" ", "-")}">{stamp}</span>' for stamp in stamps(self.report, name)
+            f'<span class="stamp {stamp.replace(" ", "-")}">{stamp}</span>'
+            for stamp in stamps(self.report, name)
+            if stamp != said
         )
         glyph = f'<span class="glyph" style="color:{style.colour}" aria-hidden="true">{style.glyph}</span>'
         return f'{glyph}<span class="name">{escape(name)}</span>{marks}'
 
-    def cell(self, cell: Cell, label: str = "") -> str:
+    def cell(self, cell: Cell, label: str = "", said: str = "") -> str:
         """`label` names the column where a narrow screen shows the row as a card."""
         kind = {"number": "n", "code": "wrap", "": "wrap"}.get(cell.kind, cell.kind)
         text = f"<code>{escape(cell.text)}</code>" if cell.kind == "code" else escape(cell.text)
         if cell.arm is not None:
-            kind, text, label = "arm", self.arm(cell.arm), ""
+            kind, text, label = "arm", self.arm(cell.arm, said), ""
         if cell.kind == "verdict":
             kind = f"verdict {escape(cell.text.split(' ')[0])}"
+        if cell.text == DASH:
+            kind += " none"
         named = f' data-label="{escape(label)}"' if label else ""
         return f'<td class="{kind}"{named}>{text}</td>'
 
@@ -67,7 +71,8 @@ class Parts:
         *names, _ = table.columns
         bodies = []
         for *cells, words in table.rows:
-            row = "".join(self.cell(cell, name) for name, cell in zip(names, cells, strict=True))
+            verdict = next((cell.text for cell in cells if cell.kind == "verdict"), "")
+            row = "".join(self.cell(cell, name, verdict) for name, cell in zip(names, cells, strict=True))
             sentences = f'<td colspan="{len(names)}"><p>{escape(words.text)}</p></td>'
             bodies.append(f'<tbody><tr>{row}</tr><tr class="words">{sentences}</tr></tbody>')
         note = f'<p class="note">{escape(table.note)}</p>'

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ngpt_train.study.compare.output import series
 from ngpt_train.study.compare.output.sheet import Chart, Choice, Plot, Sheet, escaped, linear_axis
 from ngpt_train.study.compare.output.wording import label, si
@@ -39,7 +41,9 @@ def curves(sheet: Sheet) -> Chart:
     if lows and tops:
         pad = 0.05 * (max(tops) - min(lows))
         layout["yaxis"]["range"] = [min(lows) - pad, max(tops) + pad]
-    layouts = {f"axis={axis}": {"xaxis": {"title": {"text": series.axis_title(report, axis)}}} for axis in axes}
+    layouts: dict[str, dict[str, Any]] = {
+        f"axis={axis}": {"xaxis": {"title": {"text": series.axis_title(report, axis)}}} for axis in axes
+    }
     layouts |= {
         "scale=log": {"xaxis": {"type": "log", "exponentformat": "SI", "dtick": "D2"}},
         "scale=linear": {"xaxis": {"type": "linear", "exponentformat": "SI", "rangemode": "tozero"}},

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -43,7 +43,6 @@ class Table:
     rows: list[list[Cell]]
     note: str = ""
     empty: str = ""  # what is said where there are no rows
-    wide: frozenset[str] = field(default_factory=frozenset)  # columns of sentences
 
 
 def _arm(name: str) -> Cell:
@@ -85,7 +84,7 @@ def verdicts(report: Report) -> Table:
         f"{baseline} needs for the loss that the arm ends at, between annealed runs. In brackets: "
         f"{100 * report['confidence']:g} % intervals."
     )
-    return Table("verdicts", "Verdicts", columns, rows, note, "No arm was compared.", frozenset({"In words"}))
+    return Table("verdicts", "Verdicts", columns, rows, note, "No arm was compared.")
 
 
 def end_loss(report: Report) -> Table:
@@ -287,7 +286,4 @@ def runs(report: Report) -> Table:
     return Table("runs", "Runs", columns, rows, "Rows: the hash of the validation rows.", "No run has ended.")
 
 
-AFTER_THE_FIGURES: dict[str, Callable[[Report], Table]] = {
-    function.__name__: function
-    for function in (end_loss, speedups, differences, tuning, costs, referee, audits, failures, runs)
-}
+AFTER_THE_FIGURES = (end_loss, speedups, differences, tuning, costs, referee, audits, failures, runs)

@@ -49,7 +49,7 @@ def _tuning_curve(sheet: Sheet, entry: Mapping[str, Any]) -> list[dict[str, Any]
     arm, budget = entry["arm"], entry["budget"]
     meta = {"budget": str(budget), "key": entry["key"]}
     averaged = series.means(entry)
-    strong = {"opacity": sheet.strength(budget)}
+    strong: dict[str, Any] = {"opacity": sheet.strength(budget)}
     traces = []
     if averaged:
         x, y = zip(*averaged, strict=True)

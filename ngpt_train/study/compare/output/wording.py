@@ -186,6 +186,20 @@ def size_text(size: Any) -> str:
     return f"{number(size, None, 3)} times" if type(size) in (int, float) else str(size)
 
 
+def facts(report: Report) -> list[str]:
+    """What was compared."""
+    seeds = len({entry["seed"] for entry in report["losses"]})
+    budgets = sorted(report["budgets"])
+    span = " to ".join(si(budget) for budget in dict.fromkeys(budgets[:1] + budgets[-1:]))
+    return [
+        f"{len(report['arms'])} arms, baseline {report['baseline']}",
+        f"{len(budgets)} budget{'s' * (len(budgets) != 1)}, {span} tokens",
+        f"{seeds} seed{'s' * (seeds != 1)}",
+        f"{report['metric'].replace('_', ' ')} in {report['unit']}",
+        f"{percent(report['confidence'])} intervals",
+    ]
+
+
 def cautions(report: Report) -> list[str]:
     """What a reader must know before the first number."""
     n_seeds = len({entry["seed"] for entry in report["losses"]})
