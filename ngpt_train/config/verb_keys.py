@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -217,6 +218,16 @@ class StudyConfig:
         maximum=1000,
     )
     dry_run: bool = key(False, "Only print the table of runs, tokens, FLOPs and hours.")
+
+
+# Verbs whose arguments may be directories, and the key of their section that holds them.
+TAKE_DIRECTORIES = {"compare": "runs"}
+
+
+def without_directories(verb: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments that are overrides, and those that are directories: without a '=', or there all the same."""
+    found = [x for x in arguments if verb in TAKE_DIRECTORIES and ("=" not in x or os.path.isdir(x))]
+    return [x for x in arguments if x not in found], found
 
 
 @dataclass

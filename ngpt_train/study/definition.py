@@ -136,14 +136,13 @@ def read_study(config: StudyConfig, arguments: Sequence[str], options: Sequence[
     )
 
 
-def _row(row: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple[str, ...]:
+def _row(content: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple[str, ...]:
     """What a mapping of groups to options and keys to values says, as arguments. Raises ConfigError."""
-    said = parse_row(row, groups, place)
-    for argument in (*said.choices, *said.values):
-        if is_of_study(argument):
-            raise mistake(f"{argument}: a key of the study, not of its runs", "Leave it out", place=place)
-    pairs = {**said.choices, **said.values}
-    return tuple(f"{name}={show(value)}" for name, value in pairs.items())
+    said = parse_row(content, groups, place)
+    row = tuple(f"{name}={show(value)}" for name, value in {**said.choices, **said.values}.items())
+    for argument in filter(is_of_study, row):
+        raise mistake(f"{argument}: a key of the study, not of its runs", "Leave it out", place=place)
+    return row
 
 
 def _tuned(table: Mapping[str, Any]) -> dict[str, Tuned]:

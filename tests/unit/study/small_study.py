@@ -102,7 +102,9 @@ def fixed_points(study: Study, starts: Callable[[str, int], float], results: Map
 
 def runner_of(study: Study, outcome: Callable[[Job, int], Ended], retries: int = 2, **more: Any) -> Runner:
     runs = Runs(study)
-    return Runner(study, runs, FakeEngine(runs, outcome), Heard(), more.pop("next_points", fixed_points), retries, **more)
+    return Runner(
+        study, runs, FakeEngine(runs, outcome), Heard(), more.pop("next_points", fixed_points), retries, **more
+    )
 
 
 def good(runs: Runs) -> Callable[[Job, int], Ended]:

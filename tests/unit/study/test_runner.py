@@ -1,4 +1,4 @@
-"""The loop that makes a study's runs, with an engine that runs nothing: what is started, skipped, shared and recorded."""
+"""The loop that makes a study's runs, with an engine that runs nothing: what is started, skipped, shared, recorded."""
 
 import fcntl
 import json
