@@ -43,7 +43,7 @@ def test_budgets_are_whole_steps_of_the_arms_own_batch(tmp_path: Path) -> None:
 def test_a_runs_arguments_and_directory(tmp_path: Path) -> None:
     """Caught: a key of the study or the command line that does not reach the runs, a tuned value that loses digits, a
     directory that is not named after them."""
-    study = study_of(tmp_path, "optim.clip_norm=0.5", "scale=debug", "train.batch_rows=4")
+    study = study_of(tmp_path, "optim.clip_norm=0.5", "tokenizer=gpt2", "train.batch_rows=4")
     runs = Runs(study)
     lr = 0.004 * 2**0.5
     point = Point("gpt", 5120, (("model.s_z.init", "sqrt(d)"), ("optim.lr", lr), ("optim.weight_decay", 0.03)), 7)
@@ -52,6 +52,7 @@ def test_a_runs_arguments_and_directory(tmp_path: Path) -> None:
     config = runs.config(point)
     assert (config.optim.lr, config.optim.clip_norm, config.train.steps) == (lr, 0.5, 20)
     assert (config.run.seed, config.run.name, config.run.root) == (7, point.directory, str(study.runs))
+    assert config.tokenizer.kind == "gpt2"
     assert config.logging.wandb.group == "small"
     assert config.logging.wandb.tags == ["gpt", "budget 5120", "seed 7"]
     long = replace(point, values=(("optim.lr", lr), ("data.mixture", "x" * 300)))
