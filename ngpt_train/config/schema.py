@@ -28,6 +28,7 @@ from ngpt_train.config.keys import (
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.parallel_keys import ParallelConfig
 from ngpt_train.config.verb_keys import (
+    AuditConfig,
     BenchConfig,
     CompareConfig,
     DoctorConfig,
@@ -167,6 +168,12 @@ class OptimConfig:
     )
     clip_norm: Union[float, None] = key(
         1.0, "Largest global gradient norm; larger gradients are scaled down to it. null: no clipping.", above=0
+    )
+    storage: str = key(
+        "fp32",
+        "How the blocks' matrices and their moments are kept between steps. bf16: rounded after each, as parameters in "
+        "bf16 without an fp32 master are, by which public comparisons trained their baseline; it saves no memory here.",
+        choices=("fp32", "bf16"),
     )
     ema_decay: Union[float, None] = key(
         None,
@@ -332,3 +339,4 @@ class Config:
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)

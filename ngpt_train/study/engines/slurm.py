@@ -207,9 +207,19 @@ class SlurmEngine:
 _FIX = "Set study.slurm.partition, account, time, gpus, cpus, memory or arguments as your cluster wants them"
 
 
-def slurm_engine(config: StudyConfig, study: Path) -> SlurmEngine:
-    """The engine of `study.slurm` for the study in the directory `study`. Raises ConfigError where Slurm or submitit
-    is missing, or an option of sbatch is not the user's to set."""
+def slurm_engine(config: StudyConfig, study: Path, is_used: bool = True) -> SlurmEngine:
+    """The engine of `study.slurm` for the study in the directory `study`. Raises ConfigError where an option of sbatch
+    is not the user's to set, or, if it is used, Slurm or submitit is missing."""
+    _extra(config.slurm.arguments)
+    if is_used:
+        _check_here()
+    jobs = MOST_JOBS if config.jobs == AUTO else int(config.jobs)
+    cores = config.slurm.cpus // max(1, config.slurm.gpus)
+    threads = max(1, cores) if config.threads == AUTO else int(config.threads)
+    return SlurmEngine(jobs, threads, config.slurm, (study / FOLDER).absolute())
+
+
+def _check_here() -> None:
     try:
         import submitit  # noqa: F401
     except ImportError:
@@ -218,11 +228,6 @@ def slurm_engine(config: StudyConfig, study: Path) -> SlurmEngine:
     if missing := [command for command in ("sbatch", "squeue", "srun") if shutil.which(command) is None]:
         fix = "Start the study where Slurm's commands are, such as a login node, or set study.engine=local"
         raise mistake(f"study.engine=slurm: no command {', '.join(missing)} here", fix)
-    _extra(config.slurm.arguments)
-    jobs = MOST_JOBS if config.jobs == AUTO else int(config.jobs)
-    cores = config.slurm.cpus // max(1, config.slurm.gpus)
-    threads = max(1, cores) if config.threads == AUTO else int(config.threads)
-    return SlurmEngine(jobs, threads, config.slurm, (study / FOLDER).absolute())
 
 
 def parameters(slurm: SlurmConfig, name: str) -> dict[str, Any]:
