@@ -23,7 +23,8 @@ _TABLE_SECONDS = 0.5  # between two drawings of the table
 
 @dataclass
 class TimeLeft:
-    """Estimates the time that a study still takes: by the runs that ended since this start, before by `plan`'s hours."""
+    """Estimates the time that a study still takes: by the runs that have ended since this start, before by the table of
+    costs."""
 
     expected: Sequence[Cost]
     jobs: int
@@ -54,7 +55,7 @@ class TimeLeft:
             if of_one is None:
                 return None
             left += of_one * max(wanted[at], cost.runs - ended[at])
-            left -= sum(min(of_one, now - self._began[p]) for p in running if (p.arm, p.budget) == at)
+            left -= sum(min(of_one, now - self._began.get(p, now)) for p in running if (p.arm, p.budget) == at)
         return left / max(1, min(self.jobs, len(running) + len(waiting)))
 
     def _seconds_of(self, cost: Cost) -> float | None:
@@ -100,7 +101,6 @@ class Lines:
                 self._console.message("\n".join(["best so far:", *bests]))
 
     def say(self, line: str) -> None:
-        self._said = time.monotonic()
         self._console.message(f"{line}  ({self._counts})" if self._counts != self._counts_said else line)
         self._counts_said = self._counts
 
