@@ -26,8 +26,9 @@ from typing import NoReturn
 
 from ngpt_train.config import ConfigError, check, load_config, to_yaml
 from ngpt_train.config.architectures import use_plugins
-from ngpt_train.config.conflicts import check_arguments, check_verb
+from ngpt_train.config.conflicts import arguments_of, check_arguments, check_verb
 from ngpt_train.config.schema import Config
+from ngpt_train.config.verb_keys import put_directories, without_directories
 from ngpt_train.core.errors import is_told_here, same_on_host
 from ngpt_train.core.launcher import check_ranks, remember_end, remembered_end
 from ngpt_train.core.secrets import without_variables
@@ -40,6 +41,9 @@ VERBS = {
     "bench": "Measure the parts of a run: `bench data`, `step`, `kernels`, `attention`, ...",
     "doctor": "Whether a training run would work here: machine, network, disks, data; with the overrides of train.",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
+    "audit": "Train parts of a run again and compare: whether its records are what config, code and data give.",
+    "study": "Train arms that are to be compared, each tuned, at several budgets and seeds: `study study=gpt_vs_ngpt`.",
+    "compare": "Which arm is better, by how much, how sure, from any runs: `compare runs/a runs/b compare.out=report`.",
 }
 ENDS_FOR_GOOD = (2, 3, 4)  # exit codes that would come again if torchrun started the processes again
 # What is wrong with the machine and not with us, and the remedy.
@@ -140,12 +144,15 @@ def _command(arguments: list[str]) -> Callable[[], int]:
     if verb == "bench" and rest and "=" not in rest[0] and not rest[0].startswith("-"):
         rest = [f"bench.what={rest[0]}", *rest[1:]]
     line = _parse(rest)
+    line.overrides, directories = without_directories(verb, line.overrides)
     use_plugins(line.plugins)
     if line.help:
         from ngpt_train.config.composition.help import help_text
 
         text = help_text(line.overrides, line.config_dir)
         return partial(_show, f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{text}")
+    if line.multirun and verb == "study":
+        raise ConfigError("--multirun: a study has arms and budgets instead\n  Leave -m out")
     if line.multirun:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
             raise ConfigError(
@@ -153,21 +160,24 @@ def _command(arguments: list[str]) -> Callable[[], int]:
                 "\n  Start one torchrun for each combination"
             )
         return partial(_multirun, verb, line)
-    # Only training, and the look at what it would find, share a batch among the ranks of torchrun.
     check_arguments(verb, line.overrides)
-    config = load_config(line.overrides, line.config_dir, world_size=None if verb in ("train", "doctor") else 1)
+    # Only training, and the look at what it would find, share a batch among the ranks of torchrun.
+    of_verb, world_size = arguments_of(verb, line.overrides), None if verb in ("train", "doctor") else 1
+    config = load_config(of_verb, line.config_dir, world_size)
+    if directories:
+        put_directories(config, verb, directories)
     check_verb(config, verb)
     if line.print_config:
         return partial(_show, to_yaml(config).rstrip())
-    return partial(_run, verb, config, line.overrides)
+    return partial(_run, verb, config, line.overrides, **({"options": _options(line)} if verb == "study" else {}))
 
 
-def _run(verb: str, config: Config, overrides: list[str]) -> int:
+def _run(verb: str, config: Config, overrides: list[str], **more: object) -> int:
     # What a slow preparation reports; the other ranks do the same or wait for it.
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("ngpt_train").setLevel(level)
-    return int(importlib.import_module(f"ngpt_train.verbs.{verb}").main(config, overrides))
+    return int(importlib.import_module(f"ngpt_train.verbs.{verb}").main(config, overrides, **more))
 
 
 def _parse(arguments: list[str]) -> CommandLine:
@@ -197,6 +207,12 @@ def _parse(arguments: list[str]) -> CommandLine:
     return line
 
 
+def _options(line: CommandLine) -> list[str]:
+    """Those that a process needs which runs with the same files."""
+    of_plugins = [word for folder in line.plugins for word in ("--plugin", folder)]
+    return [*(["--config-dir", line.config_dir] if line.config_dir else []), *of_plugins]
+
+
 def _multirun(verb: str, line: CommandLine) -> int:
     """Runs the jobs of a sweep one after the other, each in a process of its own, so that neither a crash nor a
     process group reaches the next. The exit code is the first that is not 0."""
@@ -213,8 +229,7 @@ def _multirun(verb: str, line: CommandLine) -> int:
     if line.print_config:
         return _show("---\n".join(to_yaml(config) for config in configs).rstrip())
 
-    options = ["--config-dir", line.config_dir] if line.config_dir else []
-    options += [word for folder in line.plugins for word in ("--plugin", folder)]
+    options = _options(line)
     codes: list[int] = []
     for number, job in enumerate(jobs):
         print(f"job {number} of {len(jobs)}: {' '.join(job)}", flush=True)

@@ -10,17 +10,33 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Union
 
+from ngpt_train.config import lr_table
 from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
-from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SECONDS, SEED, BoolOrAuto, FloatOrAuto, IntOrAuto, key
+from ngpt_train.config.keys import (
+    AUTO,
+    COUNT,
+    COUNT_OR_0,
+    ROWS,
+    SECONDS,
+    SEED,
+    BoolOrAuto,
+    FloatOrAuto,
+    IntOrAuto,
+    Table,
+    key,
+)
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.parallel_keys import ParallelConfig
 from ngpt_train.config.verb_keys import (
+    AuditConfig,
     BenchConfig,
+    CompareConfig,
     DoctorConfig,
     EvalConfig,
     EvaluateConfig,
     GenerateConfig,
     PlanConfig,
+    StudyConfig,
 )
 
 
@@ -127,6 +143,7 @@ class OptimConfig:
         {},
         "lr by scale, then context, then tokens or steps of the whole run. The longest context within model.context "
         "counts, else the shortest there is; of its entries the one with the nearest budget, by its logarithm.",
+        table=Table(lr_table.problem_of, "{tiny: {256: 0.001}}", "Set optim.lr, or write a recipe in YAML"),
     )
     lr_source: str = key("", "Where optim.lr is from, which the log says. With lr=auto the entry of lr_table says it.")
     betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
@@ -151,6 +168,12 @@ class OptimConfig:
     )
     clip_norm: Union[float, None] = key(
         1.0, "Largest global gradient norm; larger gradients are scaled down to it. null: no clipping.", above=0
+    )
+    storage: str = key(
+        "fp32",
+        "How the blocks' matrices and their moments are kept between steps. bf16: rounded after each, as parameters in "
+        "bf16 without an fp32 master are, by which public comparisons trained their baseline; it saves no memory here.",
+        choices=("fp32", "bf16"),
     )
     ema_decay: Union[float, None] = key(
         None,
@@ -314,3 +337,6 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
+    study: StudyConfig = field(default_factory=StudyConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)

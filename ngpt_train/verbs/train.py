@@ -34,6 +34,7 @@ from ngpt_train.evaluation import Evaluations, RowFiles
 from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
 from ngpt_train.observe.telemetry import Telemetry
+from ngpt_train.optim import round_to_bf16_
 from ngpt_train.report.curves import plot_run
 from ngpt_train.report.enough_memory import check_state_fits
 from ngpt_train.training import TrainState, build_state, check_kernels
@@ -177,6 +178,8 @@ def begin_or_resume(
     elif initial := initial_checkpoint(config):
         load_model(initial, state.model, world)
         state.model.project_()
+        if config.optim.storage == "bf16":
+            round_to_bf16_(state.model)
     return state, open_feed(state, data, position, stop)
 
 
