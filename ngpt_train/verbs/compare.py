@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import mistake
@@ -20,6 +21,18 @@ def main(config: Config, overrides: Sequence[str]) -> int:
 
     Raises ConfigError for a mistake in the arguments, DataError for runs that cannot be read or compared.
     """
+    out = None if config.compare.out is None else Path(config.compare.out).expanduser()
+    report, times = compared(config, overrides)
+    print(summary(report))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        write_reports(report, out, times)
+        print(f"\nwritten to {out}")
+    return 0
+
+
+def compared(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any], step_times.Times]:
+    """The content of report.json, and the step times that were measured. Raises as `main`."""
     compare = config.compare
     if not compare.runs:
         raise mistake("compare: no run is named", "For example: ngpt-train compare runs/a runs/b compare.out=report")
@@ -46,12 +59,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         commands=[*found.commands, shlex.join(["python", "-m", "ngpt_train", "compare", *compare.runs, *overrides])],
         notes=[*notes, *untimed],
     )
-    print(summary(report))
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_reports(report, out, times)
-        print(f"\nwritten to {out}")
-    return 0
+    return report, times
 
 
 def _step_times(arms: Mapping[str, Sequence[Run]], out: Path | None, again: bool) -> tuple[step_times.Times, list[str]]:
