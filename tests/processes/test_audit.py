@@ -77,7 +77,7 @@ def test_other_data(tmp_path: Path) -> None:
     write_corpus(tmp_path / "text.jsonl", seed=1)
     finished = run("audit", [str(tmp_path / "runs/test")])
     assert finished.returncode == 3, finished.stdout + finished.stderr
-    assert "another data_fingerprint than the data here" in finished.stdout
+    assert "run.json says data_fingerprint" in finished.stdout
     assert "cannot be trained again: run.name=again: the data is not what this run was trained on" in finished.stdout
 
 
