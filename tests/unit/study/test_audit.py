@@ -46,6 +46,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus = write_corpus(root / "text.jsonl")
     for name, seed in (("test", 0), ("other", 1)):
         train(arguments(root, corpus, "eval.every=4", "checkpoint.keep_last=9", f"run.seed={seed}", f"run.name={name}"))
+    facts(git_commit="1" * 40)(root / "runs/test")  # where there is no checkout, none is known
     return root / "runs/test"
 
 
