@@ -18,11 +18,10 @@ from ngpt_train.study import sharing
 from ngpt_train.study.composition import Runs
 from ngpt_train.study.definition import Study
 from ngpt_train.study.engines import Ended, Engine, Job
-from ngpt_train.study.points import FAILURES, Point, Result, failure_record, result_of
+from ngpt_train.study.points import FAILURES, NextPoints, Point, Result, failure_record, result_of
 
 logger = logging.getLogger(__name__)
 
-NextPoints = Callable[[Study, Callable[[str, int], float], Mapping[Point, Result]], list[Point]]
 LOOK_SECONDS = 0.5
 REFUSED = 2  # exit code of a run whose configuration is wrong
 
