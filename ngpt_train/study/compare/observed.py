@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ngpt_train.config.validate import show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
-from ngpt_train.study.compare.key_kinds import UNKNOWN, Absent
+from ngpt_train.study.compare.key_kinds import UNKNOWN, Absent, brought, value_of
 from ngpt_train.study.compare.runs import Run, is_number
 
 Arms = Mapping[str, Sequence[Run]]
@@ -129,6 +130,16 @@ def first_differences(arms: Arms) -> Iterator[tuple[int, Run, Run, int, list[Any
             if a[tokens] != b[tokens]:
                 yield one.seed, one, other, tokens, [a[tokens], b[tokens]]
                 break
+
+
+def deviations(key: str, arms: Arms) -> str:
+    """Which arms do not have what their architecture and recipe bring, and what that would be."""
+    usual = {arm: (value_of(runs[0].config, key), brought(runs[0].config, key)) for arm, runs in arms.items()}
+    return "; ".join(
+        f"the recipe of {arm} brings {show(expected)}"
+        for arm, (value, expected) in usual.items()
+        if not isinstance(expected, Absent) and not same(value, expected)
+    )
 
 
 def facts_of(run: Run) -> dict[str, list[Any]]:

@@ -12,6 +12,7 @@ from typing import Any
 from ngpt_train.core.errors import DataError
 from ngpt_train.study.compare.key_kinds import (
     HARDWARE,
+    MEANING,
     NO_SUCH_KEY,
     OF_THE_BUDGET,
     PLACES_OF_ROWS,
@@ -30,6 +31,7 @@ from ngpt_train.study.compare.observed import (
     Seen,
     budget_of,
     clipped_share,
+    deviations,
     distinct,
     facts_of,
     first_differences,
@@ -171,7 +173,7 @@ def _judge(
         return FOLLOWS, "each arm has what its architecture or its recipe brings"
     if key == "train.steps":
         return CONFOUND, "the arms share no budget; losses at one budget are no comparison"
-    return CONFOUND, says
+    return CONFOUND, says or deviations(key, arms)
 
 
 def _in_question(differing: Sequence[str], brought_by_arm: Collection[str], tuned: Collection[str]) -> list[str]:
@@ -201,7 +203,7 @@ def _of_facts(arms: Arms, under_test: Collection[str], of_config: Sequence[Diffe
             within.kind, within.note = kind, f"{within.note}; {note}" if note else within.note
             found.append(within)
         if len(arms) > 1 and seen.arms_differ:
-            note = note or ("run.json of some runs does not say it" if not seen.known else "")
+            note = note or MEANING.get(name, "") if seen.known else "run.json of some runs does not say it"
             found.append(Difference(name, seen.all(), note=note, kind=kind))
     return found
 

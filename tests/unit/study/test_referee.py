@@ -93,6 +93,11 @@ def test_what_architecture_and_recipe_bring_follows(tmp_path: Path) -> None:
     assert not [key for key in found if key.startswith("model.s_qk")]
 
 
+def test_a_confound_says_what_the_recipe_brings(tmp_path: Path) -> None:
+    found = by_key(examine(arms(tmp_path, GPT, NGPT | {"optim.betas": [0.9, 0.99]}), under_test=["model"]))
+    assert found["optim.betas"]["note"] == "the recipe of second brings [0.9,0.95]"
+
+
 def test_identical_arms_do_not_differ(tmp_path: Path) -> None:
     assert examine(arms(tmp_path, GPT, GPT)) == []
 
