@@ -11,6 +11,9 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.study.compare import clocks, entries
 from ngpt_train.study.compare.arms import LR, Arms, choose_baseline, common_budgets, found_arms, named_arms
+from ngpt_train.study.compare.output.document import write_document
+from ngpt_train.study.compare.output.figures import CAPTIONS, write_figures
+from ngpt_train.study.compare.output.page import write_page
 from ngpt_train.study.compare.referee import check_comparable, examine
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.compare.trials import failure, read_arm, unfinished
@@ -123,8 +126,11 @@ def _arms(
 
 
 def write_reports(report: Mapping[str, Any], out: Path) -> None:
-    """Writes the report into the directory `out`, which is there: report.json."""
+    """Writes the report into the directory `out`, which is there: report.json, report.md, report.html, figures/."""
     write_json(out / "report.json", report)
+    pictures = write_figures(report, out / "figures")
+    write_document(report, out / "report.md", {f"figures/{name}.png": CAPTIONS[name] for name in pictures})
+    write_page(report, out / "report.html")
 
 
 def summary(report: Mapping[str, Any]) -> str:
