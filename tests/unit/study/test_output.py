@@ -143,11 +143,11 @@ def test_an_arm_looks_the_same_everywhere() -> None:
     assert len({(look.colour, look.marker) for look in looks.values()}) == 12
 
 
-@pytest.mark.parametrize("case", [{}, SMALLEST, {"arms": ("gpt", HOSTILE + "$x$"), "untuned": ("gpt",)}])
+@pytest.mark.parametrize("case", [{}, SMALLEST, {"arms": ("gpt", "a$x$b", HOSTILE), "untuned": ("gpt", "a$x$b")}])
 def test_pictures(tmp_path: Path, case: dict[str, Any]) -> None:
     """Caught: a picture without the stamp of an arm; a name that is taken for a formula; a date in an SVG."""
     report = example(**case)
-    names = write_figures(report, tmp_path / "a")
+    names = [path.stem for path in write_figures(report, tmp_path / "a")]
     assert {"end_loss", "loss_over_tokens", "tuning"} <= set(names) <= set(FIGURES) == set(CAPTIONS)
     write_figures(report, tmp_path / "b")
     for name in names:
@@ -155,7 +155,7 @@ def test_pictures(tmp_path: Path, case: dict[str, Any]) -> None:
         drawn = (tmp_path / f"a/{name}.svg").read_bytes()
         assert drawn == (tmp_path / f"b/{name}.svg").read_bytes()
         for arm in report["arms"]:
-            if not case and not wording.is_tuned(report, arm):
+            if arm != HOSTILE and not wording.is_tuned(report, arm) and (arm != "gpt" or name != "speedup"):
                 assert wording.label(report, arm) in drawn.decode()
     draw_two(report, tmp_path / "two.png")
     assert (tmp_path / "two.png").stat().st_size > 5000

@@ -33,9 +33,9 @@ SETTINGS: Any = {
 }
 
 
-def write_figures(report: Report, folder: Path) -> list[str]:
+def write_figures(report: Report, folder: Path) -> list[Path]:
     """Writes NAME.png and NAME.svg into `folder`, which it makes, of each figure that the report has data for; returns
-    their names."""
+    the PNGs."""
     import matplotlib
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def write_figures(report: Report, folder: Path) -> list[str]:
             if figure is not None:
                 figure.savefig(folder / f"{name}.png", dpi=DPI)
                 figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-                written.append(name)
+                written.append(folder / f"{name}.png")
     return written
 
 
