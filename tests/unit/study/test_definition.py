@@ -160,13 +160,13 @@ def test_a_study_that_has_begun_may_only_grow(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="holds another study") as refused:
             begun(*change)
         assert said in str(refused.value)
-    with pytest.raises(ConfigError, match="arm ngpt: model.update: lerp -> slerp"):
+    with pytest.raises(ConfigError, match=r"arm ngpt: model.update: lerp -> slerp"):
         begun(text=YAML.replace("model: ngpt", "model: ngpt, model.update: slerp"))
-    with pytest.raises(ConfigError, match="study.arms: without ngpt"):
+    with pytest.raises(ConfigError, match=r"study.arms: without ngpt"):
         begun(text=YAML.replace("  ngpt: {model: ngpt}\n", ""))
 
     (study.path / "study.yaml").write_text("arms: [\n")
-    with pytest.raises(DataError, match="study.yaml is missing or damaged"):
+    with pytest.raises(DataError, match=r"study.yaml is missing or damaged"):
         begun()
     (study.path / "study.yaml").unlink()
     (study.path / "thesis.txt").touch()
