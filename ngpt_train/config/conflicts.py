@@ -205,7 +205,8 @@ def _optimization(config: Config) -> Iterator[Conflict]:
         yield f"{key} schedule.kind", "the whole run is a warmup", f"Set {key}=0"
     if schedule.kind in ("constant", "inverse_sqrt", "ramp") and schedule.final_lr:
         problem = "this kind falls to no learning rate of one's choice"
-        yield "schedule.final_lr schedule.kind", problem, "Set schedule.final_lr=0, or another kind"
+        key = "schedule.final_lr" if schedule.final_share is None else "schedule.final_share"
+        yield f"{key} schedule.kind", problem, f"Set {key}=0, or another kind"
     if schedule.decay_fraction != ScheduleConfig().decay_fraction and schedule.kind != "wsd":
         fix = "Set schedule.kind=wsd, or leave schedule.decay_fraction out"
         yield "schedule.decay_fraction schedule.kind", "only wsd decays in a last part of the steps", fix
