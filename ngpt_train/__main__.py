@@ -40,7 +40,10 @@ VERBS = {
     "bench": "Measure the parts of a run: `bench data`, `step`, `kernels`, `attention`, ...",
     "doctor": "Whether a training run would work here: machine, network, disks, data; with the overrides of train.",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
+    "study": "Train arms that are to be compared, each tuned, at several budgets and seeds: `study study=gpt_vs_ngpt`.",
+    "compare": "Which arm is better, by how much, how sure, from any runs: `compare runs/a runs/b compare.out=report`.",
 }
+TAKE_RUNS = {"compare": "runs"}  # verbs whose arguments may be directories, and the key that holds them
 ENDS_FOR_GOOD = (2, 3, 4)  # exit codes that would come again if torchrun started the processes again
 # What is wrong with the machine and not with us, and the remedy.
 FAULTS_OF_THE_SYSTEM = {
@@ -139,6 +142,8 @@ def _command(arguments: list[str]) -> Callable[[], int]:
     if verb == "bench" and rest and "=" not in rest[0] and not rest[0].startswith("-"):
         rest = [f"bench.what={rest[0]}", *rest[1:]]
     line = _parse(rest)
+    directories = [word for word in line.overrides if _is_directory(verb, word)]
+    line.overrides = [word for word in line.overrides if word not in directories]
     use_plugins(line.plugins)
     if line.help:
         from ngpt_train.config.composition.help import help_text
@@ -146,27 +151,50 @@ def _command(arguments: list[str]) -> Callable[[], int]:
         text = help_text(line.overrides, line.config_dir)
         return partial(_show, f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{text}")
     if line.multirun:
+        if verb == "study":
+            raise ConfigError("--multirun: a study has arms and budgets instead\n  Leave -m out")
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
             raise ConfigError(
                 "--multirun: not under torchrun, where every rank would run the sweep by itself"
                 "\n  Start one torchrun for each combination"
             )
         return partial(_multirun, verb, line)
-    # Only training, and the look at what it would find, share a batch among the ranks of torchrun.
     check_arguments(verb, line.overrides)
+    if verb == "study":
+        return _study(line)
+    # Only training, and the look at what it would find, share a batch among the ranks of torchrun.
     config = load_config(line.overrides, line.config_dir, world_size=None if verb in ("train", "doctor") else 1)
+    if directories:
+        setattr(getattr(config, verb), TAKE_RUNS[verb], directories)
     check_verb(config, verb)
     if line.print_config:
         return partial(_show, to_yaml(config).rstrip())
     return partial(_run, verb, config, line.overrides)
 
 
-def _run(verb: str, config: Config, overrides: list[str]) -> int:
+def _study(line: CommandLine) -> Callable[[], int]:
+    """The arguments that are not the study's own are for its runs: they are checked with the arms, which choose the
+    models that they belong to."""
+    from ngpt_train.study.definition import check_one_process, is_own
+
+    check_one_process()
+    config = load_config([argument for argument in line.overrides if is_own(argument)], line.config_dir, world_size=1)
+    if line.print_config:
+        return partial(_show, to_yaml(config).rstrip())
+    return partial(_run, "study", config, line.overrides, options=_options(line))
+
+
+def _run(verb: str, config: Config, overrides: list[str], **more: object) -> int:
     # What a slow preparation reports; the other ranks do the same or wait for it.
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("ngpt_train").setLevel(level)
-    return int(importlib.import_module(f"ngpt_train.verbs.{verb}").main(config, overrides))
+    return int(importlib.import_module(f"ngpt_train.verbs.{verb}").main(config, overrides, **more))
+
+
+def _is_directory(verb: str, word: str) -> bool:
+    """Whether an argument of this verb is a directory, and no override; it may have a '=' in its name."""
+    return verb in TAKE_RUNS and not word.startswith("-") and ("=" not in word or os.path.isdir(word))
 
 
 def _parse(arguments: list[str]) -> CommandLine:
@@ -196,6 +224,12 @@ def _parse(arguments: list[str]) -> CommandLine:
     return line
 
 
+def _options(line: CommandLine) -> list[str]:
+    """Those that a process needs which runs with the same files."""
+    of_plugins = [word for folder in line.plugins for word in ("--plugin", folder)]
+    return [*(["--config-dir", line.config_dir] if line.config_dir else []), *of_plugins]
+
+
 def _multirun(verb: str, line: CommandLine) -> int:
     """Runs the jobs of a sweep one after the other, each in a process of its own, so that neither a crash nor a
     process group reaches the next. The exit code is the first that is not 0."""
@@ -212,8 +246,7 @@ def _multirun(verb: str, line: CommandLine) -> int:
     if line.print_config:
         return _show("---\n".join(to_yaml(config) for config in configs).rstrip())
 
-    options = ["--config-dir", line.config_dir] if line.config_dir else []
-    options += [word for folder in line.plugins for word in ("--plugin", folder)]
+    options = _options(line)
     codes: list[int] = []
     for number, job in enumerate(jobs):
         print(f"job {number} of {len(jobs)}: {' '.join(job)}", flush=True)

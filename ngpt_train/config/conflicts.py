@@ -57,8 +57,11 @@ def check_contexts(config: Config) -> None:
 def check_arguments(verb: str, overrides: Sequence[str]) -> None:
     """Raises ConfigError for what `verb` never takes. A recipe would be checked against the default model first."""
     for override in overrides:
-        if verb in ("evaluate", "generate") and override.partition("=")[0].strip() == "recipe":
+        name, _, option = (part.strip() for part in override.partition("="))
+        if verb in ("evaluate", "generate") and name == "recipe":
             raise mistake(f"{override}: how a model was trained, which the checkpoint has decided", "Leave it out")
+        if verb != "study" and name == "study" and option.strip() != "null":
+            raise mistake(f"{override}: a study is many runs", f"Start it with: ngpt-train study {override}")
 
 
 def check_verb(config: Config, verb: str) -> None:
@@ -79,7 +82,7 @@ def check_verb(config: Config, verb: str) -> None:
         problem = f"evaluate.out={config.evaluate.out}: the losses of rows take this name, the result is JSON"
         raise mistake(problem, f"For example evaluate.out={config.evaluate.out.removesuffix('.npz')}.json")
     # What several ranks print is written by the first, whose host alone needs the directory.
-    if (out := getattr(section, "out", None)) and os.environ.get("RANK", "0") == "0":
+    if verb != "compare" and (out := getattr(section, "out", None)) and os.environ.get("RANK", "0") == "0":
         _check_writable(f"{verb}.out={out}", Path(out).expanduser())
 
 

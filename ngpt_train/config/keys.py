@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import Field, field
-from typing import Any, TypedDict, Union, Unpack
+from typing import Any, NamedTuple, TypedDict, Union, Unpack
 
 AUTO = "auto"
 
@@ -28,6 +29,14 @@ class Limits(TypedDict, total=False):
     below: float
 
 
+class Table(NamedTuple):
+    """What a key takes whose value is a mapping. problem: what is wrong with one, or None."""
+
+    problem: Callable[[Mapping[Any, Any]], str | None]
+    example: str
+    instead: str  # what to do where somebody sets it on the command line
+
+
 # Limits that several keys share. Their maxima keep out what nobody means.
 COUNT = Limits(minimum=1, maximum=1_000_000_000)
 COUNT_OR_0 = Limits(minimum=0, maximum=1_000_000_000)
@@ -36,12 +45,13 @@ SECONDS = Limits(above=0, maximum=10_000_000)
 SEED = Limits(minimum=0, maximum=2**63 - 1)
 
 
-def key(default: Any, doc: str, named: str | None = None, **limits: Unpack[Limits]) -> Any:
+def key(default: Any, doc: str, named: str | None = None, table: Table | None = None, **limits: Unpack[Limits]) -> Any:
     """A config key: `doc` is its sentence in `--help`, the rest are the limits of its value. named: its name, where
-    that is a word of Python's, which no field can have. Raises ValueError for an empty sentence."""
+    that is a word of Python's, which no field can have. table: of a key that takes a mapping. Raises ValueError for an
+    empty sentence."""
     if not doc.strip():
         raise ValueError("a key without a sentence")
-    metadata = {"doc": doc, **({"named": named} if named else {}), **limits}
+    metadata = {"doc": doc, **({"named": named} if named else {}), **({"table": table} if table else {}), **limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)

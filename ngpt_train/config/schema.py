@@ -10,17 +10,32 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Union
 
+from ngpt_train.config import lr_table
 from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
-from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SECONDS, SEED, BoolOrAuto, FloatOrAuto, IntOrAuto, key
+from ngpt_train.config.keys import (
+    AUTO,
+    COUNT,
+    COUNT_OR_0,
+    ROWS,
+    SECONDS,
+    SEED,
+    BoolOrAuto,
+    FloatOrAuto,
+    IntOrAuto,
+    Table,
+    key,
+)
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.parallel_keys import ParallelConfig
 from ngpt_train.config.verb_keys import (
     BenchConfig,
+    CompareConfig,
     DoctorConfig,
     EvalConfig,
     EvaluateConfig,
     GenerateConfig,
     PlanConfig,
+    StudyConfig,
 )
 
 
@@ -127,6 +142,7 @@ class OptimConfig:
         {},
         "lr by scale, then context, then tokens or steps of the whole run. The longest context within model.context "
         "counts, else the shortest there is; of its entries the one with the nearest budget, by its logarithm.",
+        table=Table(lr_table.problem_of, "{tiny: {256: 0.001}}", "Set optim.lr, or write a recipe in YAML"),
     )
     lr_source: str = key("", "Where optim.lr is from, which the log says. With lr=auto the entry of lr_table says it.")
     betas: list[float] = key([0.9, 0.95], "Adam's decay rates of the first and second moment.")
@@ -321,3 +337,5 @@ class Config:
     plan: PlanConfig = field(default_factory=PlanConfig)
     bench: BenchConfig = field(default_factory=BenchConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
+    study: StudyConfig = field(default_factory=StudyConfig)
+    compare: CompareConfig = field(default_factory=CompareConfig)

@@ -13,8 +13,7 @@ import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ngpt_train.config import lr_table
-from ngpt_train.config.keys import Conflict
+from ngpt_train.config.keys import Conflict, Table
 from ngpt_train.core.errors import ConfigError
 
 if typing.TYPE_CHECKING:
@@ -49,6 +48,7 @@ class Key:
     maximum: float | None = None
     below: float | None = None
     items: type = float  # of a list: int, float or str
+    table: Table | None = None
 
     @property
     def is_free_text(self) -> bool:
@@ -56,7 +56,7 @@ class Key:
 
     @property
     def is_table(self) -> bool:
-        return dict in self.types
+        return self.table is not None
 
     def expected(self, value: Any = None) -> str:
         """What the key takes instead of `value`, in words: `an integer >= 1 or auto`."""
@@ -72,7 +72,7 @@ class Key:
             float: [f"a number{bounds}"],
             str: self.choices or ["text"],
             list: [self._expected_list(bounds)],
-            dict: ["a table such as {tiny: {256: 0.001}}"],
+            dict: [f"a table such as {self.table.example}" if self.table else "a table"],
             type(None): ["null"],
         }
         return any_of(word for kind in self.types for word in words[kind])
@@ -91,8 +91,8 @@ class Key:
             return f"{text}, without the character NUL"
         if self._takes(value):
             return None
-        if self.is_table and isinstance(value, dict):
-            return lr_table.problem_of(value)
+        if self.table and isinstance(value, dict):
+            return self.table.problem(value)
         if value == "":
             return f"empty, but {text}"
         if value is None and self.is_free_text:
@@ -130,7 +130,7 @@ class Key:
             return str in self.types and allowed
         if isinstance(value, list):
             return list in self.types and all(self._takes_item(x) for x in value)
-        return self.is_table and isinstance(value, dict) and lr_table.problem_of(value) is None
+        return self.table is not None and isinstance(value, dict) and self.table.problem(value) is None
 
     def _takes_item(self, item: Any) -> bool:
         if self.items is str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Union
+from typing import Any, Union
 
-from ngpt_train.config.keys import COUNT, COUNT_OR_0, ROWS, SEED, key
+from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SEED, IntOrAuto, Table, key
 
 # The sentences of keys that `evaluate` and `generate` share.
 AVERAGE = (
@@ -120,3 +122,131 @@ class BenchConfig:
         choices=("data", "step", "kernels", "attention", "checkpoint", "communication"),
     )
     out: Union[str, None] = key(None, "JSON file for the entries; null prints only.")
+
+
+# As part of a run's name.
+_ARM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,59}")
+
+
+def _problem_of_arms(arms: Mapping[Any, Any]) -> str | None:
+    for name, row in arms.items():
+        if not isinstance(name, str) or not _ARM.fullmatch(name):
+            rule = "letters, digits, '.', '_' and '-', at most 60, not beginning with '.' or '-'; a number in quotes"
+            return f"{name!r} is no name for an arm: {rule}"
+        if not isinstance(row, Mapping):
+            return f"{name}: {row!r} is not what an arm says, such as {{model: gpt, model.qk_norm: true}}"
+    return None
+
+
+def _problem_of_row(row: Mapping[Any, Any]) -> str | None:
+    return None  # what it says is checked as a row of an experiment's table is, with every option known
+
+
+def _problem_of_tuned(tuned: Mapping[Any, Any]) -> str | None:
+    for name, grid in tuned.items():
+        is_factor = type(grid) in (int, float)
+        if name == "optim.lr" and not (is_factor and 1.05 <= grid <= 100):
+            return f"optim.lr: {grid!r} is not a factor from 1.05 to 100 between neighbours of its grid, such as 2"
+        if name != "optim.lr" and not (isinstance(grid, list) and len(grid) > 1):
+            return f"{name}: {grid!r} is not a list of two values or more to try, such as [0.03, 0.1, 0.3]"
+    return None
+
+
+_IN_YAML = "Write a study in YAML, DIR/study/my.yaml, and choose it with --config-dir DIR study=my"
+
+
+@dataclass
+class StudyConfig:
+    """A comparison of arms at several budgets (`study`), chosen with study=NAME."""
+
+    name: Union[str, None] = key(None, "Directory below study.root; null is the option that study=NAME chose.")
+    root: str = key("studies", "Directory that holds all studies. Those in it share the runs that they have in common.")
+    arms: dict[str, Any] = key(
+        {},
+        "What is compared: by the name of each arm the groups and keys in which it differs.",
+        table=Table(_problem_of_arms, "{gpt: {model: gpt}, ngpt: {model: ngpt}}", _IN_YAML),
+    )
+    baseline: Union[str, None] = key(None, "The arm that the others are compared with; null is the first.")
+    shared: dict[str, Any] = key(
+        {},
+        "Groups and keys of all arms. Arguments of the command line that are not study.* count as more of them.",
+        table=Table(_problem_of_row, "{scale: tiny, data: embedded}", _IN_YAML),
+    )
+    budgets: list[int] = key(
+        [],
+        "Tokens of a run, such as [409600,819200]. Each budget has runs of its own, whose schedules end with it.",
+        minimum=1,
+        maximum=10**16,
+    )
+    tune: dict[str, Any] = key(
+        {"optim.lr": 2},
+        "What is tuned for each arm at each budget. optim.lr, always: the factor between neighbours of its grid, which "
+        "has the recipe's value in it. Further keys: the values to try.",
+        table=Table(_problem_of_tuned, "{optim.lr: 2, optim.weight_decay: [0.03, 0.1, 0.3]}", _IN_YAML),
+    )
+    max_points: int = key(
+        9, "Most values of a key that an arm tries at a budget. 1: no tuning.", minimum=1, maximum=1000
+    )
+    seeds: list[int] = key([0, 1, 2], "run.seed of the runs, the same for all arms.", **SEED)
+    metric: str = key(
+        "loss",
+        "What is compared: the validation loss at a run's end, or bits per byte, which other tokenizers may share.",
+        choices=("loss", "bits_per_byte"),
+    )
+    confidence: float = key(0.95, "Confidence of the intervals; 0.99 asks for p < 0.01.", minimum=0.5, maximum=0.9999)
+    engine: str = key("local", "Where the runs go: local is this machine.", choices=("local",))
+    jobs: IntOrAuto = key(
+        AUTO, "Runs side by side; auto: one a GPU, or without GPUs one a core, at most 8.", minimum=1, maximum=10_000
+    )
+    threads: IntOrAuto = key(
+        AUTO, "Threads of each run (OMP_NUM_THREADS); auto divides the cores among the jobs.", minimum=1, maximum=10_000
+    )
+    retries: int = key(
+        2,
+        "So often a run is started again that was killed or crashed, at each start of the study. A run that diverges, "
+        "or that needs more memory than the GPU has, is not.",
+        minimum=0,
+        maximum=1000,
+    )
+    dry_run: bool = key(False, "Only print the table of runs, tokens, FLOPs and hours.")
+
+
+@dataclass
+class CompareConfig:
+    """Which of several arms is better, by how much and how sure (`compare RUN...`)."""
+
+    runs: Union[list[str], None] = key(
+        None, "Directories of runs, of studies, or that hold runs: `compare runs/a runs/b` sets them."
+    )
+    out: Union[str, None] = key(None, "Directory for the report; null prints only.")
+    arms: Union[list[str], None] = key(
+        None,
+        "What belongs together, each as NAME:PATTERN of the runs' names, such as [gpt:gpt-*,ngpt:ngpt-*]. null: runs "
+        "whose configs differ in nothing but seed, budget and tuned keys.",
+    )
+    baseline: Union[str, None] = key(
+        None, "The arm, or a run of it, that the others are compared with; null is gpt, else that of the first run."
+    )
+    tuned: Union[list[str], None] = key(
+        None,
+        "Keys whose best value is taken for each arm and budget. null: those of the study, else optim.lr unless "
+        "nothing else differs; []: none.",
+    )
+    under_test: Union[list[str], None] = key(
+        None,
+        "Keys or groups, such as [model], whose difference is the question; all others that differ are confounds, but "
+        "for what follows from these. null: those of the study, else the architecture.",
+    )
+    metric: Union[str, None] = key(
+        None,
+        "What is compared. null: that of the study, else the loss, or bits per byte where tokenizers differ.",
+        choices=("loss", "bits_per_byte"),
+    )
+    confidence: Union[float, None] = key(
+        None, "Confidence of the intervals; null: that of the study, else 0.95.", minimum=0.5, maximum=0.9999
+    )
+    step_times: bool = key(
+        False,
+        "Measure optimizer steps of all arms here, in turn in one process, and take seconds from them instead of the "
+        "runs' own clocks. A report keeps what was measured.",
+    )

@@ -4,14 +4,17 @@ import shlex
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from ngpt_train.config.schema import Config
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.log import saying_nothing
-from ngpt_train.data import many_epochs, planned_rows
+from ngpt_train.data import load_tokenizer, many_epochs, planned_rows
+from ngpt_train.data.prepared.shards import MANIFEST, read_manifest
+from ngpt_train.data.tokenizers import known_vocabulary
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.report.choice import choose, planned_layout
 from ngpt_train.report.memory import MemoryItem, copies_to_save, memory_per_rank
@@ -111,6 +114,25 @@ def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
         plan["flops_per_s"] = config.plan.flops_per_s
         plan["hours"] = plan["total_flops"] / (config.plan.flops_per_s * world_size) / 3600
     return plan
+
+
+def planned_vocabulary(config: Config) -> int:
+    """The vocabulary size that `train` would find, without reading text. Raises DataError where a file is missing."""
+    if config.data.kind == "tokens":
+        directory = Path(config.data.path or "").expanduser()
+        if not directory.is_dir():
+            raise DataError(
+                f"data.path={config.data.path}: not a directory, so the vocabulary of its tokens is unknown. "
+                "Name the directory, or say the number with model.vocab_size."
+            )
+        if (directory / MANIFEST).exists():
+            return int(read_manifest(directory)["tokenizer"]["vocab_size"])
+    tokenizer = config.tokenizer
+    if (known := known_vocabulary(tokenizer.kind)) is not None:  # its file might have to be downloaded
+        return known
+    if tokenizer.path is None and config.data.kind != "tokens":
+        return tokenizer.vocab_size  # of the SentencePiece model, or at most so many words, that `train` would make
+    return load_tokenizer(tokenizer).vocab_size
 
 
 def count_parameters(model: Decoder) -> dict[str, int]:

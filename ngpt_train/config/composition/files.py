@@ -38,6 +38,7 @@ GROUPS = {
     "logging": "What is written while training.",
     "hardware": "Micro rows, recomputation and layout for a card and a scale, on 64 ranks, 8 of a host.",
     "experiment": "A whole run: chooses options and sets keys; what it sets can be overridden.",
+    "study": "A comparison of arms, for the verb study alone.",
 }
 # Options that are a key or two, without a file: parallel=fsdp is parallel.kind=fsdp.
 BUILT_IN: dict[str, dict[str, Any]] = {
@@ -115,10 +116,10 @@ class Files:
 
     @cached_property
     def options(self) -> dict[str, list[str]]:
-        """The options of each group; only hardware and the experiment can be none (`null`)."""
+        """The options of each group; only hardware, experiment and study can be none (`null`)."""
         options = {group: self._options(group) for group in GROUPS}
-        experiments = self._experiments(options["experiment"])
-        return options | {"hardware": [*options["hardware"], "null"], "experiment": [*experiments, "null"]}
+        options["experiment"] = self._experiments(options["experiment"])
+        return options | {group: [*options[group], "null"] for group in ("hardware", "experiment", "study")}
 
     def option(self, config_path: str) -> Option:
         """`group/option`, which exists."""

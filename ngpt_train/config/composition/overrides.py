@@ -69,7 +69,7 @@ def parse_row(row: Any, options: Mapping[str, Sequence[str]], place: str) -> Ove
         fix = "For example {model: gpt, optim.lr: 1.0e-3}; a row that sets nothing is {}"
         raise mistake(f"{show(row)}: a row is a mapping of groups to options and keys to values", fix, place=place)
     overrides, keys = Overrides(), all_keys()
-    groups = {group: names for group, names in options.items() if group != "experiment"}
+    groups = {group: names for group, names in options.items() if group not in ("experiment", "study")}
     for name, value in row.items():
         name = str(name)
         if isinstance(value, Mapping) and name not in keys:
@@ -177,9 +177,8 @@ def _check_name(name: str, value: str, options: Mapping[str, Sequence[str]], pla
     keys = all_keys()
     if name in options:
         check_option(name, value, options[name], place)
-    elif any(key.is_table and f"{name}.".startswith(f"{key.name}.") for key in keys.values()):
-        fix = "Set optim.lr, or write a recipe in YAML"
-        raise mistake(f"{name}={value}: a table cannot be set here", fix, place=place)
+    elif table := next((key.table for key in keys.values() if f"{name}.".startswith(f"{key.name}.")), None):
+        raise mistake(f"{name}={value}: a table cannot be set here", table.instead, place=place)
     elif name not in keys:
         raise unknown_key(name, value, keys, list(options), place)
 

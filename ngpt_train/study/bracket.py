@@ -1,0 +1,162 @@
+"""One tuned key: which value is best, whether worse ones lie on both sides of it, and the parabola through them."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """What the values of one key have shown, all else equal.
+
+    Everything but `state` is None where it is not known: the parabola needs a bracket and three finite losses.
+    """
+
+    state: str  # "bracketed"; "edge": the best value may lie outside, so this is untuned; "not tried": one value only
+    best: Any = None  # the tried value with the lowest mean loss over its seeds
+    optimum: float | None = None  # vertex of the parabola in log value
+    low: float | None = None  # the optimum's interval; never wider than from bracket end to bracket end
+    high: float | None = None
+    price_of_two: float | None = None  # loss of a value that is off by a factor of two, less the optimum's
+
+
+def analyse(
+    values: Sequence[Any],
+    losses: Sequence[float | None],
+    sigma: float,
+    *,
+    seeds: Sequence[int] | None = None,
+    listed: bool = False,
+    confidence: float = 0.95,
+    degrees: float = math.inf,
+) -> Tuning:
+    """Judges the runs of one key, of which value, end loss (None: failed, which is worse than any loss) and seed are
+    given.
+
+    sigma: standard deviation between seeds of the end loss, known with so many `degrees` of freedom. Another value is
+    worse if its mean loss is higher than the best's by more than sigma; where seeds are given, over the seeds that both
+    have, too. listed: the values are the only ones that are allowed, so that lying inside is enough.
+    """
+    line = Line(values, losses, seeds)
+    tried, best = line.values, line.best
+    if len(tried) < 2:
+        return Tuning("not tried", best)
+    if best is None:
+        return Tuning("edge")
+    if not all(is_number(value) for value in tried):
+        return Tuning("bracketed", best)  # names and switches have no order, hence no edge
+    below, above = line.worse(0.0 if listed else sigma, or_equal=listed)
+    if not (below or best == 0) or not above:  # nothing lies below 0
+        return Tuning("edge", best)
+    if not below or min(tried) <= 0:
+        return Tuning("bracketed", best)
+    left, right = max(below), min(above)
+    vertex = _vertex(line, left, right, sigma, _quantile(confidence, degrees))
+    if vertex is None:
+        return Tuning("bracketed", best, float(best), float(left), float(right))
+    optimum, low, high, curvature = vertex
+    return Tuning("bracketed", best, optimum, low, high, curvature * math.log(2) ** 2)
+
+
+class Line:
+    """The runs of one key by its value. A value of which a seed has failed has an infinite mean."""
+
+    def __init__(
+        self, values: Sequence[Any], losses: Sequence[float | None], seeds: Sequence[int] | None = None
+    ) -> None:
+        if not len(values) == len(losses) == len(losses if seeds is None else seeds):
+            raise ValueError(f"{len(values)} values, {len(losses)} losses and {seeds} seeds are not of the same runs")
+        self._runs: dict[Any, list[tuple[int | None, float]]] = {}
+        for number, (value, loss) in enumerate(zip(values, losses, strict=True)):
+            finite = math.inf if loss is None or not math.isfinite(loss) else float(loss)
+            self._runs.setdefault(value, []).append((None if seeds is None else seeds[number], finite))
+        is_ordered = all(is_number(value) for value in self._runs)
+        self.values = sorted(self._runs) if is_ordered else list(self._runs)
+        finite_values = [value for value in self.values if math.isfinite(self.mean(value))]
+        self.best: Any = min(finite_values, key=self.mean, default=None)
+
+    def mean(self, value: Any) -> float:
+        return statistics.fmean(loss for _, loss in self._runs[value])
+
+    def count(self, value: Any) -> int:
+        return len(self._runs[value])
+
+    def worse(self, sigma: float, or_equal: bool = False) -> tuple[list[Any], list[Any]]:
+        """The values below and above the best one that are worse than it by more than sigma."""
+        worse = [
+            v for v in self.values if v != self.best and (self._gap(v) > sigma or (or_equal and self._gap(v) >= 0))
+        ]
+        return [value for value in worse if value < self.best], [value for value in worse if value > self.best]
+
+    def _gap(self, value: Any) -> float:
+        """How much worse a value is than the best: by means, and by the seeds that both have, the smaller of the two.
+
+        The mean alone would mistake a hard first seed, the only one that most values have, for a bad value. The shared
+        seeds alone would trust the luck by which the best became the best.
+        """
+        gap = self.mean(value) - self.mean(self.best)
+        of_best = {seed: loss for seed, loss in self._runs[self.best] if seed is not None}
+        pairs = [loss - of_best[seed] for seed, loss in self._runs[value] if seed in of_best]
+        return min(gap, statistics.fmean(pairs)) if pairs else gap
+
+
+def _vertex(
+    line: Line, left: Any, right: Any, sigma: float, quantile: float
+) -> tuple[float, float, float, float] | None:
+    """Optimum, its interval's ends, and the second derivative's half in log value; None without a parabola.
+
+    Weighted least squares of a + b x + c x², x = ln(value / best), through the values from `left` to `right`. The
+    interval has every x at which the slope b + 2 c x does not differ from 0 (Fieller's theorem).
+    """
+    best = line.best
+    inside = [value for value in line.values if left <= value <= right]
+    nearest = [max(v for v in inside if v < best), best, min(v for v in inside if v > best)]
+    ends = math.log(left / best), math.log(right / best)
+    for window in (inside, nearest):  # of many values, which an odd one may bend upwards; of three, which it cannot
+        means = np.array([line.mean(value) for value in window])
+        if not np.isfinite(means).all():
+            continue
+        x = np.array([math.log(value / best) for value in window])
+        design = np.stack([np.ones_like(x), x, x**2], axis=1)  # (n, 3)
+        weights = np.array([line.count(value) for value in window], dtype=float)
+        inverse = np.linalg.inv(design.T @ (weights[:, None] * design))  # (3, 3)
+        _, b, c = inverse @ (design.T @ (weights * means))
+        if c <= 0 or not ends[0] < -b / (2 * c) < ends[1]:
+            continue
+        # (b + 2 c x)² <= quantile² var(b + 2 c x), a quadratic p x² + 2 q x + r <= 0.
+        noise = (quantile * sigma) ** 2 * inverse
+        p, q, r = 4 * (c**2 - noise[2, 2]), 2 * (b * c - noise[1, 2]), b**2 - noise[1, 1]
+        low, high = ends
+        if p > 0:  # else the curvature is not resolved, and the bracket itself is the interval
+            half = math.sqrt(max(q**2 - p * r, 0.0))
+            low, high = max(low, (-q - half) / p), min(high, (-q + half) / p)
+        optimum, low, high = (float(best * math.exp(at)) for at in (-b / (2 * c), low, high))
+        return optimum, min(low, optimum), max(high, optimum), float(c)
+    return None
+
+
+def is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _quantile(confidence: float, degrees: float) -> float:
+    """The t for which |T| <= t has the probability `confidence`, T of Student's distribution."""
+    if degrees > 200:
+        return statistics.NormalDist().inv_cdf((1 + confidence) / 2)
+    # With T = sqrt(degrees) tan(angle) the density is cos(angle)**(degrees - 1).
+    nodes, weights = np.polynomial.legendre.leggauss(100)
+
+    def mass(angle: float) -> float:
+        return angle / 2 * float(weights @ np.cos(angle / 2 * (nodes + 1)) ** (degrees - 1))
+
+    whole, low, high = mass(math.pi / 2), 0.0, math.pi / 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if mass(middle) < confidence * whole else (low, middle)
+    return math.sqrt(degrees) * math.tan(low)

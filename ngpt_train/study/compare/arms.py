@@ -1,0 +1,207 @@
+"""Which runs belong to one arm: those whose configs differ in nothing but seed, budget and tuned keys, or those that the
+user names."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
+from ngpt_train.study.compare.key_kinds import HARDWARE, OF_THE_BUDGET, covers, is_harmless
+from ngpt_train.study.compare.runs import Run
+
+LR = "optim.lr"
+# What may differ between runs of an arm: it is looked at only where it alone tells two runs apart.
+_SECONDARY = {*OF_THE_BUDGET, *HARDWARE, "eval", "guards", "train.batch_tokens", "run"} - {LR}
+_OF_A_STUDY = re.compile(r"(?P<arm>.+)-\d+(-.+)?-seed\d+(-[0-9a-f]{12})?")  # as a study names its runs
+_NUMBER = re.compile(r"[-_.]?(seed|s|lr)?[-_.]?\d[\d.]*(e[-+]?\d+)?", re.IGNORECASE)
+
+Arms = dict[str, list[Run]]
+
+
+def named_arms(runs: Iterable[Run], patterns: Sequence[str]) -> tuple[Arms, list[Run]]:
+    """The arms of compare.arms, each written NAME:PATTERN, and the runs that belong to none of them. Raises
+    ConfigError."""
+    arms: Arms = {}
+    taken: dict[Path, str] = {}
+    runs = list(runs)
+    for item in patterns:
+        name, colon, pattern = item.partition(":")
+        if not colon or not name or not pattern:
+            raise mistake(
+                f"compare.arms: {item} is not NAME:PATTERN", "For example compare.arms=[gpt:gpt-*,ngpt:ngpt-*]"
+            )
+        found = [run for run in runs if _matches(run, pattern)]
+        if not found:
+            names = ", ".join(sorted(run.path.name for run in runs)[:8])
+            raise mistake(f"compare.arms: no run is named {pattern}", f"Among the runs are: {names}")
+        for run in found:
+            if taken.setdefault(run.path, name) != name:
+                raise mistake(f"compare.arms: {run.path} is in {taken[run.path]} and in {name}", "Narrow one pattern")
+        arms.setdefault(name, []).extend(run for run in found if run not in arms.get(name, []))
+    return arms, [run for run in runs if run.path not in taken]
+
+
+def _matches(run: Run, pattern: str) -> bool:
+    names = (run.path.name, str(run.path), str(run.config.get("run.name", "")))
+    return any(fnmatchcase(name, pattern) for name in names)
+
+
+def found_arms(runs: Sequence[Run], tuned: Collection[str]) -> Arms:
+    """The arms that the configs show, in the order of their first runs."""
+    groups = [list(runs)]
+    while True:
+        finer = [part for group in groups for part in _split(group, _primary(group, tuned))]
+        if len(finer) == len(groups):
+            break
+        groups = finer
+    groups = [part for group in groups for part in _apart(group, tuned)]
+    groups.sort(key=lambda group: min(runs.index(run) for run in group))
+    return dict(zip(_names(groups, tuned), groups, strict=True))
+
+
+def _primary(group: Sequence[Run], tuned: Collection[str]) -> list[str]:
+    """The keys by which runs are told apart: an older config, or another architecture's, may lack keys."""
+    common = set.intersection(*(set(run.config) for run in group))
+    return sorted(key for key in common if not (is_harmless(key) or covers({*tuned, *_SECONDARY}, key)))
+
+
+def _split(group: Sequence[Run], keys: Iterable[str]) -> list[list[Run]]:
+    """By the values of keys."""
+    keys, parts = list(keys), {}
+    for run in group:
+        values = json.dumps([_number(run.config.get(key)) for key in keys], sort_keys=True, default=str)
+        parts.setdefault(values, []).append(run)
+    return list(parts.values())
+
+
+def _number(value: Any) -> Any:
+    return float(value) if type(value) is int else value
+
+
+def _apart(group: list[Run], tuned: Collection[str]) -> list[list[Run]]:
+    """A group in which no two runs have the same budget, seed and tuned values: told apart by secondary keys, else by
+    their names."""
+    point = lambda run: json.dumps([budget_of(run), values_of(run, tuned), seed_of(run)], default=str)  # noqa: E731
+    if max(Counter(map(point, group)).values()) < 2:
+        return [group]
+    keys = {key for run in group for key in run.config if covers(_SECONDARY, key) and not is_harmless(key)}
+    follows = {"train.steps", "run.seed", *tuned}
+    differing = []
+    for twins in _by(group, point):
+        differing += [key for key in keys - follows if len(_split(twins, [key])) > 1]
+    parts = _split(group, sorted(set(differing)))
+    if len(parts) == 1:
+        parts = _by(group, stem)
+    if len(parts) == 1:
+        parts = [[run] for run in group]
+    return parts
+
+
+def _by(group: Iterable[Run], key: Any) -> list[list[Run]]:
+    parts: dict[Any, list[Run]] = {}
+    for run in group:
+        parts.setdefault(key(run), []).append(run)
+    return list(parts.values())
+
+
+def stem(run: Run) -> str:
+    """The name of a run without numbers and seed: `gpt-819200-lr0.02-seed0` is gpt, `a-1` is a."""
+    if found := _OF_A_STUDY.fullmatch(run.path.name):
+        return found["arm"]
+    return _NUMBER.sub("", run.path.name) or run.path.name
+
+
+def _names(groups: Sequence[Sequence[Run]], tuned: Collection[str]) -> list[str]:
+    """A name for each group that tells it from the others: its runs' own, their architecture, or what differs."""
+    candidates = [
+        [_only(stem(run) for run in group if _OF_A_STUDY.fullmatch(run.path.name)) for group in groups],
+        [_only(str(run.config.get("model.name", "")) for run in group) for group in groups],
+        [_only(stem(run) for run in group) for group in groups],
+        [_differences(group, groups, tuned) for group in groups],
+        [group[0].path.name for group in groups],
+    ]
+    for names in candidates:
+        if all(names) and len(set(names)) == len(names):
+            return [str(name) for name in names]
+    return [f"{group[0].path.parent.name}/{group[0].path.name}" for group in groups]
+
+
+def _only(names: Iterable[str]) -> str | None:
+    found = set(names)
+    return found.pop() if len(found) == 1 else None
+
+
+def _differences(group: Sequence[Run], groups: Sequence[Sequence[Run]], tuned: Collection[str]) -> str:
+    firsts = [other[0] for other in groups]
+    keys = [key for key in _primary(firsts, tuned) if len(_split(firsts, [key])) > 1]
+    return ",".join(f"{key.rpartition('.')[2]}={show(group[0].config[key])}" for key in keys[:3])
+
+
+def choose_baseline(arms: Arms, wanted: str | None) -> str:
+    """The arm `wanted`, or of the run of that name; where none is wanted gpt, else the first. Raises ConfigError."""
+    if wanted is None:
+        plain = [name for name, runs in arms.items() if name == "gpt" or runs[0].config.get("model.name") == "gpt"]
+        return "gpt" if "gpt" in arms else (plain or list(arms))[0]
+    if wanted in arms:
+        return wanted
+    for name, runs in arms.items():
+        if any(wanted.rstrip("/") in (run.path.name, str(run.path)) for run in runs):
+            return name
+    near = did_you_mean(nearest(wanted, arms))
+    raise mistake(f"compare.baseline={wanted}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
+
+
+def budget_of(run: Run) -> float:
+    """Tokens of the run's schedule: steps times tokens per step as the config has them, unless it does not say it, or
+    the records count something else."""
+    config, counted = run.config, _counted(run)
+    per_step = config.get("train.batch_tokens")
+    if isinstance(config.get("train.batch_rows"), int) and isinstance(config.get("model.context"), int):
+        per_step = config["train.batch_rows"] * config["model.context"]
+    planned = run.steps * per_step if isinstance(per_step, int) else None
+    if counted is None:
+        return float(planned or run.steps)
+    return float(planned) if planned and 0.8 < counted / planned < 1.25 else counted
+
+
+def _counted(run: Run) -> float | None:
+    """The targets that a run was trained on, as its last records count them, at the end of its schedule."""
+    for record in reversed([*run.train, *run.evals]):
+        tokens, step = record.get("tokens"), record.get("step")
+        if isinstance(tokens, (int, float)) and tokens > 0 and step:
+            return float(tokens) * run.steps / step
+    return None
+
+
+def seed_of(run: Run) -> int:
+    if "run.seed" in run.config:
+        return run.seed
+    found = re.search(r"seed[-_]?(\d+)", run.path.name)
+    return int(found[1]) if found else 0
+
+
+Values = tuple[tuple[str, Any], ...]
+
+
+def values_of(run: Run, tuned: Collection[str]) -> Values:
+    """Tuned key -> value, sorted by key, hashable."""
+    values = {key: run.config.get(key) for key in sorted(tuned)}
+    return tuple((key, json.dumps(v) if isinstance(v, (list, dict)) else v) for key, v in values.items())
+
+
+def common_budgets(arms: Mapping[str, Sequence[Run]], tolerance: float = 0.02) -> dict[Path, int]:
+    """The budget of each run, in tokens, the same for those that differ by the rounding to whole steps."""
+    budgets = {run.path: budget_of(run) for runs in arms.values() for run in runs}
+    found: dict[Path, int] = {}
+    first = 0.0
+    for path, budget in sorted(budgets.items(), key=lambda item: item[1]):
+        if budget > first * (1 + tolerance):
+            first = budget
+        found[path] = round(first)
+    return found

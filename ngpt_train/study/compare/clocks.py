@@ -1,0 +1,98 @@
+"""What a token costs an arm, in FLOPs and in seconds."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ngpt_train.study.compare.statistics.intervals import t_quantile
+from ngpt_train.study.compare.statistics.matched import Ratio
+from ngpt_train.study.compare.observed import flops_per_token, n_params, n_params_without_embeddings
+from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.trials import is_number
+
+MEASURED, OWN = "measured in turn", "own"
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Of a token of the baseline over that of an arm. log_error: standard error of its logarithm, known with `df`
+    degrees of freedom."""
+
+    ratio: float
+    log_error: float = 0.0
+    df: float = 1e6
+
+
+def seconds_of(run: Run) -> float | None:
+    """Seconds in steps for a token, by the run's own clock."""
+    for record in reversed([*run.train, *run.evals]):
+        seconds, tokens = record.get("train_seconds"), record.get("tokens")
+        if is_number(seconds) and is_number(tokens) and tokens > 0 and seconds > 0:
+            return float(seconds / tokens)
+    return None
+
+
+def own_clock(arm: Sequence[Run], baseline: Sequence[Run]) -> Cost | None:
+    """None where the records of one of them have no times."""
+    logs = [np.log([s for run in runs if (s := seconds_of(run))]) for runs in (baseline, arm)]
+    if not (len(logs[0]) and len(logs[1])):
+        return None
+    error = float(np.sqrt(sum(np.var(x, ddof=1) / len(x) for x in logs if len(x) > 1)))
+    df = max(sum(len(x) - 1 for x in logs), 1)
+    return Cost(float(np.exp(logs[0].mean() - logs[1].mean())), error, df)
+
+
+def measured(step_times: Mapping[str, Mapping[str, Any]], arm: str, baseline: str) -> Cost | None:
+    """By the step times of `step_times.py`; None where they lack one of the two."""
+    if arm not in step_times or baseline not in step_times:
+        return None
+    ones, others = (np.log(np.array(step_times[name]["seconds_per_token"])) for name in (baseline, arm))
+    ratios = ones - others  # of the same round, so that the machine's moods cancel
+    error = float(np.std(ratios, ddof=1) / np.sqrt(len(ratios)))
+    return Cost(float(np.exp(np.median(ratios))), error, len(ratios) - 1)
+
+
+def flops(arm: Sequence[Run], baseline: Sequence[Run]) -> Cost | None:
+    found = [[x for run in runs if (x := flops_per_token(run))] for runs in (baseline, arm)]
+    return Cost(statistics.fmean(found[0]) / statistics.fmean(found[1])) if found[0] and found[1] else None
+
+
+def in_units(ratio: Ratio, cost: Cost, confidence: float) -> Ratio:
+    """A ratio of tokens as one of what the tokens cost; the two errors are independent."""
+    if ratio.estimate is None:
+        return Ratio(None, None, None, ratio.extrapolated, ratio.note)
+    of_cost = float(t_quantile(confidence, cost.df)) * cost.log_error
+
+    def end(value: float | None, side: int) -> float | None:
+        if value is None or ratio.estimate is None:
+            return None
+        return cost.ratio * ratio.estimate * float(np.exp(side * np.hypot(np.log(value / ratio.estimate), of_cost)))
+
+    return Ratio(cost.ratio * ratio.estimate, end(ratio.low, -1), end(ratio.high, 1), ratio.extrapolated, ratio.note)
+
+
+def costs_of(name: str, runs: Sequence[Run], step_times: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """The entry of report.json."""
+    memory = [x["memory_gb"] for run in runs for x in run.train if is_number(x.get("memory_gb"))]
+    own = [x["step_time"] for run in runs for x in run.train if is_number(x.get("step_time"))]
+    of_own = statistics.median(own) if own else None
+    in_turn = step_times.get(name)
+    return {
+        "arm": name,
+        "n_params": _first(n_params(run) for run in runs),
+        "n_params_without_embeddings": _first(n_params_without_embeddings(run) for run in runs),
+        "flops_per_token": _first(flops_per_token(run) for run in runs),
+        "memory_gb": max(memory, default=None),
+        "step_time": in_turn["step_time"] if in_turn else of_own,
+        "step_time_how": MEASURED if in_turn else OWN if own else None,
+        "step_time_own": of_own,
+    }
+
+
+def _first(values: Any) -> Any:
+    return next((value for value in values if value is not None), None)

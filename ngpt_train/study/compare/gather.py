@@ -1,0 +1,121 @@
+"""The runs that `compare` is given: single directories, directories of runs, and studies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.config.validate import mistake
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.files import read_json
+from ngpt_train.study.compare.runs import Run, read_run
+from ngpt_train.study.definition import Study, name_of
+from ngpt_train.study.points import FAILURES
+from ngpt_train.study.stored import FILE, read_stored
+
+# What a comparison writes into its directory.
+REPORT = "report.json"
+WRITTEN = (REPORT, "report.md", "report.html", "figures")
+
+
+@dataclass
+class Gathered:
+    """Runs, and what a study that they are of says about them."""
+
+    runs: list[Run] = field(default_factory=list)
+    arms: dict[str, list[Run]] | None = None
+    overrides: Mapping[str, Sequence[str]] | None = None
+    baseline: str | None = None
+    tuned: Sequence[str] | None = None
+    under_test: Sequence[str] = ()
+    metric: str | None = None
+    confidence: float = 0.95
+    title: str = "comparison"
+    failures: list[dict[str, Any]] = field(default_factory=list)
+    commands: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def gather(paths: Sequence[Path]) -> Gathered:
+    """Raises DataError where a directory holds no run, or where one cannot be read."""
+    if len(paths) == 1 and (paths[0] / FILE).is_file():
+        return of_study(read_stored(paths[0]))
+    found = Gathered()
+    seen = set()
+    for path in [run for path in paths for run in _directories(path)]:
+        if path.resolve() not in seen:
+            found.runs.append(read_run(path))
+        seen.add(path.resolve())
+    if paths and len(paths) == 1:
+        found.title = paths[0].resolve().name
+    return found
+
+
+def _directories(path: Path) -> list[Path]:
+    """Of the runs in a directory, which is one of them, or a study, or holds them."""
+    if not path.is_dir():
+        raise DataError(f"{path} is not a directory. Name run directories, such as runs/NAME, or a study's.")
+    if (path / "config.yaml").is_file():
+        return [path]
+    for place in (path / "runs", path):
+        inside = sorted(run for run in place.glob("*") if (run / "config.yaml").is_file())
+        if inside:
+            return inside
+    raise DataError(f"{path} holds no run: a run's directory has a config.yaml. Name directories such as runs/NAME.")
+
+
+def of_study(study: Study) -> Gathered:
+    """The runs that the study's directory holds, by arm."""
+    names = sorted(study.arms, key=len, reverse=True)  # gpt-qk before gpt
+    arms: dict[str, list[Run]] = {name: [] for name in study.arms}
+    found = Gathered(overrides=study.arms, baseline=study.baseline, tuned=list(study.tune), title=study.name)
+    found.metric, found.confidence = study.metric, study.confidence
+    found.under_test = sorted({name_of(argument) for row in study.arms.values() for argument in row})
+    found.commands = [f"python -m ngpt_train study study={study.name}"]
+    for path in sorted(study.runs.glob("*")) if study.runs.is_dir() else []:
+        arm = next((name for name in names if path.name.startswith(f"{name}-")), None)
+        if arm is not None and (path / "config.yaml").is_file():
+            run = read_run(path)
+            arms[arm].append(run)
+            found.runs.append(run)
+    if not found.runs:
+        raise DataError(f"{study.runs} holds no run of the study yet")
+    found.arms = arms
+    for record in sorted((study.path / FAILURES).glob("*.json")):
+        arm = next((name for name in names if record.stem.startswith(f"{name}-")), None)
+        run = study.runs / record.stem
+        if arm is not None:
+            entry = {"arm": arm, "budget": None, "seed": None, "values": {}, "reason": "it crashed", "run": str(run)}
+            found.failures.append(entry | {"reason": str(read_json(record).get("reason", "it crashed"))})
+    return found
+
+
+def check_out(out: Path) -> None:
+    """Raises ConfigError where the report would replace what no comparison has written."""
+    setting = f"compare.out={out}"
+    if out.exists() and not out.is_dir():
+        raise mistake(f"{setting}: is a file", "Name a directory for the report")
+    if (out / "config.yaml").exists():
+        raise mistake(f"{setting}: is the directory of a run", "Name another directory")
+    there = [name for name in WRITTEN if (out / name).exists()]
+    if there and not _is_report(out / REPORT):
+        raise mistake(
+            f"{setting}: {out / there[0]} is not of an earlier compare", "Name another directory, or remove it"
+        )
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        report = read_json(path)
+    except DataError:
+        return False
+    return isinstance(report, dict) and "format" in report and "verdicts" in report
+
+
+def step_times_of(runs: Sequence[Run], out: Path | None, measure: bool) -> dict[str, Any]:
+    """Measured anew where that is asked for; else those that an earlier comparison left in `out`."""
+    if measure:
+        raise ConfigError("compare.step_times=true: not yet")
+    return {}

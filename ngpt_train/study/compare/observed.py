@@ -1,0 +1,192 @@
+"""What a run's directory says of its size, its work and its data, beside the keys of its config."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import read_json
+from ngpt_train.study.compare.key_kinds import UNKNOWN, Absent
+from ngpt_train.study.compare.runs import Run
+
+Arms = Mapping[str, Sequence[Run]]
+
+# What a start notes in run.json of itself, and not of what was computed.
+_OF_THE_START = ("time", "step", "job", "kernels", "damaged", "changed", "n_params", "host")
+
+
+@dataclass
+class Seen:
+    """The values of one key, or of one quantity, by arm and budget."""
+
+    key: str
+    by_arm: dict[str, dict[float, list[Any]]] = field(default_factory=dict)
+
+    def of(self, arm: str) -> list[Any]:
+        return distinct(itertools.chain.from_iterable(self.by_arm[arm].values()))
+
+    @property
+    def known(self) -> bool:
+        return all(value is not UNKNOWN for arm in self.by_arm for value in self.of(arm))
+
+    @property
+    def arms_differ(self) -> bool:
+        first, *others = ({budget: identities(x) for budget, x in found.items()} for found in self.by_arm.values())
+        return any(other != first for other in others)
+
+    def all(self) -> dict[str, list[Any]]:
+        return {arm: self.of(arm) for arm in self.by_arm}
+
+
+def see(key: str, arms: Arms, values: Callable[[Run], list[Any]]) -> Seen:
+    """What `values` says of the runs at budgets that all arms share; of all runs where they share none."""
+    budgets = {arm: {budget_of(run) for run in runs} for arm, runs in arms.items()}
+    shared = set.intersection(*budgets.values()) if budgets else set()
+    seen = Seen(key)
+    for arm, runs in arms.items():
+        of_arm = seen.by_arm.setdefault(arm, {})
+        for run in runs:
+            if not shared or budget_of(run) in shared:
+                of_arm.setdefault(budget_of(run) if shared else 0.0, []).extend(values(run))
+    return seen
+
+
+def tokens_per_step(run: Run) -> int | None:
+    """Targets of a step over all ranks, padding included."""
+    rows, context = run.config.get("train.batch_rows"), run.config.get("model.context")
+    if isinstance(rows, int) and isinstance(context, int):
+        return rows * context
+    tokens = run.config.get("train.batch_tokens")
+    return tokens if isinstance(tokens, int) else None
+
+
+def budget_of(run: Run) -> float:
+    """Tokens of the whole schedule; its steps, where nobody says how many tokens they have."""
+    return float(run.steps * (tokens_per_step(run) or 1))
+
+
+def n_params(run: Run) -> int | None:
+    found = run.facts.get("n_params")
+    return found if isinstance(found, int) else None
+
+
+def n_params_without_embeddings(run: Run) -> int | None:
+    """Parameters but for the embeddings of the input, of the source of an encoder-decoder, and of the output."""
+    size, width = run.config.get("model.vocab_size"), run.config.get("model.d_model")
+    total = n_params(run)
+    if total is None or not isinstance(size, int) or not isinstance(width, int):
+        return None
+    matrices = 1 + (not run.config.get("model.tied_embeddings", False)) + ("model.source_context" in run.config)
+    return total - matrices * size * width
+
+
+def flops_per_token(run: Run) -> float | None:
+    """As the records have it: FLOPs so far over the tokens of so many steps."""
+    tokens = tokens_per_step(run)
+    for record in reversed([*run.train, *run.evals]):
+        flops, step = record.get("flops"), record.get("step")
+        if isinstance(flops, (int, float)) and tokens and step:
+            return float(round(flops / (step * tokens)))
+    return None
+
+
+def clipped_share(run: Run) -> float | None:
+    """Share of all steps whose gradient was clipped, 0 without clipping; None where no record says it."""
+    shares = [record["clipped"] for record in run.train if "clipped" in record]
+    return sum(share or 0.0 for share in shares) / len(shares) if shares else None
+
+
+def rows_hash(run: Run) -> str | None:
+    """Which rows the last validation had."""
+    found = run.evals[-1].get("rows_hash") if run.evals else None
+    if found is None and run.rows is not None:
+        return run.rows.rows_hash
+    return found
+
+
+def data_hashes(run: Run) -> dict[int, str]:
+    """Which rows a run has read, by the tokens in them."""
+    return {x["tokens"]: x["data_hash"] for x in run.train if type(x.get("tokens")) is int and x.get("data_hash")}
+
+
+def first_differences(arms: Arms) -> Iterator[tuple[int, Run, Run, int, list[Any]]]:
+    """Of runs of one seed, of one arm or else of two: the seed, both, the tokens and the hashes at which their rows
+    first differ."""
+    (_, ones), *others = arms.items()
+    pairs = itertools.product(ones, others[0][1]) if others else itertools.combinations(ones, 2)
+    hashes = {id(run): data_hashes(run) for runs in arms.values() for run in runs}
+    for one, other in pairs:
+        if one.seed != other.seed:
+            continue
+        a, b = hashes[id(one)], hashes[id(other)]
+        for tokens in sorted(a.keys() & b.keys()):
+            if a[tokens] != b[tokens]:
+                yield one.seed, one, other, tokens, [a[tokens], b[tokens]]
+                break
+
+
+def facts_of(run: Run) -> dict[str, list[Any]]:
+    """Code, versions, machine and data of the starts whose steps are part of the run, by name."""
+    found: dict[str, list[Any]] = {}
+    for start in _starts(run):
+        flat = {name: value for name, value in start.items() if name not in _OF_THE_START}
+        flat |= {f"versions.{name}": version for name, version in flat.pop("versions", {}).items()}
+        flat |= {"allowed_changes": [x.get("key") for x in start["changed"]]} if start.get("changed") else {}
+        for name, value in flat.items():
+            if value not in found.setdefault(name, []):
+                found[name].append(value)
+    return found
+
+
+def _starts(run: Run) -> list[dict[str, Any]]:
+    """Without those whose steps were all taken again by a later one."""
+    try:
+        starts = read_json(run.path / "run.json")["starts"]
+    except (DataError, KeyError, TypeError):
+        starts = [dict(run.facts)]
+    starts = [start for start in starts if isinstance(start, dict)]
+    later = [start.get("step", 0) for start in starts[1:]]
+    return [start for start, next_step in zip(starts, [*later, None], strict=True) if _counts(start, next_step)]
+
+
+def _counts(start: dict[str, Any], next_step: int | None) -> bool:
+    return next_step is None or next_step > start.get("step", 0)
+
+
+def identity(value: Any) -> Any:
+    if isinstance(value, Absent):
+        return id(value)
+    return json.dumps(float(value) if type(value) is int else value, sort_keys=True, default=str)
+
+
+def same(one: Any, other: Any) -> bool:
+    return identity(one) == identity(other)
+
+
+def identities(values: Iterable[Any]) -> set[Any]:
+    return {identity(value) for value in values}
+
+
+def distinct(values: Iterable[Any]) -> list[Any]:
+    return list({identity(value): value for value in values}.values())
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it."""
+    if isinstance(value, list):
+        return [plain(x) for x in value]
+    if isinstance(value, Absent) or (isinstance(value, float) and not math.isfinite(value)):
+        return None
+    return value
+
+
+def ratio(values: Iterable[Any]) -> float | None:
+    numbers = list(values)
+    if not numbers or any(type(x) not in (int, float) or not 0 < x < math.inf for x in numbers):
+        return None
+    return float(max(numbers) / min(numbers))

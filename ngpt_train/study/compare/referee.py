@@ -1,0 +1,345 @@
+"""The referee: every way in which arms differ, each under test, following from that, or a confound; and which runs
+cannot be compared at all."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from ngpt_train.core.errors import DataError
+from ngpt_train.study.compare.key_kinds import (
+    HARDWARE,
+    NO_SUCH_KEY,
+    OF_THE_BUDGET,
+    PLACES_OF_ROWS,
+    PLACES_OF_TEXT,
+    UNKNOWN,
+    Absent,
+    brought,
+    covers,
+    is_harmless,
+    is_own_option,
+    is_shared_option,
+    value_of,
+)
+from ngpt_train.study.compare.observed import (
+    Arms,
+    Seen,
+    budget_of,
+    clipped_share,
+    distinct,
+    facts_of,
+    first_differences,
+    flops_per_token,
+    identities,
+    n_params,
+    n_params_without_embeddings,
+    plain,
+    ratio,
+    rows_hash,
+    same,
+    see,
+    tokens_per_step,
+)
+from ngpt_train.study.compare.runs import Run
+
+UNDER_TEST, FOLLOWS, CONFOUND = "under_test", "follows", "confound"
+ROUNDING = "how the work is done: seconds may differ, losses within rounding alone"
+BATCH_NORMS = ("pn", "pn_v", "batch")  # of model.norm: their statistics depend on the rows of a micro batch
+LEAST_SHARE = 0.01  # of the steps; shares of clipped steps that differ by less count as equal
+
+
+@dataclass
+class Difference:
+    """One way in which arms differ, or the runs of one arm among themselves."""
+
+    key: str
+    values: dict[str, list[Any]]  # of each arm, or of the runs of the one arm; distinct
+    within: bool = False
+    note: str = ""
+    kind: str = CONFOUND
+
+    def as_dict(self) -> dict[str, Any]:
+        """The entry of report.json. size: the largest value over the smallest, where all are positive numbers."""
+        found = list(self.values.values())
+        values = found[0] if self.within else [of[0] if len(of) == 1 else of for of in found]
+        return {
+            "arms": list(self.values),
+            "key": self.key,
+            "values": [plain(value) for value in values],
+            "kind": self.kind,
+            "size": ratio(itertools.chain.from_iterable(self.values.values())),
+            "note": self.note,
+        }
+
+
+def examine(arms: Arms, tuned: Collection[str] = (), under_test: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Every way in which the arms differ, and the runs of an arm among themselves, confounds first.
+
+    arms: the runs of each arm by its name. tuned: keys whose values were chosen for each arm by tuning. under_test:
+    keys, sections (`optim`) or groups (`model`, `recipe`) that are the question; where none is named, the architecture
+    and its options that differ, or else what differs of optim.* and schedule.*.
+
+    An entry has `arms`, `key`, `values` (one for each arm, a list where its runs have several; or, with one arm, those
+    of its runs), `kind`, `size` (the largest value over the smallest, or None) and `note`, a sentence.
+    """
+    found = _of_config(arms, tuned, under_test)
+    found += _of_facts(arms, under_test, found)
+    found += _of_size(arms, found)
+    found += _of_data(arms, under_test)
+    order = {CONFOUND: 0, UNDER_TEST: 1, FOLLOWS: 2}
+    return [difference.as_dict() for difference in sorted(found, key=lambda x: order[x.kind])]
+
+
+def check_comparable(runs: Iterable[Run]) -> str:
+    """The metric that these runs can be compared in: "loss", in nats per token, or, where their tokenizers differ,
+    "bits_per_byte". Raises DataError, with the reason, where they were validated on other text."""
+    validated = [run for run in runs if run.evals]
+    validated = [run for run in validated if run.is_annealed] or validated
+    if not validated:
+        raise DataError("compare: no run has been validated: there is no eval record in any metrics.jsonl")
+    first, *others = validated
+    for run in others:
+        other_tokenizer = _differ(first, run, "tokenizer_fingerprint")
+        hashes = rows_hash(first), rows_hash(run)
+        if not other_tokenizer and None not in hashes and hashes[0] != hashes[1]:
+            raise DataError(
+                f"{run.path} was validated on other rows than {first.path} (rows_hash {hashes[1]} instead of "
+                f"{hashes[0]}), so their losses say nothing about each other. {_why_other_rows(first, run)}"
+            )
+        if other_tokenizer and (other := _other_text(first, run)):
+            raise DataError(
+                f"{run.path} was validated on other text than {first.path}: {other}. Compare runs on one text."
+            )
+    if not any(_differ(first, run, "tokenizer_fingerprint") for run in others):
+        return "loss"
+    for run in validated:
+        if not isinstance(run.evals[-1].get("bits_per_byte"), (int, float)):
+            raise DataError(
+                f"{run.path} has another tokenizer than others, so that a loss per token means something else, and no "
+                "bits_per_byte in its eval records. Leave it out, or `evaluate` its checkpoint with this version."
+            )
+    return "bits_per_byte"
+
+
+def _of_config(arms: Arms, tuned: Collection[str], under_test: Collection[str]) -> list[Difference]:
+    keys = dict.fromkeys(key for runs in arms.values() for run in runs for key in run.config)
+    seen = [see(key, arms, partial(_of_key, key)) for key in keys if not is_harmless(key)]
+    found = [within for of_key in seen if of_key.key not in tuned for within in _within(of_key, arms, OF_THE_BUDGET)]
+    differing = [x for x in seen if len(arms) > 1 and x.arms_differ and not _only_by_name(x, arms)]
+    brought_by_arm = {x.key for x in differing if _is_brought(x, arms)}
+    tested = under_test or _in_question([x.key for x in differing], brought_by_arm, tuned)
+    for of_key in differing:
+        kind, note = _judge(of_key, arms, tested, tuned, brought_by_arm)
+        found.append(Difference(of_key.key, of_key.all(), note=note, kind=kind))
+    for difference in found:
+        if difference.within and covers(HARDWARE, difference.key):
+            difference.kind = _kind_of_hardware(arms)
+            difference.note = f"{difference.note}; {ROUNDING}" if difference.kind == FOLLOWS else difference.note
+    return found
+
+
+def _of_key(key: str, run: Run) -> list[Any]:
+    return [value_of(run.config, key)]
+
+
+def _measured(quantity: Callable[[Run], Any], run: Run) -> list[Any]:
+    return [quantity(run)]
+
+
+def _judge(
+    seen: Seen, arms: Arms, tested: Collection[str], tuned: Collection[str], brought_by_arm: Collection[str]
+) -> tuple[str, str]:
+    """The kind of a key by which arms differ, and a sentence."""
+    key = seen.key
+    silent = [arm for arm in arms if UNKNOWN in seen.of(arm)]
+    lacking = [arm for arm in arms if NO_SUCH_KEY in seen.of(arm)]
+    says = f"{', '.join(silent)}: config.yaml {UNKNOWN.why}" if silent else ""
+    says = f"{', '.join(lacking)} {NO_SUCH_KEY.why}" if lacking else says
+    runs = list(itertools.chain.from_iterable(arms.values()))
+    if key in tuned:
+        alone = [arm for arm in arms if all(len(identities(x)) < 2 for x in seen.by_arm[arm].values())]
+        if alone and len(alone) < len(arms):
+            return CONFOUND, f"tuned, but not in {', '.join(alone)}, where one value was tried"
+        return FOLLOWS, "tuned for each arm by itself"
+    if covers(tested, key):
+        return UNDER_TEST, says
+    if key == "run.seed":
+        return CONFOUND, "other weights at the start and other rows: a seed that an arm lacks pairs with none"
+    if covers(HARDWARE, key):
+        kind = _kind_of_hardware(arms)
+        return kind, ROUNDING if kind == FOLLOWS else "its norms take statistics over a micro batch of a rank"
+    if key in PLACES_OF_TEXT and _all_same(runs, lambda run: run.facts.get("data_fingerprint")):
+        return FOLLOWS, "another place; the text and its tokens are the same by their fingerprint"
+    if key in PLACES_OF_ROWS and _all_same(runs, rows_hash):
+        return FOLLOWS, "the rows of the last validation are the same by their rows_hash"
+    if key in brought_by_arm:
+        return FOLLOWS, "each arm has what its architecture or its recipe brings"
+    if key == "train.steps":
+        return CONFOUND, "the arms share no budget; losses at one budget are no comparison"
+    return CONFOUND, says
+
+
+def _in_question(differing: Sequence[str], brought_by_arm: Collection[str], tuned: Collection[str]) -> list[str]:
+    """The keys under test where nobody has named them."""
+    options = [key for key in differing if is_own_option(key) and key not in brought_by_arm]
+    architecture = [key for key in differing if key == "model.name"] + options
+    shared = [key for key in differing if is_shared_option(key) and key not in brought_by_arm]
+    how = [key for key in differing if key.startswith(("optim.", "schedule.")) and key not in tuned]
+    return architecture or shared or how
+
+
+def _of_facts(arms: Arms, under_test: Collection[str], of_config: Sequence[Difference]) -> list[Difference]:
+    """Differences of code, versions, machine and data, as run.json has them."""
+    by_run = {id(run): facts_of(run) for runs in arms.values() for run in runs}
+
+    def _fact(name: str, run: Run) -> list[Any]:
+        return by_run[id(run)].get(name, [UNKNOWN])
+
+    names = dict.fromkeys(name for found in by_run.values() for name in found)
+    found = []
+    for name in names:
+        seen = see(name, arms, partial(_fact, name))
+        hardware = covers(HARDWARE, name)
+        kind = _kind_of_hardware(arms) if hardware else UNDER_TEST if covers(under_test, name) else CONFOUND
+        note = ROUNDING if hardware and kind == FOLLOWS else ""
+        for within in _within(seen, arms, ()):
+            within.kind, within.note = kind, f"{within.note}; {note}" if note else within.note
+            found.append(within)
+        if len(arms) > 1 and seen.arms_differ:
+            note = note or ("run.json of some runs does not say it" if not seen.known else "")
+            found.append(Difference(name, seen.all(), note=note, kind=kind))
+    return found
+
+
+def _of_size(arms: Arms, of_config: Sequence[Difference]) -> list[Difference]:
+    """Differences of quantities that follow from the config: parameters, FLOPs, tokens of a step, clipped steps."""
+    quantities = {
+        "n_params": n_params,
+        "n_params_without_embeddings": n_params_without_embeddings,
+        "flops_per_token": flops_per_token,
+        "tokens_per_step": tokens_per_step,
+        "clipped_share": clipped_share,
+    }
+    shape = ("model", "tokenizer")
+    reasons: dict[str, tuple[str, ...]] = {
+        "tokens_per_step": ("train.batch_rows", "train.batch_tokens", "model.context"),
+        "clipped_share": ("optim", "schedule", "model", "train"),
+    }
+    found = []
+    for name, quantity in quantities.items():
+        seen = see(name, arms, partial(_measured, quantity))
+        values = [value for arm in arms for value in seen.of(arm)]
+        if None in values or not values:
+            continue
+        if name == "clipped_share":  # of the runs of an arm the mean: single runs are clipped by chance more or less
+            for arm in arms:
+                seen.by_arm[arm] = {0.0: [round(sum(of := seen.of(arm)) / len(of), 4)]}
+            values = [value for arm in arms for value in seen.of(arm)]
+            if max(values) - min(values) < LEAST_SHARE:
+                continue
+        if len(arms) < 2 or not seen.arms_differ:
+            continue
+        because = [x for x in of_config if not x.within and covers(reasons.get(name, shape), x.key)]
+        confounds = [x.key for x in because if x.kind == CONFOUND]
+        if name == "clipped_share":
+            confounds = [key for key in confounds if key == "optim.clip_norm"]
+            note = "share of the steps whose gradient was clipped"
+        elif confounds:
+            note = f"through {', '.join(confounds)}"
+        else:
+            note = f"from {', '.join(x.key for x in because[:3])}" if because else "no key of the config explains it"
+        kind = CONFOUND if confounds or not because else FOLLOWS
+        found.append(Difference(name, seen.all(), note=note, kind=kind))
+    return found
+
+
+def _of_data(arms: Arms, under_test: Collection[str]) -> list[Difference]:
+    """Where runs of one seed have read other rows, and runs were validated on other rows."""
+    kind = UNDER_TEST if covers(under_test, "data.path") else CONFOUND
+    found = []
+    for arm, runs in arms.items():
+        for seed, one, other, tokens, values in first_differences({arm: runs}):
+            note = f"seed {seed}: {one.path.name} and {other.path.name} have read other rows up to {tokens:,} tokens"
+            found.append(Difference("data_hash", {arm: values}, within=True, note=note, kind=kind))
+            break
+    for first, second in itertools.combinations(arms, 2):
+        both = {first: arms[first], second: arms[second]}
+        for seed, _, _, tokens, values in first_differences(both):
+            note = f"seed {seed}: other rows up to {tokens:,} tokens, so that runs of one seed are not paired"
+            found.append(Difference("data_hash", {first: values[:1], second: values[1:]}, note=note, kind=kind))
+            break
+    seen = see("rows_hash", arms, lambda run: [rows_hash(run)] if run.is_annealed else [])
+    values = distinct(itertools.chain.from_iterable(seen.all().values()))
+    if len(values) > 1:
+        note = "validated on other rows, so that losses are not paired by row"
+        if len(arms) > 1 and seen.arms_differ:
+            found.append(Difference("rows_hash", seen.all(), note=note))
+        found += [Difference("rows_hash", {x: seen.of(x)}, within=True, note=note) for x in arms if len(seen.of(x)) > 1]
+    return found
+
+
+def _within(seen: Seen, arms: Arms, of_the_budget: Collection[str]) -> Iterator[Difference]:
+    """Where the runs of one arm differ, seeds and budgets apart."""
+    if seen.key in ("run.seed", "n_params", "train.batch_tokens"):
+        return
+    for arm, by_budget in seen.by_arm.items():
+        groups = list(by_budget.values()) if seen.key in of_the_budget else [seen.of(arm)]
+        if len({budget_of(run) for run in arms[arm]}) > 1 and seen.key in of_the_budget and 0.0 in by_budget:
+            continue  # no budget is shared with the other arms, and those of this arm differ
+        values = next((found for group in groups if len(found := distinct(group)) > 1), None)
+        if values and not any(isinstance(value, Absent) for value in values):
+            yield Difference(seen.key, {arm: values}, within=True, note=f"the runs of {arm} differ among themselves")
+
+
+def _only_by_name(seen: Seen, arms: Arms) -> bool:
+    """Whether an option is only there in some arms, where it has the value that the architecture brings: then the
+    architecture's name says it all. Also a sum that other keys say."""
+    runs = list(itertools.chain.from_iterable(arms.values()))
+    if seen.key == "train.batch_tokens":
+        return all(run.config.get(seen.key) == tokens_per_step(run) for run in runs)
+    lacking = any(NO_SUCH_KEY in seen.of(arm) for arm in arms)
+    return lacking and all(
+        value is NO_SUCH_KEY or same(value, brought(run.config, seen.key))
+        for run in runs
+        for value in [value_of(run.config, seen.key)]
+    )
+
+
+def _is_brought(seen: Seen, arms: Arms) -> bool:
+    """Whether each run has what its own architecture and recipe bring."""
+    runs = itertools.chain.from_iterable(arms.values())
+    return all(same(value_of(run.config, seen.key), brought(run.config, seen.key)) for run in runs)
+
+
+def _kind_of_hardware(arms: Arms) -> str:
+    norms = [run.config.get("model.norm") for runs in arms.values() for run in runs]
+    return CONFOUND if any(norm in BATCH_NORMS for norm in norms) else FOLLOWS
+
+
+def _why_other_rows(one: Run, other: Run) -> str:
+    keys = [*PLACES_OF_ROWS, "model.context", "data.path", "data.kind", "data.val_fraction", "data.pack"]
+    differing = [key for key in sorted(keys) if value_of(one.config, key) != value_of(other.config, key)]
+    because = f" They differ by {', '.join(differing)}." if differing else ""
+    return f"`evaluate` the checkpoints on the same data with the same eval.rows or eval.tokens.{because}"
+
+
+def _other_text(one: Run, other: Run) -> str:
+    """How the text of two runs differs by their configs; empty where it does not."""
+    keys = [key for key in {**one.config, **other.config} if key.startswith("data.") and not is_harmless(key)]
+    text = ("kind", "path", "repo", "revision", "split", "files", "mixture", "text_field", "val_fraction", "val_files")
+    differing = [key for key in keys if key.removeprefix("data.") in text]
+    return ", ".join(key for key in differing if value_of(one.config, key) != value_of(other.config, key))
+
+
+def _differ(one: Run, other: Run, fact: str) -> bool:
+    values = one.facts.get(fact), other.facts.get(fact)
+    return None not in values and values[0] != values[1]
+
+
+def _all_same(runs: Iterable[Run], fact: Any) -> bool:
+    values = {fact(run) for run in runs}
+    return len(values) == 1 and None not in values

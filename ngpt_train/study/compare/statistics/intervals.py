@@ -1,0 +1,175 @@
+"""How sure a difference between two arms is: its interval, from the noise of seeds and of validation rows.
+
+Both arms were trained with the same seeds and validated on the same rows, so all is said of D[s, r], the arm's loss less
+the baseline's at seed s and row r. Seeds and rows are crossed random factors (docs/study.md, "Intervals"):
+
+    D[s, r] = difference + seed[s] + row[r] + rest[s, r]
+    Var(mean of D) = Var(seed) / S + Var(row) / R + Var(rest) / (S R)
+
+The first and the last part are what the means of seeds differ by. They have S - 1 degrees of freedom, which is 2 for
+three seeds; pooled over budgets, which are runs of their own, they have more. The second part is what rows differ by
+beyond the rest. The interval is Student's, with Satterthwaite's degrees of freedom for the sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.special import stdtrit
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The end losses of an arm and of the baseline, at the budgets that both have; NaN where a run is missing."""
+
+    budgets: np.ndarray  # (K,) tokens, ascending
+    baseline: np.ndarray  # (K, S) nats
+    arm: np.ndarray  # (K, S), the same seeds in the same order
+    # What each validation row adds to the run's loss: R (loss_sum - n_targets loss) / all targets, whose mean over rows
+    # is 0. None where runs were validated on different rows, or their files are missing.
+    baseline_rows: np.ndarray | None = None  # (K, S, R)
+    arm_rows: np.ndarray | None = None
+
+    @property
+    def difference(self) -> np.ndarray:
+        """(K, S), paired."""
+        return self.arm - self.baseline
+
+    @property
+    def n_seeds(self) -> np.ndarray:
+        """(K,) seeds at which both arms have a run; each budget has one at least."""
+        return np.sum(~np.isnan(self.difference), axis=1)
+
+    @property
+    def n_rows(self) -> int:
+        return 0 if self.baseline_rows is None else self.baseline_rows.shape[2]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Variances of n estimates from each source of noise, with their degrees of freedom. NaN: not known."""
+
+    seeds: np.ndarray  # (n,)
+    seeds_df: np.ndarray
+    rows: np.ndarray
+    rows_df: float
+
+    @property
+    def error(self) -> np.ndarray:
+        """(n,) standard errors; NaN where nothing is known."""
+        total = np.nansum([self.seeds, self.rows], axis=0)
+        return np.sqrt(np.where(np.isnan(self.seeds) & np.isnan(self.rows), np.nan, total))
+
+    @property
+    def df(self) -> np.ndarray:
+        """(n,) degrees of freedom of the sum, by Satterthwaite."""
+        seeds, rows = np.nan_to_num(self.seeds), np.nan_to_num(self.rows)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            below = np.nan_to_num(seeds**2 / self.seeds_df) + np.nan_to_num(rows**2 / self.rows_df)
+            return np.where(below > 0, (seeds + rows) ** 2 / below, 1.0)
+
+    def half_width(self, confidence: float) -> np.ndarray:
+        """(n,) from the estimate to either end of the interval; infinite where nothing is known of the noise."""
+        return np.nan_to_num(t_quantile(confidence, self.df) * self.error, nan=np.inf)
+
+
+def t_quantile(confidence: float, df: np.ndarray | float) -> np.ndarray:
+    """How many standard errors a two-sided interval reaches to either side."""
+    return np.asarray(stdtrit(df, (1 + confidence) / 2))
+
+
+class Noise:
+    """Of estimates sum_k u[k, 0] baseline[k] + u[k, 1] difference[k], where baseline and difference are means over the
+    seeds, and u[:, 0] has the sum 0: what a seed adds to the losses of all budgets cancels."""
+
+    def __init__(self, pair: Pair) -> None:
+        """Pools over budgets: their noise between seeds is taken to be alike, and of different runs."""
+        self.n_seeds = pair.n_seeds
+        self.n_rows = pair.n_rows
+        has = ~np.isnan(pair.difference)
+        n_budgets, n_columns = len(has), int(has.any(axis=0).sum())
+        self.difference_df = int(has.sum()) - n_budgets
+        self.baseline_df = self.difference_df - (n_columns - 1)
+        difference = pair.difference - np.nanmean(pair.difference, axis=1, keepdims=True)
+        baseline = _without_seeds(np.where(has, pair.baseline, np.nan))
+        both = np.stack([baseline, difference])[:, has]  # (2, runs)
+        df = np.array([[self.baseline_df, self.baseline_df], [self.baseline_df, self.difference_df]])
+        # (2, 2), between seeds at one budget
+        self.seeds = np.full((2, 2), np.nan) if self.difference_df == 0 else (both @ both.T) / np.maximum(df, 1)
+        # (K, 2, K, 2), over rows, of means over seeds; without what depends on the seed as well
+        self.rows = None
+        if pair.baseline_rows is not None and pair.arm_rows is not None and pair.n_rows > 1:
+            self.rows = _over_rows(pair.baseline_rows, pair.arm_rows - pair.baseline_rows)
+
+    def spread(self, u: np.ndarray) -> Spread:
+        """Of n estimates; u: (n, K, 2)."""
+        form = np.einsum("nki,nkj,k->nij", u, u, 1 / self.n_seeds)
+        seeds = np.einsum("nij,ij->n", form, self.seeds)
+        if (self.n_seeds[np.any(u != 0, axis=(0, 2))] < 2).all():
+            seeds = np.full(len(u), np.nan)  # one seed each: other budgets' noise does not make it an experiment
+        # The variance of tr(form C), for a covariance C that was estimated from normal noise, is 2 tr((form C)^2) / df.
+        product = form @ np.nan_to_num(self.seeds)
+        of_difference = np.einsum("nk,k->n", u[:, :, 1] ** 2, 1 / self.n_seeds) * self.seeds[1, 1]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            share = np.clip(np.abs(seeds - of_difference) / seeds, 0, 1)  # of the baseline's part
+            df = 1 / (share / max(self.baseline_df, 1) + (1 - share) / max(self.difference_df, 1))
+            seeds_df = df * np.maximum(seeds**2 / np.einsum("nij,nji->n", product, product), 1)
+        rows = np.full(len(u), np.nan)
+        if self.rows is not None:
+            rows = np.maximum(np.einsum("nki,kilj,nlj->n", u, self.rows, u), 0) / self.n_rows
+        return Spread(np.maximum(seeds, 0), np.nan_to_num(seeds_df, nan=1.0), rows, self.n_rows - 1)
+
+
+def _without_seeds(losses: np.ndarray) -> np.ndarray:
+    """(K, S) losses less the mean of each budget and what each seed adds at all budgets, by least squares."""
+    has = ~np.isnan(losses)
+    budget, seed = np.nonzero(has)
+    design = np.concatenate([np.eye(losses.shape[0])[budget], np.eye(losses.shape[1])[seed]], axis=1)
+    y = losses[has] - np.mean(losses[has])
+    rest = np.full(losses.shape, np.nan)
+    rest[has] = y - design @ np.linalg.lstsq(design, y, rcond=None)[0]
+    return rest
+
+
+def _over_rows(baseline: np.ndarray, difference: np.ndarray) -> np.ndarray:
+    """(K, 2, K, 2) covariance over rows of the means over seeds of (K, S, R) baseline and difference, less what the
+    seeds of a budget contribute by the part that depends on seed and row."""
+    both = np.stack([np.where(np.isnan(difference), np.nan, baseline), difference], axis=1)  # (K, 2, S, R)
+    means = np.nanmean(both, axis=2)
+    df = both.shape[3] - 1
+    covariance = np.einsum("kir,ljr->kilj", means, means) / df  # the mean over rows is 0
+    for k, budget in enumerate(both):
+        seeds = budget[:, ~np.isnan(budget[1, :, 0])]  # (2, S, R)
+        if (n := seeds.shape[1]) > 1:  # the rest of a single seed cannot be told from the rows
+            rest = seeds - means[k][:, None]
+            covariance[k, :, k] -= np.einsum("isr,jsr->ij", rest, rest) / ((n - 1) * df) / n
+    return np.asarray(covariance)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An arm's loss less the baseline's at one budget, in nats, with its interval. None: not known."""
+
+    estimate: float
+    low: float | None
+    high: float | None
+    spread: Spread
+    n_seeds: int
+    n_rows: int
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether the interval excludes no difference. One seed resolves nothing: its noise is unknown."""
+        return self.n_seeds > 1 and self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+
+
+def difference_at(pair: Pair, noise: Noise, at: int, confidence: float) -> Difference:
+    """At budget number `at`. noise: `Noise(pair)`."""
+    u = np.zeros((1, len(pair.budgets), 2))
+    u[0, at, 1] = 1
+    spread = noise.spread(u)
+    estimate = float(np.nanmean(pair.difference[at]))
+    half = float(spread.half_width(confidence)[0])
+    low, high = (estimate - half, estimate + half) if np.isfinite(half) else (None, None)
+    return Difference(estimate, low, high, spread, int(pair.n_seeds[at]), pair.n_rows)

@@ -1,0 +1,166 @@
+"""How many tokens the baseline needs for the loss that an arm ends at.
+
+Annealed: between runs of several budgets, each at the end of its own schedule. The baseline's end loss over its budget
+is fitted by a power law with a floor,
+
+    loss(x) = a - b (1 - exp(-c u)) / c,   u = log(x / x_0),   b >= 0,
+
+whose limit c -> 0 is linear in log x and which is monotone. The ratio r at budget x solves
+
+    loss(r x) - loss(x) = arm's end loss - baseline's end loss at x,
+
+with the paired difference on the right, so that noise which both arms share cancels, and identical runs give 1. The
+interval has all r that the noise does not exclude.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from scipy.optimize import brentq, minimize_scalar
+
+from ngpt_train.study.compare.statistics.intervals import Noise, Pair
+
+BEYOND = 2.0  # so far outside of the baseline's budgets the fit is followed, and said to be an extrapolation
+BENDS = (-1.5, 3.0)  # of the curve: c is between these
+STEPS = 200  # of the search over ratios
+
+
+@dataclass(frozen=True)
+class EndLosses:
+    """The baseline's end loss over its budgets, fitted. `tokens` (K,) ascending, K >= 2; `losses` (K,) in nats."""
+
+    tokens: np.ndarray
+    losses: np.ndarray
+    counts: np.ndarray  # (K,) runs behind each loss
+
+    @property
+    def u(self) -> np.ndarray:
+        return self._log(self.tokens)
+
+    def _log(self, tokens: np.ndarray) -> np.ndarray:
+        return np.log(tokens) - np.mean(np.log(self.tokens))
+
+    @cached_property
+    def bend(self) -> float:
+        """c; 0 for two budgets, which show no bend."""
+        if len(self.tokens) < 3:
+            return 0.0
+        grid = np.linspace(*BENDS, 91)
+        best = int(np.argmin([self._misfit(c) for c in grid]))
+        around = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+        found = minimize_scalar(self._misfit, bounds=around, method="bounded", options={"xatol": 1e-9})
+        return float(found.x)
+
+    def _misfit(self, c: float) -> float:
+        design, weight = self._design(c), np.sqrt(self.counts)
+        solution = np.linalg.lstsq(weight[:, None] * design, weight * self.losses, rcond=None)[0]
+        return float(np.sum(self.counts * (self.losses - design @ solution) ** 2))
+
+    def _design(self, c: float) -> np.ndarray:
+        return np.stack([np.ones_like(self.u), -bent(self.u, c)], axis=1)
+
+    @cached_property
+    def coefficients(self) -> np.ndarray:
+        """(a, b); b is 0 where the losses do not fall."""
+        weight = np.sqrt(self.counts)
+        a, b = np.linalg.lstsq(weight[:, None] * self._design(self.bend), weight * self.losses, rcond=None)[0]
+        return np.array([a, b]) if b > 0 else np.array([np.average(self.losses, weights=self.counts), 0.0])
+
+    @property
+    def falls(self) -> bool:
+        return bool(self.coefficients[1] > 0)
+
+    def at(self, tokens: np.ndarray) -> np.ndarray:
+        """The fitted loss."""
+        a, b = self.coefficients
+        return np.asarray(a - b * bent(self._log(tokens), self.bend))
+
+    def weights(self, tokens: np.ndarray) -> np.ndarray:
+        """(n, K): how the fitted loss at each of n tokens moves with each of `losses`, to first order."""
+        there, here = self._slopes(self._log(tokens)), self._slopes(self.u)
+        normal = np.linalg.pinv(here.T @ (self.counts[:, None] * here))
+        return np.asarray(there @ normal @ (here.T * self.counts))
+
+    def _slopes(self, u: np.ndarray) -> np.ndarray:
+        """Derivatives of the fit by a, b and, where it is free, c."""
+        b, c, small = self.coefficients[1], self.bend, 1e-5
+        columns = [np.ones_like(u), -bent(u, c)]
+        if len(self.tokens) > 2 and BENDS[0] + 1e-6 < c < BENDS[1] - 1e-6:
+            columns.append(-b * (bent(u, c + small) - bent(u, c - small)) / (2 * small))
+        return np.stack(columns, axis=1)
+
+
+def bent(u: np.ndarray, c: float) -> np.ndarray:
+    """(1 - exp(-c u)) / c, which is u for c = 0."""
+    return u if abs(c) < 1e-7 else -np.expm1(-c * u) / c
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """Tokens that the baseline needs over those of the arm, for the same loss. None: not known; as `high`, that no
+    limit is known."""
+
+    estimate: float | None
+    low: float | None
+    high: float | None
+    extrapolated: bool = False
+    note: str | None = None
+
+
+def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Ratio:
+    """For the loss that the arm ends at with budget number `at`. noise: `Noise(pair)`."""
+    if len(pair.budgets) < 2:
+        return Ratio(None, None, None, note="one budget: what the baseline gains from more tokens is not known")
+    losses = np.nanmean(np.where(np.isnan(pair.difference), np.nan, pair.baseline), axis=1)
+    curve = EndLosses(pair.budgets, losses, pair.n_seeds)
+    if not curve.falls:
+        return Ratio(None, None, None, note="the baseline's end loss does not fall with its budget")
+    here = pair.budgets[at]
+    difference = float(np.nanmean(pair.difference[at]))
+
+    def gap(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """How far the baseline at exp(log) times the tokens is above the arm's end loss; half of its interval."""
+        u = np.zeros((len(log), len(pair.budgets), 2))
+        u[:, :, 0] = np.where(log[:, None] == 0, 0.0, curve.weights(here * np.exp(log)) - curve.weights(here[None]))
+        u[:, at, 1] = -1
+        return curve.at(here * np.exp(log)) - curve.at(here) - difference, noise.spread(u).half_width(confidence)
+
+    first, last = np.log(pair.budgets[[0, -1]] / here)
+    logs = np.union1d(np.linspace(first - np.log(BEYOND), last + np.log(BEYOND), STEPS), [0.0])
+    estimate, low, high = (_last_above(gap, logs, side) for side in (0, -1, 1))
+    known = [x for x in (estimate, low, high) if x is not None]
+    extrapolated = len(known) < 3 or min(known) < first - 1e-9 or max(known) > last + 1e-9
+    note = None
+    if extrapolated:
+        note = f"beyond the baseline's budgets, where its end loss is extrapolated by a factor of {BEYOND:g} at most"
+    return Ratio(*(None if x is None else float(np.exp(x)) for x in (estimate, low, high)), extrapolated, note)
+
+
+Gap = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
+
+
+def _last_above(gap: Gap, logs: np.ndarray, side: int) -> float | None:
+    """Up to where gap + side * half is not below 0: from there on the ratios are too large. For the lower end of the
+    interval the first such place counts, for the upper end the last, so that no ratio between them is excluded which
+    the noise allows. None: it is none of `logs`."""
+
+    def value(log: np.ndarray) -> np.ndarray:
+        middle, half = gap(log)
+        return middle + side * half if side else middle
+
+    above = value(logs) >= 0
+    if not np.isfinite(value(logs)).all() or above.all() or not above.any():
+        return None
+    if side > 0:
+        left = int(np.flatnonzero(above)[-1])
+        if left == len(logs) - 1:
+            return None
+    else:
+        left = int(np.flatnonzero(~above)[0]) - 1
+        if left < 0:
+            return None
+    return float(brentq(lambda x: float(value(np.array([x]))[0]), logs[left], logs[left + 1], xtol=1e-12))

@@ -1,0 +1,92 @@
+"""The runs of a study as `train` gets them: arguments, and the configurations that they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+from ngpt_train.config import ConfigError, load_config
+from ngpt_train.config.schema import Config
+from ngpt_train.config.validate import mistake, show
+from ngpt_train.study.definition import LR, Study, merged
+from ngpt_train.study.points import Point
+
+_MANY_STEPS = 1_000_000_000
+
+
+class Runs:
+    """Arguments and configurations of the points of a study. All methods raise ConfigError."""
+
+    def __init__(self, study: Study) -> None:
+        self.study = study
+        # Composing takes some 50 ms, and the loop over points asks again and again.
+        self.steps = cache(self._steps)
+        self.config = cache(self._config)
+        self.start = cache(self._start)
+
+    def directory(self, point: Point) -> Path:
+        return self.study.runs / point.directory
+
+    def arguments(self, point: Point) -> tuple[str, ...]:
+        """The arguments of `train` for the point, each key once."""
+        study = self.study
+        words = ",".join(f"'{word}'" for word in (point.arm, f"budget {point.budget}", f"seed {point.seed}"))
+        return merged(
+            [f"logging.wandb.group={study.name}", f"logging.wandb.tags=[{words}]"],
+            self._of_arm(point.arm),
+            [f"train.steps={self.steps(point.arm, point.budget)}"],
+            [f"{key}={show(value)}" for key, value in point.values],
+            [f"run.seed={point.seed}", f"run.root={study.runs}", f"run.name={point.directory}"],
+        )
+
+    def first_point(self, arm: str, budget: int) -> Point:
+        """A point of the arm at a budget, with the recipe's learning rate and the first value of each further key."""
+        further = {key: tuned.values[0] for key, tuned in self.study.tune.items() if key != LR}
+        values = {LR: self.start(arm, budget), **further}
+        return Point(arm, budget, tuple(sorted(values.items())), self.study.seeds[0])
+
+    def check(self) -> None:
+        """Composes the configuration of every arm at every budget, with each value of every further key."""
+        for arm in self.study.arms:
+            for budget in self.study.budgets:
+                with _saying(f"arm {arm}, budget {budget}"):
+                    first = self.first_point(arm, budget)
+                    self.config(first)
+                    for key, value in [(key, v) for key, tuned in self.study.tune.items() for v in tuned.values[1:]]:
+                        values = dict(first.values) | {key: value}
+                        self.config(replace(first, values=tuple(sorted(values.items()))))
+
+    def _config(self, point: Point) -> Config:
+        return load_config(self.arguments(point), self.study.config_dir, world_size=1)
+
+    def _start(self, arm: str, budget: int) -> float:
+        """The learning rate of the arm's recipe for runs of this budget."""
+        arguments = [*self._of_arm(arm), f"train.steps={self.steps(arm, budget)}"]
+        return float(load_config(arguments, self.study.config_dir, world_size=1).optim.lr)
+
+    def _steps(self, arm: str, budget: int) -> int:
+        """Steps that have `budget` tokens, rounded to whole ones."""
+        # So many steps that no warmup is too long for them: whether it is too long for the budget's is checked later.
+        arguments = [*self._of_arm(arm), f"train.steps={_MANY_STEPS}"]
+        config = load_config(arguments, self.study.config_dir, world_size=1)
+        tokens = config.train.rows_per_step * config.model.context
+        steps = round(budget / tokens)
+        if steps < 1:
+            problem = f"study.budgets: {budget} tokens are less than a step of arm {arm}, which has {tokens}"
+            raise mistake(problem, f"Set study.budgets to multiples of {tokens}, or a smaller train.batch_rows")
+        return steps
+
+    def _of_arm(self, arm: str) -> tuple[str, ...]:
+        return merged(self.study.shared, self.study.arms[arm])
+
+
+@contextmanager
+def _saying(what: str) -> Iterator[None]:
+    """Puts `what` before the message of a ConfigError inside."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"{what}: {error}") from None

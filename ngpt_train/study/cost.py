@@ -1,0 +1,233 @@
+"""What a study will cost: runs, tokens, FLOPs by the formulas of `plan`, and hours by a step that is measured here."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import log2
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from ngpt_train.config.keys import AUTO
+from ngpt_train.config.schema import Config
+from ngpt_train.core.processes import end_with_parent
+from ngpt_train.observe.console import format_count
+from ngpt_train.study.composition import Runs
+from ngpt_train.study.definition import LR, Study
+from ngpt_train.study.points import DONE, Point, Result
+from ngpt_train.study.runner import NextPoints
+
+MEASURE_SECONDS = 300.0  # for all arms; what is not measured then has no hours
+TOKENS = 16_384  # most of a micro batch, as train.micro_rows=auto
+_ROUNDS = 3
+_MOST_FLOPS = {"cpu": 1e12, "cuda": 1e15}  # of a step that is measured: rows are left out until it is so cheap
+_HARD_FLOPS = {"cpu": 2e13, "cuda": 1e17}  # a single row of more is not measured
+
+
+@dataclass(frozen=True)
+class ArmSize:
+    """n_params, FLOPs per token (forward and backward) and, where it was measured, seconds per token of an arm."""
+
+    n_params: int
+    flops_per_token: int
+    seconds_per_token: float | None
+    why_not: str  # not measured
+
+
+@dataclass(frozen=True)
+class Cost:
+    """A line of the table: the runs of an arm at a budget."""
+
+    arm: str
+    budget: int
+    steps: int
+    tokens: int  # of a run, whole steps
+    runs: int  # expected
+    most_runs: int
+    flops: float  # of all expected runs
+    hours: float | None  # of one run
+
+
+def costs(study: Study, runs: Runs, next_points: NextPoints, sizes: Mapping[str, ArmSize]) -> list[Cost]:
+    """The lines of the table. How many runs tuning takes is found by a rehearsal with made-up losses."""
+    expected = rehearsal(study, runs.start, next_points, lambda octaves: octaves**2)
+    most = rehearsal(study, runs.start, next_points, lambda octaves: -octaves)
+    lines = []
+    for arm, size in sizes.items():
+        for budget in study.budgets:
+            config = runs.config(runs.first_point(arm, budget))
+            tokens = config.train.steps * config.train.rows_per_step * config.model.context
+            flops = float(tokens) * size.flops_per_token
+            seconds = size.seconds_per_token
+            if (rate := config.plan.flops_per_s) is not None:
+                seconds = size.flops_per_token / rate
+            n = expected[arm, budget]
+            hours = None if seconds is None else seconds * tokens / 3600
+            lines.append(Cost(arm, budget, config.train.steps, tokens, n, max(n, most[arm, budget]), n * flops, hours))
+    return lines
+
+
+def rehearsal(
+    study: Study,
+    starts: Callable[[str, int], float],
+    next_points: NextPoints,
+    loss_of: Callable[[float], float],
+) -> Counter[tuple[str, int]]:
+    """How many runs each arm has at each budget if losses depend so on the octaves between lr and the recipe's."""
+    results: dict[Point, Result] = {}
+    while wanted := next_points(study, starts, results):
+        for point in wanted:
+            values = dict(point.values)
+            loss = 3 + 0.05 * loss_of(log2(float(str(values[LR])) / starts(point.arm, point.budget)))
+            for key, tuned in study.tune.items():
+                if key != LR:
+                    loss += 0.01 * tuned.values.index(values[key])
+            loss += 0.003 * study.seeds.index(point.seed)
+            results[point] = Result(point, DONE, loss, "", Path())
+    return Counter((point.arm, point.budget) for point in results)
+
+
+def measure(configs: Mapping[str, Config], threads: int, here: bool = True) -> dict[str, ArmSize]:
+    """Sizes of the arms, and their seconds per token, measured one after the other in a process of its own.
+
+    configs: by arm. threads: of a run. here: False where the runs go to other machines; then nothing is measured.
+    """
+    context = multiprocessing.get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    worker = context.Process(target=_measure, args=(dict(configs), threads, here, sender), daemon=True)
+    worker.start()
+    sender.close()
+    found: dict[str, ArmSize] = {}
+    deadline = time.monotonic() + MEASURE_SECONDS
+    try:
+        while receiver.poll(max(0.0, deadline - time.monotonic())):
+            name, size = receiver.recv()
+            if isinstance(size, Exception):
+                raise size
+            found[name] = size
+    except EOFError:
+        pass
+    finally:
+        worker.kill()
+        worker.join()
+    return found
+
+
+def _measure(configs: Mapping[str, Config], threads: int, here: bool, answers: Connection) -> None:
+    """In a process of its own: first the sizes of all arms, then those with times, each as soon as it is known."""
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    end_with_parent()
+    import torch
+
+    from ngpt_train.core.log import saying_nothing  # which imports torch
+    from ngpt_train.models import build_model
+    from ngpt_train.report.plan import planned_vocabulary
+
+    torch.set_num_threads(threads)
+    sized: dict[str, tuple[Config, ArmSize]] = {}
+    try:
+        for arm, config in configs.items():
+            if config.model.vocab_size == AUTO:
+                config = replace(config, model=replace(config.model, vocab_size=planned_vocabulary(config)))
+            with torch.device("meta"), saying_nothing():
+                model = build_model(config.model)
+            flops = model.flops_per_token(config.model.context)
+            sized[arm] = config, ArmSize(model.n_params(), flops, None, "" if here else "the runs go elsewhere")
+            answers.send((arm, sized[arm][1]))
+    except Exception as error:
+        answers.send(("", error))
+        return
+    for arm, (config, size) in sized.items() if here else ():
+        try:
+            answers.send((arm, _measured(config, size)))
+        except Exception as error:
+            answers.send((arm, replace(size, why_not=first_line(error))))
+
+
+def _measured(config: Config, size: ArmSize) -> ArmSize:
+    """`size` with the seconds per token of a step of as many rows as a micro batch has, or fewer."""
+    from ngpt_train.bench.step import steps_of
+    from ngpt_train.distributed import resolve_device
+    from ngpt_train.training import build_state
+
+    device = resolve_device(config.train.device, 0).type
+    of_row = size.flops_per_token * config.model.context
+    needed = 16 * size.n_params  # bytes of weights, gradients and moments
+    if of_row > _HARD_FLOPS[device] or (device == "cpu" and needed > free_memory() / 2):
+        return replace(size, why_not="the model is too large to be measured here")
+    rows = max(1, min(config.train.rows_per_step, TOKENS // config.model.context, int(_MOST_FLOPS[device] / of_row)))
+    train = replace(config.train, batch_rows=rows, batch_tokens=rows * config.model.context, micro_rows=rows)
+    run = steps_of(build_state(replace(config, train=train)))
+    times = []
+    for _ in range(1 + _ROUNDS):  # the first one warms up
+        began = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - began)
+    return replace(size, seconds_per_token=min(times[1:]) / (rows * config.model.context))
+
+
+def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], jobs: int) -> str:
+    """The table of `study.dry_run`, which each start prints."""
+    rows = [("arm", "parameters", "tokens", "steps", "runs", "tokens of all", "FLOPs", "hours of one", "hours")]
+    for line in lines:
+        hours = None if line.hours is None else line.hours * line.runs
+        rows.append(
+            (
+                line.arm,
+                format_count(sizes[line.arm].n_params),
+                format_count(line.tokens),
+                f"{line.steps:,}",
+                str(line.runs),
+                format_count(line.tokens * line.runs),
+                f"{line.flops:.3g}",
+                _hours(line.hours),
+                _hours(hours),
+            )
+        )
+    n, most = sum(line.runs for line in lines), sum(line.most_runs for line in lines)
+    known = [line.hours * line.runs for line in lines if line.hours is not None]
+    hours_of_all = sum(known) if len(known) == len(lines) else None
+    totals = ("in all", "", "", "", str(n), format_count(sum(line.tokens * line.runs for line in lines)))
+    rows.append((*totals, f"{sum(line.flops for line in lines):.3g}", "", _hours(hours_of_all)))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    text = [
+        "  ".join(cell.ljust(width) if column == 0 else cell.rjust(width) for column, (cell, width) in enumerate(pairs))
+        for pairs in (list(zip(row, widths, strict=True)) for row in rows)
+    ]
+    tuned = ", ".join(study.tune)
+    seeds = f"{len(study.seeds)} seed{'s' if len(study.seeds) > 1 else ''}"
+    notes = [
+        f"{study.name}: {len(study.arms)} arms, {len(study.budgets)} budgets, {seeds}; tuned: {tuned}; "
+        f"baseline {study.baseline}",
+        "",
+        *text,
+        "",
+        f"Runs: as many as tuning takes where the recipe's learning rate is the best one; at most {most} where it is "
+        "far from it.",
+    ]
+    if hours_of_all is not None:
+        beside = f"with {jobs} side by side some {_hours(hours_of_all / jobs)} hours" if jobs > 1 else "one by one"
+        notes.append(f"Hours: by a step measured here, of a run that has its share of the machine; {beside}.")
+    notes += [f"Hours of {arm}: unknown, {size.why_not}." for arm, size in sizes.items() if size.why_not]
+    return "\n".join(notes)
+
+
+def free_memory(meminfo: Path = Path("/proc/meminfo")) -> float:
+    """Bytes that programs can still take; infinite where that is not known."""
+    try:
+        lines = dict(line.split(":") for line in meminfo.read_text().splitlines())
+        return 1024.0 * int(lines["MemAvailable"].split()[0])
+    except (OSError, KeyError, ValueError):
+        return float("inf")
+
+
+def first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
+
+
+def _hours(hours: float | None) -> str:
+    return "?" if hours is None else f"{hours:.2f}" if hours < 10 else f"{hours:,.0f}"

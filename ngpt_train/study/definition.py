@@ -1,0 +1,206 @@
+"""What a study is: its arms, budgets, seeds and what is tuned, from the section `study` of the configuration.
+
+Nothing heavy is imported here, so that a mistake is reported at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.config.architectures import all_keys
+from ngpt_train.config.composition.files import Files
+from ngpt_train.config.composition.overrides import parse_row
+from ngpt_train.config.validate import check_leaf, did_you_mean, mistake, nearest, show
+from ngpt_train.config.verb_keys import StudyConfig
+
+Value = float | int | str | bool | None  # of a tuned key
+
+LR = "optim.lr"
+# Sections whose keys are the study's own; the groups and keys of all others are the runs'.
+OWN_SECTIONS = ("study", "compare", "audit")
+# What the study decides for each run, and why nobody else can.
+_DECIDED = {
+    "run.name": "the study names its runs",
+    "run.root": "the runs are in the study's directory; study.root sets where that is",
+    "run.seed": "study.seeds has the seeds",
+    "run.resume": "the study resumes its runs",
+    "run.resume_step": "the study resumes its runs",
+    "run.overwrite": "the study resumes its runs; delete a run's directory to have it done again",
+    "run.allow_change": "the runs of an arm have one configuration",
+    "run.max_time": "each run goes to its end; stop the study with Ctrl-C, and start it again",
+    "train.steps": "study.budgets has the tokens of each run",
+    "train.stop_at": "each run goes to the end of its schedule",
+}
+_PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """How a key is tuned: in factors around the recipe's value, or among given values."""
+
+    factor: float | None = None
+    values: tuple[Value, ...] = ()
+
+
+@dataclass(frozen=True)
+class Study:
+    """A comparison of arms. Arms and `shared` are arguments as `train` takes them."""
+
+    name: str
+    root: Path
+    baseline: str
+    arms: dict[str, tuple[str, ...]]
+    shared: tuple[str, ...]
+    budgets: tuple[int, ...]  # tokens, ascending
+    tune: dict[str, Tuned]  # optim.lr first
+    seeds: tuple[int, ...]
+    metric: str = "loss"  # or bits_per_byte
+    confidence: float = 0.95
+    max_points: int = 9  # most values of a key that an arm tries at a budget
+    options: tuple[str, ...] = ()  # --config-dir DIR, --plugin DIR: how the study was started, and its runs are
+
+    @property
+    def path(self) -> Path:
+        return self.root / self.name
+
+    @property
+    def runs(self) -> Path:
+        return self.path / "runs"
+
+    @property
+    def config_dir(self) -> str | None:
+        """The directory of the user's own YAML files."""
+        given = [
+            value for option, value in zip(self.options, self.options[1:], strict=False) if option == "--config-dir"
+        ]
+        return given[-1] if given else None
+
+
+def name_of(argument: str) -> str:
+    """The group or key that an argument sets."""
+    return argument.partition("=")[0].strip()
+
+
+def is_own(argument: str) -> bool:
+    """Whether an argument of `study` is for the study, and not for its runs."""
+    name = name_of(argument)
+    return name.partition(".")[0] in OWN_SECTIONS
+
+
+def merged(*lists: Iterable[str]) -> tuple[str, ...]:
+    """The arguments of all lists, in order; of those that set the same key the last one."""
+    return tuple({name_of(argument): argument for some in lists for argument in some}.values())
+
+
+def read_study(config: StudyConfig, arguments: Sequence[str], options: Sequence[str] = ()) -> Study:
+    """The study of the section `config`, started with the command line's `arguments` and `options`. Raises ConfigError.
+
+    Which values the keys take is checked where the arms' configurations are composed, in `points.py`.
+    """
+    user_dir = next((options[i + 1] for i, option in enumerate(options) if option == "--config-dir"), None)
+    groups = Files(user_dir).options
+    chosen = next((a.partition("=")[2].strip() for a in arguments if name_of(a) == "study"), "null")
+    name = config.name or chosen.replace("/", "-")
+    if not config.arms:
+        known = ", ".join(option for option in groups["study"] if option != "null")
+        raise mistake(f"study={chosen}: it has no arms", f"Name a study with study=NAME: {known}")
+    if not _PART.fullmatch(name):
+        rule = "Letters, digits, '.', '_' and '-', at most 100, not beginning with '.' or '-'"
+        raise mistake(f"study.name={name}: not a directory name", rule)
+    arms = {arm: _row(row, groups, f"in arm {arm} of study={chosen}") for arm, row in config.arms.items()}
+    baseline = config.baseline or next(iter(arms))
+    if baseline not in arms:
+        near = did_you_mean(nearest(baseline, arms))
+        raise mistake(f"study.baseline={baseline}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
+    given = [argument for argument in arguments if not is_own(argument)]
+    tune = _tuned(config.tune)
+    shared = merged(_row(config.shared, groups, f"in shared of study={chosen}"), given)
+    _check_decided(given, arms, tune)
+    for place, row in {"shared": shared, **{f"arm {arm}": row for arm, row in arms.items()}}.items():
+        for argument in row:
+            if why := _DECIDED.get(name_of(argument)):
+                raise mistake(f"{argument}: not for the runs of a study: {why}", "Leave it out", place=f"in {place}")
+    _check_numbers(config)
+    return Study(
+        name=name,
+        root=Path(config.root).expanduser(),
+        baseline=baseline,
+        arms=arms,
+        shared=shared,
+        budgets=tuple(sorted(config.budgets)),
+        tune=tune,
+        seeds=tuple(config.seeds),
+        metric=config.metric,
+        confidence=config.confidence,
+        max_points=config.max_points,
+        options=tuple(options),
+    )
+
+
+def check_one_process(environment: Mapping[str, str] = os.environ) -> None:
+    """Raises ConfigError under torchrun, where every rank would start the study's runs by itself."""
+    if int(environment.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in environment:
+        problem = "study: not under torchrun, where every rank would start the runs by itself"
+        raise mistake(problem, "Start it with: python -m ngpt_train study ...; study.jobs has runs side by side")
+
+
+def _row(row: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple[str, ...]:
+    """What a mapping of groups to options and keys to values says, as arguments. Raises ConfigError."""
+    said = parse_row(row, groups, place)
+    for argument in (*said.choices, *said.values):
+        if is_own(argument):
+            raise mistake(f"{argument}: a key of the study, not of its runs", "Leave it out", place=place)
+    pairs = {**said.choices, **said.values}
+    return tuple(f"{name}={show(value)}" for name, value in pairs.items())
+
+
+def _tuned(table: Mapping[str, Any]) -> dict[str, Tuned]:
+    """`study.tune`, optim.lr first, which is always tuned. Raises ConfigError."""
+    tuned = {LR: Tuned(factor=float(table.get(LR, 2.0)))}
+    keys = all_keys()
+    for name, values in table.items():
+        if name == LR:
+            continue
+        for value in values:
+            if name not in keys or not keys[name].choices or value not in (keys[name].choices or ()):
+                check_leaf(name, value, keys, "in study.tune")
+        if why := _DECIDED.get(name):
+            raise mistake(f"study.tune: {name}: {why}", "Leave it out")
+        if len({text_of(value) for value in values}) < len(values):
+            raise mistake(f"study.tune: {name}: {show(list(values))} has a value twice", "Name each once")
+        tuned[name] = Tuned(values=tuple(values))
+    return tuned
+
+
+def text_of(value: Value) -> str:
+    """A tuned value as part of a directory's name."""
+    text = f"{value:.6g}" if type(value) in (int, float) else show(value)
+    return re.sub(r"[^A-Za-z0-9.+_-]", "_", text).replace("+", "")
+
+
+def _check_decided(given: Sequence[str], arms: Mapping[str, Sequence[str]], tune: Mapping[str, Tuned]) -> None:
+    """Raises ConfigError for an argument of the command line that the study decides, or its arms, or its tuning."""
+    for argument in given:
+        name = name_of(argument)
+        if why := _DECIDED.get(name):
+            raise mistake(f"{argument}: not for the runs of a study: {why}", "Leave it out")
+        if name in tune:
+            raise mistake(f"{argument}: it is tuned", "Leave it out; study.tune, in a YAML file, says how it is tuned")
+        for arm, row in arms.items():
+            if own := [said for said in row if name_of(said) == name]:
+                fix = "Leave it out, or write a study of your own, DIR/study/my.yaml, chosen with --config-dir DIR"
+                raise mistake(f"{argument}: arm {arm} has {own[0]}; the arms differ in it", fix)
+
+
+def _check_numbers(config: StudyConfig) -> None:
+    for name, values in {"budgets": config.budgets, "seeds": config.seeds}.items():
+        if not values:
+            example = {"budgets": "[409600,819200]", "seeds": "[0,1,2]"}[name]
+            raise mistake(f"study.{name}=[]: empty, and no run is asked for", f"For example study.{name}={example}")
+        if len(set(values)) < len(values):
+            raise mistake(f"study.{name}={show(values)}: one of them is there twice", "Name each once")

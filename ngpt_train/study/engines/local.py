@@ -1,0 +1,151 @@
+"""Runs the points of a study on this machine, several side by side, each in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ngpt_train.config.keys import AUTO
+from ngpt_train.config.verb_keys import StudyConfig
+from ngpt_train.study.engines import Ended, Job, child
+
+MOST_JOBS = 8  # that auto starts on CPUs: each holds torch, half a GB
+LOGS = "logs"  # directory of a study: what the process of each run has written
+_LOOK_SECONDS = 0.1
+_SAVING_SECONDS = 120.0  # that a run which was asked to stop has to save
+_LAST_BYTES = 4096
+_ENDING_WITH_US = [sys.executable, str(Path(child.__file__))]
+
+
+@dataclass
+class _Process:
+    job: Job
+    devices: tuple[str, ...]
+    popen: subprocess.Popen[bytes]
+    log: Path
+
+
+@dataclass
+class LocalEngine:
+    """Processes of `python -m ngpt_train train`, which end with this process however it ends: they save first."""
+
+    jobs: int
+    threads: int
+    gpus: tuple[str, ...] = ()
+    _processes: list[_Process] = field(default_factory=list)
+    _asked_to_stop: float | None = None
+
+    def room(self) -> int:
+        return self.jobs - len(self._processes) if self._asked_to_stop is None else 0
+
+    def start(self, job: Job) -> None:
+        log = job.run.parent.parent / LOGS / f"{job.run.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        devices = self._free_devices()
+        with log.open("ab") as output:
+            popen = subprocess.Popen(
+                [*_ENDING_WITH_US, str(os.getpid()), *launcher(len(devices)), "ngpt_train", "train", *job.arguments],
+                env=environment_of_run(os.environ, self.threads, devices if self.gpus else None),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                # In a process group of its own: a Ctrl-C reaches it once, through `stop`.
+                process_group=0,
+            )
+        self._processes.append(_Process(job, devices, popen, log))
+
+    def running(self) -> Sequence[Job]:
+        return [process.job for process in self._processes]
+
+    def ended(self, seconds: float) -> list[Ended]:
+        deadline = time.monotonic() + seconds
+        while True:
+            over = [process for process in self._processes if process.popen.poll() is not None]
+            if over or time.monotonic() >= deadline:
+                break
+            if self._asked_to_stop is not None and time.monotonic() > self._asked_to_stop + _SAVING_SECONDS:
+                for process in self._processes:
+                    with suppress(ProcessLookupError):
+                        os.killpg(process.popen.pid, signal.SIGKILL)
+            time.sleep(_LOOK_SECONDS)
+        self._processes = [process for process in self._processes if process not in over]
+        return [_ended(process) for process in over]
+
+    def stop(self) -> None:
+        if self._asked_to_stop is None:
+            self._asked_to_stop = time.monotonic()
+            for process in self._processes:
+                process.popen.send_signal(signal.SIGTERM)
+
+    def _free_devices(self) -> tuple[str, ...]:
+        """The GPUs of a new run: an equal share, or the one that the fewest runs use where there are more runs."""
+        share = len(self.gpus) // self.jobs
+        in_use = [device for process in self._processes for device in process.devices]
+        by_use = sorted(self.gpus, key=in_use.count)
+        return tuple(by_use[: max(1, share)])
+
+
+def local_engine(config: StudyConfig, gpus: Sequence[str], cores: int) -> LocalEngine:
+    """The engine of `study.jobs` and `study.threads` on a machine with these GPUs and so many cores."""
+    jobs = (len(gpus) or min(cores, MOST_JOBS)) if config.jobs == AUTO else int(config.jobs)
+    threads = max(1, cores // jobs) if config.threads == AUTO else int(config.threads)
+    return LocalEngine(jobs, threads, tuple(gpus))
+
+
+def launcher(ranks: int) -> list[str]:
+    """What starts a module in so many processes."""
+    if ranks < 2:
+        return [sys.executable, "-m"]
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+
+
+def environment_of_run(environment: Mapping[str, str], threads: int, devices: Sequence[str] | None) -> dict[str, str]:
+    """The environment of a run. devices: the GPUs that it sees; None leaves that as it is."""
+    chosen = {"OMP_NUM_THREADS": str(threads)}
+    if devices is not None:
+        chosen["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+    return {**environment, **chosen}
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def usable_gpus(
+    environment: Mapping[str, str] = os.environ, driver: Path = Path("/proc/driver/nvidia/gpus")
+) -> list[str]:
+    """The names by which CUDA_VISIBLE_DEVICES calls the GPUs, without loading torch."""
+    if (visible := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
+        named = [name.strip() for name in visible.split(",")]
+        return [name for name in named if name and name != "-1"]
+    return [str(number) for number in range(len(list(driver.iterdir())))] if driver.is_dir() else []
+
+
+def _ended(process: _Process) -> Ended:
+    code = process.popen.returncode
+    if code < 0:
+        return Ended(process.job, None, f"killed by {signal.Signals(-code).name}")
+    return Ended(process.job, code, _last_line(process.log))
+
+
+def _last_line(log: Path) -> str:
+    """The last line that says an error, or else the last line."""
+    with suppress(OSError):
+        lines = [line for line in _end_of(log).splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("error")]
+        return (errors or lines or [""])[-1].strip()[:500]
+    return ""
+
+
+def _end_of(path: Path) -> str:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - _LAST_BYTES))
+        return file.read().decode(errors="replace")

@@ -1,0 +1,108 @@
+"""The points of a study: each is a run with a directory, and what has become of it stands there."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import json_lines, read_json
+from ngpt_train.study.definition import Value, text_of
+
+DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
+FAILURES = "failures"  # directory of a study: a file for each run that crashed too often, FAILURES/<run>.json
+ENDED = "done"  # the reason in exit.json of a run that reached its planned end
+DIVERGED = 4  # exit code
+_OUT_OF_MEMORY = "DeviceMemoryError"
+_LONGEST = 180  # characters of a directory's name; a run's name takes 200
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run of a study. values: of each tuned key, sorted by key."""
+
+    arm: str
+    budget: int  # tokens
+    values: tuple[tuple[str, Value], ...]
+    seed: int
+
+    @property
+    def directory(self) -> str:
+        """The name of its run directory: `ngpt-819200-lr0.02-seed0`."""
+        values = [f"{key.removeprefix('optim.')}{text_of(value)}" for key, value in self.values]
+        name = "-".join([self.arm, str(self.budget), *values, f"seed{self.seed}"])
+        if len(name) > _LONGEST:
+            name = f"{name[:_LONGEST]}-{hashlib.sha256(name.encode()).hexdigest()[:12]}"
+        return name
+
+
+@dataclass(frozen=True)
+class Result:
+    """What has become of a point.
+
+    state: done; failed, then it has no loss and `reason` says why; unfinished, it has begun; waiting.
+    loss: of the validation at the end, in the study's metric.
+    """
+
+    point: Point
+    state: str
+    loss: float | None
+    reason: str
+    run: Path
+
+    @property
+    def is_final(self) -> bool:
+        return self.state in (DONE, FAILED)
+
+
+def result_of(point: Point, run: Path, steps: int, metric: str) -> Result:
+    """What the run directory `run` of a point with so many steps says, and the record of a run that crashed too often.
+
+    Raises DataError where a file is damaged.
+    """
+    if not (run / "config.yaml").is_file():
+        state = WAITING
+    else:
+        end = read_json(run / "exit.json") if (run / "exit.json").exists() else {}
+        if failure := _failure(end):
+            return Result(point, FAILED, None, failure, run)
+        if end.get("reason") == ENDED and end.get("step") == steps:
+            loss = _end_loss(run, steps, metric)
+            if loss is not None and math.isfinite(loss):
+                return Result(point, DONE, loss, "", run)
+            return Result(point, FAILED, None, f"its validation loss at step {steps} is {loss}", run)
+        state = UNFINISHED
+    record = failure_record(run)
+    if record.exists():
+        return Result(point, FAILED, None, str(read_json(record).get("reason", "it crashed")), run)
+    return Result(point, state, None, "", run)
+
+
+def failure_record(run: Path) -> Path:
+    """The file that says that a run crashed too often; not in its directory, which a run must find as it left it."""
+    return run.parent.parent / FAILURES / f"{run.name}.json"
+
+
+def _failure(end: Any) -> str | None:
+    """Why a run that has ended so would only end so again; None where it may go on."""
+    if not isinstance(end, dict):
+        raise DataError("exit.json is damaged: it does not say how the run ended. Delete it.")
+    reason = str(end.get("reason", ""))
+    if end.get("code") == DIVERGED:
+        return f"diverged at step {end.get('step')}: {reason.partition(': ')[2] or reason}"
+    if reason.startswith(_OUT_OF_MEMORY):
+        return f"out of memory: {reason.partition(': ')[2]}"
+    return None
+
+
+def _end_loss(run: Path, steps: int, metric: str) -> float | None:
+    """The metric of the validation after the last step; None where there is none."""
+    losses = [
+        record.get(metric)
+        for _, record in json_lines(run / "metrics.jsonl")
+        if record is not None and record.get("kind") == "eval" and record.get("step") == steps
+    ]
+    return None if not losses or not isinstance(losses[-1], (int, float)) else float(losses[-1])

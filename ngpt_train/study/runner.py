@@ -1,0 +1,176 @@
+"""Makes the runs of a study: asks the tuning which points are wanted, and hands them to an engine, until none is."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from ngpt_train.config import ConfigError, read_yaml
+from ngpt_train.config.validate import show
+from ngpt_train.core.files import write_json
+from ngpt_train.core.lock import DirectoryLock
+from ngpt_train.study import sharing
+from ngpt_train.study.composition import Runs
+from ngpt_train.study.definition import Study
+from ngpt_train.study.engines import Ended, Engine, Job
+from ngpt_train.study.points import FAILURES, Point, Result, failure_record, result_of
+
+logger = logging.getLogger(__name__)
+
+NextPoints = Callable[[Study, Callable[[str, int], float], Mapping[Point, Result]], list[Point]]
+LOOK_SECONDS = 0.5
+REFUSED = 2  # exit code of a run whose configuration is wrong
+
+
+class Watcher(Protocol):
+    """Is told how far a study is."""
+
+    def update(self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point]) -> None: ...
+
+    def say(self, line: str) -> None: ...
+
+
+@dataclass
+class Runner:
+    """One start of a study, in a process that holds the lock of its directory."""
+
+    study: Study
+    runs: Runs
+    engine: Engine
+    watcher: Watcher
+    next_points: NextPoints
+    retries: int
+    is_stopping: Callable[[], bool] = lambda: False
+    results: dict[Point, Result] = field(default_factory=dict)  # those that are final
+    _attempts: Counter[Point] = field(default_factory=Counter)
+    _checked: set[Point] = field(default_factory=set)
+    _awaited: set[Point] = field(default_factory=set)  # in use by other processes, which has been said
+
+    def complete(self) -> bool:
+        """Makes all runs that are wanted; False where it was stopped before.
+
+        Raises ConfigError where a run was refused, or is another run than the study's, after the others have saved.
+        """
+        for record in sorted((self.study.path / FAILURES).glob("*.json")):
+            record.unlink()  # what has crashed is tried again
+        try:
+            return self._loop()
+        except BaseException:
+            self._end_all()
+            raise
+
+    def _loop(self) -> bool:
+        while True:
+            wanted = self._wanted()
+            stopping = self.is_stopping()
+            if stopping:
+                self.engine.stop()
+            else:
+                self._start(wanted)
+            held = {job.point for job in self.engine.running()}
+            self.watcher.update(
+                self.results, sorted(held, key=wanted_order(wanted)), [p for p in wanted if p not in held]
+            )
+            if not held and (stopping or not wanted):
+                return not wanted
+            ended = self.engine.ended(LOOK_SECONDS)
+            for one in ended:
+                self._judge(one)
+            if not held and not ended:  # all that is wanted is in use elsewhere
+                time.sleep(LOOK_SECONDS)
+
+    def _wanted(self) -> list[Point]:
+        """The points that are wanted and not final, those that are running among them."""
+        while True:
+            wanted = self.next_points(self.study, self.runs.start, self.results)
+            held = {job.point for job in self.engine.running()}
+            found = [self._look(point) for point in wanted if point not in held]
+            final = {result.point: result for result in found if result.is_final}
+            if not final:
+                return wanted
+            self.results |= final  # with them other points may be wanted
+
+    def _look(self, point: Point) -> Result:
+        """What has become of a point, whose run may be that of another study."""
+        run = self.runs.directory(point)
+        if run.is_symlink() and not run.exists():
+            run.unlink()  # the study that it led to is gone
+        if not (run / "config.yaml").exists() and not self._attempts[point]:
+            self._share(point, run)
+        result = result_of(point, run, self._steps(point), self.study.metric)
+        if point not in self._checked and (run / "config.yaml").exists():
+            self._check(point, run)
+            self._checked.add(point)
+        return result
+
+    def _share(self, point: Point, run: Path) -> None:
+        other = sharing.find_run(self.study, point, self.runs.config(point), self._steps(point))
+        if other is not None and sharing.link(run, other.run):
+            self.watcher.say(f"{point.directory}: shares the run {other.run}")
+
+    def _check(self, point: Point, run: Path) -> None:
+        found = sharing.differences(read_yaml(run / "config.yaml"), self.runs.config(point))
+        if found:
+            lines = [f"{name}: {show(old)} -> {show(new)}" for name, old, new in found]
+            fix = "Choose another study.name, or delete this directory to have the run made again."
+            problem = f"study.name={self.study.name}: {run} is another run than the study's; stored -> asked for:"
+            raise ConfigError("\n  ".join([problem, *(f"  {line}" for line in lines), fix]))
+
+    def _start(self, wanted: Sequence[Point]) -> None:
+        held = {job.point for job in self.engine.running()}
+        for point in wanted:
+            if self.engine.room() < 1:
+                return
+            run = self.runs.directory(point)
+            if point in held:
+                continue
+            if (lock := DirectoryLock(run)).is_taken():
+                if point not in self._awaited:
+                    self._awaited.add(point)
+                    self.watcher.say(f"{point.directory}: {lock.holder()} is training it; waiting for it")
+                continue
+            self.engine.start(Job(point, run, (*self.runs.arguments(point), *self.study.options)))
+
+    def _judge(self, ended: Ended) -> None:
+        """What follows from the end of a job: a result, another start, or the record of a failure."""
+        point, run = ended.job.point, ended.job.run
+        result = result_of(point, run, self._steps(point), self.study.metric)
+        if result.is_final:
+            self.results[point] = result
+            said = f"{self.study.metric} {result.loss:.4f}" if result.loss is not None else f"failed: {result.reason}"
+            self.watcher.say(f"{point.directory}: {said}")
+            return
+        if self.is_stopping():
+            return
+        how = ended.how or f"ended with code {ended.code}"
+        if ended.code == REFUSED:
+            raise ConfigError(f"run {point.directory} was refused: {how.removeprefix('error: ')}")
+        self._attempts[point] += 1
+        if self._attempts[point] <= self.retries:
+            self.watcher.say(f"{point.directory}: {how}; it is started again")
+            return
+        reason = f"{how} ({self._attempts[point]} attempts)"
+        record = failure_record(run)
+        record.parent.mkdir(exist_ok=True)
+        write_json(record, {"reason": reason, "code": ended.code, "attempts": self._attempts[point]})
+        self.results[point] = result_of(point, run, self._steps(point), self.study.metric)
+        self.watcher.say(f"{point.directory}: failed: {reason}")
+
+    def _steps(self, point: Point) -> int:
+        return self.runs.steps(point.arm, point.budget)
+
+    def _end_all(self) -> None:
+        self.engine.stop()
+        while self.engine.running():
+            self.engine.ended(LOOK_SECONDS)
+
+
+def wanted_order(wanted: Sequence[Point]) -> Callable[[Point], int]:
+    """The place of a point among the wanted ones."""
+    places = {point: place for place, point in enumerate(wanted)}
+    return lambda point: places.get(point, len(places))

@@ -1,0 +1,73 @@
+"""Which runs are the same: one that was made for a study serves others, and a run that was changed is noticed."""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.config import read_yaml, redact, to_dict
+from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import what_differs
+from ngpt_train.config.validate import flatten
+from ngpt_train.core.errors import DataError
+from ngpt_train.study.definition import Study
+from ngpt_train.study.points import DONE, WAITING, Point, Result, result_of
+
+# What a resume may change, but what makes another run of it, or another validation.
+_COUNT_TOO = (
+    *("run.init_from", "train.steps", "train.stop_at", "optim.lr", "schedule.warmup_steps"),
+    *("eval.every", "eval.rows", "eval.tokens", "eval.budget", "eval.contexts"),
+    *("data.path", "data.val_files", "tokenizer.path"),
+)
+
+Difference = tuple[str, Any, Any]  # name, stored value, new value
+
+
+def differences(stored: Config, new: Config) -> list[Difference]:
+    """The keys by which a run with the config `stored` is another run than one with `new`; both are resolved.
+
+    Left out are its name and place, and what changes neither the run nor its validation: layout, checkpoints, logging.
+    """
+    old_values, new_values = (dict(flatten(redact(to_dict(config)), {"optim.lr_table"})) for config in (stored, new))
+    found = {name: (old, value) for name, old, value in what_differs(stored, new)}
+    found |= {name: (old_values[name], new_values[name]) for name in _COUNT_TOO if old_values[name] != new_values[name]}
+    return [(name, *values) for name, values in found.items()]
+
+
+def find_run(study: Study, point: Point, config: Config, steps: int) -> Result | None:
+    """The run of another study below study.root that is the same as the point's; one that has ended, if there is one.
+
+    None where no study has it.
+    """
+    found = []
+    for path in sorted(study.root.glob(f"*/runs/*-seed{point.seed}/config.yaml")):
+        run = path.parent
+        if run.is_symlink() or run.parent == study.runs:
+            continue
+        stored = _stored(path, path.stat().st_mtime_ns)
+        if stored is None or differences(stored, config):
+            continue
+        result = result_of(point, run, steps, study.metric)
+        if result.state != WAITING:
+            found.append(result)
+    return min(found, key=lambda result: (result.state != DONE, not result.is_final), default=None)
+
+
+def link(run: Path, target: Path) -> bool:
+    """Makes `run` a link to the directory `target`; False where something else is there."""
+    run.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        run.symlink_to(os.path.relpath(target.resolve(), run.parent.resolve()))
+    except FileExistsError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=4096)
+def _stored(path: Path, modified: int) -> Config | None:
+    try:
+        return read_yaml(path)
+    except DataError:
+        return None

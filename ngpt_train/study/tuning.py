@@ -1,0 +1,224 @@
+"""Which points of a study are to run next, from the results so far: a pure function without a state of its own."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Collection, Iterable, Mapping
+from typing import Any
+
+from ngpt_train.config.architectures import all_keys
+from ngpt_train.study.bracket import Line, Tuning, analyse
+from ngpt_train.study.definition import LR, Study
+from ngpt_train.study.points import Point, Result
+
+__all__ = ["Tuning", "analyse", "next_points", "noise_between_seeds", "tunings"]
+
+Values = tuple[tuple[str, Any], ...]  # tuned key -> value, sorted by key
+# Of an arm and budget: values -> seed -> end loss; infinite where it diverged, NaN where it failed for another reason.
+Trials = dict[Values, dict[int, float]]
+# Reasons for a failure that another learning rate does not change.
+OTHER_REASONS = ("out of memory", "crashed", "it crashed")
+
+
+def next_points(study: Study, starts: Callable[[str, int], float], results: Mapping[Point, Result]) -> list[Point]:
+    """All points that can run now, unfinished ones among them; none: the study is complete.
+
+    starts: the recipe's learning rate of an arm at a budget. Of `results` the finished points count, done or failed.
+
+    Each arm goes through rounds, and a round's points depend on the losses of the rounds before it alone. So neither
+    the order in which points finish nor a kill changes which points a study has at its end.
+    """
+    wanted = []
+    for arm in study.arms:
+        finished = _finished(study, arm, results)
+        known: dict[int, Trials] = {budget: {} for budget in study.budgets}
+        while True:
+            batch = _round(study, arm, starts, known)
+            missing = [point for point in batch if point not in finished]
+            if missing:
+                wanted += missing
+                break
+            # Points that no round asked for, as of a study that has changed since, still have a say at the end.
+            added = batch or [p for p in finished if p.seed not in known[p.budget].get(p.values, {})]
+            if not added:
+                break
+            for point in added:
+                known[point.budget].setdefault(point.values, {})[point.seed] = finished[point]
+    return wanted
+
+
+def tunings(
+    trials: Mapping[int, Trials], listed: Collection[str] = (), confidence: float = 0.95
+) -> dict[tuple[int, str], Tuning]:
+    """What is known of an arm: for each budget and tuned key, with the other keys at their best values.
+
+    trials: by budget. listed: keys whose values the study lists, so that none outside them is allowed.
+    """
+    sigma, degrees = noise_between_seeds(trials.values())
+    found = {}
+    for budget, of_budget in trials.items():
+        for key in sorted({key for values in of_budget for key, _ in values}):
+            values, losses, seeds = runs_of_line(of_budget, key)
+            found[budget, key] = analyse(
+                values, losses, sigma, seeds=seeds, listed=key in listed, confidence=confidence, degrees=degrees
+            )
+    return found
+
+
+def noise_between_seeds(trials: Iterable[Trials]) -> tuple[float, float]:
+    """The standard deviation between seeds of the end loss, pooled, and its degrees of freedom (0: nothing is known).
+
+    Seeds are shared, so a part of this cancels where values are compared by the same seeds: it is not too small.
+    """
+    squares = degrees = 0.0
+    for of_budget in trials:
+        for losses in of_budget.values():
+            finite = [loss for loss in losses.values() if math.isfinite(loss)]
+            if len(finite) > 1:
+                squares += (len(finite) - 1) * statistics.variance(finite)
+                degrees += len(finite) - 1
+    return (math.sqrt(squares / degrees), degrees) if degrees else (0.0, 0.0)
+
+
+def best_values(trials: Trials) -> Values | None:
+    """The values with the lowest mean over the seeds they have; None where all have failed, or nothing was tried."""
+    means = {values: statistics.fmean(losses.values()) for values, losses in trials.items()}
+    finite = sorted((mean, repr(values), values) for values, mean in means.items() if math.isfinite(mean))
+    return finite[0][2] if finite else None
+
+
+def runs_of_line(trials: Trials, key: str) -> tuple[list[Any], list[float | None], list[int]]:
+    """Value, loss and seed of the runs whose other keys have their best values."""
+    best = best_values(trials)
+    others = None if best is None else _without(best, key)
+    runs = [
+        (dict(values)[key], loss if math.isfinite(loss) else None, seed)
+        for values, losses in trials.items()
+        if others is None or _without(values, key) == others
+        for seed, loss in losses.items()
+    ]
+    return [value for value, _, _ in runs], [loss for _, loss, _ in runs], [seed for _, _, seed in runs]
+
+
+def _finished(study: Study, arm: str, results: Mapping[Point, Result]) -> dict[Point, float]:
+    """The end losses of an arm's points that this study may use, as in `Trials`."""
+    finished = {}
+    for point in sorted(results, key=repr):
+        result, keys = results[point], {key for key, _ in point.values}
+        if point.arm != arm or point.budget not in study.budgets or point.seed not in study.seeds:
+            continue
+        if keys == set(study.tune) and result.state in ("done", "failed"):
+            is_done = result.state == "done" and result.loss is not None and math.isfinite(result.loss)
+            failure = math.nan if result.reason.startswith(OTHER_REASONS) else math.inf
+            finished[point] = float(result.loss or 0.0) if is_done else failure
+    return finished
+
+
+def _round(study: Study, arm: str, starts: Callable[[str, int], float], known: Mapping[int, Trials]) -> list[Point]:
+    """The points that an arm needs next, none of which is known. A budget begins when the smaller ones are through."""
+    sigma, _ = noise_between_seeds(known.values())
+    points: list[Point] = []
+    for number, budget in enumerate(study.budgets):
+        lattice = Lattice(starts(arm, budget), study.tune[LR].factor or 2.0)
+        if known[budget]:
+            found = _next_of_budget(study, lattice, known[budget], sigma)
+        elif points:
+            break
+        else:
+            smaller = {b: known[b] for b in study.budgets[:number]}
+            found = [(values, study.seeds[0]) for values in _beginning(study, lattice, budget, smaller)]
+        points += [Point(arm, budget, values, seed) for values, seed in found]
+    return points
+
+
+def _beginning(study: Study, lattice: Lattice, budget: int, smaller: Mapping[int, Trials]) -> list[Values]:
+    """The centre at which a budget begins, and its two neighbours in lr. Other keys have their best values of the
+    budget before, at first the first ones that the study lists."""
+    centre: dict[str, Any] = {key: tuned.values[0] for key, tuned in study.tune.items() if tuned.values}
+    for trials in smaller.values():
+        centre.update(best_values(trials) or ())
+    lr = lattice.nearest(_expected_lr(budget, smaller) or lattice.start)
+    return [_values(centre | {LR: each}) for each in [lr, *lattice.neighbours(lr)][: study.max_points]]
+
+
+def _expected_lr(budget: int, smaller: Mapping[int, Trials]) -> float | None:
+    """The best lr at a budget by a fit of log lr over log budget; with one smaller budget, that one's."""
+    found = {b: tuning for (b, key), tuning in tunings(smaller).items() if key == LR}
+    inside = {b: tuning.optimum for b, tuning in found.items() if tuning.optimum is not None}
+    if len(inside) > 1:
+        fit = statistics.linear_regression([math.log(b) for b in inside], [math.log(lr) for lr in inside.values()])
+        return math.exp(fit.slope * math.log(budget) + fit.intercept)
+    bests = [*inside.values()] or [tuning.best for tuning in found.values() if tuning.best is not None]
+    return bests[-1] if bests else None
+
+
+def _next_of_budget(study: Study, lattice: Lattice, trials: Trials, sigma: float) -> list[tuple[Values, int]]:
+    """What the best point still lacks: neighbours in lr, its other seeds, worse points on both sides, other values of
+    the further keys. A better point that these find is the next round's best, and lacks some of them anew."""
+    first = study.seeds[0]
+    best = best_values(trials)
+    room = study.max_points * len(study.tune) - len(trials)
+    if best is None:
+        if room <= 0 or not any(math.inf in losses.values() for losses in trials.values()):
+            return []
+        lowest = min(trials, key=lambda values: (dict(values)[LR], repr(values)))  # the rates are too high
+        return [(_with(lowest, LR, lattice.below(dict(lowest)[LR])), first)]
+    line = Line(*runs_of_line(trials, LR))
+    room_in_line = max(0, min(room, study.max_points - len(line.values)))
+    neighbours = [lr for lr in lattice.neighbours(dict(best)[LR]) if lr not in line.values][:room_in_line]
+    if neighbours:
+        return [(_with(best, LR, lr), first) for lr in neighbours]
+    if absent := [seed for seed in study.seeds if seed not in trials[best]]:
+        return [(best, seed) for seed in absent]
+    below, above = line.worse(sigma)
+    outwards: list[float | None] = [] if below else [lattice.below(line.values[0])]
+    outwards += [] if above else [lattice.above(line.values[-1])]
+    if outer := [lr for lr in outwards if lr is not None][:room_in_line]:
+        return [(_with(best, LR, lr), first) for lr in outer]
+    for key, tuned in study.tune.items():
+        of_key = [_with(best, key, value) for value in tuned.values][: study.max_points]
+        if untried := [values for values in of_key if values not in trials][: max(0, room)]:
+            return [(values, first) for values in untried]
+    return []
+
+
+class Lattice:
+    """The learning rates that are tried: the recipe's times whole powers of the factor, in the six digits that name a
+    run, so that studies share them."""
+
+    def __init__(self, start: float, factor: float) -> None:
+        self.start, self._factor = start, factor
+        self._highest = all_keys()[LR].maximum or math.inf
+
+    def below(self, lr: float) -> float:
+        """The highest rate below `lr`, which need not be on the lattice itself."""
+        return self._at(math.ceil(self._power(lr) - 1e-4) - 1)
+
+    def above(self, lr: float) -> float | None:
+        rate = self._at(math.floor(self._power(lr) + 1e-4) + 1)
+        return rate if rate <= self._highest else None
+
+    def nearest(self, lr: float) -> float:
+        return self._at(round(self._power(lr)))
+
+    def neighbours(self, lr: float) -> list[float]:
+        return [rate for rate in (self.below(lr), self.above(lr)) if rate is not None]
+
+    def _power(self, lr: float) -> float:
+        return math.log(lr / self.start) / math.log(self._factor)
+
+    def _at(self, power: int) -> float:
+        return float(f"{self.start * self._factor**power:.6g}")
+
+
+def _values(values: Mapping[str, Any]) -> Values:
+    return tuple(sorted(values.items()))
+
+
+def _with(values: Values, key: str, value: Any) -> Values:
+    return _values(dict(values) | {key: value})
+
+
+def _without(values: Values, key: str) -> dict[str, Any]:
+    return {name: value for name, value in values if name != key}

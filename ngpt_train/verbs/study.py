@@ -1,0 +1,120 @@
+"""`study`: trains the arms of a comparison, each tuned, at several budgets and seeds, and compares them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Any
+
+from ngpt_train.config import ConfigError
+from ngpt_train.config.schema import Config
+from ngpt_train.core.lock import DirectoryLock
+from ngpt_train.study.composition import Runs
+from ngpt_train.study.cost import costs, measure, table
+from ngpt_train.study.definition import Study, read_study
+from ngpt_train.study.engines.local import local_engine, usable_cores, usable_gpus
+from ngpt_train.study.points import FAILED, Point, Result, failure_record
+from ngpt_train.study.runner import Runner
+from ngpt_train.study.stored import check_stored, write_study
+from ngpt_train.study.tuning import next_points
+
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
+
+def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> int:
+    """Returns 0 when all runs are made and compared, or the study was interrupted and its runs have saved; 1 where runs
+    have crashed too often. `options` are those that its runs are started with, such as --config-dir DIR.
+
+    Raises ConfigError before anything is written where the definition is wrong or in use, and DataError.
+    """
+    study = read_study(config.study, overrides, options)
+    runs = Runs(study)
+    runs.check()
+    check_stored(study, runs)
+    lock = None if config.study.dry_run else taken(study)
+    try:
+        configs = {arm: runs.config(runs.first_point(arm, study.budgets[0])) for arm in study.arms}
+        on_cpu = all(one.train.device == "cpu" for one in configs.values())
+        engine = local_engine(config.study, [] if on_cpu else usable_gpus(), usable_cores())
+        sizes = measure(configs, engine.threads)
+        print(table(study, costs(study, runs, next_points, sizes), sizes, engine.jobs), flush=True)
+        if lock is None:
+            return 0
+        write_study(study)
+        stop = Stop()
+        runner = Runner(study, runs, engine, Lines(), next_points, config.study.retries, lambda: stop.asked)
+        with stop:
+            complete = runner.complete()
+        if not complete:
+            ended = f"{len(runner.results)} runs have ended, the others have saved"
+            print(f"interrupted: {ended}; the same command goes on", flush=True)
+            return 0
+        return compared(study, runner.results)
+    finally:
+        if lock is not None:
+            lock.release()
+
+
+def taken(study: Study) -> DirectoryLock:
+    """The lock of the study's directory, which this process has now. Raises ConfigError where another has it."""
+    lock = DirectoryLock(study.path)
+    try:
+        study.path.mkdir(parents=True, exist_ok=True)
+        lock.create()
+        lock.take()
+    except BlockingIOError:
+        raise ConfigError(
+            f"study.name={study.name}: {lock.holder()} is running the study in {study.path}. Wait for it, stop it, or "
+            "choose another study.name."
+        ) from None
+    except OSError as error:
+        raise ConfigError(
+            f"study.root={study.root}: {study.path} cannot be written or locked ({error.strerror}). Choose another "
+            "study.root."
+        ) from None
+    return lock
+
+
+def compared(study: Study, results: Mapping[Point, Result]) -> int:
+    """Compares the runs, and says which have failed; the exit code."""
+    failed = [result for result in results.values() if result.state == FAILED]
+    for result in failed:
+        print(f"failed: {result.point.directory}: {result.reason}")
+    print(f"{len(results)} runs in {study.runs}", flush=True)
+    return 1 if any(failure_record(result.run).exists() for result in failed) else 0
+
+
+class Stop:
+    """Inside a `with`, a signal that asks to stop sets `asked`. A second Ctrl-C ends the process at once; the runs,
+    which end with it, save."""
+
+    def __init__(self) -> None:
+        self.asked = False
+        self._previous: dict[int, Any] = {}
+
+    def __enter__(self) -> Stop:
+        for number in STOPPING:
+            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, _: FrameType | None) -> None:
+        if self.asked and number == signal.SIGINT:
+            os._exit(130)
+        self.asked = True
+
+
+class Lines:
+    """Says what happens as lines."""
+
+    def update(self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point]) -> None:
+        self._counts = f"{len(results)} ended, {len(running)} running, {len(waiting)} waiting"
+
+    def say(self, line: str) -> None:
+        print(f"{line}  ({self._counts})", flush=True)

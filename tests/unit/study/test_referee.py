@@ -1,0 +1,248 @@
+"""The referee names every way in which arms differ, with its kind and size."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngpt_train.config.architectures import architectures, schema_keys
+from ngpt_train.config.validate import Key
+from ngpt_train.core.errors import DataError
+from ngpt_train.study.compare.key_kinds import HARDWARE, HARMLESS, PLACES_OF_ROWS, PLACES_OF_TEXT, covers, is_harmless
+from ngpt_train.study.compare.referee import check_comparable, examine
+from ngpt_train.study.compare.runs import Run, read_run
+from tests.unit.study.planted import FACTS, config_of, plant
+
+GPT, NGPT = config_of("model=gpt"), config_of("model=ngpt")
+KEYS = [key for name, key in schema_keys(architectures()["ngpt"]).items() if name != "model.name"]
+# Reviewed: these are not looked at. Whoever adds a section to HARMLESS adds it here, and says why there.
+NOT_LOOKED_AT = {
+    *("logging", "checkpoint", "generate", "evaluate", "plan", "bench", "doctor"),
+    *("study", "compare", "audit", "transfer"),
+    *("run.name", "run.root", "run.resume", "run.resume_step", "run.overwrite", "run.max_time"),
+    *("scale.name", "optim.lr_table", "optim.lr_source", "train.profile", "eval.every"),
+    *("data.out", "data.cache", "data.cache_gb", "data.text_gb", "data.workers", "data.prepare_workers"),
+    *("data.prefetch", "data.fetch_minutes"),
+    *("parallel.timeout", "parallel.hang_seconds", "parallel.check_replicas"),
+}
+
+
+def another(key: Key, value: Any) -> Any:
+    """Another value that the key takes."""
+    if key.choices and (others := [x for x in key.choices if x not in (value, "auto")]):
+        return others[-1]
+    if isinstance(value, bool) or bool in key.types:
+        return value is not True
+    if key.name == "run.seed":
+        return 7
+    if list in key.types:
+        return [*(value or []), 1.5 if key.items is float else 7 if key.items is int else "a"]
+    if isinstance(value, (int, float)):
+        return type(value)(value * 2 + 1) if isinstance(value, int) else value / 2 + 0.001
+    if int in key.types or float in key.types:
+        return 7
+    return {"a": 1} if dict in key.types else "another"
+
+
+def arms(root: Path, first: dict[str, Any], second: dict[str, Any], **of_second: Any) -> dict[str, list[Run]]:
+    """Two arms with two seeds each."""
+    found: dict[str, list[Run]] = {}
+    for name, config, given in (("first", first, {}), ("second", second, of_second)):
+        found[name] = [
+            plant(root / f"{name}{seed}", config | {"run.seed": config["run.seed"] + seed}, **given) for seed in (0, 1)
+        ]
+    return found
+
+
+def by_key(entries: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    assert len({(x["key"], *x["arms"]) for x in entries}) == len(entries), "a difference is named twice"
+    return {entry["key"]: entry for entry in entries}
+
+
+def test_the_harmless_keys_are_reviewed() -> None:
+    assert set(HARMLESS) == NOT_LOOKED_AT
+    assert all(HARMLESS.values())
+
+
+@pytest.mark.parametrize("key", KEYS, ids=lambda key: key.name)
+def test_a_difference_in_any_key_is_named(key: Key, tmp_path: Path) -> None:
+    """Caught: a key that nobody thought of; a confound that counts as the recipe's; values without their arms."""
+    value = another(key, NGPT.get(key.name))
+    found = by_key(examine(arms(tmp_path, NGPT, NGPT | {key.name: value}), under_test=["model.name"]))
+    if is_harmless(key.name):
+        assert key.name not in found
+        return
+    entry = found[key.name]
+    assert entry["arms"] == ["first", "second"]
+    assert entry["values"] == ([[0, 1], [7, 8]] if key.name == "run.seed" else [NGPT[key.name], value])
+    same_by_evidence = key.name in PLACES_OF_TEXT | PLACES_OF_ROWS
+    assert entry["kind"] == ("follows" if same_by_evidence or covers(HARDWARE, key.name) else "confound"), entry
+    numbers = [x for x in entry["values"] if type(x) in (int, float) and x > 0]
+    assert entry["size"] == (pytest.approx(max(numbers) / min(numbers)) if len(numbers) == 2 else None)
+
+
+def test_what_architecture_and_recipe_bring_follows(tmp_path: Path) -> None:
+    """Caught: nGPT's Adam without decay as a confound; the list of all options that GPT lacks."""
+    found = by_key(examine(arms(tmp_path, GPT, NGPT, facts=FACTS | {"n_params": 720_000}), under_test=["model"]))
+    kinds = {key: entry["kind"] for key, entry in found.items()}
+    assert kinds["model.name"] == "under_test"
+    assert {"optim.name", "optim.weight_decay", "optim.lr", "schedule.warmup_steps", "n_params"} <= kinds.keys()
+    assert {kind for key, kind in kinds.items() if key != "model.name"} == {"follows"}
+    assert found["optim.weight_decay"]["values"] == [0.1, 0]
+    assert found["n_params"]["size"] == pytest.approx(720_000 / 660_864)
+    assert not [key for key in found if key.startswith("model.s_qk")]
+
+
+def test_identical_arms_do_not_differ(tmp_path: Path) -> None:
+    assert examine(arms(tmp_path, GPT, GPT)) == []
+
+
+def test_without_names_the_architecture_is_the_question(tmp_path: Path) -> None:
+    """Caught: tied embeddings beside another architecture as its option; an option of its own as a confound."""
+    other = NGPT | {"model.tied_embeddings": True, "model.update": "slerp"}
+    kinds = {key: entry["kind"] for key, entry in by_key(examine(arms(tmp_path, GPT, other))).items()}
+    assert kinds["model.name"] == kinds["model.update"] == "under_test"
+    assert kinds["model.tied_embeddings"] == "confound"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "kind"),
+    [
+        ("model.qk_norm", True, "under_test"),
+        ("model.tied_embeddings", True, "under_test"),
+        ("optim.weight_decay", 0.2, "under_test"),
+        ("train.precision", "bf16", "confound"),
+        ("model.d_model", 128, "confound"),
+    ],
+)
+def test_without_another_architecture(tmp_path: Path, key: str, value: Any, kind: str) -> None:
+    (entry, *_) = [x for x in examine(arms(tmp_path, GPT, GPT | {key: value})) if x["key"] == key]
+    assert entry["kind"] == kind
+
+
+@pytest.mark.parametrize(
+    ("fact", "value", "kind"),
+    [
+        ("git_commit", "2" * 40, "confound"),
+        ("versions", FACTS["versions"] | {"torch": "2.14.0"}, "confound"),  # type: ignore[operator]
+        ("device", "NVIDIA H100", "confound"),
+        ("data_fingerprint", "e" * 64, "confound"),
+        ("tokenizer", "gpt2", "confound"),
+        ("world_size", 4, "follows"),
+        ("parallel", "ddp", "follows"),
+        ("a fact of a later version", 1, "confound"),
+    ],
+)
+def test_code_machine_and_data(tmp_path: Path, fact: str, value: Any, kind: str) -> None:
+    found = examine(arms(tmp_path, GPT, GPT, facts={**FACTS, fact: value}))
+    assert [(x["key"].removesuffix(".torch"), x["kind"]) for x in found] == [(fact, kind)]
+
+
+def test_ranks_matter_to_norms_over_the_batch(tmp_path: Path) -> None:
+    config = config_of("model=powernorm")
+    (entry,) = examine(arms(tmp_path, config, config, facts=FACTS | {"world_size": 4}))
+    assert (entry["key"], entry["kind"], entry["size"]) == ("world_size", "confound", 4.0)
+
+
+def test_records_that_differ(tmp_path: Path) -> None:
+    """Caught: rows compared at other tokens; clipping that is looked at as a key alone."""
+    found = by_key(examine(arms(tmp_path, GPT, GPT, order=("rows", "others"), clipped=0.1)))
+    assert found["data_hash"]["values"] == ["rows 25600", "others 25600"]
+    assert found["data_hash"]["kind"] == "confound"
+    assert "25,600 tokens" in found["data_hash"]["note"]
+    assert found["clipped_share"]["values"] == [0.5, 0.1]
+    assert found["clipped_share"]["size"] == pytest.approx(5)
+
+
+def test_runs_of_one_arm_that_differ(tmp_path: Path) -> None:
+    """Caught: an arm whose first run stands for all; the same seed on other rows; a start whose steps are gone."""
+    again = {**FACTS, "git_commit": "2" * 40}
+    runs = [
+        plant(tmp_path / "a", GPT),
+        plant(tmp_path / "b", GPT | {"optim.weight_decay": 0.3}, order=("rows", "others")),
+        plant(tmp_path / "c", GPT | {"run.seed": 1}, later=[{**again, "step": 25}, {**FACTS, "step": 25}]),
+    ]
+    found = by_key(examine({"gpt": runs}))
+    assert set(found) == {"optim.weight_decay", "data_hash"}
+    assert found["optim.weight_decay"]["values"] == [0.1, 0.3]
+    assert found["data_hash"]["arms"] == ["gpt"]
+    runs.append(plant(tmp_path / "d", GPT | {"run.seed": 2}, later=[{**again, "step": 25}]))
+    assert by_key(examine({"gpt": runs}))["git_commit"]["values"] == ["1" * 40, "2" * 40]
+
+
+def test_budgets_are_compared_with_equal_budgets(tmp_path: Path) -> None:
+    """Caught: a baseline with a longer run as a confound; a value that two arms have at other budgets."""
+
+    def runs(name: str, **decay: float) -> list[Run]:
+        return [
+            plant(tmp_path / f"{name}{steps}", GPT | {"train.steps": int(steps), "optim.weight_decay": value})
+            for steps, value in decay.items()
+        ]
+
+    one, more = runs("one", **{"50": 0.1, "100": 0.1}), runs("more", **{"50": 0.1, "100": 0.1, "200": 0.1})
+    assert examine({"one": one, "more": more}, under_test=["model"]) == []
+    crossed = examine(
+        {"one": runs("x", **{"50": 0.1, "100": 0.2}), "more": runs("y", **{"50": 0.2, "100": 0.1})},
+        under_test=["model"],
+    )
+    assert {tuple(x["arms"]) for x in crossed if x["key"] == "optim.weight_decay"} >= {("one", "more")}
+    (apart, *_) = examine({"one": one[:1], "more": more[2:]}, under_test=["model"])
+    assert (apart["key"], apart["kind"], apart["size"]) == ("train.steps", "confound", 4.0)
+
+
+def test_tuned_keys(tmp_path: Path) -> None:
+    """Caught: tuned rates as confounds; an arm that was tuned beside one that was not."""
+    tuned = [plant(tmp_path / f"a{lr}", GPT | {"optim.lr": lr}) for lr in (1e-3, 2e-3, 4e-3)]
+    other = [plant(tmp_path / f"b{lr}", GPT | {"optim.lr": lr}) for lr in (4e-3, 8e-3, 16e-3)]
+    (entry,) = examine({"a": tuned, "b": other}, tuned=["optim.lr"], under_test=["model"])
+    assert (entry["key"], entry["kind"]) == ("optim.lr", "follows")
+    (entry,) = examine({"a": tuned, "b": other[:1]}, tuned=["optim.lr"], under_test=["model"])
+    assert entry["kind"] == "confound"
+    assert "not in b" in entry["note"]
+
+
+def test_partial_configs(tmp_path: Path) -> None:
+    """Caught: a config without all keys that ends in a traceback, or whose missing keys are differences."""
+    least = {"model.name": "gpt", "train.steps": 10, "run.seed": 0}
+    found = examine({"a": [plant(tmp_path / "a", least)], "b": [plant(tmp_path / "b", least | {"optim.eps": 1e-6})]})
+    assert [(x["key"], x["values"]) for x in found] == [("optim.eps", [1e-8, 1e-6])]
+    third = [plant(tmp_path / "c", least | {"model.name": "of a plug-in", "optim.lr": 0.1})]
+    kinds = {x["key"]: x["kind"] for x in examine({"a": [plant(tmp_path / "d", least)], "c": third})}
+    assert kinds == {"model.name": "under_test", "optim.lr": "confound"}
+
+
+def test_three_arms(tmp_path: Path) -> None:
+    found = by_key(
+        examine(
+            {
+                "a": [plant(tmp_path / "a", GPT)],
+                "b": [plant(tmp_path / "b", GPT)],
+                "c": [plant(tmp_path / "c", GPT | {"train.batch_rows": 16})],
+            },
+            under_test=["model"],
+        )
+    )
+    assert found["tokens_per_step"]["arms"] == ["a", "b", "c"]
+    assert found["tokens_per_step"]["values"] == [512, 512, 1024]
+    assert found["tokens_per_step"]["note"] == "through train.batch_rows"
+
+
+def test_what_can_be_compared(tmp_path: Path) -> None:
+    """Caught: losses on other rows; losses per token of other tokenizers; bits per byte of other text."""
+    bpe = FACTS | {"tokenizer_fingerprint": "b" * 64}
+    run = plant(tmp_path / "run", GPT)
+    assert check_comparable([run, plant(tmp_path / "same", NGPT)]) == "loss"
+    other_rows = plant(tmp_path / "rows", GPT | {"eval.rows": 8}, rows="0" * 16)
+    with pytest.raises(DataError, match=r"other rows than.*eval\.rows"):
+        check_comparable([run, other_rows])
+    other_tokenizer = plant(tmp_path / "tokenizer", GPT, facts=bpe, rows="0" * 16)
+    assert check_comparable([run, other_tokenizer]) == "bits_per_byte"
+    silent = plant(tmp_path / "silent", GPT, facts=bpe, rows="0" * 16, bits_per_byte=None)
+    with pytest.raises(DataError, match=r"silent has another tokenizer.*no bits_per_byte"):
+        check_comparable([run, silent])
+    text = {"data.kind": "local", "data.path": "/other.txt"}
+    with pytest.raises(DataError, match=r"other text than.*data\.kind, data\.path"):
+        check_comparable([run, plant(tmp_path / "text", GPT | text, facts=bpe, rows="0" * 16)])
+    (tmp_path / "run/metrics.jsonl").write_text("")
+    with pytest.raises(DataError, match="no run has been validated"):
+        check_comparable([read_run(tmp_path / "run")])
