@@ -1,5 +1,5 @@
-"""Run directories without training, whose truth is known: an arm that needs `ratio` times fewer tokens than the baseline,
-with noise of seeds and of validation rows.
+"""Run directories without training, whose truth is known: an arm that needs `ratio` times fewer tokens than the
+baseline, with noise of seeds and of validation rows.
 
     python -m tests.planted_runs DIR      writes runs into DIR/runs and their report into DIR/report
 """

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Union
 
@@ -152,6 +153,14 @@ def _problem_of_tuned(tuned: Mapping[Any, Any]) -> str | None:
     return None
 
 
+# What of the command line of `study` is for the study itself. All else is for its runs.
+STUDY_SECTIONS = ("study", "compare", "audit")
+
+
+def is_of_study(argument: str) -> bool:
+    return argument.partition("=")[0].strip().partition(".")[0] in STUDY_SECTIONS
+
+
 _IN_YAML = "Write a study in YAML, DIR/study/my.yaml, and choose it with --config-dir DIR study=my"
 
 
@@ -209,6 +218,16 @@ class StudyConfig:
         maximum=1000,
     )
     dry_run: bool = key(False, "Only print the table of runs, tokens, FLOPs and hours.")
+
+
+# Verbs whose arguments may be directories, and the key of their section that holds them.
+TAKE_DIRECTORIES = {"compare": "runs"}
+
+
+def without_directories(verb: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments that are overrides, and those that are directories: without a '=', or there all the same."""
+    found = [x for x in arguments if verb in TAKE_DIRECTORIES and ("=" not in x or os.path.isdir(x))]
+    return [x for x in arguments if x not in found], found
 
 
 @dataclass

@@ -6,9 +6,14 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
+
+# Which values were tried, and when the search ended, depended on their losses. Where the noise is not shared by the
+# values of a seed, intervals from sigma itself then hold the optimum in 90 of 100 searches instead of 95.
+CHOSEN = 1.15
 
 
 @dataclass(frozen=True)
@@ -21,7 +26,7 @@ class Tuning:
     state: str  # "bracketed"; "edge": the best value may lie outside, so this is untuned; "not tried": one value only
     best: Any = None  # the tried value with the lowest mean loss over its seeds
     optimum: float | None = None  # vertex of the parabola in log value
-    low: float | None = None  # the optimum's interval; never wider than from bracket end to bracket end
+    low: float | None = None  # the optimum's interval, within the values that were tried
     high: float | None = None
     price_of_two: float | None = None  # loss of a value that is off by a factor of two, less the optimum's
 
@@ -39,9 +44,10 @@ def analyse(
     """Judges the runs of one key, of which value, end loss (None: failed, which is worse than any loss) and seed are
     given.
 
-    sigma: standard deviation between seeds of the end loss, known with so many `degrees` of freedom. Another value is
-    worse if its mean loss is higher than the best's by more than sigma; where seeds are given, over the seeds that both
-    have, too. listed: the values are the only ones that are allowed, so that lying inside is enough.
+    sigma: standard deviation between seeds of the end loss, known with so many `degrees` of freedom; with 0, as with
+    one seed, the interval is unknown. Another value is worse if its mean loss is higher than the best's by more than
+    sigma; where seeds are given, over the seeds that both have, too. listed: no other values are allowed, so that lying
+    inside is enough.
     """
     line = Line(values, losses, seeds)
     tried, best = line.values, line.best
@@ -57,11 +63,12 @@ def analyse(
     if not below or min(tried) <= 0:
         return Tuning("bracketed", best)
     left, right = max(below), min(above)
-    vertex = _vertex(line, left, right, sigma, _quantile(confidence, degrees))
+    vertex = _vertex(line, left, right, sigma * _quantile(confidence, degrees) if degrees else math.inf)
     if vertex is None:
         return Tuning("bracketed", best, float(best), float(left), float(right))
     optimum, low, high, curvature = vertex
-    return Tuning("bracketed", best, optimum, low, high, curvature * math.log(2) ** 2)
+    interval = (low, high) if degrees else (None, None)
+    return Tuning("bracketed", best, optimum, *interval, price_of_two=curvature * math.log(2) ** 2)
 
 
 class Line:
@@ -79,7 +86,7 @@ class Line:
         is_ordered = all(is_number(value) for value in self._runs)
         self.values = sorted(self._runs) if is_ordered else list(self._runs)
         finite_values = [value for value in self.values if math.isfinite(self.mean(value))]
-        self.best: Any = min(finite_values, key=self.mean, default=None)
+        self.best: Any = min(finite_values, key=lambda value: (self.mean(value), -self.count(value)), default=None)
 
     def mean(self, value: Any) -> float:
         return statistics.fmean(loss for _, loss in self._runs[value])
@@ -106,13 +113,12 @@ class Line:
         return min(gap, statistics.fmean(pairs)) if pairs else gap
 
 
-def _vertex(
-    line: Line, left: Any, right: Any, sigma: float, quantile: float
-) -> tuple[float, float, float, float] | None:
+def _vertex(line: Line, left: Any, right: Any, noise: float) -> tuple[float, float, float, float] | None:
     """Optimum, its interval's ends, and the second derivative's half in log value; None without a parabola.
 
     Weighted least squares of a + b x + c x², x = ln(value / best), through the values from `left` to `right`. The
-    interval has every x at which the slope b + 2 c x does not differ from 0 (Fieller's theorem).
+    interval has every x at which the slope b + 2 c x does not differ from 0 (Fieller's theorem). noise: the half width
+    of the interval of one loss.
     """
     best = line.best
     inside = [value for value in line.values if left <= value <= right]
@@ -129,11 +135,11 @@ def _vertex(
         _, b, c = inverse @ (design.T @ (weights * means))
         if c <= 0 or not ends[0] < -b / (2 * c) < ends[1]:
             continue
-        # (b + 2 c x)² <= quantile² var(b + 2 c x), a quadratic p x² + 2 q x + r <= 0.
-        noise = (quantile * sigma) ** 2 * inverse
-        p, q, r = 4 * (c**2 - noise[2, 2]), 2 * (b * c - noise[1, 2]), b**2 - noise[1, 1]
-        low, high = ends
-        if p > 0:  # else the curvature is not resolved, and the bracket itself is the interval
+        # (b + 2 c x)² <= noise² var(b + 2 c x): a quadratic p x² + 2 q x + r <= 0.
+        cov = (CHOSEN * noise) ** 2 * inverse
+        p, q, r = 4 * (c**2 - cov[2, 2]), 2 * (b * c - cov[1, 2]), b**2 - cov[1, 1]
+        low, high = math.log(line.values[0] / best), math.log(line.values[-1] / best)
+        if p > 0:  # else the curvature is not resolved
             half = math.sqrt(max(q**2 - p * r, 0.0))
             low, high = max(low, (-q - half) / p), min(high, (-q + half) / p)
         optimum, low, high = (float(best * math.exp(at)) for at in (-b / (2 * c), low, high))
@@ -145,6 +151,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+@cache
 def _quantile(confidence: float, degrees: float) -> float:
     """The t for which |T| <= t has the probability `confidence`, T of Student's distribution."""
     if degrees > 200:

@@ -5,8 +5,8 @@ Nothing heavy is imported here, so that a mistake is reported at once.
 
 from __future__ import annotations
 
-import os
 import re
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,11 @@ from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.composition.files import Files
 from ngpt_train.config.composition.overrides import parse_row
 from ngpt_train.config.validate import check_leaf, did_you_mean, mistake, nearest, show
-from ngpt_train.config.verb_keys import StudyConfig
+from ngpt_train.config.verb_keys import StudyConfig, is_of_study
 
 Value = float | int | str | bool | None  # of a tuned key
 
 LR = "optim.lr"
-# Sections whose keys are the study's own; the groups and keys of all others are the runs'.
-OWN_SECTIONS = ("study", "compare", "audit")
 # What the study decides for each run, and why nobody else can.
 _DECIDED = {
     "run.name": "the study names its runs",
@@ -63,6 +61,7 @@ class Study:
     confidence: float = 0.95
     max_points: int = 9  # most values of a key that an arm tries at a budget
     options: tuple[str, ...] = ()  # --config-dir DIR, --plugin DIR: how the study was started, and its runs are
+    command: str = ""  # that started it
 
     @property
     def path(self) -> Path:
@@ -84,12 +83,6 @@ class Study:
 def name_of(argument: str) -> str:
     """The group or key that an argument sets."""
     return argument.partition("=")[0].strip()
-
-
-def is_own(argument: str) -> bool:
-    """Whether an argument of `study` is for the study, and not for its runs."""
-    name = name_of(argument)
-    return name.partition(".")[0] in OWN_SECTIONS
 
 
 def merged(*lists: Iterable[str]) -> tuple[str, ...]:
@@ -117,7 +110,7 @@ def read_study(config: StudyConfig, arguments: Sequence[str], options: Sequence[
     if baseline not in arms:
         near = did_you_mean(nearest(baseline, arms))
         raise mistake(f"study.baseline={baseline}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
-    given = [argument for argument in arguments if not is_own(argument)]
+    given = [argument for argument in arguments if not is_of_study(argument)]
     tune = _tuned(config.tune)
     shared = merged(_row(config.shared, groups, f"in shared of study={chosen}"), given)
     _check_decided(given, arms, tune)
@@ -139,24 +132,17 @@ def read_study(config: StudyConfig, arguments: Sequence[str], options: Sequence[
         confidence=config.confidence,
         max_points=config.max_points,
         options=tuple(options),
+        command=shlex.join(["python", "-m", "ngpt_train", "study", *arguments, *options]),
     )
 
 
-def check_one_process(environment: Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError under torchrun, where every rank would start the study's runs by itself."""
-    if int(environment.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in environment:
-        problem = "study: not under torchrun, where every rank would start the runs by itself"
-        raise mistake(problem, "Start it with: python -m ngpt_train study ...; study.jobs has runs side by side")
-
-
-def _row(row: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple[str, ...]:
+def _row(content: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple[str, ...]:
     """What a mapping of groups to options and keys to values says, as arguments. Raises ConfigError."""
-    said = parse_row(row, groups, place)
-    for argument in (*said.choices, *said.values):
-        if is_own(argument):
-            raise mistake(f"{argument}: a key of the study, not of its runs", "Leave it out", place=place)
-    pairs = {**said.choices, **said.values}
-    return tuple(f"{name}={show(value)}" for name, value in pairs.items())
+    said = parse_row(content, groups, place)
+    row = tuple(f"{name}={show(value)}" for name, value in {**said.choices, **said.values}.items())
+    for argument in filter(is_of_study, row):
+        raise mistake(f"{argument}: a key of the study, not of its runs", "Leave it out", place=place)
+    return row
 
 
 def _tuned(table: Mapping[str, Any]) -> dict[str, Tuned]:

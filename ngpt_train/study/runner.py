@@ -157,7 +157,8 @@ class Runner:
         reason = f"{how} ({self._attempts[point]} attempts)"
         record = failure_record(run)
         record.parent.mkdir(exist_ok=True)
-        write_json(record, {"reason": reason, "code": ended.code, "attempts": self._attempts[point]})
+        facts = {"arm": point.arm, "budget": point.budget, "seed": point.seed, "values": dict(point.values)}
+        write_json(record, facts | {"reason": reason, "code": ended.code, "attempts": self._attempts[point]})
         self.results[point] = result_of(point, run, self._steps(point), self.study.metric)
         self.watcher.say(f"{point.directory}: failed: {reason}")
 

@@ -46,6 +46,7 @@ def read_stored(directory: Path) -> Study:
             confidence=float(tree["confidence"]),
             max_points=int(tree["max_points"]),
             options=tuple(map(str, tree["options"])),
+            command=str(tree["command"]),
         )
     except (OSError, ValueError, TypeError, KeyError, AttributeError, yaml.YAMLError) as error:
         raise DataError(f"{path} is missing or damaged: {' '.join(str(error).split())}. Restore it.") from None
@@ -118,4 +119,5 @@ def _tree(study: Study) -> dict[str, Any]:
         "confidence": study.confidence,
         "max_points": study.max_points,
         "options": list(study.options),
+        "command": study.command,
     }

@@ -84,8 +84,12 @@ def noise_between_seeds(trials: Iterable[Trials]) -> tuple[float, float]:
 def best_values(trials: Trials) -> Values | None:
     """The values with the lowest mean over the seeds they have; None where all have failed, or nothing was tried."""
     means = {values: statistics.fmean(losses.values()) for values, losses in trials.items()}
-    finite = sorted((mean, repr(values), values) for values, mean in means.items() if math.isfinite(mean))
-    return finite[0][2] if finite else None
+    finite = [values for values, mean in means.items() if math.isfinite(mean)]
+
+    def order(values: Values) -> tuple[float, int, float, str]:  # of equal means, as in `Line`
+        return means[values], -len(trials[values]), dict(values)[LR], repr(values)
+
+    return min(finite, key=order, default=None)
 
 
 def runs_of_line(trials: Trials, key: str) -> tuple[list[Any], list[float | None], list[int]]:

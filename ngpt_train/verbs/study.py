@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import FrameType
 from typing import Any
 
@@ -51,7 +52,7 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) 
             ended = f"{len(runner.results)} runs have ended, the others have saved"
             print(f"interrupted: {ended}; the same command goes on", flush=True)
             return 0
-        return compared(study, runner.results)
+        return compared(config, study, runner.results)
     finally:
         if lock is not None:
             lock.release()
@@ -77,12 +78,17 @@ def taken(study: Study) -> DirectoryLock:
     return lock
 
 
-def compared(study: Study, results: Mapping[Point, Result]) -> int:
-    """Compares the runs, and says which have failed; the exit code."""
+def compared(config: Config, study: Study, results: Mapping[Point, Result]) -> int:
+    """Says which runs have failed, and compares the others; the exit code. Raises what `compare` raises."""
     failed = [result for result in results.values() if result.state == FAILED]
     for result in failed:
         print(f"failed: {result.point.directory}: {result.reason}")
-    print(f"{len(results)} runs in {study.runs}", flush=True)
+    print(f"{len(results) - len(failed)} of {len(results)} runs in {study.runs} have ended well", flush=True)
+    if len(study.arms) > 1 and len(failed) < len(results):
+        from ngpt_train.verbs import compare
+
+        out = config.compare.out or str(study.path / "report")
+        compare.main(replace(config, compare=replace(config.compare, runs=[str(study.path)], out=out)), [])
     return 1 if any(failure_record(result.run).exists() for result in failed) else 0
 
 
@@ -112,6 +118,8 @@ class Stop:
 
 class Lines:
     """Says what happens as lines."""
+
+    _counts = "at the start"
 
     def update(self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point]) -> None:
         self._counts = f"{len(results)} ended, {len(running)} running, {len(waiting)} waiting"

@@ -177,8 +177,8 @@ def _check_name(name: str, value: str, options: Mapping[str, Sequence[str]], pla
     keys = all_keys()
     if name in options:
         check_option(name, value, options[name], place)
-    elif table := next((key.table for key in keys.values() if f"{name}.".startswith(f"{key.name}.")), None):
-        raise mistake(f"{name}={value}: a table cannot be set here", table.instead, place=place)
+    elif instead := [k.table.instead for k in keys.values() if k.table and f"{name}.".startswith(f"{k.name}.")]:
+        raise mistake(f"{name}={value}: a table cannot be set here", *instead, place=place)
     elif name not in keys:
         raise unknown_key(name, value, keys, list(options), place)
 

@@ -1,5 +1,5 @@
-"""Which runs belong to one arm: those whose configs differ in nothing but seed, budget and tuned keys, or those that the
-user names."""
+"""Which runs belong to one arm: those whose configs differ in nothing but seed, budget and tuned keys, or those that
+the user names."""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def _primary(group: Sequence[Run], tuned: Collection[str]) -> list[str]:
 
 def _split(group: Sequence[Run], keys: Iterable[str]) -> list[list[Run]]:
     """By the values of keys."""
-    keys, parts = list(keys), {}
+    keys = list(keys)
+    parts: dict[str, list[Run]] = {}
     for run in group:
         values = json.dumps([_number(run.config.get(key)) for key in keys], sort_keys=True, default=str)
         parts.setdefault(values, []).append(run)
@@ -119,7 +120,7 @@ def stem(run: Run) -> str:
 
 def _names(groups: Sequence[Sequence[Run]], tuned: Collection[str]) -> list[str]:
     """A name for each group that tells it from the others: its runs' own, their architecture, or what differs."""
-    candidates = [
+    candidates: list[list[str | None]] = [
         [_only(stem(run) for run in group if _OF_A_STUDY.fullmatch(run.path.name)) for group in groups],
         [_only(str(run.config.get("model.name", "")) for run in group) for group in groups],
         [_only(stem(run) for run in group) for group in groups],

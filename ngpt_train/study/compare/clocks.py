@@ -9,11 +9,10 @@ from typing import Any
 
 import numpy as np
 
+from ngpt_train.study.compare.observed import flops_per_token, n_params, n_params_without_embeddings
+from ngpt_train.study.compare.runs import Run, is_number
 from ngpt_train.study.compare.statistics.intervals import t_quantile
 from ngpt_train.study.compare.statistics.matched import Ratio
-from ngpt_train.study.compare.observed import flops_per_token, n_params, n_params_without_embeddings
-from ngpt_train.study.compare.runs import Run
-from ngpt_train.study.compare.trials import is_number
 
 MEASURED, OWN = "measured in turn", "own"
 

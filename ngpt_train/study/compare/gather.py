@@ -44,7 +44,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
         return of_study(read_stored(paths[0]))
     found = Gathered()
     seen = set()
-    for path in [run for path in paths for run in _directories(path)]:
+    for path in [run for given in paths for run in _directories(given)]:
         if path.resolve() not in seen:
             found.runs.append(read_run(path))
         seen.add(path.resolve())
@@ -85,10 +85,9 @@ def of_study(study: Study) -> Gathered:
     found.arms = arms
     for record in sorted((study.path / FAILURES).glob("*.json")):
         arm = next((name for name in names if record.stem.startswith(f"{name}-")), None)
-        run = study.runs / record.stem
         if arm is not None:
-            entry = {"arm": arm, "budget": None, "seed": None, "values": {}, "reason": "it crashed", "run": str(run)}
-            found.failures.append(entry | {"reason": str(read_json(record).get("reason", "it crashed"))})
+            why = {"reason": str(read_json(record).get("reason", "it crashed")), "run": str(study.runs / record.stem)}
+            found.failures.append({"arm": arm, "budget": None, "seed": None, "values": {}, **why})
     return found
 
 

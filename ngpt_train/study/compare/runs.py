@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -103,3 +104,8 @@ def _of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
     """By step; of two records of a step, which a run that was killed may leave, the later."""
     by_step = {r["step"]: r for r in records if r.get("kind") == kind and type(r.get("step")) is int}
     return [by_step[step] for step in sorted(by_step)]
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a record is a finite number."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -6,13 +6,12 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from ngpt_train.study.compare.arms import Values, seed_of, values_of
+from ngpt_train.study.compare.runs import Rows, Run, is_number
 from ngpt_train.study.compare.statistics.intervals import Pair
-from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.tuning import Tuning, best_values, tunings
 
 
@@ -20,6 +19,7 @@ from ngpt_train.study.tuning import Tuning, best_values, tunings
 class Trial:
     """A run of an arm. loss: at the end of its schedule, in the metric; None: it failed, and `reason` says why."""
 
+    arm: str
     run: Run
     budget: int
     values: Values
@@ -74,10 +74,6 @@ def failure(run: Run) -> str | None:
     return None
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
 def read_arm(
     name: str, runs: Iterable[Run], budgets: Mapping[Path, int], tuned: Collection[str], metric: str, confidence: float
 ) -> Arm:
@@ -89,7 +85,7 @@ def read_arm(
         loss = None if reason else run.evals[-1].get(metric)
         if reason is None and not is_number(loss):
             reason, loss = f"its validation has no {metric}", None
-        trials.setdefault((budget, values, seed), Trial(run, budget, values, seed, loss, reason or ""))
+        trials.setdefault((budget, values, seed), Trial(name, run, budget, values, seed, loss, reason or ""))
     arm = Arm(name, sorted(trials.values(), key=lambda t: (t.budget, repr(t.values), t.seed)))
     table: dict[int, dict[Values, dict[int, float]]] = {}
     for trial in arm.trials:
@@ -103,7 +99,7 @@ def read_arm(
 
 
 def pair_of(arm: Arm, baseline: Arm, metric: str) -> tuple[Pair | None, list[str]]:
-    """End losses at the budgets and seeds that both have, and what has to be said about them. None: nothing is common."""
+    """End losses at the budgets and seeds that both have, and what has to be said about them. None: none."""
     notes: list[str] = []
     budgets = sorted(set(arm.best) & set(baseline.best))
     if not budgets:
@@ -136,7 +132,8 @@ def _numbered(trials: Mapping[int, Trial]) -> dict[int, Trial]:
 
 def _rows(trials: Sequence[Trial | None], losses: np.ndarray, metric: str) -> tuple[np.ndarray | None, str]:
     """(2, K, S, R): what each row adds to each of the (2, K, S) losses; or why that is not known."""
-    first, found = None, []
+    first: Rows | None = None
+    found: list[np.ndarray | None] = []
     for trial, loss in zip(trials, losses.reshape(-1), strict=True):
         if trial is None or np.isnan(loss):
             found.append(None)

@@ -1,7 +1,7 @@
 """How sure a difference between two arms is: its interval, from the noise of seeds and of validation rows.
 
-Both arms were trained with the same seeds and validated on the same rows, so all is said of D[s, r], the arm's loss less
-the baseline's at seed s and row r. Seeds and rows are crossed random factors (docs/study.md, "Intervals"):
+Both arms were trained with the same seeds and validated on the same rows, so all is said of D[s, r], the arm's loss
+less the baseline's at seed s and row r. Seeds and rows are crossed random factors (docs/study.md, "Intervals"):
 
     D[s, r] = difference + seed[s] + row[r] + rest[s, r]
     Var(mean of D) = Var(seed) / S + Var(row) / R + Var(rest) / (S R)

@@ -137,7 +137,8 @@ def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Rati
     note = None
     if extrapolated:
         note = f"beyond the baseline's budgets, where its end loss is extrapolated by a factor of {BEYOND:g} at most"
-    return Ratio(*(None if x is None else float(np.exp(x)) for x in (estimate, low, high)), extrapolated, note)
+    ends = [None if x is None else float(np.exp(x)) for x in (estimate, low, high)]
+    return Ratio(ends[0], ends[1], ends[2], extrapolated, note)
 
 
 Gap = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]

@@ -15,8 +15,8 @@ FURTHER = 8.0  # times the tokens of the largest budget up to which the trend of
 
 
 def needed(pair: Pair, found: Difference, at: int, steps: int, confidence: float) -> dict[str, int | None]:
-    """How many seeds, how many rows, or how many steps would each resolve a difference of the size found at budget `at`,
-    with the chance POWER, all else as it is. None: none of a reasonable number, or the noise is not known.
+    """How many seeds, rows or steps would each alone resolve a difference of the size found at budget `at`, with the
+    chance POWER. None: none of a reasonable number, or the noise is not known.
 
     steps: of the runs at this budget. More of them help where the difference grows with the budget.
     """

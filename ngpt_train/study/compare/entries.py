@@ -1,0 +1,95 @@
+"""The entries of report.json (docs/study.md): what is said of each arm and each of its runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ngpt_train.study.compare.runs import Run, is_number
+from ngpt_train.study.compare.trials import Arm, Trial
+
+MOST_POINTS = 200  # of a training curve
+CURVE = {"step": "step", "tokens": "tokens", "flops": "flops", "seconds": "train_seconds"}  # name -> key of a record
+
+
+def of_arm(arm: Arm, runs: Sequence[Run], overrides: Sequence[str]) -> dict[str, Any]:
+    largest = max(arm.best, default=None)
+    state = arm.state(largest)
+    return {
+        "runs": [str(run.path) for run in runs],
+        "tuned": state == "bracketed",
+        "best": {} if largest is None else dict(arm.best[largest]),
+        "overrides": list(overrides),
+        "state": state,
+        "best_by_budget": {str(budget): dict(values) for budget, values in sorted(arm.best.items())},
+    }
+
+
+def losses(arm: Arm) -> list[dict[str, Any]]:
+    return [
+        {
+            **_point(trial),
+            "loss": trial.loss,
+            "rows_hash": trial.run.evals[-1].get("rows_hash"),
+            "step": trial.run.steps,
+        }
+        for trial in arm.trials
+        if trial.loss is not None
+    ]
+
+
+def failures(arm: Arm) -> list[dict[str, Any]]:
+    return [{**_point(trial), "reason": trial.reason} for trial in arm.trials if trial.loss is None]
+
+
+def _point(trial: Trial) -> dict[str, Any]:
+    run = {"values": dict(trial.values), "run": str(trial.run.path)}
+    return {"arm": trial.arm, "budget": trial.budget, "seed": trial.seed, **run}
+
+
+def tunings(arm: Arm) -> list[dict[str, Any]]:
+    """Of each budget and tuned key, with the other keys at their best values."""
+    entries = []
+    for (budget, key), tuning in sorted(arm.tunings.items()):
+        best = dict(arm.best.get(budget, ()))
+        points = [
+            {"value": dict(trial.values)[key], "loss": trial.loss, "seed": trial.seed, "failed": trial.loss is None}
+            for trial in arm.trials
+            if trial.budget == budget and all(v == best.get(k, v) for k, v in trial.values if k != key)
+        ]
+        found = {"state": tuning.state, "points": points, "optimum": tuning.optimum, "low": tuning.low}
+        found |= {"high": tuning.high, "price_of_two": tuning.price_of_two}
+        entries.append({"arm": arm.name, "budget": budget, "key": key, **found})
+    return entries
+
+
+def curves(arm: Arm, metric: str) -> list[dict[str, Any]]:
+    entries = []
+    for trial in arm.trials:
+        evals = [record for record in trial.run.evals if is_number(record.get(metric))]
+        train = [x for x in trial.run.train if is_number(x.get("loss")) and is_number(x.get("tokens"))]
+        train = train[:: max(1, math.ceil(len(train) / MOST_POINTS))]
+        columns = {name: [record.get(key) for record in evals] for name, key in {**CURVE, "loss": metric}.items()}
+        entries.append(
+            {
+                **_point(trial),
+                "best": trial.loss is not None and trial.values == arm.best.get(trial.budget),
+                "eval": columns,
+                "train": {"tokens": [x["tokens"] for x in train], "loss": [x["loss"] for x in train]},
+            }
+        )
+    return entries
+
+
+def finite(value: Any) -> Any:
+    """As JSON has it: numbers that are not finite are null."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(x) for x in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

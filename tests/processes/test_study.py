@@ -1,0 +1,134 @@
+"""A real study: kills, restarts, shared runs, refusals, and the report at its end."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import fork_server, runs
+
+YAML = """\
+arms:
+  gpt: {model: gpt}
+  ngpt: {model: ngpt}
+budgets: [102_400]  # 200 steps
+seeds: [0]
+max_points: 1
+"""
+SHARED = [
+    *("scale=debug", "data=local", "data.val_fraction=0.2", "tokenizer=bytes", "train.micro_rows=2"),
+    *("train.device=cpu", "eval.every=50", "eval.rows=8", "checkpoint.every=5", "logging.wandb.mode=disabled"),
+]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, corpus: Path) -> list[str]:
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study" / "small.yaml").write_text(YAML)
+    text = [f"data.path={corpus}", f"data.cache={tmp_path / 'cache'}"]
+    return ["--config-dir", str(tmp_path), "study=small", f"study.root={tmp_path / 'studies'}", *SHARED, *text]
+
+
+def study(given: list[str], code: int = 0) -> str:
+    finished = runs.run("study", given)
+    assert finished.returncode == code, finished.stdout[-2000:] + finished.stderr[-4000:]
+    return finished.stdout if code == 0 else finished.stderr
+
+
+def begin(given: list[str]) -> subprocess.Popen[str]:
+    """A real process: it is killed, or starts others."""
+    command = [sys.executable, "-m", "ngpt_train", "study", *given]
+    return subprocess.Popen(command, env=fork_server.environment(), stdout=subprocess.PIPE, text=True)
+
+
+def trainers(directory: Path) -> Iterator[int]:
+    """The processes that train below a directory."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                words = (entry / "cmdline").read_bytes().decode().split("\0")
+            except OSError:
+                continue
+            if "train" in words and any(str(directory) in word for word in words):
+                yield int(entry.name)
+
+
+def losses(directory: Path) -> list[dict[str, Any]]:
+    report = json.loads((directory / "report" / "report.json").read_text())
+    return sorted(({**loss, "run": Path(loss["run"]).name} for loss in report["losses"]), key=lambda x: str(x["run"]))
+
+
+def test_a_dry_run_shows_the_cost_and_writes_nothing(arguments: list[str], tmp_path: Path) -> None:
+    """Caught: numbers that are not those of `plan`; hours that nobody measured; a directory that is left."""
+    said = study([*arguments, "study.dry_run=true", "study.max_points=9", "study.seeds=[0,1,2]"])
+    rows = {row.split()[0]: row.split() for row in said.splitlines() if row.startswith(("gpt ", "ngpt ", "in all"))}
+    plan = tmp_path / "plan.json"
+    given = [x for x in arguments[2:] if not x.startswith("study")]
+    assert runs.run("plan", ["model=gpt", *given, "train.steps=200", f"plan.out={plan}"]).returncode == 0
+    planned = json.loads(plan.read_text())
+    _, parameters, tokens, steps, n, all_tokens, flops, *hours = rows["gpt"]
+    assert (tokens, steps, n, all_tokens) == ("102k", "200", "5", "512k")
+    assert float(flops) == pytest.approx(5 * planned["total_flops"], rel=5e-3)
+    assert parameters == f"{planned['parameters']['total'] / 1000:.3g}k"
+    assert all(0 <= float(x) < 1 for x in hours)
+    assert "at most" in said
+    assert not (tmp_path / "studies").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="it looks for the processes in /proc")
+def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str], tmp_path: Path) -> None:
+    """Caught: a run that goes on without the study, that begins anew or is made twice; a second study beside the first;
+    a report that depends on kills."""
+    root = tmp_path / "studies" / "small"
+    gpt, ngpt = (root / "runs" / name for name in ("gpt-102400-lr0.004-seed0", "ngpt-102400-lr0.04-seed0"))
+    given = [*arguments, "study.jobs=1", "study.threads=1"]
+    killed = begin(given)
+    runs.wait_for_step(gpt, 20)
+    assert "is running the study" in study(given, code=2)
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    deadline = time.monotonic() + 60
+    while list(trainers(root)):
+        assert time.monotonic() < deadline, "a run goes on without its study"
+        time.sleep(0.1)
+    step = json.loads((gpt / "exit.json").read_text())["step"]
+    assert 20 <= step < 200
+
+    stopped = begin(given)
+    runs.wait_for_step(ngpt, 20)
+    stopped.send_signal(signal.SIGINT)
+    said, _ = stopped.communicate(timeout=120)
+    assert stopped.returncode == 0
+    assert "interrupted" in said
+    assert not list(trainers(root))
+    starts = json.loads((gpt / "run.json").read_text())["starts"]
+    assert [start["step"] for start in starts] == [0, step]
+    assert json.loads((ngpt / "exit.json").read_text())["reason"] == "stopped by SIGTERM"
+
+    study(given)
+    assert len(json.loads((ngpt / "run.json").read_text())["starts"]) == 2
+    modified = os.stat(gpt / "metrics.jsonl").st_mtime_ns
+    study(given)
+    assert os.stat(gpt / "metrics.jsonl").st_mtime_ns == modified
+
+    whole = [*given, f"study.root={tmp_path / 'other'}"]
+    whole = [x for x in whole if x != f"study.root={tmp_path / 'studies'}"]
+    study(whole)
+    there = tmp_path / "other" / "small"
+    for run in (gpt, ngpt):
+        assert runs.numbers(run) == runs.numbers(there / "runs" / run.name)
+    assert losses(root) == losses(there)
+    assert len(losses(root)) == 2
+
+    shared = study([*given, "study.name=third", "study.jobs=2"])
+    assert shared.count("shares the run") == 2
+    assert all(path.is_symlink() for path in (tmp_path / "studies" / "third" / "runs").iterdir())
+    assert losses(tmp_path / "studies" / "third") == losses(root)

@@ -1,0 +1,70 @@
+"""Studies whose losses come from a formula: `search` asks for points and answers until none is wanted."""
+
+import math
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from ngpt_train.study.definition import LR, Study, Tuned
+from ngpt_train.study.points import DONE, FAILED, Point, Result
+from ngpt_train.study.tuning import Trials, next_points
+
+START = 0.001  # the recipe's learning rate
+Loss = Callable[[Point], float | None]  # None: the point diverges
+
+
+def study(
+    budgets: tuple[int, ...] = (1000,),
+    seeds: tuple[int, ...] = (0, 1, 2),
+    max_points: int = 9,
+    arms: tuple[str, ...] = ("gpt",),
+    **lists: tuple[object, ...],
+) -> Study:
+    """lists: further keys of the section optim, by their values."""
+    tune = {LR: Tuned(factor=2.0)} | {f"optim.{key}": Tuned(values=values) for key, values in lists.items()}  # type: ignore[arg-type]
+    of_arms: dict[str, tuple[str, ...]] = dict.fromkeys(arms, ())
+    return Study("test", Path("studies"), arms[0], of_arms, (), budgets, tune, seeds, max_points=max_points)
+
+
+def octaves(point: Point) -> float:
+    """How far the point's learning rate lies above the recipe's."""
+    return math.log2(float(dict(point.values)[LR] or 0) / START)  # type: ignore[arg-type]
+
+
+def result(point: Point, loss: float | None, reason: str = "diverged at step 3: the loss is nan") -> Result:
+    state = FAILED if loss is None else DONE
+    return Result(point, state, loss, reason if loss is None else "", Path(point.directory))
+
+
+def search(
+    of: Study, loss: Loss, order: random.Random | None = None, reason: str = "diverged"
+) -> tuple[dict[Point, Result], list[list[Point]]]:
+    """The results at the end of a study, and what was asked for in each round. order: finishes one point after the
+    other, in any order, and asks anew after each."""
+    results: dict[Point, Result] = {}
+    rounds: list[list[Point]] = []
+    while wanted := next_points(of, lambda arm, budget: START, results):
+        rounds.append(wanted)
+        for point in [order.choice(wanted)] if order else wanted:
+            assert point not in results, "asked again for a finished point"
+            results[point] = result(point, loss(point), reason)
+        assert len(rounds) < 1000
+    return results, rounds
+
+
+def trials(results: dict[Point, Result]) -> dict[int, Trials]:
+    found: dict[int, Trials] = {}
+    for point, known in results.items():
+        loss = math.inf if known.loss is None else known.loss
+        found.setdefault(point.budget, {}).setdefault(point.values, {})[point.seed] = loss
+    return found
+
+
+def fixed_noise(sigma: float, key: object, shared: float = 0.0) -> Callable[[Point], float]:
+    """Noise of a point, the same whenever it is asked. shared: the part of the variance that a seed's points share."""
+
+    def noise(point: Point) -> float:
+        of_seed = random.Random(f"{key} {point.seed}").gauss(0, sigma * math.sqrt(shared))
+        return of_seed + random.Random(f"{key} {point}").gauss(0, sigma * math.sqrt(1 - shared))
+
+    return noise

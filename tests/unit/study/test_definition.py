@@ -1,0 +1,180 @@
+"""What a study file says, the runs that follow from it, the messages for its mistakes, and what may change later."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ngpt_train.__main__ import main
+from ngpt_train.config import ConfigError, load_config
+from ngpt_train.config.composition.files import Files
+from ngpt_train.config.conflicts import arguments_of
+from ngpt_train.core.errors import DataError
+from ngpt_train.study.composition import Runs
+from ngpt_train.study.definition import Tuned, read_study
+from ngpt_train.study.points import Point
+from ngpt_train.study.stored import check_stored, read_stored, write_study
+from tests.unit.study.small_study import YAML, options, study_of
+
+PACKAGED = [name for name in Files().options["study"] if name != "null"]
+
+
+@pytest.mark.parametrize("name", PACKAGED)
+def test_every_packaged_study_composes(name: str) -> None:
+    """Caught: an arm of a packaged study whose model lacks a key; a baseline that is no arm."""
+    given = [f"study={name}"]
+    study = read_study(load_config(given).study, given)
+    Runs(study).check()
+    assert study.name == name
+    assert study.baseline in study.arms
+    assert study.seeds == (0, 1, 2)
+
+
+def test_budgets_are_whole_steps_of_the_arms_own_batch(tmp_path: Path) -> None:
+    """Caught: steps of another arm's batch; a budget that is cut, not rounded; a schedule that is not the run's."""
+    text = YAML.replace("{model: ngpt}", "{model: ngpt, train.batch_rows: 32}")
+    study = study_of(tmp_path, "study.budgets=[20000]", text=text)
+    runs = Runs(study)
+    assert (runs.steps("gpt", 20000), runs.steps("ngpt", 20000)) == (39, 10)  # of 8 x 64 and 32 x 64 tokens
+    config = runs.config(runs.first_point("gpt", 20000))
+    assert (config.train.steps, config.schedule.warmup_steps, config.optim.lr) == (39, 3, 4e-3)
+
+
+def test_a_runs_arguments_and_directory(tmp_path: Path) -> None:
+    """Caught: a key of the study or the command line that does not reach the runs, a tuned value that loses digits, a
+    directory that is not named after them."""
+    study = study_of(tmp_path, "optim.clip_norm=0.5", "scale=debug", "train.batch_rows=4")
+    runs = Runs(study)
+    lr = 0.004 * 2**0.5
+    point = Point("gpt", 5120, (("model.s_z.init", "sqrt(d)"), ("optim.lr", lr), ("optim.weight_decay", 0.03)), 7)
+    assert point.directory == "gpt-5120-model.s_z.initsqrt_d_-lr0.00565685-weight_decay0.03-seed7"
+    point = replace(point, values=(("optim.lr", lr),))
+    config = runs.config(point)
+    assert (config.optim.lr, config.optim.clip_norm, config.train.steps) == (lr, 0.5, 20)
+    assert (config.run.seed, config.run.name, config.run.root) == (7, point.directory, str(study.runs))
+    assert config.logging.wandb.group == "small"
+    assert config.logging.wandb.tags == ["gpt", "budget 5120", "seed 7"]
+    long = replace(point, values=(("optim.lr", lr), ("data.mixture", "x" * 300)))
+    assert len(long.directory) < 200
+    assert long.directory != replace(long, seed=8).directory
+
+
+def test_further_keys_and_an_explicit_factor(tmp_path: Path) -> None:
+    """Caught: lr that is not tuned where another key is; a factor or values that are lost."""
+    text = f"{YAML}tune: {{optim.weight_decay: [0.03, 0.1], optim.lr: 1.5}}\n".replace("ngpt: {model: ngpt}", "")
+    study = study_of(tmp_path, text=text)
+    assert list(study.tune.items()) == [("optim.lr", Tuned(1.5)), ("optim.weight_decay", Tuned(values=(0.03, 0.1)))]
+    only = study_of(tmp_path, text=text.replace(", optim.lr: 1.5", ""))
+    assert list(only.tune) == ["optim.lr", "optim.weight_decay"]
+
+
+MISTAKES = {
+    # What is changed in the file, the arguments, and what the message has.
+    "no study": ("", ["study=null"], ["study=null", "no arms", "gpt_vs_ngpt"]),
+    "baseline": ("baseline: gtp\n", [], ["study.baseline=gtp", "did you mean gpt", "Arms: gpt, ngpt"]),
+    "arm's key": ("arms: {a: {model: gpt, model.qk_nrm: true}}\n", [], ["model.qk_nrm=true", "qk_norm", "arm a"]),
+    "arm's option": ("arms: {a: {model: gtp}}\n", [], ["model=gtp", "did you mean gpt", "arm a"]),
+    "arm's value": ("arms: {a: {model: gpt, optim.eps: -1}}\n", [], ["arm a", "optim.eps=-1", "> 0"]),
+    "other model's key": ("arms: {a: {model: gpt, model.s_z.init: 1}}\n", [], ["arm a", "model=gpt has no such key"]),
+    "arm's section": ("arms: {a: {model: {d_model: 64}}}\n", [], ["full keys", "model.d_model"]),
+    "arm's name": ("arms: {'a/b': {model: gpt}}\n", [], ["study.arms", "a/b", "letters"]),
+    "arm is no row": ("arms: {a: gpt}\n", [], ["study.arms", "such as {model: gpt"]),
+    "study's key in an arm": ("arms: {a: {study.seeds: 1}}\n", [], ["study.seeds=1", "arm a", "Leave it out"]),
+    "decided": ("shared: {run.seed: 3}\n", [], ["run.seed=3", "study.seeds", "in shared"]),
+    "decided on the line": ("", ["train.steps=5"], ["train.steps=5", "study.budgets"]),
+    "tuned": ("", ["optim.lr=1"], ["optim.lr=1", "tuned"]),
+    "arms differ in it": ("", ["model=gpt"], ["model=gpt", "arm gpt has model=gpt"]),
+    "no budget": ("budgets: []\n", [], ["study.budgets=[]", "For example"]),
+    "less than a step": ("budgets: [100]\n", [], ["arm gpt, budget 100", "512"]),
+    "budget twice": ("budgets: [5120, 5120]\n", [], ["study.budgets=[5120,5120]", "twice"]),
+    "seed twice": ("", ["study.seeds=[1,1]"], ["study.seeds=[1,1]", "twice"]),
+    "wrong type": ("", ["study.jobs=many"], ["study.jobs=many", "integer >= 1 or auto"]),
+    "typo": ("", ["study.budget=[1]"], ["study.budget=[1]", "study.budgets"]),
+    "typo of a run's key": ("", ["scal=debug"], ["scal=debug", "scale"]),
+    "factor": ("tune: {optim.lr: 1}\n", [], ["study.tune", "optim.lr", "factor"]),
+    "tuned values": ("tune: {optim.eps: 2}\n", [], ["study.tune", "optim.eps", "list of two values"]),
+    "tuned key": ("tune: {optim.epsilon: [1.0e-8, 1.0e-6]}\n", [], ["optim.epsilon", "no such key", "study.tune"]),
+    "tuned value": ("tune: {optim.eps: [1.0e-8, -1]}\n", [], ["optim.eps=-1", "> 0"]),
+    "arm refuses a value": ("tune: {optim.weight_decay: [0.0, 0.1]}\n", [], ["arm ngpt", "weights are never decayed"]),
+    "name": ("name: a/b\n", [], ["study.name=a/b", "not a directory name"]),
+    "table on the line": ("", ["study.arms=x"], ["study.arms", "study=my"]),
+}
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_mistakes_name_key_value_and_fix(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Caught: a mistake that is found after the first run, or whose message does not say where it is."""
+    change, arguments, said = MISTAKES[case]
+    key = change.partition(":")[0]
+    kept = "".join(line for line in YAML.splitlines(keepends=True) if not change or not line.startswith(f"{key}:"))
+    if key == "arms":
+        kept = kept.replace("  gpt: {model: gpt}\n  ngpt: {model: ngpt}\n", "")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    given = ["study=small", *arguments] if "study=null" not in arguments else arguments
+    assert main(["study", *given, *options(tmp_path, kept + change)]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("error: ")
+    assert not [word for word in said if word not in message], message
+    assert not (tmp_path / "studies").exists()
+
+
+def test_a_study_is_started_by_its_verb_in_one_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "study=gpt_vs_ngpt"]) == 2
+    assert "ngpt-train study study=gpt_vs_ngpt" in capsys.readouterr().err
+    assert main(["study", "study=gpt_vs_ngpt", "-m"]) == 2
+    assert "--multirun" in capsys.readouterr().err
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert main(["study", "study=gpt_vs_ngpt"]) == 2
+    assert "not under torchrun" in capsys.readouterr().err
+
+
+def test_a_study_that_has_begun_may_only_grow(tmp_path: Path) -> None:
+    """Caught: another study in the directory of one that has begun; an extension or another layout that is refused."""
+    study = study_of(tmp_path)
+    check_stored(study, Runs(study))
+    write_study(study)
+    assert read_stored(study.path) == replace(study, name=study.name)
+
+    def begun(*arguments: str, text: str = YAML) -> None:
+        asked = study_of(tmp_path, *arguments, text=text)
+        check_stored(asked, Runs(asked))
+
+    begun()
+    begun("study.budgets=[5120,25600,51200]", "study.seeds=[0,1,2]", "study.max_points=20", "study.jobs=3")
+    begun("train.micro_rows=4", "checkpoint.every=3", "logging.wandb.mode=offline")
+    begun(text=YAML.replace("ngpt: {", "qk: {model: gpt, model.qk_norm: true}\n  ngpt: {"))
+    for change, said in {
+        ("study.budgets=[5120]",): "study.budgets: [5120,25600] -> [5120], without [25600]",
+        ("study.seeds=[1,0]",): "study.seeds: [0,1] -> [1,0]",
+        ("study.metric=bits_per_byte",): "study.metric: loss -> bits_per_byte",
+        ("study.baseline=ngpt",): "study.baseline: gpt -> ngpt",
+        ("study.max_points=3",): "study.max_points: 9 -> 3",
+        ("eval.rows=32",): "arm gpt: eval.rows: 64 -> 32",
+        ("train.batch_rows=16",): "arm ngpt: train.batch_rows: 8 -> 16",
+    }.items():
+        with pytest.raises(ConfigError, match="holds another study") as refused:
+            begun(*change)
+        assert said in str(refused.value)
+    with pytest.raises(ConfigError, match="arm ngpt: model.update: lerp -> slerp"):
+        begun(text=YAML.replace("model: ngpt", "model: ngpt, model.update: slerp"))
+    with pytest.raises(ConfigError, match="study.arms: without ngpt"):
+        begun(text=YAML.replace("  ngpt: {model: ngpt}\n", ""))
+
+    (study.path / "study.yaml").write_text("arms: [\n")
+    with pytest.raises(DataError, match="study.yaml is missing or damaged"):
+        begun()
+    (study.path / "study.yaml").unlink()
+    (study.path / "thesis.txt").touch()
+    with pytest.raises(ConfigError, match="is not the directory of a study"):
+        begun()
+
+
+def test_only_a_studys_own_arguments_make_its_config() -> None:
+    given = ["study=x", " study.jobs=2", "compare.out=y", "model=gpt", "studyx.y=1", "run.name=study"]
+    assert arguments_of("study", given) == given[:3]
+    assert arguments_of("train", given) == given

@@ -1,0 +1,214 @@
+"""The loop that makes a study's runs, with an engine that runs nothing: what is started, skipped, shared, recorded."""
+
+import fcntl
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngpt_train.config import ConfigError
+from ngpt_train.study.composition import Runs
+from ngpt_train.study.engines import Ended, Job
+from ngpt_train.study.points import DONE, FAILED, Point, result_of
+from tests.unit.study.small_study import FakeEngine, good, leave, runner_of, study_of
+
+
+def states(runner: Any) -> dict[str, str]:
+    return {point.directory: result.state for point, result in runner.results.items()}
+
+
+def started(runner: Any) -> list[str]:
+    return [job.point.directory for job in runner.engine.started]
+
+
+def test_every_run_is_made_once_and_then_never_again(tmp_path: Path) -> None:
+    """Caught: a run that is left out, or made twice; a finished one that is started again."""
+    study = study_of(tmp_path)
+    first = runner_of(study, good(Runs(study)))
+    assert first.complete()
+    assert sorted(started(first)) == sorted(
+        f"{arm}-{budget}-lr{lr}-seed{seed}"
+        for arm, lr in (("gpt", 0.004), ("ngpt", 0.04))
+        for budget in (5120, 25600)
+        for seed in (0, 1)
+    )
+    assert set(states(first).values()) == {DONE}
+    again = runner_of(study, good(Runs(study)))
+    assert again.complete()
+    assert not started(again)
+    assert again.results == first.results
+
+
+def test_what_ends_a_run_for_good_and_what_is_tried_again(tmp_path: Path) -> None:
+    """Caught: a diverged run that is started again, a killed one that is not, or without end; a failure that is left
+    out, or whose reason is."""
+    study = study_of(tmp_path, "study.budgets=[5120]", "study.seeds=[0,1]")
+    runs = Runs(study)
+
+    def outcome(job: Job, attempt: int) -> Ended:
+        name = f"{job.point.arm}{job.point.seed}"
+        if name == "gpt0":
+            reason = "NumericalError: the loss is nan"
+            leave(job, runs, {"code": 4, "reason": reason, "step": 7})
+            return Ended(job, 4, f"error: {reason}")
+        if name == "gpt1":
+            leave(job, runs, {"code": 1, "reason": "DeviceMemoryError: 81 GB are needed", "step": 0})
+            return Ended(job, 1, "error: 81 GB are needed")
+        if name == "ngpt0" or attempt < 3:
+            leave(job, runs, None)
+            return Ended(job, None, "killed by SIGKILL")
+        return good(runs)(job, attempt)
+
+    runner = runner_of(study, outcome)
+    assert runner.complete()
+    attempts = {name: started(runner).count(name) for name in started(runner)}
+    assert attempts == {
+        "gpt-5120-lr0.004-seed0": 1,
+        "gpt-5120-lr0.004-seed1": 1,
+        "ngpt-5120-lr0.04-seed0": 3,
+        "ngpt-5120-lr0.04-seed1": 3,
+    }
+    reasons = {p.directory: r.reason for p, r in runner.results.items() if r.state == FAILED}
+    assert reasons == {
+        "gpt-5120-lr0.004-seed0": "diverged at step 7: the loss is nan",
+        "gpt-5120-lr0.004-seed1": "out of memory: 81 GB are needed",
+        "ngpt-5120-lr0.04-seed0": "killed by SIGKILL (3 attempts)",
+    }
+    record = json.loads((study.path / "failures" / "ngpt-5120-lr0.04-seed0.json").read_text())
+    assert (record["arm"], record["budget"], record["seed"], record["values"]) == ("ngpt", 5120, 0, {"optim.lr": 0.04})
+
+    # A new start tries what has crashed again, and nothing else.
+    again = runner_of(study, good(runs))
+    assert again.complete()
+    assert started(again) == ["ngpt-5120-lr0.04-seed0"]
+    assert not list((study.path / "failures").iterdir())
+
+
+def test_a_refused_run_ends_the_study_after_the_others_have_saved(tmp_path: Path) -> None:
+    """Caught: a mistake in the configuration that is tried again, or that leaves other runs behind."""
+    study = study_of(tmp_path)
+    runs = Runs(study)
+
+    def outcome(job: Job, attempt: int) -> Ended:
+        return Ended(job, 2, "error: train.device=cuda: there is no GPU") if job.point.seed == 1 else good(runs)(job, 1)
+
+    runner = runner_of(study, outcome)
+    with pytest.raises(ConfigError, match=r"gpt-5120-lr0.004-seed1 was refused: train.device=cuda: there is no GPU"):
+        runner.complete()
+    assert isinstance(runner.engine, FakeEngine)
+    assert runner.engine.stopped
+    assert not runner.engine.running()
+    assert len(started(runner)) <= 3
+
+
+def test_a_stop_leaves_no_run_behind_and_starts_none(tmp_path: Path) -> None:
+    """Caught: runs that are started after the stop was asked for; one that was stopped and is recorded as a failure."""
+    study = study_of(tmp_path)
+    runs = Runs(study)
+    asked = []
+
+    def outcome(job: Job, attempt: int) -> Ended:
+        asked.append(job)
+        leave(job, runs, {"reason": "stopped by SIGTERM", "step": 3})
+        return Ended(job, 0, "stopped by SIGTERM: saved")
+
+    runner = runner_of(study, outcome, is_stopping=lambda: bool(asked))
+    assert not runner.complete()
+    assert len(started(runner)) == 2
+    assert not runner.engine.running()
+    assert not runner.results
+    assert not (study.path / "failures").exists()
+
+
+def test_runs_are_shared_with_the_other_studies_of_a_root(tmp_path: Path) -> None:
+    """Caught: an equal run that is made again; a link to a run that differs in what a resume may change, such as the
+    rows of the validation, or to one of another seed."""
+    study = study_of(tmp_path)
+    first = runner_of(study, good(Runs(study)))
+    assert first.complete()
+
+    other = study_of(tmp_path, "study.name=other", "checkpoint.every=5", "train.micro_rows=4", "study.seeds=[1,2]")
+    second = runner_of(other, good(Runs(other)))
+    assert second.complete()
+    assert {name.rpartition("-")[2] for name in started(second)} == {"seed2"}
+    links = sorted(path.name for path in other.runs.iterdir() if path.is_symlink())
+    assert links == sorted(name for name in states(first) if name.endswith("seed1"))
+    shared = [point for point in second.results if point.seed == 1]
+    assert all(second.results[point].loss == first.results[point].loss for point in shared)
+    # They are found again without the other study's definition, and do without it once it is gone.
+    study.path.rename(tmp_path / "gone")
+    third = runner_of(other, good(Runs(other)))
+    assert third.complete()
+    assert sorted(started(third)) == links
+
+    for change in ("eval.rows=32", "train.batch_rows=4", "optim.clip_norm=0.5"):
+        different = study_of(tmp_path, "study.name=different", change)
+        assert not [p for p in (different.runs).glob("*") if p.is_symlink()]
+        runner = runner_of(different, good(Runs(different)))
+        assert runner.complete()
+        assert len(started(runner)) == 8, change
+        different.path.rename(tmp_path / f"away-{change}")
+
+
+def test_a_run_of_another_configuration_is_refused_with_the_difference(tmp_path: Path) -> None:
+    """Caught: a directory whose run was made with other keys and counts as the study's."""
+    study = study_of(tmp_path)
+    runs = Runs(study)
+    point = runs.first_point("gpt", 5120)
+    config = runs.config(point)
+    job = Job(point, runs.directory(point), ())
+    leave(job, runs, {}, config=replace(config, eval=replace(config.eval, rows=5)))
+    runner = runner_of(study, good(runs))
+    with pytest.raises(ConfigError, match=r"another run than the study's.*\n +eval.rows: 5 -> 64"):
+        runner.complete()
+    assert not started(runner)
+
+
+def test_a_run_that_another_process_trains_is_awaited(tmp_path: Path) -> None:
+    """Caught: a second process in a run's directory; a study that ends without the run, or that waits forever."""
+    study = study_of(tmp_path, "study.budgets=[5120]", "study.seeds=[0]")
+    runs = Runs(study)
+    point = runs.first_point("gpt", 5120)
+    run = runs.directory(point)
+    leave(Job(point, run, ()), runs, None)
+    holder = (run / "lock").open("a")
+    fcntl.flock(holder, fcntl.LOCK_EX)
+
+    def outcome(job: Job, attempt: int) -> Ended:
+        assert job.point != point
+        leave(Job(point, run, ()), runs, {}, 2.5)  # the other process ends its run
+        holder.close()
+        return good(runs)(job, attempt)
+
+    runner = runner_of(study, outcome)
+    assert runner.complete()
+    assert runner.results[point].loss == 2.5
+    assert [line for line in runner.watcher.lines if "waiting for it" in line]
+
+
+@pytest.mark.parametrize(
+    ("end", "loss", "state"),
+    [
+        ({}, 3.0, "done"),
+        ({}, float("nan"), "failed"),
+        ({"step": 5}, 3.0, "unfinished"),
+        ({"reason": "stopped by SIGTERM"}, 3.0, "unfinished"),
+        ({"code": 1, "reason": "OSError: disk"}, 3.0, "unfinished"),
+        ({"code": 4, "reason": "NumericalError: spikes"}, 3.0, "failed"),
+        (None, 3.0, "unfinished"),
+    ],
+)
+def test_what_has_become_of_a_run(tmp_path: Path, end: Any, loss: float, state: str) -> None:
+    """Caught: a run that stopped before its end, or whose loss is no number, as done; its loss in another metric."""
+    study = study_of(tmp_path)
+    runs = Runs(study)
+    point = Point("gpt", 5120, (("optim.lr", 0.004),), 0)
+    run = runs.directory(point)
+    assert result_of(point, run, 10, "loss").state == "waiting"
+    leave(Job(point, run, ()), runs, end, loss)
+    result = result_of(point, run, 10, "loss")
+    assert (result.state, result.loss) == (state, 3.0 if state == "done" else None)
+    if state == "done":
+        assert result_of(point, run, 10, "bits_per_byte").loss == 1.0
