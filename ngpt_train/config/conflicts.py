@@ -20,7 +20,14 @@ from ngpt_train.config.parallel_keys import ParallelConfig
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import CheckpointConfig, Config, ScheduleConfig
 from ngpt_train.config.validate import Origin, mistake, report_together, show
-from ngpt_train.config.verb_keys import EvalConfig, EvaluateConfig, GenerateConfig, is_of_study
+from ngpt_train.config.verb_keys import (
+    STUDY_VERBS,
+    TAKE_DIRECTORIES,
+    EvalConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    is_of_study,
+)
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
 _PART = "[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"  # file systems take 255 bytes
@@ -56,21 +63,21 @@ def check_contexts(config: Config) -> None:
 
 def check_arguments(verb: str, overrides: Sequence[str]) -> None:
     """Raises ConfigError for what `verb` never takes. A recipe would be checked against the default model first."""
-    if verb == "study" and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ):
-        problem = "study: not under torchrun, where every rank would start the runs by itself"
-        raise mistake(problem, "Start it with: ngpt-train study ...; study.jobs has runs side by side")
+    if verb in STUDY_VERBS and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ):
+        problem = f"{verb}: not under torchrun, where every rank would start the runs by itself"
+        raise mistake(problem, f"Start it with: ngpt-train {verb} ...; study.jobs has runs side by side")
     for override in overrides:
         name, _, option = (part.strip() for part in override.partition("="))
         if verb in ("evaluate", "generate") and name == "recipe":
             raise mistake(f"{override}: how a model was trained, which the checkpoint has decided", "Leave it out")
-        if verb != "study" and name == "study" and option != "null":
+        if verb not in STUDY_VERBS and name == "study" and option != "null":
             raise mistake(f"{override}: a study is many runs", f"Start it with: ngpt-train study {override}")
 
 
 def arguments_of(verb: str, overrides: Sequence[str]) -> list[str]:
-    """The arguments that make the config of a verb. Of `study` they are its own; all others are for its runs, and are
-    checked with its arms, which choose the models that they belong to."""
-    return [override for override in overrides if verb != "study" or is_of_study(override)]
+    """The arguments that make the config of a verb. Of those that make a study they are the study's. All others
+    are for its runs, and are checked with its arms, which choose the models that they belong to."""
+    return [override for override in overrides if verb not in STUDY_VERBS or is_of_study(override)]
 
 
 def check_verb(config: Config, verb: str) -> None:
@@ -91,7 +98,8 @@ def check_verb(config: Config, verb: str) -> None:
         problem = f"evaluate.out={config.evaluate.out}: the losses of rows take this name, the result is JSON"
         raise mistake(problem, f"For example evaluate.out={config.evaluate.out.removesuffix('.npz')}.json")
     # What several ranks print is written by the first, whose host alone needs the directory.
-    if verb != "compare" and (out := getattr(section, "out", None)) and os.environ.get("RANK", "0") == "0":
+    out = None if verb in TAKE_DIRECTORIES else getattr(section, "out", None)
+    if out and os.environ.get("RANK", "0") == "0":
         _check_writable(f"{verb}.out={out}", Path(out).expanduser())
 
 

@@ -36,6 +36,7 @@ from ngpt_train.config.verb_keys import (
     GenerateConfig,
     PlanConfig,
     StudyConfig,
+    TransferConfig,
 )
 
 
@@ -339,3 +340,4 @@ class Config:
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)

@@ -153,8 +153,9 @@ def _problem_of_tuned(tuned: Mapping[Any, Any]) -> str | None:
     return None
 
 
-# What of the command line of `study` is for the study itself. All else is for its runs.
-STUDY_SECTIONS = ("study", "compare", "audit")
+# The verbs that make the runs of a study, and what of their command line is for the study. All else is for its runs.
+STUDY_VERBS = ("study", "transfer")
+STUDY_SECTIONS = ("study", "compare", "audit", "transfer")
 
 
 def is_of_study(argument: str) -> bool:
@@ -221,7 +222,7 @@ class StudyConfig:
 
 
 # Verbs whose arguments may be directories, and the key of their section that holds them.
-TAKE_DIRECTORIES = {"compare": "runs"}
+TAKE_DIRECTORIES = {"compare": "runs", "transfer": "studies"}
 
 
 def without_directories(verb: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:

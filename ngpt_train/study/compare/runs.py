@@ -86,13 +86,16 @@ def read_run(path: Path) -> Run:
         raise DataError(f"{path / 'config.yaml'}: not a readable config: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict) or not isinstance(tree.get("train"), dict) or "steps" not in tree["train"]:
         raise DataError(f"{path / 'config.yaml'}: not the config of a run: it has no train.steps")
+    values = dict(flatten(tree, {"optim.lr_table"}))
+    if values.get("schedule.final_share") is not None:
+        values.pop("schedule.final_lr", None)  # it follows optim.lr
     records = []
     if (path / "metrics.jsonl").exists():
         records = [record for _, record in json_lines(path / "metrics.jsonl") if record is not None]
     starts = read_json(path / "run.json").get("starts", []) if (path / "run.json").exists() else []
     return Run(
         path=path,
-        config=dict(flatten(tree, {"optim.lr_table"})),
+        config=values,
         facts=starts[-1] if starts else {},
         train=_of_kind(records, "train"),
         evals=_of_kind(records, "eval"),

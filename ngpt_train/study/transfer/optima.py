@@ -64,7 +64,8 @@ class Optima:
 def read_optima(paths: Sequence[Path], confidence: float | None = None) -> Optima:
     """Of studies, runs, and directories of runs. Raises DataError where one holds no run, or where none has ended."""
     runs: list[Run] = []
-    tuned, metrics, confidences, sources = {LR}, set(), [], dict[Path, Source]()
+    tuned, metrics, confidences = {LR}, set[str](), list[float]()
+    sources: dict[Path, Source] = {}
     for path in paths:
         gathered = gather([path])
         tuned |= set(gathered.tuned or ())
@@ -80,20 +81,20 @@ def read_optima(paths: Sequence[Path], confidence: float | None = None) -> Optim
     ended = [run for run in runs if run.path not in reasons]
     if not ended:
         raise DataError(f"no run has ended in {', '.join(map(str, paths))}")
-    confidence = confidence or max(confidences)
+    confidence, (metric,) = confidence or max(confidences), metrics
     found = []
     groups = found_arms(ended, {*tuned, *SIZES})
     budgets = common_budgets(groups)
     for name, group in groups.items():
         for (width, depth), of_size in sorted(_by_size(group).items()):
-            arm = read_arm(name, of_size, budgets, tuned, *metrics, confidence)
+            arm = read_arm(name, of_size, budgets, tuned, metric, confidence)
             for (budget, key), tuning in sorted(arm.tunings.items()):
                 if key == LR:
                     run = next(run for run in of_size if budgets[run.path] == budget)
                     source = sources.get(run.path)
                     n_seeds = len(arm.at_best(budget))
                     found.append(Optimum(name, width, depth, budget, tuning, n_seeds, run, source))
-    return Optima(found, *metrics, confidence, notes)
+    return Optima(found, metric, confidence, notes)
 
 
 def _sources(path: Path, arms: Mapping[str, Sequence[Run]]) -> dict[Path, Source]:

@@ -6,9 +6,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from ngpt_train.config import ConfigError, load_config, to_dict
 from ngpt_train.config.composition.compose import compose
