@@ -28,7 +28,7 @@ from ngpt_train.config import ConfigError, check, load_config, to_yaml
 from ngpt_train.config.architectures import use_plugins
 from ngpt_train.config.conflicts import arguments_of, check_arguments, check_verb
 from ngpt_train.config.schema import Config
-from ngpt_train.config.verb_keys import STUDY_VERBS, TAKE_DIRECTORIES, without_directories
+from ngpt_train.config.verb_keys import STUDY_VERBS, put_directories, without_directories
 from ngpt_train.core.errors import is_told_here, same_on_host
 from ngpt_train.core.launcher import check_ranks, remember_end, remembered_end
 from ngpt_train.core.secrets import without_variables
@@ -41,6 +41,7 @@ VERBS = {
     "bench": "Measure the parts of a run: `bench data`, `step`, `kernels`, `attention`, ...",
     "doctor": "Whether a training run would work here: machine, network, disks, data; with the overrides of train.",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
+    "audit": "Train parts of a run again and compare: whether its records are what config, code and data give.",
     "study": "Train arms that are to be compared, each tuned, at several budgets and seeds: `study study=gpt_vs_ngpt`.",
     "compare": "Which arm is better, by how much, how sure, from any runs: `compare runs/a runs/b compare.out=report`.",
     "transfer": "How the best lr changes with width, depth and length: `transfer transfer.widths=[64,128,256]`.",
@@ -164,7 +165,7 @@ def _command(arguments: list[str]) -> Callable[[], int]:
     of_verb, world_size = arguments_of(verb, line.overrides), None if verb in ("train", "doctor") else 1
     config = load_config(of_verb, line.config_dir, world_size)
     if directories:
-        setattr(getattr(config, verb), TAKE_DIRECTORIES[verb], directories)
+        put_directories(config, verb, directories)
     check_verb(config, verb)
     if line.print_config:
         return partial(_show, to_yaml(config).rstrip())

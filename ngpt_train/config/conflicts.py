@@ -22,7 +22,6 @@ from ngpt_train.config.schema import CheckpointConfig, Config, ScheduleConfig
 from ngpt_train.config.validate import Origin, mistake, report_together, show
 from ngpt_train.config.verb_keys import (
     STUDY_VERBS,
-    TAKE_DIRECTORIES,
     EvalConfig,
     EvaluateConfig,
     GenerateConfig,
@@ -98,7 +97,7 @@ def check_verb(config: Config, verb: str) -> None:
         problem = f"evaluate.out={config.evaluate.out}: the losses of rows take this name, the result is JSON"
         raise mistake(problem, f"For example evaluate.out={config.evaluate.out.removesuffix('.npz')}.json")
     # What several ranks print is written by the first, whose host alone needs the directory.
-    out = None if verb in TAKE_DIRECTORIES else getattr(section, "out", None)
+    out = None if verb in ("compare", "transfer") else getattr(section, "out", None)  # these name a directory
     if out and os.environ.get("RANK", "0") == "0":
         _check_writable(f"{verb}.out={out}", Path(out).expanduser())
 

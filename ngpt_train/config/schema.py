@@ -28,6 +28,7 @@ from ngpt_train.config.keys import (
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.parallel_keys import ParallelConfig
 from ngpt_train.config.verb_keys import (
+    AuditConfig,
     BenchConfig,
     CompareConfig,
     DoctorConfig,
@@ -340,4 +341,5 @@ class Config:
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
+    audit: AuditConfig = field(default_factory=AuditConfig)
     transfer: TransferConfig = field(default_factory=TransferConfig)

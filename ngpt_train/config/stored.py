@@ -24,7 +24,7 @@ from ngpt_train.core.secrets import redacted
 
 # What a resumed run may change: it alters neither a weight nor the order of the data. data.path, data.val_files and
 # tokenizer.path may move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
-_OF_VERBS = ("generate", "evaluate", "plan", "bench", "doctor", "study", "compare", "transfer")
+_OF_VERBS = ("generate", "evaluate", "plan", "bench", "doctor", "study", "compare", "audit", "transfer")
 _HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", *_OF_VERBS)
 _HARMLESS = {
     "run": "name root resume resume_step overwrite allow_change max_time init_from",

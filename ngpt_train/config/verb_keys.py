@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Union
 
 from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SEED, IntOrAuto, Table, key
+from ngpt_train.core.errors import ConfigError
 
 # The sentences of keys that `evaluate` and `generate` share.
 AVERAGE = (
@@ -222,13 +223,20 @@ class StudyConfig:
 
 
 # Verbs whose arguments may be directories, and the key of their section that holds them.
-TAKE_DIRECTORIES = {"compare": "runs", "transfer": "studies"}
+TAKE_DIRECTORIES = {"compare": "runs", "audit": "run", "transfer": "studies"}
 
 
 def without_directories(verb: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
     """The arguments that are overrides, and those that are directories: without a '=', or there all the same."""
     found = [x for x in arguments if verb in TAKE_DIRECTORIES and ("=" not in x or os.path.isdir(x))]
     return [x for x in arguments if x not in found], found
+
+
+def put_directories(config: Any, verb: str, directories: list[str]) -> None:
+    """Sets the key that holds them. Raises ConfigError for several runs of a verb that takes one."""
+    if verb == "audit" and len(directories) > 1:
+        raise ConfigError(f"audit {' '.join(directories)}: one run at a time\n  For example: ngpt-train audit runs/a")
+    setattr(getattr(config, verb), TAKE_DIRECTORIES[verb], directories[0] if verb == "audit" else directories)
 
 
 @dataclass
@@ -270,6 +278,27 @@ class CompareConfig:
         "Measure optimizer steps of all arms here, in turn in one process, and take seconds from them instead of the "
         "runs' own clocks. A report keeps what was measured.",
     )
+
+
+@dataclass
+class AuditConfig:
+    """Whether a run's records are what its config, code and data give (`audit RUN`)."""
+
+    run: Union[str, None] = key(None, "The run directory; `audit RUN` sets it. null: none.")
+    windows: int = key(
+        3, "Parts of the run that are trained again at most, drawn at random.", minimum=1, maximum=10_000
+    )
+    steps: int = key(100, "Steps of each part at most; it begins at step 0 or at a kept checkpoint.", **COUNT)
+    seed: Union[int, None] = key(
+        None, "Which parts are drawn. null: nobody knows before; the certificate has the number.", **SEED
+    )
+    tolerance: float = key(
+        0.01,
+        "On another kind of machine or another torch, losses and norms may differ by this share; else not by a bit.",
+        above=0,
+        maximum=1,
+    )
+    out: Union[str, None] = key(None, "JSON file for the certificate; null is audit.json in the run directory.")
 
 
 @dataclass

@@ -36,6 +36,8 @@ def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
             "python": platform.python_version(),
         },
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "cpu": processor(),
+        "threads": torch.get_num_threads(),
         "world_size": state.world.size,
         "parallel": resolve_kind(state.config.parallel.kind, state.world.size, device.type, state.world.local_size),
         "n_params": state.model.n_params(),
@@ -43,6 +45,16 @@ def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
         "tokenizer": data.tokenizer.name,
         "tokenizer_fingerprint": data.tokenizer.fingerprint,
     }
+
+
+def processor() -> str:
+    """The processor and the instructions that torch uses of it: sums on another one are rounded otherwise."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        name = platform.processor() or platform.machine()
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def initial_checkpoint(config: Config) -> Path | None:

@@ -40,7 +40,7 @@ _RUN_FILES = (
         "tensorboard",
         "profile",
     ),
-    *("exit.json", "run.json", "config.yaml"),
+    *("audit.json", "exit.json", "run.json", "config.yaml"),
 )
 
 

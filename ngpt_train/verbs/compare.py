@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import mistake
-from ngpt_train.study.compare.gather import check_out, gather, step_times_of
-from ngpt_train.study.compare.report import make_report, summary, write_reports
+from ngpt_train.study.audit import read_certificates
+from ngpt_train.study.compare import step_times
+from ngpt_train.study.compare.gather import check_out, gather
+from ngpt_train.study.compare.report import choose_arms, make_report, summary, write_reports
+from ngpt_train.study.compare.runs import Run
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
@@ -24,26 +27,36 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     if out is not None:
         check_out(out)
     found = gather([Path(run).expanduser() for run in compare.runs])
-    step_times = step_times_of(found.runs, out, compare.step_times)
+    tuned = found.tuned if compare.tuned is None else compare.tuned
+    arms, tuned, notes = choose_arms(found.runs, None if compare.arms else found.arms, compare.arms or (), tuned)
+    times, untimed = _step_times(arms, out, compare.step_times)
     report = make_report(
         found.runs,
+        arms=arms,
         baseline=compare.baseline or found.baseline,
-        arms=None if compare.arms else found.arms,
-        patterns=compare.arms or (),
-        tuned=found.tuned if compare.tuned is None else compare.tuned,
+        tuned=tuned,
         under_test=compare.under_test or found.under_test,
         overrides=found.overrides,
         metric=compare.metric or found.metric,
         confidence=compare.confidence or found.confidence,
         title=found.title,
         failures=found.failures,
-        step_times=step_times,
+        step_times=times,
+        audits=read_certificates(found.runs),
         commands=[*found.commands, shlex.join(["python", "-m", "ngpt_train", "compare", *compare.runs, *overrides])],
-        notes=found.notes,
+        notes=[*notes, *untimed],
     )
     print(summary(report))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        write_reports(report, out)
+        write_reports(report, out, times)
         print(f"\nwritten to {out}")
     return 0
+
+
+def _step_times(arms: Mapping[str, Sequence[Run]], out: Path | None, again: bool) -> tuple[step_times.Times, list[str]]:
+    """Measured now where that is asked for, else those that an earlier comparison left in `out`."""
+    longest = {name: max(runs, key=lambda run: run.steps) for name, runs in arms.items()}
+    if again:
+        return step_times.measure(longest)
+    return ({} if out is None else step_times.stored(out, longest)), []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.validate import mistake
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.study.compare.runs import Run, read_run
 from ngpt_train.study.definition import Study, name_of
@@ -17,7 +17,7 @@ from ngpt_train.study.stored import FILE, read_stored
 
 # What a comparison writes into its directory.
 REPORT = "report.json"
-WRITTEN = (REPORT, "report.md", "report.html", "figures")
+WRITTEN = (REPORT, "report.md", "report.html", "figures", "step_times.json")
 
 
 @dataclass
@@ -111,10 +111,3 @@ def _is_report(path: Path) -> bool:
     except DataError:
         return False
     return isinstance(report, dict) and "format" in report and "verdicts" in report
-
-
-def step_times_of(runs: Sequence[Run], out: Path | None, measure: bool) -> dict[str, Any]:
-    """Measured anew where that is asked for; else those that an earlier comparison left in `out`."""
-    if measure:
-        raise ConfigError("compare.step_times=true: not yet")
-    return {}

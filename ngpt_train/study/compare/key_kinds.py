@@ -56,7 +56,7 @@ HARMLESS = {
 # statistics over the rows of a micro batch.
 HARDWARE = {
     *("train.micro_rows", "train.device", "train.compile", "train.cuda_graphs", "train.activation_checkpointing"),
-    *("train.deterministic", "kernels", "parallel", "world_size"),
+    *("train.deterministic", "kernels", "parallel", "world_size", "threads"),
 }
 # Where a text lies and which of it validates: evidence says whether it is the same.
 PLACES_OF_TEXT = {"data.path", "data.val_files", "tokenizer.path"}

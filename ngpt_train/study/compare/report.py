@@ -13,6 +13,7 @@ from ngpt_train.study.compare import clocks, entries
 from ngpt_train.study.compare.arms import LR, Arms, choose_baseline, common_budgets, found_arms, named_arms
 from ngpt_train.study.compare.referee import check_comparable, examine
 from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.step_times import FILE as STEP_TIMES
 from ngpt_train.study.compare.trials import failure, read_arm, unfinished
 from ngpt_train.study.compare.versus import StepTimes, versus
 
@@ -48,7 +49,8 @@ def make_report(
     step_times: of the arms, as `step_times.py` measures them.
     """
     said = list(notes)
-    found, tuned = _arms(runs, arms, patterns, tuned, said)
+    found, tuned, more = choose_arms(runs, arms, patterns, tuned)
+    said += more
     comparable = check_comparable([run for of_arm in found.values() for run in of_arm])
     if metric == "loss" and comparable != metric:
         raise DataError("the runs have different tokenizers, so only bits per byte compares them: metric=bits_per_byte")
@@ -93,14 +95,14 @@ def make_report(
     return dict(entries.finite(report))
 
 
-def _arms(
+def choose_arms(
     runs: Sequence[Run],
-    arms: Mapping[str, Sequence[Run]] | None,
-    patterns: Sequence[str],
-    tuned: Collection[str] | None,
-    said: list[str],
-) -> tuple[Arms, list[str]]:
-    """The runs of each arm that have ended, and the tuned keys."""
+    arms: Mapping[str, Sequence[Run]] | None = None,
+    patterns: Sequence[str] = (),
+    tuned: Collection[str] | None = None,
+) -> tuple[Arms, list[str], list[str]]:
+    """The runs of each arm that have ended, the tuned keys, and sentences about runs that are left out."""
+    said: list[str] = []
     chosen = [LR] if tuned is None else sorted(tuned)
     ended = {run.path for run in runs if unfinished(run) is None}
     said += [f"{run.path} is left out: {why}" for run in runs if (why := unfinished(run))]
@@ -119,12 +121,26 @@ def _arms(
             found = found_arms(usable, chosen)
     found = {name: [run for run in of_arm if run.path in ended] for name, of_arm in found.items()}
     said += [f"{name} has no run that has ended" for name, of_arm in found.items() if not of_arm]
-    return {name: of_arm for name, of_arm in found.items() if of_arm}, chosen
+    return {name: of_arm for name, of_arm in found.items() if of_arm}, chosen, said
 
 
-def write_reports(report: Mapping[str, Any], out: Path) -> None:
-    """Writes the report into the directory `out`, which is there: report.json."""
+def write_reports(report: Mapping[str, Any], out: Path, step_times: StepTimes | None = None) -> None:
+    """Writes the report into the directory `out`, which is there: report.json, report.md, report.html, figures/, and
+    the step times that were measured. What an earlier comparison wrote is replaced."""
+    from ngpt_train.study.compare.output.document import write_document
+    from ngpt_train.study.compare.output.figures import CAPTIONS, FIGURES, write_figures
+    from ngpt_train.study.compare.output.page import write_page
+
     write_json(out / "report.json", report)
+    if step_times:
+        write_json(out / STEP_TIMES, {"arms": step_times})
+    pictures = write_figures(report, out / "figures")
+    for name in FIGURES.keys() - {picture.stem for picture in pictures}:
+        for old in ("png", "svg"):
+            (out / "figures" / f"{name}.{old}").unlink(missing_ok=True)
+    captions = {f"figures/{picture.name}": CAPTIONS[picture.stem] for picture in pictures}
+    write_document(report, out / "report.md", captions)
+    write_page(report, out / "report.html")
 
 
 def summary(report: Mapping[str, Any]) -> str:

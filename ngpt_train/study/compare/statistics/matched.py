@@ -37,19 +37,23 @@ class EndLosses:
     losses: np.ndarray
     counts: np.ndarray  # (K,) runs behind each loss
 
-    @property
+    @cached_property
     def u(self) -> np.ndarray:
-        return self._log(self.tokens)
+        return np.log(self.tokens) - self._centre
+
+    @cached_property
+    def _centre(self) -> float:
+        return float(np.mean(np.log(self.tokens)))
 
     def _log(self, tokens: np.ndarray) -> np.ndarray:
-        return np.log(tokens) - np.mean(np.log(self.tokens))
+        return np.asarray(np.log(tokens)) - self._centre
 
     @cached_property
     def bend(self) -> float:
         """c; 0 for two budgets, which show no bend."""
         if len(self.tokens) < 3:
             return 0.0
-        grid = np.linspace(*BENDS, 91)
+        grid = np.linspace(*BENDS, 31)
         best = int(np.argmin([self._misfit(c) for c in grid]))
         around = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
         found = minimize_scalar(self._misfit, bounds=around, method="bounded", options={"xatol": 1e-9})
@@ -81,9 +85,13 @@ class EndLosses:
 
     def weights(self, tokens: np.ndarray) -> np.ndarray:
         """(n, K): how the fitted loss at each of n tokens moves with each of `losses`, to first order."""
-        there, here = self._slopes(self._log(tokens)), self._slopes(self.u)
-        normal = np.linalg.pinv(here.T @ (self.counts[:, None] * here))
-        return np.asarray(there @ normal @ (here.T * self.counts))
+        return np.asarray(self._slopes(self._log(tokens)) @ self._response)
+
+    @cached_property
+    def _response(self) -> np.ndarray:
+        """(3, K): how the coefficients move with the losses."""
+        here = self._slopes(self.u)
+        return np.asarray(np.linalg.pinv(here.T @ (self.counts[:, None] * here)) @ (here.T * self.counts))
 
     def _slopes(self, u: np.ndarray) -> np.ndarray:
         """Derivatives of the fit by a, b and, where it is free, c."""
@@ -121,47 +129,49 @@ def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Rati
         return Ratio(None, None, None, note="the baseline's end loss does not fall with its budget")
     here = pair.budgets[at]
     difference = float(np.nanmean(pair.difference[at]))
+    weights_here = curve.weights(here[None])
 
     def gap(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """How far the baseline at exp(log) times the tokens is above the arm's end loss; half of its interval."""
         u = np.zeros((len(log), len(pair.budgets), 2))
-        u[:, :, 0] = np.where(log[:, None] == 0, 0.0, curve.weights(here * np.exp(log)) - curve.weights(here[None]))
+        u[:, :, 0] = np.where(log[:, None] == 0, 0.0, curve.weights(here * np.exp(log)) - weights_here)
         u[:, at, 1] = -1
         return curve.at(here * np.exp(log)) - curve.at(here) - difference, noise.spread(u).half_width(confidence)
 
     first, last = np.log(pair.budgets[[0, -1]] / here)
     logs = np.union1d(np.linspace(first - np.log(BEYOND), last + np.log(BEYOND), STEPS), [0.0])
-    estimate, low, high = (_last_above(gap, logs, side) for side in (0, -1, 1))
-    known = [x for x in (estimate, low, high) if x is not None]
-    extrapolated = len(known) < 3 or min(known) < first - 1e-9 or max(known) > last + 1e-9
+    found = gap(logs)
+    estimate, low, high = (_last_above(gap, logs, found, side) for side in (0, -1, 1))
+    ends = [x for x in (low, high) if x is not None]
+    is_noise_known = bool(np.isfinite(found[1]).all())
+    beyond = (is_noise_known and len(ends) < 2) or estimate is None
+    extrapolated = beyond or not all(first - 1e-9 <= x <= last + 1e-9 for x in [*ends, estimate])
     note = None
     if extrapolated:
         note = f"beyond the baseline's budgets, where its end loss is extrapolated by a factor of {BEYOND:g} at most"
-    ends = [None if x is None else float(np.exp(x)) for x in (estimate, low, high)]
-    return Ratio(ends[0], ends[1], ends[2], extrapolated, note)
+    return Ratio(_ratio(estimate), _ratio(low), _ratio(high), extrapolated, note)
+
+
+def _ratio(log: float | None) -> float | None:
+    return None if log is None else float(np.exp(log))
 
 
 Gap = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]
 
 
-def _last_above(gap: Gap, logs: np.ndarray, side: int) -> float | None:
+def _last_above(gap: Gap, logs: np.ndarray, found: tuple[np.ndarray, np.ndarray], side: int) -> float | None:
     """Up to where gap + side * half is not below 0: from there on the ratios are too large. For the lower end of the
-    interval the first such place counts, for the upper end the last, so that no ratio between them is excluded which
-    the noise allows. None: it is none of `logs`."""
+    interval the first such place counts, for the upper end the last, so that no ratio between them is left out which
+    the noise allows. found: gap(logs). None: it is none of `logs`."""
 
-    def value(log: np.ndarray) -> np.ndarray:
-        middle, half = gap(log)
+    def value(middle: np.ndarray, half: np.ndarray) -> np.ndarray:
         return middle + side * half if side else middle
 
-    above = value(logs) >= 0
-    if not np.isfinite(value(logs)).all() or above.all() or not above.any():
+    values = value(*found)
+    above = values >= 0
+    if not np.isfinite(values).all() or above.all() or not above.any():
         return None
-    if side > 0:
-        left = int(np.flatnonzero(above)[-1])
-        if left == len(logs) - 1:
-            return None
-    else:
-        left = int(np.flatnonzero(~above)[0]) - 1
-        if left < 0:
-            return None
-    return float(brentq(lambda x: float(value(np.array([x]))[0]), logs[left], logs[left + 1], xtol=1e-12))
+    left = int(np.flatnonzero(above)[-1]) if side > 0 else int(np.flatnonzero(~above)[0]) - 1
+    if not 0 <= left < len(logs) - 1:
+        return None
+    return float(brentq(lambda x: float(value(*gap(np.array([x])))[0]), logs[left], logs[left + 1], xtol=1e-10))

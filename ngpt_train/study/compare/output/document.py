@@ -1,0 +1,109 @@
+"""The report as text: report.md, and the table that fits a console."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ngpt_train.core.files import write_atomically
+from ngpt_train.study.compare.output import tables
+from ngpt_train.study.compare.output.tables import Cell, Table
+from ngpt_train.study.compare.output.wording import (
+    VERDICTS,
+    Report,
+    cautions,
+    confounds,
+    facts,
+    finding,
+    label,
+    si,
+    size_text,
+)
+
+
+def write_document(report: Report, path: Path, figures: Mapping[str, str]) -> None:
+    """Writes report.md. figures: of each picture, its path as seen from `path` and its caption."""
+    write_atomically(path, document(report, figures).encode())
+
+
+def document(report: Report, figures: Mapping[str, str]) -> str:
+    verdicts = tables.verdicts(report)
+    *columns, _ = verdicts.columns
+    short = Table(verdicts.name, verdicts.title, columns, [row[:-1] for row in verdicts.rows], verdicts.note)
+    findings = [finding(report, arm) for arm in report["arms"] if arm != report["baseline"]]
+    found = confounds(report)
+    of_confounds = [
+        f"{code(entry['key'])} ({escaped(', '.join(label(report, arm) for arm in entry['arms']))}"
+        + (f": {escaped(size_text(entry['size']))})" if entry["size"] is not None else ")")
+        for entry in found
+    ]
+    parts = [
+        f"# {escaped(str(report['title']))}",
+        escaped(" · ".join(facts(report))) + ".",
+        "## Verdicts",
+        _table(report, short),
+        _list(map(escaped, findings)),
+        "**Confounds**, any of which may be the cause of a difference:\n\n" + _list(of_confounds)
+        if found
+        else "No confounds were found between the arms.",
+        _list(f"**{escaped(sentence)}**" for sentence in cautions(report)),
+        *(f"![{caption}]({path})\n\n*{caption}*" for path, caption in figures.items()),
+    ]
+    for make in tables.AFTER_THE_FIGURES:
+        table = make(report)
+        parts += [f"## {table.title}", _table(report, table)]
+    if report["notes"]:
+        parts += ["## Notes", _list(map(escaped, report["notes"]))]
+    commits = ", ".join(code(str(commit)) for commit in report["commits"]) or "not known"
+    commands = "\n".join(f"    {line}" for command in report["commands"] for line in command.splitlines())
+    parts += ["## How to regenerate every number", f"Commit: {commits}.", commands]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def console(report: Report) -> str:
+    """A table of the arms for a terminal: end loss, difference from the baseline, verdict."""
+    from ngpt_train.study.compare.output.series import end_losses
+
+    lines = [("arm", f"end loss ({report['unit']})", "tokens", "verdict")]
+    for arm in report["arms"]:
+        losses = end_losses(report, arm)
+        word = "baseline" if arm == report["baseline"] else VERDICTS.get(report["verdicts"].get(arm), "")
+        budget = max(losses, default=None)
+        mean = f"{sum(losses[budget]) / len(losses[budget]):.4f}" if budget is not None else ""
+        lines.append((label(report, arm), mean, si(budget), word))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join("  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in lines)
+
+
+def escaped(text: str) -> str:
+    """Text that Markdown and the HTML in it leave as it is, also inside a table."""
+    plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"([\\`*\[\]|~]|(?<!\w)_|_(?!\w))", r"\\\1", plain)
+
+
+def code(text: str) -> str:
+    """As code, whatever it holds; a bar would end the cell of a table even so."""
+    if "`" in text or "|" in text:
+        return escaped(text)
+    return f"`{text}`" if text.strip() else ""
+
+
+def _list(sentences: Iterable[str]) -> str:
+    return "\n".join(f"- {sentence}" for sentence in sentences)
+
+
+def _table(report: Report, table: Table) -> str:
+    if not table.rows:
+        return escaped(table.empty)
+    rules = ["---:" if cell.kind == "number" else "---" for cell in table.rows[0]]
+    rows = [[_cell(report, cell) for cell in row] for row in table.rows]
+    lines = [[escaped(name) for name in table.columns], rules, *rows]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return f"{text}\n\n{escaped(table.note)}" if table.note else text
+
+
+def _cell(report: Report, cell: Cell) -> str:
+    if cell.arm is not None:
+        return escaped(label(report, cell.arm))
+    return code(cell.text) if cell.kind == "code" else escaped(cell.text)

@@ -1,0 +1,172 @@
+"""What the figures draw, as numbers: taken from the report, or computed from it alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ngpt_train.study.compare.output.wording import UNITS, Report
+from ngpt_train.study.compare.statistics.matched import EndLosses
+
+IN_TURN = "measured in turn"
+RATIOS = (0.1, 0.125, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32)
+
+
+def end_losses(report: Report, arm: str) -> dict[int, list[float]]:
+    """Of the arm at its best values: budget -> the loss of each seed."""
+    best = {curve["run"] for curve in report["curves"] if curve["best"]}
+    others = {curve["run"] for curve in report["curves"]} - best
+    found: dict[int, list[float]] = {}
+    for entry in report["losses"]:
+        if entry["arm"] == arm and entry["loss"] is not None and entry["run"] not in others:
+            found.setdefault(entry["budget"], []).append(entry["loss"])
+    return dict(sorted(found.items()))
+
+
+def axis_title(report: Report, axis: str) -> str:
+    if axis == "seconds":
+        return f"training time (s, {'step times measured in turn' if _measured(report) else 'own clocks'})"
+    return {"tokens": "training tokens", "flops": "training FLOPs"}[axis]
+
+
+def eval_axis(report: Report, curve: Mapping[str, Any], axis: str) -> list[float | None]:
+    """Where the validations of a run lie. Seconds are steps times the step time measured in turn with the other arms',
+    where there is one, since clocks of shared machines lie; else the run's own."""
+    evals = curve["eval"]
+    if axis == "seconds" and (step_times := _measured(report)):
+        return [_product(step, step_times.get(curve["arm"])) for step in evals["step"]]
+    if axis == "flops" and None in evals["flops"]:
+        per_token = {cost["arm"]: cost["flops_per_token"] for cost in report["costs"]}.get(curve["arm"])
+        return [_product(tokens, per_token) for tokens in evals["tokens"]]
+    return list(evals[axis])
+
+
+def _measured(report: Report) -> dict[str, float]:
+    """Seconds a step of each arm; empty where they were not measured in turn."""
+    found = {cost["arm"]: cost["step_time"] for cost in report["costs"] if cost["step_time_how"] == IN_TURN}
+    return found if len(found) == len(report["arms"]) else {}
+
+
+def _product(a: float | None, b: float | None) -> float | None:
+    return None if a is None or b is None else a * b
+
+
+def cost_of(report: Report, arm: str, budget: float, axis: str) -> float | None:
+    """What `budget` tokens cost the arm in tokens, FLOPs or seconds; None where it is not known."""
+    if axis == "tokens":
+        return float(budget)
+    ends = [
+        (curve["eval"]["tokens"][-1], eval_axis(report, curve, axis)[-1])
+        for curve in report["curves"]
+        if curve["arm"] == arm and curve["eval"]["tokens"]
+    ]
+    rates = [cost / tokens for tokens, cost in ends if tokens and cost]
+    return float(budget * np.median(rates)) if rates else None
+
+
+def axes_of(report: Report) -> list[str]:
+    """Those of tokens, FLOPs and seconds over which some curve can be drawn."""
+    return [axis for axis in UNITS if any(any(eval_axis(report, curve, axis)) for curve in report["curves"])]
+
+
+def train_axis(report: Report, curve: Mapping[str, Any], axis: str) -> list[float | None]:
+    """Where the records of kind train lie on the axis, read off the validations by straight lines."""
+    tokens = curve["train"]["tokens"]
+    if axis == "tokens":
+        return list(tokens)
+    at = zip(curve["eval"]["tokens"], eval_axis(report, curve, axis), strict=True)
+    known = [(t, x) for t, x in at if t is not None and x is not None]
+    if not known:
+        return [None] * len(tokens)
+    at_tokens, x = np.array([(0.0, 0.0), *known]).T
+    return [float(value) for value in np.interp(tokens, at_tokens, x)]
+
+
+def speedups(report: Report, arm: str, unit: str, how: str) -> list[Mapping[str, Any]]:
+    """By budget; without those of which nothing is known."""
+    found = [s for s in report["speedups"] if (s["arm"], s["unit"], s["how"]) == (arm, unit, how)]
+    return sorted((s for s in found if s["estimate"] is not None), key=lambda s: s["budget"])
+
+
+def state_at(report: Report, arm: str, budget: int) -> bool:
+    """Whether the arm is tuned at this budget; where the report does not say, whether it is at all."""
+    states = [t["state"] for t in report["tuning"] if (t["arm"], t["budget"]) == (arm, budget)]
+    return all(state == "bracketed" for state in states) if states else bool(report["arms"][arm]["tuned"])
+
+
+def arrows(report: Report, axis: str) -> list[tuple[str, float, float, float]]:
+    """Matched loss: (arm, its cost at a budget, the baseline's cost for the same loss, that loss)."""
+    found = []
+    for arm in report["arms"]:
+        losses = end_losses(report, arm)
+        for entry in speedups(report, arm, axis, "annealed"):
+            start = cost_of(report, arm, entry["budget"], axis)
+            if start is not None and entry["budget"] in losses:
+                loss = float(np.mean(losses[entry["budget"]]))
+                found.append((arm, start, start * entry["estimate"], loss))
+    return found
+
+
+def means(entry: Mapping[str, Any]) -> list[tuple[Any, float]]:
+    """Of one tuning curve: (value, loss averaged over the seeds) by value, without failed points."""
+    by_value: dict[Any, list[float]] = {}
+    for point in entry["points"]:
+        if not point["failed"] and point["loss"] is not None:
+            by_value.setdefault(point["value"], []).append(point["loss"])
+    averaged = [(value, float(np.mean(losses))) for value, losses in by_value.items()]
+    return sorted(averaged, key=lambda point: point[0]) if is_numeric(entry) else averaged
+
+
+def is_numeric(entry: Mapping[str, Any]) -> bool:
+    """Whether the tuned values have a logarithm."""
+    return all(type(point["value"]) in (int, float) and point["value"] > 0 for point in entry["points"])
+
+
+def parabola(entry: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
+    """The parabola in log2 of the value, drawn one and a half octaves to each side of the optimum, inside what was
+    tried. Its height is that of the best point, which it passes through."""
+    optimum, price, points = entry["optimum"], entry["price_of_two"], means(entry)
+    if optimum is None or price is None or not points or not is_numeric(entry):
+        return None
+    value, loss = min(points, key=lambda point: point[1])
+    lowest = loss - price * math.log2(value / optimum) ** 2
+    left = max(-1.5, math.log2(points[0][0] / optimum))
+    right = min(1.5, math.log2(points[-1][0] / optimum))
+    octaves = np.linspace(left, right, 31)
+    return [float(x) for x in optimum * 2**octaves], [float(y) for y in lowest + price * octaves**2]
+
+
+def sensitivity(entry: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
+    """(octaves off the optimum, or off the best tried where there is none; loss above the lowest)."""
+    points = means(entry)
+    if len(points) < 2 or not is_numeric(entry):
+        return None
+    value, loss = min(points, key=lambda point: point[1])
+    optimum, lowest = value, loss
+    if entry["optimum"] is not None and entry["price_of_two"] is not None:
+        optimum = entry["optimum"]
+        lowest = loss - entry["price_of_two"] * math.log2(value / optimum) ** 2
+    return [math.log2(x / optimum) for x, _ in points], [y - lowest for _, y in points]
+
+
+def ratio_ticks(values: Sequence[float]) -> list[float]:
+    """Round ratios around the values, 1 among them."""
+    low, high = min([*values, 0.9]), max([*values, 1.1])
+    inside = [ratio for ratio in RATIOS if low / 1.1 <= ratio <= high * 1.1]
+    return (
+        inside if len(inside) <= 9 else [ratio for ratio in inside if ratio in (0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32)]
+    )
+
+
+def fit(report: Report, arm: str) -> tuple[list[float], list[float]] | None:
+    """The curve by which loss is matched, (tokens, losses): of the baseline, where it has several budgets."""
+    losses = end_losses(report, arm)
+    if arm != report["baseline"] or len(losses) < 2:
+        return None
+    ends = np.array([(budget, np.mean(x), len(x)) for budget, x in losses.items()]).T
+    curve = EndLosses(*ends)
+    at = np.geomspace(min(losses), max(losses), 60)
+    return [float(x) for x in at], [float(y) for y in curve.at(at)]

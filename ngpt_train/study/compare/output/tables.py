@@ -1,0 +1,289 @@
+"""The tables of a report, which report.md and the page both show. A cell is text; a renderer escapes it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ngpt_train.study.compare.output.series import end_losses
+from ngpt_train.study.compare.output.wording import (
+    DASH,
+    HOW,
+    UNITS,
+    VERDICTS,
+    Report,
+    difference_of,
+    finding,
+    interval,
+    is_tuned,
+    label,
+    number,
+    si,
+    size_text,
+    speedup_of,
+    values_text,
+)
+
+
+@dataclass(frozen=True)
+class Cell:
+    text: str
+    arm: str | None = None  # an arm's name, which gets its mark and its stamps
+    kind: str = ""  # number | code | verdict | confound | follows | under_test
+
+
+@dataclass(frozen=True)
+class Table:
+    name: str  # the anchor
+    title: str
+    columns: Sequence[str]
+    rows: list[list[Cell]]
+    note: str = ""
+    empty: str = ""  # what is said where there are no rows
+
+
+def _arm(name: str) -> Cell:
+    return Cell(name, arm=name)
+
+
+def _n(text: str) -> Cell:
+    return Cell(text, kind="number")
+
+
+def verdicts(report: Report) -> Table:
+    unit, baseline = report["unit"], report["baseline"]
+    rows = []
+    for arm in [baseline, *(name for name in report["arms"] if name != baseline)]:
+        losses = end_losses(report, arm)
+        mean = number(float(np.mean(losses[max(losses)])), 4) if losses else DASH
+        gap = difference_of(report, arm)
+        ratios = [speedup_of(report, arm, u) or {} for u in UNITS]
+        verdict = report["verdicts"].get(arm)
+        if arm == baseline:
+            shown = Cell("baseline" if is_tuned(report, arm) else "untuned", kind="verdict")
+        else:
+            shown = Cell(VERDICTS.get(verdict, DASH), kind="verdict")
+        rows.append(
+            [
+                _arm(arm),
+                shown,
+                _n(mean),
+                _n(interval(gap["estimate"], gap["low"], gap["high"]) if gap else DASH),
+                *(_n(interval(r.get("estimate"), r.get("low"), r.get("high"))) for r in ratios),
+                Cell(finding(report, arm)),
+            ]
+        )
+    budget = si(max(report["budgets"], default=None))
+    columns = ["Arm", "Verdict", f"End loss at {budget} tokens", f"Difference from {baseline} ({unit})"]
+    columns += ["Speed-up, tokens", "Speed-up, FLOPs", "Speed-up, seconds", "In words"]
+    note = (
+        f"Loss in {unit}, mean over seeds. Speed-up: how many times the arm's tokens, FLOPs or seconds "
+        f"{baseline} needs for the loss that the arm ends at, between annealed runs. In brackets: "
+        f"{100 * report['confidence']:g} % intervals."
+    )
+    return Table("verdicts", "Verdicts", columns, rows, note, "No arm was compared.")
+
+
+def end_loss(report: Report) -> Table:
+    budgets = sorted(report["budgets"])
+    rows = []
+    for arm in report["arms"]:
+        losses = end_losses(report, arm)
+        rows.append([_arm(arm), *(_n(_mean_and_spread(losses.get(budget, []))) for budget in budgets)])
+    note = f"{report['unit']}; mean ± standard deviation over the seeds (how many), at the best values tried."
+    return Table("end_loss", "End loss", ["Arm", *(f"{si(b)} tokens" for b in budgets)], rows, note)
+
+
+def _mean_and_spread(losses: list[float]) -> str:
+    if not losses:
+        return DASH
+    spread = f" ± {number(float(np.std(losses, ddof=1)), 4)}" if len(losses) > 1 else ""
+    return f"{number(float(np.mean(losses)), 4)}{spread} ({len(losses)})"
+
+
+def differences(report: Report) -> Table:
+    rows = []
+    for d in report["differences"]:
+        needed = d.get("needed") or {}
+        rows.append(
+            [
+                _arm(d["arm"]),
+                _n(si(d["budget"])),
+                _n(interval(d["estimate"], d["low"], d["high"])),
+                _n(number(d["noise_seeds"], None, 2)),
+                _n(number(d["noise_rows"], None, 2)),
+                _n(si(d["n_seeds"])),
+                _n(si(d["n_rows"])),
+                _n(si(needed.get("seeds"))),
+                _n(si(needed.get("rows"))),
+                _n(si(needed.get("steps"))),
+            ]
+        )
+    columns = ["Arm", "Budget (tokens)", f"Difference ({report['unit']})", "Noise of seeds", "Noise of rows"]
+    columns += ["Seeds", "Rows", "Seeds needed", "Rows needed", "Steps needed"]
+    note = (
+        f"Arm less {report['baseline']}, paired by seed and validation row. Noise: standard error of the difference "
+        f"that comes from seeds, and from validation rows. Needed: how many seeds, rows or steps would each "
+        f"resolve a difference of this size."
+    )
+    return Table("differences", "Differences and their noise", columns, rows, note, "No two arms share a budget.")
+
+
+def speedups(report: Report) -> Table:
+    rows = []
+    for s in report["speedups"]:
+        beyond = "beyond the baseline's budgets" if s["extrapolated"] else ""
+        remarks = ". ".join(filter(None, [s["note"] or beyond, s["clock"] and f"clock: {s['clock']}"]))
+        rows.append(
+            [
+                _arm(s["arm"]),
+                Cell(UNITS[s["unit"]]),
+                Cell(HOW[s["how"]]),
+                _n(si(s["budget"])),
+                _n(interval(s["estimate"], s["low"], s["high"])),
+                Cell(remarks or DASH),
+            ]
+        )
+    columns = ["Arm", "Unit", "How", "Budget (tokens)", "Speed-up (times)", "Remarks"]
+    note = "Within one schedule flatters the arm whose learning rate decays faster; it is no verdict."
+    return Table("speedups", "Speed-up", columns, rows, note, "No loss of the baseline was matched.")
+
+
+def tuning(report: Report) -> Table:
+    rows = []
+    for t in report["tuning"]:
+        failed = sum(bool(point["failed"]) for point in t["points"])
+        tried = f"{len(t['points'])}" + (f", {failed} failed" if failed else "")
+        best = report["arms"][t["arm"]].get("best_by_budget") or {}
+        chosen = (best.get(str(t["budget"])) or best.get(t["budget"]) or report["arms"][t["arm"]]["best"]).get(t["key"])
+        rows.append(
+            [
+                _arm(t["arm"]),
+                _n(si(t["budget"])),
+                Cell(t["key"], kind="code"),
+                Cell("bracketed" if t["state"] == "bracketed" else f"untuned ({t['state']})", kind="verdict"),
+                _n(f"{chosen:.4g}" if type(chosen) is float else str(chosen)),
+                _n(_optimum(t)),
+                _n(number(t["price_of_two"], None, 2)),
+                _n(tried),
+            ]
+        )
+    columns = ["Arm", "Budget (tokens)", "Key", "State", "Best tried", "Optimum of the parabola"]
+    columns += [f"Price of a factor of 2 ({report['unit']})", "Points tried"]
+    note = "Bracketed: on both sides some value tried is worse than the best, by more than the noise between seeds."
+    return Table("tuning", "Tuning", columns, rows, note, "No key was tuned.")
+
+
+def _optimum(entry: Mapping[str, Any]) -> str:
+    if entry["optimum"] is None:
+        return DASH
+    ends = (entry["low"], entry["high"])
+    return number(entry["optimum"], None, 3) + (
+        f" ({number(ends[0], None, 3)} to {number(ends[1], None, 3)})" if None not in ends else ""
+    )
+
+
+def costs(report: Report) -> Table:
+    rows = []
+    for c in report["costs"]:
+        how = f" ({c['step_time_how']})" if c["step_time_how"] else ""
+        rows.append(
+            [
+                _arm(c["arm"]),
+                _n(si(c["n_params"])),
+                _n(si(c["n_params_without_embeddings"])),
+                _n(si(c["flops_per_token"])),
+                _n(number(c["memory_gb"], None, 3)),
+                _n(_ms(c["step_time"]) + how),
+                _n(_ms(c.get("step_time_own"))),
+            ]
+        )
+    columns = [
+        "Arm",
+        "Parameters",
+        "Without embeddings",
+        "FLOPs per token",
+        "Peak memory (GB)",
+        "Step time (ms)",
+        "By its own clock (ms)",
+    ]
+    return Table("costs", "Memory and step time", columns, rows, empty="No costs are known.")
+
+
+def _ms(seconds: float | None) -> str:
+    return DASH if seconds is None else number(1000 * seconds, None, 3)
+
+
+def referee(report: Report) -> Table:
+    words = {"confound": "confound", "under_test": "under test", "follows": "follows from it"}
+    entries = sorted(report["referee"], key=lambda entry: list(words).index(entry["kind"]))
+    rows = [
+        [
+            Cell(words[entry["kind"]], kind=entry["kind"]),
+            Cell(", ".join(label(report, arm) for arm in entry["arms"])),
+            Cell(entry["key"], kind="code"),
+            Cell(" | ".join(map(_value, entry["values"])), kind="code"),
+            Cell(size_text(entry["size"]) if entry["size"] is not None else DASH),
+            Cell(entry["note"] or DASH),
+        ]
+        for entry in entries
+    ]
+    columns = ["Kind", "Arms", "What differs", "Values", "Size", "Note"]
+    note = (
+        "Every way in which two arms differ: the thing under test, what follows from it, and confounds, which may be "
+        "the true cause of a difference."
+    )
+    return Table("referee", "What differs between the arms", columns, rows, note, "The arms differ in nothing.")
+
+
+def _value(value: Any) -> str:
+    return f"{value:.6g}" if type(value) is float else str(value)
+
+
+def failures(report: Report) -> Table:
+    rows = [
+        [
+            _arm(f["arm"]),
+            _n(si(f["budget"])),
+            _n(str(f["seed"])),
+            Cell(values_text(f["values"]), kind="code"),
+            Cell(f["reason"] or DASH),
+            Cell(str(f["run"]), kind="code"),
+        ]
+        for f in report["failures"]
+    ]
+    columns = ["Arm", "Budget (tokens)", "Seed", "Values", "Reason", "Run"]
+    note = "A point that failed counts as worse than any that did not."
+    return Table("failures", "Failed points", columns, rows, note if rows else "", "No point failed.")
+
+
+def audits(report: Report) -> Table:
+    entries = report.get("audits") or []
+    keys = list(dict.fromkeys(key for entry in entries for key in entry))
+    rows = [[Cell(_value(entry.get(key, DASH)), kind="code" * (key == "run")) for key in keys] for entry in entries]
+    columns = [key.replace("_", " ").capitalize() for key in keys]
+    return Table("audits", "Audits", columns, rows, empty="No run was audited (`audit RUN` does so).")
+
+
+def runs(report: Report) -> Table:
+    rows = [
+        [
+            _arm(x["arm"]),
+            _n(si(x["budget"])),
+            _n(str(x["seed"])),
+            Cell(values_text(x["values"]), kind="code"),
+            _n(number(x["loss"], 6)),
+            _n(str(x["step"])),
+            Cell(x["rows_hash"] or DASH, kind="code"),
+            Cell(str(x["run"]), kind="code"),
+        ]
+        for x in report["losses"]
+    ]
+    columns = ["Arm", "Budget (tokens)", "Seed", "Values", f"Loss ({report['unit']})", "Step", "Rows", "Run"]
+    return Table("runs", "Runs", columns, rows, "Rows: the hash of the validation rows.", "No run has ended.")
+
+
+AFTER_THE_FIGURES = (end_loss, speedups, differences, tuning, costs, referee, audits, failures, runs)

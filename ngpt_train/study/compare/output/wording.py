@@ -1,0 +1,218 @@
+"""Numbers and findings of a report in words: the same in report.md, on the page, on figures and on the console."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+Report = Mapping[str, Any]  # report.json
+
+DASH = "\N{EN DASH}"  # no value
+UNITS = {"tokens": "tokens", "flops": "FLOPs", "seconds": "seconds"}
+HOW = {"annealed": "between annealed runs", "within_schedule": "within one schedule"}
+VERDICTS = {"better": "better", "worse": "worse", "not_resolved": "not resolved", "untuned": "untuned"}
+WITHIN_SCHEDULE = "within one schedule; this flatters the arm whose learning rate decays faster"
+
+
+def si(value: float | None, digits: int = 3) -> str:
+    """8388608 -> 8.39M. A dash where there is no value."""
+    if value is None:
+        return DASH
+    if value == 0:
+        return "0"
+    power = min(max(math.floor(math.log10(abs(value)) / 3), -4), 6) if abs(value) >= 1000 or abs(value) < 0.001 else 0
+    scaled = float(f"{value / 1000.0**power:.{digits}g}")
+    if abs(scaled) >= 1000 and power < 6:  # 999999 -> 1M, not 1000k
+        power, scaled = power + 1, scaled / 1000
+    return number(scaled, None, digits) + ("p", "n", "µ", "m", "", "k", "M", "G", "T", "P", "E")[power + 4]
+
+
+def number(value: float | None, decimals: int | None = None, digits: int = 4) -> str:
+    """With so many decimals, or so many significant digits where None; a true minus sign."""
+    if value is None:
+        return DASH
+    text = f"{value:.{decimals}f}" if decimals is not None else f"{value:.{digits}g}"
+    if float(text) == 0:
+        text = text.lstrip("-")
+    return text.replace("-", "\N{MINUS SIGN}")
+
+
+def decimals_for(estimate: float | None, low: float | None, high: float | None) -> int:
+    """Decimals that give half the interval's width two significant digits, and a bare estimate three."""
+    width = (high - low) / 2 if low is not None and high is not None else 0.0
+    shown = width or abs(estimate or low or high or 0.0) / 10
+    return min(max(2, 1 - math.floor(math.log10(shown))), 6) if shown else 4
+
+
+def interval(estimate: float | None, low: float | None, high: float | None) -> str:
+    """`-0.041 (-0.050 to -0.032)`; a bound where one end is open."""
+    if estimate is None and low is None and high is None:
+        return DASH
+    n = decimals_for(estimate, low, high)
+    shown = number(estimate, n) if estimate is not None else ""
+    return f"{shown} ({_range(low, high, n)})".strip()
+
+
+def _range(low: float | None, high: float | None, decimals: int) -> str:
+    if low is None and high is None:
+        return "no interval"
+    if high is None:
+        return f"at least {number(low, decimals)}"
+    if low is None:
+        return f"at most {number(high, decimals)}"
+    return f"{number(low, decimals)} to {number(high, decimals)}"
+
+
+def percent(confidence: float) -> str:
+    return f"{100 * confidence:g} %"
+
+
+def is_tuned(report: Report, arm: str) -> bool:
+    return bool(report["arms"][arm]["tuned"])
+
+
+def stamps(report: Report, arm: str) -> list[str]:
+    """What every table and figure says beside the arm's name."""
+    found = [] if is_tuned(report, arm) else ["untuned"]
+    return [*found, "not resolved"] if report["verdicts"].get(arm) == "not_resolved" else found
+
+
+def label(report: Report, arm: str) -> str:
+    """The arm's name with its stamps: `powernorm (untuned)`."""
+    found = stamps(report, arm)
+    return f"{arm} ({', '.join(found)})" if found else arm
+
+
+def values_text(values: Mapping[str, Any]) -> str:
+    return ", ".join(
+        f"{key}={value:.4g}" if type(value) is float else f"{key}={value}" for key, value in values.items()
+    )
+
+
+def largest(found: list[Mapping[str, Any]]) -> Mapping[str, Any] | None:
+    """The entry of the largest budget."""
+    return max(found, key=lambda entry: entry["budget"] or 0, default=None)
+
+
+def difference_of(report: Report, arm: str) -> Mapping[str, Any] | None:
+    """At the largest budget that both arms have."""
+    return largest([d for d in report["differences"] if d["arm"] == arm and d["estimate"] is not None])
+
+
+def speedup_of(report: Report, arm: str, unit: str, how: str = "annealed") -> Mapping[str, Any] | None:
+    """At the largest budget with both ends of an interval inside the data, else at the largest."""
+    found = [s for s in report["speedups"] if (s["arm"], s["unit"], s["how"]) == (arm, unit, how)]
+    found = [s for s in found if (s["estimate"], s["low"], s["high"]) != (None, None, None)]
+    closed = [s for s in found if s["low"] is not None and s["high"] is not None and not s["extrapolated"]]
+    return largest(closed) or largest(found)
+
+
+def finding(report: Report, arm: str) -> str:
+    """What is known about the arm, in plain sentences."""
+    if arm == report["baseline"]:
+        rest = "" if is_tuned(report, arm) else f" {_untuned(report, arm)}, and every comparison with it is too."
+        return f"The baseline.{rest}"
+    verdict, baseline = report["verdicts"].get(arm), report["baseline"]
+    measured = " ".join(filter(None, [_gap(report, arm), _matched(report, arm)]))
+    if verdict == "untuned":
+        whose = arm if not is_tuned(report, arm) else baseline
+        return f"No verdict: {_untuned(report, whose)}. {measured}".strip()
+    if verdict in ("better", "worse"):
+        return f"{arm} is {verdict} than {baseline}. {measured}"
+    return f"Whether {arm} or {baseline} is better is not resolved. {measured} {_needed(report, arm)}".strip()
+
+
+def _untuned(report: Report, arm: str) -> str:
+    states = {entry["key"]: entry["state"] for entry in report["tuning"] if entry["arm"] == arm}
+    edge = ", ".join(key for key, state in states.items() if state == "edge")
+    if edge:
+        return f"{arm} is untuned: the best {edge} lies at the edge of what was tried, so that its loss is a bound"
+    if arm == report["baseline"] or "not tried" in states.values():
+        return f"{arm} is untuned: no more than one learning rate was tried"
+    return f"{arm} is untuned"
+
+
+def _gap(report: Report, arm: str) -> str:
+    found = difference_of(report, arm)
+    if found is None:
+        return ""
+    seeds, rows = found["n_seeds"], found["n_rows"]
+    sample = f"{seeds} seed{'s' * (seeds != 1)}" + (f", {rows} validation rows" if rows else "")
+    low, high = found["low"], found["high"]
+    what = f"its {report['metric'].replace('_', ' ')}"
+    if low is not None and high is not None and low * high > 0:  # the interval excludes no difference
+        smaller = high < 0
+        ends = (-high, -low) if smaller else (low, high)
+        shown = (
+            f"{what} is {interval(abs(found['estimate']), *ends)} {report['unit']} {'lower' if smaller else 'higher'}"
+        )
+    else:
+        shown = f"{what} differs by {interval(found['estimate'], low, high)} {report['unit']}"
+    return f"After {si(found['budget'])} tokens {shown} ({percent(found['confidence'])}; {sample})."
+
+
+def _matched(report: Report, arm: str) -> str:
+    found = {unit: s for unit in UNITS if (s := speedup_of(report, arm, unit))}
+    ending = ""
+    if not found:
+        found = {unit: s for unit in UNITS if (s := speedup_of(report, arm, unit, "within_schedule"))}
+        ending = f" ({WITHIN_SCHEDULE})"
+    if not found:
+        return ""
+    ratios = [f"{interval(s['estimate'], s['low'], s['high'])} times the {UNITS[unit]}" for unit, s in found.items()]
+    last = ratios.pop()
+    listed = f"{', '.join(ratios)} and {last}" if ratios else last
+    first = next(iter(found.values()))
+    beyond = " This lies beyond the budgets that were trained." if first["extrapolated"] else ""
+    return (
+        f"For the loss that {arm} ends at after {si(first['budget'])} tokens, {report['baseline']} needs {listed}"
+        f"{ending}.{beyond}"
+    )
+
+
+def _needed(report: Report, arm: str) -> str:
+    found = difference_of(report, arm)
+    needed = (found or {}).get("needed") or {}
+    ways = [f"{si(needed[what])} {name}" for what, name in NEEDED.items() if needed.get(what)]
+    return f"With this noise, some {' or '.join(ways)} would resolve a difference of this size." if ways else ""
+
+
+NEEDED = {"seeds": "seeds", "rows": "validation rows", "steps": "steps"}
+
+
+def size_text(size: Any) -> str:
+    """Of a difference that the referee found: a number is the ratio of the values."""
+    return f"{number(size, None, 3)} times" if type(size) in (int, float) else str(size)
+
+
+def facts(report: Report) -> list[str]:
+    """What was compared."""
+    seeds = len({entry["seed"] for entry in report["losses"]})
+    budgets = sorted(report["budgets"])
+    span = " to ".join(si(budget) for budget in dict.fromkeys(budgets[:1] + budgets[-1:]))
+    return [
+        f"{len(report['arms'])} arms, baseline {report['baseline']}",
+        f"{len(budgets)} budget{'s' * (len(budgets) != 1)}, {span} tokens",
+        f"{seeds} seed{'s' * (seeds != 1)}",
+        f"{report['metric'].replace('_', ' ')} in {report['unit']}",
+        f"{percent(report['confidence'])} intervals",
+    ]
+
+
+def cautions(report: Report) -> list[str]:
+    """What a reader must know before the first number."""
+    n_seeds = len({entry["seed"] for entry in report["losses"]})
+    said = []
+    if n_seeds == 1:
+        said.append("One seed: the noise between seeds is unknown, and nothing here is resolved.")
+    if len(report["budgets"]) == 1:
+        said.append("One budget: how the difference changes with the budget is unknown.")
+    untuned = [arm for arm in report["arms"] if not is_tuned(report, arm)]
+    if untuned:
+        said.append(f"Untuned: {', '.join(untuned)}. The loss of an untuned arm is a bound.")
+    return said
+
+
+def confounds(report: Report) -> list[Mapping[str, Any]]:
+    return [entry for entry in report["referee"] if entry["kind"] == "confound"]

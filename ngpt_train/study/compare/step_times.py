@@ -1,0 +1,98 @@
+"""Optimizer steps of all arms, timed in turn in one process: the clocks of runs tell as much of what else the machine
+did. What was measured stays in the report's directory, so that a comparison can be repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.config.conflicts import check
+from ngpt_train.config.stored import read_yaml
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.files import read_json
+from ngpt_train.study.compare.runs import Run
+
+FILE = "step_times.json"
+ROUNDS = 10
+WARM_UP = 3
+# What a step's time depends on; where it changes, what was measured is of other steps.
+_OF_A_STEP = ("model.", "train.batch_rows", "train.micro_rows", "train.precision", "train.compile", "optim.name")
+
+Times = dict[str, dict[str, Any]]
+
+
+def fingerprint(run: Run) -> str:
+    """Of the keys that a step's time depends on."""
+    keys = {key: value for key, value in run.config.items() if key.startswith(_OF_A_STEP)}
+    return hashlib.sha256(json.dumps(keys, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def stored(out: Path, runs: Mapping[str, Run]) -> Times:
+    """What an earlier comparison has left in `out` of these arms, each given by one of its runs."""
+    if not (out / FILE).exists():
+        return {}
+    found = read_json(out / FILE)
+    times = found.get("arms") if isinstance(found, dict) else None
+    if not isinstance(times, dict):
+        raise DataError(f"{out / FILE} is damaged: it does not say the times of the arms. Delete it.")
+    return {
+        name: times[name]
+        for name, run in runs.items()
+        if isinstance(times.get(name), dict) and times[name].get("of") == fingerprint(run)
+    }
+
+
+def measure(runs: Mapping[str, Run], rounds: int = ROUNDS) -> tuple[Times, list[str]]:
+    """Times a step of each arm, given by one of its runs, on random tokens and on this machine, once in every round.
+
+    Returns for each arm `seconds_per_token` of the rounds (CPU time on a CPU, as `bench step` counts it, because other
+    processes disturb wall-clock time), `step_time` (wall clock, median, in seconds), `tokens` (of a step), `device`;
+    and sentences about the arms that could not be timed.
+    """
+    import torch
+
+    from ngpt_train.bench.step import steps_of, with_vocabulary
+    from ngpt_train.training import build_state
+
+    steps, notes, on_cpu = {}, [], not torch.cuda.is_available()
+    for name, run in runs.items():
+        try:
+            config = read_yaml(run.path / "config.yaml")
+            config.parallel.kind = "single"
+            check(config, world_size=1)
+            state = build_state(with_vocabulary(config))
+            on_cpu = state.world.device.type == "cpu"
+            steps[name] = steps_of(state)
+            for _ in range(WARM_UP):
+                steps[name]()
+        except (ConfigError, DataError, RuntimeError, ValueError, TypeError) as error:
+            steps.pop(name, None)
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            notes.append(f"The steps of {name} could not be timed here: {reason}")
+    clock = time.process_time if on_cpu else time.perf_counter
+    taken: dict[str, list[float]] = {name: [] for name in steps}
+    walls: dict[str, list[float]] = {name: [] for name in steps}
+    tokens: dict[str, float] = {}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            wall, started = time.perf_counter(), clock()
+            tokens[name] = step()
+            taken[name].append((clock() - started) / tokens[name])
+            walls[name].append(time.perf_counter() - wall)
+    device = "cpu" if on_cpu else torch.cuda.get_device_name()
+    times = {
+        name: {
+            "of": fingerprint(runs[name]),
+            "step_time": statistics.median(walls[name]),
+            "seconds_per_token": taken[name],
+            "tokens": tokens[name],
+            "device": device,
+        }
+        for name in steps
+    }
+    return times, notes

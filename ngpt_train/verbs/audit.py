@@ -1,0 +1,121 @@
+"""`audit RUN`: trains parts of a run again and says whether its records are what its config, code and data give."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import torch
+
+import ngpt_train
+from ngpt_train.config import read_yaml
+from ngpt_train.config.schema import Config
+from ngpt_train.config.validate import mistake
+from ngpt_train.core.checkout import git_commit
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.files import write_json
+from ngpt_train.core.lock import DirectoryLock
+from ngpt_train.distributed import resolve_device
+from ngpt_train.study.audit import CERTIFICATE
+from ngpt_train.study.audit.again import command_of
+from ngpt_train.study.audit.auditing import audit
+from ngpt_train.training.provenance import processor
+
+FOUND = 3  # the exit code of a run whose records are not what training again gives: its data cannot be relied on
+
+
+def main(config: Config, overrides: Sequence[str]) -> int:
+    """Returns 0 where all that was trained again is equal, 3 where something was found. Writes the certificate.
+
+    Raises ConfigError where there is no run to audit, or no place for the certificate, DataError where the run's files
+    cannot be read.
+    """
+    signal.signal(signal.SIGTERM, _end)  # so that what is trained again ends too
+    path, out = _run_directory(config.audit.run), config.audit.out
+    target = Path(out).expanduser() if out is not None else path / CERTIFICATE
+    if out is None and not os.access(path, os.W_OK):
+        raise mistake(f"audit.run={path}: cannot be written", "Name a file for the certificate: audit.out=FILE")
+    certificate = audit(
+        path, config.audit, lambda ranks: command_of("ngpt_train.verbs.audit", ranks), _here(path), _say
+    )
+    write_json(target, certificate)
+    for line in _summary(certificate):
+        _say(line)
+    _say(f"certificate: {target}")
+    return 0 if certificate["equal"] else FOUND
+
+
+def _run_directory(run: str | None) -> Path:
+    """The directory of audit.run. Raises ConfigError unless it is that of a run which nobody trains."""
+    if run is None:
+        raise mistake("audit.run=null: no run is named", "For example: ngpt-train audit runs/quickstart")
+    path = Path(run).expanduser()
+    if missing := [name for name in ("config.yaml", "run.json", "metrics.jsonl") if not (path / name).is_file()]:
+        raise mistake(f"audit.run={run}: not a run directory, it has no {missing[0]}", "For example runs/quickstart")
+    lock = DirectoryLock(path)
+    if lock.is_taken():
+        raise mistake(f"audit.run={run}: {lock.holder()} is training in it", "Wait for it, or stop it")
+    return path
+
+
+def _here(path: Path) -> dict[str, Any]:
+    """This machine and this code, as run.json names them."""
+    config = read_yaml(path / "config.yaml")
+    try:
+        device = resolve_device(config.train.device, 0)
+    except ConfigError:  # it was trained on a GPU, and there is none: then the training says so
+        device = torch.device("cpu")
+    on_gpu = device.type == "cuda"
+    return {
+        "git_commit": git_commit(),
+        "versions": {
+            "ngpt_train": ngpt_train.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or "cpu",
+        "cpu": processor(),
+    }
+
+
+def _summary(certificate: dict[str, Any]) -> list[str]:
+    lines = []
+    for why in certificate["why_not_to_the_bit"]:
+        lines.append(f"not to the bit, but {certificate['how']}, because of another {why}")
+    steps, of = certificate["steps_compared"], certificate["steps"]
+    lines.append(f"{steps:,} of {of:,} steps were trained again in {len(certificate['windows'])} windows")
+    if certificate["equal"]:
+        lines.append(f"equal {certificate['how']}: losses, norms, rates, data, validations and checkpoints in them")
+    else:
+        lines.append(f"{len(certificate['found'])} things are not as the records say; the first:")
+        lines += [f"  {finding['says']}" for finding in certificate["found"][:10]]
+    return lines
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:
+    sys.exit(128 + number)
+
+
+def _train_again(path: str) -> int:
+    """Trains a run from its config.yaml alone, as `train` does: the process that an audit starts."""
+    from ngpt_train.verbs import train
+
+    try:
+        return train.main(read_yaml(path), [])
+    except (ConfigError, DataError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(_train_again(sys.argv[1]))

@@ -1,0 +1,100 @@
+"""`audit` as a user starts it: real trainings of windows, its exit codes, and what it leaves alone."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.processes.runs import arguments, run, train, write_corpus
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 8 steps with checkpoints at 4 and 8, killed by nobody; beside it its text."""
+    root = tmp_path_factory.mktemp("audit")
+    train(of(root, "model=gpt", "run.name=test"))
+    return root
+
+
+def of(root: Path, *overrides: str) -> list[str]:
+    corpus = root / "text.jsonl"
+    if not corpus.exists():
+        write_corpus(corpus)
+    return arguments(root, corpus, "train.steps=8", "eval.every=4", *overrides)
+
+
+def files(directory: Path) -> dict[str, tuple[bytes, int]]:
+    return {str(x): (x.read_bytes(), x.stat().st_mtime_ns) for x in directory.rglob("*") if x.is_file()}
+
+
+def test_an_honest_run_and_an_edited_one(trained: Path) -> None:
+    """Caught: a resume that is not the run's own, other threads, a run that is written to; exit code 0 for an edit."""
+    directory = trained / "runs/test"
+    before = files(directory)
+    finished = run("audit", [str(directory), "audit.windows=1", "audit.seed=1"])
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "equal to the bit" in finished.stdout
+    certificate = json.loads((directory / "audit.json").read_text())
+    (window,) = certificate["windows"]
+    assert (window["eval_records"], window["train_records"], window["checkpoint"]) == (2, 4, True)
+    assert {x: y for x, y in files(directory).items() if not x.endswith("audit.json")} == before
+
+    edited = trained / "edited"
+    shutil.copytree(directory, edited)
+    begin = certificate["windows"][0]["start"]
+    lines = (edited / "metrics.jsonl").read_text().splitlines(keepends=True)
+    # Not of its last digit, which the number may not have.
+    (number,) = [i for i, x in enumerate(lines) if '"train"' in x and f'"step": {begin + 2},' in x]
+    digit = re.sub(r'("grad_norm": [0-9]+\.[0-9]{3})([0-9])', lambda x: f"{x[1]}{(int(x[2]) + 1) % 10}", lines[number])
+    assert digit != lines[number]
+    (edited / "metrics.jsonl").write_text("".join([*lines[:number], digit, *lines[number + 1 :]]))
+    out = trained / "certificate.json"
+    finished = run("audit", [str(edited), "audit.windows=1", "audit.seed=1", f"audit.out={out}"])
+    assert finished.returncode == 3, finished.stdout + finished.stderr
+    assert f"the train record of step {begin + 2} says grad_norm" in finished.stdout
+    assert [x["field"] for x in json.loads(out.read_text())["found"]][-1] == "grad_norm"
+
+
+def test_wrong_use(trained: Path, tmp_path: Path) -> None:
+    for given, said in (
+        ([], "audit.run=null: no run is named"),
+        ([str(tmp_path)], "not a run directory, it has no config.yaml"),
+        ([str(tmp_path), str(trained)], "one run at a time"),
+        ([str(trained / "runs/test"), f"audit.out={tmp_path}"], "is a directory"),
+        ([str(trained / "runs/test"), "audit.windows=0"], "audit.windows=0: must be"),
+    ):
+        finished = run("audit", given)
+        assert finished.returncode == 2, finished.stdout + finished.stderr
+        assert said in finished.stderr
+
+
+@pytest.mark.slow
+def test_other_data(tmp_path: Path) -> None:
+    """From step 0 and from a checkpoint."""
+    train(of(tmp_path, "run.name=test"))
+    write_corpus(tmp_path / "text.jsonl", seed=1)
+    finished = run("audit", [str(tmp_path / "runs/test")])
+    assert finished.returncode == 3, finished.stdout + finished.stderr
+    assert "another data_fingerprint than the data here" in finished.stdout
+    assert "cannot be trained again: run.name=again: the data is not what this run was trained on" in finished.stdout
+
+
+@pytest.mark.slow
+def test_a_run_of_several_ranks_that_was_resumed(tmp_path: Path) -> None:
+    """Caught: one process in the place of two, whose sums are rounded otherwise; a window over the resume."""
+    given = of(tmp_path, "run.name=test", "parallel=ddp", "checkpoint.every=0")
+    train([*given, "train.stop_at=3"], ranks=2)
+    train(given, ranks=2)
+    finished = run("audit", [str(tmp_path / "runs/test")])
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert "8 of 8 steps were trained again in 2 windows" in finished.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_run", ["tokenizer=sentencepiece", "guards.rollback=true", "optim.ema_decay=0.9"])
+def test_options_that_keep_state(tmp_path: Path, of_run: str) -> None:
+    train(of(tmp_path, "run.name=test", of_run, "tokenizer.vocab_size=300", "checkpoint.keep_last=1"))
+    finished = run("audit", [str(tmp_path / "runs/test")])
+    assert finished.returncode == 0, finished.stdout + finished.stderr

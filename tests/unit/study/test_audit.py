@@ -1,0 +1,263 @@
+"""An audit names what is not true of a run. Here training again is a replay of an honest run, which takes no time;
+tests/processes/test_audit.py trains."""
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ngpt_train.config.verb_keys import AuditConfig
+from ngpt_train.core.files import write_json
+from ngpt_train.study.audit import CERTIFICATE, read_certificates
+from ngpt_train.study.audit.auditing import audit
+from ngpt_train.study.audit.windows import Window, choose, windows
+from ngpt_train.study.compare.runs import read_run
+from tests.processes.runs import arguments, train, write_corpus
+
+# Writes what training the window of the config in argv[2] again gives, out of the run in argv[1].
+REPLAY = """
+import json, shutil, sys, yaml
+from pathlib import Path
+honest, config = Path(sys.argv[1]), yaml.safe_load(Path(sys.argv[2]).read_text())
+there, end = Path(config["run"]["root"], config["run"]["name"]), config["train"]["stop_at"]
+found = sorted((there / "checkpoints").glob("step_*"))
+begin = int(found[0].name[5:]) if found else 0
+lines = [json.loads(line) for line in (honest / "metrics.jsonl").read_text().splitlines()]
+kept = [x for x in lines if begin <= x["step"] - (x["kind"] == "train") and x["step"] <= end]
+for x in kept:
+    x["step_time"] = 1e-9
+shutil.copytree(honest / "evals", there / "evals", dirs_exist_ok=True)
+shutil.copytree(honest / f"checkpoints/step_{end:08d}", there / f"checkpoints/step_{end:08d}", dirs_exist_ok=True)
+shutil.copy(honest / "run.json", there)
+shutil.copy(sys.argv[2], there / "config.yaml")
+(there / "metrics.jsonl").write_text("".join(json.dumps(x) + "\\n" for x in kept))
+"""
+
+
+@pytest.fixture(scope="module")
+def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve steps with checkpoints and validations at 4, 8 and 12; beside it a run of another seed."""
+    root = tmp_path_factory.mktemp("audit")
+    corpus = write_corpus(root / "text.jsonl")
+    for name, seed in (("test", 0), ("other", 1)):
+        train(arguments(root, corpus, "eval.every=4", "checkpoint.keep_last=9", f"run.seed={seed}", f"run.name={name}"))
+    return root / "runs/test"
+
+
+@pytest.fixture
+def run(honest: Path, tmp_path: Path) -> Path:
+    """A copy to tamper with."""
+    return Path(shutil.copytree(honest, tmp_path / "runs/test"))
+
+
+def here(run: Path) -> dict[str, Any]:
+    start = json.loads((run / "run.json").read_text())["starts"][-1]
+    return {name: start[name] for name in ("git_commit", "versions", "device", "cpu")}
+
+
+def audited(run: Path, honest: Path, machine: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    def command_on(ranks: int) -> Sequence[str]:
+        return [sys.executable, "-c", REPLAY, str(honest)]
+
+    chosen = AuditConfig(run=str(run), seed=0, **options)
+    return audit(run, chosen, command_on, machine or here(honest), lambda line: None)
+
+
+def edit(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Path], None]:
+    def tamper(run: Path) -> None:
+        lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        changed = change(lines)
+        text = "".join(json.dumps(line) + "\n" for line in (lines if changed is None else changed))
+        (run / "metrics.jsonl").write_text(text)
+
+    return tamper
+
+
+def nudge(kind: str, step: int, *fields: str) -> Callable[[Path], None]:
+    """Changes the last digit of numbers of one record."""
+
+    def change(lines: list[dict[str, Any]]) -> None:
+        (record,) = [line for line in lines if line["kind"] == kind and line["step"] == step]
+        for name in fields:
+            old = record[name]
+            record[name] = float(np.nextafter(old, np.inf)) if isinstance(old, float) else old + 1
+
+    return edit(change)
+
+
+def move(lines: list[dict[str, Any]], first: int, second: int) -> list[dict[str, Any]]:
+    lines[first], lines[second] = lines[second], lines[first]
+    return lines
+
+
+def in_text(old: str, new: str, *names: str) -> Callable[[Path], None]:
+    def tamper(run: Path) -> None:
+        for name in names or ("config.yaml",):
+            text = (run / name).read_text()
+            assert old in text
+            (run / name).write_text(text.replace(old, new))
+
+    return tamper
+
+
+def swap(run: Path) -> None:
+    one, other = run / "checkpoints/step_00000004", run / "checkpoints/step_00000008"
+    one.rename(run / "aside")
+    other.rename(one)
+    (run / "aside").rename(other)
+
+
+def rows_too(run: Path) -> None:
+    """A better validation, with the losses of its rows."""
+    path = run / "evals/step_00000012.npz"
+    with np.load(path) as file:
+        arrays = dict(file)
+    arrays["loss_sum"] = arrays["loss_sum"] * 0.99
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+
+    def change(lines: list[dict[str, Any]]) -> None:
+        record = lines[-1]
+        n_bytes = record["loss"] * record["n_targets"] / record["bits_per_byte"]
+        record["loss"] = float(arrays["loss_sum"].sum()) / record["n_targets"]
+        record["ppl"] = float(np.exp(record["loss"]))
+        record["bits_per_byte"] = record["loss"] * record["n_targets"] / n_bytes
+
+    edit(change)(run)
+
+
+def facts(**changed: Any) -> Callable[[Path], None]:
+    def tamper(run: Path) -> None:
+        record = json.loads((run / "run.json").read_text())
+        record["starts"][-1].update(changed)
+        write_json(run / "run.json", record)
+
+    return tamper
+
+
+def test_an_honest_run_is_equal(run: Path, honest: Path) -> None:
+    """Caught: a comparison of seconds; a run that is changed; windows that are not trained."""
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    certificate = audited(run, honest)
+    assert certificate["found"] == []
+    assert certificate["equal"]
+    assert certificate["how"] == "to the bit"
+    assert [(x["start"], x["end"], x["train_records"], x["checkpoint"]) for x in certificate["windows"]] == [
+        (0, 4, 4, True),
+        (4, 8, 4, True),
+        (8, 12, 4, True),
+    ]
+    assert [x["eval_records"] for x in certificate["windows"]] == [2, 2, 2]
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("tamper", "named"),
+    [
+        (nudge("train", 6, "loss"), ["train record of step 6 says loss"]),
+        (nudge("train", 6, "loss", "loss_mean"), ["train record of step 6 says loss"]),
+        (nudge("train", 7, "grad_norm"), ["train record of step 7 says grad_norm"]),
+        (nudge("train", 5, "lr"), ["train record of step 5 says lr"]),
+        (nudge("train", 5, "tokens"), ["train record of step 5 says tokens"]),
+        (nudge("eval", 8, "loss"), ["eval record of step 8 says loss"]),
+        (nudge("eval", 8, "bits_per_byte"), ["eval record of step 8 says bits_per_byte"]),
+        (rows_too, ["eval record of step 12 says loss", "evals/step_00000012.npz has other losses"]),
+        (
+            edit(lambda lines: [x for x in lines if (x["kind"], x["step"]) != ("train", 7)]),
+            ["no train record of step 7"],
+        ),
+        (edit(lambda lines: [x for x in lines if (x["kind"], x["step"]) != ("eval", 8)]), ["no eval record of step 8"]),
+        (edit(lambda lines: lines[:-3]), ["no train record of step 11", "no eval record of step 12"]),
+        (edit(lambda lines: move(lines, 2, 3)), ["stands after a later one"]),
+        (edit(lambda lines: [*lines[:4], lines[3], *lines[4:]]), ["step 3 is there twice"]),
+        (in_text("eps: 1.0e-08", "eps: 1.0e-07"), ["config.yaml says optim.eps=1e-07, checkpoint step_00000004"]),
+        (in_text("steps: 12", "steps: 13"), ["config.yaml says train.steps=13, checkpoint step_00000012"]),
+        (in_text("seed: 0", "seed: 3"), ["config.yaml says run.seed=3"]),
+        (in_text('"step": 7,', '"step":  7,', "metrics.jsonl"), ["(train, step 7) is not as the program writes it"]),
+        (swap, ["is of step 8, its directory of another"]),
+        (facts(git_commit="0" * 40), [f"commit {'0' * 40} trained"]),
+        (facts(data_fingerprint="0" * 64), ["another data_fingerprint"]),
+    ],
+)
+def test_tampering_is_named(run: Path, honest: Path, tamper: Callable[[Path], None], named: Sequence[str]) -> None:
+    """Caught: numbers that are compared within a tolerance; what is not compared at all."""
+    tamper(run)
+    certificate = audited(run, honest)
+    assert not certificate["equal"]
+    said = "\n".join(finding["says"] for finding in certificate["found"])
+    for words in named:
+        assert words in said, said
+
+
+def test_weights_of_another_run(run: Path, honest: Path) -> None:
+    """Caught: checkpoints whose checksums are right by themselves, and are compared with nothing."""
+    shutil.rmtree(run / "checkpoints/step_00000008")
+    shutil.copytree(honest.parent / "other/checkpoints/step_00000008", run / "checkpoints/step_00000008")
+    said = "\n".join(finding["says"] for finding in audited(run, honest)["found"])
+    assert "run.seed=0, checkpoint step_00000008 was trained with 1" in said
+    assert "the weights or moments of checkpoint step_00000008 are not those" in said
+
+
+def test_damaged_checkpoints_are_no_beginnings(run: Path, honest: Path) -> None:
+    path = next((run / "checkpoints/step_00000004").glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:-8] + b"tampered")
+    certificate = audited(run, honest)
+    assert "another xxh3" in certificate["found"][0]["says"]
+    assert [(x["start"], x["end"]) for x in certificate["windows"]] == [(0, 8), (8, 12)]
+
+
+def test_another_machine_is_said(run: Path, honest: Path) -> None:
+    """Caught: another processor that counts as tampering; a tolerance for everything."""
+    machine = here(honest) | {"cpu": "another processor"}
+    nudge("train", 6, "loss", "loss_mean", "grad_norm")(run)
+    certificate = audited(run, honest, machine)
+    assert certificate["equal"]
+    assert certificate["how"] == "within 0.01"
+    assert "another processor" in certificate["why_not_to_the_bit"][0]
+    assert 0 < max(x["largest_difference"] for x in certificate["windows"]) < 1e-12
+
+    def half(lines: list[dict[str, Any]]) -> None:
+        lines[6] |= {"loss": lines[6]["loss"] / 2, "loss_mean": lines[6]["loss"] / 2}
+
+    edit(half)(run)
+    assert not audited(run, honest, machine)["equal"]
+
+
+def test_training_that_fails_is_found(run: Path) -> None:
+    def command_on(ranks: int) -> Sequence[str]:
+        return [sys.executable, "-c", "import sys; print('error: the data is another'); sys.exit(3)"]
+
+    options = AuditConfig(run=str(run), windows=1, seed=0)
+    (found,) = audit(run, options, command_on, here(run), lambda line: None)["found"]
+    assert "cannot be trained again: the data is another" in found["says"]
+
+
+def test_windows() -> None:
+    """Caught: windows beyond the end, longer than asked for, over a cut; the same ones whatever the seed."""
+    assert windows([25, 50], 50, 100) == [(0, 25), (25, 50)]
+    assert windows([200, 300], 300, 100) == [(0, 100), (200, 300)]
+    assert windows([300], 300, 50, cuts=[30]) == [(0, 30)]
+    assert windows([], 7, 100) == [(0, 7)]
+    chosen = {tuple(choose(range(10, 100, 10), 95, 2, 5, seed)) for seed in range(20)}
+    assert len(chosen) > 5
+    assert all(len(found) == 2 and found[0] < found[1] for found in chosen)
+    assert choose([10], 20, 9, 100, 0) == [Window(0, 10), Window(10, 20)]
+
+
+def test_certificates(run: Path, honest: Path) -> None:
+    """Caught: a certificate of records that were edited after the audit."""
+    write_json(run / CERTIFICATE, audited(run, honest))
+    (found,) = read_certificates([read_run(run), read_run(honest)])
+    assert (found["equal"], found["valid"], found["found"], found["steps_compared"]) == (True, True, 0, 12)
+    assert found["windows"] == [[0, 4], [4, 8], [8, 12]]
+    nudge("train", 6, "loss")(run)
+    assert not read_certificates([read_run(run)])[0]["valid"]
+    (run / CERTIFICATE).write_text("{}")
+    (found,) = read_certificates([read_run(run)])
+    assert not found["valid"]
+    assert "cannot be read" in found["note"]
