@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from ngpt_train.config.composition.reading import parse
+
 # Budgets so near are the same one, written with fewer digits.
 _SAME_BUDGET = 0.05
 
@@ -46,14 +48,14 @@ class Entry:
 def with_entry(text: str, entry: Entry) -> str:
     """The text of a recipe with the entry in its lr_table: in the place of one of the same budget, else between its
     neighbours. Raises CannotEdit where the text is not of a kind that this knows; then nothing is changed."""
-    tree = yaml.safe_load(text) or {}
+    tree = parse(text) or {}
     row = ((tree.get("optim") or {}).get("lr_table") or {}).get(entry.scale) or {}
     edited = _edited(text, entry, row.get(entry.context))
     expected = copy.deepcopy(tree)
     for_scale = expected.setdefault("optim", {}).setdefault("lr_table", {}).setdefault(entry.scale, {})
     for_scale[entry.context] = _with(row.get(entry.context), entry)
     try:
-        same = yaml.safe_load(edited) == expected
+        same = parse(edited) == expected
     except yaml.YAMLError:
         same = False
     if not same:
