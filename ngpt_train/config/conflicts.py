@@ -62,7 +62,7 @@ def check_contexts(config: Config) -> None:
 
 def check_arguments(verb: str, overrides: Sequence[str]) -> None:
     """Raises ConfigError for what `verb` never takes. A recipe would be checked against the default model first."""
-    if verb in STUDY_VERBS and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ):
+    if verb in STUDY_VERBS and ("TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"):
         problem = f"{verb}: not under torchrun, where every rank would start the runs by itself"
         raise mistake(problem, f"Start it with: ngpt-train {verb} ...; study.jobs has runs side by side")
     for override in overrides:

@@ -18,8 +18,7 @@ from ngpt_train.core.processes import end_with_parent
 from ngpt_train.observe.console import format_count
 from ngpt_train.study.composition import Runs
 from ngpt_train.study.definition import LR, Study
-from ngpt_train.study.points import DONE, Point, Result
-from ngpt_train.study.runner import NextPoints
+from ngpt_train.study.points import DONE, NextPoints, Point, Result
 
 MEASURE_SECONDS = 300.0  # for all arms; what is not measured then has no hours
 TOKENS = 16_384  # most of a micro batch, as train.micro_rows=auto

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, read_json
-from ngpt_train.study.definition import Value, text_of
+from ngpt_train.study.definition import Study, Value, text_of
 
 DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
 FAILURES = "failures"  # directory of a study: a file for each run that crashed too often, FAILURES/<run>.json
@@ -56,6 +57,10 @@ class Result:
     @property
     def is_final(self) -> bool:
         return self.state in (DONE, FAILED)
+
+
+# How tuning is asked: the study, the recipe's learning rate of an arm at a budget, and the results so far.
+NextPoints = Callable[[Study, Callable[[str, int], float], Mapping[Point, Result]], list[Point]]
 
 
 def result_of(point: Point, run: Path, steps: int, metric: str) -> Result:

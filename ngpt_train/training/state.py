@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed import World, first_contact, join_world, parallelize
 from ngpt_train.models import Decoder
-from ngpt_train.optim import LossScale, MovingAverage, build_optimizer, lr_factors
+from ngpt_train.optim import LossScale, MovingAverage, build_optimizer, lr_factors, round_to_bf16_
 from ngpt_train.training.batch import resolve_micro_rows
 from ngpt_train.training.guards import Guards, explain_out_of_memory
 from ngpt_train.training.interval import Interval
@@ -65,6 +65,8 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
         model, forward = parallelize(config, world, micro_rows)
     groups = model.parameter_groups()
     optimizer = build_optimizer(model, groups, config.optim)
+    if config.optim.storage == "bf16":
+        round_to_bf16_(model)
     decay = config.optim.ema_decay
     tokens = torch.zeros((), dtype=torch.int64, device=world.device)
     return TrainState(

@@ -38,7 +38,7 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) 
         confidence = config.study.confidence if any(name_of(x) == "study.confidence" for x in overrides) else None
     else:
         config = replace(config, study=study_of_sizes(config.study, transfer, overrides, options))
-        code = study_verb.main(config, overrides, options)
+        code = study_verb.main(config, overrides, options, compares=False)
         if config.study.dry_run:
             return code
         path = read_study(config.study, overrides, options).path
