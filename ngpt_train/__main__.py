@@ -28,7 +28,7 @@ from ngpt_train.config import ConfigError, check, load_config, to_yaml
 from ngpt_train.config.architectures import use_plugins
 from ngpt_train.config.conflicts import arguments_of, check_arguments, check_verb
 from ngpt_train.config.schema import Config
-from ngpt_train.config.verb_keys import put_directories, without_directories
+from ngpt_train.config.verb_keys import STUDY_VERBS, put_directories, without_directories
 from ngpt_train.core.errors import is_told_here, same_on_host
 from ngpt_train.core.launcher import check_ranks, remember_end, remembered_end
 from ngpt_train.core.secrets import without_variables
@@ -44,6 +44,7 @@ VERBS = {
     "audit": "Train parts of a run again and compare: whether its records are what config, code and data give.",
     "study": "Train arms that are to be compared, each tuned, at several budgets and seeds: `study study=gpt_vs_ngpt`.",
     "compare": "Which arm is better, by how much, how sure, from any runs: `compare runs/a runs/b compare.out=report`.",
+    "transfer": "How the best lr changes with width, depth and length: `transfer transfer.widths=[64,128,256]`.",
 }
 ENDS_FOR_GOOD = (2, 3, 4)  # exit codes that would come again if torchrun started the processes again
 # What is wrong with the machine and not with us, and the remedy.
@@ -151,7 +152,7 @@ def _command(arguments: list[str]) -> Callable[[], int]:
 
         text = help_text(line.overrides, line.config_dir)
         return partial(_show, f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{text}")
-    if line.multirun and verb == "study":
+    if line.multirun and verb in STUDY_VERBS:
         raise ConfigError("--multirun: a study has arms and budgets instead\n  Leave -m out")
     if line.multirun and directories:
         raise ConfigError(f"--multirun: {verb} takes its runs at once\n  Leave -m out")
@@ -171,7 +172,7 @@ def _command(arguments: list[str]) -> Callable[[], int]:
     check_verb(config, verb)
     if line.print_config:
         return partial(_show, to_yaml(config).rstrip())
-    return partial(_run, verb, config, line.overrides, **({"options": _options(line)} if verb == "study" else {}))
+    return partial(_run, verb, config, line.overrides, **({"options": _options(line)} if verb in STUDY_VERBS else {}))
 
 
 def _run(verb: str, config: Config, overrides: list[str], **more: object) -> int:

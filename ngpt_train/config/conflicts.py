@@ -20,7 +20,13 @@ from ngpt_train.config.parallel_keys import ParallelConfig
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import CheckpointConfig, Config, ScheduleConfig
 from ngpt_train.config.validate import Origin, mistake, report_together, show
-from ngpt_train.config.verb_keys import EvalConfig, EvaluateConfig, GenerateConfig, is_of_study
+from ngpt_train.config.verb_keys import (
+    STUDY_VERBS,
+    EvalConfig,
+    EvaluateConfig,
+    GenerateConfig,
+    is_of_study,
+)
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
 _PART = "[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"  # file systems take 255 bytes
@@ -56,21 +62,21 @@ def check_contexts(config: Config) -> None:
 
 def check_arguments(verb: str, overrides: Sequence[str]) -> None:
     """Raises ConfigError for what `verb` never takes. A recipe would be checked against the default model first."""
-    if verb == "study" and ("TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"):
-        problem = "study: not under torchrun, where every rank would start the runs by itself"
-        raise mistake(problem, "Start it with: ngpt-train study ...; study.jobs has runs side by side")
+    if verb in STUDY_VERBS and ("TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"):
+        problem = f"{verb}: not under torchrun, where every rank would start the runs by itself"
+        raise mistake(problem, f"Start it with: ngpt-train {verb} ...; study.jobs has runs side by side")
     for override in overrides:
         name, _, option = (part.strip() for part in override.partition("="))
         if verb in ("evaluate", "generate") and name == "recipe":
             raise mistake(f"{override}: how a model was trained, which the checkpoint has decided", "Leave it out")
-        if verb != "study" and name == "study" and option != "null":
+        if verb not in STUDY_VERBS and name == "study" and option != "null":
             raise mistake(f"{override}: a study is many runs", f"Start it with: ngpt-train study {override}")
 
 
 def arguments_of(verb: str, overrides: Sequence[str]) -> list[str]:
-    """The arguments that make the config of a verb. Of `study` they are its own; all others are for its runs, and are
-    checked with its arms, which choose the models that they belong to."""
-    return [override for override in overrides if verb != "study" or is_of_study(override)]
+    """The arguments that make the config of a verb. Of those that make a study they are the study's. All others
+    are for its runs, and are checked with its arms, which choose the models that they belong to."""
+    return [override for override in overrides if verb not in STUDY_VERBS or is_of_study(override)]
 
 
 def check_verb(config: Config, verb: str) -> None:
@@ -91,7 +97,8 @@ def check_verb(config: Config, verb: str) -> None:
         problem = f"evaluate.out={config.evaluate.out}: the losses of rows take this name, the result is JSON"
         raise mistake(problem, f"For example evaluate.out={config.evaluate.out.removesuffix('.npz')}.json")
     # What several ranks print is written by the first, whose host alone needs the directory.
-    if verb != "compare" and (out := getattr(section, "out", None)) and os.environ.get("RANK", "0") == "0":
+    out = None if verb in ("compare", "transfer") else getattr(section, "out", None)  # these name a directory
+    if out and os.environ.get("RANK", "0") == "0":
         _check_writable(f"{verb}.out={out}", Path(out).expanduser())
 
 
@@ -217,7 +224,8 @@ def _optimization(config: Config) -> Iterator[Conflict]:
         yield f"{key} schedule.kind", "the whole run is a warmup", f"Set {key}=0"
     if schedule.kind in ("constant", "inverse_sqrt", "ramp") and schedule.final_lr:
         problem = "this kind falls to no learning rate of one's choice"
-        yield "schedule.final_lr schedule.kind", problem, "Set schedule.final_lr=0, or another kind"
+        key = "schedule.final_lr" if schedule.final_share is None else "schedule.final_share"
+        yield f"{key} schedule.kind", problem, f"Set {key}=0, or another kind"
     if schedule.decay_fraction != ScheduleConfig().decay_fraction and schedule.kind != "wsd":
         fix = "Set schedule.kind=wsd, or leave schedule.decay_fraction out"
         yield "schedule.decay_fraction schedule.kind", "only wsd decays in a last part of the steps", fix

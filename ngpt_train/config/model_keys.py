@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Union
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, Union
 
 from ngpt_train.config.keys import AUTO, Conflict, IntOrAuto, key
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
+
+
+class LrFactors(NamedTuple):
+    """What optim.lr is multiplied by, for each kind of parameter."""
+
+    embedding: float  # of the input; an encoder-decoder has two
+    hidden: float  # the matrices of the blocks
+    output: float  # the output embedding
+    vector: float  # gains and scale vectors
 
 
 @dataclass
@@ -85,6 +94,10 @@ class ModelConfig:
     def source_length(self, context: int) -> int:
         """Of a row's `context` tokens those that an encoder reads."""
         return 0
+
+    def lr_factors(self, steps: int) -> LrFactors | None:
+        """Of a run of `steps` steps; None: all parameters have optim.lr itself, and are not told apart."""
+        return None
 
     def resolve(self, config: Config) -> None:
         """Replaces what is `auto` or null in the keys of its own, in place. `config` is resolved but for these."""

@@ -12,10 +12,10 @@ from ngpt_train.config.validate import Origin, mistake, report_together
 
 
 def resolve(config: Config, origins: Mapping[str, Origin], experiment: str | None = None) -> None:
-    """Replaces, in place, optim.lr and lr_source, schedule.warmup_steps, run.name, train.batch_rows and batch_tokens,
-    eval.rows and tokens, model.n_kv_heads, d_mlp, logging.wandb.* and what depends on other keys by their values.
-    Raises ConfigError where there is none. `origins` says of two keys which was set later, `experiment` which one was
-    chosen."""
+    """Replaces, in place, optim.lr and lr_source, schedule.warmup_steps and final_lr, run.name, train.batch_rows and
+    batch_tokens, eval.rows and tokens, model.n_kv_heads, d_mlp, logging.wandb.* and what depends on other keys by their
+    values. Raises ConfigError where there is none. `origins` says of two keys which was set later, `experiment` which
+    one was chosen."""
     model, optim = config.model, config.optim
     model.n_kv_heads = model.n_heads if model.n_kv_heads is None else model.n_kv_heads
     model.d_mlp = 4 * model.d_model if model.d_mlp is None else model.d_mlp
@@ -23,6 +23,7 @@ def resolve(config: Config, origins: Mapping[str, Origin], experiment: str | Non
     _resolve_validation(config, origins)
     if optim.lr == AUTO:
         optim.lr, optim.lr_source = table_lr(config)
+    _resolve_final_lr(config, origins)
     _resolve_warmup(config, origins)
     if config.data.objective == AUTO:
         config.data.objective = model.objective
@@ -52,6 +53,18 @@ def _resolve_warmup(config: Config, origins: Mapping[str, Origin]) -> None:
     later = origins["train.steps"].order > max(steps, tokens)
     if schedule.warmup_steps == AUTO or (later and int(schedule.warmup_steps) >= train.steps):
         schedule.warmup_steps, schedule.warmup_tokens = auto_warmup(config), None
+
+
+def _resolve_final_lr(config: Config, origins: Mapping[str, Origin]) -> None:
+    """Of final_lr and final_share the one that was set last counts. Call when optim.lr is resolved."""
+    schedule, names = config.schedule, "schedule.final_lr schedule.final_share"
+    lr, share = (origins[name].order for name in names.split())
+    if schedule.final_share is not None and lr == share:
+        raise report_together(config, (names, "both set where the schedule ends", "Set one of them"), origins)
+    if lr > share:
+        schedule.final_share = None
+    if schedule.final_share is not None:
+        schedule.final_lr = schedule.final_share * float(config.optim.lr)
 
 
 def _resolve_batch(config: Config, origins: Mapping[str, Origin]) -> None:

@@ -37,6 +37,7 @@ from ngpt_train.config.verb_keys import (
     GenerateConfig,
     PlanConfig,
     StudyConfig,
+    TransferConfig,
 )
 
 
@@ -210,6 +211,13 @@ class ScheduleConfig:
     final_lr: float = key(
         0.0, "Learning rate that cosine, linear and wsd end at; the others take only 0.", minimum=0, maximum=1000
     )
+    final_share: Union[float, None] = key(
+        None,
+        "schedule.final_lr as a share of optim.lr, for example 0.1, which it replaces: so it follows a rate that is "
+        "tuned, or is from a table.",
+        minimum=0,
+        maximum=1,
+    )
     decay_fraction: float = key(0.2, "wsd: last part of train.steps that decays.", above=0, maximum=1)
 
 
@@ -340,3 +348,4 @@ class Config:
     study: StudyConfig = field(default_factory=StudyConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)
     audit: AuditConfig = field(default_factory=AuditConfig)
+    transfer: TransferConfig = field(default_factory=TransferConfig)

@@ -24,7 +24,7 @@ from ngpt_train.core.secrets import redacted
 
 # What a resumed run may change: it alters neither a weight nor the order of the data. data.path, data.val_files and
 # tokenizer.path may move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
-_OF_VERBS = ("generate", "evaluate", "plan", "bench", "doctor", "study", "compare", "audit")
+_OF_VERBS = ("generate", "evaluate", "plan", "bench", "doctor", "study", "compare", "audit", "transfer")
 _HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", *_OF_VERBS)
 _HARMLESS = {
     "run": "name root resume resume_step overwrite allow_change max_time init_from",
@@ -158,7 +158,11 @@ def with_first_lr(config: Config, stored: Config) -> Config:
     depends on train.steps, which may grow. stored: the config in the run's checkpoint."""
     if not follows_table(config):
         return config
-    return replace(config, optim=replace(config.optim, lr=stored.optim.lr, lr_source=stored.optim.lr_source))
+    optim = replace(config.optim, lr=stored.optim.lr, lr_source=stored.optim.lr_source)
+    schedule = config.schedule
+    if schedule.final_share is not None:
+        schedule = replace(schedule, final_lr=schedule.final_share * float(optim.lr))
+    return replace(config, optim=optim, schedule=schedule)
 
 
 def follows_table(config: Config) -> bool:
@@ -178,6 +182,8 @@ def _is_harmless(name: str, stored: Config, new: Config) -> bool:
         return new.train.steps > stored.train.steps
     if name == "optim.lr":
         return follows_table(new) and began_with_table(stored)  # the run goes on with the stored one
+    if name == "schedule.final_lr":  # a share of optim.lr, which is compared itself
+        return None is not stored.schedule.final_share == new.schedule.final_share
     if name == "schedule.warmup_steps":
         # The warmup of a recipe that leaves it to auto follows the steps.
         return all(config.schedule.warmup_steps == auto_warmup(config) for config in (stored, new))

@@ -154,8 +154,9 @@ def _problem_of_tuned(tuned: Mapping[Any, Any]) -> str | None:
     return None
 
 
-# What of the command line of `study` is for the study itself. All else is for its runs.
-STUDY_SECTIONS = ("study", "compare", "audit")
+# The verbs that make the runs of a study, and what of their command line is for the study. All else is for its runs.
+STUDY_VERBS = ("study", "transfer")
+STUDY_SECTIONS = ("study", "compare", "audit", "transfer")
 
 
 def is_of_study(argument: str) -> bool:
@@ -253,7 +254,7 @@ class StudyConfig:
 
 
 # Verbs whose arguments may be directories, and the key of their section that holds them.
-TAKE_DIRECTORIES = {"compare": "runs", "audit": "run"}
+TAKE_DIRECTORIES = {"compare": "runs", "audit": "run", "transfer": "studies"}
 
 
 def without_directories(verb: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -329,3 +330,36 @@ class AuditConfig:
         maximum=1,
     )
     out: Union[str, None] = key(None, "JSON file for the certificate; null is audit.json in the run directory.")
+
+
+@dataclass
+class TransferConfig:
+    """How the best learning rate changes with width, depth and the length of a run (`transfer`)."""
+
+    studies: Union[list[str], None] = key(
+        None,
+        "Directories of studies, or of runs, that are looked at instead of making a study: `transfer studies/a` sets "
+        "them.",
+    )
+    widths: list[int] = key(
+        [],
+        "d_model of the arms, such as [64,128,256]. Heads keep their width, and the MLP its share of d_model.",
+        minimum=1,
+        maximum=1_000_000,
+    )
+    depths: list[int] = key([], "n_layers of the arms, such as [2,4,8].", minimum=1, maximum=10_000)
+    within: float = key(
+        0.5,
+        "Octaves of learning rate over the whole range: where the interval of the drift lies within +- these, the rate "
+        "transfers.",
+        above=0,
+        maximum=10,
+    )
+    out: Union[str, None] = key(
+        None, "Directory for transfer.json and the figures; null: transfer/ in the study's, else prints only."
+    )
+    patch: Union[str, None] = key(
+        None,
+        "File for a diff that writes the rates into optim.lr_table of their recipes, for `git apply`. No recipe is "
+        "changed by itself.",
+    )

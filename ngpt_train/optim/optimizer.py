@@ -1,11 +1,12 @@
-"""Builds Adam or AdamW over the model's parameter groups."""
+"""Builds Adam or AdamW over the model's parameter groups, and says at which rate each moves."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.config.schema import OptimConfig
+from ngpt_train.config.schema import Config, OptimConfig
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
 from ngpt_train.models import Decoder, ParameterGroup
@@ -49,3 +50,10 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
         )
     optimizer = torch.optim.AdamW if config.name == "adamw" else torch.optim.Adam
     return optimizer(arguments, lr=0.0, betas=(beta1, beta2), eps=config.eps, fused=True)
+
+
+def lr_factors(groups: Sequence[ParameterGroup], config: Config) -> list[float]:
+    """For each group, what the learning rate of a step is multiplied by: 1 but for an architecture that has learning
+    rates by kind of parameter (`ModelConfig.lr_factors`)."""
+    factors = config.model.lr_factors(config.train.steps)
+    return [1.0 if factors is None else getattr(factors, group.kind or "vector") for group in groups]

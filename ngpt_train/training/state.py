@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed import World, first_contact, join_world, parallelize
 from ngpt_train.models import Decoder
-from ngpt_train.optim import LossScale, MovingAverage, build_optimizer, round_to_bf16_
+from ngpt_train.optim import LossScale, MovingAverage, build_optimizer, lr_factors, round_to_bf16_
 from ngpt_train.training.batch import resolve_micro_rows
 from ngpt_train.training.guards import Guards, explain_out_of_memory
 from ngpt_train.training.interval import Interval
@@ -25,6 +25,7 @@ class TrainState:
     model: Decoder
     forward: nn.Module  # a training step calls it: the model, or DDP around the model
     optimizer: torch.optim.Optimizer
+    lr_factors: list[float]  # of each of the optimizer's groups: its rate relative to the step's
     micro_rows: int  # rows per rank in one forward pass
     step: int  # optimizer steps completed
     tokens: Tensor  # targets that have counted so far, over all ranks; 0-dim int64 on the device
@@ -62,7 +63,8 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
     )
     with explain_out_of_memory(micro_rows):
         model, forward = parallelize(config, world, micro_rows)
-    optimizer = build_optimizer(model, model.parameter_groups(), config.optim)
+    groups = model.parameter_groups()
+    optimizer = build_optimizer(model, groups, config.optim)
     if config.optim.storage == "bf16":
         round_to_bf16_(model)
     decay = config.optim.ema_decay
@@ -73,6 +75,7 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
         model,
         forward,
         optimizer,
+        lr_factors(groups, config),
         micro_rows,
         step=0,
         tokens=tokens,

@@ -26,7 +26,7 @@ class StepResult(NamedTuple):
     grad_norm: Tensor  # before clipping, of the loss itself and not of the scaled one
     n_tokens: Tensor  # valid targets of the step, over all ranks
     skipped: Tensor  # true if a gradient was not finite; then weights and moments are bit for bit unchanged
-    lr: float
+    lr: float  # of the schedule; a kind of parameters may have a rate of its own, relative to it
     z_loss: Tensor | None  # optim.z_loss * logsumexp(logits)^2, mean over the same targets; None if optim.z_loss is 0
     loss_sum: Tensor  # cross-entropy summed over the same targets, fp64
     loss_scale: Tensor | None = None  # by which the step's loss was multiplied; None but with train.precision=fp16
@@ -193,7 +193,7 @@ def apply_gradients(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: f
         scale = state.loss_scale.value if scale is None else scale * state.loss_scale.value
     optimizer.grad_scale = scale  # type: ignore[attr-defined]
     optimizer.found_inf = skipped.to(torch.float32)  # type: ignore[attr-defined]
-    for group in optimizer.param_groups:
-        group["lr"] = lr
+    for group, factor in zip(optimizer.param_groups, state.lr_factors, strict=True):
+        group["lr"] = lr * factor
     optimizer.step()
     optimizer.zero_grad(set_to_none=not state.config.train.cuda_graphs)  # see distributed/cuda_graphs.py

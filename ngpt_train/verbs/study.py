@@ -27,7 +27,7 @@ from ngpt_train.study.tuning import next_points
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
-def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> int:
+def main(config: Config, overrides: Sequence[str], options: Sequence[str] = (), compares: bool = True) -> int:
     """Returns 0 when all runs are made and compared, or the study was interrupted and its runs have saved; 1 where runs
     have crashed too often. `options` are those that its runs are started with, such as --config-dir DIR.
 
@@ -58,7 +58,7 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) 
             ended = f"{len(runner.results)} runs have ended, the others {others}"
             print(f"interrupted: {ended}; the same command goes on", flush=True)
             return 0
-        return compared(config, study, runner.results)
+        return compared(config, study, runner.results, compares)
     finally:
         if lock is not None:
             lock.release()
@@ -91,13 +91,13 @@ def taken(study: Study) -> DirectoryLock:
     return lock
 
 
-def compared(config: Config, study: Study, results: Mapping[Point, Result]) -> int:
-    """Says which runs have failed, and compares the others; the exit code. Raises what `compare` raises."""
+def compared(config: Config, study: Study, results: Mapping[Point, Result], compares: bool = True) -> int:
+    """Says which runs have failed, and compares the others unless `compares` is false; the exit code. Raises what `compare` raises."""
     failed = [result for result in results.values() if result.state == FAILED]
     for result in failed:
         print(f"failed: {result.point.directory}: {result.reason}")
     print(f"{len(results) - len(failed)} of {len(results)} runs in {study.runs} have ended well", flush=True)
-    if len(study.arms) > 1 and len(failed) < len(results):
+    if compares and len(study.arms) > 1 and len(failed) < len(results):
         from ngpt_train.verbs import compare
 
         out = config.compare.out or str(study.path / "report")

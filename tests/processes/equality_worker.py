@@ -21,7 +21,6 @@ from tests.reference.training import Recipe
 
 ROWS, CONTEXT = 8, 32
 SIZE = dataclasses.replace(SMALL, source_context=10)
-DROPOUT = [f"model.{place}_dropout=0.05" for place in ("embedding", "residual", "attention")]
 RECIPES = {
     "gpt": Recipe(24, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=4),
     "normformer": Recipe(24, 6e-3, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=4),
@@ -46,6 +45,15 @@ OPTIONS = {
     ],
 }
 RECIPES |= {f"{name} with dropout": RECIPES[name] for name in ("gpt", "ntransformer")}
+RECIPES["ngpt with nugpt"] = dataclasses.replace(RECIPES["ngpt"], lr=4e-3, eps=1e-16)
+WITH = {
+    "": [],
+    "dropout": [
+        *(f"model.{place}_dropout=0.05" for place in ("embedding", "residual", "attention")),
+        "optim.label_smoothing=0.05",
+    ],
+    "nugpt": ["recipe=nugpt", *(f"model.reference.{key}={n}" for key, n in (("d_model", 8), ("steps", 100)))],
+}
 
 
 def digest(weights: dict[str, Tensor]) -> str:
@@ -61,9 +69,8 @@ def batch(name: str, step: int) -> tuple[Tensor, ...]:
 
 def one_run(recipe: str, parallel: str, recomputation: str, accumulation: int) -> dict[str, Any]:
     """What this rank reports of a run."""
-    name, _, regularised = recipe.partition(" with ")
-    options = OPTIONS.get(name, []) + ([*DROPOUT, "optim.label_smoothing=0.05"] if regularised else [])
-    options = [*options, f"train.activation_checkpointing={recomputation}"]
+    name, _, what = recipe.partition(" with ")
+    options = [*OPTIONS.get(name, []), *WITH[what], f"train.activation_checkpointing={recomputation}"]
     config = run_config(
         name, SIZE, RECIPES[recipe], rows=ROWS, context=CONTEXT, micro_rows=1, parallel=parallel, options=options
     )

@@ -26,6 +26,7 @@ LAYOUTS = {  # ranks, parallel, micro batches per rank and step
 FAST = {  # with the other recipes and cells in the slow tier
     "gpt": {"ddp(2)": "none", "fsdp(4)": "none", "hsdp(2x2)": "selective"},
     "ngpt": {"ddp(2)": "selective", "ddp(4)": "none", "fsdp(2)": "none", "hsdp(2x2)": "none"},
+    "ngpt with nugpt": {"ddp(2)": "none", "fsdp(2)": "none", "hsdp(2x2)": "none"},
     "ntransformer with dropout": {"fsdp(2)": "full"},
     "composed_encoder_decoder": {"ddp(2)": "none"},
     "powernorm": {"ddp(2)": "none", "hsdp(2x2)": "full"},

@@ -12,11 +12,13 @@ from ngpt_train.models import build_model, export_weights, load_weights
 from ngpt_train.models.initialisation import by_path
 from ngpt_train.models.layers.norms import normalize, normalize_rows_
 from ngpt_train.models.layers.rope import rope_table, rotate
+from ngpt_train.models.ngpt.keys import ReferenceConfig
 from ngpt_train.models.ngpt.model import riemannian, slerp
 from tests.properties.architectures import (
     ARCHITECTURES,
     SMALL,
     Architecture,
+    Scales,
     Size,
     config,
     export_gradients,
@@ -200,11 +202,17 @@ def test_only_the_projection_projects(constraint: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("word", "number"), [("1/L", 1 / 2), ("1/sqrt(d)", 32**-0.5), ("sqrt(d)", 32**0.5), (0.7, 0.7)], ids=str
+    ("word", "number"),
+    [
+        *(("1/L", 1 / 2), ("1/sqrt(d)", 32**-0.5), ("sqrt(d)", 32**0.5), (0.7, 0.7)),
+        *(("0.05*L_ref/L", 0.05 * 6 / 2), ("sqrt(d/d_ref)", 4**0.5)),
+    ],
+    ids=str,
 )
 def test_words_for_starts_are_numbers(word: float | str, number: float) -> None:
     """As init in the value in use, as scale in the one that is stored. Caught: 1/(L + 1), d for sqrt(d)."""
-    model = build_model(config(ngpt_with({"alpha_mlp": ("vector", word, 0.5), "s_z": ("vector", 3.0, word)}), SMALL))
+    scales: Scales = {"alpha_mlp": ("vector", word, 0.5), "s_z": ("vector", 3.0, word)}
+    model = build_model(config(ngpt_with(scales, reference=ReferenceConfig(d_model=8, n_layers=6)), SMALL))
     alpha, s_z = model.layers[0].alpha_mlp, model.s_z  # type: ignore[union-attr]
     assert alpha().tolist() == pytest.approx([number] * 32)  # type: ignore[operator]
     assert s_z().tolist() == pytest.approx([3.0] * SMALL.vocab_size)  # type: ignore[operator]

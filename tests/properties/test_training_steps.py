@@ -1,7 +1,7 @@
 """Thirty steps through the step contract against a plain loop in fp64.
 
 Caught: no projection after the step, no clipping or always to 1, warmup t / W, a cosine that counts the warmup or is
-one step off, other betas or eps, decay left out, a loss divided per micro batch.
+one step off, other betas or eps, decay left out, a loss divided per micro batch; nuGPT's rates at the wrong matrices.
 """
 
 import pytest
@@ -10,10 +10,10 @@ from torch import Tensor
 
 from ngpt_train.models import export_weights, load_weights
 from ngpt_train.training import build_state, train_step
-from tests.properties.architectures import ARCHITECTURES, Size, shapes
+from tests.properties.architectures import ARCHITECTURES, Size, ngpt_with, shapes
 from tests.properties.runs import run_config, text_like_rows
 from tests.reference import ngpt
-from tests.reference.training import Batch, Recipe, train
+from tests.reference.training import Batch, Recipe, learning_rate, nugpt_rates, train
 
 SIZE = Size(d_model=32, n_layers=2, n_heads=4, vocab_size=97, n_kv_heads=4, d_mlp=128)
 STEPS, ROWS, T = 30, 8, 24
@@ -79,3 +79,39 @@ def test_thirty_steps(name: str, accumulation: int, dtype: torch.dtype) -> None:
                 torch.testing.assert_close(x.norm(dim=-1), x.new_ones(len(x)), rtol=0, atol=1e-6, msg=key)
         free = [loss for loss, _ in reference_run(name, unprojected, batches, projected=False)]
         assert max(abs(a / b - 1) for a, b in zip(free, losses, strict=True)) > 1e-3, "the projection would not show"
+
+
+def test_thirty_steps_of_nugpt() -> None:
+    """The recipe as a user chooses it, at 4 times the reference's width, half its depth, and a fifth of its steps."""
+    recipe = Recipe(STEPS, 1e-2, 0.9, 0.95, 1e-16, weight_decay=0.0, clip_norm=1e9, warmup_steps=0, final_share=0.1)
+    reference = ["model.reference.d_model=8", "model.reference.n_layers=4", f"model.reference.steps={5 * STEPS}"]
+    options = ["recipe=nugpt", *reference]
+    state = build_state(run_config("ngpt", SIZE, recipe, rows=ROWS, context=T, micro_rows=ROWS, options=options))
+    assert state.config.optim.eps == recipe.eps
+    state.model.to(torch.float64)
+    alpha = ("vector", 0.05 * 4 / 2, 0.03)
+    one = ("vector", 1.0, 0.03)
+    by_hand = ngpt_with({"alpha_attn": alpha, "alpha_mlp": alpha, "s_qk": one, "s_z": ("vector", 2.0, 0.03)})
+    start = export_weights(state.model)
+    weights = by_hand.random_weights(shapes(by_hand, SIZE), 0)
+    for key, x in weights.items():
+        if x.ndim < 2:  # as the model has begun
+            x.fill_(1.0 if key.endswith(("s_u", "s_v")) else 0.03)
+            torch.testing.assert_close(start[key].double(), x, rtol=1e-6, atol=0)
+    load_weights(state.model, weights)
+    rows = [text_like_rows(ROWS, T, SIZE.vocab_size, seed=step) for step in range(STEPS)]
+    results = [train_step(state, [batch]) for batch in rows]
+
+    def forward(weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+        return by_hand.forward(weights, tokens, n_heads=SIZE.n_heads)
+
+    rates = nugpt_rates(list(weights), m=4.0, horizon=1 / 5)
+    assert len(set(rates.values())) == 4
+    expected = train(forward, ngpt.project, weights, [[batch] for batch in rows], recipe, rates)
+    assert [result.loss.item() for result in results] == pytest.approx([loss for loss, _ in expected], rel=1e-6)
+    base_rates = [learning_rate(recipe, step) for step in range(STEPS)]
+    assert [result.lr for result in results] == pytest.approx(base_rates)  # whatever the kinds of parameters have
+    final = export_weights(state.model)
+    errors = {key: relative(final[key], x) for key, x in weights.items()}
+    assert max(errors.values()) < 1e-6, errors
+    assert expected[-1][0] < 0.95 * expected[0][0]

@@ -1,7 +1,7 @@
 """A training run in twenty lines: loss over all tokens of the step, clipping, Adam, schedule, projection."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,14 +22,35 @@ class Recipe:
     weight_decay: float
     clip_norm: float
     warmup_steps: int
+    final_share: float = 0.0  # of lr, at which the cosine ends
 
 
 def learning_rate(recipe: Recipe, t: int) -> float:
-    """lr of step t, counted from 0: linear up to the peak in W steps, then half a cosine down to 0."""
+    """lr of step t, counted from 0: linear up to the peak in W steps, then half a cosine down to its end."""
     w = recipe.warmup_steps
     if t < w:
         return recipe.lr * (t + 1) / w
-    return recipe.lr * (1 + math.cos(math.pi * (t - w) / (recipe.steps - w))) / 2
+    end = recipe.final_share * recipe.lr
+    return end + (recipe.lr - end) * (1 + math.cos(math.pi * (t - w) / (recipe.steps - w))) / 2
+
+
+def nugpt_rates(names: Sequence[str], m: float, horizon: float) -> dict[str, float]:
+    """nuGPT's rates of weights by their names, relative to the global one: arXiv 2604.27077, Table 1, second-hand.
+
+    m: width by that of the reference; horizon: steps by those of the reference.
+    """
+    rates = {}
+    for name in names:
+        last = name.split(".")[-1]
+        if last == "embedding":
+            rates[name] = m**-0.5 / horizon ** (1 / 3)
+        elif last == "output":
+            rates[name] = 0.5 * m**-0.75 / horizon ** (1 / 3)
+        elif last.startswith("w"):
+            rates[name] = m**-0.75 / horizon ** (1 / 3)
+        else:  # a scale vector
+            rates[name] = 1 / horizon ** (1 / 3)
+    return rates
 
 
 def train(
@@ -38,8 +59,12 @@ def train(
     weights: dict[str, Tensor],
     batches: Sequence[Sequence[Batch]],
     recipe: Recipe,
+    rates: Mapping[str, float] | None = None,
 ) -> list[tuple[float, float]]:
-    """Train `weights` in place, one list of micro batches a step; (loss, gradient norm before clipping) of each."""
+    """Train `weights` in place, one list of micro batches a step; (loss, gradient norm before clipping) of each.
+
+    rates: of each weight, relative to the learning rate; all 1 without it.
+    """
     names = list(weights)
     moment1 = {name: torch.zeros_like(x) for name, x in weights.items()}
     moment2 = {name: torch.zeros_like(x) for name, x in weights.items()}
@@ -55,9 +80,9 @@ def train(
         history.append((loss.item(), norm))
 
         factor = min(1.0, recipe.clip_norm / norm)
-        lr = learning_rate(recipe, t)
         with torch.no_grad():
             for name, x in weights.items():
+                lr = learning_rate(recipe, t) * (rates or {}).get(name, 1.0)
                 x.requires_grad_(False)
                 g = gradients[name] * factor
                 m = moment1[name].mul_(recipe.beta1).add_((1 - recipe.beta1) * g)

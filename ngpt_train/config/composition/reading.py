@@ -38,6 +38,11 @@ def read_mapping(path: Path) -> Mapping[Any, Any]:
 
 @cache
 def _parsed(path: Path, modified: int, size: int) -> Any:
+    return parse(read_yaml_text(path))
+
+
+def parse(text: str) -> Any:
+    """What YAML says as the configuration reads it: 1.0e6 is a number. Raises YAMLError, OmegaConfBaseException."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(OmegaConf.load(io.StringIO(read_yaml_text(path))), resolve=False)
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)

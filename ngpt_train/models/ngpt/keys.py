@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
-from ngpt_train.config.keys import Conflict, FloatOrAuto, key
-from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.keys import COUNT, Conflict, FloatOrAuto, key
+from ngpt_train.config.model_keys import LrFactors, ModelConfig
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
 
 # The words that `init` and `scale` of a scale vector may be besides a number.
-SCALE_WORDS = ("1/L", "1/sqrt(d)", "sqrt(d)")
+SCALE_WORDS = ("1/L", "0.05*L_ref/L", "1/sqrt(d)", "sqrt(d)", "sqrt(d/d_ref)")
 UPDATES = ("lerp", "slerp", "riemannian")
 SOFTMAX_SCALES = ("sqrt(d_k)", "1/sqrt(d_k)", "d/sqrt(d_k)")
 
@@ -27,7 +27,12 @@ class ScaleVectorConfig:
         "vector: a number per dimension; scalar: one for all of them; fixed: init, never learned.",
         choices=("vector", "scalar", "fixed"),
     )
-    init: FloatOrAuto = key(1.0, "Value at the start; L is n_layers, d is d_model.", choices=SCALE_WORDS, above=0)
+    init: FloatOrAuto = key(
+        1.0,
+        "Value at the start; L is n_layers, d is d_model, L_ref and d_ref are those of model.reference.",
+        choices=SCALE_WORDS,
+        above=0,
+    )
     scale: FloatOrAuto = key(
         "1/sqrt(d)",
         "Stored value at the start: the larger, the slower Adam moves the value in use (lr * init / scale a step).",
@@ -55,6 +60,26 @@ class AlphaConfig(ScaleVectorConfig):
     """An eigen learning rate: the share of the way that a block moves h."""
 
     init: FloatOrAuto = key(0.05, "Value at the start, of the order of 1/L.", choices=SCALE_WORDS, above=0)
+
+
+@dataclass
+class ReferenceConfig:
+    """The run that optim.lr was tuned for, from which nuGPT carries it to other sizes and lengths."""
+
+    d_model: Union[int, None] = key(None, "Its d_model; null is this run's.", **COUNT)
+    n_layers: Union[int, None] = key(None, "Its n_layers; null is this run's.", **COUNT)
+    steps: Union[int, None] = key(None, "Its train.steps; null is this run's.", **COUNT)
+
+
+def nugpt_lr_factors(width: float, horizon: float) -> LrFactors:
+    """nuGPT's learning rates (arXiv 2604.27077, Table 1, as a third-party implementation has it), relative to optim.lr.
+
+    width: d_model relative to the reference's; horizon: train.steps relative to the reference's. Depth has no part in
+    them: it acts through the initial alpha.
+    """
+    every = horizon ** (-1 / 3)
+    hidden = every * width ** (-3 / 4)
+    return LrFactors(embedding=every * width ** (-1 / 2), hidden=hidden, output=0.5 * hidden, vector=every)
 
 
 @dataclass
@@ -99,11 +124,40 @@ class NGPTConfig(ModelConfig):
         "rows; none: rows are free.",
         choices=("projection", "parametrization", "none"),
     )
+    lr_rule: str = key(
+        "none",
+        "none: every parameter has optim.lr. nugpt: with m = d_model / model.reference.d_model, embeddings have "
+        "optim.lr * m^-1/2, the matrices of the blocks m^-3/4, the output embedding half of that, scale vectors 1, and "
+        "all of them (train.steps / model.reference.steps)^-1/3 (arXiv 2604.27077; choose it with recipe=nugpt).",
+        choices=("none", "nugpt"),
+    )
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     activation: str = key("silu", "Gate of the MLP; gelu is the exact one.", choices=("silu", "gelu"))
+
+    def lr_factors(self, steps: int) -> LrFactors | None:
+        if self.lr_rule == "none":
+            return None
+        return nugpt_lr_factors(self.relative_width, steps / (self.reference.steps or steps))
+
+    @property
+    def relative_width(self) -> float:
+        """m: d_model relative to that of the reference."""
+        return self.d_model / (self.reference.d_model or self.d_model)
+
+    @property
+    def relative_depth(self) -> float:
+        return self.n_layers / (self.reference.n_layers or self.n_layers)
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         scales = {name: x for name, x in vars(self).items() if isinstance(x, ScaleVectorConfig)}
         yield from ((f"{name}.kind", f"{name}.scale") for name, x in scales.items() if x.kind == "fixed")
+        words = {word for x in scales.values() for word in (x.init, x.scale)}
+        if self.lr_rule == "none":
+            yield "lr_rule", "reference.steps"
+            if "sqrt(d/d_ref)" not in words:
+                yield "lr_rule", "reference.d_model"
+        if "0.05*L_ref/L" not in words:
+            yield "alpha_mlp.init", "reference.n_layers"
         if self.s_qk.kind != "vector":
             yield "s_qk.kind", "s_qk.shared"
         if all(value for name, value in vars(self).items() if name.startswith("update_")):
@@ -114,3 +168,9 @@ class NGPTConfig(ModelConfig):
         if config.optim.weight_decay:
             fix = "Set optim.weight_decay=0, or leave the recipe to the model"
             yield "optim.weight_decay model.name", "nGPT's weights are never decayed", fix
+        if self.lr_rule != "none" and self.tied_embeddings:
+            fix = "Set model.tied_embeddings=false, or model.lr_rule=none"
+            yield "model.tied_embeddings model.lr_rule", "one matrix cannot have the rates of two", fix
+
+    def not_in_weights(self) -> set[str]:
+        return super().not_in_weights() | {"lr_rule"}

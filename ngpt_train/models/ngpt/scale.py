@@ -5,8 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.models.ngpt.keys import ScaleVectorConfig
+from ngpt_train.models.ngpt.keys import NGPTConfig, ScaleVectorConfig
 
 
 class ScaledParameter(nn.Module):
@@ -19,7 +18,7 @@ class ScaledParameter(nn.Module):
     is a buffer, not a parameter (section A.8, Table 5).
     """
 
-    def __init__(self, size: int, chosen: ScaleVectorConfig, model: ModelConfig) -> None:
+    def __init__(self, size: int, chosen: ScaleVectorConfig, model: NGPTConfig) -> None:
         super().__init__()
         self.size = size
         self.init = value_of(chosen.init, model)
@@ -39,7 +38,13 @@ class ScaledParameter(nn.Module):
         return (self.stored * (self.init / self.scale)).expand(self.size)
 
 
-def value_of(value: float | str, model: ModelConfig) -> float:
+def value_of(value: float | str, model: NGPTConfig) -> float:
     """The value of `init` or `scale` in the config: a number, or one of ngpt.keys.SCALE_WORDS, computed for `model`."""
-    words = {"1/L": 1 / model.n_layers, "1/sqrt(d)": 1 / math.sqrt(model.d_model), "sqrt(d)": math.sqrt(model.d_model)}
+    words = {
+        "1/L": 1 / model.n_layers,
+        "0.05*L_ref/L": 0.05 / model.relative_depth,
+        "1/sqrt(d)": 1 / math.sqrt(model.d_model),
+        "sqrt(d)": math.sqrt(model.d_model),
+        "sqrt(d/d_ref)": math.sqrt(model.relative_width),
+    }
     return words[value] if isinstance(value, str) else float(value)

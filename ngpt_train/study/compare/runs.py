@@ -90,6 +90,8 @@ def read_run(path: Path) -> Run:
         if type(value) is not int or value < least:
             problem = "it has no train.steps" if value is None else f"{key} is {value!r}, and no whole number"
             raise DataError(f"{path / 'config.yaml'}: not the config of a run: {problem}")
+    if config.get("schedule.final_share") is not None:
+        config.pop("schedule.final_lr", None)  # it follows optim.lr
     records = []
     if (path / "metrics.jsonl").exists():
         records = [record for _, record in json_lines(path / "metrics.jsonl") if record is not None]

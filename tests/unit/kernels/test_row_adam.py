@@ -31,6 +31,7 @@ RUNS = {
     "ngpt adamw": ("ngpt", {}, ["optim.name=adamw"], True),
     "ngpt parametrization": ("ngpt", {}, ["model.constraint=parametrization"], False),
     "ngpt unconstrained": ("ngpt", {}, ["model.constraint=none"], False),
+    "ngpt nugpt": ("ngpt", {"eps": 1e-16}, ["recipe=nugpt", "model.reference.d_model=8"], True),
     "ngpt not clipped": ("ngpt", {"clip_norm": "null"}, [], True),
     "ntransformer": ("ntransformer", {}, [], True),
     "gpt": ("gpt", {}, [], False),

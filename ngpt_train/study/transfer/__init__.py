@@ -1,0 +1,1 @@
+"""How the best learning rate of an architecture changes with its width, its depth and the length of a run."""

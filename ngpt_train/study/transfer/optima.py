@@ -1,0 +1,117 @@
+"""The best learning rate of each architecture, width, depth and budget that directories of studies and runs hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.core.errors import DataError
+from ngpt_train.study.compare.arms import common_budgets, found_arms
+from ngpt_train.study.compare.gather import gather
+from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.trials import read_arm, unfinished
+from ngpt_train.study.definition import LR, merged
+from ngpt_train.study.stored import FILE, read_stored
+from ngpt_train.study.tuning import Tuning
+
+# What the width, depth and length of a run may change in its configuration.
+SIZES = {
+    *(f"model.{name}" for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_mlp", "n_encoder_layers")),
+    "train.steps",
+}
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a run is from, which alone knows its recipe: the arguments of its arm, and the user's directory."""
+
+    study: str
+    arguments: tuple[str, ...]
+    config_dir: str | None
+
+
+@dataclass(frozen=True)
+class Optimum:
+    """What tuning found for an architecture at a size and budget. architecture: a name for all that is no size."""
+
+    architecture: str
+    width: int
+    depth: int
+    tokens: int
+    tuning: Tuning
+    n_seeds: int  # at the best value that was tried
+    run: Run  # one of its runs
+    source: Source | None
+
+    @property
+    def is_tuned(self) -> bool:
+        return self.tuning.state == "bracketed" and self.tuning.optimum is not None
+
+
+@dataclass(frozen=True)
+class Optima:
+    """All of them, with the confidence of their intervals, and sentences about what was left out."""
+
+    found: list[Optimum]
+    metric: str
+    confidence: float
+    notes: list[str]
+
+
+def read_optima(paths: Sequence[Path], confidence: float | None = None) -> Optima:
+    """Of studies, runs, and directories of runs. Raises DataError where one holds no run, or where none has ended."""
+    runs: list[Run] = []
+    tuned, metrics, confidences = {LR}, set[str](), list[float]()
+    sources: dict[Path, Source] = {}
+    for path in paths:
+        gathered = gather([path])
+        tuned |= set(gathered.tuned or ())
+        metrics.add(gathered.metric or "loss")
+        confidences.append(gathered.confidence)
+        seen = {run.path.resolve() for run in runs}
+        runs += [run for run in gathered.runs if run.path.resolve() not in seen]
+        sources |= _sources(path, gathered.arms or {})
+    if len(metrics) > 1:
+        raise DataError("the studies have different metrics: loss, and bits per byte. Name those of one metric.")
+    reasons = {run.path: reason for run in runs if (reason := unfinished(run))}
+    notes = [f"{path} is left out: {reason}" for path, reason in reasons.items()]
+    ended = [run for run in runs if run.path not in reasons]
+    if not ended:
+        raise DataError(f"no run has ended in {', '.join(map(str, paths))}")
+    confidence, (metric,) = confidence or max(confidences), metrics
+    found = []
+    groups = found_arms(ended, {*tuned, *SIZES})
+    budgets = common_budgets(groups)
+    for name, group in groups.items():
+        for (width, depth), of_size in sorted(_by_size(group).items()):
+            arm = read_arm(name, of_size, budgets, tuned, metric, confidence)
+            for (budget, key), tuning in sorted(arm.tunings.items()):
+                if key == LR:
+                    run = next(run for run in of_size if budgets[run.path] == budget)
+                    source = sources.get(run.path)
+                    n_seeds = len(arm.at_best(budget))
+                    found.append(Optimum(name, width, depth, budget, tuning, n_seeds, run, source))
+    return Optima(found, metric, confidence, notes)
+
+
+def _sources(path: Path, arms: Mapping[str, Sequence[Run]]) -> dict[Path, Source]:
+    if not (path / FILE).is_file():
+        return {}
+    study = read_stored(path)
+    of_arm = {arm: Source(study.name, merged(study.shared, row), study.config_dir) for arm, row in study.arms.items()}
+    return {run.path: of_arm[arm] for arm, runs in arms.items() for run in runs}
+
+
+def _by_size(runs: Sequence[Run]) -> dict[tuple[int, int], list[Run]]:
+    sizes: dict[tuple[int, int], list[Run]] = {}
+    for run in runs:
+        sizes.setdefault((_size(run, "d_model"), _size(run, "n_layers")), []).append(run)
+    return sizes
+
+
+def _size(run: Run, name: str) -> int:
+    value: Any = run.config.get(f"model.{name}", getattr(ModelConfig, name))
+    return int(value)

@@ -1,0 +1,178 @@
+"""What `transfer` writes: the drift along each axis as a sentence, as JSON, and as a figure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.core.files import write_json
+from ngpt_train.study.transfer.drift import At, Drift, fit_drift
+from ngpt_train.study.transfer.optima import Optima, Optimum
+
+FORMAT = 1
+AXES = {"width": "width", "depth": "depth", "horizon": "tokens"}  # axis -> field of Optimum
+FILE, FIGURE = "transfer.json", "transfer"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The optima of an architecture that differ in one size alone."""
+
+    architecture: str
+    name: str  # width, depth or horizon
+    at: dict[str, int]  # the other two sizes
+    points: list[Optimum]  # the tuned ones, by size
+    drift: Drift | None  # None: fewer than two are tuned
+    sentence: str
+
+    def size(self, optimum: Optimum) -> int:
+        return int(getattr(optimum, AXES[self.name]))
+
+
+def axes_of(optima: Optima, within: float) -> list[Axis]:
+    """Each line of two or more sizes, with its drift."""
+    found = []
+    for name, field in AXES.items():
+        others = [other for other in AXES.values() if other != field]
+        lines: dict[tuple[Any, ...], list[Optimum]] = {}
+        for one in optima.found:
+            lines.setdefault((one.architecture, *(getattr(one, other) for other in others)), []).append(one)
+        for (architecture, *at), line in lines.items():
+            if len(line) < 2:
+                continue
+            points = sorted((one for one in line if one.is_tuned), key=lambda one: getattr(one, field))
+            drift = None
+            if len(points) > 1:
+                measured = [At(getattr(one, field), *_rates(one)) for one in points]
+                drift = fit_drift(measured, within, optima.confidence)
+            where = dict(zip(others, at, strict=True))
+            axis = Axis(architecture, name, where, points, drift, "")
+            found.append(Axis(architecture, name, where, points, drift, _sentence(axis, optima.confidence, within)))
+    return found
+
+
+def left_out(optima: Optima) -> list[str]:
+    """A sentence for each optimum that no fit has, and for each run without an end."""
+    lines = []
+    for one in optima.found:
+        where = f"{one.architecture}, {_place({'width': one.width, 'depth': one.depth, 'tokens': one.tokens})}"
+        if one.tuning.state == "edge":
+            best = (
+                "every run failed" if one.tuning.best is None else f"the best lr, {one.tuning.best:g}, is at the edge"
+            )
+            lines.append(f"{where} is left out: untuned, {best}")
+        elif not one.is_tuned:
+            lines.append(f"{where} is left out: untuned, one lr was tried")
+    return [*lines, *optima.notes]
+
+
+def report_of(optima: Optima, axes: Sequence[Axis], within: float, commands: Iterable[str]) -> dict[str, Any]:
+    """transfer.json: all numbers are finite or null."""
+    return {
+        "format": FORMAT,
+        "metric": optima.metric,
+        "confidence": optima.confidence,
+        "within": within,
+        "axes": [
+            {
+                "architecture": axis.architecture,
+                "axis": axis.name,
+                "at": axis.at,
+                "sizes": [axis.size(one) for one in axis.points],
+                "slope": axis.drift and axis.drift.slope,
+                "octaves": axis.drift and axis.drift.octaves,
+                "low": axis.drift and axis.drift.low,
+                "high": axis.drift and axis.drift.high,
+                "verdict": axis.drift.verdict if axis.drift else "not resolved",
+                "sentence": axis.sentence,
+            }
+            for axis in axes
+        ],
+        "optima": [
+            {
+                "architecture": one.architecture,
+                "width": one.width,
+                "depth": one.depth,
+                "tokens": one.tokens,
+                "state": one.tuning.state,
+                "best": one.tuning.best,
+                "lr": one.tuning.optimum,
+                "low": one.tuning.low,
+                "high": one.tuning.high,
+                "price_of_two": one.tuning.price_of_two,
+                "seeds": one.n_seeds,
+            }
+            for one in optima.found
+        ],
+        "left_out": left_out(optima),
+        "commands": list(commands),
+    }
+
+
+def write_report(report: dict[str, Any], axes: Sequence[Axis], out: Path) -> None:
+    """transfer.json, and a figure as PNG and SVG."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / FILE, report)
+    if drawn := [axis for axis in axes if axis.points]:
+        draw(drawn, out)
+
+
+def draw(axes: Sequence[Axis], out: Path) -> None:
+    """A panel for each axis name: best lr against size, with intervals and the fits."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    names = [name for name in AXES if any(axis.name == name for axis in axes)]
+    figure = Figure(figsize=(5 * len(names), 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = figure.subplots(1, len(names), squeeze=False)[0]
+    for panel, name in zip(panels, names, strict=True):
+        for axis in (axis for axis in axes if axis.name == name):
+            sizes, rates = [axis.size(one) for one in axis.points], [_rates(one) for one in axis.points]
+            down = [lr - (lr if low is None else low) for lr, low, _ in rates]
+            up = [(lr if high is None else high) - lr for lr, _, high in rates]
+            label = f"{axis.architecture}, {_place(axis.at)}"
+            drawn = panel.errorbar(sizes, [lr for lr, _, _ in rates], yerr=[down, up], fmt="o", capsize=3)
+            if axis.drift is not None:
+                label += f": {axis.drift.octaves:+.2f} octaves, {axis.drift.verdict}"
+                ends = [sizes[0], sizes[-1]]
+                line = [2 ** (axis.drift.intercept + axis.drift.slope * math.log2(size)) for size in ends]
+                panel.plot(ends, line, color=drawn.lines[0].get_color(), linewidth=1)
+            drawn.set_label(label)
+        panel.set(xscale="log", yscale="log", xlabel={"horizon": "tokens"}.get(name, name), ylabel="best learning rate")
+        panel.legend(fontsize=7)
+    for kind in ("png", "svg"):
+        figure.savefig(out / f"{FIGURE}.{kind}", dpi=150, metadata={"Date": None} if kind == "svg" else None)
+
+
+def _rates(one: Optimum) -> tuple[float, float | None, float | None]:
+    assert one.tuning.optimum is not None
+    return one.tuning.optimum, one.tuning.low, one.tuning.high
+
+
+def _place(at: dict[str, int]) -> str:
+    """The sizes that are given, in words."""
+    words = {"width": "width {:,}", "depth": "{:,} layers", "tokens": "{:,} tokens"}
+    return ", ".join(text.format(at[name]) for name, text in words.items() if name in at)
+
+
+def _sentence(axis: Axis, confidence: float, within: float) -> str:
+    start = f"{axis.architecture} at {_place(axis.at)}"
+    drift = axis.drift
+    if drift is None:
+        return f"{start}: the drift with {axis.name} is not known, fewer than two sizes are tuned."
+    sizes = f"{axis.name} {axis.size(axis.points[0]):,} to {axis.size(axis.points[-1]):,}"
+    how = f"over {sizes} ({len(axis.points)} sizes) the best lr changes by {drift.octaves:+.2f} octaves"
+    how += f" (a factor of {2**drift.octaves:.2f}"
+    if drift.low is None or drift.high is None:
+        return f"{start}: {how}), not resolved: an optimum without an interval, as with one seed."
+    how += f"; {confidence:.0%} interval {drift.low:+.2f} to {drift.high:+.2f})"
+    meaning = {
+        "transfers": f"it transfers, within {within:g} octaves",
+        "drifts": "it drifts",
+        "not resolved": f"not resolved: neither within {within:g} octaves nor apart from 0",
+    }
+    return f"{start}: {how}: {meaning[drift.verdict]}."

@@ -1,0 +1,103 @@
+"""`transfer`: how the best learning rate changes with width, depth and the length of a run, from a study of its own or
+from studies that are finished."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ngpt_train.config import load_config
+from ngpt_train.config.schema import Config
+from ngpt_train.config.validate import mistake
+from ngpt_train.config.verb_keys import StudyConfig, TransferConfig, is_of_study
+from ngpt_train.core.files import write_atomically
+from ngpt_train.study.definition import merged, name_of, read_study
+from ngpt_train.study.transfer.optima import read_optima
+from ngpt_train.study.transfer.patch import patch_of
+from ngpt_train.study.transfer.report import axes_of, left_out, report_of, write_report
+from ngpt_train.study.transfer.sizes import arms_of_sizes
+from ngpt_train.verbs import study as study_verb
+
+
+def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> int:
+    """Prints a sentence for each axis, and writes transfer.json, the figures and the patch; returns the study's exit
+    code, or 0.
+
+    overrides: those of the command line, without directories; those that are not the study's are for its runs.
+    options: as of `study`. Raises ConfigError for a mistake in the arguments, DataError for runs that cannot be read.
+    """
+    transfer, code = config.transfer, 0
+    patch = None if transfer.patch is None else Path(transfer.patch).expanduser()
+    if patch is not None and (patch.is_dir() or not patch.parent.is_dir()):
+        raise mistake(f"transfer.patch={patch}: no file can be there", "Name a file in a directory that exists")
+    if transfer.studies:
+        check_reading(transfer, overrides)
+        paths, out = [Path(path).expanduser() for path in transfer.studies], transfer.out
+        confidence = config.study.confidence if any(name_of(x) == "study.confidence" for x in overrides) else None
+    else:
+        config = replace(config, study=study_of_sizes(config.study, transfer, overrides, options))
+        code = study_verb.main(config, overrides, options, compares=False)
+        if config.study.dry_run:
+            return code
+        path = read_study(config.study, overrides, options).path
+        paths, out, confidence = [path], transfer.out or str(path / "transfer"), None
+    optima = read_optima(paths, confidence)
+    axes = axes_of(optima, transfer.within)
+    command = shlex.join(["python", "-m", "ngpt_train", "transfer", *(transfer.studies or ()), *overrides])
+    report = report_of(optima, axes, transfer.within, [command])
+    for line in [axis.sentence for axis in axes] or ["no axis: no two optima differ in one size alone"]:
+        print(line)
+    for line in left_out(optima):
+        print(line)
+    if out is not None:
+        write_report(report, axes, Path(out).expanduser())
+        print(f"written to {out}")
+    if patch is not None:
+        text, said = patch_of(optima.found)
+        for line in said:
+            print(line)
+        write_atomically(patch, text.encode())
+        print(f"{patch}: for `git apply`" if text else f"{patch}: empty, there is no entry to add")
+    return code
+
+
+def check_reading(transfer: TransferConfig, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for what is of a study that is still to be made, where finished ones are named."""
+    sizes = [f"transfer.{name}" for name in ("widths", "depths") if getattr(transfer, name)]
+    made = [name_of(x) for x in overrides if not is_of_study(x) or (x.startswith("study") and "confidence" not in x)]
+    if wrong := [*sizes, *made]:
+        problem = f"{wrong[0]}: {transfer.studies[0] if transfer.studies else ''} is looked at, and no run is made"
+        raise mistake(problem, "Leave it out, or the directories")
+
+
+def study_of_sizes(
+    chosen: StudyConfig, transfer: TransferConfig, overrides: Sequence[str], options: Sequence[str]
+) -> StudyConfig:
+    """The section `study` with an arm of each size: of the arms of study=NAME, else of what the other arguments say.
+
+    Without study.budgets the runs are as long as their configuration says. Raises ConfigError.
+    """
+    rest = [x for x in overrides if not is_of_study(x)]
+    given = {name_of(x): x.partition("=")[2].strip() for x in overrides}
+    if len(transfer.widths) + len(transfer.depths) + len(chosen.budgets) < 2:
+        example = "For example: ngpt-train transfer model=ngpt scale=tiny transfer.widths=[64,128,256]"
+        raise mistake("transfer: two sizes or more are compared, of transfer.widths, depths, or study.budgets", example)
+    name = chosen.name
+    if not chosen.arms:
+        config_dir = options[options.index("--config-dir") + 1] if "--config-dir" in options else None
+        plain = load_config(rest, config_dir, world_size=1)
+        arm = given.get("recipe", plain.model.name)
+        chosen = replace(chosen, arms={arm: {}}, shared={"logging.wandb.mode": "disabled"} | chosen.shared)
+        name = name or f"transfer-{arm}-{plain.scale.name}"
+    else:
+        name = name or f"transfer-{given['study']}"
+    study = read_study(replace(chosen, name=name, budgets=chosen.budgets or [1]), overrides, options)
+    configs = {
+        arm: load_config(merged(study.shared, row), study.config_dir, world_size=1) for arm, row in study.arms.items()
+    }
+    models = {arm: config.model for arm, config in configs.items()}
+    arms = arms_of_sizes(chosen.arms, models, transfer.widths, transfer.depths)
+    lengths = {one.train.steps * one.train.rows_per_step * one.model.context for one in configs.values()}
+    return replace(chosen, name=name, arms=arms, baseline=None, budgets=chosen.budgets or sorted(lengths))

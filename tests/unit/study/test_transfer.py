@@ -1,0 +1,124 @@
+"""`transfer` on a finished study whose optima are planted: sentences, transfer.json, figure, patch."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ngpt_train.__main__ import main
+from ngpt_train.config import ConfigError, load_config, to_dict
+from ngpt_train.config.composition.files import config_dir
+from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.validate import flatten
+from ngpt_train.study.definition import Study, Tuned
+from ngpt_train.study.stored import write_study
+from ngpt_train.study.transfer.optima import read_optima
+from ngpt_train.study.transfer.report import axes_of
+from ngpt_train.study.transfer.sizes import arms_of_sizes
+from tests.planted_runs import write_run
+
+WIDTHS, BUDGETS, SEEDS = (32, 64, 128), (25_600, 51_200), (0, 1)
+TOKENS = 512  # of a step at scale=debug
+OPTIMUM = 0.04
+
+
+def optimum(width: int, budget: int) -> float:
+    """Planted: half an octave lower for each octave of width, the same for all budgets."""
+    return OPTIMUM * (width / 64) ** -0.5
+
+
+def planted(root: Path, edge: int | None = None) -> Path:
+    """A study of nGPT at three widths and two budgets; at the width `edge` the best rate is the highest."""
+    rng = np.random.default_rng(0)
+    arms: dict[str, tuple[str, ...]] = {
+        f"ngpt-d{width}-L2": (f"model.d_model={width}", f"model.n_heads={width // 32}") for width in WIDTHS
+    }
+    shared = ("model=ngpt", "scale=debug")
+    study = Study("planted", root, "ngpt-d32-L2", arms, shared, BUDGETS, {"optim.lr": Tuned(2.0)}, SEEDS)
+    write_study(study)
+    for width, (arm, row) in zip(WIDTHS, arms.items(), strict=True):
+        for budget in BUDGETS:
+            steps, best = budget // TOKENS, optimum(width, budget)
+            said = [*shared, *row, f"train.steps={steps}"]
+            config = dict(flatten(to_dict(load_config(said, world_size=1)), {"optim.lr_table"}))
+            del config["optim.lr_table"]  # which takes long to read
+            for octave in range(-2, 1 if width == edge else 3):
+                for seed in SEEDS:
+                    lr = float(f"{OPTIMUM * 2.0**octave:.6g}")
+                    far = 3.0 if width == edge else math.log2(lr / best)
+                    loss = 3 + 0.1 * (far if width != edge else 3 - octave) ** 2 + rng.normal(0, 0.002)
+                    path = study.runs / f"{arm}-{budget}-lr{lr:g}-seed{seed}"
+                    write_run(path, "ngpt", steps, seed, loss, lr, config=config | {"run.seed": seed, "optim.lr": lr})
+    return study.path
+
+
+def test_a_planted_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Caught: an axis that mixes budgets, a patch for sizes that the scale does not have."""
+    path = planted(tmp_path)
+    assert main(["transfer", str(path), f"transfer.out={tmp_path / 'out'}", f"transfer.patch={tmp_path / 'p'}"]) == 0
+    said = capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "transfer.json").read_text())
+    axes = {(axis["axis"], *axis["at"].values()): axis for axis in report["axes"]}
+    assert list(axes) == [("width", 2, b) for b in BUDGETS] + [("horizon", w, 2) for w in WIDTHS]
+    for (name, *_), axis in axes.items():
+        truth = -1.0 if name == "width" else 0.0
+        assert axis["octaves"] == pytest.approx(truth, abs=0.1)
+        assert axis["low"] - 0.02 <= truth <= axis["high"] + 0.02  # test_drift.py has how often they hold it
+        assert axis["verdict"] == ("drifts" if name == "width" else "transfers")
+        assert axis["sentence"] in said
+    assert [one["width"] for one in report["optima"]] == [32, 32, 64, 64, 128, 128]
+    for one in report["optima"]:
+        assert one["lr"] == pytest.approx(optimum(one["width"], one["tokens"]), rel=0.03)
+        assert one["seeds"] == 2
+    assert report["left_out"] == []
+    for kind in ("png", "svg"):
+        assert (tmp_path / "out" / f"transfer.{kind}").stat().st_size > 5000
+    patch = (tmp_path / "p").read_text()
+    added = [line for line in patch.splitlines() if line.startswith("+ ")]
+    assert ["tokens: 25600" in patch, "tokens: 51200" in patch, len(added)] == [True, True, 2]
+    assert "configs/recipe/ngpt.yaml" in patch
+    assert said.count("it is not what scale=debug and recipe=ngpt stand for: model.d_model=") == 4
+    assert "transfer, study planted: optimum with 2 seeds" in patch
+    assert "51200" not in (config_dir() / "recipe/ngpt.yaml").read_text()  # never a silent change
+
+
+def test_an_untuned_size_is_left_out_and_said(tmp_path: Path) -> None:
+    """Caught: a best value at the edge of its grid in the fit."""
+    optima = read_optima([planted(tmp_path, edge=128)])
+    for axis in axes_of(optima, 0.5)[:2]:
+        assert [one.width for one in axis.points] == [32, 64]
+        assert axis.drift is not None
+        assert axis.drift.octaves == pytest.approx(-0.5, abs=0.1)
+    assert [one.tuning.state for one in optima.found if one.width == 128] == ["edge", "edge"]
+
+
+def test_arms_of_sizes() -> None:
+    """Caught: heads that become wider, an MLP that keeps its width, the own size twice."""
+    base = ModelConfig("gpt", d_model=1024, n_layers=24, n_heads=16, n_kv_heads=4, d_mlp=2816)
+    found = arms_of_sizes({"gpt": {"model": "gpt"}}, {"gpt": base}, [512, 1024], [12, 24])
+    half = {"model": "gpt", "model.d_model": 512, "model.n_heads": 8, "model.n_kv_heads": 2, "model.d_mlp": 1408}
+    assert found == {
+        "gpt-d512-L24": half,
+        "gpt-d1024-L24": {"model": "gpt"},
+        "gpt-d1024-L12": {"model": "gpt", "model.n_layers": 12},
+    }
+    with pytest.raises(ConfigError, match=r"transfer\.widths=\[100\]"):
+        arms_of_sizes({"gpt": {}}, {"gpt": base}, [100], [])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["model=ngpt"], ["two sizes or more", "transfer.widths"]),
+        (["model=ngpt", "transfer.widths=[64,72]", "scale=debug"], ["transfer.widths=[72]", "head"]),
+        (["studies/x", "transfer.widths=[64,128]"], ["transfer.widths", "no run is made"]),
+        (["studies/x", "model=gpt"], ["model", "no run is made"]),
+        (["model=ngpt", "transfer.widths=[64,128]", "transfer.patch=/no/where"], ["transfer.patch=/no/where"]),
+    ],
+)
+def test_mistakes(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["transfer", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert all(word in said for word in words), said
