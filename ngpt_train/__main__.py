@@ -153,6 +153,8 @@ def _command(arguments: list[str]) -> Callable[[], int]:
         return partial(_show, f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{text}")
     if line.multirun and verb == "study":
         raise ConfigError("--multirun: a study has arms and budgets instead\n  Leave -m out")
+    if line.multirun and directories:
+        raise ConfigError(f"--multirun: {verb} takes its runs at once\n  Leave -m out")
     if line.multirun:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
             raise ConfigError(
