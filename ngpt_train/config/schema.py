@@ -169,6 +169,12 @@ class OptimConfig:
     clip_norm: Union[float, None] = key(
         1.0, "Largest global gradient norm; larger gradients are scaled down to it. null: no clipping.", above=0
     )
+    storage: str = key(
+        "fp32",
+        "How the blocks' matrices and their moments are kept between steps. bf16: rounded after each, as parameters in "
+        "bf16 without an fp32 master are, by which public comparisons trained their baseline; it saves no memory here.",
+        choices=("fp32", "bf16"),
+    )
     ema_decay: Union[float, None] = key(
         None,
         "Keeps a moving average of the weights: after each step ema <- ema_decay ema + (1 - ema_decay) w, for example "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Union
 
 from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, ROWS, SEED, IntOrAuto, Table, key
@@ -166,6 +166,28 @@ _IN_YAML = "Write a study in YAML, DIR/study/my.yaml, and choose it with --confi
 
 
 @dataclass
+class SlurmConfig:
+    """The jobs of a study on a Slurm cluster (study.engine=slurm): one for each run, on one node."""
+
+    partition: Union[str, None] = key(None, "Partition of the jobs; null is the cluster's own choice.")
+    account: Union[str, None] = key(None, "Account that pays; null is the user's own.")
+    time: int = key(
+        240,
+        "Minutes that a job may take. A run that needs more saves, and its job is queued again.",
+        minimum=15,
+        maximum=100_000,
+    )
+    gpus: int = key(1, "GPUs of a run; 0 trains on CPUs.", minimum=0, maximum=64)
+    cpus: int = key(8, "CPU cores of a run.", minimum=1, maximum=10_000)
+    memory: Union[int, None] = key(
+        None, "GiB of memory of a run; null is the cluster's own choice.", minimum=1, maximum=100_000
+    )
+    arguments: list[str] = key(
+        [], "Further options of sbatch without the dashes, such as [qos=high,constraint=a100,exclusive]."
+    )
+
+
+@dataclass
 class StudyConfig:
     """A comparison of arms at several budgets (`study`), chosen with study=NAME."""
 
@@ -204,9 +226,18 @@ class StudyConfig:
         choices=("loss", "bits_per_byte"),
     )
     confidence: float = key(0.95, "Confidence of the intervals; 0.99 asks for p < 0.01.", minimum=0.5, maximum=0.9999)
-    engine: str = key("local", "Where the runs go: local is this machine.", choices=("local",))
+    engine: str = key(
+        "local",
+        "Where the runs go: local is this machine; slurm gives each to a Slurm cluster as a job (study.slurm.*).",
+        choices=("local", "slurm"),
+    )
+    slurm: SlurmConfig = field(default_factory=SlurmConfig)
     jobs: IntOrAuto = key(
-        AUTO, "Runs side by side; auto: one a GPU, or without GPUs one a core, at most 8.", minimum=1, maximum=10_000
+        AUTO,
+        "Runs side by side; auto: one a GPU, or without GPUs one a core, at most 8. On a cluster jobs in the queue; "
+        "auto: 100.",
+        minimum=1,
+        maximum=10_000,
     )
     threads: IntOrAuto = key(
         AUTO, "Threads of each run (OMP_NUM_THREADS); auto divides the cores among the jobs.", minimum=1, maximum=10_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -67,8 +67,8 @@ def analyse(
     if vertex is None:
         return Tuning("bracketed", best, float(best), float(left), float(right))
     optimum, low, high, curvature = vertex
-    interval = (low, high) if degrees else (None, None)
-    return Tuning("bracketed", best, optimum, *interval, price_of_two=curvature * math.log(2) ** 2)
+    found = Tuning("bracketed", best, optimum, low, high, curvature * math.log(2) ** 2)
+    return found if degrees else replace(found, low=None, high=None)
 
 
 class Line:

@@ -49,7 +49,9 @@ class Runner:
     results: dict[Point, Result] = field(default_factory=dict)  # those that are final
     _attempts: Counter[Point] = field(default_factory=Counter)
     _checked: set[Point] = field(default_factory=set)
-    _awaited: set[Point] = field(default_factory=set)  # in use by other processes, which has been said
+    _awaited: set[Point] = field(default_factory=set)  # in use by other processes
+    _points: list[Point] = field(default_factory=list)  # that were wanted when so many results were known:
+    _known: int = -1
 
     def complete(self) -> bool:
         """Makes all runs that are wanted; False where it was stopped before.
@@ -85,33 +87,38 @@ class Runner:
                 time.sleep(LOOK_SECONDS)
 
     def _wanted(self) -> list[Point]:
-        """The points that are wanted and not final, those that are running among them."""
-        while True:
-            wanted = self.next_points(self.study, self.runs.start, self.results)
+        """The points that are wanted and not final, those that are running among them. Results may change which."""
+        self._look([point for point in self._points if point in self._awaited])
+        while self._known != len(self.results):
+            self._known = len(self.results)
+            self._points = self.next_points(self.study, self.runs.start, self.results)
             held = {job.point for job in self.engine.running()}
-            found = [self._look(point) for point in wanted if point not in held]
-            final = {result.point: result for result in found if result.is_final}
-            if not final:
-                return wanted
-            self.results |= final  # with them other points may be wanted
+            self._look([point for point in self._points if point not in held])
+        return [point for point in self._points if point not in self.results]
 
-    def _look(self, point: Point) -> Result:
-        """What has become of a point, whose run may be that of another study."""
-        run = self.runs.directory(point)
+    def _look(self, points: Sequence[Point]) -> None:
+        """Takes over what runs that have ended say, which may be those of other studies."""
+        for point in points:
+            run = self.runs.directory(point)
+            self._share(point, run)
+            if point not in self._checked and (run / "config.yaml").exists():
+                self._check(point, run)
+                self._checked.add(point)
+            result = result_of(point, run, self._steps(point), self.study.metric)
+            if result.is_final:
+                self.results[point] = result
+
+    def _share(self, point: Point, run: Path) -> bool:
+        """Makes the run a link to the same run of another study, where there is one and this study has not begun it."""
         if run.is_symlink() and not run.exists():
             run.unlink()  # the study that it led to is gone
-        if not (run / "config.yaml").exists() and not self._attempts[point]:
-            self._share(point, run)
-        result = result_of(point, run, self._steps(point), self.study.metric)
-        if point not in self._checked and (run / "config.yaml").exists():
-            self._check(point, run)
-            self._checked.add(point)
-        return result
-
-    def _share(self, point: Point, run: Path) -> None:
+        if (run / "config.yaml").exists() or self._attempts[point]:
+            return False
         other = sharing.find_run(self.study, point, self.runs.config(point), self._steps(point))
-        if other is not None and sharing.link(run, other.run):
-            self.watcher.say(f"{point.directory}: shares the run {other.run}")
+        if other is None or not sharing.link(run, other.run):
+            return False
+        self.watcher.say(f"{point.directory}: shares the run {other.run}")
+        return True
 
     def _check(self, point: Point, run: Path) -> None:
         found = sharing.differences(read_yaml(run / "config.yaml"), self.runs.config(point))
@@ -129,12 +136,16 @@ class Runner:
             run = self.runs.directory(point)
             if point in held:
                 continue
-            if (lock := DirectoryLock(run)).is_taken():
+            if self._share(point, run):  # which another study has begun since the last look
+                self._awaited.add(point)
+            elif (lock := DirectoryLock(run)).is_taken():
                 if point not in self._awaited:
-                    self._awaited.add(point)
                     self.watcher.say(f"{point.directory}: {lock.holder()} is training it; waiting for it")
-                continue
-            self.engine.start(Job(point, run, (*self.runs.arguments(point), *self.study.options)))
+                self._awaited.add(point)
+            else:
+                self._awaited.discard(point)
+                job = Job(point, run, (*self.runs.arguments(point), *self.study.options))
+                self.engine.start(job)
 
     def _judge(self, ended: Ended) -> None:
         """What follows from the end of a job: a result, another start, or the record of a failure."""

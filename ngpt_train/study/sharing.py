@@ -37,14 +37,12 @@ def differences(stored: Config, new: Config) -> list[Difference]:
 
 
 def find_run(study: Study, point: Point, config: Config, steps: int) -> Result | None:
-    """The run of another study below study.root that is the same as the point's; one that has ended, if there is one.
-
-    None where no study has it.
-    """
+    """The run below study.root that is the same as the point's, of another study or of another arm of this one; one
+    that has ended, if there is one. None where nobody has it."""
     found = []
     for path in sorted(study.root.glob(f"*/runs/*-seed{point.seed}/config.yaml")):
         run = path.parent
-        if run.is_symlink() or run.parent == study.runs:
+        if run.is_symlink() or run == study.runs / point.directory:
             continue
         stored = _stored(path, path.stat().st_mtime_ns)
         if stored is None or differences(stored, config):

@@ -17,8 +17,8 @@ __all__ = ["Tuning", "analyse", "next_points", "noise_between_seeds", "tunings"]
 Values = tuple[tuple[str, Any], ...]  # tuned key -> value, sorted by key
 # Of an arm and budget: values -> seed -> end loss; infinite where it diverged, NaN where it failed for another reason.
 Trials = dict[Values, dict[int, float]]
-# Reasons for a failure that another learning rate does not change.
-OTHER_REASONS = ("out of memory", "crashed", "it crashed")
+# How the reasons of failures begin or end that another learning rate does not change.
+OUT_OF_MEMORY, CRASHED = "out of memory", "attempts)"
 
 
 def next_points(study: Study, starts: Callable[[str, int], float], results: Mapping[Point, Result]) -> list[Point]:
@@ -114,7 +114,8 @@ def _finished(study: Study, arm: str, results: Mapping[Point, Result]) -> dict[P
             continue
         if keys == set(study.tune) and result.state in ("done", "failed"):
             is_done = result.state == "done" and result.loss is not None and math.isfinite(result.loss)
-            failure = math.nan if result.reason.startswith(OTHER_REASONS) else math.inf
+            is_other = result.reason.startswith(OUT_OF_MEMORY) or result.reason.endswith(CRASHED)
+            failure = math.nan if is_other else math.inf
             finished[point] = float(result.loss or 0.0) if is_done else failure
     return finished
 

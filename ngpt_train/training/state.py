@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed import World, first_contact, join_world, parallelize
 from ngpt_train.models import Decoder
-from ngpt_train.optim import LossScale, MovingAverage, build_optimizer
+from ngpt_train.optim import LossScale, MovingAverage, build_optimizer, round_to_bf16_
 from ngpt_train.training.batch import resolve_micro_rows
 from ngpt_train.training.guards import Guards, explain_out_of_memory
 from ngpt_train.training.interval import Interval
@@ -63,6 +63,8 @@ def build_state(config: Config, world: World | None = None) -> TrainState:
     with explain_out_of_memory(micro_rows):
         model, forward = parallelize(config, world, micro_rows)
     optimizer = build_optimizer(model, model.parameter_groups(), config.optim)
+    if config.optim.storage == "bf16":
+        round_to_bf16_(model)
     decay = config.optim.ema_decay
     tokens = torch.zeros((), dtype=torch.int64, device=world.device)
     return TrainState(

@@ -12,7 +12,7 @@ from ngpt_train.distributed.accumulation import accumulating
 from ngpt_train.distributed.cuda_graphs import hold_gradients
 from ngpt_train.distributed.gradients import average_vectors_, gradient_norm
 from ngpt_train.kernels.dropout import row_seeds
-from ngpt_train.optim import RowAdam, lr_at
+from ngpt_train.optim import RowAdam, lr_at, round_to_bf16_
 from ngpt_train.training.feed import to_device
 from ngpt_train.training.state import TrainState
 
@@ -171,6 +171,8 @@ def update_weights_(state: TrainState, grad_norm: Tensor, skipped: Tensor, lr: f
     apply_gradients(state, grad_norm, skipped, lr)
     if not isinstance(state.optimizer, RowAdam):  # RowAdam has projected every row already
         state.model.project_(skipped)
+    if state.config.optim.storage == "bf16":
+        round_to_bf16_(state.model, state.optimizer)
     if state.ema is not None:
         state.ema.update_(skipped)
 

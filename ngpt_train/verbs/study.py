@@ -15,8 +15,11 @@ from ngpt_train.core.lock import DirectoryLock
 from ngpt_train.study.composition import Runs
 from ngpt_train.study.cost import costs, measure, table
 from ngpt_train.study.definition import Study, read_study
+from ngpt_train.study.engines import Engine
 from ngpt_train.study.engines.local import local_engine, usable_cores, usable_gpus
+from ngpt_train.study.engines.slurm import slurm_engine
 from ngpt_train.study.points import FAILED, Point, Result, failure_record
+from ngpt_train.study.progress import progress_of
 from ngpt_train.study.runner import Runner
 from ngpt_train.study.stored import check_stored, write_study
 from ngpt_train.study.tuning import next_points
@@ -38,24 +41,34 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) 
     try:
         configs = {arm: runs.config(runs.first_point(arm, study.budgets[0])) for arm in study.arms}
         on_cpu = all(one.train.device == "cpu" for one in configs.values())
-        engine = local_engine(config.study, [] if on_cpu else usable_gpus(), usable_cores())
-        sizes = measure(configs, engine.threads)
-        print(table(study, costs(study, runs, next_points, sizes), sizes, engine.jobs), flush=True)
+        engine = engine_of(config, study, on_cpu)
+        is_here = config.study.engine == "local"
+        sizes = measure(configs, engine.threads, is_here)
+        expected = costs(study, runs, next_points, sizes)
+        print(table(study, expected, sizes, engine.jobs), flush=True)
         if lock is None:
             return 0
         write_study(study)
         stop = Stop()
-        runner = Runner(study, runs, engine, Lines(), next_points, config.study.retries, lambda: stop.asked)
-        with stop:
+        with stop, progress_of(study, expected, engine.jobs) as progress:
+            runner = Runner(study, runs, engine, progress, next_points, config.study.retries, lambda: stop.asked)
             complete = runner.complete()
         if not complete:
-            ended = f"{len(runner.results)} runs have ended, the others have saved"
+            others = "have saved" if is_here else "stay in the queue"
+            ended = f"{len(runner.results)} runs have ended, the others {others}"
             print(f"interrupted: {ended}; the same command goes on", flush=True)
             return 0
         return compared(config, study, runner.results)
     finally:
         if lock is not None:
             lock.release()
+
+
+def engine_of(config: Config, study: Study, on_cpu: bool) -> Engine:
+    """What makes the runs. on_cpu: no arm has a GPU. Raises ConfigError where a cluster cannot be used from here."""
+    if config.study.engine == "slurm":
+        return slurm_engine(config.study, study.path, is_used=not config.study.dry_run)
+    return local_engine(config.study, [] if on_cpu else usable_gpus(), usable_cores())
 
 
 def taken(study: Study) -> DirectoryLock:
@@ -117,15 +130,3 @@ class Stop:
         if self.asked and number == signal.SIGINT:
             os._exit(130)
         self.asked = True
-
-
-class Lines:
-    """Says what happens as lines."""
-
-    _counts = "at the start"
-
-    def update(self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point]) -> None:
-        self._counts = f"{len(results)} ended, {len(running)} running, {len(waiting)} waiting"
-
-    def say(self, line: str) -> None:
-        print(f"{line}  ({self._counts})", flush=True)

@@ -34,6 +34,7 @@ from ngpt_train.evaluation import Evaluations, RowFiles
 from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
 from ngpt_train.observe.telemetry import Telemetry
+from ngpt_train.optim import round_to_bf16_
 from ngpt_train.report.curves import plot_run
 from ngpt_train.training import TrainState, build_state, check_kernels
 from ngpt_train.training.checkpoint import (
@@ -174,6 +175,8 @@ def begin_or_resume(
     elif initial := initial_checkpoint(config):
         load_model(initial, state.model, world)
         state.model.project_()
+        if config.optim.storage == "bf16":
+            round_to_bf16_(state.model)
     return state, open_feed(state, data, position, stop)
 
 

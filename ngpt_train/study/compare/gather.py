@@ -73,7 +73,7 @@ def of_study(study: Study) -> Gathered:
     found = Gathered(overrides=study.arms, baseline=study.baseline, tuned=list(study.tune), title=study.name)
     found.metric, found.confidence = study.metric, study.confidence
     found.under_test = sorted({name_of(argument) for row in study.arms.values() for argument in row})
-    found.commands = [f"python -m ngpt_train study study={study.name}"]
+    found.commands = [study.command]
     for path in sorted(study.runs.glob("*")) if study.runs.is_dir() else []:
         arm = next((name for name in names if path.name.startswith(f"{name}-")), None)
         if arm is not None and (path / "config.yaml").is_file():

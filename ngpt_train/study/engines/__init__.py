@@ -35,6 +35,9 @@ class Ended:
 class Engine(Protocol):
     """Runs jobs, several at once."""
 
+    jobs: int  # at most side by side
+    threads: int  # OMP_NUM_THREADS of each process of a run
+
     def room(self) -> int:
         """How many more jobs may be started now."""
         ...
@@ -50,5 +53,6 @@ class Engine(Protocol):
         ...
 
     def stop(self) -> None:
-        """Asks all jobs to save and to end; `ended` tells of them as they do."""
+        """Asks all jobs to save and to end, and `ended` tells of them as they do; a cluster's jobs go on, and are no
+        longer among those that are running."""
         ...

@@ -103,7 +103,9 @@ def launcher(ranks: int) -> list[str]:
     """What starts a module in so many processes."""
     if ranks < 2:
         return [sys.executable, "-m"]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "-m"]
+    # After SIGTERM the ranks have as long to save as a run of one process.
+    options = ["--standalone", f"--nproc-per-node={ranks}", f"--shutdown-timeout={_SAVING_SECONDS:.0f}"]
+    return [sys.executable, "-m", "torch.distributed.run", *options, "-m"]
 
 
 def environment_of_run(environment: Mapping[str, str], threads: int, devices: Sequence[str] | None) -> dict[str, str]:
@@ -133,10 +135,10 @@ def _ended(process: _Process) -> Ended:
     code = process.popen.returncode
     if code < 0:
         return Ended(process.job, None, f"killed by {signal.Signals(-code).name}")
-    return Ended(process.job, code, _last_line(process.log))
+    return Ended(process.job, code, last_line(process.log))
 
 
-def _last_line(log: Path) -> str:
+def last_line(log: Path) -> str:
     """The last line that says an error, or else the last line."""
     with suppress(OSError):
         lines = [line for line in _end_of(log).splitlines() if line.strip()]

@@ -43,7 +43,7 @@ def test_budgets_are_whole_steps_of_the_arms_own_batch(tmp_path: Path) -> None:
 def test_a_runs_arguments_and_directory(tmp_path: Path) -> None:
     """Caught: a key of the study or the command line that does not reach the runs, a tuned value that loses digits, a
     directory that is not named after them."""
-    study = study_of(tmp_path, "optim.clip_norm=0.5", "scale=debug", "train.batch_rows=4")
+    study = study_of(tmp_path, "optim.clip_norm=0.5", "tokenizer=gpt2", "train.batch_rows=4")
     runs = Runs(study)
     lr = 0.004 * 2**0.5
     point = Point("gpt", 5120, (("model.s_z.init", "sqrt(d)"), ("optim.lr", lr), ("optim.weight_decay", 0.03)), 7)
@@ -52,6 +52,7 @@ def test_a_runs_arguments_and_directory(tmp_path: Path) -> None:
     config = runs.config(point)
     assert (config.optim.lr, config.optim.clip_norm, config.train.steps) == (lr, 0.5, 20)
     assert (config.run.seed, config.run.name, config.run.root) == (7, point.directory, str(study.runs))
+    assert config.tokenizer.kind == "gpt2"
     assert config.logging.wandb.group == "small"
     assert config.logging.wandb.tags == ["gpt", "budget 5120", "seed 7"]
     long = replace(point, values=(("optim.lr", lr), ("data.mixture", "x" * 300)))
@@ -160,13 +161,13 @@ def test_a_study_that_has_begun_may_only_grow(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="holds another study") as refused:
             begun(*change)
         assert said in str(refused.value)
-    with pytest.raises(ConfigError, match="arm ngpt: model.update: lerp -> slerp"):
+    with pytest.raises(ConfigError, match=r"arm ngpt: model.update: lerp -> slerp"):
         begun(text=YAML.replace("model: ngpt", "model: ngpt, model.update: slerp"))
-    with pytest.raises(ConfigError, match="study.arms: without ngpt"):
+    with pytest.raises(ConfigError, match=r"study.arms: without ngpt"):
         begun(text=YAML.replace("  ngpt: {model: ngpt}\n", ""))
 
     (study.path / "study.yaml").write_text("arms: [\n")
-    with pytest.raises(DataError, match="study.yaml is missing or damaged"):
+    with pytest.raises(DataError, match=r"study.yaml is missing or damaged"):
         begun()
     (study.path / "study.yaml").unlink()
     (study.path / "thesis.txt").touch()

@@ -25,7 +25,7 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 directory.mkdir(parents=True, exist_ok=True)
 directory.joinpath("environment").write_text(
-    f"{os.environ['OMP_NUM_THREADS']} {os.environ.get('CUDA_VISIBLE_DEVICES')} {sys.argv[1:3]} {os.getpid()}"
+    f"{os.environ['OMP_NUM_THREADS']} {os.environ.get('CUDA_VISIBLE_DEVICES') or '-'} {sys.argv[1:3]} {os.getpid()}"
 )
 if what == "wait":
     time.sleep(60)
@@ -142,7 +142,7 @@ def test_gpus_are_divided(tmp_path: Path, script: Path) -> None:
 
     assert seen(["4", "5", "6", "7"], 2) == [("4,5", "2"), ("6,7", "2")]
     assert seen(["a", "b"], 3) == [("a", "1"), ("b", "1"), ("a", "1")]
-    assert seen([], 1) == [(str(os.environ.get("CUDA_VISIBLE_DEVICES")), "0")]
+    assert seen([], 1) == [(os.environ.get("CUDA_VISIBLE_DEVICES") or "-", "0")]
 
 
 def test_what_auto_is(tmp_path: Path) -> None:

@@ -10,9 +10,10 @@ import pytest
 
 from ngpt_train.config import ConfigError
 from ngpt_train.study.composition import Runs
+from ngpt_train.study.definition import Study
 from ngpt_train.study.engines import Ended, Job
 from ngpt_train.study.points import DONE, FAILED, Point, result_of
-from tests.unit.study.small_study import FakeEngine, good, leave, runner_of, study_of
+from tests.unit.study.small_study import YAML, FakeEngine, fixed_points, good, leave, runner_of, study_of
 
 
 def states(runner: Any) -> dict[str, str]:
@@ -152,6 +153,19 @@ def test_runs_are_shared_with_the_other_studies_of_a_root(tmp_path: Path) -> Non
         different.path.rename(tmp_path / f"away-{change}")
 
 
+def test_two_arms_that_are_the_same_have_one_run(tmp_path: Path) -> None:
+    """Caught: two runs of one configuration; an arm that has no result because the other has the run."""
+    text = YAML.replace("ngpt: {model: ngpt}", "again: {model: gpt, model.qk_norm: false}")
+    study = study_of(tmp_path, "study.budgets=[5120]", "study.seeds=[0]", text=text)
+    runner = runner_of(study, good(Runs(study)))
+    assert isinstance(runner.engine, FakeEngine)
+    runner.engine.jobs = 1
+    assert runner.complete()
+    assert len(started(runner)) == 1
+    assert len({result.loss for result in runner.results.values()}) == 1
+    assert len(runner.results) == 2
+
+
 def test_a_run_of_another_configuration_is_refused_with_the_difference(tmp_path: Path) -> None:
     """Caught: a directory whose run was made with other keys and counts as the study's."""
     study = study_of(tmp_path)
@@ -186,6 +200,21 @@ def test_a_run_that_another_process_trains_is_awaited(tmp_path: Path) -> None:
     assert runner.complete()
     assert runner.results[point].loss == 2.5
     assert [line for line in runner.watcher.lines if "waiting for it" in line]
+
+
+def test_results_may_ask_for_more_points(tmp_path: Path) -> None:
+    """Caught: a study that ends with the points that were wanted first; a result that is not shown to the tuning."""
+    study = study_of(tmp_path, "study.budgets=[5120]", "study.seeds=[0,1,2]")
+
+    def one_by_one(study: Study, starts: Any, results: Any) -> list[Point]:
+        return fixed_points(study, starts, results)[:1]
+
+    runner = runner_of(study, good(Runs(study)), next_points=one_by_one)
+    assert runner.complete()
+    assert [job.point.seed for job in runner.engine.started] == [0, 1, 2] * 2
+    again = runner_of(study, good(Runs(study)), next_points=one_by_one)
+    assert again.complete()
+    assert len(again.results) == 6
 
 
 @pytest.mark.parametrize(

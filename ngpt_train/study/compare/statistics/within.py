@@ -53,8 +53,11 @@ def log_ratio(arm: Records, baseline: Records, metric: str) -> float | None:
 
 def curve(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and the lowest loss so far of each validation after the first step; fp64, `(n,)`."""
-    of_run = {x.get("tokens"): x.get(metric) for x in records}
-    known = {t: loss for t, loss in of_run.items() if is_number(t) and is_number(loss) and t > 0}
+    known: dict[float, float] = {
+        x["tokens"]: x[metric]
+        for x in records
+        if is_number(x.get("tokens")) and x["tokens"] > 0 and is_number(x.get(metric))
+    }
     tokens = np.array(sorted(known), dtype=float)
     return tokens, np.minimum.accumulate(np.array([known[t] for t in tokens], dtype=float))
 

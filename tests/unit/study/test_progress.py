@@ -1,0 +1,115 @@
+"""What a study shows of itself: counts, the best so far, the time that is left; a table only where it can be drawn."""
+
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ngpt_train.study import progress
+from ngpt_train.study.cost import Cost
+from ngpt_train.study.definition import LR
+from ngpt_train.study.points import Point, Result
+from ngpt_train.study.progress import Lines, TimeLeft, best_so_far, progress_of, summary
+from tests.unit.study.searches import result, study
+
+PROGRAM = """\
+from tests.unit.study.test_progress import COSTS, RESULTS, point
+from tests.unit.study.searches import study
+from ngpt_train.study.progress import progress_of
+with progress_of(study(arms=("gpt", "[ngpt]")), COSTS, 2) as shown:
+    shown.update(RESULTS, [point(4)], [point(5)])
+    shown.say("gpt-1000-lr0.004-seed0: [failed]")
+"""
+
+
+def point(number: int, arm: str = "gpt", budget: int = 1000) -> Point:
+    return Point(arm, budget, ((LR, 0.001 * 2**number),), 0)
+
+
+COSTS = [
+    Cost("gpt", 1000, 10, 1000, runs=5, most_runs=11, flops=5e9, hours=0.5),
+    Cost("[ngpt]", 1000, 10, 1000, runs=5, most_runs=11, flops=10e9, hours=1.0),
+]
+RESULTS: dict[Point, Result] = {
+    point(0): result(point(0), 3.5),
+    point(1): result(point(1), 3.25),
+    point(2): result(point(2), None),
+}
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_the_best_so_far() -> None:
+    """Caught: a failed point or a smaller budget that is called the best."""
+    of = study(budgets=(1000, 819_200))
+    assert best_so_far(of, "gpt", RESULTS) == "loss 3.2500 at 1k tokens with lr=0.002 (1 of 3 seeds)"
+    larger = {point(3, budget=819_200): result(point(3, budget=819_200), 4.0)}
+    assert best_so_far(of, "gpt", RESULTS | larger) == "loss 4.0000 at 819k tokens with lr=0.008 (1 of 3 seeds)"
+    assert best_so_far(of, "other", RESULTS) == ""
+
+
+def test_the_counts() -> None:
+    said = summary(RESULTS, [point(4)], [point(5)], n_expected=10, seconds_left=4800)
+    assert said == "2 of some 10 runs done, 1 failed, 1 running, 1 waiting, some 1h20m left"
+    assert summary(RESULTS, [point(4)], [point(5)], n_expected=4, seconds_left=None).startswith("2 of some 5 runs")
+
+
+def test_the_time_that_is_left() -> None:
+    """Caught: runs that have ended, or the part of a run that is done, and are still counted; jobs side by side that
+    are counted one by one; an estimate that never learns."""
+    left = TimeLeft(COSTS, jobs=2)
+    left.update({}, [point(0), point(1)], 0.0)
+    assert left.seconds({}, [point(0), point(1)], [], 0.0) == (5 * 1800 + 5 * 3600) / 2
+    assert left.seconds({}, [point(0), point(1)], [], 600.0) == (5 * 1800 + 5 * 3600 - 2 * 600) / 2
+    done = {point(0): RESULTS[point(0)], point(1): RESULTS[point(1)]}
+    left.update(done, [], 900.0)  # each took 900 seconds, not 1800
+    assert left.seconds(done, [point(2), point(3)], [], 900.0) == (3 * 900 + 5 * 1800) / 2
+    more = [point(number) for number in range(2, 12)]  # than the table expected
+    assert left.seconds(done, [], more, 900.0) == (10 * 900 + 5 * 1800) / 2
+    assert TimeLeft([Cost("gpt", 1000, 1, 1, 1, 1, 1.0, None)], 1).seconds({}, [], [point(0)], 0.0) is None
+
+
+def test_plain_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
+    """Caught: control characters in a log; a study that says nothing for hours, or the same twice."""
+    shown = progress_of(study(), COSTS, 1)
+    assert isinstance(shown, Lines)
+    with shown:
+        shown.update({}, [point(0)], [point(1)])
+        shown.say("one")
+        shown.say("two")
+        for clock[0] in range(1, 150):
+            shown.update(RESULTS, [point(4)], [point(5)])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("one  (0 of some 10 runs done, 1 running, 1 waiting, some ")
+    assert lines[1] == "two"
+    assert lines[2].startswith("2 of some 10 runs done, 1 failed, 1 running, 1 waiting, some ")
+    assert lines[3:5] == ["best so far:", "  gpt: loss 3.2500 at 1k tokens with lr=0.002 (1 of 3 seeds)"]
+    assert len(lines) == 6
+
+
+def test_a_table_on_a_terminal() -> None:
+    """Caught: names and reasons with brackets that are taken for markup; a table that is not there."""
+    ours, its = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "110", "LINES": "40"}
+    process = subprocess.Popen([sys.executable, "-c", PROGRAM], stdout=its, env=environment, cwd=Path.cwd())
+    os.close(its)
+    shown = b""
+    try:
+        while piece := os.read(ours, 4096):
+            shown += piece
+    except OSError:  # the terminal's other end is closed
+        pass
+    assert process.wait() == 0
+    text = shown.decode()
+    for words in ("best so far", "[ngpt]", "loss 3.2500 at 1k tokens", "seed0: [failed]", "2 of some 10 runs done"):
+        assert words in text
+    (row,) = [line for line in text.split("seed0: [failed]")[0].splitlines() if "gpt " in line and "loss" in line]
+    assert [cell.strip() for cell in row.replace("┃", "│").split("│")[1:6]] == ["gpt", "2", "1", "1", "1"]
