@@ -239,6 +239,21 @@ def test_training_that_fails_is_found(run: Path) -> None:
     assert "cannot be trained again: the data is another" in found["says"]
 
 
+def test_training_goes_on_from_a_copy_of_the_checkpoint(run: Path) -> None:
+    """Caught: a window from step 0, whose records are the same and whose checkpoint nobody looks at."""
+    program = """if True:
+        import sys, yaml; from pathlib import Path
+        config = yaml.safe_load(Path(sys.argv[1]).read_text())
+        there = Path(config["run"]["root"], config["run"]["name"])
+        found = sorted(x.parent.name for x in there.glob("checkpoints/*/state.json"))
+        print("error: at", config["train"]["stop_at"], found)
+        sys.exit(3)"""
+    options = AuditConfig(run=str(run), seed=0)
+    found = audit(run, options, lambda ranks: [sys.executable, "-c", program], here(run), lambda line: None)["found"]
+    begun = [x["says"].partition("again: ")[2] for x in found]
+    assert begun == ["at 4 []", "at 8 ['step_00000004']", "at 12 ['step_00000008']"]
+
+
 def test_windows() -> None:
     """Caught: windows beyond the end, longer than asked for, over a cut; the same ones whatever the seed."""
     assert windows([25, 50], 50, 100) == [(0, 25), (25, 50)]
