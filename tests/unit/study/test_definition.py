@@ -126,7 +126,7 @@ def test_mistakes_name_key_value_and_fix(
 def test_a_study_is_started_by_its_verb_in_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "study=gpt_vs_ngpt"]) == 2
+    assert main(["train", "study=gpt_vs_ngpt", "--cfg", "job"]) == 2
     assert "ngpt-train study study=gpt_vs_ngpt" in capsys.readouterr().err
     assert main(["study", "study=gpt_vs_ngpt", "-m"]) == 2
     assert "--multirun" in capsys.readouterr().err
