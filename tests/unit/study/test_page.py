@@ -141,10 +141,20 @@ def browser() -> Iterator[Any]:
     opened.quit()
 
 
+def further_keys(report: dict[str, Any]) -> dict[str, Any]:
+    """A number that may be 0 and a switch are tuned too."""
+    for arm in list(report["arms"]):
+        for key, values in (("optim.weight_decay", [0.0, 0.1]), ("model.qk_norm", [True, False, None])):
+            points = [{"value": v, "loss": 3.0 + k / 9, "seed": 1, "failed": k == 2} for k, v in enumerate(values)]
+            known = {"state": "bracketed", "optimum": None, "low": None, "high": None, "price_of_two": None}
+            report["tuning"].append({"arm": arm, "budget": BUDGETS[-1], "key": key, "points": points, **known})
+    return report
+
+
 def visit(browser: Any, folder: Path, case: str, width: int = 1280, dark: bool = False) -> Path:
     """Opens the page from its file at this width of the window, and waits until its figures are drawn."""
     path = folder / "report.html"
-    write_page(example(**CASES[case]), path)
+    write_page(further_keys(example(**CASES[case])), path)
     size = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": width < 600}
     browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
     scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
@@ -236,6 +246,9 @@ def test_what_is_shown_can_be_switched(browser: Any, tmp_path: Path) -> None:
         "return [...document.querySelectorAll('[data-chart=speedup] .plot')].map(p => p.layout.yaxis.title.text)[0]"
     )
     assert "tokens" in speedup
+    choose(browser, "tuning-curves", "key", "model.qk_norm")
+    assert plotted(browser, "tuning-curves")["type"] == "category"
+    assert plotted(browser, "tuning-curves")["n"] == 2
     choose(browser, "speedup", "unit", "seconds")
     assert browser.execute_script(
         "return document.querySelector('[data-chart=speedup] .plot').data.filter(t => t.visible !== false)"
