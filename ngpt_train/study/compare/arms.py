@@ -140,8 +140,10 @@ def _only(names: Iterable[str]) -> str | None:
 
 def _differences(group: Sequence[Run], groups: Sequence[Sequence[Run]], tuned: Collection[str]) -> str:
     firsts = [other[0] for other in groups]
-    keys = [key for key in _primary(firsts, tuned) if len(_split(firsts, [key])) > 1]
-    return ",".join(f"{key.rpartition('.')[2]}={show(group[0].config[key])}" for key in keys[:3])
+    keys = sorted({key for run in firsts for key in _primary([run], tuned)})
+    differing = [key for key in keys if len(_split([run for run in firsts if key in run.config], [key])) > 1]
+    own = [key for key in differing if key in group[0].config]
+    return ",".join(f"{key.rpartition('.')[2]}={show(group[0].config[key])}" for key in own[:3])
 
 
 def choose_baseline(arms: Arms, wanted: str | None) -> str:

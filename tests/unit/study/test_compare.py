@@ -131,14 +131,13 @@ def test_failed_and_unfinished_runs_are_shown(tmp_path: Path) -> None:
 
 def test_arms_from_what_differs(tmp_path: Path) -> None:
     """qk_norm differs, a key that only one architecture has differs, lr alone differs."""
-    for name, config in {
-        "x-0": {"model.qk_norm": False},
-        "y-0": {"model.qk_norm": True},
-        "z-0": {"model.name": "ngpt", "model.alpha": 0.1},
-        "w-0": {"model.name": "ngpt", "model.alpha": 0.2},
-    }.items():
-        write_run(tmp_path / "runs" / name, "gpt", 400, 0, 3.0, config=config)
-    assert set(report_of([tmp_path / "runs"], tmp_path / "report")["arms"]) == {"x", "y", "z", "w"}
+    variants = ({"model.qk_norm": False}, {"model.qk_norm": True}, {"model.alpha": 0.1}, {"model.alpha": 0.2})
+    for number, config in enumerate([*variants, *variants]):  # two seeds of each
+        arm = "ngpt" if "model.alpha" in config else "gpt"
+        write_run(tmp_path / f"runs/r{number}", arm, 400, number // 4, 3.0, config=config)
+    assert set(report_of([tmp_path / "runs"], tmp_path / "report")["arms"]) == {
+        *("name=gpt,qk_norm=false", "name=gpt,qk_norm=true", "alpha=0.1,name=ngpt", "alpha=0.2,name=ngpt")
+    }
     for lr in (0.001, 0.002):
         write_run(tmp_path / f"rates/r-lr{lr}", "gpt", 400, 0, 3.0, lr=lr)
     assert set(report_of([tmp_path / "rates"], tmp_path / "report")["arms"]) == {"lr=0.001", "lr=0.002"}

@@ -132,6 +132,9 @@ def test_missing_runs_count_as_missing() -> None:
     assert [x.n_seeds for x in found] == [4, 2]
     assert found[1].high - found[1].low > found[0].high - found[0].low
     assert found[1].estimate == pytest.approx(np.mean(pair.difference[3, :2]))
+    baseline[3, 1:] = np.nan  # the noise of other budgets does not make one seed an experiment
+    alone = replace(pair, baseline=baseline)
+    assert np.isnan(difference_at(alone, Noise(alone), 3, 0.95).spread.seeds[0])
 
 
 @pytest.mark.parametrize("curve", [power_law, log_linear])
