@@ -213,8 +213,7 @@ class ScheduleConfig:
     )
     final_share: Union[float, None] = key(
         None,
-        "schedule.final_lr as a share of optim.lr, for example 0.1, which it replaces: so it follows a rate that is "
-        "tuned, or is from a table.",
+        "schedule.final_lr as a share of optim.lr, for example 0.1, so that it follows a rate that is tuned.",
         minimum=0,
         maximum=1,
     )

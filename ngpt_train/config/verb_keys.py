@@ -336,30 +336,9 @@ class AuditConfig:
 class TransferConfig:
     """How the best learning rate changes with width, depth and the length of a run (`transfer`)."""
 
-    studies: Union[list[str], None] = key(
-        None,
-        "Directories of studies, or of runs, that are looked at instead of making a study: `transfer studies/a` sets "
-        "them.",
-    )
-    widths: list[int] = key(
-        [],
-        "d_model of the arms, such as [64,128,256]. Heads keep their width, and the MLP its share of d_model.",
-        minimum=1,
-        maximum=1_000_000,
-    )
-    depths: list[int] = key([], "n_layers of the arms, such as [2,4,8].", minimum=1, maximum=10_000)
-    within: float = key(
-        0.5,
-        "Octaves of learning rate over the whole range: where the interval of the drift lies within +- these, the rate "
-        "transfers.",
-        above=0,
-        maximum=10,
-    )
-    out: Union[str, None] = key(
-        None, "Directory for transfer.json and the figures; null: transfer/ in the study's, else prints only."
-    )
-    patch: Union[str, None] = key(
-        None,
-        "File for a diff that writes the rates into optim.lr_table of their recipes, for `git apply`. No recipe is "
-        "changed by itself.",
-    )
+    studies: Union[list[str], None] = key(None, "Directories to look at instead of a study: `transfer studies/a`.")
+    widths: list[int] = key([], "d_model of the arms, such as [64,128]; heads keep their width.", **COUNT)
+    depths: list[int] = key([], "n_layers of the arms, such as [2,4,8].", **COUNT)
+    within: float = key(0.5, "Octaves of drift, +-, within which a rate transfers.", above=0, maximum=10)
+    out: Union[str, None] = key(None, "Directory for transfer.json and figure; null: transfer/ in that of the study.")
+    patch: Union[str, None] = key(None, "File for a diff of recipes' optim.lr_table, for `git apply`.")

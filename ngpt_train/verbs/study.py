@@ -92,7 +92,8 @@ def taken(study: Study) -> DirectoryLock:
 
 
 def compared(config: Config, study: Study, results: Mapping[Point, Result], compares: bool = True) -> int:
-    """Says which runs have failed, and compares the others unless `compares` is false; the exit code. Raises what `compare` raises."""
+    """Says which runs have failed, and compares the others unless `compares` is false; the exit code. Raises what
+    `compare` raises."""
     failed = [result for result in results.values() if result.state == FAILED]
     for result in failed:
         print(f"failed: {result.point.directory}: {result.reason}")
