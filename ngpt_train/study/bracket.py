@@ -6,10 +6,10 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
+from scipy.special import stdtrit
 
 # Which values were tried, and when the search ended, depended on their losses. Where the noise is not shared by the
 # values of a seed, intervals from sigma itself then hold the optimum in 90 of 100 searches instead of 95.
@@ -63,7 +63,8 @@ def analyse(
     if not below or min(tried) <= 0:
         return Tuning("bracketed", best)
     left, right = max(below), min(above)
-    vertex = _vertex(line, left, right, sigma * _quantile(confidence, degrees) if degrees else math.inf)
+    quantile = float(stdtrit(min(degrees, 1e9), (1 + confidence) / 2)) if degrees else math.inf  # Student's t
+    vertex = _vertex(line, left, right, quantile * sigma if degrees else math.inf)
     if vertex is None:
         return Tuning("bracketed", best, float(best), float(left), float(right))
     optimum, low, high, curvature = vertex
@@ -149,21 +150,3 @@ def _vertex(line: Line, left: Any, right: Any, noise: float) -> tuple[float, flo
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-@cache
-def _quantile(confidence: float, degrees: float) -> float:
-    """The t for which |T| <= t has the probability `confidence`, T of Student's distribution."""
-    if degrees > 200:
-        return statistics.NormalDist().inv_cdf((1 + confidence) / 2)
-    # With T = sqrt(degrees) tan(angle) the density is cos(angle)**(degrees - 1).
-    nodes, weights = np.polynomial.legendre.leggauss(100)
-
-    def mass(angle: float) -> float:
-        return angle / 2 * float(weights @ np.cos(angle / 2 * (nodes + 1)) ** (degrees - 1))
-
-    whole, low, high = mass(math.pi / 2), 0.0, math.pi / 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if mass(middle) < confidence * whole else (low, middle)
-    return math.sqrt(degrees) * math.tan(low)

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import fake_slurm
 from tests.processes import fork_server, runs
 
 YAML = """\
@@ -42,10 +43,10 @@ def study(given: list[str], code: int = 0) -> str:
     return finished.stdout if code == 0 else finished.stderr
 
 
-def begin(given: list[str]) -> subprocess.Popen[str]:
+def begin(given: list[str], **variables: str) -> subprocess.Popen[str]:
     """A real process: it is killed, or starts others."""
     command = [sys.executable, "-m", "ngpt_train", "study", *given]
-    return subprocess.Popen(command, env=fork_server.environment(), stdout=subprocess.PIPE, text=True)
+    return subprocess.Popen(command, env=fork_server.environment() | variables, stdout=subprocess.PIPE, text=True)
 
 
 def trainers(directory: Path) -> Iterator[int]:
@@ -132,3 +133,32 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str]
     assert shared.count("shares the run") == 2
     assert all(path.is_symlink() for path in (tmp_path / "studies" / "third" / "runs").iterdir())
     assert losses(tmp_path / "studies" / "third") == losses(root)
+
+
+@pytest.mark.slow
+def test_on_a_cluster_it_ends_as_on_this_machine(arguments: list[str], tmp_path: Path) -> None:
+    """Caught: jobs that end with the study; runs that are submitted twice; a job whose time is over and that begins
+    anew; losses that depend on where the runs were made."""
+    pytest.importorskip("submitit")
+    fakes = tmp_path / "fakes"
+    variables = fake_slurm.install(fakes)
+    root = tmp_path / "studies" / "small"
+    gpt, ngpt = (root / "runs" / name for name in ("gpt-102400-lr0.004-seed0", "ngpt-102400-lr0.04-seed0"))
+    given = [*arguments, "study.engine=slurm", "study.slurm.gpus=0", "study.slurm.cpus=1"]
+    killed = begin(given, **variables)
+    runs.wait_for_step(gpt, 20)
+    runs.wait_for_step(ngpt, 5)
+    killed.kill()
+    killed.wait()
+    os.kill(int((fakes / "process-101").read_text()), signal.SIGUSR2)  # as --signal does where a job's time is over
+
+    said, _ = begin(given, **variables).communicate(timeout=300)
+    assert "2 of 2 runs in" in said
+    assert len(list(fakes.glob("script-*"))) == 2
+    assert [start["step"] > 0 for start in json.loads((gpt / "run.json").read_text())["starts"]] == [False, True]
+    assert [start["step"] > 0 for start in json.loads((ngpt / "run.json").read_text())["starts"]] == [False]
+
+    here = [x for x in arguments if x != f"study.root={tmp_path / 'studies'}"]
+    study([*here, f"study.root={tmp_path / 'here'}", "study.threads=1"])
+    for run in (gpt, ngpt):
+        assert runs.numbers(run) == runs.numbers(tmp_path / "here" / "small" / "runs" / run.name)

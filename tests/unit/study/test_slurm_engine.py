@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import stat
 import sys
 import time
 from pathlib import Path
@@ -15,38 +14,10 @@ from ngpt_train.config.verb_keys import SlurmConfig, StudyConfig
 from ngpt_train.study.engines import Ended, Job, slurm
 from ngpt_train.study.engines.slurm import SlurmEngine, Training, slurm_engine
 from ngpt_train.study.points import Point
+from tests import fake_slurm
 
 submitit = pytest.importorskip("submitit")
 
-# The queue is a directory of files NUMBER, with the name of the job. `hold` in the state directory lets jobs wait.
-FAKES = {
-    "sbatch": """\
-if [[ -f $FAKES/refuse ]]; then echo "sbatch: error: invalid partition specified: x" >&2; exit 1; fi
-number=$(( $(cat "$FAKES/last" 2> /dev/null || echo 100) + 1 )); echo $number > "$FAKES/last"
-cp "$1" "$FAKES/script-$number"
-sed -n "s/^#SBATCH --job-name='*\\([^']*\\)'*$/\\1/p" "$1" > "$FAKES/queue/$number"
-(
-  while true; do
-    while [[ -f $FAKES/hold ]]; do sleep 0.05; done
-    SLURM_JOB_ID=$number SLURM_PROCID=0 bash "$FAKES/script-$number"
-    [[ -f $FAKES/requeue-$number ]] || break
-    rm "$FAKES/requeue-$number"
-  done
-  rm "$FAKES/queue/$number"
-) > "$FAKES/output-$number" 2>&1 < /dev/null &
-echo "Submitted batch job $number"
-""",
-    "srun": """\
-while [[ $1 == --* ]]; do if [[ $1 == --output || $1 == --error ]]; then shift; fi; shift; done
-echo $$ > "$FAKES/process-$SLURM_JOB_ID"
-exec "$@"
-""",
-    "squeue": """\
-if [[ -f $FAKES/no_answer ]]; then exit 1; fi
-for file in "$FAKES"/queue/*; do [[ -f $file ]] && echo "$(basename "$file")|$(cat "$file")"; done; exit 0
-""",
-    "scontrol": 'touch "$FAKES/requeue-$2"\n',
-}
 # In the place of `train`: counts its starts in its directory, and does what the last argument says.
 RUN = """\
 import os, signal, sys, time
@@ -60,7 +31,8 @@ def save(*_):
 signal.signal(signal.SIGTERM, save)
 directory.joinpath(f"start-{starts}").write_text(os.environ["OMP_NUM_THREADS"])
 if what == "wait" and starts == 0:
-    time.sleep(60)
+    for _ in range(6000):  # a signal just before a long sleep would be handled after it
+        time.sleep(0.01)
 elif what == "die":
     os.kill(os.getpid(), signal.SIGKILL)
 elif what == "fail":
@@ -72,15 +44,10 @@ elif what == "fail":
 @pytest.fixture
 def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     fakes = tmp_path / "fakes"
-    (fakes / "queue").mkdir(parents=True)
-    for name, body in FAKES.items():
-        (fakes / name).write_text(f"#!/bin/bash\n{body}")
-        (fakes / name).chmod(stat.S_IRWXU)
     script = tmp_path / "run.py"
     script.write_text(RUN)
-    monkeypatch.setenv("FAKES", str(fakes))
-    monkeypatch.setenv("PATH", f"{fakes}:{os.environ['PATH']}")
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[3]))
+    for name, value in fake_slurm.install(fakes).items():
+        monkeypatch.setenv(name, value)
     monkeypatch.setattr(slurm, "launcher", lambda ranks: [sys.executable, str(script)])
     monkeypatch.setattr(slurm, "LOOK_SECONDS", 0.05)
     monkeypatch.setattr(slurm, "GONE_SECONDS", 1.0)
