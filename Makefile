@@ -1,4 +1,4 @@
-# make quickstart   sets everything up and trains a small nGPT on real text
+# make quickstart   sets everything up, trains a small GPT and nGPT on real text, and compares them
 # make test         sets everything up and runs lint, types and the fast tests
 # make test-all     the slow tests as well (make test-slow: those alone)
 
@@ -13,8 +13,7 @@ PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 .PHONY: quickstart test test-slow test-all lint clean
 
 quickstart: $(VENV)/.installed
-	$(BIN)/python -m ngpt_train train experiment=quickstart
-	$(BIN)/python -m ngpt_train generate generate.checkpoint=runs/quickstart generate.prompt="def "
+	$(BIN)/python -m ngpt_train study study=quickstart
 
 test: lint
 	$(PYTEST) -m "not slow"

@@ -250,6 +250,9 @@ class StudyConfig:
         minimum=0,
         maximum=1000,
     )
+    prompt: Union[str, None] = key(
+        None, "Text that the best run of each arm continues when the study is complete; null: none."
+    )
     dry_run: bool = key(False, "Only print the table of runs, tokens, FLOPs and hours.")
 
 

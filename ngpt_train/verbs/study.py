@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 from ngpt_train.config import ConfigError
 from ngpt_train.config.schema import Config
@@ -106,7 +107,36 @@ def compared(config: Config, study: Study, results: Mapping[Point, Result], comp
         compare.main(
             replace(config, compare=replace(config.compare, runs=[str(study.path)], out=out, step_times=in_turn)), []
         )
+        print(f"open {Path(out) / 'report.html'}, or look at the curves in {Path(out) / 'figures'}")
+    if config.study.prompt is not None:
+        show_samples(config, results.values())
+    if missing := what_is_missing(study):
+        print(f"\n{missing}")
     return 1 if any(failure_record(result.run).exists() for result in failed) else 0
+
+
+def show_samples(config: Config, results: Iterable[Result]) -> None:
+    """Prints how the run with the lowest loss of each arm continues study.prompt."""
+    from ngpt_train.verbs import generate
+
+    best: dict[str, Result] = {}
+    for result in sorted((result for result in results if result.loss is not None), key=lambda x: cast(float, x.loss)):
+        best.setdefault(result.point.arm, result)
+    for arm, result in best.items():
+        print(f"\n--- {arm}, a sample of {result.run}", flush=True)
+        of_run = replace(config.generate, checkpoint=str(result.run), prompt=config.study.prompt or "")
+        generate.main(replace(config, generate=of_run), [])
+
+
+def what_is_missing(study: Study) -> str | None:
+    """In words, why this study proves nothing, and which command does; None where it has several seeds and budgets."""
+    few = [f"one {word}" for word, values in (("seed", study.seeds), ("budget", study.budgets)) if len(values) == 1]
+    if not few:
+        return None
+    return (
+        f"{' and '.join(few).capitalize()} prove nothing: the same arms may come out otherwise with another. What does, "
+        "with tuned rates, several budgets and seeds, and intervals: python -m ngpt_train study study=gpt_vs_ngpt"
+    )
 
 
 class Stop:
