@@ -7,7 +7,7 @@ import pytest
 
 from ngpt_train.study.definition import LR
 from ngpt_train.study.points import UNFINISHED, WAITING, Point
-from ngpt_train.study.tuning import next_points, tunings
+from ngpt_train.study.tuning import analyse, next_points, tunings
 from tests.unit.study.searches import START, Loss, fixed_noise, octaves, result, search, study, trials
 
 
@@ -80,10 +80,10 @@ def test_the_best_by_all_seeds_is_gone_on_from() -> None:
 
 def test_a_hard_first_seed_makes_no_bracket() -> None:
     """Caught: means over different seeds that are compared as if seeds were alike."""
-    luck = {0: 0.1, 1: 0.0, 2: 0.0}
-    results, _ = search(study(max_points=5), lambda point: 3 + luck[point.seed])
-    found = tunings(trials(results))[1000, LR]
-    assert found.state == "edge"
+    values, seeds = [1.0, 2.0, 2.0, 2.0, 4.0], [0, 0, 1, 2, 0]
+    losses = [3.101, 3.1, 3.0, 3.0, 3.101]  # 0.068 worse than the mean of the best, 0.001 with the same seed
+    assert analyse(values, losses, 0.058, seeds=seeds).state == "edge"
+    assert analyse(values, [3.2, *losses[1:4], 3.2], 0.058, seeds=seeds).state == "bracketed"
 
 
 @pytest.mark.parametrize(("slope", "best"), [(1, START / 2**7), (-1, START * 2**7)])
