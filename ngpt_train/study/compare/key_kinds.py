@@ -78,7 +78,11 @@ SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_mlp", "vocab_size", 
 # Words of the command line that stand for several keys, as a study's arms use them.
 GROUPS = {
     "model": ("model.name",),
-    "recipe": ("optim", "schedule"),
+    # nuGPT's sets starts of the model too.
+    "recipe": (
+        *("optim", "schedule", "model.lr_rule", "model.reference"),
+        *(f"model.{vector}" for vector in ("s_qk", "s_z", "alpha_attn", "alpha_mlp")),
+    ),
     "scale": ("scale.name", *(f"model.{size}" for size in SIZES), "train.steps", "train.batch_rows"),
 }
 
