@@ -134,8 +134,8 @@ def what_is_missing(study: Study) -> str | None:
     if not few:
         return None
     return (
-        f"{' and '.join(few).capitalize()} prove nothing: the same arms may come out otherwise with another. What does,"
-        " with tuned rates, several budgets and seeds, and intervals: python -m ngpt_train study study=gpt_vs_ngpt"
+        f"{' and '.join(few).capitalize()}: this proves nothing, for another may turn it round. What does, with tuned "
+        "rates, several budgets and seeds, and intervals: python -m ngpt_train study study=gpt_vs_ngpt"
     )
 
 
