@@ -51,7 +51,8 @@ FAULTS_OF_THE_SYSTEM = {
     errno.ENOSPC: "Make room",
     errno.EDQUOT: "Make room",
     errno.EROFS: "Choose a place that can be written",
-    errno.ELOOP: "Remove this link, which leads to itself",
+    errno.ELOOP: "Remove this link",
+    errno.ENXIO: "Remove this pipe",
     errno.ENAMETOOLONG: "Choose a shorter name",
     errno.EIO: "Look at the disk, or at the network that it is on",
     errno.ESTALE: "Mount the file system again",
@@ -152,6 +153,8 @@ def _command(arguments: list[str]) -> Callable[[], int]:
         return partial(_show, f"{VERBS[verb]}\n\n{USAGE.replace('VERB', verb, 1)}\n\n{text}")
     if line.multirun and verb == "study":
         raise ConfigError("--multirun: a study has arms and budgets instead\n  Leave -m out")
+    if line.multirun and directories:
+        raise ConfigError(f"--multirun: {verb} takes its runs at once\n  Leave -m out")
     if line.multirun:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ:
             raise ConfigError(

@@ -9,6 +9,7 @@ import pkgutil
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
+from os.path import realpath  # Path.resolve raises RuntimeError for a link to itself
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ def plugins() -> list[Path]:
 def use_plugins(folders: Sequence[str]) -> None:
     """Makes these folders the only architectures besides ours, in this process and in those that it starts. Raises
     ConfigError."""
-    paths = list(dict.fromkeys(Path(folder).expanduser().resolve() for folder in folders))
+    paths = list(dict.fromkeys(Path(realpath(Path(folder).expanduser())) for folder in folders))
     for folder, path in zip(folders, paths, strict=False):
         if not path.is_dir():
             raise _unusable(path, "no such directory" if folder == str(path) else f"no such directory: {path}")

@@ -56,7 +56,7 @@ def check_contexts(config: Config) -> None:
 
 def check_arguments(verb: str, overrides: Sequence[str]) -> None:
     """Raises ConfigError for what `verb` never takes. A recipe would be checked against the default model first."""
-    if verb == "study" and (int(os.environ.get("WORLD_SIZE", "1")) > 1 or "TORCHELASTIC_RUN_ID" in os.environ):
+    if verb == "study" and ("TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"):
         problem = "study: not under torchrun, where every rank would start the runs by itself"
         raise mistake(problem, "Start it with: ngpt-train study ...; study.jobs has runs side by side")
     for override in overrides:

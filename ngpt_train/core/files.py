@@ -4,6 +4,7 @@ others may have forged: within bounds of size, nesting and memory, and without w
 import contextlib
 import json
 import os
+import shutil
 import stat
 from collections.abc import Container, Iterable, Iterator
 from functools import partial
@@ -25,16 +26,21 @@ MOST_YAML_DEPTH = 50
 def write_atomically(path: Path, content: bytes) -> None:
     """Replaces the content of `path`. After a kill or a power cut, `path` has either the old or the new content.
 
-    A device or a pipe, such as /dev/stdout, is written to: root could replace it by a file.
+    A device or a pipe, such as /dev/stdout, is written to: root could replace it by a file. Raises OSError.
     """
     if path.exists() and not path.is_file():
         path.write_bytes(content)
         return
     partial = path.with_name(f".{path.name}.partial")
-    with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o666), "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+    # A link there would lead elsewhere, and a pipe would wait for a reader.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
+    with open(os.open(partial, flags, 0o666), "wb") as file:
+        try:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError as error:  # the system does not say of which file
+            raise OSError(error.errno, error.strerror, str(path)) from None
     os.replace(partial, path)
     sync(path.parent)
 
@@ -46,6 +52,17 @@ def sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def remove(path: Path) -> None:
+    """Deletes a directory with all that is in it, a file, or a link, but not what that leads to. Raises OSError.
+
+    shutil.rmtree alone would wait for a pipe, for ever.
+    """
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def write_json(path: Path, content: Any) -> None:

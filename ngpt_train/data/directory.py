@@ -15,7 +15,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import sync
+from ngpt_train.core.files import remove, sync
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ def build_directory(target: Path, build: Callable[[Path], None], resumable: bool
         with lock(target.with_name(f".{target.name}.lock"), f"preparing {target}") as locked:
             if locked:  # nobody else is at work: a killed process has left what lies here
                 for stale in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
-                    shutil.rmtree(stale)
+                    remove(stale)
             if not is_filled(target):
                 # Without locks another process may be at work: each then has a directory of its own.
                 _build(target, build, resumable and locked)
@@ -59,6 +59,8 @@ def _build(target: Path, build: Callable[[Path], None], resumable: bool) -> None
     name = f".{target.name}.partial"
     partial = target.with_name(name if resumable else f"{name}-{uuid.uuid4().hex[:12]}")
     try:
+        if partial.is_symlink():
+            partial.unlink()  # what is there is not ours
         partial.mkdir(exist_ok=resumable)
         build(partial)
         for path in [*partial.iterdir(), partial]:

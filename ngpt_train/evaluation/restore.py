@@ -19,6 +19,7 @@ from ngpt_train.distributed import World, resolve_precision
 from ngpt_train.distributed.layouts import choose_kernels
 from ngpt_train.evaluation.averaging import load_mean, newest
 from ngpt_train.models import Decoder, build_model
+from ngpt_train.report.enough_memory import check_weights_fit
 from ngpt_train.training.checkpoint import find_checkpoint, load_model, read_progress, step_of
 from ngpt_train.training.checkpoint.load import open_tensors
 
@@ -134,6 +135,7 @@ def restore(trained: Trained, config: Config, world: World) -> Restored:
     """
     path = trained.path
     check_size(path, trained.config.model)
+    check_weights_fit(path, trained.config.model, world.device)
     precision = resolve_precision(config.train.precision, world.device.type)
     choose_kernels(replace(config, model=trained.config.model), world.device, precision)
     with world.device:

@@ -30,6 +30,7 @@ class MemoryCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.recent_peak = 0  # since somebody set it to `now`
         self._held: dict[int, int] = {}  # bytes, by the address of the storage
 
     def note(self, tensor: Tensor) -> None:
@@ -43,7 +44,7 @@ class MemoryCounter(TorchDispatchMode):
     def _resized(self, address: int, size: int) -> None:
         self.now += size - self._held[address]
         self._held[address] = size
-        self.peak = max(self.peak, self.now)
+        self.peak, self.recent_peak = max(self.peak, self.now), max(self.recent_peak, self.now)
 
     def _freed(self, address: int) -> None:
         self.now -= self._held.pop(address)
@@ -76,6 +77,7 @@ class Pass:
 
     kept: float  # at the end of the forward pass, without what the loss keeps
     working: float  # what the backward pass holds at its peak beyond what was held at the end of the forward pass
+    of_stages: tuple[float, ...]  # `working` up to the end of the decoder's last block, and of the encoder's last alone
 
 
 @dataclass(frozen=True)
@@ -88,13 +90,51 @@ class Products:
     widest: float  # the largest result
 
 
+class Stage:
+    """Watches what a block's backward pass holds at its peak beyond what was held when it began: `working`."""
+
+    def __init__(self, counter: MemoryCounter, block: nn.Module) -> None:
+        self.working = 0
+        self._counter = counter
+        self._held: int | None = None
+        block.register_forward_pre_hook(lambda _, given: self._at_gradients(given[0], self.end))
+        block.register_forward_hook(lambda _, given, made: self._at_gradients(made, self.begin))
+
+    def begin(self, gradient: Tensor | None = None) -> None:
+        """gradient: by the block's result, which belongs to the pass."""
+        if self._held is None:
+            self._held = self._counter.now - (0 if gradient is None else gradient.nbytes)
+            self._counter.recent_peak = self._counter.now
+
+    def end(self, gradient: Tensor) -> None:
+        assert self._held is not None
+        self.working = self._counter.recent_peak - self._held
+
+    @staticmethod
+    def _at_gradients(hidden: Any, then: Callable[[Tensor], None]) -> None:
+        """Calls `then` when the backward pass has the gradients by the tensors in `hidden`. Statistics, which
+        PowerNorm's blocks return too, have none."""
+        for leaf in tree_leaves(hidden):
+            if leaf.requires_grad:
+                leaf.register_hook(then)
+
+
 FEW = 2  # blocks of a kind in the model that is counted
 
 
-def count_pass(shape: ModelConfig, dtype: torch.dtype, rows: int, recompute: str, on_gpu: bool, kernels: bool) -> Pass:
+def count_pass(
+    shape: ModelConfig,
+    dtype: torch.dtype,
+    rows: int,
+    recompute: str,
+    on_gpu: bool,
+    kernels: bool,
+    new_gradients: bool = False,
+) -> Pass:
     """The memory of an uncompiled pass over `rows` rows, training, with products in `dtype`.
 
-    recompute: train.activation_checkpointing. kernels: whether Triton's run.
+    recompute: train.activation_checkpointing. kernels: whether Triton's run. new_gradients: the backward pass does not
+    add to gradients of an earlier micro batch, but makes and holds them.
     """
 
     def count(few: ModelConfig) -> list[float]:
@@ -102,22 +142,25 @@ def count_pass(shape: ModelConfig, dtype: torch.dtype, rows: int, recompute: str
             model, inputs, seeds = prepared(few, dtype, rows)
             checkpoint_blocks(model.blocks(), recompute)
             counter = MemoryCounter()
+            blocks = model.blocks()
+            stages = [Stage(counter, block) for block in (blocks[-1], *blocks[: -few.n_layers][-1:])]
             with counting(counter):
                 for parameter in model.parameters():  # views of them are kept too
                     counter.note(parameter)
                 # Gradients of an earlier micro batch. Made here, since the sum with the next ones may replace them.
-                for parameter in model.parameters():
+                for parameter in () if new_gradients else model.parameters():
                     parameter.grad = torch.zeros_like(parameter)
                 before = counter.now
                 loss = model(*inputs, **seeds).total
                 kept, counter.peak = counter.now - before, counter.now
+                stages[0].begin()
                 loss.backward()
                 working = counter.peak - before - kept
             of_loss = gradients_of_loss(model, rows * (few.context - few.source_length(few.context)), dtype.itemsize)
-        return [kept - of_loss, working]
+        return [kept - of_loss, working, *(stage.working for stage in stages)]
 
-    (kept, _), (_, working) = of_all_blocks(shape, count)
-    return Pass(kept, working)
+    (kept, *_), (_, working, *of_stages) = of_all_blocks(shape, count)
+    return Pass(kept, working, tuple(of_stages))
 
 
 def count_products(shape: ModelConfig, dtype: torch.dtype, rows: int) -> Products:

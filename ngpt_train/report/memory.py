@@ -8,6 +8,7 @@ layout, test_compiled_blocks.py that of compiled blocks to what torch's compiler
 docs/benchmarks/memory.md compares both with a GPU.
 """
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,16 +49,16 @@ def memory_per_rank(config: Config, model: Decoder, layout: Layout) -> list[Memo
 
     The sum of the items estimates the peak. model: may be on the meta device.
     """
+    if layout.n_shards:
+        return max(moments(config, model, layout), key=lambda items: sum(item.bytes for item in items))
     dtype, recompute = layout.dtype, config.train.activation_checkpointing
     with_bf16_copy = cast_linears(model) if layout.fused_adam and dtype == torch.bfloat16 else []
     copies = sum(linear.matrix.numel() for linear in with_bf16_copy)
-    activations = activation_items(config, model, layout)
-    # At the peak the backward pass begins: a block is at work, and the next is prefetched.
-    gathered = 0 if not layout.n_shards else 2 if config.parallel.gather == "pass" else len(model.blocks())
-    whole_gradients = config.parallel.scatter == "step" and layout.micro_batches > 1
+    found = activations_of(config, model, layout)
+    activations = activation_items(found, found.kept, max(found.logits, found.working))
     items = [
-        *state_items(model, layout.n_shards, config.optim.ema_decay is not None, whole_gradients),
-        *working_items(model, gathered, dtype, recompute != "none", copies),
+        *state_items(model, 0, config.optim.ema_decay is not None),
+        *cast_items(model, dtype, recompute != "none", copies),
         *activations,
     ]
     if layout.kind == "ddp" or layout.micro_batches > 1:
@@ -77,11 +78,87 @@ def gradients_at_peak(whole: MemoryItem, model: Decoder, activations: list[Memor
     return MemoryItem("gradients", there, False, f"those of {whole.formula} that are there at the peak")
 
 
-def state_items(model: Decoder, n_shards: int, averages: bool, whole_gradients: bool = False) -> list[MemoryItem]:
-    """Weights, gradients, Adam's two moments and the moving average of the weights, all in fp32.
+@dataclass(frozen=True)
+class MicroBatch:
+    """What FSDP2 does in one of a step's micro batches. gradients: bytes that a rank holds when the backward pass has
+    done so many blocks, without those that this pass makes before it scatters or adds them."""
 
-    whole_gradients: FSDP2 shards them in the last micro batch only.
+    gradients: Callable[[int], float]
+    new_gradients: bool  # not added to those of an earlier micro batch
+    scatters: bool
+    stays: bool  # gathered blocks stay whole after their backward pass
+
+
+def micro_batches(config: Config, model: Decoder, layout: Layout, shards: int) -> list[MicroBatch]:
+    """Those of a step's micro batches that may hold most. shards: bytes of the rank's gradients."""
+    several = layout.micro_batches > 1
+    stays = several and config.parallel.gather == "step"
+    if not several or config.parallel.scatter == "micro_batch":
+        n = len(model.blocks())
+        return [MicroBatch(lambda done: shards if several else shards * done / n, True, True, stays)]
+    blocks, n_params = matrices_of_blocks(model), model.n_params()
+
+    def of_done(done: int) -> int:
+        return sum(blocks[len(blocks) - done :])
+
+    first = MicroBatch(lambda done: 4 * of_done(done), True, False, stays)
+    between = MicroBatch(lambda done: 4 * n_params, False, False, stays)
+    last = MicroBatch(lambda done: 4 * n_params - (4 - shards / n_params) * of_done(done), False, True, False)
+    return [first, *([between] if layout.micro_batches > 2 else []), last]
+
+
+def moments(config: Config, model: Decoder, layout: Layout) -> Iterator[list[MemoryItem]]:
+    """What a rank holds under FSDP2 at the moments at which that may be most: in the loss, in the backward pass of each
+    block, from the last to the first, and in that of the embedding.
+
+    FSDP2 gathers a block for its pass, and in the backward pass the one before it too. When a block's backward pass has
+    ended it copies the block's whole gradients into a buffer in fp32, from which it scatters them, and keeps that until
+    the next block's gradients are there. So what parallel.gather and scatter keep whole goes block by block. The
+    embeddings, and their gradients, are whole up to the end.
     """
+    size, by_pass = layout.dtype.itemsize, config.parallel.gather == "pass"
+    weights, gradients, *others = state_items(model, layout.n_shards, config.optim.ema_decay is not None)
+    blocks = matrices_of_blocks(model)
+    n, output = len(blocks), model.unembedding.numel()
+    embeddings = sum(p.numel() for p in model.parameters() if p.ndim == 2) - sum(blocks)
+
+    def moment(
+        batch: MicroBatch, found: Activations, done: int, gathered: Sequence[int], passing: int, cast: int = 0
+    ) -> list[MemoryItem]:
+        """With `done` blocks done in the backward pass; gathered: sizes of the blocks that are whole."""
+        scattered = blocks[n - done] if done and batch.scatters else 0
+        there, of_which = round(batch.gradients(done)), f"{size} x blocks that are whole at the peak"
+        return [
+            weights,
+            MemoryItem("gradients", there, False, f"those that are there at the peak; shards: {gradients.formula}"),
+            *others,
+            MemoryItem("gathered blocks", size * sum(gathered), False, of_which),
+            MemoryItem("gathered embeddings", 4 * embeddings, False, "4 x embeddings"),  # gathered in fp32
+            MemoryItem("gradients to scatter", 4 * scattered, False, "4 x a block after its backward pass"),
+            *([MemoryItem("cast matrices", size * cast, False, f"{size} x output, in the loss")] if cast else []),
+            *activation_items(found, found.kept * (n - done) // n, passing),
+        ]
+
+    for batch in micro_batches(config, model, layout, gradients.bytes):
+        found = activations_of(config, model, layout, batch.new_gradients)
+        cast = 0 if layout.dtype == torch.float32 else output
+        yield moment(batch, found, 0, [] if by_pass else blocks, found.logits, cast)
+        for done in range(n):
+            gathered = blocks if batch.stays else blocks[max(0, n - done - 2) if by_pass else 0 : n - done]
+            yield moment(batch, found, done, gathered, found.of_stages[0 if done < config.model.n_layers else 1])
+        # The embedding's gradient joins the output's, which came with the loss. Of that nothing is left where it was
+        # added to whole gradients.
+        of_embedding = 4 * (embeddings - output) - (0 if batch.new_gradients else found.of_loss)
+        yield moment(batch, found, n, blocks if batch.stays else [], of_embedding)
+
+
+def matrices_of_blocks(model: Decoder) -> list[int]:
+    """How many values the matrices of each block have."""
+    return [sum(p.numel() for p in block.parameters() if p.ndim == 2) for block in model.blocks()]
+
+
+def state_items(model: Decoder, n_shards: int, averages: bool) -> list[MemoryItem]:
+    """Weights, gradients, Adam's two moments and the moving average of the weights, all in fp32."""
     vectors = sum(p.numel() for p in model.parameters() if p.ndim < 2)
     if n_shards:
         # FSDP2 shards a matrix by ceil(rows / shards) rows, so the first rank holds most. Vectors are not sharded.
@@ -91,10 +168,9 @@ def state_items(model: Decoder, n_shards: int, averages: bool, whole_gradients: 
     else:
         held = model.n_params()
         share = "parameters"
-    of_gradients = model.n_params() if whole_gradients else held
     return [
         MemoryItem("weights", 4 * held, True, f"4 x {share}"),
-        MemoryItem("gradients", 4 * of_gradients, True, f"4 x {'parameters' if whole_gradients else share}"),
+        MemoryItem("gradients", 4 * held, True, f"4 x {share}"),
         MemoryItem("Adam's moments", 8 * held, True, f"8 x {share}"),
         *([MemoryItem("moving average", 4 * held, True, f"4 x {share}")] if averages else []),
     ]
@@ -107,44 +183,47 @@ def copies_to_save(model: Decoder, averages: bool, world_size: int) -> MemoryIte
     return MemoryItem("copies to save", size * model.n_params() // world_size, False, f"{size} x parameters / ranks")
 
 
-def working_items(
-    model: Decoder, gathered: int, dtype: torch.dtype, checkpointing: bool, copies: int
-) -> list[MemoryItem]:
-    """Copies of the weights that the matrix products read: FSDP2's gathered matrices, and casts to bf16.
+def cast_items(model: Decoder, dtype: torch.dtype, checkpointing: bool, copies: int) -> list[MemoryItem]:
+    """Copies of the weights that the matrix products read, without FSDP2: casts to bf16 or fp16.
 
-    gathered: how many blocks FSDP2 has gathered at the peak; 0: without FSDP2. copies: how many values the optimizer's
-    bf16 copies have; under FSDP2 it keeps none.
+    copies: how many values the optimizer's bf16 copies have.
     """
     size = dtype.itemsize
     block = max(sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in model.blocks())
     output = model.unembedding.numel()
-    in_blocks = sum(p.numel() for layer in model.blocks() for p in layer.parameters() if p.ndim == 2)
-    embeddings = sum(p.numel() for p in model.parameters() if p.ndim == 2) - in_blocks
+    if dtype == torch.float32:
+        return []
     items = []
-    if gathered:
-        # Embeddings are gathered in fp32. The gradients of a block count as passing values.
-        items += [
-            MemoryItem("gathered blocks", gathered * size * block, False, f"{gathered} x {size} x block"),
-            MemoryItem("gathered embeddings", 4 * embeddings, False, "4 x embeddings"),
-        ]
-    if dtype != torch.float32:
-        # The backward pass reads the cast that the forward pass made; with activation checkpointing a block's is made
-        # again when the block is recomputed. The optimizer's copies stay from step to step.
-        if gathered:
-            cast, what = output, "output"
-        elif copies:
-            items.append(MemoryItem("working copies", size * copies, True, f"{size} x blocks"))
-            cast, what = output, "output"
-        elif checkpointing:
-            cast, what = block + output, "block + output"
-        else:
-            cast, what = block * len(model.blocks()) + output, "blocks + output"
-        items.append(MemoryItem("cast matrices", size * cast, False, f"{size} x ({what})"))
-    return items
+    # The backward pass reads the cast that the forward pass made; with activation checkpointing a block's is made
+    # again when the block is recomputed. The optimizer's copies stay from step to step.
+    if copies:
+        items.append(MemoryItem("working copies", size * copies, True, f"{size} x blocks"))
+        cast, what = output, "output"
+    elif checkpointing:
+        cast, what = block + output, "block + output"
+    else:
+        cast, what = block * len(model.blocks()) + output, "blocks + output"
+    return [*items, MemoryItem("cast matrices", size * cast, False, f"{size} x ({what})")]
 
 
-def activation_items(config: Config, model: Decoder, layout: Layout) -> list[MemoryItem]:
-    """What the forward pass of a micro batch keeps for the backward pass, and what the backward pass needs besides."""
+@dataclass(frozen=True)
+class Activations:
+    """Bytes of a micro batch's passes, besides weights, their casts and their gradients."""
+
+    kept: int  # by all blocks for the backward pass
+    of_loss: int  # gradients that the loss makes in the forward pass
+    logits: int  # in the loss, with h
+    working: int  # what the backward pass makes, at most
+    of_stages: tuple[int, ...]  # what it makes in a block of the decoder, and in one of the encoder
+    formula: str  # of kept
+    of_logits: str  # formula of logits
+
+
+def activations_of(config: Config, model: Decoder, layout: Layout, new_gradients: bool = False) -> Activations:
+    """What the forward pass of a micro batch keeps for the backward pass, and what the passes need besides.
+
+    new_gradients: what the backward pass makes has the gradients of matrices, which are not added to others.
+    """
     shape, dtype, rows, recompute = config.model, layout.dtype, layout.micro_rows, config.train.activation_checkpointing
     tokens = rows * (shape.context - shape.source_length(shape.context))
     of_loss, V = gradients_of_loss(model, tokens, dtype.itemsize), len(model.unembedding)
@@ -153,25 +232,34 @@ def activation_items(config: Config, model: Decoder, layout: Layout) -> list[Mem
     chunk, size = min(tokens, GPU_ROWS if layout.on_gpu else CPU_ROWS), dtype.itemsize
     logits = size * chunk * V + (size + 4) * tokens * shape.d_model
     if layout.compiled:
-        kept, working, formula = of_compiled_blocks(config, model, layout)
+        kept, working, formula = of_compiled_blocks(config, model, layout, new_gradients)
+        of_stages: tuple[float, ...] = (working, working)
     else:
-        counted = count_pass(shape, dtype, rows, recompute, layout.on_gpu, layout.fused_adam)
+        counted = count_pass(shape, dtype, rows, recompute, layout.on_gpu, layout.fused_adam, new_gradients)
         kept, working, formula = counted.kept, counted.working, "counted on tensors without memory, uncompiled"
+        of_stages = counted.of_stages
+    of_logits = f"logits and h, {size} x {chunk} x V + {size + 4} x micro tokens x d_model"
+    makes = tuple(round(size) for size in of_stages)
+    return Activations(round(kept), of_loss, logits, round(working), makes, formula, of_logits)
+
+
+def activation_items(found: Activations, kept: int, passing: int) -> list[MemoryItem]:
+    """kept: of found.kept, what is there at the peak; passing: what comes and goes."""
+    formula = f"the more of {found.of_logits}, and what the backward pass makes"
     return [
-        MemoryItem("activations", round(kept), False, formula),
-        MemoryItem("loss", of_loss, False, f"4 x V x d_model + {size} x micro tokens x d_model"),
-        MemoryItem(
-            "passing values",
-            round(max(logits, working)),
-            False,
-            f"the more of logits and h, {size} x {chunk} x V + {size + 4} x micro tokens x d_model, and what the "
-            "backward pass makes",
-        ),
+        MemoryItem("activations", kept, False, found.formula),
+        MemoryItem("loss", found.of_loss, False, "gradients by the output matrix, 4 x V x d_model, and by h"),
+        MemoryItem("passing values", passing, False, formula),
     ]
 
 
-def of_compiled_blocks(config: Config, model: Decoder, layout: Layout) -> tuple[float, float, str]:
-    """Bytes that the compiled blocks keep, those that the backward pass makes, and a formula for the former."""
+def of_compiled_blocks(
+    config: Config, model: Decoder, layout: Layout, new_gradients: bool = False
+) -> tuple[float, float, str]:
+    """Bytes that the compiled blocks keep, those that the backward pass makes, and a formula for the former.
+
+    new_gradients: as for `activations_of`.
+    """
     shape, dtype, recompute = config.model, layout.dtype, config.train.activation_checkpointing
     counted = count_products(shape, dtype, layout.micro_rows)
     blocks_passed = counted.hidden / shape.d_model  # bytes for a value of every token in every block
@@ -187,7 +275,11 @@ def of_compiled_blocks(config: Config, model: Decoder, layout: Layout) -> tuple[
     n_blocks = len(model.blocks())
     again = max(0.0, everything + dropped - kept) / n_blocks
     of_loss = gradients_of_loss(model, 0, dtype.itemsize)
-    return kept, max(again + 1.5 * counted.widest - of_loss, of_loss), f"{formula}, compiled"
+    block = max(sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in model.blocks())
+    # The loss's gradients have gone into those that are there, or they stay, and a compiled block gives all of its own
+    # at its end.
+    gradients = dtype.itemsize * block if new_gradients else -of_loss
+    return kept, max(again + 1.5 * counted.widest + gradients, of_loss), f"{formula}, compiled"
 
 
 def dropout_bytes(config: Config, model: Decoder, layout: Layout) -> int:

@@ -59,7 +59,7 @@ class Result:
         return self.state in (DONE, FAILED)
 
 
-# The points that are wanted next, from the study, the recipe's learning rate of an arm at a budget, and the results.
+# How tuning is asked: the study, the recipe's learning rate of an arm at a budget, and the results so far.
 NextPoints = Callable[[Study, Callable[[str, int], float], Mapping[Point, Result]], list[Point]]
 
 

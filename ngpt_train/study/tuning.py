@@ -87,7 +87,7 @@ def best_values(trials: Trials) -> Values | None:
     finite = [values for values, mean in means.items() if math.isfinite(mean)]
 
     def order(values: Values) -> tuple[float, int, float, str]:  # of equal means, as in `Line`
-        return means[values], -len(trials[values]), dict(values)[LR], repr(values)
+        return means[values], -len(trials[values]), dict(values).get(LR) or 0.0, repr(values)
 
     return min(finite, key=order, default=None)
 

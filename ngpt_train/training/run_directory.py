@@ -3,9 +3,9 @@
 config.yaml  run.json  metrics.jsonl  evals/  curves.png  checkpoints/  logs/  exit.json  lock
 """
 
+import contextlib
 import logging
 import os
-import shutil
 import socket
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +15,13 @@ from ngpt_train.config import check_resume, read_yaml, write_yaml
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import what_differs
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.core.files import check_kinds, read_json, write_json
+from ngpt_train.core.files import check_kinds, read_json, remove, write_json
 from ngpt_train.core.launcher import is_same_job, nameless_on_many_hosts, this_job
 from ngpt_train.core.lock import DirectoryLock
 from ngpt_train.core.log import say_once
 from ngpt_train.data import Dataset
 from ngpt_train.training.checkpoint import candidates, list_checkpoints, step_of
+from ngpt_train.training.checkpoint.files import VALIDATION
 
 logger = logging.getLogger(__name__)
 
@@ -199,6 +200,7 @@ class RunDirectory:
         people link `checkpoints` to a larger disk."""
         names = [*_RUN_FILES, *_LEFT_BY_A_KILLED_START, ".exit.json.partial"]
         own = [self.path / entry for entry in names if entry != "checkpoints" or not self.checkpoints.is_dir()]
+        own += [self.checkpoints / VALIDATION, self.checkpoints / f".{VALIDATION}.partial"]
         inside = [path for part in ("logs", "evals") for path in (self.path / part).glob("*")]
         try:
             check_kinds([*own, *inside], directories=_RUN_DIRECTORIES)
@@ -280,11 +282,8 @@ class RunDirectory:
 
     def _delete(self) -> None:
         for name in _RUN_FILES:
-            entry = self.path / name
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink(missing_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                remove(self.path / name)
 
     def finish(self, code: int, reason: str, step: int, rank: int) -> None:
         """Writes exit code, reason, step and rank into exit.json, because torchrun hides the exit codes of its workers.

@@ -81,13 +81,12 @@ def _here(path: Path) -> dict[str, Any]:
         },
         "device": torch.cuda.get_device_name(device) if on_gpu else platform.processor() or "cpu",
         "cpu": processor(),
+        "repeats_bits": config.train.deterministic or not on_gpu,
     }
 
 
 def _summary(certificate: dict[str, Any]) -> list[str]:
-    lines = []
-    for why in certificate["why_not_to_the_bit"]:
-        lines.append(f"not to the bit, but {certificate['how']}, because of another {why}")
+    lines = [f"note: {note}" for note in certificate["notes"]]
     steps, of = certificate["steps_compared"], certificate["steps"]
     lines.append(f"{steps:,} of {of:,} steps were trained again in {len(certificate['windows'])} windows")
     if certificate["equal"]:

@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import mistake
 from ngpt_train.study.audit import read_certificates
 from ngpt_train.study.compare import step_times
-from ngpt_train.study.compare.gather import check_out, gather
+from ngpt_train.study.compare.gather import check_out, gather, make_directory
 from ngpt_train.study.compare.report import choose_arms, make_report, summary, write_reports
 from ngpt_train.study.compare.runs import Run
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Prints the verdicts, and writes the report into compare.out; returns 0.
+    """Prints the verdicts, and writes the report into compare.out; returns 0. Under torchrun rank 0 alone does so.
 
     Raises ConfigError for a mistake in the arguments, DataError for runs that cannot be read or compared.
     """
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    out = None if config.compare.out is None else Path(config.compare.out).expanduser()
+    report, times = compared(config, overrides)
+    print(summary(report))
+    if out is not None:
+        make_directory(out)
+        write_reports(report, out, times)
+        print(f"\nwritten to {out}")
+    return 0
+
+
+def compared(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any], step_times.Times]:
+    """The content of report.json, and the step times that were measured. Raises as `main`."""
     compare = config.compare
     if not compare.runs:
         raise mistake("compare: no run is named", "For example: ngpt-train compare runs/a runs/b compare.out=report")
@@ -46,12 +62,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         commands=[*found.commands, shlex.join(["python", "-m", "ngpt_train", "compare", *compare.runs, *overrides])],
         notes=[*notes, *untimed],
     )
-    print(summary(report))
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        write_reports(report, out, times)
-        print(f"\nwritten to {out}")
-    return 0
+    return report, times
 
 
 def _step_times(arms: Mapping[str, Sequence[Run]], out: Path | None, again: bool) -> tuple[step_times.Times, list[str]]:

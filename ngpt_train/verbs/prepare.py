@@ -15,7 +15,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
 
     Raises DataError where the text cannot be read, or data.out holds something else.
     """
-    out = None if config.data.out is None else Path(config.data.out).expanduser().resolve()
+    out = None if config.data.out is None else Path(os.path.realpath(Path(config.data.out).expanduser()))
     dataset = prepare_dataset(config, out)
     # Under torchrun all ranks come here: one of them prepares, the others wait for it.
     if os.environ.get("RANK", "0") == "0":

@@ -1,12 +1,11 @@
 """Takes a run back to its last good checkpoint, past the rows that made its loss spike (guards.rollback)."""
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.schema import Config
-from ngpt_train.core.files import read_json, write_json
+from ngpt_train.core.files import read_json, remove, write_json
 from ngpt_train.data import merged
 from ngpt_train.training import TrainState
 from ngpt_train.training.checkpoint import last_good, list_checkpoints, load_state, step_of
@@ -92,6 +91,6 @@ def _note(run: RunDirectory, state: TrainState) -> None:
             # Renamed first, as by a save, which deletes what a kill leaves of it.
             doomed = path.with_name(f"{UNFINISHED}deleting-{path.name}")
             path.rename(doomed)
-            shutil.rmtree(doomed)
+            remove(doomed)
     path = run.path / "run.json"
     write_json(path, read_json(path) | {"saved": state.step, "rollbacks": state.rollbacks})

@@ -101,7 +101,10 @@ def compared(config: Config, study: Study, results: Mapping[Point, Result]) -> i
         from ngpt_train.verbs import compare
 
         out = config.compare.out or str(study.path / "report")
-        compare.main(replace(config, compare=replace(config.compare, runs=[str(study.path)], out=out)), [])
+        in_turn = config.compare.step_times or config.study.engine == "local"  # elsewhere this may be no such machine
+        compare.main(
+            replace(config, compare=replace(config.compare, runs=[str(study.path)], out=out, step_times=in_turn)), []
+        )
     return 1 if any(failure_record(result.run).exists() for result in failed) else 0
 
 

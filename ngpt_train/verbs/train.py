@@ -36,6 +36,7 @@ from ngpt_train.observe.meters import Meter
 from ngpt_train.observe.telemetry import Telemetry
 from ngpt_train.optim import round_to_bf16_
 from ngpt_train.report.curves import plot_run
+from ngpt_train.report.enough_memory import check_state_fits
 from ngpt_train.training import TrainState, build_state, check_kernels
 from ngpt_train.training.checkpoint import (
     Checkpoints,
@@ -80,6 +81,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         stored = read_yaml(checkpoint / "config.yaml")
         config = with_first_lr(with_first_commits(config, stored), stored)
     world = join_world(config)
+    with same_on_host():
+        check_state_fits(config, world)
     # Listing, downloading and tokenizing may take hours, longer than a collective waits.
     tokenizer = trained_tokenizer(config, checkpoint)
     data = world.on_all_without_timeout(lambda: open_dataset(config, tokenizer, world.on_main_without_timeout))

@@ -1,19 +1,31 @@
 """Lines of docs/faults.md: signals and limits on several ranks, slow preparations, disks, clocks."""
 
 import contextlib
+import fcntl
 import json
 import os
 import re
 import signal
+import struct
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.processes import fork_server
-from tests.processes.runs import arguments, numbers, records, run, start, train, wait_for_step, write_parquet_shards
+from tests.processes.runs import (
+    arguments,
+    numbers,
+    records,
+    run,
+    start,
+    train,
+    wait_for_step,
+    write_corpus,
+    write_parquet_shards,
+)
 from tests.processes.test_launcher import with_restarts, workers
 from tests.processes.test_streaming import STREAMED, data_hashes, workers_of
 
@@ -156,6 +168,51 @@ def test_a_preparation_that_is_slower_than_the_timeout(tmp_path: Path, corpus: P
     assert sorted(numbers(tmp_path / "runs/test")) == list(range(1, 13))
 
 
+SLOW_CHECK = """
+import os, sys, time
+import torch.distributed as dist
+from ngpt_train.__main__ import run
+from ngpt_train.training.checkpoint import load
+
+differences = load.differences
+
+def slow(*given):
+    if os.environ["RANK"] == "1" and dist.is_initialized():
+        print("slow differences", file=sys.stderr)
+        time.sleep(40)
+    return differences(*given)
+
+load.differences = slow
+if __name__ == "__main__":
+    run()
+"""
+
+
+def test_a_check_that_is_slower_than_the_timeout(tmp_path: Path, corpus: Path) -> None:
+    """Caught: a collective that waits for a rank which compares a checkpoint's files with their checksums."""
+    program = tmp_path / "slow.py"
+    program.write_text(SLOW_CHECK)
+    train(arguments(tmp_path, corpus, "train.stop_at=4"), ranks=2)
+    finished = torchrun(program, arguments(tmp_path, corpus, "parallel.timeout=30"))
+    assert finished.returncode == 0, finished.stderr[-3000:]
+    assert finished.stderr.count("slow differences") == 1
+    assert sorted(numbers(tmp_path / "runs/test")) == list(range(1, 13))
+
+
+def test_a_rank_that_runs_out_of_data(tmp_path: Path) -> None:
+    """Six documents for eight streams, one of which finds none in three epochs: the rank whose row it is says so, and
+    the other does not wait for it. Caught: a wait until parallel.timeout; an end that names the lost connection."""
+    corpus = write_corpus(tmp_path / "few.jsonl", 6)
+    few = ["data.streaming=true", "data.streams=8", "data.val_fraction=0.4", "eval.rows=1", "parallel=ddp"]
+    process = start(arguments(tmp_path, corpus, *few, "train.micro_rows=1"), ranks=2)
+    output = process.communicate(timeout=90)[0]
+    ended = json.loads((tmp_path / "runs/test/exit.json").read_text())
+    assert (ended["code"], ended["rank"]) == (3, 0)
+    assert ended["reason"].startswith("DataError: data.streams=8: in 3 epochs there is no document for stream")
+    assert "error: data.streams=8: in 3 epochs there is no document for stream" in output
+    assert re.search(r"rank +: 0 .*\n +exitcode +: 3", output.partition("Root Cause")[2]), output
+
+
 @pytest.fixture
 def disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of its own, of 16 MB."""
@@ -205,6 +262,75 @@ def test_a_read_only_disk_at_the_start(tmp_path: Path, corpus: Path, disk: Path)
     assert finished.returncode in (2, 3), finished.stderr
     assert "Traceback" not in finished.stderr
     assert str(disk) in finished.stderr
+
+
+@pytest.fixture
+def failing_disk(tmp_path: Path) -> Iterator[tuple[Path, Path]]:
+    """A file system of its own on a loop device, and the file of the kernel by which its disk fails."""
+    image, where = tmp_path / "image", tmp_path / "disk"
+    where.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    mount = ["mount", "-o", "loop,errors=remount-ro", str(image), str(where)]
+    for command in (["mkfs.ext4", "-q", "-F", str(image)], mount):
+        try:
+            subprocess.run(command, capture_output=True, check=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"a disk that may fail cannot be made here: {error}")
+    device = next(line.split()[0] for line in Path("/proc/mounts").read_text().splitlines() if f" {where} " in line)
+    trigger = Path("/sys/fs/ext4", Path(device).name, "trigger_fs_error")
+    if not os.access(trigger, os.W_OK):
+        subprocess.run(["umount", str(where)], check=True)
+        pytest.skip(f"this kernel has no {trigger}")
+    yield where, trigger
+    subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+def turn_read_only(where: Path, trigger: Path) -> None:
+    """What ext4 does when its disk reports an error. Files that are open for writing do not keep it from it."""
+    trigger.write_text("the test says so")
+
+
+def shut_down(where: Path, trigger: Path) -> None:
+    """From here on each access ends with EIO: ext4's ioctl EXT4_IOC_SHUTDOWN, without writing the journal."""
+    handle = os.open(where, os.O_RDONLY)
+    fcntl.ioctl(handle, 0x8004587D, struct.pack("I", 2))
+    os.close(handle)
+
+
+@pytest.mark.parametrize(
+    ("fail", "reason"), [(turn_read_only, "Read-only file system"), (shut_down, "Input/output error")]
+)
+def test_a_disk_that_fails_meanwhile(
+    tmp_path: Path, corpus: Path, failing_disk: tuple[Path, Path], fail: Callable[[Path, Path], None], reason: str
+) -> None:
+    """The run trains on to its end, which is code 3; on the mended disk the same command goes on. Caught: a traceback,
+    a hang, a rank that goes on alone, a checkpoint that is taken although it is not whole."""
+    program = tmp_path / "paced.py"
+    program.write_text(PACED)
+    where, trigger = failing_disk
+    given = arguments(tmp_path, corpus, f"run.root={where / 'runs'}", "train.steps=30")
+    process = subprocess.Popen(
+        with_program(given, program),
+        env=fork_server.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    wait_for_step(where / "runs/test", 6)
+    os.sync()
+    fail(where, trigger)
+    output = process.communicate(timeout=120)[0]
+    assert re.search(rf"step_00000008 could not be written: .*{reason}", output), output
+    assert "alarm: 3 saves in a row have failed" in output, output
+    assert re.search(r"exitcode +: 3", output), output
+    assert not re.search(r'File ".*/ngpt_train/', output), output
+    subprocess.run(["umount", "--lazy", str(where)], check=True)
+    subprocess.run(["fsck.ext4", "-p", "-f", str(tmp_path / "image")], check=False, capture_output=True)
+    subprocess.run(["mount", "-o", "loop", str(tmp_path / "image"), str(where)], check=True)
+    train(given, ranks=2)
+    train(arguments(tmp_path, corpus, "train.steps=30"), ranks=2)
+    assert numbers(where / "runs/test") == numbers(tmp_path / "runs/test")
 
 
 def test_a_clock_that_jumps(tmp_path: Path, corpus: Path) -> None:

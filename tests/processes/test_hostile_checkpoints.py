@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import os
 import pickle
 import shutil
@@ -260,6 +261,11 @@ def test_forged_manifests(directory: Path, content: Any, problem: str) -> None:
         (lambda state: state | {"world_size": 0}, "world_size is 0"),
         (lambda state: state | {"guards": []}, "guards has no losses"),
         (lambda state: state | {"guards": {"losses": ["4"]}}, "guards has no losses"),
+        (lambda state: state | {"guards": {"skipped_in_a_row": 10**30}}, "guards has no losses"),
+        (lambda state: state | {"interval": {}}, "sums and seconds are no such numbers"),
+        (lambda state: state | {"interval": state["interval"] | {"n_clipped": math.nan}}, "sums and seconds are no"),
+        (lambda state: state | {"train_seconds": []}, "sums and seconds are no such numbers"),
+        (lambda state: state | {"loss_scale": {"value": 1.0}}, "sums and seconds are no such numbers"),
         (lambda state: state | {"rollbacks": {}}, "rollbacks lists none"),
         (lambda state: state | {"rollbacks": [{"step": "4"}]}, "rollbacks lists none"),
     ],

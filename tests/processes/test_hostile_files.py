@@ -2,6 +2,7 @@
 memory and time, and nothing outside of the run's directory is written. Forged checkpoints: test_hostile_checkpoints.py.
 """
 
+import gzip
 import hashlib
 import json
 import os
@@ -24,8 +25,9 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.data.sources import readers
 from ngpt_train.data.sources.readers import read_file
 from ngpt_train.data.stored_numbers import StoredNumbers
+from tests.processes import fork_server
 from tests.processes.runs import arguments, run, train
-from tests.processes.test_hostile_checkpoints import sign
+from tests.processes.test_hostile_checkpoints import TENSORS, sign
 
 STEP = "runs/test/checkpoints/step_00000004"
 ALIASES = "a: &a [1,1,1]\n" + "".join(
@@ -112,6 +114,42 @@ def test_a_model_that_its_checkpoint_cannot_fill(
     message = refused(capsys, 3, "generate", f"generate.checkpoint={directory / STEP}", "train.device=cpu")
     assert re.search(r"config\.yaml: .* but the checkpoint has [\d,]+ tensors of [\d,]+ numbers", message)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
+
+
+@pytest.mark.parametrize(
+    ("place", "code"),
+    [
+        ("step_00000008", 0),
+        (".unfinished-step_00000006", 0),
+        ("validation.json", 3),
+        (".validation.json.partial", 3),
+    ],
+)
+def test_a_pipe_among_checkpoints(directory: Path, corpus: Path, place: str, code: int) -> None:
+    """Caught: a pipe that is opened, and waited for without end: shutil.rmtree does so, too."""
+    path = directory / "runs/test/checkpoints" / place
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+    given = arguments(directory, corpus, "train.steps=8")
+    finished = fork_server.run("ngpt_train", ["train", *given], timeout=60)
+    assert finished.returncode == code, finished.stderr
+    assert code or not list(path.parent.glob(".*"))
+
+
+@pytest.mark.parametrize("verb", ["evaluate", "generate"])
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_tensors_that_are_no_file(directory: Path, verb: str, kind: str) -> None:
+    """Caught: a pipe that is waited for; a link that is followed out of the checkpoint."""
+    path = directory / STEP / TENSORS
+    path.rename(directory / "tensors")
+    if kind == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to(directory / "tensors")
+    given = [verb, f"{verb}.checkpoint={directory / STEP}", "train.device=cpu"]
+    finished = fork_server.run("ngpt_train", given, timeout=60)
+    assert finished.returncode == 3, finished.stderr
+    assert f"{path} has to be a file, and is " in finished.stderr
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "lock", "run.json", "exit.json", "checkpoints", ".run.json.partial"])
@@ -222,10 +260,26 @@ def test_large_lines_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     path.write_text(fits + large)
     with pytest.raises(DataError, match=r"a\.jsonl, line 2: a document of more than"):
         list(read_file(path, "text"))
+    path.write_text(2 * fits + 3 * large)
+    with pytest.raises(DataError, match=r"a\.jsonl, line 3: a document of more than"):
+        list(read_file(path, "text", (2 * len(fits) + 5, 9999)))
     rows = tmp_path / "a.parquet"
     pq.write_table(pa.table({"text": [3000 * "x"]}), rows)
     with pytest.raises(DataError, match=r"a\.parquet, row group 0: a document of more than"):
         list(read_file(rows, "text"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.jsonl.zst"])
+def test_empty_lines_have_a_bound(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few KB stand for as many as take hours. Caught: no bound; one of all empty lines of a file together."""
+    monkeypatch.setattr(readers, "MOST_EMPTY", 1000)
+    compress = {"gz": gzip.compress, "zst": zstandard.compress}.get(name.split(".")[-1], bytes)
+    document = b'{"text": "x"}\n'
+    (tmp_path / name).write_bytes(compress(3 * (1000 * b"\n" + document)))
+    assert len(list(read_file(tmp_path / name, "text"))) == 3
+    (tmp_path / name).write_bytes(compress(document + 1000 * b"\n" + b" \n" + document))
+    with pytest.raises(DataError, match=rf"{name}, line 1002: more than 0 MB of empty lines"):
+        list(read_file(tmp_path / name, "text"))
 
 
 def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
@@ -250,6 +304,45 @@ def test_forged_records(directory: Path, corpus: Path) -> None:
     finished = run("train", arguments(directory, corpus, "train.steps=6"))
     assert finished.returncode == 0, finished.stderr
     assert len([json.loads(line) for line in path.read_text().splitlines()]) >= 6
+
+
+@pytest.mark.parametrize("option", ["--config-dir", "--plugin"])
+def test_a_directory_that_is_a_link_to_itself(tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").symlink_to("mine")
+    assert "no such directory" in refused(capsys, 2, "plan", option, str(tmp_path / "mine"), "scale=debug")
+
+
+def test_a_preparation_writes_nothing_through_a_link(tmp_path: Path, corpus: Path) -> None:
+    """Caught: the directory of a preparation that was interrupted, which is a link, and what it leads to is deleted."""
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("precious")
+    (tmp_path / ".prepared.partial").symlink_to(outside)
+    assert main(["prepare", *arguments(tmp_path, corpus, f"data.out={tmp_path / 'prepared'}")]) == 0
+    assert [path.name for path in outside.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize("model", ["gpt", "gpt_encoder_decoder"])
+def test_a_model_larger_than_the_memory(
+    tmp_path: Path, corpus: Path, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Caught: a model that is built until the system ends the process; text that is prepared for it first."""
+    sizes = ["model.d_model=100000", "model.n_layers=10000", f"model={model}"]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    given = arguments(tmp_path, corpus, *sizes)
+    message = refused(capsys, 2, "train", *given)
+    assert "model.d_model=100000, model.n_layers=10000" in message
+    assert re.search(r"the optimizer's state take [\d,]{10,}\.\d GiB in the memory of this host", message)
+    assert not (tmp_path / "cache").exists()
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
+
+
+def test_weights_larger_than_the_memory(
+    directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ngpt_train.report.enough_memory.memory_of", lambda _: 100_000)
+    given = ["generate", f"generate.checkpoint={directory / STEP}", "train.device=cpu"]
+    assert f"the weights of {directory / STEP} take 0.0 GiB in the memory of this host" in refused(capsys, 2, *given)
 
 
 @pytest.mark.parametrize("start", ["null", "[]", '{"starts": [5]}', '{"starts": [{}]}', '{"starts": 5, "saved": "x"}'])

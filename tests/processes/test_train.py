@@ -218,3 +218,20 @@ def test_a_learned_position_is_not_evaluated_beyond(
     assert "positions of 64 tokens" in capsys.readouterr().err
     assert main([*evaluate, "eval.contexts=[32]"]) == 0
     assert "at context 32 (16 rows): loss" in capsys.readouterr().out
+
+
+def test_the_best_checkpoint_is_kept_and_evaluated(tmp_path: Path, corpus: Path) -> None:
+    """The loss rises after step 2, because of another learning rate. Caught: one that is deleted as too old; `best`
+    that stands for the newest, or for another loss than its record's."""
+    kept = ("checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.keep_best=1", "eval.every=2")
+    given = arguments(tmp_path, corpus, "model=gpt", "train.steps=6", *kept)
+    assert main(["train", *given, "train.stop_at=2"]) == 0
+    assert main(["train", *given, "optim.lr=3", "run.allow_change=[optim.lr]"]) == 0
+    run = tmp_path / "runs/test"
+    losses = {step: record["loss"] for step, record in records(run, "eval").items() if step}
+    assert min(losses, key=lambda step: losses[step]) == 2
+    assert [path.name for path in list_checkpoints(run / "checkpoints")] == ["step_00000002", "step_00000006"]
+    out = tmp_path / "best.json"
+    assert main(["evaluate", f"evaluate.checkpoint={run / 'best'}", f"evaluate.out={out}", "train.device=cpu"]) == 0
+    found = json.loads(out.read_text())
+    assert (found["step"], found["loss"]) == (2, pytest.approx(losses[2], rel=1e-6))

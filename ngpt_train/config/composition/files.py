@@ -105,7 +105,7 @@ class Files:
         self.directories = [config_dir(), *(folder / "configs" for folder in plugins())]
         if user_dir is None:
             return
-        user = Path(user_dir).expanduser().resolve()
+        user = Path(os.path.realpath(Path(user_dir).expanduser()))  # Path.resolve raises for a link to itself
         if not user.is_dir():
             raise mistake(f"--config-dir={user_dir}: no such directory", f"Looked for {user}")
         if not any((user / group).is_dir() for group in GROUPS):

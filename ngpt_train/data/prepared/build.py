@@ -15,6 +15,7 @@ from typing import Any
 
 from ngpt_train.config.schema import Config, DataConfig
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import remove
 from ngpt_train.core.progress import Progress
 from ngpt_train.data.directory import build_directory, is_filled
 from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
@@ -274,7 +275,7 @@ def _clear(directory: Path) -> None:
 
 def _remove_waiting(directory: Path) -> None:
     for left in directory.glob(f"{WAITING}*"):
-        shutil.rmtree(left, ignore_errors=True)
+        remove(left)
 
 
 def check_splits(counts: Counts, where: str, val_fraction: float) -> None:

@@ -22,6 +22,7 @@ COMPRESSIONS = (".gz", ".zst")
 # Bytes of a line, of a row and of compressed text: a few KB on a disk may stand for more than all memory.
 LARGEST_DOCUMENT = 1 << 28
 LARGEST_TXT = 1 << 32  # of a .txt that is not compressed, which memory holds twice
+MOST_EMPTY = 1 << 24  # bytes of empty lines in a row: read in seconds, and more are no text that somebody has written
 ZSTD_INPUT = 1 << 12  # bytes that are decompressed at a time, to at most 32,768 times as many
 
 
@@ -120,11 +121,15 @@ def _read_jsonl(path: Path, file: BinaryIO, text_field: str, part: tuple[int, in
     position = start
     if start > 0:
         file.seek(start - 1)
-        position += len(file.readline()) - 1  # the rest of a line that began in the part before
+        rest = file.readline(LARGEST_DOCUMENT + 1)  # of a line that began in the part before
+        if len(rest) > LARGEST_DOCUMENT:
+            raise DataError(_too_large(f"{path}, line {_line_number(path, start)}", LARGEST_DOCUMENT))
+        position += len(rest) - 1
 
     def where() -> str:
         return f"{path}, line {_line_number(path, start) + number}"
 
+    empty = 0  # bytes of empty lines since the last other one
     for number, line in enumerate(iter(partial(file.readline, LARGEST_DOCUMENT + 1), b""), 1):
         if len(line) > LARGEST_DOCUMENT:
             raise DataError(_too_large(where(), LARGEST_DOCUMENT))
@@ -132,7 +137,11 @@ def _read_jsonl(path: Path, file: BinaryIO, text_field: str, part: tuple[int, in
             return
         position += len(line)
         if not line.strip():
+            empty += len(line)
+            if empty > MOST_EMPTY:
+                raise DataError(f"{where()}: more than {MOST_EMPTY >> 20} MB of empty lines; is the file damaged?")
             continue
+        empty = 0
         try:
             record = json.loads(line.decode("utf-8-sig" if number == 1 and start == 0 else "utf-8"))
         except UnicodeDecodeError as error:

@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import parse_json, read_whole
+from ngpt_train.core.files import parse_json, read_whole, remove
 from ngpt_train.data.directory import build_directory
 from ngpt_train.data.hashes import FileHashes, canonical_hash
 from ngpt_train.data.sources.text import FetchError, Shard, ShardSource, place_of
@@ -173,8 +173,10 @@ def _disk_is_full(error: BaseException) -> bool:
 def _remove(directory: Path) -> None:
     """Processes that have its files open keep them; one that is about to open them makes them again."""
     with contextlib.suppress(OSError):
-        (directory / HEADER).unlink()
-    shutil.rmtree(directory, ignore_errors=True)
+        if not directory.is_symlink():  # what a link leads to is not ours
+            (directory / HEADER).unlink()
+    with contextlib.suppress(OSError):
+        remove(directory)
 
 
 class OpenShards:

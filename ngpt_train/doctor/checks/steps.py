@@ -18,6 +18,7 @@ from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.exchange import join
 from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place
 from ngpt_train.kernels import dispatch
+from ngpt_train.report.enough_memory import check_state_fits
 from ngpt_train.training import build_state, train_step
 
 STEPS, CONTEXT, ROWS_OF_A_RANK, VOCABULARY = 3, 32, 2, 512
@@ -111,6 +112,7 @@ def cut(config: Config, size: int, kind: str, exact: bool = True) -> Config:
 
 def run(config: Config, world: World) -> dict[str, list[float]]:
     """The loss and the norm of the gradient of each step."""
+    check_state_fits(config, world)
     state = build_state(config, world)
     losses, norms = [], []
     for step in range(STEPS):

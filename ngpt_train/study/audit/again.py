@@ -28,7 +28,8 @@ from ngpt_train.training.checkpoint.files import STATE, has_tensors, read_manife
 OF_THE_CLOCK = ("train_seconds", "tokens_per_s", "mfu", "step_time", "data_time", "memory_gb")
 # Shares of steps whose norm was above a limit, which jump where the norm moves a little.
 JUMPS = ("clipped", "skipped")
-OF_THE_DATA = ("data_fingerprint", "tokenizer_fingerprint")
+# Facts of run.json that training again finds too.
+FACTS = ("data_fingerprint", "tokenizer_fingerprint", "tokenizer", "n_params", "parallel")
 NAME = "again"
 # What a launcher sets for its processes. An audit starts its own.
 OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -135,18 +136,20 @@ def compare(
 ) -> Compared:
     """What the run recorded of a window, beside what came out again. facts: of the start that trained it."""
     compared = Compared(window)
-    for name in OF_THE_DATA:
+    for name in FACTS:
         recorded, now = facts.get(name), again.facts.get(name)
         if recorded != now:
-            what = "data" if name == OF_THE_DATA[0] else "tokenizer"
-            says = f"run.json has another {name} than the {what} here: it was trained on other {what}"
-            compared.found.append(Finding("data", says, None, name, recorded, now))
+            of_data = name.endswith("_fingerprint")
+            meaning = ": it was trained on other data, or with another tokenizer" if of_data else ""
+            says = f"run.json says {name} {recorded}, training again {now}{meaning}"
+            compared.found.append(Finding("data" if of_data else "run.json", says, None, name, recorded, now))
     of_run = {x["step"]: x for x in run.train if window.start < x["step"] <= window.end}
     of_again = {x["step"]: x for x in again.train if window.start < x["step"]}
     compared.train_records = _compare_records("train", of_run, of_again, exactness, compared)
     of_run, of_again = (_evals(of, window, config) for of in (run, again))
-    if window.end not in of_run and not _validates(config, window.end):
-        of_again.pop(window.end, None)  # every training ends with a validation; the run went on
+    killed = run.end is None and window.end >= max(x["step"] for x in [*run.train, *run.evals])
+    if window.end not in of_run and (killed or not _validates(config, window.end)):
+        of_again.pop(window.end, None)  # every training ends with a validation; the run went on, or was killed
     if window.start not in of_again:
         of_run.pop(
             window.start, None

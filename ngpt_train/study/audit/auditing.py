@@ -122,6 +122,8 @@ def _other_machine(facts: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
     torch, torch_here = (of.get("versions", {}).get("torch") for of in (facts, here))
     if torch != torch_here:
         found.append(f"torch: {torch}, here {torch_here}")
+    if here.get("repeats_bits") is False:
+        found.append("train.deterministic=false, so that this GPU does not give the same bits twice")
     return found
 
 
@@ -205,14 +207,30 @@ def _certificate(
         "how": "to the bit" if exactness.to_the_bit else f"within {exactness.tolerance:g}",
         "why_not_to_the_bit": list(exactness.why_not),
         "steps": last,
-        "steps_compared": sum(x.window.end - x.window.start for x in windows if x.train_records),
+        "steps_compared": sum(x.window.end - x.window.start for x in windows if x.train_records or x.checkpoint),
         "windows": of_windows,
         "found": [finding.as_dict() for finding in found],
         "not_checked": "seconds, rates and memory, which depend on the clock; telemetry; steps outside of the windows "
         "but for their order, lr, tokens, flops and sums",
+        "notes": _notes(run, here, exactness),
         "seed": seed,
         "commit": run.facts.get("git_commit"),
         "device": run.facts.get("device"),
         "here": dict(here),
         "sha256": dict(sums),
     }
+
+
+def _notes(run: Run, here: Mapping[str, Any], exactness: Exactness) -> list[str]:
+    """What a reader of the certificate should know."""
+    notes = [
+        f"compared within {exactness.tolerance:g} of each number, not to the bit: {why}" for why in exactness.why_not
+    ]
+    commit = run.facts.get("git_commit")
+    if commit is None or here.get("git_commit") is None:
+        notes.append("the commit of the run, or of this code, is not known")
+    elif commit.endswith("+"):
+        notes.append(f"commit {commit[:12]} had changes that were not committed: no name says which")
+    if unknown := [name for name in (*OF_THE_MACHINE, "threads") if name not in run.facts]:
+        notes.append(f"run.json does not say {', '.join(unknown)}: taken as here")
+    return notes

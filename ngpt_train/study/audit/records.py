@@ -73,7 +73,9 @@ def _order(path: Path) -> Iterator[Finding]:
 
 def _missing(run: Run, config: Config, starts: Sequence[int], checkpoints: Sequence[int]) -> Iterator[Finding]:
     """Steps that must have a record. logging.every and eval.every may have been others before the last start."""
-    last = max([*(x["step"] for x in run.train), *(x["step"] for x in run.evals), *checkpoints], default=0)
+    ended = run.end is not None and run.end.get("code") == 0
+    of_end = [run.end["step"]] if run.end is not None and ended else []
+    last = max([*(x["step"] for x in [*run.train, *run.evals]), *checkpoints, *of_end], default=0)
     begun, every = max(starts, default=0), config.logging.every
     there = {kind: {x["step"] for x in records} for kind, records in (("train", run.train), ("eval", run.evals))}
     expected = {"train": set(range(every, last + 1, every)), "eval": {0}}
@@ -81,6 +83,8 @@ def _missing(run: Run, config: Config, starts: Sequence[int], checkpoints: Seque
         expected["eval"] |= set(range(0, last + 1, config.eval.every))
     if last >= config.train.steps:
         expected["eval"].add(last)
+    if not ended:  # it may have been killed before the validation of its last step
+        expected["eval"].discard(last)
     for kind, steps in expected.items():
         for step in sorted(steps - there[kind]):
             earlier = begun > 0 and step <= begun

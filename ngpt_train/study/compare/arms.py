@@ -13,7 +13,7 @@ from typing import Any
 
 from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
 from ngpt_train.study.compare.key_kinds import HARDWARE, OF_THE_BUDGET, covers, is_harmless
-from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.runs import Run, is_number
 
 LR = "optim.lr"
 # What may differ between runs of an arm: it is looked at only where it alone tells two runs apart.
@@ -193,6 +193,8 @@ Values = tuple[tuple[str, Any], ...]
 def values_of(run: Run, tuned: Collection[str]) -> Values:
     """Tuned key -> value, sorted by key, hashable."""
     values = {key: run.config.get(key) for key in sorted(tuned)}
+    if LR in values and not is_number(values[LR]):
+        values[LR] = None
     return tuple((key, json.dumps(v) if isinstance(v, (list, dict)) else v) for key, v in values.items())
 
 

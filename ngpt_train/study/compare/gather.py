@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,11 +99,22 @@ def check_out(out: Path) -> None:
         raise mistake(f"{setting}: is a file", "Name a directory for the report")
     if (out / "config.yaml").exists():
         raise mistake(f"{setting}: is the directory of a run", "Name another directory")
+    there_is = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
+    if not (there_is.is_dir() and os.access(there_is, os.W_OK)):
+        raise mistake(f"{setting}: {there_is} is no directory that can be written", "Name another directory")
     there = [name for name in WRITTEN if (out / name).exists()]
     if there and not _is_report(out / REPORT):
         raise mistake(
             f"{setting}: {out / there[0]} is not of an earlier compare", "Name another directory, or remove it"
         )
+
+
+def make_directory(out: Path) -> None:
+    """Raises ConfigError where that is not possible."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise mistake(f"compare.out={out}: cannot be made ({error.strerror})", "Name another directory") from None
 
 
 def _is_report(path: Path) -> bool:

@@ -58,6 +58,15 @@ HARDWARE = {
     *("train.micro_rows", "train.device", "train.compile", "train.cuda_graphs", "train.activation_checkpointing"),
     *("train.deterministic", "kernels", "parallel", "world_size", "threads"),
 }
+# What it means that a fact of run.json differs.
+MEANING = {
+    "git_commit": "other code",
+    "versions.torch": "other arithmetic, other speed",
+    "device": "seconds are not of one machine, sums are rounded otherwise",
+    "cpu": "seconds are not of one machine, sums are rounded otherwise",
+    "data_fingerprint": "trained on other tokens",
+    "tokenizer_fingerprint": "a token stands for another stretch of text",
+}
 # Where a text lies and which of it validates: evidence says whether it is the same.
 PLACES_OF_TEXT = {"data.path", "data.val_files", "tokenizer.path"}
 PLACES_OF_ROWS = {"eval.rows", "eval.tokens", "eval.budget", "eval.contexts"}

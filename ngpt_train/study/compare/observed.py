@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ngpt_train.config.validate import show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
-from ngpt_train.study.compare.key_kinds import UNKNOWN, Absent
-from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.key_kinds import UNKNOWN, Absent, brought, value_of
+from ngpt_train.study.compare.runs import Run, is_number
 
 Arms = Mapping[str, Sequence[Run]]
 
@@ -97,8 +98,9 @@ def flops_per_token(run: Run) -> float | None:
 
 def clipped_share(run: Run) -> float | None:
     """Share of all steps whose gradient was clipped, 0 without clipping; None where no record says it."""
-    shares = [record["clipped"] for record in run.train if "clipped" in record]
-    return sum(share or 0.0 for share in shares) / len(shares) if shares else None
+    shares = [record["clipped"] or 0.0 for record in run.train if "clipped" in record]
+    shares = [share for share in shares if is_number(share)]
+    return sum(shares) / len(shares) if shares else None
 
 
 def rows_hash(run: Run) -> str | None:
@@ -130,17 +132,31 @@ def first_differences(arms: Arms) -> Iterator[tuple[int, Run, Run, int, list[Any
                 break
 
 
+def deviations(key: str, arms: Arms) -> str:
+    """Which arms do not have what their architecture and recipe bring, and what that would be."""
+    usual = {arm: (value_of(runs[0].config, key), brought(runs[0].config, key)) for arm, runs in arms.items()}
+    return "; ".join(
+        f"the recipe of {arm} brings {show(expected)}"
+        for arm, (value, expected) in usual.items()
+        if not isinstance(expected, Absent) and not same(value, expected)
+    )
+
+
 def facts_of(run: Run) -> dict[str, list[Any]]:
     """Code, versions, machine and data of the starts whose steps are part of the run, by name."""
     found: dict[str, list[Any]] = {}
     for start in _starts(run):
         flat = {name: value for name, value in start.items() if name not in _OF_THE_START}
-        flat |= {f"versions.{name}": version for name, version in flat.pop("versions", {}).items()}
+        flat |= {f"versions.{name}": version for name, version in _table(flat.pop("versions", None)).items()}
         flat |= {"allowed_changes": [x.get("key") for x in start["changed"]]} if start.get("changed") else {}
         for name, value in flat.items():
             if value not in found.setdefault(name, []):
                 found[name].append(value)
     return found
+
+
+def _table(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def _starts(run: Run) -> list[dict[str, Any]]:
@@ -149,7 +165,7 @@ def _starts(run: Run) -> list[dict[str, Any]]:
         starts = read_json(run.path / "run.json")["starts"]
     except (DataError, KeyError, TypeError):
         starts = [dict(run.facts)]
-    starts = [start for start in starts if isinstance(start, dict)]
+    starts = [start for start in starts if isinstance(start, dict)] or [dict(run.facts)]
     later = [start.get("step", 0) for start in starts[1:]]
     return [start for start, next_step in zip(starts, [*later, None], strict=True) if _counts(start, next_step)]
 

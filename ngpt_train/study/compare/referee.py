@@ -12,6 +12,7 @@ from typing import Any
 from ngpt_train.core.errors import DataError
 from ngpt_train.study.compare.key_kinds import (
     HARDWARE,
+    MEANING,
     NO_SUCH_KEY,
     OF_THE_BUDGET,
     PLACES_OF_ROWS,
@@ -30,6 +31,7 @@ from ngpt_train.study.compare.observed import (
     Seen,
     budget_of,
     clipped_share,
+    deviations,
     distinct,
     facts_of,
     first_differences,
@@ -103,17 +105,8 @@ def check_comparable(runs: Iterable[Run]) -> str:
         raise DataError("compare: no run has been validated: there is no eval record in any metrics.jsonl")
     first, *others = validated
     for run in others:
-        other_tokenizer = _differ(first, run, "tokenizer_fingerprint")
-        hashes = rows_hash(first), rows_hash(run)
-        if not other_tokenizer and None not in hashes and hashes[0] != hashes[1]:
-            raise DataError(
-                f"{run.path} was validated on other rows than {first.path} (rows_hash {hashes[1]} instead of "
-                f"{hashes[0]}), so their losses say nothing about each other. {_why_other_rows(first, run)}"
-            )
-        if other_tokenizer and (other := _other_text(first, run)):
-            raise DataError(
-                f"{run.path} was validated on other text than {first.path}: {other}. Compare runs on one text."
-            )
+        if why := _why_not_comparable(first, run):
+            raise DataError(f"{run.path} cannot be compared with {first.path}: {why}. Compare runs on one text.")
     if not any(_differ(first, run, "tokenizer_fingerprint") for run in others):
         return "loss"
     for run in validated:
@@ -180,7 +173,7 @@ def _judge(
         return FOLLOWS, "each arm has what its architecture or its recipe brings"
     if key == "train.steps":
         return CONFOUND, "the arms share no budget; losses at one budget are no comparison"
-    return CONFOUND, says
+    return CONFOUND, says or deviations(key, arms)
 
 
 def _in_question(differing: Sequence[str], brought_by_arm: Collection[str], tuned: Collection[str]) -> list[str]:
@@ -210,7 +203,7 @@ def _of_facts(arms: Arms, under_test: Collection[str], of_config: Sequence[Diffe
             within.kind, within.note = kind, f"{within.note}; {note}" if note else within.note
             found.append(within)
         if len(arms) > 1 and seen.arms_differ:
-            note = note or ("run.json of some runs does not say it" if not seen.known else "")
+            note = note or MEANING.get(name, "") if seen.known else "run.json of some runs does not say it"
             found.append(Difference(name, seen.all(), note=note, kind=kind))
     return found
 
@@ -275,7 +268,7 @@ def _of_data(arms: Arms, under_test: Collection[str]) -> list[Difference]:
     seen = see("rows_hash", arms, lambda run: [rows_hash(run)] if run.is_annealed else [])
     values = distinct(itertools.chain.from_iterable(seen.all().values()))
     if len(values) > 1:
-        note = "validated on other rows, so that losses are not paired by row"
+        note = "validated on other rows of the text: not paired by row, and their noise is not in the interval"
         if len(arms) > 1 and seen.arms_differ:
             found.append(Difference("rows_hash", seen.all(), note=note))
         found += [Difference("rows_hash", {x: seen.of(x)}, within=True, note=note) for x in arms if len(seen.of(x)) > 1]
@@ -320,11 +313,22 @@ def _kind_of_hardware(arms: Arms) -> str:
     return CONFOUND if any(norm in BATCH_NORMS for norm in norms) else FOLLOWS
 
 
-def _why_other_rows(one: Run, other: Run) -> str:
-    keys = [*PLACES_OF_ROWS, "model.context", "data.path", "data.kind", "data.val_fraction", "data.pack"]
-    differing = [key for key in sorted(keys) if value_of(one.config, key) != value_of(other.config, key)]
-    because = f" They differ by {', '.join(differing)}." if differing else ""
-    return f"`evaluate` the checkpoints on the same data with the same eval.rows or eval.tokens.{because}"
+def _why_not_comparable(one: Run, other: Run) -> str:
+    """What makes the losses of two runs say nothing about each other; empty where they do."""
+    hashes = rows_hash(one), rows_hash(other)
+    if hashes[0] == hashes[1] is not None:
+        return ""
+    objectives = [value_of(run.config, "data.objective") for run in (one, other)]
+    if objectives[0] != objectives[1]:
+        return "one predicts the next token and the other continues the beginning of a document"
+    if _differ(one, other, "tokenizer_fingerprint"):
+        return (text := _other_text(one, other)) and f"it was validated on other text, by {text}"
+    if _differ(one, other, "data_fingerprint"):
+        return f"it was validated on other text: rows_hash {hashes[1]} and {hashes[0]}, and other fingerprints of data"
+    # Other rows of one text, or rows that nobody knows, are a confound, which `examine` names.
+    known = None not in (one.facts.get("data_fingerprint"), other.facts.get("data_fingerprint"))
+    text = "" if known or None in hashes else _other_text(one, other)
+    return text and f"it was validated on other text, by {text}: rows_hash {hashes[1]} and {hashes[0]}"
 
 
 def _other_text(one: Run, other: Run) -> str:

@@ -63,6 +63,8 @@ def make_report(
         )
     budgets = common_budgets(found)
     read = {arm: read_arm(arm, of_arm, budgets, tuned, metric, confidence) for arm, of_arm in found.items()}
+    # A key with one value was chosen by somebody, and not by tuning.
+    searched = [key for key in tuned if all(any(k == key for _, k in x.searched) for x in read.values())]
     compared = {
         arm: versus(of_arm, read[name], found, metric, confidence, step_times or {})
         for arm, of_arm in read.items()
@@ -86,7 +88,7 @@ def make_report(
         "tuning": [entry for arm in read.values() for entry in entries.tunings(arm)],
         "curves": [entry for arm in read.values() for entry in entries.curves(arm, metric)],
         "costs": [clocks.costs_of(arm, of_arm, step_times or {}) for arm, of_arm in found.items()],
-        "referee": examine(found, tuned, under_test),
+        "referee": examine(found, searched, under_test),
         "audits": list(map(dict, audits)),
         "commits": sorted({str(r.facts["git_commit"]) for x in found.values() for r in x if r.facts.get("git_commit")}),
         "commands": list(commands),

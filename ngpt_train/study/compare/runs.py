@@ -84,15 +84,22 @@ def read_run(path: Path) -> Run:
         tree = yaml.safe_load(read_yaml_text(path / "config.yaml"))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise DataError(f"{path / 'config.yaml'}: not a readable config: {' '.join(str(error).split())}") from None
-    if not isinstance(tree, dict) or not isinstance(tree.get("train"), dict) or "steps" not in tree["train"]:
-        raise DataError(f"{path / 'config.yaml'}: not the config of a run: it has no train.steps")
+    config = dict(flatten(tree, {"optim.lr_table"})) if isinstance(tree, dict) else {}
+    for key, least in (("train.steps", 1), ("run.seed", 0)):
+        value = config.get(key, None if key == "train.steps" else 0)
+        if type(value) is not int or value < least:
+            problem = "it has no train.steps" if value is None else f"{key} is {value!r}, and no whole number"
+            raise DataError(f"{path / 'config.yaml'}: not the config of a run: {problem}")
     records = []
     if (path / "metrics.jsonl").exists():
         records = [record for _, record in json_lines(path / "metrics.jsonl") if record is not None]
-    starts = read_json(path / "run.json").get("starts", []) if (path / "run.json").exists() else []
+    facts = read_json(path / "run.json") if (path / "run.json").exists() else {"starts": []}
+    starts = facts.get("starts") if isinstance(facts, dict) else None
+    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
+        raise DataError(f"{path / 'run.json'} is damaged: it does not list the starts of a run")
     return Run(
         path=path,
-        config=dict(flatten(tree, {"optim.lr_table"})),
+        config=config,
         facts=starts[-1] if starts else {},
         train=_of_kind(records, "train"),
         evals=_of_kind(records, "eval"),

@@ -41,6 +41,11 @@ class Arm:
     def budgets(self) -> list[int]:
         return sorted(self.best)
 
+    @property
+    def searched(self) -> list[tuple[int, str]]:
+        """Budget and key wherever several values were tried."""
+        return [at for at, tuning in self.tunings.items() if tuning.state != "not tried"]
+
     def at_best(self, budget: int) -> dict[int, Trial]:
         """By seed: the runs with the best values that were tried at this budget."""
         best = self.best.get(budget)

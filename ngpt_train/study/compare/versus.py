@@ -39,6 +39,9 @@ def versus(
 ) -> Versus:
     """runs: of each arm, by its name."""
     pair, notes = pair_of(arm, baseline, metric)
+    for x in (arm, baseline):
+        failed = sorted({trial.budget for trial in x.trials} - set(x.best))
+        notes += [f"{x.name} has no loss at {b:,} tokens: every value that was tried has failed" for b in failed]
     if pair is None:
         return Versus(verdict(arm.state(None), baseline.state(None), None), notes=notes)
     noise = Noise(pair)

@@ -3,7 +3,7 @@
 import hashlib
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ UNFINISHED = ".unfinished-"
 NAME = re.compile(r"step_(\d{8,})")
 SHA256, XXH3 = "sha256", "xxh3"
 DIGITS = {XXH3: 32, SHA256: 64}  # of a checksum; both tell a damaged file, neither a forged one
+# The numbers that parts of state.json have at least; those of before lack a part.
+_NUMBERS = {"interval": {"loss_sum", "n_targets", "n_skipped"}, "loss_scale": {"value", "good_steps"}}
 CHUNK = 2**20  # bytes that are read, or written, and summed at a time, so that they are still in the CPU's cache
 
 
@@ -182,10 +184,9 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
     for name, smallest in (("step", 0), ("tokens", 0), ("world_size", 1)):
         if type(value := progress.get(name)) is not int or not smallest <= value < MOST:
             raise DataError(f"{path} is damaged: {name} is {value!r}. Use another checkpoint.")
-    sums = progress.get("interval", {})
-    numbers = [progress.get("train_seconds") or 0, *(sums.values() if isinstance(sums, dict) else ["none"])]
-    are_all = not sums or {"loss_sum", "n_targets", "n_skipped"} <= sums.keys() if isinstance(sums, dict) else False
-    if not are_all or not all(type(number) in (int, float) and not abs(number) >= MOST for number in numbers):
+    seconds = progress.get("train_seconds")  # None in those of before
+    sums = all(_are_numbers(progress[part], names) for part, names in _NUMBERS.items() if part in progress)
+    if not sums or not (seconds is None or _are_numbers({"seconds": seconds}, {"seconds"})):
         raise DataError(f"{path} is damaged: its sums and seconds are no such numbers. Use another checkpoint.")
     if not isinstance(progress.get("data"), dict):
         raise DataError(f"{path} is damaged: it has no position in the data. Use another checkpoint.")
@@ -198,10 +199,18 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
     return progress
 
 
+def _are_numbers(stored: Any, names: Set[str]) -> bool:
+    """Whether it has these numbers, and all are finite."""
+    if not isinstance(stored, dict) or not names <= stored.keys():
+        return False
+    return all(type(number) in (int, float) and abs(number) < MOST for number in stored.values())
+
+
 def _are_guards(stored: Any) -> bool:
     return (
         isinstance(stored, dict)
-        and type(stored.get("skipped_in_a_row", 0)) is int
+        and type(skipped := stored.get("skipped_in_a_row", 0)) is int
+        and 0 <= skipped < MOST
         and isinstance(losses := stored.get("losses", []), list)
         and all(type(loss) is float for loss in losses)
     )

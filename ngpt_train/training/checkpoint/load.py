@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import check_kinds
 from ngpt_train.distributed import World
 from ngpt_train.models import Decoder
 from ngpt_train.training.checkpoint.files import differences, has_tensors, read_manifest, read_progress
@@ -109,6 +110,7 @@ class TensorsOfBefore:
 def open_tensors(checkpoint: Path) -> StoredTensors | TensorsOfBefore:
     """The tensors of a checkpoint. Executes nothing. Raises DataError."""
     manifest = read_manifest(checkpoint)
+    check_kinds((checkpoint / name for name in manifest.files), directories=())
     return TensorsOfBefore(checkpoint, set(manifest.files)) if manifest.format == 1 else StoredTensors(checkpoint)
 
 

@@ -4,6 +4,7 @@ A save has two parts. `snapshot` looks at the state, on the main thread: is it s
 brings it to the disk; `background.py` lets a thread do that beside training.
 """
 
+import contextlib
 import json
 import logging
 import math
@@ -17,7 +18,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import sync, write_json
+from ngpt_train.core.files import remove, sync, write_json
 from ngpt_train.distributed import World
 from ngpt_train.training.checkpoint.files import (
     FORMAT,
@@ -148,7 +149,7 @@ class Checkpoints:
             files = {name: entry for _, part in outcomes for name, entry in part.items()}
             problem = world.on_main(lambda: self._commit(work, final, files, snapshot.loss))
         if problem is not None:
-            world.on_main(lambda: shutil.rmtree(work, ignore_errors=True))
+            world.on_main(lambda: _remove_if_possible(work))
             raise DataError(f"The checkpoint {final} could not be written: {problem}.")
         complete(final)
         world.on_main(self._prune)
@@ -221,7 +222,7 @@ class Checkpoints:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in self.directory.glob(f"{UNFINISHED}*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+                _remove_if_possible(leftover)
             work.mkdir()
             free = shutil.disk_usage(work).free
         except OSError as error:
@@ -273,6 +274,11 @@ class Checkpoints:
                     # Renamed first: a kill while deleting must not leave half a checkpoint under a good name.
                     os.rename(steps[step], steps[step].with_name(f"{UNFINISHED}deleting-{steps[step].name}"))
             for leftover in self.directory.glob(f"{UNFINISHED}*"):
-                shutil.rmtree(leftover)
+                remove(leftover)
         except (OSError, DataError) as error:
             logger.warning("old checkpoints in %s could not be deleted: %s", self.directory, error)
+
+
+def _remove_if_possible(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        remove(path)

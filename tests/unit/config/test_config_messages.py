@@ -66,6 +66,8 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
         ["schedule.warmup_tokens=25600", "Set schedule.warmup_tokens to 25088 or less, a step has 512"],
     ),
     (["parallel.shard=2"], ["parallel.shard=2", "parallel=hsdp"]),
+    (["parallel=ddp", "parallel.gather=step"], ["parallel.gather", "parallel=fsdp or hsdp"]),
+    (["parallel=single", "parallel.scatter=step"], ["parallel.scatter", "parallel=fsdp or hsdp"]),
     (["schedule.decay_fraction=0.1"], ["schedule.decay_fraction=0.1", "schedule.kind=cosine", "schedule.kind=wsd"]),
     (["schedule.warmup_tokens=375e6"], ["schedule.warmup_tokens=375e6", "write 375000000"]),
     (["schedule.kind=inverse"], ["schedule.kind=inverse", "did you mean inverse_sqrt"]),

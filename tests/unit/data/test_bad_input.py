@@ -519,6 +519,23 @@ def test_a_damaged_copy_is_made_again(
     assert len(source.asked()) == 2
 
 
+@pytest.mark.parametrize("kind", ["pipe", "link"])
+def test_no_directory_in_the_place_of_a_copy(tmp_path: Path, kind: str) -> None:
+    """Caught: a pipe that is waited for; a file that is deleted although only a link leads to it."""
+    cache = ShardCache(tmp_path / "cache", 1e9, Made(tmp_path / "log"), "text", skip_bad=False)
+    cache.open(shard("a"))
+    (place,) = (tmp_path / "cache").glob(f"[!.]*/{HEADER}")
+    outside = tmp_path / "outside"
+    place.parent.rename(outside)
+    (outside / HEADER).write_text("precious")
+    if kind == "pipe":
+        os.mkfifo(place.parent)
+    else:
+        place.parent.symlink_to(outside)
+    assert in_processes(cache, [["a"]]) == [0]
+    assert (outside / HEADER).read_text() == "precious"
+
+
 def test_a_disk_that_damages_everything_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache = ShardCache(tmp_path / "cache", 1e9, Made(tmp_path / "log"), "text", skip_bad=False)
     monkeypatch.setattr("ngpt_train.data.hashes._hash", lambda *_: ["0", -1])

@@ -99,7 +99,8 @@ def test_memory_of_each_layout() -> None:
 def test_blocks_in_bf16(overrides: list[str], copies: int, cast: int) -> None:
     """The optimizer's copies, or what the forward pass casts. Caught: both, or neither."""
     found = memory(plan("model=ngpt", *overrides))
-    output = 0 if "train.precision=fp32" in overrides else 32000 * 1024
+    # Under FSDP2 the peak is in a block's backward pass, where the output's cast is gone.
+    output = 0 if {"train.precision=fp32", "parallel=fsdp"} & set(overrides) else 32000 * 1024
     assert found.get("working copies", 0) == 2 * copies * 16 * 1024**2
     assert found.get("cast matrices", 0) == 2 * (cast * 16 * 1024**2 + output)
 

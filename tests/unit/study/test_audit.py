@@ -46,6 +46,7 @@ def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
     corpus = write_corpus(root / "text.jsonl")
     for name, seed in (("test", 0), ("other", 1)):
         train(arguments(root, corpus, "eval.every=4", "checkpoint.keep_last=9", f"run.seed={seed}", f"run.name={name}"))
+    facts(git_commit="1" * 40)(root / "runs/test")  # where there is no checkout, none is known
     return root / "runs/test"
 
 
@@ -173,6 +174,7 @@ def test_an_honest_run_is_equal(run: Path, honest: Path) -> None:
         ),
         (edit(lambda lines: [x for x in lines if (x["kind"], x["step"]) != ("eval", 8)]), ["no eval record of step 8"]),
         (edit(lambda lines: lines[:-3]), ["no train record of step 11", "no eval record of step 12"]),
+        (facts(n_params=7), ["run.json says n_params 7, training again"]),
         (edit(lambda lines: move(lines, 2, 3)), ["stands after a later one"]),
         (edit(lambda lines: [*lines[:4], lines[3], *lines[4:]]), ["step 3 is there twice"]),
         (in_text("eps: 1.0e-08", "eps: 1.0e-07"), ["config.yaml says optim.eps=1e-07, checkpoint step_00000004"]),
@@ -181,7 +183,7 @@ def test_an_honest_run_is_equal(run: Path, honest: Path) -> None:
         (in_text('"step": 7,', '"step":  7,', "metrics.jsonl"), ["(train, step 7) is not as the program writes it"]),
         (swap, ["is of step 8, its directory of another"]),
         (facts(git_commit="0" * 40), [f"commit {'0' * 40} trained"]),
-        (facts(data_fingerprint="0" * 64), ["another data_fingerprint"]),
+        (facts(data_fingerprint="0" * 64), [f"run.json says data_fingerprint {'0' * 64}"]),
     ],
 )
 def test_tampering_is_named(run: Path, honest: Path, tamper: Callable[[Path], None], named: Sequence[str]) -> None:
@@ -261,3 +263,14 @@ def test_certificates(run: Path, honest: Path) -> None:
     (found,) = read_certificates([read_run(run)])
     assert not found["valid"]
     assert "cannot be read" in found["note"]
+
+
+def test_a_killed_run(run: Path, honest: Path) -> None:
+    """Caught: a validation that a killed run did not come to; checkpoints and records that were deleted together."""
+    for name in ("exit.json", "evals/step_00000012.npz"):
+        (run / name).unlink()
+    shutil.rmtree(run / "checkpoints/step_00000012")
+    edit(lambda lines: [x for x in lines if (x["kind"], x["step"]) != ("eval", 12)])(run)
+    assert audited(run, honest)["found"] == []
+    shutil.copy(honest / "exit.json", run)
+    assert "there is no eval record of step 12" in [x["says"] for x in audited(run, honest)["found"]]

@@ -114,7 +114,8 @@ def test_mistakes_name_key_value_and_fix(
         kept = kept.replace("  gpt: {model: gpt}\n  ngpt: {model: ngpt}\n", "")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    given = ["study=small", *arguments] if "study=null" not in arguments else arguments
+    # A dry run, so that the test ends also where the mistake is not found.
+    given = [*(["study=small"] if "study=null" not in arguments else []), *arguments, "study.dry_run=true"]
     assert main(["study", *given, *options(tmp_path, kept + change)]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ")
@@ -125,12 +126,12 @@ def test_mistakes_name_key_value_and_fix(
 def test_a_study_is_started_by_its_verb_in_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", "study=gpt_vs_ngpt"]) == 2
+    assert main(["train", "study=gpt_vs_ngpt", "--cfg", "job"]) == 2
     assert "ngpt-train study study=gpt_vs_ngpt" in capsys.readouterr().err
     assert main(["study", "study=gpt_vs_ngpt", "-m"]) == 2
     assert "--multirun" in capsys.readouterr().err
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    assert main(["study", "study=gpt_vs_ngpt"]) == 2
+    assert main(["study", "study=gpt_vs_ngpt", "study.dry_run=true"]) == 2
     assert "not under torchrun" in capsys.readouterr().err
 
 

@@ -93,6 +93,11 @@ def test_what_architecture_and_recipe_bring_follows(tmp_path: Path) -> None:
     assert not [key for key in found if key.startswith("model.s_qk")]
 
 
+def test_a_confound_says_what_the_recipe_brings(tmp_path: Path) -> None:
+    found = by_key(examine(arms(tmp_path, GPT, NGPT | {"optim.betas": [0.9, 0.99]}), under_test=["model"]))
+    assert found["optim.betas"]["note"] == "the recipe of second brings [0.9,0.95]"
+
+
 def test_identical_arms_do_not_differ(tmp_path: Path) -> None:
     assert examine(arms(tmp_path, GPT, GPT)) == []
 
@@ -233,16 +238,24 @@ def test_what_can_be_compared(tmp_path: Path) -> None:
     run = plant(tmp_path / "run", GPT)
     assert check_comparable([run, plant(tmp_path / "same", NGPT)]) == "loss"
     other_rows = plant(tmp_path / "rows", GPT | {"eval.rows": 8}, rows="0" * 16)
-    with pytest.raises(DataError, match=r"other rows than.*eval\.rows"):
-        check_comparable([run, other_rows])
+    assert check_comparable([run, other_rows]) == "loss"
+    confounds = {x["key"]: x["kind"] for x in examine({"a": [run], "b": [other_rows]})}
+    assert confounds == {"eval.rows": "confound", "rows_hash": "confound"}
+    other_data = FACTS | {"data_fingerprint": "e" * 64}
+    with pytest.raises(DataError, match=r"data cannot be compared with.*other text: rows_hash 0000"):
+        check_comparable([run, plant(tmp_path / "data", GPT, facts=other_data, rows="0" * 16)])
+    assert check_comparable([run, plant(tmp_path / "training text", GPT, facts=other_data)]) == "loss"
     other_tokenizer = plant(tmp_path / "tokenizer", GPT, facts=bpe, rows="0" * 16)
     assert check_comparable([run, other_tokenizer]) == "bits_per_byte"
     silent = plant(tmp_path / "silent", GPT, facts=bpe, rows="0" * 16, bits_per_byte=None)
     with pytest.raises(DataError, match=r"silent has another tokenizer.*no bits_per_byte"):
         check_comparable([run, silent])
     text = {"data.kind": "local", "data.path": "/other.txt"}
-    with pytest.raises(DataError, match=r"other text than.*data\.kind, data\.path"):
+    with pytest.raises(DataError, match=r"other text, by data\.kind, data\.path"):
         check_comparable([run, plant(tmp_path / "text", GPT | text, facts=bpe, rows="0" * 16)])
+    continuing = plant(tmp_path / "objective", GPT | {"data.objective": "prefix_continuation"}, rows="0" * 16)
+    with pytest.raises(DataError, match="continues the beginning"):
+        check_comparable([run, continuing])
     (tmp_path / "run/metrics.jsonl").write_text("")
     with pytest.raises(DataError, match="no run has been validated"):
         check_comparable([read_run(tmp_path / "run")])

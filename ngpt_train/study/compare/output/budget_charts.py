@@ -74,7 +74,7 @@ def _ratios(sheet: Sheet, arm: str, meta: dict[str, str], entries: list[Mapping[
         other = "high" if end == "low" else "low"
         open_ended = [s for s in entries if s[end] is None and s[other] is not None]
         for s in open_ended:
-            marker = {"symbol": ["circle", symbol], "size": [1, 11]}
+            marker = {"symbol": ["circle", symbol], "size": [1, 11], "line": {"width": 0}}
             tip = s["estimate"] * (1.12 if end == "high" else 1 / 1.12)
             more: dict[str, Any] = {"mode": "lines+markers", "line": {"width": 1.5}, "marker": marker}
             traces.append(sheet.trace(arm, meta, [s["budget"]] * 2, [s[other], tip], **more))
@@ -136,7 +136,7 @@ def end_loss(sheet: Sheet) -> Chart:
     for axis in axes:
         for arm, start, end, loss in series.arrows(report, axis):
             ends[axis].append(end)
-            tip = {"size": [0, 11], "symbol": "arrow", "angleref": "previous"}
+            tip = {"size": [0, 11], "symbol": "arrow", "angleref": "previous", "line": {"width": 0}}
             hover = f"%{{meta.label}}: {escaped(report['baseline'])} needs {end / start:.3g} times the {UNITS[axis]}"
             more = {"mode": "lines+markers", "line": {"width": 1}, "marker": tip, "opacity": 0.8}
             traces.append(sheet.trace(arm, {"axis": axis, "part": "arrows"}, [start, end], [loss, loss], hover, **more))

@@ -123,7 +123,7 @@ addEventListener("beforeprint", () => {
   document.documentElement.dataset.theme = "light";
   redraw();
   for (const div of document.querySelectorAll(".plot"))
-    Plotly.relayout(div, { width: div.parentElement.classList.contains("many") ? 320 : 660, autosize: false });
+    Plotly.relayout(div, { width: div.closest(".plots").classList.contains("many") ? 320 : 660, autosize: false });
 });
 addEventListener("afterprint", () => {
   printing = false;

@@ -93,7 +93,7 @@ class Parts:
         return f'<div>{title}<div class="plot" role="img" aria-label="{escape(plot.said)}"></div></div>'
 
     def choice(self, chart: str, choice: Choice) -> str:
-        """Hidden where there is nothing to choose; the arms, which are the figure's legend too, never."""
+        """Hidden where there is nothing to choose; never the arms, which are the figure's legend too."""
         first = choice.first or (tuple(choice.options) if choice.many else tuple(choice.options)[:1])
         options = []
         for value, words in choice.options.items():
@@ -109,7 +109,7 @@ class Parts:
                 f'<button type="button" data-all="{x}">{y}</button>' for x, y in (("yes", "all"), ("no", "none"))
             ]
         legend = ' class="legend"' if choice.name == "arm" else ""
-        hidden = " hidden" if len(choice.options) < 2 and choice.name != "arm" else ""
+        hidden = " hidden" if len(choice.options) < 2 and choice.name not in ("arm", "part") else ""
         return (
             f"<fieldset{legend}{hidden}><legend>{escape(choice.label)}</legend>"
             f'<div class="options">{"".join(options)}</div></fieldset>'

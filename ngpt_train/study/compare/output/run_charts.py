@@ -88,7 +88,7 @@ def costs(sheet: Sheet) -> Chart:
             marker={"color": [sheet.styles[arm].colour for arm in known]},
             meta={},
             hovertemplate="%{y}: %{x:.4s}<extra></extra>",
-            texttemplate="%{x:.3s}",
+            text=[si(factor * of_arm[arm][key]) for arm in known],
             textposition="auto",
         ).to_plotly_json()
         layout = sheet.layout(

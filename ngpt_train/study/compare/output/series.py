@@ -12,7 +12,7 @@ from ngpt_train.study.compare.output.wording import UNITS, Report
 from ngpt_train.study.compare.statistics.matched import EndLosses
 
 IN_TURN = "measured in turn"
-RATIOS = (0.1, 0.125, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32)
+RATIOS = (0.1, 0.125, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32)
 
 
 def end_losses(report: Report, arm: str) -> dict[int, list[float]]:
@@ -125,30 +125,43 @@ def is_numeric(entry: Mapping[str, Any]) -> bool:
     return all(type(point["value"]) in (int, float) and point["value"] > 0 for point in entry["points"])
 
 
+def _lowest(entry: Mapping[str, Any]) -> float:
+    """The loss at the lowest point of the parabola, which goes through the middle of the best point and its neighbours:
+    each weighs as many runs as it has, as in the fit that gave the optimum."""
+    points = means(entry)
+    best = min(range(len(points)), key=lambda k: points[k][1])
+    near = points[max(best - 1, 0) : best + 2]
+    counts = [sum(p["value"] == value and not p["failed"] for p in entry["points"]) for value, _ in near]
+    rest = [loss - entry["price_of_two"] * math.log2(value / entry["optimum"]) ** 2 for value, loss in near]
+    return float(np.average(rest, weights=counts))
+
+
+def has_parabola(entry: Mapping[str, Any]) -> bool:
+    known = entry["optimum"] is not None and entry["price_of_two"] is not None
+    return known and is_numeric(entry) and bool(means(entry))
+
+
 def parabola(entry: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
     """The parabola in log2 of the value, drawn one and a half octaves to each side of the optimum, inside what was
-    tried. Its height is that of the best point, which it passes through."""
-    optimum, price, points = entry["optimum"], entry["price_of_two"], means(entry)
-    if optimum is None or price is None or not points or not is_numeric(entry):
+    tried."""
+    if not has_parabola(entry):
         return None
-    value, loss = min(points, key=lambda point: point[1])
-    lowest = loss - price * math.log2(value / optimum) ** 2
+    optimum, points = entry["optimum"], means(entry)
     left = max(-1.5, math.log2(points[0][0] / optimum))
     right = min(1.5, math.log2(points[-1][0] / optimum))
     octaves = np.linspace(left, right, 31)
-    return [float(x) for x in optimum * 2**octaves], [float(y) for y in lowest + price * octaves**2]
+    losses = _lowest(entry) + entry["price_of_two"] * octaves**2
+    return [float(x) for x in optimum * 2**octaves], [float(y) for y in losses]
 
 
 def sensitivity(entry: Mapping[str, Any]) -> tuple[list[float], list[float]] | None:
-    """(octaves off the optimum, or off the best tried where there is none; loss above the lowest)."""
+    """(octaves off the optimum, loss above the parabola's lowest); off the best value tried where there is none."""
     points = means(entry)
     if len(points) < 2 or not is_numeric(entry):
         return None
-    value, loss = min(points, key=lambda point: point[1])
-    optimum, lowest = value, loss
-    if entry["optimum"] is not None and entry["price_of_two"] is not None:
-        optimum = entry["optimum"]
-        lowest = loss - entry["price_of_two"] * math.log2(value / optimum) ** 2
+    optimum, lowest = min(points, key=lambda point: point[1])
+    if has_parabola(entry):
+        optimum, lowest = entry["optimum"], _lowest(entry)
     return [math.log2(x / optimum) for x, _ in points], [y - lowest for _, y in points]
 
 

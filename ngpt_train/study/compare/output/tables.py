@@ -15,6 +15,7 @@ from ngpt_train.study.compare.output.wording import (
     UNITS,
     VERDICTS,
     Report,
+    audit_says,
     difference_of,
     finding,
     interval,
@@ -261,11 +262,33 @@ def failures(report: Report) -> Table:
 
 
 def audits(report: Report) -> Table:
-    entries = report.get("audits") or []
-    keys = list(dict.fromkeys(key for entry in entries for key in entry))
-    rows = [[Cell(_value(entry.get(key, DASH)), kind="code" * (key == "run")) for key in keys] for entry in entries]
-    columns = [key.replace("_", " ").capitalize() for key in keys]
-    return Table("audits", "Audits", columns, rows, empty="No run was audited (`audit RUN` does so).")
+    rows = []
+    for a in report.get("audits") or []:
+        counted = f"{si(a['steps_compared'])} of {si(a['steps'])}"
+        rows.append(
+            [
+                Cell(str(a["run"]), kind="code"),
+                Cell(audit_says(a), kind="verdict"),
+                Cell(a["how"] or DASH),
+                Cell(", ".join(f"{start} to {end}" for start, end in a["windows"]) or DASH),
+                _n(counted),
+                _n(str(a["found"])),
+                Cell(a["commit"] or DASH, kind="code"),
+                Cell(" ".join(filter(None, [a["device"], a["time"], a["note"]])) or DASH),
+            ]
+        )
+    columns = [
+        "Run",
+        "Result",
+        "Compared",
+        "Windows (steps)",
+        "Steps trained again",
+        "Findings",
+        "Commit",
+        "Where, when",
+    ]
+    note = "Windows between checkpoints were trained again, and their losses compared with those on record."
+    return Table("audits", "Audits", columns, rows, note, "No run was audited (`audit RUN` does so).")
 
 
 def runs(report: Report) -> Table:

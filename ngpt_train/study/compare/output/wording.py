@@ -186,6 +186,13 @@ def size_text(size: Any) -> str:
     return f"{number(size, None, 3)} times" if type(size) in (int, float) else str(size)
 
 
+def audit_says(audit: Mapping[str, Any]) -> str:
+    """What the certificate of a run says of its records as they are now."""
+    if not audit["valid"]:
+        return "outdated" if not audit["note"] else "unreadable"
+    return "equal" if audit["equal"] else "not equal"
+
+
 def facts(report: Report) -> list[str]:
     """What was compared."""
     seeds = len({entry["seed"] for entry in report["losses"]})
@@ -208,6 +215,11 @@ def cautions(report: Report) -> list[str]:
         said.append("One seed: the noise between seeds is unknown, and nothing here is resolved.")
     if len(report["budgets"]) == 1:
         said.append("One budget: how the difference changes with the budget is unknown.")
+    failed = [str(audit["run"]) for audit in report.get("audits") or [] if audit_says(audit) != "equal"]
+    if failed:
+        said.append(
+            f"Audit: training again does not give what is on record, or gave it of other records: {', '.join(failed)}."
+        )
     untuned = [arm for arm in report["arms"] if not is_tuned(report, arm)]
     if untuned:
         said.append(f"Untuned: {', '.join(untuned)}. The loss of an untuned arm is a bound.")

@@ -10,6 +10,7 @@ import numpy as np
 from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq
 
+from ngpt_train.study.compare.runs import is_number
 from ngpt_train.study.compare.statistics.intervals import t_quantile
 from ngpt_train.study.compare.statistics.matched import Ratio
 
@@ -52,8 +53,11 @@ def log_ratio(arm: Records, baseline: Records, metric: str) -> float | None:
 
 def curve(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and the lowest loss so far of each validation after the first step; fp64, `(n,)`."""
-    of_run = {x.get("tokens"): x.get(metric) for x in records}
-    known = {t: loss for t, loss in of_run.items() if t and loss is not None and np.isfinite(loss) and t > 0}
+    known: dict[float, float] = {
+        x["tokens"]: x[metric]
+        for x in records
+        if is_number(x.get("tokens")) and x["tokens"] > 0 and is_number(x.get(metric))
+    }
     tokens = np.array(sorted(known), dtype=float)
     return tokens, np.minimum.accumulate(np.array([known[t] for t in tokens], dtype=float))
 
@@ -64,6 +68,8 @@ def reached(tokens: np.ndarray, losses: np.ndarray, loss: float) -> float | None
     below = np.flatnonzero(losses <= loss)
     if len(below) == 0 or below[0] == 0:
         return None
+    if losses[below[0]] == loss:
+        return float(tokens[below[0]])
     first, last = np.log(tokens[below[0] - 1 : below[0] + 1])
     smooth = PchipInterpolator(np.log(tokens), losses)
     return float(np.exp(brentq(lambda x: float(smooth(x)) - loss, float(first), float(last), xtol=1e-12)))

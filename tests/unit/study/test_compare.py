@@ -1,0 +1,211 @@
+"""`compare` on run directories: planted truth, directories that others wrote, mistakes."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from ngpt_train.__main__ import main
+from ngpt_train.config import load_config
+from ngpt_train.verbs.compare import compared
+from tests.planted_runs import Planted, write_run, write_study
+
+KEYS = {"arms", "budgets", "losses", "differences", "speedups", "referee", "verdicts", "commands"}
+
+
+def report_of(paths: Sequence[Path], out: Path, *arguments: str) -> dict[str, Any]:
+    """As it is written, but for the pictures."""
+    config = load_config([*arguments, f"compare.out={out}"])
+    config.compare.runs = [str(path) for path in paths]
+    report, _ = compared(config, arguments)
+    assert report.keys() >= KEYS
+    return json.loads(json.dumps(report, allow_nan=False))
+
+
+def mistake(capsys: pytest.CaptureFixture[str], code: int, *arguments: object) -> str:
+    """The message, which is all that is said."""
+    assert main(["compare", *map(str, arguments)]) == code
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert "Traceback" not in told
+    return told
+
+
+def test_planted_truth(tmp_path: Path) -> None:
+    planted = Planted(ratio=1.7, n_rows=32, of_row=0.02, of_both=0.02)
+    runs = write_study(tmp_path / "runs", planted, lrs=(0.001, 0.002, 0.004, 0.008, 0.016))
+    assert main(["compare", *map(str, runs), f"compare.out={tmp_path / 'report'}"]) == 0
+    report = json.loads((tmp_path / "report/report.json").read_text(), parse_constant=pytest.fail)
+    assert report["verdicts"] == {"ngpt": "better"}
+    assert report["baseline"] == "gpt"
+    assert report["budgets"] == [204_800, 409_600, 819_200, 1_638_400]
+    assert report["arms"]["ngpt"]["best"] == {"optim.lr": 0.004}
+    assert {arm["state"] for arm in report["arms"].values()} == {"bracketed"}
+    assert len(report["losses"]) == 2 * 4 * (5 + 2)
+    for found in report["differences"]:
+        assert found["low"] <= planted.truth(found["budget"]) <= found["high"]
+        assert (found["n_seeds"], found["n_rows"], found["needed"]) == (3, 32, None)
+    inside = [x for x in report["speedups"] if x["how"] == "annealed" and not x["extrapolated"]]
+    truth = {"tokens": 1.7, "flops": 1.7, "seconds": 1.7 / 1.2}
+    assert {x["unit"] for x in inside} == set(truth)
+    assert all(x["low"] <= truth[x["unit"]] <= x["high"] for x in inside)
+    beyond = [x for x in report["speedups"] if x["how"] == "annealed" and x["budget"] == 1_638_400]
+    assert all(x["extrapolated"] and "extrapolated" in x["note"] for x in beyond)
+    flattering = [x for x in report["speedups"] if x["how"] == "within_schedule"]
+    assert flattering
+    assert all("flatters" in x["note"] for x in flattering)
+    assert sum(curve["best"] for curve in report["curves"]) == 2 * 4 * 3
+    for file in ("report.md", "report.html", "figures/speedup.png", "figures/speedup.svg"):
+        assert (tmp_path / "report" / file).stat().st_size > 0
+
+
+@pytest.mark.parametrize(
+    ("arm", "missing"), [("ngpt", (0.008, 0.016)), ("ngpt", (0.001, 0.002)), ("gpt", (0.008, 0.016))]
+)
+def test_an_optimum_at_the_edge_is_untuned(tmp_path: Path, arm: str, missing: Sequence[float]) -> None:
+    """Of the arm or of the baseline."""
+    for path in write_study(tmp_path / "runs", Planted(ratio=4), lrs=(0.001, 0.002, 0.004, 0.008, 0.016)):
+        if path.name.startswith(f"{arm}-") and any(f"lr{lr:g}-" in path.name for lr in missing):
+            shutil.rmtree(path)
+    report = report_of([tmp_path / "runs"], tmp_path / "report")
+    assert report["verdicts"] == {"ngpt": "untuned"}
+    assert report["arms"][arm]["state"] == "edge"
+    assert all(f"{arm} is untuned at this budget" in x["note"] for x in report["speedups"])
+
+
+def test_one_tuned_arm_alone_is_untuned(tmp_path: Path) -> None:
+    runs = write_study(tmp_path / "runs", Planted(ratio=4), lrs=(0.001, 0.002, 0.004, 0.008, 0.016))
+    for path in runs:
+        if path.name.startswith("gpt-") and "lr0.004-" not in path.name:
+            shutil.rmtree(path)
+    report = report_of([tmp_path / "runs"], tmp_path / "report")
+    assert report["verdicts"] == {"ngpt": "untuned"}
+    assert report["arms"]["gpt"]["state"] == "not tried"
+    assert any("gpt is not tuned" in note for note in report["notes"])
+
+
+def test_identical_runs(tmp_path: Path) -> None:
+    """Two directories with the same config: nothing tells them apart but their names."""
+    for seed in (0, 1):
+        write_run(tmp_path / f"runs/a-{seed}", "gpt", 400, seed, 3.0 + 0.1 * seed, rows=np.array([0.1, -0.1]))
+        shutil.copytree(tmp_path / f"runs/a-{seed}", tmp_path / f"runs/b-{seed}")
+    report = report_of(sorted((tmp_path / "runs").iterdir()), tmp_path / "report")
+    assert report["verdicts"] == {"b": "not_resolved"}
+    (found,) = report["differences"]
+    assert (found["estimate"], found["low"], found["high"]) == (0, 0, 0)
+    assert {(x["estimate"], x["low"], x["high"]) for x in report["speedups"] if x["how"] == "within_schedule"} == {
+        (1, 1, 1)
+    }
+    assert [entry for entry in report["referee"] if entry["kind"] == "confound"] == []
+
+
+def test_one_seed_is_said(tmp_path: Path) -> None:
+    runs = write_study(tmp_path / "runs", Planted(ratio=4, n_seeds=1, n_rows=16, of_row=0.001))
+    report = report_of(runs, tmp_path / "report")
+    assert report["verdicts"] == {"ngpt": "not_resolved"}
+    assert any("one seed" in note for note in report["notes"])
+    assert report["differences"][0]["noise_seeds"] is None
+
+
+def test_failed_and_unfinished_runs_are_shown(tmp_path: Path) -> None:
+    """A seed that diverges at the one rate that was tried: at this budget the arm has no loss."""
+    runs = write_study(tmp_path / "runs", Planted())
+    (runs[0] / "exit.json").write_text(json.dumps({"code": 4, "reason": "the loss is not finite", "step": 61}))
+    lines = (runs[1] / "metrics.jsonl").read_text().splitlines()
+    (runs[1] / "metrics.jsonl").write_text("\n".join(lines[:9]) + "\n")
+    report = report_of(runs, tmp_path / "report")
+    assert [(x["run"], x["reason"]) for x in report["failures"]] == [
+        (str(runs[0]), "diverged at step 61: the loss is not finite")
+    ]
+    assert any(str(runs[1]) in note and "not annealed" in note for note in report["notes"])
+    assert any("every value that was tried has failed" in note for note in report["notes"])
+    assert [(x["budget"], x["n_seeds"]) for x in report["differences"]] == [(b, 3) for b in report["budgets"][1:]]
+
+
+def test_arms_from_what_differs(tmp_path: Path) -> None:
+    """qk_norm differs, a key that only one architecture has differs, lr alone differs."""
+    for name, config in {
+        "x-0": {"model.qk_norm": False},
+        "y-0": {"model.qk_norm": True},
+        "z-0": {"model.name": "ngpt", "model.alpha": 0.1},
+        "w-0": {"model.name": "ngpt", "model.alpha": 0.2},
+    }.items():
+        write_run(tmp_path / "runs" / name, "gpt", 400, 0, 3.0, config=config)
+    assert set(report_of([tmp_path / "runs"], tmp_path / "report")["arms"]) == {"x", "y", "z", "w"}
+    for lr in (0.001, 0.002):
+        write_run(tmp_path / f"rates/r-lr{lr}", "gpt", 400, 0, 3.0, lr=lr)
+    assert set(report_of([tmp_path / "rates"], tmp_path / "report")["arms"]) == {"lr=0.001", "lr=0.002"}
+
+
+def test_named_arms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = write_study(tmp_path / "runs", Planted(n_seeds=2))
+    report = report_of(runs, tmp_path / "report", "compare.arms=[new:ngpt-*,old:gpt-*]", "compare.baseline=old")
+    assert report["baseline"] == "old"
+    assert list(report["arms"]) == ["new", "old"]
+    assert "no run is named" in mistake(capsys, 2, *runs, "compare.arms=[new:none-*]")
+    assert "is in" in mistake(capsys, 2, *runs, "compare.arms=[new:*,old:gpt-*]")
+    assert "not NAME:PATTERN" in mistake(capsys, 2, *runs, "compare.arms=[new]")
+    assert "no arm of that name" in mistake(capsys, 2, *runs, "compare.baseline=gtp")
+
+
+def test_runs_that_others_wrote(tmp_path: Path) -> None:
+    """Configs of a few keys, no run.json, no evals/, no exit.json, other seeds in the arms."""
+    runs = write_study(tmp_path / "runs", Planted(n_rows=8, of_row=0.01))
+    for path in runs:
+        config = yaml.safe_load((path / "config.yaml").read_text())
+        is_gpt = config["model"]["name"] == "gpt"
+        seed = config["run"]["seed"] + (10 if is_gpt else 0)
+        few = {"run": {"seed": seed}, "model": {"name": config["model"]["name"]}, "train": config["train"]}
+        few |= {"optim": {"lr": 0.004, **({"eps": 1e-8} if is_gpt else {})}}
+        (path / "config.yaml").write_text(yaml.safe_dump(few))
+        (path / "run.json").unlink()
+        (path / "exit.json").unlink()
+        shutil.rmtree(path / "evals")
+    report = report_of(runs, tmp_path / "report")
+    assert report["verdicts"] == {"ngpt": "better"}
+    assert report["differences"][0]["noise_rows"] is None
+    assert any("no seed in common" in note for note in report["notes"])
+    assert any("without the noise of validation rows" in note for note in report["notes"])
+
+
+def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = write_run(tmp_path / "runs/a", "gpt", 400, 0, 3.0)
+    assert "no run is named" in mistake(capsys, 2)
+    assert "not a directory" in mistake(capsys, 3, tmp_path / "nowhere")
+    (tmp_path / "empty").mkdir()
+    assert "holds no run" in mistake(capsys, 3, tmp_path / "empty")
+    assert "one arm" in mistake(capsys, 2, run)
+    other = write_run(tmp_path / "runs/b", "ngpt", 400, 0, 3.0)
+    (other / "config.yaml").write_text("train: [")
+    assert "not a readable config" in mistake(capsys, 3, run, other)
+    (other / "config.yaml").write_text("model: {name: ngpt}\ntrain: {steps: soon}\n")
+    assert "train.steps" in mistake(capsys, 3, run, other)
+    (other / "metrics.jsonl").unlink()
+    (other / "config.yaml").write_text("model: {name: ngpt}\ntrain: {steps: 400}\n")
+    assert "one arm" in mistake(capsys, 2, run, other)
+
+
+def test_what_is_not_ours_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = write_study(tmp_path / "runs", Planted(n_seeds=2))
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "notes.txt").write_text("mine")
+    (out / "report.md").write_text("mine")
+    assert "not of an earlier compare" in mistake(capsys, 2, *runs, f"compare.out={out}")
+    assert (out / "report.md").read_text() == "mine"
+    (out / "report.md").unlink()
+    (out / "report.json").write_text(json.dumps(report_of(runs, out)))
+    report_of(runs, out)
+    assert (out / "notes.txt").read_text() == "mine"
+    assert "is a file" in mistake(capsys, 2, *runs, f"compare.out={out / 'notes.txt'}")
+    assert "directory of a run" in mistake(capsys, 2, *runs, f"compare.out={runs[0]}")
+    assert "no directory that can be written" in mistake(capsys, 2, *runs, f"compare.out={out / 'notes.txt' / 'x'}")
+    assert "cannot be made" in mistake(capsys, 2, *runs, "compare.out=/proc/x")
+    assert "at once" in mistake(capsys, 2, *runs, "-m")

@@ -1,0 +1,256 @@
+"""Intervals hold the truth as often as they say: planted differences and speed-ups, drawn again and again."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from ngpt_train.study.compare.clocks import Cost, in_units
+from ngpt_train.study.compare.statistics.intervals import Difference, Noise, Pair, Spread, difference_at
+from ngpt_train.study.compare.statistics.matched import EndLosses, annealed_ratio
+from ngpt_train.study.compare.statistics.power import POWER, needed
+from ngpt_train.study.compare.statistics.within import log_ratio, within_schedule
+from tests.planted_runs import FIRST_BUDGET, Planted, log_linear, power_law
+
+DRAWS = 1000
+# 0.95 give or take four standard errors of a share of so many draws is wider than this.
+TOLERANCE = 0.02
+
+
+def budgets(n: int) -> tuple[float, ...]:
+    return tuple(FIRST_BUDGET * np.geomspace(1, 8, n))
+
+
+def pair_of(planted: Planted, rng: np.random.Generator) -> Pair:
+    losses, rows = planted.draw(rng)
+    of_rows = (None, None) if rows is None else (rows[0], rows[1])
+    return Pair(np.array(planted.budgets), losses[0], losses[1], *of_rows)
+
+
+def coverage(planted: Planted, at: int, draws: int = DRAWS, clock: float = 0.0) -> dict[str, float]:
+    """Share of the draws whose interval holds the truth. clock: relative noise of a run's seconds; an arm's token takes
+    1.2 times the baseline's seconds."""
+    rng, hits = np.random.default_rng(7), dict.fromkeys(("difference", "tokens", "seconds", "better"), 0)
+    runs = len(planted.budgets) * planted.n_seeds
+    for _ in range(draws):
+        pair = pair_of(planted, rng)
+        noise = Noise(pair)
+        difference = difference_at(pair, noise, at, 0.95)
+        ratio = annealed_ratio(pair, noise, at, 0.95)
+        logs = [rng.normal(0, clock, runs) - math.log(x) for x in (1.2, 1.0)]
+        error = math.sqrt(sum(np.var(x, ddof=1) / runs for x in logs))
+        of_seconds = in_units(ratio, Cost(math.exp(logs[0].mean() - logs[1].mean()), error, 2 * runs - 2), 0.95)
+        truth = planted.truth(planted.budgets[at])
+        hits["difference"] += difference.low <= truth <= difference.high
+        hits["tokens"] += (ratio.low or 0) <= planted.ratio <= (ratio.high or math.inf)
+        hits["seconds"] += (of_seconds.low or 0) <= planted.ratio / 1.2 <= (of_seconds.high or math.inf)
+        hits["better"] += difference.is_resolved and difference.estimate < 0
+    return {name: count / draws for name, count in hits.items()}
+
+
+def check(found: dict[str, float]) -> None:
+    for name in ("difference", "tokens", "seconds"):
+        assert found[name] == pytest.approx(0.95, abs=TOLERANCE), found
+
+
+def test_intervals_hold_the_truth() -> None:
+    """Catches: degrees of freedom of all runs together; a spread without the noise of seeds, or of rows."""
+    check(coverage(Planted(ratio=1.7, n_rows=64, of_row=0.05, of_both=0.05), at=1, clock=0.05))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("curve", [power_law, log_linear])
+@pytest.mark.parametrize("ratio", [1.0, 1.3, 1.7, 4.0])
+def test_for_all_ratios(curve: object, ratio: float) -> None:
+    check(coverage(Planted(ratio=ratio, curve=curve), at=0 if ratio > 2 else 1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "planted",
+    [
+        Planted(n_seeds=2),
+        Planted(n_seeds=5, budgets=budgets(6)),
+        Planted(n_seeds=2, budgets=budgets(5)),
+        Planted(shared=0.02, own=0.004),
+        Planted(of_seed=0.03, own=0.004, n_seeds=2),
+        Planted(n_rows=64, of_row=0.2, own=0.003, n_seeds=2),
+        Planted(n_rows=64, of_both=0.05),
+        Planted(n_rows=16, of_row=0.05),
+        Planted(own=0.03),
+    ],
+    ids=["2 seeds", "5 seeds", "5 budgets", "shared", "of seeds", "of rows", "of both", "few rows", "loud"],
+)
+def test_for_all_kinds_of_noise(planted: Planted) -> None:
+    check(coverage(planted, at=1))
+
+
+def test_no_difference_is_seldom_better() -> None:
+    """Catches: a verdict from one side of the interval alone."""
+    found = coverage(Planted(ratio=1.0), at=3)
+    assert 0 < found["better"] <= 0.025 + 0.0125
+    check(found)
+
+
+def test_identical_runs() -> None:
+    pair = pair_of(Planted(n_rows=8, of_both=0.1), np.random.default_rng(0))
+    same = replace(pair, arm=pair.baseline, arm_rows=pair.baseline_rows)
+    noise = Noise(same)
+    for at in range(4):
+        difference, ratio = difference_at(same, noise, at, 0.95), annealed_ratio(same, noise, at, 0.95)
+        assert (difference.estimate, difference.low, difference.high) == (0, 0, 0)
+        assert not difference.is_resolved
+        assert (ratio.estimate, ratio.low, ratio.high) == pytest.approx((1, 1, 1), abs=1e-9)
+        assert not ratio.extrapolated
+
+
+def test_one_seed_resolves_nothing() -> None:
+    """Catches: an interval of rows alone that counts as a verdict."""
+    planted = Planted(ratio=1.7, n_seeds=1, n_rows=64, of_row=0.01)
+    pair = pair_of(planted, np.random.default_rng(0))
+    found = difference_at(pair, Noise(pair), 1, 0.95)
+    assert found.high < 0
+    assert not found.is_resolved
+    assert np.isnan(found.spread.seeds[0])
+    alone = replace(pair, baseline_rows=None, arm_rows=None)
+    found = difference_at(alone, Noise(alone), 1, 0.95)
+    assert (found.low, found.high) == (None, None)
+    ratio = annealed_ratio(alone, Noise(alone), 1, 0.95)
+    assert ratio.estimate is not None
+    assert (ratio.low, ratio.high, ratio.extrapolated) == (None, None, False)
+
+
+def test_missing_runs_count_as_missing() -> None:
+    planted = Planted(n_seeds=4, n_rows=32, of_row=0.02)
+    pair = pair_of(planted, np.random.default_rng(3))
+    baseline = pair.baseline.copy()
+    baseline[3, 2:] = np.nan
+    found = [difference_at(p, Noise(p), 3, 0.95) for p in (pair, replace(pair, baseline=baseline))]
+    assert [x.n_seeds for x in found] == [4, 2]
+    assert found[1].high - found[1].low > found[0].high - found[0].low
+    assert found[1].estimate == pytest.approx(np.mean(pair.difference[3, :2]))
+
+
+@pytest.mark.parametrize("curve", [power_law, log_linear])
+def test_without_noise_the_ratio_is_found(curve: object) -> None:
+    planted = Planted(ratio=1.7, own=0.0, curve=curve, budgets=budgets(5))
+    pair = pair_of(planted, np.random.default_rng(0))
+    for at in range(5):
+        ratio = annealed_ratio(pair, Noise(pair), at, 0.95)
+        assert ratio.estimate == pytest.approx(1.7, rel=2e-3)
+        assert ratio.extrapolated == (1.7 * pair.budgets[at] > pair.budgets[-1])
+
+
+def test_far_beyond_the_budgets_nothing_is_said() -> None:
+    """Catches: an extrapolation without end, or one that is not named so."""
+    pair = pair_of(Planted(ratio=6.0), np.random.default_rng(0))
+    ratio = annealed_ratio(pair, Noise(pair), 3, 0.95)
+    assert ratio.extrapolated
+    assert (ratio.estimate, ratio.high) == (None, None)
+    assert "extrapolated" in ratio.note
+
+
+def test_a_baseline_that_does_not_fall_matches_nothing() -> None:
+    budgets = np.array([1e6, 2e6, 4e6])
+    rising = np.array([[3.0, 3.01], [3.1, 3.12], [3.2, 3.21]])
+    pair = Pair(budgets, rising, rising - 0.1)
+    assert not EndLosses(budgets, rising.mean(axis=1), np.full(3, 2)).falls
+    assert annealed_ratio(pair, Noise(pair), 1, 0.95).estimate is None
+
+
+def test_weights_are_the_slopes_of_the_fit() -> None:
+    """By finite differences; catches weights of a fit whose bend is held."""
+    tokens, counts = np.array(budgets(5)), np.full(5, 3)
+    losses = power_law(tokens)
+    at = np.array([1.5 * FIRST_BUDGET, 6 * FIRST_BUDGET])
+    found = EndLosses(tokens, losses, counts).weights(at)
+    small = 1e-5
+    for k in range(5):
+        moved = [EndLosses(tokens, losses + side * small * (np.arange(5) == k), counts).at(at) for side in (1, -1)]
+        np.testing.assert_allclose(found[:, k], (moved[0] - moved[1]) / (2 * small), atol=2e-3)
+    np.testing.assert_allclose(found.sum(axis=1), 1, atol=1e-9)
+
+
+def resolved(planted: Planted, at: int, draws: int = 600) -> float:
+    rng, count = np.random.default_rng(11), 0
+    for _ in range(draws):
+        pair = pair_of(planted, rng)
+        count += difference_at(pair, Noise(pair), at, 0.95).is_resolved
+    return count / draws
+
+
+def known(planted: Planted) -> tuple[Pair, Difference]:
+    """The noise and the difference as they truly are, at the last budget."""
+    pair = pair_of(planted, np.random.default_rng(5))
+    rest = planted.of_both**2 / planted.n_rows if planted.n_rows else 0.0
+    seeds = 2 * (planted.own**2 + rest) / planted.n_seeds
+    rows = np.array([2 * planted.of_row**2 / planted.n_rows if planted.n_rows else np.nan])
+    spread = Spread(np.array([seeds]), np.array([100.0]), rows, planted.n_rows - 1)
+    truth = planted.truth(planted.budgets[-1])
+    return pair, Difference(truth, truth - 1, truth + 1, spread, planted.n_seeds, planted.n_rows)
+
+
+@pytest.mark.parametrize("of_row", [0.0, 0.02])
+def test_needed_seeds_suffice(of_row: float) -> None:
+    """Catches: a power analysis with the normal distribution's quantiles, or without the rows' noise."""
+    planted = Planted(ratio=1.05, own=0.01, budgets=budgets(2), n_rows=64 if of_row else 0, of_row=of_row)
+    n = needed(*known(planted), 1, 400, 0.95)["seeds"]
+    assert n > 3
+    assert resolved(replace(planted, n_seeds=n), 1) == pytest.approx(POWER, abs=0.06)
+
+
+def test_needed_rows_suffice() -> None:
+    planted = Planted(ratio=1.05, own=0.002, budgets=budgets(2), n_rows=16, of_row=0.03)
+    n = needed(*known(planted), 1, 400, 0.95)["rows"]
+    assert n > 16
+    assert resolved(replace(planted, n_rows=n), 1) == pytest.approx(POWER, abs=0.07)
+    hopeless = replace(planted, own=0.2)
+    assert needed(*known(hopeless), 1, 400, 0.95)["rows"] is None
+
+
+def test_needed_steps_suffice() -> None:
+    """A difference that grows with the budget as the line through it."""
+    sizes, noise = budgets(4), 0.01
+    grows = [0.012 * math.log(b / FIRST_BUDGET) + 0.001 for b in sizes]
+    baseline = np.array([3.0, 2.8, 2.6, 2.5])[:, None] + np.zeros((4, 3))
+    pair = Pair(np.array(sizes), baseline, baseline - np.array(grows)[:, None])
+    spread = Spread(np.array([2 * noise**2 / 3]), np.array([8.0]), np.array([np.nan]), 0)
+    found = Difference(-grows[-1], -1, 1, spread, 3, 0)
+    steps = needed(pair, found, 3, 1000, 0.95)["steps"]
+    there = 0.012 * math.log(sizes[-1] * steps / 1000 / FIRST_BUDGET) + 0.001
+    rng, count = np.random.default_rng(2), 0
+    for _ in range(600):
+        arm = baseline - there + rng.normal(0, noise * math.sqrt(2), (4, 3))
+        drawn = Pair(np.array(sizes), baseline, arm)
+        count += difference_at(drawn, Noise(drawn), 3, 0.95).is_resolved
+    assert count / 600 == pytest.approx(POWER, abs=0.06)
+    shrinks = replace(found, estimate=grows[-1])
+    assert needed(pair, shrinks, 3, 1000, 0.95)["steps"] is None
+
+
+def test_within_one_schedule() -> None:
+    """An arm that is 1.7 times ahead all the way, and one that is behind."""
+    tokens = np.geomspace(1e5, 1e6, 40)
+    slow = [{"tokens": float(t), "loss": float(log_linear(t))} for t in tokens]
+    fast = [{"tokens": float(t), "loss": float(log_linear(1.7 * t))} for t in tokens]
+    assert math.exp(log_ratio(fast, slow, "loss")) == pytest.approx(1.7, rel=1e-6)
+    assert math.exp(log_ratio(slow, fast, "loss")) == pytest.approx(1 / 1.7, rel=1e-6)
+    assert log_ratio(slow, slow, "loss") == 0
+    assert log_ratio(slow[-1:], fast, "loss") is None
+    found = within_schedule({1: [0.5, 0.6, 0.4], 2: [0.5]}, 0.95)
+    assert found[1].low < math.exp(0.5) < found[1].high
+    assert (found[2].low, found[2].high) == (None, None)
+    assert "within one schedule" in found[1].note
+
+
+@pytest.mark.slow
+def test_percentile_bootstrap_of_three_seeds_covers_too_little() -> None:
+    """The figure of docs/study.md, and why intervals are not made so."""
+    rng = np.random.default_rng(1)
+    drawn = rng.normal(0, 1, (10_000, 3))
+    means = drawn[:, rng.integers(0, 3, (1000, 3))].mean(axis=2)
+    low, high = np.percentile(means, [2.5, 97.5], axis=1)
+    assert np.mean((low <= 0) & (high >= 0)) == pytest.approx(0.76, abs=0.02)

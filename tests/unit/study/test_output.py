@@ -1,0 +1,198 @@
+"""The words, tables, pictures and text of a report."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ngpt_train.study.compare.output import series, tables, wording
+from ngpt_train.study.compare.output.document import code, console, document, escaped
+from ngpt_train.study.compare.output.figures import CAPTIONS, FIGURES, draw_two, write_figures
+from ngpt_train.study.compare.output.style import styles
+from ngpt_train.study.compare.report import write_reports
+from tests.example_report import BUDGETS, HOSTILE, certificate, example
+
+MINUS = "\N{MINUS SIGN}"
+SMALLEST: dict[str, Any] = {
+    "arms": ("gpt", "ngpt"),
+    "budgets": BUDGETS[-1:],
+    "seeds": (1,),
+    "untuned": (),
+    "nulls": True,
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(8_388_608, "8.39M"), (999_999, "1M"), (123, "123"), (0.05, "0.05"), (5.3e15, "5.3P"), (None, wording.DASH)],
+)
+def test_numbers_with_prefixes(value: float | None, shown: str) -> None:
+    assert wording.si(value) == shown
+
+
+@pytest.mark.parametrize(
+    ("ends", "shown"),
+    [
+        ((-0.0412, -0.0501, -0.0323), f"{MINUS}0.0412 ({MINUS}0.0501 to {MINUS}0.0323)"),
+        ((1.7, 1.5, None), "1.70 (at least 1.50)"),
+        ((1.7, None, 2.0), "1.70 (at most 2.00)"),
+        ((0.0, 0.0, 0.0), "0.0000 (0.0000 to 0.0000)"),
+        ((-0.18, None, None), f"{MINUS}0.180 (no interval)"),
+        ((None, None, None), wording.DASH),
+    ],
+)
+def test_intervals(ends: tuple[float | None, float | None, float | None], shown: str) -> None:
+    """Caught: an open end that reads as a closed one."""
+    assert wording.interval(*ends) == shown
+
+
+def test_findings_say_what_the_verdicts_are() -> None:
+    report = example()
+    assert "ngpt is better than gpt. After 8.39M tokens its loss is 0.176 (0.164 to 0.188) nats per token lower" in (
+        wording.finding(report, "ngpt")
+    )
+    resolved = wording.finding(report, "gpt_qk")
+    assert resolved.startswith("Whether gpt_qk or gpt is better is not resolved.")
+    assert "9 seeds or 4.1k validation rows" in resolved
+    assert wording.finding(report, "powernorm").startswith(
+        "No verdict: powernorm is untuned: the best optim.lr lies at"
+    )
+    untuned = example(untuned=("gpt",))
+    untuned["verdicts"] = dict.fromkeys(untuned["verdicts"], "untuned")
+    assert wording.finding(untuned, "ngpt").startswith("No verdict: gpt is untuned")
+    assert "every comparison with it is too" in wording.finding(untuned, "gpt")
+
+
+def test_a_ratio_beyond_the_data_is_said_to_be() -> None:
+    """Caught: an extrapolated ratio in place of a measured one, or without a word."""
+    report = example(arms=("gpt", "ngpt"))
+    assert wording.speedup_of(report, "ngpt", "tokens")["budget"] == BUDGETS[-2]
+    report["speedups"] = [s for s in report["speedups"] if s["budget"] == BUDGETS[-1]]
+    assert "lies beyond the budgets that were trained" in wording.finding(report, "ngpt")
+    report["speedups"] = [s for s in report["speedups"] if s["how"] == "within_schedule"]
+    assert "within one schedule; this flatters" in wording.finding(report, "ngpt")
+
+
+def test_what_a_reader_must_know_first() -> None:
+    said = wording.cautions(example(**SMALLEST))
+    assert [sentence.split(":")[0] for sentence in said] == ["One seed", "One budget"]
+    report = example()
+    assert not any("Audit" in sentence for sentence in wording.cautions(report))
+    for other in ({"equal": False}, {"valid": False}):
+        report["audits"] = [certificate("runs/a", **other)]
+        assert any("runs/a" in sentence for sentence in wording.cautions(report))
+
+
+def test_every_failure_and_every_difference_has_a_row() -> None:
+    report = example()
+    assert len(tables.failures(report).rows) == len(report["failures"])
+    assert [row[0].text for row in tables.referee(report).rows][:2] == ["confound", "confound"]
+    assert len(tables.referee(report).rows) == len(report["referee"])
+    assert len(tables.runs(report).rows) == len(report["losses"])
+
+
+def test_end_losses_are_of_the_best_values() -> None:
+    """Caught: runs of other learning rates among those that are compared."""
+    report = example(arms=("gpt", "ngpt"))
+    before = series.end_losses(report, "ngpt")
+    other = {**report["losses"][0], "arm": "ngpt", "loss": 9.0, "run": "runs/other"}
+    report["losses"].append(other)
+    report["curves"].append({**report["curves"][0], "arm": "ngpt", "run": "runs/other", "best": False})
+    assert series.end_losses(report, "ngpt") == before
+
+
+def test_seconds_are_of_step_times_measured_in_turn() -> None:
+    """Caught: a run's own clock where a better one is known."""
+    report = example(arms=("gpt", "ngpt"))
+    curve = report["curves"][0]
+    curve["eval"]["seconds"] = [100.0] * len(curve["eval"]["step"])
+    assert series.eval_axis(report, curve, "seconds")[-1] == pytest.approx(0.05 * curve["eval"]["step"][-1])
+    assert "measured in turn" in series.axis_title(report, "seconds")
+    report["costs"][1]["step_time_how"] = "own"
+    assert series.eval_axis(report, curve, "seconds")[-1] == 100.0
+    assert "own clocks" in series.axis_title(report, "seconds")
+
+
+def test_the_parabola_is_the_one_of_the_fit() -> None:
+    points = [
+        {"value": 0.01 * 2.0**k, "loss": 3 + 0.2 * (k - 0.3) ** 2, "seed": 0, "failed": False} for k in range(-2, 3)
+    ]
+    entry = {"points": points, "optimum": 0.01 * 2**0.3, "price_of_two": 0.2, "low": None, "high": None}
+    x, y = series.parabola(entry) or ([], [])
+    assert min(y) == pytest.approx(3, abs=1e-3)
+    assert x[y.index(min(y))] == pytest.approx(0.01 * 2**0.3, rel=0.1)
+    octaves, above = series.sensitivity(entry) or ([], [])
+    assert above == pytest.approx([0.2 * o**2 for o in octaves])
+
+
+def test_matched_loss_arrows_end_where_the_baseline_s_fit_has_that_loss() -> None:
+    report = example(arms=("gpt", "ngpt"), seeds=tuple(range(12)))
+    tokens, losses = series.fit(report, "gpt") or ([], [])
+    for _, start, end, loss in series.arrows(report, "tokens")[:2]:
+        assert end / start == pytest.approx(1.6)
+        nearest = min(range(len(tokens)), key=lambda k: abs(math.log(tokens[k] / end)))
+        assert losses[nearest] == pytest.approx(loss, abs=0.03)
+
+
+def test_an_arm_looks_the_same_everywhere() -> None:
+    names = [f"arm{k}" for k in range(12)]
+    looks = styles(names, "arm3")
+    assert looks["arm3"] == styles(["arm3"], "arm3")["arm3"], "the baseline is the first"
+    assert len({(look.colour, look.marker) for look in looks.values()}) == 12
+
+
+@pytest.mark.parametrize("case", [{}, SMALLEST, {"arms": ("gpt", "a$x$b", HOSTILE), "untuned": ("gpt", "a$x$b")}])
+def test_pictures(tmp_path: Path, case: dict[str, Any]) -> None:
+    """Caught: a picture without the stamp of an arm; a name that is taken for a formula; a date in an SVG."""
+    report = example(**case)
+    names = [path.stem for path in write_figures(report, tmp_path / "a")]
+    assert {"end_loss", "loss_over_tokens", "tuning"} <= set(names) <= set(FIGURES) == set(CAPTIONS)
+    write_figures(report, tmp_path / "b")
+    for name in names:
+        assert (tmp_path / f"a/{name}.png").stat().st_size > 5000
+        drawn = (tmp_path / f"a/{name}.svg").read_bytes()
+        assert drawn == (tmp_path / f"b/{name}.svg").read_bytes()
+        for arm in report["arms"]:
+            if arm != HOSTILE and not wording.is_tuned(report, arm) and (arm != "gpt" or name != "speedup"):
+                assert wording.label(report, arm) in drawn.decode()
+    draw_two(report, tmp_path / "two.png")
+    assert (tmp_path / "two.png").stat().st_size > 5000
+
+
+def test_the_document(tmp_path: Path) -> None:
+    report = example(arms=("gpt", HOSTILE), untuned=(HOSTILE,))
+    text = document(report, {"figures/speedup.png": CAPTIONS["speedup"]})
+    assert "<img" not in text
+    for table in [line for line in text.splitlines() if line.startswith("|")]:
+        assert table.count(" | ") >= 1
+    rows = [line for line in text.splitlines() if line.startswith("| x&lt;img")]
+    assert rows
+    assert all("(untuned)" in row for row in rows)
+    order = ["## Verdicts", "**Confounds**", "![Speed-up", "## Failed points", "## How to regenerate"]
+    assert sorted(order, key=text.index) == order
+    assert all(f"    {command}" in text for command in report["commands"])
+
+
+def test_text_in_markdown() -> None:
+    assert escaped("gpt_qk a|b *c* `d` _e_") == "gpt_qk a\\|b \\*c\\* \\`d\\` \\_e\\_"
+    assert code("optim.lr") == "`optim.lr`"
+    assert "|" not in code("a | b").replace("\\|", "")
+
+
+def test_the_console_s_table() -> None:
+    lines = console(example()).splitlines()
+    assert len(lines) == 5
+    assert "powernorm (untuned)" in lines[4]
+    assert lines[3].split() == ["ngpt", "3.1531", "8.39M", "better"]
+
+
+def test_all_is_written(tmp_path: Path) -> None:
+    write_reports(example(**SMALLEST), tmp_path)
+    assert json.loads((tmp_path / "report.json").read_text())["format"] == 1
+    text = (tmp_path / "report.md").read_text()
+    pictures = [line.partition("(")[2].rstrip(")") for line in text.splitlines() if line.startswith("![")]
+    assert pictures
+    assert all((tmp_path / picture).is_file() for picture in pictures)
+    assert (tmp_path / "report.html").stat().st_size > 1_000_000
