@@ -13,6 +13,7 @@ from ngpt_train.config.validate import mistake
 from ngpt_train.study.audit import read_certificates
 from ngpt_train.study.compare import step_times
 from ngpt_train.study.compare.gather import check_out, gather, make_directory
+from ngpt_train.study.compare.output.document import console
 from ngpt_train.study.compare.report import choose_arms, make_report, summary, write_reports
 from ngpt_train.study.compare.runs import Run
 
@@ -26,7 +27,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         return 0
     out = None if config.compare.out is None else Path(config.compare.out).expanduser()
     report, times = compared(config, overrides)
-    print(summary(report))
+    print(f"{summary(report)}\n\n{console(report)}")
     if out is not None:
         make_directory(out)
         write_reports(report, out, times)

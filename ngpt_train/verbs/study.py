@@ -107,7 +107,7 @@ def compared(config: Config, study: Study, results: Mapping[Point, Result], comp
         compare.main(
             replace(config, compare=replace(config.compare, runs=[str(study.path)], out=out, step_times=in_turn)), []
         )
-        print(f"open {Path(out) / 'report.html'}, or look at the curves in {Path(out) / 'figures'}")
+        print(f"the page: {Path(out) / 'report.html'}, the curves: {Path(out) / 'figures/loss_over_tokens.png'}")
     if config.study.prompt is not None:
         show_samples(config, results.values())
     if missing := what_is_missing(study):

@@ -146,10 +146,9 @@ def write_reports(report: Mapping[str, Any], out: Path, step_times: StepTimes | 
 
 
 def summary(report: Mapping[str, Any]) -> str:
-    """A line for each arm and budget, and the notes."""
+    """The differences, a line for each arm and budget, and the notes."""
     lines = [f"{report['title']}: {report['metric']} in {report['unit']}, baseline {report['baseline']}"]
     for found in report["differences"]:
         interval = "" if found["low"] is None else f" [{found['low']:+.4f}, {found['high']:+.4f}]"
         lines.append(f"  {found['arm']:<16} {found['budget']:>15,} tokens  {found['estimate']:+.4f}{interval}")
-    lines += [f"  {arm:<16} {word.replace('_', ' ')}" for arm, word in report["verdicts"].items()]
     return "\n".join([*lines, *report["notes"]])

@@ -9,7 +9,7 @@ import pytest
 
 from ngpt_train.study.compare.output import series, tables, wording
 from ngpt_train.study.compare.output.document import code, console, document, escaped
-from ngpt_train.study.compare.output.figures import CAPTIONS, FIGURES, draw_two, write_figures
+from ngpt_train.study.compare.output.figures import CAPTIONS, FIGURES, write_figures
 from ngpt_train.study.compare.output.style import styles
 from ngpt_train.study.compare.report import write_reports
 from tests.example_report import BUDGETS, HOSTILE, certificate, example
@@ -158,8 +158,6 @@ def test_pictures(tmp_path: Path, case: dict[str, Any]) -> None:
         for arm in report["arms"]:
             if arm != HOSTILE and not wording.is_tuned(report, arm) and (arm != "gpt" or name != "speedup"):
                 assert wording.label(report, arm) in drawn.decode()
-    draw_two(report, tmp_path / "two.png")
-    assert (tmp_path / "two.png").stat().st_size > 5000
 
 
 def test_the_document(tmp_path: Path) -> None:

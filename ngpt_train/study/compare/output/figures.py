@@ -50,16 +50,6 @@ def write_figures(report: Report, folder: Path) -> list[Path]:
     return written
 
 
-def draw_two(report: Report, picture: Path) -> None:
-    """The smallest form, for one budget and seed: the loss curves of all arms over tokens, in one PNG."""
-    import matplotlib
-
-    with matplotlib.rc_context(SETTINGS):
-        figure = _curves(report, "tokens")
-        if figure is not None:
-            figure.savefig(picture, dpi=DPI)
-
-
 def _new(width: float = WIDTH, height: float = HEIGHT, columns: int = 1, rows: int = 1) -> tuple[Figure, list[Axes]]:
     from matplotlib.figure import Figure
 
