@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ngpt_train.study.compare.arms import Values, seed_of, values_of
+from ngpt_train.study.compare.arms import LR, Values, seed_of, values_of
 from ngpt_train.study.compare.runs import Rows, Run, is_number
 from ngpt_train.study.compare.statistics.intervals import Pair
 from ngpt_train.study.tuning import Tuning, best_values, tunings
@@ -96,7 +96,8 @@ def read_arm(
     for trial in arm.trials:
         of_seed = table.setdefault(trial.budget, {}).setdefault(trial.values, {})
         of_seed[trial.seed] = math.inf if trial.loss is None else trial.loss
-    arm.tunings = tunings(table, confidence=confidence)
+    # No values of other keys were allowed than those that somebody listed: the best has to lie inside, and no more.
+    arm.tunings = tunings(table, listed=[key for key in tuned if key != LR], confidence=confidence)
     for budget, found in table.items():
         if (best := best_values(found)) is not None:
             arm.best[budget] = best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -78,6 +79,21 @@ def test_an_optimum_at_the_edge_is_untuned(tmp_path: Path, arm: str, missing: Se
     assert report["verdicts"] == {"ngpt": "untuned"}
     assert report["arms"][arm]["state"] == "edge"
     assert all(f"{arm} is untuned at this budget" in x["note"] for x in report["speedups"])
+
+
+def test_listed_values_that_hardly_differ(tmp_path: Path) -> None:
+    """Caught: an arm called untuned because other weight decays of the list are not worse by more than the noise."""
+    for arm in ("gpt", "ngpt"):
+        tried = [(0.1, lr, 0) for lr in (0.002, 0.004, 0.008)]
+        for decay, lr, seed in [*tried, (0.05, 0.004, 0), (0.2, 0.004, 0), (0.1, 0.004, 1)]:
+            path = tmp_path / "runs" / f"{arm}-{decay}-{lr}-{seed}"
+            loss = 3.0 - 0.01 * seed + 0.1 * abs(math.log2(lr / 0.004)) + 0.001 * abs(math.log2(decay / 0.1))
+            write_run(path, arm, 100, seed, loss, lr, config={"optim.weight_decay": decay})
+    report = report_of([tmp_path / "runs"], tmp_path / "report", "compare.tuned=[optim.lr,optim.weight_decay]")
+    states = {(entry["arm"], entry["key"]): entry["state"] for entry in report["tuning"]}
+    assert len(states) == 4
+    assert set(states.values()) == {"bracketed"}
+    assert [report["arms"][arm]["state"] for arm in ("gpt", "ngpt")] == ["bracketed"] * 2
 
 
 def test_one_tuned_arm_alone_is_untuned(tmp_path: Path) -> None:
