@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 
 from ngpt_train.config import ConfigError
 from ngpt_train.config.schema import Config
@@ -109,22 +109,23 @@ def compared(config: Config, study: Study, results: Mapping[Point, Result], comp
         )
         print(f"the page: {Path(out) / 'report.html'}, the curves: {Path(out) / 'figures/loss_over_tokens.png'}")
     if config.study.prompt is not None:
-        show_samples(config, results.values())
+        show_samples(config, study, results.values())
     if missing := what_is_missing(study):
         print(f"\n{missing}")
     return 1 if any(failure_record(result.run).exists() for result in failed) else 0
 
 
-def show_samples(config: Config, results: Iterable[Result]) -> None:
+def show_samples(config: Config, study: Study, results: Iterable[Result]) -> None:
     """Prints how the run with the lowest loss of each arm continues study.prompt."""
     from ngpt_train.verbs import generate
 
-    best: dict[str, Result] = {}
-    for result in sorted((result for result in results if result.loss is not None), key=lambda x: cast(float, x.loss)):
-        best.setdefault(result.point.arm, result)
-    for arm, result in best.items():
-        print(f"\n--- {arm}, a sample of {result.run}", flush=True)
-        of_run = replace(config.generate, checkpoint=str(result.run), prompt=config.study.prompt or "")
+    for arm in study.arms:
+        runs = {result.run: result.loss for result in results if result.point.arm == arm and result.loss is not None}
+        if not runs:
+            continue
+        best = min(runs, key=runs.__getitem__)
+        print(f"\n--- {arm}, a sample of {best}", flush=True)
+        of_run = replace(config.generate, checkpoint=str(best), prompt=config.study.prompt or "")
         generate.main(replace(config, generate=of_run), [])
 
 

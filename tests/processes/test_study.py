@@ -129,8 +129,10 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str]
     assert losses(root) == losses(there)
     assert len(losses(root)) == 2
 
-    shared = study([*arguments, "study.name=third", "study.jobs=2"])
+    shared = study([*arguments, "study.name=third", "study.jobs=2", "study.prompt=a"])
     assert shared.count("shares the run") == 2
+    assert [line.split()[1] for line in shared.splitlines() if line.startswith("--- ")] == ["gpt,", "ngpt,"]
+    assert "One seed and one budget: this proves nothing" in shared.splitlines()[-1]
     assert all(path.is_symlink() for path in (tmp_path / "studies" / "third" / "runs").iterdir())
     assert losses(tmp_path / "studies" / "third") == losses(root)
 

@@ -27,7 +27,7 @@ def test_every_packaged_study_composes(name: str) -> None:
     Runs(study).check()
     assert study.name == name
     assert study.baseline in study.arms
-    assert study.seeds == (0, 1, 2)
+    assert study.seeds == ((0,) if name == "quickstart" else (0, 1, 2))
 
 
 def test_budgets_are_whole_steps_of_the_arms_own_batch(tmp_path: Path) -> None:
