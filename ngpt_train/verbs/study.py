@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
-from typing import Any
 
 from ngpt_train.config import ConfigError
 from ngpt_train.config.schema import Config
@@ -24,8 +20,6 @@ from ngpt_train.study.progress import progress_of
 from ngpt_train.study.runner import Runner
 from ngpt_train.study.stored import check_stored, write_study
 from ngpt_train.study.tuning import next_points
-
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 def main(config: Config, overrides: Sequence[str], options: Sequence[str] = (), compares: bool = True) -> int:
@@ -50,9 +44,13 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = (), 
         if lock is None:
             return 0
         write_study(study)
-        stop = Stop()
+        from ngpt_train.training.signals import StopRequest  # brings torch, which a mistake need not wait for
+
+        stop = StopRequest(max_hours=None)
         with stop, progress_of(study, expected, engine.jobs) as progress:
-            runner = Runner(study, runs, engine, progress, next_points, config.study.retries, lambda: stop.asked)
+            runner = Runner(
+                study, runs, engine, progress, next_points, config.study.retries, lambda: stop.reason is not None
+            )
             complete = runner.complete()
         if not complete:
             others = "have saved" if is_here else "stay in the queue"
@@ -138,27 +136,3 @@ def what_is_missing(study: Study) -> str | None:
         f"{' and '.join(few).capitalize()}: this proves nothing, for another may turn it round. What does, with tuned "
         "rates, several budgets and seeds, and intervals: python -m ngpt_train study study=gpt_vs_ngpt"
     )
-
-
-class Stop:
-    """Inside a `with`, a signal that asks to stop sets `asked`. A second Ctrl-C ends the process at once; the runs,
-    which end with it, save."""
-
-    def __init__(self) -> None:
-        self.asked = False
-        self._previous: dict[int, Any] = {}
-
-    def __enter__(self) -> Stop:
-        for number in STOPPING:
-            if number == signal.SIGINT or signal.getsignal(number) != signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._receive)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        if self.asked and number == signal.SIGINT:
-            os._exit(130)
-        self.asked = True

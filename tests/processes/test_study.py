@@ -93,9 +93,14 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str]
     given = [*arguments, "study.jobs=1", "study.threads=1"]
     killed = begin(given)
     runs.wait_for_step(gpt, 20)
+    paused = list(trainers(root))  # or the run would be at its end before the second study is refused
+    for process in paused:
+        os.kill(process, signal.SIGSTOP)
     assert "is running the study" in study(given, code=2)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
+    for process in paused:
+        os.kill(process, signal.SIGCONT)
     deadline = time.monotonic() + 60
     while list(trainers(root)):
         assert time.monotonic() < deadline, "a run goes on without its study"
