@@ -28,7 +28,7 @@ from ngpt_train.config import ConfigError, check, load_config, to_yaml
 from ngpt_train.config.architectures import use_plugins
 from ngpt_train.config.conflicts import arguments_of, check_arguments, check_verb
 from ngpt_train.config.schema import Config
-from ngpt_train.config.verb_keys import STUDY_VERBS, put_directories, without_directories
+from ngpt_train.config.sections.study import STUDY_VERBS, put_directories, without_directories
 from ngpt_train.core.errors import is_told_here, same_on_host
 from ngpt_train.core.launcher import check_ranks, remember_end, remembered_end
 from ngpt_train.core.secrets import without_variables
@@ -36,8 +36,10 @@ from ngpt_train.core.secrets import without_variables
 VERBS = {
     "train": "Train a model; continues the run if its directory holds a checkpoint.",
     "prepare": "Tokenize a corpus into shards that train reads.",
-    "evaluate": "Validation loss of a checkpoint.",
+    "evaluate": "Validation loss of a checkpoint; or its answers to tasks, or its loss by context and position.",
     "generate": "Sample text from a checkpoint.",
+    "analyze": "The papers' measurements and figures of checkpoints: `analyze analyze.checkpoints=[runs/a,runs/b]`.",
+    "probe": "Where the loss of one or two checkpoints is: by frequency, position, source and type of token; by row.",
     "bench": "Measure the parts of a run: `bench data`, `step`, `kernels`, `attention`, ...",
     "doctor": "Whether a training run would work here: machine, network, disks, data; with the overrides of train.",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
@@ -46,6 +48,7 @@ VERBS = {
     "compare": "Which arm is better, by how much, how sure, from any runs: `compare runs/a runs/b compare.out=report`.",
     "transfer": "How the best lr changes with width, depth and length: `transfer transfer.widths=[64,128,256]`.",
 }
+ROOMS = {"analyze": "explain.", "probe": "explain."}  # of verbs that do not lie in verbs/ itself
 ENDS_FOR_GOOD = (2, 3, 4)  # exit codes that would come again if torchrun started the processes again
 # What is wrong with the machine and not with us, and the remedy.
 FAULTS_OF_THE_SYSTEM = {
@@ -180,7 +183,7 @@ def _run(verb: str, config: Config, overrides: list[str], **more: object) -> int
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("ngpt_train").setLevel(level)
-    return int(importlib.import_module(f"ngpt_train.verbs.{verb}").main(config, overrides, **more))
+    return int(importlib.import_module(f"ngpt_train.verbs.{ROOMS.get(verb, '')}{verb}").main(config, overrides, **more))
 
 
 def _parse(arguments: list[str]) -> CommandLine:

@@ -1,7 +1,7 @@
 """Configuration: the keys that there are, their checks, what they resolve to and what excludes each other.
 
-The sections of the schema are in `schema.py`, `data_keys.py`, `model_keys.py` and `verb_keys.py`. How values get there
-from YAML files and the command line is in the room `composition/`.
+The sections of the schema are in `schema.py`, `model_keys.py` and the room `sections/`. How values get there from YAML
+files and the command line is in the room `composition/`.
 """
 
 from ngpt_train.config.composition.compose import load_config

@@ -12,21 +12,21 @@ from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 
-from ngpt_train.config.data_keys import DataConfig, TokenizerConfig
+from ngpt_train.config.analysis import check_analysis
 from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_multiples
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.parallel_keys import ParallelConfig
 from ngpt_train.config.resolve import auto_warmup
-from ngpt_train.config.schema import CheckpointConfig, Config, ScheduleConfig
+from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.analysis import AnalyzeConfig, ProbeConfig
+from ngpt_train.config.sections.data import DataConfig, TokenizerConfig
+from ngpt_train.config.sections.optim import ScheduleConfig
+from ngpt_train.config.sections.parallel import ParallelConfig
+from ngpt_train.config.sections.records import CheckpointConfig
+from ngpt_train.config.sections.study import STUDY_VERBS, is_of_study
+from ngpt_train.config.sections.verbs import EvalConfig, EvaluateConfig, GenerateConfig, LengthConfig
+from ngpt_train.config.texts import check_texts
 from ngpt_train.config.validate import Origin, mistake, report_together, show
-from ngpt_train.config.verb_keys import (
-    STUDY_VERBS,
-    EvalConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    is_of_study,
-)
 
 # One level of directories: multirun numbers its jobs <name>/<k>.
 _PART = "[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"  # file systems take 255 bytes
@@ -49,6 +49,8 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
         _tokenizer(config.tokenizer),
         _checkpoints(config.checkpoint, config.eval),
         _contexts(config),
+        _tasks(config.eval),
+        _length(config.evaluate.length, config.eval),
     )
     for conflict in conflicts:
         raise report_together(config, conflict, origins or {})
@@ -62,12 +64,15 @@ def check_contexts(config: Config) -> None:
 
 def check_arguments(verb: str, overrides: Sequence[str]) -> None:
     """Raises ConfigError for what `verb` never takes. A recipe would be checked against the default model first."""
-    if verb in STUDY_VERBS and ("TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"):
+    under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ or os.environ.get("WORLD_SIZE", "1") != "1"
+    if verb in ("analyze", "probe") and under_torchrun:
+        raise mistake(f"{verb}: not under torchrun, it is one process", f"Start it with: ngpt-train {verb} ...")
+    if verb in STUDY_VERBS and under_torchrun:
         problem = f"{verb}: not under torchrun, where every rank would start the runs by itself"
         raise mistake(problem, f"Start it with: ngpt-train {verb} ...; study.jobs has runs side by side")
     for override in overrides:
         name, _, option = (part.strip() for part in override.partition("="))
-        if verb in ("evaluate", "generate") and name == "recipe":
+        if verb in ("evaluate", "generate", "analyze", "probe") and name == "recipe":
             raise mistake(f"{override}: how a model was trained, which the checkpoint has decided", "Leave it out")
         if verb not in STUDY_VERBS and name == "study" and option != "null":
             raise mistake(f"{override}: a study is many runs", f"Start it with: ngpt-train study {override}")
@@ -88,6 +93,10 @@ def check_verb(config: Config, verb: str) -> None:
     if isinstance(section, (GenerateConfig, EvaluateConfig)) and section.average > 1 and section.weights == "ema":
         fix = f"Set {verb}.average=1 or {verb}.weights=trained"
         raise mistake(f"{verb}.average={section.average}, {verb}.weights=ema: an average of averages", fix)
+    if isinstance(section, (AnalyzeConfig, ProbeConfig)):
+        check_analysis(verb, section)
+    if verb == "generate":
+        check_texts(config.generate)
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
         problem = "nothing to prepare" if config.data.kind == "tokens" else "one source at a time is prepared"
         raise mistake(f"data.kind={config.data.kind}: {problem}", "Choose text: data=embedded, local or hf")
@@ -97,7 +106,8 @@ def check_verb(config: Config, verb: str) -> None:
         problem = f"evaluate.out={config.evaluate.out}: the losses of rows take this name, the result is JSON"
         raise mistake(problem, f"For example evaluate.out={config.evaluate.out.removesuffix('.npz')}.json")
     # What several ranks print is written by the first, whose host alone needs the directory.
-    out = None if verb in ("compare", "transfer") else getattr(section, "out", None)  # these name a directory
+    names_directory = verb in ("compare", "transfer", "analyze", "probe")
+    out = None if names_directory else getattr(section, "out", None)
     if out and os.environ.get("RANK", "0") == "0":
         _check_writable(f"{verb}.out={out}", Path(out).expanduser())
 
@@ -308,6 +318,23 @@ def _checkpoints(checkpoint: CheckpointConfig, validation: EvalConfig) -> Iterat
     if keep is not None and (every == 0 or keep % every):
         fix = f"Set checkpoint.keep_every to a multiple of {every}" if every else "Set checkpoint.every"
         yield "checkpoint.keep_every checkpoint.every", "no checkpoint is written at these steps", fix
+
+
+def _tasks(validation: EvalConfig) -> Iterator[Conflict]:
+    if validation.tasks == []:
+        yield "eval.tasks", "no task", "Name one, as in tasks=[arc_easy], or leave it out"
+    if validation.tasks and find_spec("lm_eval") is None:
+        yield "eval.tasks", "the package lm-eval is not installed", "pip install 'ngpt-train[eval]'"
+
+
+def _length(length: LengthConfig, validation: EvalConfig) -> Iterator[Conflict]:
+    if length.contexts is not None and validation.tasks is not None:
+        yield "evaluate.length.contexts eval.tasks", "two evaluations", "Start one after the other"
+    if not length.rope or not set(length.rope) <= {"none", "linear", "ntk"}:
+        yield "evaluate.length.rope", "not a list of none, linear and ntk", "For example [none,ntk]"
+    if length.contexts is not None and length.stride is not None and length.stride > min(length.contexts):
+        problem = "the window would leave tokens out"
+        yield "evaluate.length.stride evaluate.length.contexts", problem, f"At most {min(length.contexts)}"
 
 
 def _contexts(config: Config) -> Iterator[Conflict]:

@@ -20,7 +20,8 @@ BoolOrAuto = Union[bool, str]
 
 class Limits(TypedDict, total=False):
     """What a value may be. `minimum`/`maximum` are inclusive, `above`/`below` exclusive. A string key with `choices`
-    takes one of them; a number-or-string key takes a number within the limits or one of the choices."""
+    takes one of them; a number-or-string key takes a number within the limits or one of the choices; a key for a list
+    of words takes one or more of them, on the command line a single one without brackets too."""
 
     choices: tuple[str, ...]
     minimum: float

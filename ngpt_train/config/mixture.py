@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from ngpt_train.config.data_keys import DataConfig
+from ngpt_train.config.sections.data import DataConfig
 from ngpt_train.core.errors import ConfigError
 
 KINDS = {

@@ -24,8 +24,9 @@ from ngpt_train.core.secrets import redacted
 
 # What a resumed run may change: it alters neither a weight nor the order of the data. data.path, data.val_files and
 # tokenizer.path may move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
-_OF_VERBS = ("generate", "evaluate", "plan", "bench", "doctor", "study", "compare", "audit", "transfer")
-_HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", *_OF_VERBS)
+_OF_VERBS = ("generate", "evaluate", "analyze", "probe", "plan", "bench", "doctor")
+_OF_STUDIES = ("study", "compare", "audit", "transfer")
+_HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", *_OF_VERBS, *_OF_STUDIES)
 _HARMLESS = {
     "run": "name root resume resume_step overwrite allow_change max_time init_from",
     "scale": "name",
@@ -33,7 +34,7 @@ _HARMLESS = {
     "optim": "lr_table lr_source",
     "data": "path val_files out cache text_gb cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
     "tokenizer": "path",
-    "eval": "every rows tokens budget contexts",
+    "eval": "every rows tokens budget contexts tasks tasks_every tasks_path",
     "schedule": "warmup_tokens",  # the steps that it stands for are compared
 }
 

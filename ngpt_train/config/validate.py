@@ -78,6 +78,8 @@ class Key:
         return any_of(word for kind in self.types for word in words[kind])
 
     def _expected_list(self, bounds: str) -> str:
+        if self.choices:
+            return f"a list such as {show(self.default)}, of {', '.join(self.choices)}"
         examples = {int: ("integers", [1024, 2048]), float: ("numbers", [0.5, 1.0]), str: ("words", ["a", "b"])}
         kind, example = examples[self.items]
         return f"a list of {kind}{bounds} such as {show(self.default or example)}"
@@ -106,6 +108,9 @@ class Key:
             return self.problem(bare) or f"{text}; write {show(bare)} without quotes"
         if isinstance(value, str) and self.choices:
             return text + did_you_mean(nearest(value, self.choices))
+        if isinstance(value, list) and self.choices:
+            wrong = next((str(item) for item in value if item not in self.choices), "")
+            return f"{wrong or 'an empty list'} is none of them: {text}" + did_you_mean(nearest(wrong, self.choices))
         if self.is_free_text and isinstance(value, (bool, int, float)):
             return f"{text}; put it in quotes"
         return text
@@ -129,12 +134,13 @@ class Key:
             allowed = value in self.choices if self.choices else bool(value) or self.default == ""
             return str in self.types and allowed
         if isinstance(value, list):
-            return list in self.types and all(self._takes_item(x) for x in value)
+            enough = bool(value) or not self.choices
+            return list in self.types and enough and all(self._takes_item(x) for x in value)
         return self.table is not None and isinstance(value, dict) and self.table.problem(value) is None
 
     def _takes_item(self, item: Any) -> bool:
         if self.items is str:
-            return isinstance(item, str) and bool(item)
+            return isinstance(item, str) and bool(item) and (not self.choices or item in self.choices)
         is_number = _is_finite(item) and (self.items is float or type(item) is int)
         return is_number and all(holds(item, limit) for _, holds, limit in self._limits())
 

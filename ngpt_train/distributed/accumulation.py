@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
-from ngpt_train.config.parallel_keys import ParallelConfig
+from ngpt_train.config.sections.parallel import ParallelConfig
 
 
 def accumulating(forward: nn.Module, config: ParallelConfig, last: bool) -> AbstractContextManager[None]:

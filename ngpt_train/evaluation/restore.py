@@ -89,7 +89,17 @@ def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used:
     there are too few to average, and ConfigError for an override that contradicts it.
     """
     own = getattr(config, verb)
-    path = find_checkpoint(f"{verb}.checkpoint", own.checkpoint)
+    trained = named(verb, "checkpoint", own.checkpoint, own)
+    check_overrides(verb, [trained], config, overrides, also_used)
+    return trained
+
+
+def named(verb: str, key: str, value: str | None, own: Any) -> Trained:
+    """The checkpoint that `<verb>.<key>` names as `value`. own: the verb's section, for `average` and `weights`.
+
+    Raises DataError if there is none, or if there are too few to average; ConfigError if it has no moving average.
+    """
+    path = find_checkpoint(f"{verb}.{key}", value)
     stored = read_yaml(path / "config.yaml")
     if own.weights == "ema" and stored.optim.ema_decay is None:
         raise ConfigError(
@@ -97,17 +107,25 @@ def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used:
             f"\n  Leave it out, try {verb}.average=K, or train a run with optim.ema_decay=0.999"
         )
     averaged = newest(f"{verb}.average", own.average, path, stored) if own.average > 1 else ()
+    return Trained(path, stored, tuple(averaged), own.weights)
+
+
+def check_overrides(
+    verb: str, trained: Sequence[Trained], config: Config, overrides: Sequence[str], also_used: Collection[str] = ()
+) -> None:
+    """Raises ConfigError for an override that contradicts one of the checkpoints; the log names those without use.
+    Arguments as of `find_trained`."""
     used, unused = {verb, "experiment", *USED, *also_used}, []
     for override in overrides:
         name, _, value = (part.strip() for part in override.partition("="))
         section = name.partition(".")[0]
         if section in DECIDED_BY_CHECKPOINT:
-            _check_decided(override, name, value, config, Trained(path, stored))
+            for each in trained:
+                _check_decided(override, name, value, config, each)
         elif not used & {name, section}:
             unused.append(name)
     if unused:
         logger.info("%s makes no use of %s", verb, ", ".join(unused))
-    return Trained(path, stored, tuple(averaged), own.weights)
 
 
 def _check_decided(override: str, name: str, value: str, config: Config, trained: Trained) -> None:

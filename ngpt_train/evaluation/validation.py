@@ -3,6 +3,7 @@
 import hashlib
 import io
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -81,21 +82,42 @@ class Validation:
     @torch.no_grad()
     def row_losses(self, model: Decoder, world: World) -> RowLosses:
         """The loss of each row, in the order of the rows; the same on every rank. A collective call."""
-        was_training = model.training
-        model.eval()
-        n_chunks = -(-self.n_rows // self.chunk)
-        sums = torch.zeros(n_chunks, self.chunk, dtype=torch.float64, device=world.device)
-        # FSDP2 gathers weights in every forward pass, so all ranks make the same number of forward passes.
-        with averaged_statistics(model, world):
-            for first in range(0, n_chunks, world.size):
-                index = first + world.rank
-                losses = model(*self._chunk(index, world.device)).by_token  # (chunk, targets)
-                if index < n_chunks:
-                    sums[index] = losses.double().sum(1)
-        model.train(was_training)
+        sums = torch.zeros(self._n_chunks, self.chunk, dtype=torch.float64, device=world.device)
+        for index, losses in self._token_losses(model, world):
+            sums[index] = losses.double().sum(1)
         # Only one rank has a row's loss, the others have 0, so the sum over ranks is the loss, to the bit.
         found = world.sum_(sums).flatten()[: self.n_rows].cpu().numpy()
         return RowLosses(found, (self.batch[1] != IGNORED).sum(1).numpy(), self.n_bytes, self.rows_hash)
+
+    @torch.no_grad()
+    def token_losses(self, model: Decoder, world: World) -> NDArray[np.float64]:
+        """The losses `(N, context)` of all targets, whose sums `row_losses` has; 0 for one that does not count.
+
+        For one process.
+        """
+        assert world.size == 1
+        found = np.zeros((self._n_chunks * self.chunk, self.batch[1].shape[1]))
+        for index, losses in self._token_losses(model, world):
+            n_targets = losses.shape[1]  # an encoder-decoder has no losses for the source
+            found[index * self.chunk : (index + 1) * self.chunk, -n_targets:] = losses.double().cpu().numpy()
+        return found[: self.n_rows]
+
+    @property
+    def _n_chunks(self) -> int:
+        return -(-self.n_rows // self.chunk)
+
+    def _token_losses(self, model: Decoder, world: World) -> Iterator[tuple[int, Tensor]]:
+        """The number of each of this rank's chunks, and the losses `(chunk, targets)` of its targets."""
+        was_training = model.training
+        model.eval()
+        # FSDP2 gathers weights in every forward pass, so all ranks make the same number of forward passes.
+        with averaged_statistics(model, world):
+            for first in range(0, self._n_chunks, world.size):
+                index = first + world.rank
+                losses = model(*self._chunk(index, world.device)).by_token
+                if index < self._n_chunks:
+                    yield index, losses
+        model.train(was_training)
 
     def _chunk(self, index: int, device: torch.device) -> list[Tensor]:
         """Tokens, targets and document ids of a chunk, each `(chunk, context)` int64.
@@ -120,16 +142,22 @@ def hash_of(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> str:
     return digest.hexdigest()[:16]
 
 
-def unigram_loss(train: Rows, validation: Validation, vocab_size: int, sample: int = 10_000_000) -> float:
-    """Validation loss, in nats per token, of the model that predicts each token by its frequency alone.
-
-    Frequencies are counted in about the first `sample` training targets, with 1 added to each count. A model whose
-    validation loss is not clearly lower has learnt nothing about the order of words.
-    """
-    counts = np.ones(vocab_size)
+def target_counts(train: Rows, vocab_size: int, sample: int = 10_000_000) -> NDArray[np.int64]:
+    """How often each id is a target, `(vocab_size,)`, in the first rows that have about `sample` targets."""
+    counts = np.zeros(vocab_size, np.int64)
     first = 0
-    while first < len(train) and counts.sum() < sample + vocab_size:
+    while first < len(train) and counts.sum() < sample:
         _, targets, *_ = train.batch(np.arange(first, min(first + 256, len(train))))
         counts += np.bincount(targets[targets != IGNORED], minlength=vocab_size)
         first += 256
+    return counts
+
+
+def unigram_loss(train: Rows, validation: Validation, vocab_size: int, sample: int = 10_000_000) -> float:
+    """Validation loss, in nats per token, of the model that predicts each token by its frequency alone.
+
+    Frequencies are those of `target_counts`, with 1 added to each count. A model whose validation loss is not clearly
+    lower has learnt nothing about the order of words.
+    """
+    counts = 1.0 + target_counts(train, vocab_size, sample)
     return float(-np.log(counts / counts.sum())[validation.targets].mean())

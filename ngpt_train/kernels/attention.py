@@ -128,6 +128,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask:
     if dispatch.is_off("attention"):
         _say("the formula written out", "the kernel is switched off")
         return written_out(q, k, v, scale, visible_to(q, k, causal, mask))
+    if q.shape[1] == 1 and q.shape[2] != k.shape[2] and mask is not None:
+        return of_one_grouped_query(q, k, v, scale, mask)
     if mask is None and _flash is not None:
         _say(f"flash-attn {_flash.version}", "kernels.attention=flash_attn")
         return _flash.dense(q, k, v, scale, causal)
@@ -150,6 +152,16 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tens
         enable_gqa=q.shape[2] != k.shape[2],
     )
     return y.transpose(1, 2)
+
+
+def of_one_grouped_query(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor:
+    """`sdpa` of one query a row, T = 1: the query heads of a group become queries of their one key/value head.
+
+    mask: `(B, 1, 1, S)`. With the heads as they are, kernels that take a mask would repeat the keys and values.
+    """
+    q = q.squeeze(1).unflatten(1, (k.shape[2], -1)).transpose(1, 2)  # (B, H, D) -> (B, H / H_kv, H_kv, D)
+    y = sdpa(q, k, v, scale, causal=False, mask=mask)
+    return y.transpose(1, 2).flatten(1, 2).unsqueeze(1)  # (B, 1, H, D)
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:

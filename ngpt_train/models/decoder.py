@@ -23,7 +23,7 @@ from ngpt_train.models.layers.documents import (
     positions_in_documents,
 )
 from ngpt_train.models.layers.dropout import Dropout, number_places, seeds_of_parts, with_seeds
-from ngpt_train.models.layers.rope import Rope, rope_table
+from ngpt_train.models.layers.rope import UNSCALED, Rope, rope_table
 from ngpt_train.models.parameter_groups import ParameterGroup
 
 __all__ = ["Decoder", "Head", "Loss"]
@@ -40,6 +40,7 @@ class Decoder(nn.Module):
         self.config = config
         # dtype of the activations and matrix products; None: the dtype of the weights.
         self.compute_dtype: torch.dtype | None = None
+        self.rope_scaling = UNSCALED  # of an evaluation beyond the context of training
         self.z_loss = 0.0  # factor of logsumexp(logits)^2, which training mode adds to the loss of a target
         self.label_smoothing = 0.0  # share of a target's label that training mode spreads over the vocabulary
         self.embedding = nn.Parameter(torch.empty(config.vocab_size, config.d_model))
@@ -74,7 +75,8 @@ class Decoder(nn.Module):
             return None
         interleaved = config.rope_layout == "interleaved"
         d_head = config.d_model // config.n_heads
-        return rope_table(tokens.shape[1], d_head, config.rope_base, interleaved, tokens.device, dtype)
+        length = tokens.shape[1]
+        return rope_table(length, d_head, config.rope_base, interleaved, tokens.device, dtype, self.rope_scaling)
 
     def blocks(self) -> list[nn.Module]:
         """The modules that are compiled, checkpointed and sharded as units."""
@@ -210,6 +212,10 @@ class Decoder(nn.Module):
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
         """Logits `(V,)` of the token that follows prompt `(P,)`, P >= 1, and the generated tokens new `(N,)`."""
         return decoding.by_decoder(self, prompt, new)
+
+    def cached(self, compiled: bool = False) -> decoding.Cached:
+        """What computes the same of several texts at once, each token once. compiled: whether the blocks are."""
+        return decoding.Cached(self, compiled)
 
     def init_weights_(self, seed: int) -> None:
         """Sets all weights, in place, to their values at step 0, which depend on the seed alone."""

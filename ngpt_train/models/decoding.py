@@ -1,11 +1,23 @@
-"""The logits of the next token, from a prompt and the tokens generated so far."""
+"""The logits of the next token, from a prompt and the tokens generated so far.
+
+`by_decoder` and `by_encoder_decoder` compute the whole text again for each token. `Cached` reads each token once and
+keeps its keys and values. Both see the last `context` tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from ngpt_train.models.layers.attention import Attention
+from ngpt_train.models.layers.cache import Cache, Slots
+from ngpt_train.models.layers.documents import Mask
+from ngpt_train.models.layers.rope import Rope
 
 if TYPE_CHECKING:
     from ngpt_train.models.decoder import Decoder
@@ -26,12 +38,189 @@ def by_encoder_decoder(model: EncoderDecoder, prompt: Tensor, new: Tensor) -> Te
     `source_context`, padded to that length, because the model takes the first `source_context` tokens of a row for it.
     """
     S, context = model.source_context, model.config.context
-    source = prompt[:-1][-S:]
-    padding = prompt.new_zeros(S - len(source))
+    source, valid = source_of(prompt, S)
     tokens = torch.cat([prompt[-1:], new])[-(context - S) :]
-    row = torch.cat([source, padding, tokens])
-    doc_ids = torch.zeros_like(row)
-    doc_ids[len(source) : S] = -1
+    doc_ids = torch.cat([valid.long() - 1, torch.zeros_like(tokens)])
+    return model(torch.cat([source, tokens])[None], doc_ids=doc_ids[None])[0, -1]
+
+
+def source_of(prompt: Tensor, S: int) -> tuple[Tensor, Tensor]:
+    """The tokens before the last one of a prompt `(P,)`, at most S, padded to `(S,)`; and `(S,)` bool: which count."""
+    source = prompt[:-1][-S:]
+    valid = torch.arange(S, device=prompt.device) < len(source)
     if not len(source):
-        doc_ids[0] = 0  # the source is padding alone: one token of it counts, so that attention has a key
-    return model(row[None], doc_ids=doc_ids[None])[0, -1]
+        valid[0] = True  # the source is padding alone: one token of it counts, so that attention has a key
+    return torch.cat([source, prompt.new_zeros(S - len(source))]), valid
+
+
+class Recomputed:
+    """The logits of the next token of B texts, each of which is computed again for each token."""
+
+    def __init__(self, model: Decoder) -> None:
+        self.model = model
+        self.prompts: list[Tensor] = []
+        self.new: list[list[int]] = []  # the tokens after each prompt
+
+    @torch.no_grad()
+    def begin(self, prompts: Sequence[Tensor]) -> Tensor:
+        """Logits `(B, V)` of the tokens that follow the prompts, each `(P,)`, P >= 1, on the model's device."""
+        self.prompts, self.new = list(prompts), [[] for _ in prompts]
+        return self.first()
+
+    @torch.no_grad()
+    def next(self, tokens: Mapping[int, int]) -> Tensor:
+        """Logits `(B, V)` after one more token of one row or more: row -> token. Those of other rows mean nothing."""
+        for row, token in tokens.items():
+            self.new[row].append(token)
+        by_row = self.after(list(tokens))
+        any_row = next(iter(by_row.values()))
+        return torch.stack([by_row.get(row, any_row) for row in range(len(self.new))])
+
+    def first(self) -> Tensor:
+        """Logits `(B, V)` after the prompts."""
+        return torch.stack(list(self.after(range(len(self.prompts))).values()))
+
+    def after(self, rows: Iterable[int]) -> dict[int, Tensor]:
+        """Logits `(V,)` after the last token of each of the rows."""
+        with torch.compiler.set_stance("force_eager"):  # each text has another length
+            texts = {row: (self.prompts[row], self.prompts[row].new_tensor(self.new[row])) for row in rows}
+            return {row: self.model.next_token_logits(*text) for row, text in texts.items()}
+
+
+class Cached(Recomputed):
+    """The logits of the next token of B texts, by a decoder whose attention keeps keys and values.
+
+    What a row gets does not depend on the other rows, but for the rounding of sums. A text that outgrows the context is
+    computed again for each token, as without a cache: the window slides, so that every position in it changes.
+
+    compiled: the blocks are, and so all passes but the first of a text have the same shapes. Else attention looks at no
+    more slots than the longest text has tokens.
+    """
+
+    def __init__(self, model: Decoder, compiled: bool = False) -> None:
+        super().__init__(model)
+        self.compiled = compiled
+        self.dtype = model.compute_dtype or model.embedding.dtype
+        self.window = self.most_tokens()
+        self.slots = Slots()
+        self.n_kept: list[int] = []  # of how many tokens of each text the caches have keys and values
+        places = torch.arange(self.window, device=model.embedding.device)
+        self.rope = model.rope(places[None], torch.promote_types(self.dtype, torch.float32))
+        nothing = model.embedding.new_zeros(1, self.window, model.config.d_model)
+        added = model.add_positions(nothing, places).detach()
+        self.added = None if added is nothing else added[0]  # (window, d_model): what a position adds to the embedding
+        attentions = [x for block in model.layers for x in block.modules() if isinstance(x, Attention)]
+        self.caches = [(attention, self.cache_of(attention)) for attention in attentions]
+
+    @contextmanager
+    def attached(self) -> Iterator[None]:
+        """Inside a `with`, the decoder's attentions have their caches."""
+        for attention, cache in self.caches:
+            attention.cache = cache
+        try:
+            yield
+        finally:
+            for attention, _ in self.caches:
+                attention.cache = None
+
+    def first(self) -> Tensor:
+        with torch.compiler.set_stance("force_eager"):  # prompts have many lengths
+            texts = self.first_tokens()
+            self.n_kept = [len(text) for text in texts]
+            self.slots.of_tokens = None
+            tokens = pad_sequence(texts, batch_first=True)  # at the end, where no token sees the padding
+            T = tokens.shape[1]
+            rope = None if self.rope is None else Rope(self.rope.cos[:T], self.rope.sin[:T], self.rope.interleaved)
+            with self.attached():
+                h = self.stack(self.embed(tokens, torch.arange(T, device=tokens.device)), rope, None)
+        last = torch.tensor(self.n_kept, device=h.device) - 1
+        return self.logits(h[torch.arange(len(texts), device=h.device), last])
+
+    def after(self, rows: Iterable[int]) -> dict[int, Tensor]:
+        rows = list(rows)
+        kept = [row for row in rows if self.n_kept[row] < self.window]
+        by_row = dict(zip(kept, self.step(kept), strict=True)) if kept else {}
+        outgrown = [row for row in rows if row not in by_row]
+        return by_row | super().after(outgrown) if outgrown else by_row
+
+    def step(self, rows: Sequence[int]) -> Tensor:
+        """Logits `(n, V)` after the last token of n of the rows. The other rows are computed too, so that the shapes
+        stay; their next token takes the same slot again."""
+        device = self.model.embedding.device
+        tokens = torch.tensor([[new[-1] if new else 0] for new in self.new], device=device)  # (B, 1)
+        positions = torch.tensor([[min(n, self.window - 1)] for n in self.n_kept], device=device)  # (B, 1)
+        for row in rows:
+            self.n_kept[row] += 1
+        self.slots.of_tokens = positions
+        self.slots.n_seen = self.window if self.compiled else max(self.n_kept)
+        visible = torch.arange(self.slots.n_seen, device=device) <= positions  # (B, S)
+        rope = None if self.rope is None else self.rope.at(positions)
+        with self.attached():
+            h = self.stack(self.embed(tokens, positions), rope, visible[:, None, None])
+        return self.logits(h[torch.tensor(rows, device=device), 0])
+
+    def embed(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """The first hidden state `(B, T, d_model)` of tokens `(B, T)` at positions `(T,)` or `(B, T)`."""
+        h = self.model.embed(tokens, self.model.embedding)
+        if self.added is not None:
+            h = h + self.added[positions]
+        return self.model.drop_embedding(h.to(self.dtype), None)
+
+    def logits(self, h: Tensor) -> Tensor:
+        """Logits `(n, V)` of the last hidden states h `(n, d_model)`."""
+        return self.model.head(h[:, None]).logits()[:, 0]
+
+    # What differs in an encoder-decoder.
+
+    def most_tokens(self) -> int:
+        """How many tokens of a text the decoder sees."""
+        return self.model.config.context
+
+    def cache_of(self, attention: Attention) -> Cache:
+        return Cache(self.window, self.slots)
+
+    def first_tokens(self) -> list[Tensor]:
+        """The tokens of each prompt that the decoder reads."""
+        return [prompt[-self.window :] for prompt in self.prompts]
+
+    def stack(self, h: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
+        """The decoder's blocks: h `(B, T, d_model)` -> the same shape."""
+        return self.model.stack(h, rope, mask, None)
+
+
+class CachedEncoderDecoder(Cached):
+    """The same of an encoder-decoder: the source is encoded once, and cross-attention keeps its keys and values."""
+
+    model: EncoderDecoder
+
+    def __init__(self, model: EncoderDecoder, compiled: bool = False) -> None:
+        self.source_slots = Slots()
+        super().__init__(model, compiled)
+        self.memory = self.memory_mask = torch.empty(0)
+
+    def most_tokens(self) -> int:
+        return self.model.config.context - self.model.source_context
+
+    def cache_of(self, attention: Attention) -> Cache:
+        return super().cache_of(attention) if attention.causal else Cache(self.model.source_context, self.source_slots)
+
+    def first_tokens(self) -> list[Tensor]:
+        """The last token of each prompt; the encoder reads the others."""
+        S = self.model.source_context
+        if not self.compiled:
+            S = min(S, max(1, *(len(prompt) - 1 for prompt in self.prompts)))
+        source, valid = (torch.stack(x) for x in zip(*(source_of(p, S) for p in self.prompts), strict=True))  # (B, S)
+        places = torch.arange(S, device=source.device)
+        model, self.memory_mask = self.model, valid[:, None, None]
+        h = model.add_positions(model.embed(source, model.source_embedding), places).to(self.dtype)
+        rope = model.rope(source, torch.promote_types(self.dtype, torch.float32))
+        self.memory = model.encode(model.drop_embedding(h, None), rope, self.memory_mask, valid)
+        self.source_slots.of_tokens, self.source_slots.n_seen = None, S
+        return [prompt[-1:] for prompt in self.prompts]
+
+    def stack(self, h: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
+        h = self.model.decode(h, rope, mask, self.memory, self.memory_mask, None)
+        # From now on cross-attention has nothing new to read, and sees what it has kept.
+        self.memory = self.memory[:, :0]
+        self.source_slots.of_tokens = torch.empty(self.memory.shape[:2], dtype=torch.long, device=h.device)
+        return h

@@ -103,5 +103,8 @@ class EncoderDecoder(Decoder):
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
         return decoding.by_encoder_decoder(self, prompt, new)
 
+    def cached(self, compiled: bool = False) -> decoding.Cached:
+        return decoding.CachedEncoderDecoder(self, compiled)
+
     def flops_per_token(self, context: int, causal: bool = False) -> int:
         return flops.of_encoder_decoder(self, context, causal)

@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-SHOWN = ("train", "eval")  # kinds of records; a telemetry record has too many numbers to read as a line
+SHOWN = ("train", "eval", "tasks")  # kinds of records; a telemetry record has too many numbers to read as a line
 
 
 class Clock:
@@ -69,11 +69,27 @@ def describe_eval(record: dict[str, Any]) -> str:
     return f"loss {record['loss']:.4f}  ppl {record['ppl']:.4g}  bits/byte {record['bits_per_byte']:.4f}"
 
 
+def describe_tasks(record: dict[str, Any]) -> str:
+    """`mean 0.4512 ± 0.0061  arc_easy 0.5610  piqa 0.6801`: accuracies, or where a task has none its first metric."""
+    parts = [f"mean {record['mean']:.4f} ± {record['mean_stderr']:.4f}"] if "mean" in record else []
+    of_tasks: dict[str, dict[str, float]] = {}
+    for name, value in record.items():
+        task, _, metric = name.rpartition("/")
+        if task:
+            of_tasks.setdefault(task, {})[metric] = value
+    for task, metrics in of_tasks.items():
+        metric = "acc" if "acc" in metrics else next(iter(metrics))
+        parts.append(f"{task}{'' if metric == 'acc' else f' {metric}'} {metrics[metric]:.4f}")
+    return "  ".join(parts)
+
+
 def describe(record: dict[str, Any], clock: Clock) -> str:
     """A record as a plain line."""
     progress = f"{record['step']}/{clock.total_steps}"
     if record["kind"] == "eval":
         return f"eval {progress}  {describe_eval(record)}"
+    if record["kind"] == "tasks":
+        return f"tasks {progress}  {describe_tasks(record)}"
     return f"step {progress}  {describe_train(record, clock.remaining(record['step'], record['step_time']))}"
 
 
@@ -122,7 +138,7 @@ class LiveConsole:
     def log(self, record: dict[str, Any]) -> None:
         if record["kind"] not in SHOWN:
             return
-        if record["kind"] == "eval":
+        if record["kind"] != "train":
             self.message(describe(record, self.clock))
             return
         eta = self.clock.remaining(record["step"], record["step_time"])

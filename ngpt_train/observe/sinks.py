@@ -18,7 +18,7 @@ class Sink(Protocol):
     """Takes the records and messages of the training loop. Only rank 0 has sinks."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Takes a record {"kind": "train" | "eval" | "telemetry" | "rollback", "step": n, "tokens": n, ...}.
+        """Takes a record {"kind": "train" | "eval" | "tasks" | "telemetry" | "rollback", "step": n, "tokens": n, ...}.
 
         Its other values are numbers or None.
         """

@@ -18,7 +18,7 @@ POLL_SECONDS = 1.0
 # What losses are drawn over. These names are the same in train and eval records.
 AXES = ("tokens", "step", "flops", "train_seconds")
 # Of the last record of each kind, what the run's summary has as final/KIND_NAME, also at other contexts.
-FINAL = {"train": ("loss_mean",), "eval": ("loss", "ppl", "bits_per_byte")}
+FINAL = {"train": ("loss_mean",), "eval": ("loss", "ppl", "bits_per_byte"), "tasks": ("mean", "mean_acc_norm")}
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.schema import WandbConfig
+from ngpt_train.config.sections.records import WandbConfig
 from ngpt_train.core.constants import ALARM
 
 OFFLINE_START_SECONDS = 30.0  # without the network, only a broken installation or disk takes this long

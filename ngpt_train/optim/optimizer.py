@@ -6,7 +6,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.config.schema import Config, OptimConfig
+from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.optim import OptimConfig
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
 from ngpt_train.models import Decoder, ParameterGroup

@@ -2,7 +2,7 @@
 
 import math
 
-from ngpt_train.config.schema import ScheduleConfig
+from ngpt_train.config.sections.optim import ScheduleConfig
 
 
 def lr_at(step: int, schedule: ScheduleConfig, peak: float, steps: int) -> float:

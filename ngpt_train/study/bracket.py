@@ -37,19 +37,20 @@ def analyse(
     sigma: float,
     *,
     seeds: Sequence[int] | None = None,
+    complete: bool = False,
     listed: bool = False,
     confidence: float = 0.95,
     degrees: float = math.inf,
 ) -> Tuning:
     """Judges the runs of one key, of which value, end loss (None: failed, which is worse than any loss) and seed are
-    given.
+    given. complete: only a value with as many seeds as any has can be the best.
 
     sigma: standard deviation between seeds of the end loss, known with so many `degrees` of freedom; with 0, as with
     one seed, the interval is unknown. Another value is worse if its mean loss is higher than the best's by more than
     sigma; where seeds are given, over the seeds that both have, too. listed: no other values are allowed, so that lying
     inside is enough.
     """
-    line = Line(values, losses, seeds)
+    line = Line(values, losses, seeds, complete)
     tried, best = line.values, line.best
     if len(tried) < 2:
         return Tuning("not tried", best)
@@ -76,7 +77,11 @@ class Line:
     """The runs of one key by its value. A value of which a seed has failed has an infinite mean."""
 
     def __init__(
-        self, values: Sequence[Any], losses: Sequence[float | None], seeds: Sequence[int] | None = None
+        self,
+        values: Sequence[Any],
+        losses: Sequence[float | None],
+        seeds: Sequence[int] | None = None,
+        complete: bool = False,
     ) -> None:
         if not len(values) == len(losses) == len(losses if seeds is None else seeds):
             raise ValueError(f"{len(values)} values, {len(losses)} losses and {seeds} seeds are not of the same runs")
@@ -87,7 +92,9 @@ class Line:
         is_ordered = all(is_number(value) for value in self._runs)
         self.values = sorted(self._runs) if is_ordered else list(self._runs)
         finite_values = [value for value in self.values if math.isfinite(self.mean(value))]
-        self.best: Any = min(finite_values, key=lambda value: (self.mean(value), -self.count(value)), default=None)
+        most = max(map(self.count, finite_values), default=0)
+        allowed = [value for value in finite_values if not complete or self.count(value) == most]
+        self.best: Any = min(allowed, key=lambda value: (self.mean(value), -self.count(value)), default=None)
 
     def mean(self, value: Any) -> float:
         return statistics.fmean(loss for _, loss in self._runs[value])

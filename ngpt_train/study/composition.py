@@ -11,10 +11,19 @@ from pathlib import Path
 from ngpt_train.config import ConfigError, load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import mistake, show
-from ngpt_train.study.definition import LR, Study, merged
+from ngpt_train.study.definition import LR, SAME_BUDGET, Study, merged
 from ngpt_train.study.points import Point
 
 _MANY_STEPS = 1_000_000_000
+
+
+def check_text(config: Config) -> None:
+    """Raises DataError where the files of data=local, which runs would read, are not on this machine."""
+    from ngpt_train.data.sources.local import list_files  # a mistake in the configuration need not wait for it
+
+    for name, path in (("data.path", config.data.path), ("data.val_files", config.data.val_files)):
+        if config.data.kind == "local" and path is not None:
+            list_files(path, name)
 
 
 class Runs:
@@ -51,8 +60,14 @@ class Runs:
     def check(self) -> None:
         """Composes the configuration of every arm at every budget, with each value of every further key."""
         for arm in self.study.arms:
+            before = 0
             for budget in self.study.budgets:
                 with _saying(f"arm {arm}, budget {budget}"):
+                    steps = self.steps(arm, budget)
+                    if steps <= before * (1 + SAME_BUDGET):
+                        problem = f"study.budgets: {budget} tokens are {steps} steps, the budget before {before}"
+                        raise mistake(problem, f"Budgets within {SAME_BUDGET:.0%} of each other are one: name it once")
+                    before = steps
                     first = self.first_point(arm, budget)
                     self.config(first)
                     for key, value in [(key, v) for key, tuned in self.study.tune.items() for v in tuned.values[1:]]:

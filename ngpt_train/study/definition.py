@@ -15,12 +15,13 @@ from typing import Any
 from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.composition.files import Files
 from ngpt_train.config.composition.overrides import parse_row
+from ngpt_train.config.sections.study import StudyConfig, is_of_study
 from ngpt_train.config.validate import check_leaf, did_you_mean, mistake, nearest, show
-from ngpt_train.config.verb_keys import StudyConfig, is_of_study
 
 Value = float | int | str | bool | None  # of a tuned key
 
 LR = "optim.lr"
+SAME_BUDGET = 0.02  # budgets so near each other are one, as rounding to whole steps leaves them
 # What the study decides for each run, and why nobody else can.
 _DECIDED = {
     "run.name": "the study names its runs",

@@ -7,11 +7,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
+from operator import attrgetter
 from pathlib import Path
 from typing import Protocol
 
 from ngpt_train.config import ConfigError, read_yaml
 from ngpt_train.config.validate import show
+from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.core.lock import DirectoryLock
 from ngpt_train.study import sharing
@@ -24,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
 REFUSED = 2  # exit code of a run whose configuration is wrong
+UNREADABLE = 3  # of one whose data, tokenizer or checkpoint cannot be read
 
 
 class Watcher(Protocol):
@@ -55,15 +59,35 @@ class Runner:
     def complete(self) -> bool:
         """Makes all runs that are wanted; False where it was stopped before.
 
-        Raises ConfigError where a run was refused, or is another run than the study's, after the others have saved.
+        Raises ConfigError where a run was refused, or is another run than the study's, and DataError where a new run
+        cannot read its data, after the others have saved.
         """
         for record in sorted((self.study.path / FAILURES).glob("*.json")):
             record.unlink()  # what has crashed is tried again
+        for point in self._made():  # what nobody asks for any more, as before more budgets came, has a say too
+            result = result_of(point, self.runs.directory(point), self._steps(point), self.study.metric)
+            if result.is_final:
+                self.results[point] = result
         try:
             return self._loop()
         except BaseException:
             self._end_all()
             raise
+
+    def _made(self) -> list[Point]:
+        """The points of which the study's directory has a run. Raises DataError where a config.yaml is damaged."""
+        points = []
+        for path in sorted(self.study.runs.glob("*/config.yaml")):
+            name = path.parent.name
+            for arm, budget in product(self.study.arms, self.study.budgets):
+                if not name.startswith(f"{arm}-{budget}-"):
+                    continue
+                stored = read_yaml(path)
+                values = tuple(sorted((key, attrgetter(key)(stored)) for key in self.study.tune))
+                point = Point(arm, budget, values, stored.run.seed)
+                if point.directory == name and not sharing.differences(stored, self.runs.config(point)):
+                    points.append(point)
+        return points
 
     def _loop(self) -> bool:
         while True:
@@ -86,11 +110,13 @@ class Runner:
                 time.sleep(LOOK_SECONDS)
 
     def _wanted(self) -> list[Point]:
-        """The points that are wanted and not final, those that are running among them. Results may change which."""
+        """The points that are wanted and not final, those that are running among them, the shortest runs first: so arms
+        can be compared while the study goes on. Results may change which."""
         self._look([point for point in self._points if point in self._awaited])
         while self._known != len(self.results):
             self._known = len(self.results)
-            self._points = self.next_points(self.study, self.runs.start, self.results)
+            points = self.next_points(self.study, self.runs.start, self.results)
+            self._points = sorted(points, key=lambda point: point.budget)
             held = {job.point for job in self.engine.running()}
             self._look([point for point in self._points if point not in held])
         return [point for point in self._points if point not in self.results]
@@ -160,6 +186,8 @@ class Runner:
         how = ended.how or f"ended with code {ended.code}"
         if ended.code == REFUSED:
             raise ConfigError(f"run {point.directory} was refused: {how.removeprefix('error: ')}")
+        if ended.code == UNREADABLE and not (run / "config.yaml").exists():  # nor will the others find their data
+            raise DataError(f"run {point.directory} cannot begin: {how.removeprefix('error: ')}")
         self._attempts[point] += 1
         if self._attempts[point] <= self.retries:
             self.watcher.say(f"{point.directory}: {how}; it is started again")

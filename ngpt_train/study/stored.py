@@ -65,6 +65,8 @@ def check_stored(study: Study, runs: Runs) -> None:
             )
         return
     stored = read_stored(study.path)
+    if not any(study.runs.glob("*/config.yaml")):
+        return  # its first runs could not begin, as with a wrong data.path
     lines = [*_changed(stored, study), *_changed_arms(stored, study, runs)]
     if lines:
         fix = "A study that has begun takes more arms, budgets and seeds, and a larger study.max_points. For anything "

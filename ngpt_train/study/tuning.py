@@ -49,19 +49,27 @@ def next_points(study: Study, starts: Callable[[str, int], float], results: Mapp
 
 
 def tunings(
-    trials: Mapping[int, Trials], listed: Collection[str] = (), confidence: float = 0.95
+    trials: Mapping[int, Trials], listed: Collection[str] = (), confidence: float = 0.95, complete: bool = False
 ) -> dict[tuple[int, str], Tuning]:
     """What is known of an arm: for each budget and tuned key, with the other keys at their best values.
 
-    trials: by budget. listed: keys whose values the study lists, so that none outside them is allowed.
+    trials: by budget. listed: keys whose values the study lists, so that none outside them is allowed. complete: see
+    `best_values`.
     """
     sigma, degrees = noise_between_seeds(trials.values())
     found = {}
     for budget, of_budget in trials.items():
         for key in sorted({key for values in of_budget for key, _ in values}):
-            values, losses, seeds = runs_of_line(of_budget, key)
+            values, losses, seeds = runs_of_line(of_budget, key, complete)
             found[budget, key] = analyse(
-                values, losses, sigma, seeds=seeds, listed=key in listed, confidence=confidence, degrees=degrees
+                values,
+                losses,
+                sigma,
+                seeds=seeds,
+                complete=complete,
+                listed=key in listed,
+                confidence=confidence,
+                degrees=degrees,
             )
     return found
 
@@ -81,10 +89,16 @@ def noise_between_seeds(trials: Iterable[Trials]) -> tuple[float, float]:
     return (math.sqrt(squares / degrees), degrees) if degrees else (0.0, 0.0)
 
 
-def best_values(trials: Trials) -> Values | None:
-    """The values with the lowest mean over the seeds they have; None where all have failed, or nothing was tried."""
+def best_values(trials: Trials, complete: bool = False) -> Values | None:
+    """The values with the lowest mean over the seeds they have; None where all have failed, or nothing was tried.
+
+    complete: only values with as many seeds as any other that has not failed, because of the others nobody knows how
+    much was luck. While a search goes on, such values are given the seeds that they lack instead.
+    """
     means = {values: statistics.fmean(losses.values()) for values, losses in trials.items()}
     finite = [values for values, mean in means.items() if math.isfinite(mean)]
+    most = max((len(trials[values]) for values in finite), default=0)
+    finite = [values for values in finite if not complete or len(trials[values]) == most]
 
     def order(values: Values) -> tuple[float, int, float, str]:  # of equal means, as in `Line`
         return means[values], -len(trials[values]), dict(values).get(LR) or 0.0, repr(values)
@@ -92,9 +106,9 @@ def best_values(trials: Trials) -> Values | None:
     return min(finite, key=order, default=None)
 
 
-def runs_of_line(trials: Trials, key: str) -> tuple[list[Any], list[float | None], list[int]]:
+def runs_of_line(trials: Trials, key: str, complete: bool = False) -> tuple[list[Any], list[float | None], list[int]]:
     """Value, loss and seed of the runs whose other keys have their best values."""
-    best = best_values(trials)
+    best = best_values(trials, complete)
     others = None if best is None else _without(best, key)
     runs = [
         (dict(values)[key], loss if math.isfinite(loss) else None, seed)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ngpt_train.config.schema import GuardsConfig
+from ngpt_train.config.sections.records import GuardsConfig
 from ngpt_train.optim.loss_scale import SMALLEST
 
 if TYPE_CHECKING:

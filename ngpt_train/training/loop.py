@@ -59,6 +59,7 @@ class Parts:
     save_has_failed: Callable[[], bool] = lambda: False  # on this rank, and `settle` has not told yet
     # Of (what, step): inside, the watchdog knows what this rank does.
     during: Callable[[str, int], AbstractContextManager[None]] = lambda doing, step: nullcontext()
+    evaluate_tasks: Callable[[TrainState], Record] | None = None  # with eval.tasks; collective
 
 
 def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
@@ -127,9 +128,19 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             metrics = parts.evaluate(state)
         log({"kind": "eval", "step": state.step, "tokens": int(state.tokens), **spent(state), **metrics})
 
+    def evaluate_tasks() -> None:
+        every = config.eval.every if config.eval.tasks_every is None else config.eval.tasks_every
+        if parts.evaluate_tasks is None or not (state.step >= last or _due(state.step, every)):
+            return
+        with explain_out_of_memory(state.micro_rows), parts.during("the tasks at step", state.step):
+            metrics = parts.evaluate_tasks(state)
+        log({"kind": "tasks", "step": state.step, "tokens": int(state.tokens), **spent(state), **metrics})
+
     # A run that was stopped between its last checkpoint and the evaluation at that step evaluates now.
     if state.step == 0 or state.step >= last or _due(state.step, config.eval.every):
         evaluate()
+    if state.step:
+        evaluate_tasks()
     while state.step < last:
         started = time.perf_counter()
         try:
@@ -200,6 +211,7 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
             return reason
         if evaluating or state.step == last:
             evaluate()
+        evaluate_tasks()
     return None
 
 

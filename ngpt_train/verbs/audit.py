@@ -25,6 +25,7 @@ from ngpt_train.distributed import resolve_device
 from ngpt_train.study.audit import CERTIFICATE
 from ngpt_train.study.audit.again import command_of
 from ngpt_train.study.audit.auditing import audit
+from ngpt_train.training.guards import NumericalError
 from ngpt_train.training.provenance import processor
 
 FOUND = 3  # the exit code of a run whose records are not what training again gives: its data cannot be relied on
@@ -111,7 +112,7 @@ def _train_again(path: str) -> int:
 
     try:
         return train.main(read_yaml(path), [])
-    except (ConfigError, DataError) as error:
+    except (ConfigError, DataError, NumericalError) as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
 

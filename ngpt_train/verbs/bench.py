@@ -88,6 +88,16 @@ def entries_of(config: Config, overrides: Sequence[str]) -> Iterator[Entry]:
 
         device = resolve_device(config.train.device, 0)
         return attention.bench(device, attention.ON_GPU if device.type == "cuda" else attention.ON_CPU, rounds=10)
+    if config.bench.what == "generation":
+        from ngpt_train.bench import generation
+        from ngpt_train.bench.step import with_vocabulary
+        from ngpt_train.distributed import resolve_device, resolve_precision
+        from ngpt_train.distributed.layouts import choose_kernels
+
+        device = resolve_device(config.train.device, 0)
+        precision = resolve_precision(config.train.precision, device.type)
+        choose_kernels(config, device, precision)
+        return generation.bench(with_vocabulary(config).model, device, precision)
     if config.bench.what == "kernels":
         from ngpt_train.bench import kernels
         from ngpt_train.distributed import resolve_device, resolve_precision

@@ -61,7 +61,7 @@ def compared(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any], 
         step_times=times,
         audits=read_certificates(found.runs),
         commands=[*found.commands, shlex.join(["python", "-m", "ngpt_train", "compare", *compare.runs, *overrides])],
-        notes=[*notes, *untimed],
+        notes=[*found.notes, *notes, *untimed],
     )
     return report, times
 

@@ -1,5 +1,7 @@
-"""`evaluate`: validation loss of a checkpoint, on its run's data or other data."""
+"""`evaluate`: validation loss of a checkpoint, on its run's data or other data; or its answers to tasks; or its
+loss by context and by position on whole documents."""
 
+import itertools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
@@ -7,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.conflicts import check_contexts
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
+from ngpt_train.config.validate import mistake, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.data import open_dataset
+from ngpt_train.data.sources import open_source
 from ngpt_train.data.tokenizers import tokenizer_identity
 from ngpt_train.distributed import join_world
 from ngpt_train.evaluation import Evaluations
+from ngpt_train.evaluation.asked import tasks_of
 from ngpt_train.evaluation.evaluations import file_name
-from ngpt_train.evaluation.restore import find_trained, restore
+from ngpt_train.evaluation.restore import Restored, find_trained, restore
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +36,10 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     experiment only the data is used. Raises ConfigError for an override that contradicts the checkpoint, DataError
     where checkpoint or data cannot be used, or the data has another tokenizer than the model.
     """
+    if config.eval.tasks is not None:
+        return on_tasks(config, overrides)
+    if config.evaluate.length.contexts is not None:
+        return on_length(config, overrides)
     trained = find_trained("evaluate", config, overrides, also_used=("data", *ROWS, "eval.contexts", "parallel"))
     world = join_world(config)
     restored = restore(trained, config, world)
@@ -50,18 +60,14 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         logger.info(note)
     losses = validation.row_losses(restored.model, world)
     result = {
-        "checkpoint": str(restored.path),
-        "step": restored.step,
-        **({"averaged_steps": list(restored.averaged_steps)} if restored.averaged_steps else {}),
-        **({"weights": restored.weights} if restored.weights != "trained" else {}),
+        **identity(restored),
         "data": combined.data.path or combined.data.kind,
         "data_fingerprint": dataset.fingerprint,
         **validation.metrics(losses),
     }
     if world.is_main:
-        of_what = f" ({restored.of_what})" if restored.of_what else ""
         print(
-            f"{result['checkpoint']}{of_what} on {result['data']} ({result['rows']} rows): loss {result['loss']:.6f}  "
+            f"{described(restored)} on {result['data']} ({result['rows']} rows): loss {result['loss']:.6f}  "
             f"ppl {result['ppl']:.4f}  bits/byte {result['bits_per_byte']:.6f}"
         )
         for context in sorted(losses.keys() - {combined.model.context}):
@@ -76,6 +82,110 @@ def main(config: Config, overrides: Sequence[str]) -> int:
                 rows.write(out.with_name(file_name(out.stem, context, combined.model.context)))
             write_json(out, result)
     return 0
+
+
+def on_tasks(config: Config, overrides: Sequence[str]) -> int:
+    """Prints the metrics of eval.tasks with their standard errors, and their mean, and writes them to evaluate.out, and
+    what was asked and answered beside it; returns 0.
+
+    Raises ConfigError for what is no task or none of this model, DataError where checkpoint or tasks cannot be had.
+    """
+    of_tasks = ("tasks", "eval.tasks", "eval.tasks_path", "parallel")
+    trained = find_trained("evaluate", config, overrides, also_used=of_tasks)
+    world = join_world(config)
+    tasks = tasks_of(config.eval, trained.config.model, world)
+    assert tasks is not None
+    for note in tasks.notes():
+        logger.info(note)
+    restored = restore(trained, config, world)
+    results = tasks(restored.model, restored.tokenizer, world)
+    if world.is_main:
+        print(f"{described(restored)} on {', '.join(results.tasks)}")
+        for line in results.lines():
+            print(f"  {line}")
+        if config.evaluate.out is not None:
+            out = Path(config.evaluate.out).expanduser()
+            results.write_items(out.with_name(f"{out.stem}_items.jsonl"))
+            write_json(out, {**identity(restored), **results.as_json()})
+    return 0
+
+
+def on_length(config: Config, overrides: Sequence[str]) -> int:
+    """Prints the loss at each of evaluate.length.contexts on the documents of data.*, and writes it with the loss by
+    position to evaluate.out, and a picture of both beside it; returns 0.
+
+    Raises ConfigError where the model cannot read such rows, or no text is named, DataError where checkpoint or text
+    cannot be had.
+    """
+    from ngpt_train.evaluation.length import measure, plot_lengths
+
+    wanted = config.evaluate.length
+    trained = find_trained("evaluate", config, overrides, also_used=("data", "evaluate.length", "parallel"))
+    check_lengths(config, trained.config.model, overrides)
+    text = open_source(config.data)
+    world = join_world(config)
+    restored = restore(trained, config, world)
+    contexts = sorted(set(wanted.contexts or []))
+    plan = [
+        (context, wanted.stride or max(1, context // 2), rope)
+        for rope in dict.fromkeys(wanted.rope)
+        for context in contexts
+        # Up to the context of training the angles are the same, which `none` has measured.
+        if rope == "none" or context > restored.config.model.context or "none" not in wanted.rope
+    ]
+    documents = itertools.islice(filter(None, text.documents()), wanted.documents)
+    curves = measure(restored.model, restored.tokenizer, documents, plan, world)
+    if not curves[0].targets:
+        raise DataError(f"data.path={config.data.path}: holds no text to evaluate on; name other files")
+    if world.is_main:
+        print(f"{described(restored)} on {curves[0].documents} documents of {config.data.path or config.data.kind}")
+        for curve in curves:
+            found = curve.as_json()
+            scaled = "" if curve.rope == "none" else f" (RoPE {curve.rope}, factor {curve.factor:g})"
+            short = f"; {curve.shorter} documents are shorter" if curve.shorter else ""
+            print(
+                f"  context {curve.context}, stride {curve.stride}{scaled}: loss {found['loss']:.6f}  "
+                f"ppl {found['ppl']:.4f}  bits/byte {found['bits_per_byte']:.6f}  ({curve.targets:,} targets{short})"
+            )
+        if config.evaluate.out is not None:
+            out = Path(config.evaluate.out).expanduser()
+            result = {**identity(restored), "data": config.data.path or config.data.kind}
+            result["trained_context"] = restored.config.model.context
+            write_json(out, result | {"curves": [curve.as_json() for curve in curves]})
+            plot_lengths(curves, restored.config.model.context, described(restored), out.with_suffix(".png"))
+    return 0
+
+
+def check_lengths(config: Config, model: ModelConfig, overrides: Sequence[str]) -> None:
+    """Raises ConfigError unless `model` reads rows of evaluate.length.contexts, and `overrides` name a text."""
+    length = config.evaluate.length
+    named = f"evaluate.length.contexts={show(length.contexts)}"
+    if model.source_length(model.context):
+        raise mistake(f"{named}: an encoder-decoder has a source of its own length", "Choose a decoder's checkpoint")
+    for context in length.contexts or []:
+        if context > model.context and (problem := model.refuses_rows_of(context)):
+            raise mistake(f"{named}: {problem}", f"Leave {context} out")
+    if set(length.rope) != {"none"} and not model.uses_rope:
+        raise mistake(f"evaluate.length.rope={show(length.rope)}: the model has no RoPE", "Leave it out")
+    chosen = {override.partition("=")[0].strip() for override in overrides}
+    if not chosen & {"data", "data.kind", "data.path"} or config.data.kind in ("tokens", "mixture"):
+        problem = f"{named}: whole documents are read, and no text is named"
+        raise mistake(problem, "For example data=local data.path=books.jsonl, or data=hf data.path=emozilla/pg19-test")
+
+
+def identity(restored: Restored) -> dict[str, Any]:
+    """Of which weights a result is."""
+    return {
+        "checkpoint": str(restored.path),
+        "step": restored.step,
+        **({"averaged_steps": list(restored.averaged_steps)} if restored.averaged_steps else {}),
+        **({"weights": restored.weights} if restored.weights != "trained" else {}),
+    }
+
+
+def described(restored: Restored) -> str:
+    """The same in words."""
+    return f"{restored.path}{f' ({restored.of_what})' if restored.of_what else ''}"
 
 
 def combine(config: Config, of_run: Config, overrides: Sequence[str]) -> Config:

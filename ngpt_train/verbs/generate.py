@@ -1,31 +1,83 @@
 """`generate`: text from a checkpoint's model."""
 
+import json
 import os
+import sys
 from collections.abc import Sequence
-
-import torch
+from functools import partial
+from pathlib import Path
 
 from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.verbs import GenerateConfig
+from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.files import write_atomically
 from ngpt_train.distributed import World, resolve_device
-from ngpt_train.evaluation import generate
+from ngpt_train.distributed.compile_cache import keep_compiled
+from ngpt_train.distributed.layouts import resolve_compile
+from ngpt_train.evaluation.generation.prompts import read_prompts, typed_prompts
+from ngpt_train.evaluation.generation.texts import Text, Texts
 from ngpt_train.evaluation.restore import find_trained, restore
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Prints the prompt and its continuation on stdout; returns 0. Under torchrun rank 0 alone works.
+    """Continues generate.prompt, or each line of generate.prompts or of what is typed; returns 0. Prints the texts on
+    stdout as they come, or writes them to generate.out. Under torchrun rank 0 alone works.
 
-    Raises ConfigError for an override that contradicts the checkpoint, DataError where there is no usable checkpoint.
+    Raises ConfigError for an override that contradicts the checkpoint, and for a prompt that generate.overflow refuses;
+    DataError where there is no usable checkpoint, or file of prompts.
     """
     if os.environ.get("RANK", "0") != "0":
         return 0
-    trained = find_trained("generate", config, overrides)
+    wanted = config.generate
+    prompts = [wanted.prompt] if wanted.prompts is None else read_prompts(wanted.prompts)
+    trained = find_trained("generate", config, overrides, also_used=("train.compile",))
     world = World(rank=0, size=1, local_rank=0, device=resolve_device(config.train.device, local_rank=0))
     restored = restore(trained, config, world)
-    tokenizer = restored.tokenizer
-    prompt = tokenizer.encode(config.generate.prompt).tolist()
-    # As in training: a decoder reads an eos before each document, an encoder reads a document from its first token on.
-    without_eos = prompt and restored.config.data.objective == "prefix_continuation"
-    tokens = torch.tensor(prompt if without_eos else [tokenizer.eos, *prompt], device=world.device)
-    new = generate(restored.model, tokens, config.generate, tokenizer.eos, tokenizer.vocab_size)
-    print(tokenizer.decode([*prompt, *new.tolist()]))
+    compiled = wanted.cache and resolve_compile(config.train.compile, world.device.type)
+    if compiled:
+        keep_compiled(config)
+        for block in restored.model.layers:
+            block.compile(dynamic=False)
+    texts = Texts(restored.model, restored.tokenizer, wanted, compiled)
+    if wanted.interactive:
+        converse(texts)
+    elif wanted.out is not None:
+        found = texts.of(prompts, first_line=None if wanted.prompts is None else 1)
+        content = "".join(line_of(text, wanted) for text in found)
+        write_atomically(Path(wanted.out).expanduser(), content.encode())
+    elif wanted.prompts is not None:
+        for text in texts.of(prompts, first_line=1):
+            print(line_of(text, wanted), end="", flush=True)
+    else:
+        show(texts, prompts[0])
     return 0
+
+
+def line_of(text: Text, config: GenerateConfig) -> str:
+    """The line of generate.out for a text."""
+    return json.dumps(text.json(config), ensure_ascii=False) + "\n"
+
+
+def converse(texts: Texts) -> None:
+    """Continues each line of stdin, until it ends or Ctrl-C."""
+    try:
+        for prompt in typed_prompts():
+            try:
+                show(texts, prompt)
+            except ConfigError as error:  # generate.overflow refuses this prompt; the next may be shorter
+                print(error, file=sys.stderr)
+    except KeyboardInterrupt:
+        print(flush=True)
+
+
+def show(texts: Texts, prompt: str) -> None:
+    """Prints the texts of a prompt, a single one as it comes."""
+    config = texts.config
+    comes = config.samples == 1
+    for text in texts.of([prompt], show=partial(print, end="", flush=True) if comes else None):
+        if not comes:
+            print(f"--- generate.seed={config.seed + text.sample}\n{texts.as_read(prompt)}{text.text}", end="")
+        print(flush=True)
+        if config.logprobs:
+            pieces = [repr(texts.tokenizer.decode([token])) for token in text.tokens]
+            print(*(f"{x:10.4f}  {piece}\n" for x, piece in zip(text.logprobs, pieces, strict=True)), sep="", end="")

@@ -8,8 +8,10 @@ from pathlib import Path
 
 from ngpt_train.config import ConfigError
 from ngpt_train.config.schema import Config
+from ngpt_train.config.validate import did_you_mean, mistake, nearest
 from ngpt_train.core.lock import DirectoryLock
-from ngpt_train.study.composition import Runs
+from ngpt_train.study.compare.gather import check_out
+from ngpt_train.study.composition import Runs, check_text
 from ngpt_train.study.cost import costs, measure, table
 from ngpt_train.study.definition import Study, read_study
 from ngpt_train.study.engines import Engine
@@ -32,12 +34,15 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = (), 
     runs = Runs(study)
     runs.check()
     check_stored(study, runs)
+    check_comparison(config, study)
+    configs = {arm: runs.config(runs.first_point(arm, study.budgets[0])) for arm in study.arms}
+    is_here = config.study.engine == "local"
+    for one in configs.values() if is_here else ():
+        check_text(one)
     lock = None if config.study.dry_run else taken(study)
     try:
-        configs = {arm: runs.config(runs.first_point(arm, study.budgets[0])) for arm in study.arms}
         on_cpu = all(one.train.device == "cpu" for one in configs.values())
         engine = engine_of(config, study, on_cpu)
-        is_here = config.study.engine == "local"
         sizes = measure(configs, engine.threads, is_here)
         expected = costs(study, runs, next_points, sizes)
         print(table(study, expected, sizes, engine.jobs), flush=True)
@@ -67,7 +72,21 @@ def engine_of(config: Config, study: Study, on_cpu: bool) -> Engine:
     """What makes the runs. on_cpu: no arm has a GPU. Raises ConfigError where a cluster cannot be used from here."""
     if config.study.engine == "slurm":
         return slurm_engine(config.study, study.path, is_used=not config.study.dry_run)
-    return local_engine(config.study, [] if on_cpu else usable_gpus(), usable_cores())
+    return local_engine(config.study, [] if on_cpu else usable_gpus(), usable_cores(), study.runs)
+
+
+def check_comparison(config: Config, study: Study) -> None:
+    """Raises ConfigError for what the comparison at the study's end, hours later, would refuse."""
+    compare = config.compare
+    if compare.out is not None:
+        check_out(Path(compare.out).expanduser())
+    if compare.baseline is None or compare.arms is not None:
+        return
+    if compare.baseline not in study.arms and not (study.runs / Path(compare.baseline).name).exists():
+        near = did_you_mean(nearest(compare.baseline, study.arms))
+        raise mistake(
+            f"compare.baseline={compare.baseline}: no arm of that name{near}", f"Arms: {', '.join(study.arms)}"
+        )
 
 
 def taken(study: Study) -> DirectoryLock:

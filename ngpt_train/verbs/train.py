@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngpt_train.config import read_yaml, write_yaml
 from ngpt_train.config.keys import AUTO
@@ -31,6 +31,7 @@ from ngpt_train.data import (
 )
 from ngpt_train.distributed import PRECISIONS, World, join_world, resolve_device, resolve_precision
 from ngpt_train.evaluation import Evaluations, RowFiles
+from ngpt_train.evaluation.asked import tasks_of
 from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
 from ngpt_train.observe.telemetry import Telemetry
@@ -56,8 +57,11 @@ from ngpt_train.training.run_directory import DONE, RunDirectory
 from ngpt_train.training.signals import Patience, StopRequest
 from ngpt_train.training.step import NOBODY, Observer
 from ngpt_train.training.watchdog import Watchdog
-from ngpt_train.verbs import rollback
-from ngpt_train.verbs.notes import say_what_starts, unigram_note, where_it_goes_on
+from ngpt_train.verbs.of_train import rollback
+from ngpt_train.verbs.of_train.notes import say_what_starts, unigram_note, where_it_goes_on
+
+if TYPE_CHECKING:
+    from ngpt_train.evaluation.tasks import Tasks
 
 logger = logging.getLogger(__name__)
 
@@ -107,12 +111,13 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         kernels = check_kernels(config, world, world.on_main(lambda: run.kernels() if checkpoint else None))
         state, feed = begin_or_resume(config, world, data, checkpoint, stop)
         validation = Evaluations(data.validation, data.tokenizer.n_bytes, config)
+        asked = tasks_of(config.eval, config.model, world)
         start = world.on_main(lambda: describe_start(state, data)) | kernels
         # Without a timeout: run.overwrite deletes files, which may take long.
         start = world.on_main_without_timeout(lambda: run.open(config, start, checkpoint, damaged))
         telemetry = Telemetry(state) if config.logging.telemetry else NOBODY
         while feed is not None:
-            feed = train_in(run, state, feed, validation, data, start, stop, telemetry)
+            feed = train_in(run, state, feed, validation, asked, data, start, stop, telemetry)
     return 0
 
 
@@ -205,6 +210,7 @@ def train_in(
     state: TrainState,
     feed: Feed,
     validation: Evaluations,
+    asked: "Tasks | None",
     data: Dataset,
     start: dict[str, Any],
     stop: StopRequest,
@@ -266,7 +272,11 @@ def train_in(
             for sink in sinks:
                 sink.log(went_back)
         sizes = epoch_rows(data, config) if world.is_main else {}
-        for note in [*validation.notes(), *(f"warning: {warning}" for warning in many_epochs(sizes, config))]:
+        for note in [
+            *validation.notes(),
+            *(asked.notes() if asked else []),
+            *(f"warning: {warning}" for warning in many_epochs(sizes, config)),
+        ]:
             say(note)
         unigram = unigram_note(data, validation, config) if world.is_main else ""
         if unigram:
@@ -279,6 +289,8 @@ def train_in(
             parts.advice = lambda: checkpoints.advice(lr)
             parts.may_go_back = lambda why: rollback.may_go_back(run, state, why, checkpoints.advice(lr))
             parts.during = watchdog.during
+            if asked is not None:
+                parts.evaluate_tasks = lambda state: asked(state.model, data.tokenizer, world).metrics()
             parts.settle, parts.save_has_failed = saves.settle, saves.has_failed
             try:
                 with watchdog.naming_the_lost():

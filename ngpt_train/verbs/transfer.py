@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.study import StudyConfig, TransferConfig, is_of_study
 from ngpt_train.config.validate import mistake
-from ngpt_train.config.verb_keys import StudyConfig, TransferConfig, is_of_study
 from ngpt_train.core.files import write_atomically
 from ngpt_train.study.definition import merged, name_of, read_study
 from ngpt_train.study.transfer.optima import read_optima
@@ -81,9 +81,6 @@ def study_of_sizes(
     """
     rest = [x for x in overrides if not is_of_study(x)]
     given = {name_of(x): x.partition("=")[2].strip() for x in overrides}
-    if len(transfer.widths) + len(transfer.depths) + len(chosen.budgets) < 2:
-        example = "For example: ngpt-train transfer model=ngpt scale=tiny transfer.widths=[64,128,256]"
-        raise mistake("transfer: two sizes or more are compared, of transfer.widths, depths, or study.budgets", example)
     name = chosen.name
     if not chosen.arms:
         config_dir = options[options.index("--config-dir") + 1] if "--config-dir" in options else None
@@ -99,5 +96,8 @@ def study_of_sizes(
     }
     models = {arm: config.model for arm, config in configs.items()}
     arms = arms_of_sizes(chosen.arms, models, transfer.widths, transfer.depths)
+    if len(arms) == len(models) and len(set(chosen.budgets)) < 2:  # one size of each, such as its own width again
+        example = "For example: ngpt-train transfer model=ngpt scale=tiny transfer.widths=[64,128,256]"
+        raise mistake("transfer: two sizes or more are compared, of transfer.widths, depths, or study.budgets", example)
     lengths = {one.train.steps * one.train.rows_per_step * one.model.context for one in configs.values()}
     return replace(chosen, name=name, arms=arms, baseline=None, budgets=chosen.budgets or sorted(lengths))

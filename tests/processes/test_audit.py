@@ -71,6 +71,15 @@ def test_wrong_use(trained: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_run_that_diverged(tmp_path: Path) -> None:
+    """Caught: an accusation because training again diverges too."""
+    given = of(tmp_path, "model=gpt", "run.name=test", "train.steps=30", "optim.lr=1000", "optim.clip_norm=null")
+    assert run("train", given).returncode == 4
+    finished = run("audit", [str(tmp_path / "runs/test")])
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+
+
+@pytest.mark.slow
 def test_other_data(tmp_path: Path) -> None:
     """From step 0 and from a checkpoint."""
     train(of(tmp_path, "run.name=test"))

@@ -4,7 +4,10 @@ import json
 import math
 import shutil
 import socket
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -76,6 +79,53 @@ def test_generate(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert text() != text("generate.seed=1")
     assert text("generate.temperature=0") == text("generate.top_k=1", "generate.seed=5")
     assert text("generate.temperature=0") == text("generate.top_p=1e-6", "generate.seed=5")
+    assert text("generate.seed=1") == text("generate.seed=1", "generate.cache=false")
+    both = text("generate.samples=2")
+    assert both == f"--- generate.seed=0\n{text()}--- generate.seed=1\n{text('generate.seed=1')}"
+    scored = text("generate.logprobs=true").removeprefix(text()).splitlines()
+    assert 0 < len(scored) <= 40
+    assert all(float(line.split()[0]) < 0 for line in scored)
+
+
+def test_generate_from_a_file_and_from_stdin(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same texts as one by one. Caught: an existing file that is overwritten; Ctrl-C that shows a traceback; a
+    conversation that ends with a prompt that is too long."""
+    given = ["generate", f"generate.checkpoint={directory}", "generate.max_new_tokens=9", "generate.temperature=0"]
+    prompts = ["the model", "a", "of"]
+
+    def printed(*overrides: str) -> str:
+        capsys.readouterr()
+        assert main([*given, *overrides]) == 0
+        return capsys.readouterr().out
+
+    texts = [printed(f"generate.prompt={prompt}") for prompt in prompts]
+    (tmp_path / "prompts.txt").write_text("\n".join(prompts))
+    file, out = f"generate.prompts={tmp_path / 'prompts.txt'}", tmp_path / "texts.jsonl"
+    lines = printed(file, "generate.batch_rows=2", "generate.logprobs=true")
+    assert printed(file, "generate.batch_rows=2", "generate.logprobs=true", f"generate.out={out}") == ""
+    assert out.read_text() == lines
+    found = [json.loads(line) for line in lines.splitlines()]
+    assert [f"{text['prompt']}{text['text']}\n" for text in found] == texts
+    assert [text["prompt"] for text in found] == prompts
+    assert all(len(text["logprobs"]) == len(text["tokens"]) for text in found)
+    assert main([*given, file, f"generate.out={out}"]) == 2
+    assert out.read_text() == lines
+
+    def stdin(lines: Iterable[bytes]) -> None:
+        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=lines, isatty=lambda: False))
+
+    stdin([b"the model\n", b"\xff\n", b"a\n", b"of"])
+    assert printed("generate.interactive=true") == "".join(texts)
+
+    def interrupted() -> Iterator[bytes]:
+        yield b"x" * 200
+        yield b"a\n"
+        raise KeyboardInterrupt
+
+    stdin(interrupted())
+    assert printed("generate.interactive=true", "generate.overflow=refuse") == f"{texts[1]}\n"
 
 
 def test_init_from_takes_the_weights_alone(directory: Path, corpus: Path, tmp_path: Path) -> None:

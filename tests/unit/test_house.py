@@ -20,7 +20,7 @@ FLOORS = [
     {"models", "data", "optim"},
     {"distributed"},
     {"training"},
-    {"evaluation", "observe", "report", "interop", "bench"},
+    {"evaluation", "observe", "report", "interop", "analysis", "bench"},
     {"doctor", "study"},
     {"verbs", "__main__"},
 ]

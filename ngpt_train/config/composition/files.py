@@ -35,6 +35,7 @@ GROUPS = {
     "kernels": "Implementation of the fused operations.",
     "checkpoint": "What is saved and kept.",
     "eval": "Validation during training.",
+    "tasks": "Tasks on which a model is evaluated: a list by its name; or the list itself, tasks=[arc_easy,piqa].",
     "logging": "What is written while training.",
     "hardware": "Micro rows, recomputation and layout for a card and a scale, on 64 ranks, 8 of a host.",
     "experiment": "A whole run: chooses options and sets keys; what it sets can be overridden.",
@@ -47,13 +48,14 @@ BUILT_IN: dict[str, dict[str, Any]] = {
     # The schema's defaults: as values, they would override those of a user's scale or recipe.
     **{f"{group}/default": {} for group in ("checkpoint", "eval", "logging")},
 }
+NONE_OF = ("tasks", "hardware", "experiment", "study")
 # The file that lists the groups.
 PRIMARY = "train"
 # Not for users: the model's file names the schema of its architecture here.
 SCHEMA_GROUP = "schema/model"
 _HEADER = "# @package _global_"
 # These fill several sections, so their keys are full names.
-_GLOBAL_GROUPS = ("scale", "recipe", "hardware", "experiment")
+_GLOBAL_GROUPS = ("scale", "recipe", "tasks", "hardware", "experiment")
 # As part of a run's name.
 _ROW_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 
@@ -116,10 +118,10 @@ class Files:
 
     @cached_property
     def options(self) -> dict[str, list[str]]:
-        """The options of each group; only hardware, experiment and study can be none (`null`)."""
+        """The options of each group; only those of NONE_OF can be none (`null`)."""
         options = {group: self._options(group) for group in GROUPS}
         options["experiment"] = self._experiments(options["experiment"])
-        return options | {group: [*options[group], "null"] for group in ("hardware", "experiment", "study")}
+        return options | {group: [*options[group], "null"] for group in NONE_OF}
 
     def option(self, config_path: str) -> Option:
         """`group/option`, which exists."""

@@ -22,6 +22,9 @@ from ngpt_train.config.validate import (
     unknown_key,
 )
 
+# A group whose options are lists of names, and the key that such a list fills: tasks=[a,b] is eval.tasks=[a,b], and
+# eval.tasks=NAME is tasks=NAME.
+_LISTS = {"tasks": "eval.tasks"}
 _SPACES = (" ", "\t", "\n")
 _MOST_CHARACTERS = 4096  # of a number, word or list; Hydra's grammar reads a few thousand in a second
 
@@ -123,6 +126,8 @@ def check_option(group: str, option: str, options: Sequence[str], place: str = "
     table, _, row = option.rpartition("/")
     rows, siblings = _below(option, options), _below(table, options)
     known = f"{group} has the options {', '.join(folded(options))}"
+    if group in _LISTS:
+        known += f"\n  Tasks themselves are a list: {group}=[{option}]"
     if "," in option or option.startswith(("[", "{")):
         problem = f"a group takes one option; to run several one after the other write -m {group}=a,b"
     elif rows:
@@ -151,6 +156,10 @@ def folded(options: Iterable[str]) -> list[str]:
 def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str]:
     name, equals, raw = argument.partition("=")
     name = name.strip()
+    if name in _LISTS and raw.strip().startswith("["):
+        name = _LISTS[name]
+    elif (group := next((g for g, k in _LISTS.items() if k == name), None)) and raw in groups.get(group, ()):
+        name = group
     # Python hands on what a terminal sends in another encoding as halves of surrogate pairs.
     if any("\ud800" <= letter <= "\udfff" for letter in argument):
         raise mistake(f"{argument!a}: not UTF-8", "Set the terminal to UTF-8, or leave the broken bytes out")
@@ -203,4 +212,5 @@ def _typed(key: Key, raw: str) -> Any:
     if override.is_sweep_override():
         problem = f"{key.name}={raw}: several values, but {key.name} takes one: {key.expected()}"
         raise mistake(problem, f"To run them one after the other add -m; a list is written {key.name}=[a,b]")
-    return override.value()
+    value = override.value()
+    return [value] if list in key.types and value in (key.choices or ()) else value

@@ -45,6 +45,10 @@ class Tokens:
     def __len__(self) -> int:
         return self._starts[-1]
 
+    def shard_lengths(self) -> list[int]:
+        """Ids of each shard; of the held-out text of a mixture, of each source."""
+        return [len(shard) for shard in self._shards]
+
     def documents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Start and length, eos included, of each document, in order. Looked for once: a large split takes minutes."""
         return self._documents

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.kernels.attention import Mask, attention, attention_with_dropout
 from ngpt_train.kernels.rotary import Heads, RotaryOptions, rotary
+from ngpt_train.models.layers.cache import Cache
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.linear import FusedLinear, OutputLinear
 from ngpt_train.models.layers.rope import Rope, rotate
@@ -41,6 +42,7 @@ class Attention(nn.Module):
         self.wqkv = FusedLinear(rows, config.d_model, bias, unit_rows)
         self.wo = OutputLinear({"wo": self.d_q}, config.d_model, bias, unit_rows)
         self.dropout = Dropout(config.attention_dropout)
+        self.cache: Cache | None = None  # of the tokens before x, only while a text is generated (models/decoding.py)
 
     def heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
         """rope(q), rope(k) and v in heads: projections `(B, T, d_q)`, `(B, S, d_kv)`, `(B, S, d_kv)` -> `Heads`."""
@@ -79,6 +81,8 @@ class Attention(nn.Module):
             k, v = F.linear(memory, w_kv, b_kv).chunk(2, dim=-1)
             q, k, v = self.heads(F.linear(x, w_q, b_q), k, v, rope)
         q, k, v = (heads.to(x.dtype) for heads in (q, k, v))
+        if self.cache is not None:
+            k, v = self.cache.extend(k, v)
         if seeds is None or not self.dropout.p:
             heads = attention(q, k, v, self.softmax_scale, self.causal, mask)  # eq. 13
         else:

@@ -22,6 +22,7 @@ from ngpt_train.study.audit.certificate import Finding
 from ngpt_train.study.audit.records import METRICS, losses_of
 from ngpt_train.study.audit.windows import Window
 from ngpt_train.study.compare.runs import Run, read_run
+from ngpt_train.study.points import DIVERGED
 from ngpt_train.training.checkpoint.files import STATE, has_tensors, read_manifest
 
 # Of records and of state.json: what depends on the clock and on what else the machine does.
@@ -89,7 +90,7 @@ def train_again(
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-    if code:
+    if code and not (code == DIVERGED and run.end is not None and run.end.get("code") == DIVERGED):
         return None, _last_error((place / "log").read_text(errors="replace")) or f"exit code {code}"
     return read_run(directory), ""
 
@@ -203,7 +204,7 @@ def _compare_records(
 def _agree(one: Any, other: Any, exactness: Exactness, compared: Compared) -> bool:
     if not (type(one) is type(other) is float):
         return bool(one == other) and type(one) is type(other)
-    if one == other:
+    if one == other or (math.isnan(one) and math.isnan(other)):  # of a step that was skipped
         return True
     compared.largest = max(compared.largest, abs(one - other) / max(abs(one), abs(other)))
     return not exactness.to_the_bit and math.isclose(one, other, rel_tol=exactness.tolerance)

@@ -9,11 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config import read_yaml
+from ngpt_train.config import read_yaml, to_dict
 from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.study import AuditConfig
 from ngpt_train.config.stored import what_differs
-from ngpt_train.config.validate import show
-from ngpt_train.config.verb_keys import AuditConfig
+from ngpt_train.config.validate import flatten, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.study.audit.again import Compared, Exactness, compare, train_again
@@ -109,6 +109,9 @@ def _history(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     starts = record.get("starts") if isinstance(record, dict) else None
     if not isinstance(starts, list) or not starts or not all(isinstance(x.get("step"), int) for x in starts):
         raise DataError(f"{path / 'run.json'} is damaged: it does not say how the run began")
+    for name in ("threads", "world_size"):
+        if wrong := [x[name] for x in starts if name in x and not (type(x[name]) is int and x[name] > 0)]:
+            raise DataError(f"{path / 'run.json'} is damaged: no run has {name} {wrong[0]!r}")
     return starts, record.get("rollbacks", [])
 
 
@@ -155,9 +158,9 @@ def _checkpoint(
     changed = {x.get("key") for start in starts for x in start.get("changed", [])}
     if newest and step > last_start and (path / "config.yaml").read_bytes() != (run.path / "config.yaml").read_bytes():
         changed = set()
-        differing = what_differs(stored, config) or [("its text", "another", "")]
-        if (steps := stored.train.steps) != config.train.steps and all(x[0] != "train.steps" for x in differing):
-            differing.append(("train.steps", steps, config.train.steps))
+        keys_then, keys_now = (dict(flatten(to_dict(each), {"optim.lr_table"})) for each in (stored, config))
+        differing = [(name, old, keys_now[name]) for name, old in keys_then.items() if old != keys_now[name]]
+        differing = differing or [("its text", "another", "")]
     else:
         differing = what_differs(stored, config)
     for key, old, new in differing:

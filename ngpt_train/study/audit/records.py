@@ -76,6 +76,9 @@ def _missing(run: Run, config: Config, starts: Sequence[int], checkpoints: Seque
     ended = run.end is not None and run.end.get("code") == 0
     of_end = [run.end["step"]] if run.end is not None and ended else []
     last = max([*(x["step"] for x in [*run.train, *run.evals]), *checkpoints, *of_end], default=0)
+    if of_end and of_end[0] < last:
+        says = f"exit.json says that the run ended at step {of_end[0]}, and there are records of step {last}"
+        yield Finding("exit.json", says, of_end[0])
     begun, every = max(starts, default=0), config.logging.every
     there = {kind: {x["step"] for x in records} for kind, records in (("train", run.train), ("eval", run.evals))}
     expected = {"train": set(range(every, last + 1, every)), "eval": {0}}

@@ -4,16 +4,17 @@ the user names."""
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
 from ngpt_train.study.compare.key_kinds import HARDWARE, OF_THE_BUDGET, covers, is_harmless
-from ngpt_train.study.compare.runs import Run, is_number
+from ngpt_train.study.compare.runs import Run, budget_of, is_number
 
 LR = "optim.lr"
 # What may differ between runs of an arm: it is looked at only where it alone tells two runs apart.
@@ -87,7 +88,7 @@ def _number(value: Any) -> Any:
 
 def _apart(group: list[Run], tuned: Collection[str]) -> list[list[Run]]:
     """A group in which no two runs have the same budget, seed and tuned values: told apart by secondary keys, else by
-    their names."""
+    their directories, as of two studies, else by their names."""
     point = lambda run: json.dumps([budget_of(run), values_of(run, tuned), seed_of(run)], default=str)  # noqa: E731
     if max(Counter(map(point, group)).values()) < 2:
         return [group]
@@ -97,6 +98,8 @@ def _apart(group: list[Run], tuned: Collection[str]) -> list[list[Run]]:
     for twins in _by(group, point):
         differing += [key for key in keys - follows if len(_split(twins, [key])) > 1]
     parts = _split(group, sorted(set(differing)))
+    if len(parts) == 1:
+        parts = _by(group, lambda run: run.path.parent.resolve())
     if len(parts) == 1:
         parts = _by(group, stem)
     if len(parts) == 1:
@@ -125,12 +128,24 @@ def _names(groups: Sequence[Sequence[Run]], tuned: Collection[str]) -> list[str]
         [_only(str(run.config.get("model.name", "")) for run in group) for group in groups],
         [_only(stem(run) for run in group) for group in groups],
         [_differences(group, groups, tuned) for group in groups],
+        _places(groups),
         [group[0].path.name for group in groups],
     ]
     for names in candidates:
         if all(names) and len(set(names)) == len(names):
             return [str(name) for name in names]
-    return [f"{group[0].path.parent.name}/{group[0].path.name}" for group in groups]
+    return [str(group[0].path) for group in groups]
+
+
+def _places(groups: Sequence[Sequence[Run]]) -> list[str | None]:
+    """`first/gpt`, `second/gpt`: of runs that have the same names in several directories."""
+    parents = [_only(str(run.path.parent.resolve()) for run in group) for group in groups]
+    stems = [_only(stem(run) for run in group) for group in groups]
+    if None in parents:
+        return [None]
+    common = os.path.commonpath([str(parent) for parent in parents])
+    parts = [[x for x in Path(str(parent)).relative_to(common).parts if x != "runs"] for parent in parents]
+    return ["/".join([*place, *([of_runs] if of_runs else [])]) for place, of_runs in zip(parts, stems, strict=True)]
 
 
 def _only(names: Iterable[str]) -> str | None:
@@ -160,28 +175,6 @@ def choose_baseline(arms: Arms, wanted: str | None) -> str:
     raise mistake(f"compare.baseline={wanted}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
 
 
-def budget_of(run: Run) -> float:
-    """Tokens of the run's schedule: steps times tokens per step as the config has them, unless it does not say it, or
-    the records count something else."""
-    config, counted = run.config, _counted(run)
-    per_step = config.get("train.batch_tokens")
-    if isinstance(config.get("train.batch_rows"), int) and isinstance(config.get("model.context"), int):
-        per_step = config["train.batch_rows"] * config["model.context"]
-    planned = run.steps * per_step if isinstance(per_step, int) else None
-    if counted is None:
-        return float(planned or run.steps)
-    return float(planned) if planned and 0.8 < counted / planned < 1.25 else counted
-
-
-def _counted(run: Run) -> float | None:
-    """The targets that a run was trained on, as its last records count them, at the end of its schedule."""
-    for record in reversed([*run.train, *run.evals]):
-        tokens, step = record.get("tokens"), record.get("step")
-        if isinstance(tokens, (int, float)) and tokens > 0 and step:
-            return float(tokens) * run.steps / step
-    return None
-
-
 def seed_of(run: Run) -> int:
     if "run.seed" in run.config:
         return run.seed
@@ -198,15 +191,3 @@ def values_of(run: Run, tuned: Collection[str]) -> Values:
     if LR in values and not is_number(values[LR]):
         values[LR] = None
     return tuple((key, json.dumps(v) if isinstance(v, (list, dict)) else v) for key, v in values.items())
-
-
-def common_budgets(arms: Mapping[str, Sequence[Run]], tolerance: float = 0.02) -> dict[Path, int]:
-    """The budget of each run, in tokens, the same for those that differ by the rounding to whole steps."""
-    budgets = {run.path: budget_of(run) for runs in arms.values() for run in runs}
-    found: dict[Path, int] = {}
-    first = 0.0
-    for path, budget in sorted(budgets.items(), key=lambda item: item[1]):
-        if budget > first * (1 + tolerance):
-            first = budget
-        found[path] = round(first)
-    return found

@@ -44,6 +44,13 @@ def gather(paths: Sequence[Path]) -> Gathered:
     if len(paths) == 1 and (paths[0] / FILE).is_file():
         return of_study(read_stored(paths[0]))
     found = Gathered()
+    found.notes = [
+        f"{path} is left out: it has records, but no config.yaml"
+        for given in paths
+        for place in (given / "runs", given)
+        for path in sorted(place.glob("*"))
+        if (path / "metrics.jsonl").exists() and not (path / "config.yaml").exists()
+    ]
     seen = set()
     for path in [run for given in paths for run in _directories(given)]:
         if path.resolve() not in seen:

@@ -61,6 +61,8 @@ HARDWARE = {
 # What it means that a fact of run.json differs.
 MEANING = {
     "git_commit": "other code",
+    "versions.ngpt_train": "other code",
+    "allowed_changes": "keys that were changed when a run was resumed",
     "versions.torch": "other arithmetic, other speed",
     "device": "seconds are not of one machine, sums are rounded otherwise",
     "cpu": "seconds are not of one machine, sums are rounded otherwise",
@@ -75,6 +77,11 @@ OF_THE_BUDGET = {
     *("train.steps", "schedule.warmup_steps", "schedule.warmup_tokens", "model.psi_warmup_steps", "optim.lr"),
 }
 SIZES = ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_mlp", "vocab_size", "context")
+# Names of options of an architecture by which neither parameters nor FLOPs change.
+OF_NO_SIZE = {
+    *("rope_base", "rope_layout", "norm_eps", "softmax_scale", "init", "scale", "alpha_sign"),
+    *("embedding_dropout", "residual_dropout", "attention_dropout"),
+}
 # Words of the command line that stand for several keys, as a study's arms use them.
 GROUPS = {
     "model": ("model.name",),

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
-from ngpt_train.study.compare.key_kinds import UNKNOWN, Absent, brought, value_of
-from ngpt_train.study.compare.runs import Run, is_number
+from ngpt_train.study.compare.key_kinds import UNKNOWN, Absent, brought, is_harmless, value_of
+from ngpt_train.study.compare.runs import Run, common_budgets, is_number
 
 Arms = Mapping[str, Sequence[Run]]
 
@@ -26,7 +27,7 @@ class Seen:
     """The values of one key, or of one quantity, by arm and budget."""
 
     key: str
-    by_arm: dict[str, dict[float, list[Any]]] = field(default_factory=dict)
+    by_arm: dict[str, dict[int, list[Any]]] = field(default_factory=dict)
 
     def of(self, arm: str) -> list[Any]:
         return distinct(itertools.chain.from_iterable(self.by_arm[arm].values()))
@@ -43,18 +44,41 @@ class Seen:
     def all(self) -> dict[str, list[Any]]:
         return {arm: self.of(arm) for arm in self.by_arm}
 
+    def shown(self) -> tuple[dict[str, list[Any]], str]:
+        """The values of each arm. Where arms that differ have the same ones in all, those of the largest budget at
+        which they differ, and the words that say so."""
+        if len({frozenset(identities(values)) for values in self.all().values()}) > 1:
+            return self.all(), ""
+        first = next(iter(self.by_arm.values()))
+        at = [b for b in first if len({frozenset(identities(found[b])) for found in self.by_arm.values()}) > 1]
+        return {arm: distinct(found[max(at)]) for arm, found in self.by_arm.items()}, f"at {max(at):,} tokens"
+
 
 def see(key: str, arms: Arms, values: Callable[[Run], list[Any]]) -> Seen:
     """What `values` says of the runs at budgets that all arms share; of all runs where they share none."""
-    budgets = {arm: {budget_of(run) for run in runs} for arm, runs in arms.items()}
-    shared = set.intersection(*budgets.values()) if budgets else set()
+    budgets = common_budgets(arms)
+    shared = shared_budgets(arms)
     seen = Seen(key)
     for arm, runs in arms.items():
         of_arm = seen.by_arm.setdefault(arm, {})
         for run in runs:
-            if not shared or budget_of(run) in shared:
-                of_arm.setdefault(budget_of(run) if shared else 0.0, []).extend(values(run))
+            if not shared or budgets[run.path] in shared:
+                of_arm.setdefault(budgets[run.path] if shared else 0, []).extend(values(run))
     return seen
+
+
+def shared_budgets(arms: Arms) -> set[int]:
+    """The budgets that all arms have, in tokens."""
+    budgets = common_budgets(arms)
+    return set.intersection(*({budgets[run.path] for run in runs} for runs in arms.values())) if arms else set()
+
+
+def excess(arms: Arms) -> float:
+    """By how much more tokens an arm's runs have been trained at most than another's, at what counts as one budget."""
+    of_run = {run.path: run.steps * (tokens_per_step(run) or 1) for runs in arms.values() for run in runs}
+    budgets = common_budgets(arms)
+    tokens = [[n for path, n in of_run.items() if budgets[path] == budget] for budget in shared_budgets(arms)]
+    return max((max(found) / min(found) - 1 for found in tokens), default=0.0)
 
 
 def tokens_per_step(run: Run) -> int | None:
@@ -64,11 +88,6 @@ def tokens_per_step(run: Run) -> int | None:
         return rows * context
     tokens = run.config.get("train.batch_tokens")
     return tokens if isinstance(tokens, int) else None
-
-
-def budget_of(run: Run) -> float:
-    """Tokens of the whole schedule; its steps, where nobody says how many tokens they have."""
-    return float(run.steps * (tokens_per_step(run) or 1))
 
 
 def n_params(run: Run) -> int | None:
@@ -138,7 +157,7 @@ def deviations(key: str, arms: Arms) -> str:
     return "; ".join(
         f"the recipe of {arm} brings {show(expected)}"
         for arm, (value, expected) in usual.items()
-        if not isinstance(expected, Absent) and not same(value, expected)
+        if not isinstance(expected, Absent) and expected != AUTO and not same(value, expected)
     )
 
 
@@ -148,10 +167,12 @@ def facts_of(run: Run) -> dict[str, list[Any]]:
     for start in _starts(run):
         flat = {name: value for name, value in start.items() if name not in _OF_THE_START}
         flat |= {f"versions.{name}": version for name, version in _table(flat.pop("versions", None)).items()}
-        flat |= {"allowed_changes": [x.get("key") for x in start["changed"]]} if start.get("changed") else {}
         for name, value in flat.items():
             if value not in found.setdefault(name, []):
                 found[name].append(value)
+    changed = [start.get("changed") for start in _starts(run)]
+    changes = [change for of_start in changed if isinstance(of_start, list) for change in of_start]
+    found["allowed_changes"] = [sorted({str(_table(change).get("key")) for change in changes})]
     return found
 
 
@@ -206,3 +227,39 @@ def ratio(values: Iterable[Any]) -> float | None:
     if not numbers or any(type(x) not in (int, float) or not 0 < x < math.inf for x in numbers):
         return None
     return float(max(numbers) / min(numbers))
+
+
+def why_not_comparable(one: Run, other: Run) -> str:
+    """What makes the losses of two runs say nothing about each other; empty where they do."""
+    hashes = rows_hash(one), rows_hash(other)
+    if hashes[0] == hashes[1] is not None:
+        return ""
+    objectives = [value_of(run.config, "data.objective") for run in (one, other)]
+    if objectives[0] != objectives[1]:
+        return "one predicts the next token and the other continues the beginning of a document"
+    if differ(one, other, "tokenizer_fingerprint"):
+        return (text := _other_text(one, other)) and f"it was validated on other text, by {text}"
+    if differ(one, other, "data_fingerprint"):
+        return f"it was validated on other text: rows_hash {hashes[1]} and {hashes[0]}, and other fingerprints of data"
+    # Other rows of one text, or rows that nobody knows, are a confound, which `examine` names.
+    known = None not in (one.facts.get("data_fingerprint"), other.facts.get("data_fingerprint"))
+    text = "" if known or None in hashes else _other_text(one, other)
+    return text and f"it was validated on other text, by {text}: rows_hash {hashes[1]} and {hashes[0]}"
+
+
+def _other_text(one: Run, other: Run) -> str:
+    """How the text of two runs differs by their configs; empty where it does not."""
+    keys = [key for key in {**one.config, **other.config} if key.startswith("data.") and not is_harmless(key)]
+    text = ("kind", "path", "repo", "revision", "split", "files", "mixture", "text_field", "val_fraction", "val_files")
+    differing = [key for key in keys if key.removeprefix("data.") in text]
+    return ", ".join(key for key in differing if value_of(one.config, key) != value_of(other.config, key))
+
+
+def differ(one: Run, other: Run, fact: str) -> bool:
+    values = one.facts.get(fact), other.facts.get(fact)
+    return None not in values and values[0] != values[1]
+
+
+def all_same(runs: Iterable[Run], fact: Callable[[Run], Any]) -> bool:
+    values = {fact(run) for run in runs}
+    return len(values) == 1 and None not in values

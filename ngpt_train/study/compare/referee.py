@@ -14,6 +14,7 @@ from ngpt_train.study.compare.key_kinds import (
     HARDWARE,
     MEANING,
     NO_SUCH_KEY,
+    OF_NO_SIZE,
     OF_THE_BUDGET,
     PLACES_OF_ROWS,
     PLACES_OF_TEXT,
@@ -29,10 +30,12 @@ from ngpt_train.study.compare.key_kinds import (
 from ngpt_train.study.compare.observed import (
     Arms,
     Seen,
-    budget_of,
+    all_same,
     clipped_share,
     deviations,
+    differ,
     distinct,
+    excess,
     facts_of,
     first_differences,
     flops_per_token,
@@ -44,9 +47,11 @@ from ngpt_train.study.compare.observed import (
     rows_hash,
     same,
     see,
+    shared_budgets,
     tokens_per_step,
+    why_not_comparable,
 )
-from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.runs import Run, common_budgets
 
 UNDER_TEST, FOLLOWS, CONFOUND = "under_test", "follows", "confound"
 ROUNDING = "how the work is done: seconds may differ, losses within rounding alone"
@@ -105,9 +110,11 @@ def check_comparable(runs: Iterable[Run]) -> str:
         raise DataError("compare: no run has been validated: there is no eval record in any metrics.jsonl")
     first, *others = validated
     for run in others:
-        if why := _why_not_comparable(first, run):
-            raise DataError(f"{run.path} cannot be compared with {first.path}: {why}. Compare runs on one text.")
-    if not any(_differ(first, run, "tokenizer_fingerprint") for run in others):
+        if why := why_not_comparable(first, run):
+            raise DataError(
+                f"{run.path} cannot be compared with {first.path}: {why}. Compare runs of one text and objective."
+            )
+    if not any(differ(first, run, "tokenizer_fingerprint") for run in others):
         return "loss"
     for run in validated:
         if not isinstance(run.evals[-1].get("bits_per_byte"), (int, float)):
@@ -127,7 +134,8 @@ def _of_config(arms: Arms, tuned: Collection[str], under_test: Collection[str]) 
     tested = under_test or _in_question([x.key for x in differing], brought_by_arm, tuned)
     for of_key in differing:
         kind, note = _judge(of_key, arms, tested, tuned, brought_by_arm)
-        found.append(Difference(of_key.key, of_key.all(), note=note, kind=kind))
+        values, where = of_key.shown()
+        found.append(Difference(of_key.key, values, note="; ".join(filter(None, [where, note])), kind=kind))
     for difference in found:
         if difference.within and covers(HARDWARE, difference.key):
             difference.kind = _kind_of_hardware(arms)
@@ -165,15 +173,23 @@ def _judge(
     if covers(HARDWARE, key):
         kind = _kind_of_hardware(arms)
         return kind, ROUNDING if kind == FOLLOWS else "its norms take statistics over a micro batch of a rank"
-    if key in PLACES_OF_TEXT and _all_same(runs, lambda run: run.facts.get("data_fingerprint")):
+    if key in PLACES_OF_TEXT and all_same(runs, lambda run: run.facts.get("data_fingerprint")):
         return FOLLOWS, "another place; the text and its tokens are the same by their fingerprint"
-    if key in PLACES_OF_ROWS and _all_same(runs, rows_hash):
+    if key in PLACES_OF_ROWS and all_same(runs, rows_hash):
         return FOLLOWS, "the rows of the last validation are the same by their rows_hash"
     if key in brought_by_arm:
         return FOLLOWS, "each arm has what its architecture or its recipe brings"
     if key == "train.steps":
-        return CONFOUND, "the arms share no budget; losses at one budget are no comparison"
+        return _of_steps(arms)
     return CONFOUND, says or deviations(key, arms)
+
+
+def _of_steps(arms: Arms) -> tuple[str, str]:
+    if not shared_budgets(arms):
+        return CONFOUND, "the arms share no budget; losses at one budget are no comparison"
+    if more := excess(arms):
+        return CONFOUND, f"up to {100 * more:.2g} % more tokens at what counts as one budget"
+    return FOLLOWS, "as many tokens, in steps of another size"
 
 
 def _in_question(differing: Sequence[str], brought_by_arm: Collection[str], tuned: Collection[str]) -> list[str]:
@@ -217,10 +233,10 @@ def _of_size(arms: Arms, of_config: Sequence[Difference]) -> list[Difference]:
         "tokens_per_step": tokens_per_step,
         "clipped_share": clipped_share,
     }
-    shape = ("model", "tokenizer")
+    shape = ("model.", "tokenizer.")
     reasons: dict[str, tuple[str, ...]] = {
         "tokens_per_step": ("train.batch_rows", "train.batch_tokens", "model.context"),
-        "clipped_share": ("optim", "schedule", "model", "train"),
+        "clipped_share": ("optim.", "schedule.", "model.", "train."),
     }
     found = []
     for name, quantity in quantities.items():
@@ -230,13 +246,15 @@ def _of_size(arms: Arms, of_config: Sequence[Difference]) -> list[Difference]:
             continue
         if name == "clipped_share":  # of the runs of an arm the mean: single runs are clipped by chance more or less
             for arm in arms:
-                seen.by_arm[arm] = {0.0: [round(sum(of := seen.of(arm)) / len(of), 4)]}
+                seen.by_arm[arm] = {0: [round(sum(of := seen.of(arm)) / len(of), 4)]}
             values = [value for arm in arms for value in seen.of(arm)]
             if max(values) - min(values) < LEAST_SHARE:
                 continue
         if len(arms) < 2 or not seen.arms_differ:
             continue
-        because = [x for x in of_config if not x.within and covers(reasons.get(name, shape), x.key)]
+        because = [x for x in of_config if not x.within and x.key.startswith(reasons.get(name, shape))]
+        if name not in reasons:
+            because = [x for x in because if x.key.rpartition(".")[2] not in OF_NO_SIZE]
         confounds = [x.key for x in because if x.kind == CONFOUND]
         if name == "clipped_share":
             confounds = [key for key in confounds if key == "optim.clip_norm"]
@@ -281,7 +299,7 @@ def _within(seen: Seen, arms: Arms, of_the_budget: Collection[str]) -> Iterator[
         return
     for arm, by_budget in seen.by_arm.items():
         groups = list(by_budget.values()) if seen.key in of_the_budget else [seen.of(arm)]
-        if len({budget_of(run) for run in arms[arm]}) > 1 and seen.key in of_the_budget and 0.0 in by_budget:
+        if len({*common_budgets({arm: arms[arm]}).values()}) > 1 and seen.key in of_the_budget and 0 in by_budget:
             continue  # no budget is shared with the other arms, and those of this arm differ
         values = next((found for group in groups if len(found := distinct(group)) > 1), None)
         if values and not any(isinstance(value, Absent) for value in values):
@@ -311,39 +329,3 @@ def _is_brought(seen: Seen, arms: Arms) -> bool:
 def _kind_of_hardware(arms: Arms) -> str:
     norms = [run.config.get("model.norm") for runs in arms.values() for run in runs]
     return CONFOUND if any(norm in BATCH_NORMS for norm in norms) else FOLLOWS
-
-
-def _why_not_comparable(one: Run, other: Run) -> str:
-    """What makes the losses of two runs say nothing about each other; empty where they do."""
-    hashes = rows_hash(one), rows_hash(other)
-    if hashes[0] == hashes[1] is not None:
-        return ""
-    objectives = [value_of(run.config, "data.objective") for run in (one, other)]
-    if objectives[0] != objectives[1]:
-        return "one predicts the next token and the other continues the beginning of a document"
-    if _differ(one, other, "tokenizer_fingerprint"):
-        return (text := _other_text(one, other)) and f"it was validated on other text, by {text}"
-    if _differ(one, other, "data_fingerprint"):
-        return f"it was validated on other text: rows_hash {hashes[1]} and {hashes[0]}, and other fingerprints of data"
-    # Other rows of one text, or rows that nobody knows, are a confound, which `examine` names.
-    known = None not in (one.facts.get("data_fingerprint"), other.facts.get("data_fingerprint"))
-    text = "" if known or None in hashes else _other_text(one, other)
-    return text and f"it was validated on other text, by {text}: rows_hash {hashes[1]} and {hashes[0]}"
-
-
-def _other_text(one: Run, other: Run) -> str:
-    """How the text of two runs differs by their configs; empty where it does not."""
-    keys = [key for key in {**one.config, **other.config} if key.startswith("data.") and not is_harmless(key)]
-    text = ("kind", "path", "repo", "revision", "split", "files", "mixture", "text_field", "val_fraction", "val_files")
-    differing = [key for key in keys if key.removeprefix("data.") in text]
-    return ", ".join(key for key in differing if value_of(one.config, key) != value_of(other.config, key))
-
-
-def _differ(one: Run, other: Run, fact: str) -> bool:
-    values = one.facts.get(fact), other.facts.get(fact)
-    return None not in values and values[0] != values[1]
-
-
-def _all_same(runs: Iterable[Run], fact: Any) -> bool:
-    values = {fact(run) for run in runs}
-    return len(values) == 1 and None not in values

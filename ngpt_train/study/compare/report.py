@@ -10,9 +10,9 @@ from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.study.compare import clocks, entries
-from ngpt_train.study.compare.arms import LR, Arms, choose_baseline, common_budgets, found_arms, named_arms
+from ngpt_train.study.compare.arms import LR, Arms, choose_baseline, found_arms, named_arms
 from ngpt_train.study.compare.referee import check_comparable, examine
-from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.runs import Run, common_budgets
 from ngpt_train.study.compare.step_times import FILE as STEP_TIMES
 from ngpt_train.study.compare.trials import failure, read_arm, unfinished
 from ngpt_train.study.compare.versus import StepTimes, versus
@@ -70,6 +70,7 @@ def make_report(
         for arm, of_arm in read.items()
         if arm != name
     }
+    said += [note for arm in read.values() for note in arm.notes]
     said += [note for result in compared.values() for note in result.notes]
     report: dict[str, Any] = {
         "format": FORMAT,
@@ -84,6 +85,7 @@ def make_report(
         "failures": [*(entry for arm in read.values() for entry in entries.failures(arm)), *map(dict, failures)],
         "differences": [entry for result in compared.values() for entry in result.differences],
         "speedups": [entry for result in compared.values() for entry in result.speedups],
+        "trends": [entry for result in compared.values() for entry in result.trends],
         "verdicts": {arm: result.verdict for arm, result in compared.items()},
         "tuning": [entry for arm in read.values() for entry in entries.tunings(arm)],
         "curves": [entry for arm in read.values() for entry in entries.curves(arm, metric)],
@@ -108,6 +110,7 @@ def choose_arms(
     chosen = [LR] if tuned is None else sorted(tuned)
     ended = {run.path for run in runs if unfinished(run) is None}
     said += [f"{run.path} is left out: {why}" for run in runs if (why := unfinished(run))]
+    said += [_damaged(run) for run in runs if run.damaged]
     if not any(failure(run) is None for run in runs if run.path in ended):
         raise DataError("compare: no run has reached the end of its schedule and was validated there")
     if arms is not None:
@@ -124,6 +127,11 @@ def choose_arms(
     found = {name: [run for run in of_arm if run.path in ended] for name, of_arm in found.items()}
     said += [f"{name} has no run that has ended" for name, of_arm in found.items() if not of_arm]
     return {name: of_arm for name, of_arm in found.items() if of_arm}, chosen, said
+
+
+def _damaged(run: Run) -> str:
+    lines = f"{run.damaged} line is" if run.damaged == 1 else f"{run.damaged} lines are"
+    return f"{run.path / 'metrics.jsonl'}: {lines} cut or damaged, and skipped"
 
 
 def write_reports(report: Mapping[str, Any], out: Path, step_times: StepTimes | None = None) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import numpy as np
 
+from ngpt_train.config.validate import show
 from ngpt_train.study.compare.arms import LR, Values, seed_of, values_of
 from ngpt_train.study.compare.runs import Rows, Run, is_number
-from ngpt_train.study.compare.statistics.intervals import Pair
+from ngpt_train.study.compare.statistics.intervals import Further, Pair
 from ngpt_train.study.tuning import Tuning, best_values, tunings
 
 
@@ -36,6 +37,7 @@ class Arm:
     trials: list[Trial]
     tunings: dict[tuple[int, str], Tuning] = field(default_factory=dict)
     best: dict[int, Values] = field(default_factory=dict)  # by budget, of those that ended
+    notes: list[str] = field(default_factory=list)
 
     @property
     def budgets(self) -> list[int]:
@@ -84,24 +86,39 @@ def read_arm(
 ) -> Arm:
     """The arm of finished runs. Two runs of the same budget, values and seed: the first counts."""
     trials: dict[tuple[int, Values, int], Trial] = {}
+    notes = []
     for run in runs:
         budget, values, seed = budgets[run.path], values_of(run, tuned), seed_of(run)
         reason = failure(run)
         loss = None if reason else run.evals[-1].get(metric)
         if reason is None and not is_number(loss):
             reason, loss = f"its validation has no {metric}", None
-        trials.setdefault((budget, values, seed), Trial(name, run, budget, values, seed, loss, reason or ""))
-    arm = Arm(name, sorted(trials.values(), key=lambda t: (t.budget, repr(t.values), t.seed)))
+        trial = Trial(name, run, budget, values, seed, loss, reason or "")
+        if (first := trials.setdefault((budget, values, seed), trial)) is not trial:
+            notes.append(f"{run.path} is left out: it is the same point as {first.run.path}")
+    arm = Arm(name, sorted(trials.values(), key=lambda t: (t.budget, repr(t.values), t.seed)), notes=notes)
     table: dict[int, dict[Values, dict[int, float]]] = {}
     for trial in arm.trials:
         of_seed = table.setdefault(trial.budget, {}).setdefault(trial.values, {})
         of_seed[trial.seed] = math.inf if trial.loss is None else trial.loss
     # No values of other keys were allowed than those that somebody listed: the best has to lie inside, and no more.
-    arm.tunings = tunings(table, listed=[key for key in tuned if key != LR], confidence=confidence)
+    listed = [key for key in tuned if key != LR]
+    arm.tunings = tunings(table, listed=listed, confidence=confidence, complete=True)
     for budget, found in table.items():
-        if (best := best_values(found)) is not None:
+        if (best := best_values(found, complete=True)) is not None:
             arm.best[budget] = best
+            lower = best_values(found)
+            if lower is not None and lower != best:
+                arm.notes.append(_fewer_seeds(name, budget, lower, len(found[lower]), len(found[best])))
     return arm
+
+
+def _fewer_seeds(arm: str, budget: int, values: Values, n_seeds: int, most: int) -> str:
+    said = ", ".join(f"{key}={show(value)}" for key, value in values)
+    return (
+        f"{arm} at {budget:,} tokens: {said} has a lower mean loss, but of {n_seeds} instead of {most} seeds. "
+        "It is not taken as the best before it has been trained with the others."
+    )
 
 
 def pair_of(arm: Arm, baseline: Arm, metric: str) -> tuple[Pair | None, list[str]]:
@@ -126,10 +143,44 @@ def pair_of(arm: Arm, baseline: Arm, metric: str) -> tuple[Pair | None, list[str
                 if trial is not None and runs[1 - side][k][s] is not None:
                     losses[side, k, s] = trial.loss
     rows, why = _rows([t for side in runs for of_budget in side for t in of_budget], losses, metric)
+    of_rows = (None, None) if rows is None else (rows[0], rows[1])
     if rows is None:
         notes.append(f"{arm.name} and {baseline.name}: without the noise of validation rows, because {why}")
-        return Pair(np.array(list(cells), float), losses[0], losses[1]), notes
-    return Pair(np.array(list(cells), float), losses[0], losses[1], rows[0], rows[1]), notes
+    further, why = _further(baseline, list(cells), None if rows is None else runs[0], metric)
+    notes += [f"{baseline.name}: {why}"] if why else []
+    return Pair(np.array(list(cells), float), losses[0], losses[1], of_rows[0], of_rows[1], further), notes
+
+
+def _further(
+    baseline: Arm, shared: Sequence[int], paired: Sequence[Sequence[Trial | None]] | None, metric: str
+) -> tuple[Further | None, str]:
+    """The baseline's budgets that the arm lacks, where they are tuned as the others are: else the loss is a bound, by
+    which the baseline would seem to gain less from tokens than it does. Also why some are not part of the fit.
+
+    paired: the baseline's runs at the shared budgets, whose rows these must have; None where rows are not looked at.
+    """
+    states = {baseline.state(budget) for budget in shared} - {"edge"}
+    others = [budget for budget in baseline.budgets if budget not in shared]
+    left = ", ".join(f"{budget:,}" for budget in others if baseline.state(budget) not in states)
+    said = f"its losses at {left} tokens are not part of the fit, because it is not tuned there as elsewhere"
+    said = said if left else ""
+    others = [budget for budget in others if baseline.state(budget) in states]
+    if not others:
+        return None, said
+    runs = [list(baseline.at_best(budget).values()) for budget in others]
+    losses = np.full((len(runs), max(map(len, runs))), np.nan)
+    for k, of_budget in enumerate(runs):
+        losses[k, : len(of_budget)] = [trial.loss for trial in of_budget]
+    if paired is None:
+        return Further(np.array(others, float), losses), said
+    first = next(trial for of_budget in paired for trial in of_budget if trial is not None)
+    filled: list[Trial | None] = [first]
+    for of_budget in runs:
+        filled += [*of_budget, *[None] * (losses.shape[1] - len(of_budget))]
+    rows, why = _rows(filled, np.concatenate([[first.loss], losses.reshape(-1)]), metric)
+    if rows is None:
+        return None, f"its further budgets are not part of the fit, because {why}"
+    return Further(np.array(others, float), losses, rows[1:].reshape(*losses.shape, -1)), said
 
 
 def _numbered(trials: Mapping[int, Trial]) -> dict[int, Trial]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ngpt_train.study.compare import clocks
 from ngpt_train.study.compare.runs import Run
-from ngpt_train.study.compare.statistics.intervals import Difference, Noise, difference_at
+from ngpt_train.study.compare.statistics.intervals import Difference, Noise, Pair, difference_at
 from ngpt_train.study.compare.statistics.matched import Ratio, annealed_ratio
 from ngpt_train.study.compare.statistics.power import detectable, needed
+from ngpt_train.study.compare.statistics.trend import trend_of
 from ngpt_train.study.compare.statistics.within import log_ratio, within_schedule
 from ngpt_train.study.compare.trials import Arm, pair_of
 
@@ -26,6 +27,7 @@ class Versus:
     verdict: str
     differences: list[dict[str, Any]] = field(default_factory=list)
     speedups: list[dict[str, Any]] = field(default_factory=list)
+    trends: list[dict[str, Any]] = field(default_factory=list)  # one at most
     notes: list[str] = field(default_factory=list)
 
 
@@ -40,8 +42,7 @@ def versus(
     """runs: of each arm, by its name."""
     pair, notes = pair_of(arm, baseline, metric)
     for x in (arm, baseline):
-        failed = sorted({trial.budget for trial in x.trials} - set(x.best))
-        notes += [f"{x.name} has no loss at {b:,} tokens: every value that was tried has failed" for b in failed]
+        notes += [_why_no_loss(x, budget) for budget in sorted({t.budget for t in x.trials} - set(x.best))]
     if pair is None:
         return Versus(verdict(arm.state(None), baseline.state(None), None), notes=notes)
     noise = Noise(pair)
@@ -53,13 +54,14 @@ def versus(
     result = Versus(word, notes=[*notes, why(word, arm, baseline, last, found[-1])])
     costs = _costs(runs[arm.name], runs[baseline.name], arm.name, baseline.name, step_times)
     of_schedule = _within_schedule(arm, baseline, metric, confidence)
+    annealed = [annealed_ratio(pair, noise, at, confidence) for at in range(len(pair.budgets))]
     for at, budget in enumerate(map(int, pair.budgets)):
         names = {"arm": arm.name, "baseline": baseline.name}
         steps = next(iter(arm.at_best(budget).values())).run.steps
         missing = None if found[at].is_resolved else needed(pair, found[at], at, steps, confidence)
         entry = _of_difference(found[at], confidence, missing)
         result.differences.append({**names, "budget": budget, **entry})
-        ratios = {"annealed": annealed_ratio(pair, noise, at, confidence)}
+        ratios = {"annealed": annealed[at]}
         ratios |= {"within_schedule": of_schedule[budget]} if budget in of_schedule else {}
         untuned = [f"{x.name} is untuned at this budget" for x in (arm, baseline) if x.state(budget) == "edge"]
         for how, ratio in ratios.items():
@@ -67,7 +69,31 @@ def versus(
                 note = "; ".join(filter(None, [*untuned, converted.note, more.pop("note", None)])) or None
                 value = _of_ratio(converted, confidence)
                 result.speedups.append({**names, "how": how, "budget": budget, **value, **more, "note": note})
+    result.trends = _trend(arm, baseline, pair, noise, annealed, confidence)
     return result
+
+
+def _why_no_loss(arm: Arm, budget: int) -> str:
+    runs = [trial for trial in arm.trials if trial.budget == budget]
+    failed = sum(trial.loss is None for trial in runs)
+    why = f"{failed} of {len(runs)} runs failed, and there is no value with which all seeds ended"
+    return f"{arm.name} has no loss at {budget:,} tokens, and is not compared there: {why}."
+
+
+def _trend(
+    arm: Arm, baseline: Arm, pair: Pair, noise: Noise, ratios: Sequence[Ratio], confidence: float
+) -> list[dict[str, Any]]:
+    """Of the budgets at which both arms are tuned, or were not to be."""
+    unknown = Ratio(None, None, None)
+    counted = [
+        unknown if "edge" in (arm.state(budget), baseline.state(budget)) else ratio
+        for budget, ratio in zip(map(int, pair.budgets), ratios, strict=True)
+    ]
+    found = trend_of(pair, noise, counted, confidence)
+    if found is None:
+        return []
+    value = {**asdict(found), "confidence": confidence}
+    return [{"arm": arm.name, "baseline": baseline.name, **value}]
 
 
 def _costs(

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.verb_keys import StudyConfig
+from ngpt_train.config.sections.study import StudyConfig
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import read_json
 from ngpt_train.study.engines import Ended, Job, child
 
 MOST_JOBS = 8  # that auto starts on CPUs: each holds torch, half a GB
@@ -92,11 +94,24 @@ class LocalEngine:
         return tuple(by_use[: max(1, share)])
 
 
-def local_engine(config: StudyConfig, gpus: Sequence[str], cores: int) -> LocalEngine:
-    """The engine of `study.jobs` and `study.threads` on a machine with these GPUs and so many cores."""
+def local_engine(config: StudyConfig, gpus: Sequence[str], cores: int, runs: Path) -> LocalEngine:
+    """The engine of `study.jobs` and `study.threads` on a machine with these GPUs and so many cores.
+
+    runs: the study's run directories. Their number of threads goes on, because another one changes losses in their last
+    digits.
+    """
     jobs = (len(gpus) or min(cores, MOST_JOBS)) if config.jobs == AUTO else int(config.jobs)
-    threads = max(1, cores // jobs) if config.threads == AUTO else int(config.threads)
+    threads = (threads_of(runs) or max(1, cores // jobs)) if config.threads == AUTO else int(config.threads)
     return LocalEngine(jobs, threads, tuple(gpus))
+
+
+def threads_of(runs: Path) -> int | None:
+    """The threads that the runs of a directory began with, by run.json; None where none has begun."""
+    for path in sorted(runs.glob("*/run.json")):
+        with suppress(DataError, LookupError, TypeError):
+            if type(threads := read_json(path)["starts"][0]["threads"]) is int and threads > 0:
+                return threads
+    return None
 
 
 def launcher(ranks: int) -> list[str]:

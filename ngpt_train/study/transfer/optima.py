@@ -9,9 +9,9 @@ from typing import Any
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.study.compare.arms import common_budgets, found_arms
+from ngpt_train.study.compare.arms import found_arms
 from ngpt_train.study.compare.gather import gather
-from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.runs import Run, common_budgets
 from ngpt_train.study.compare.trials import read_arm, unfinished
 from ngpt_train.study.definition import LR, merged
 from ngpt_train.study.stored import FILE, read_stored

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngpt_train.config.schema import Config, OptimConfig
+from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.optim import OptimConfig
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import build_model, export_weights
 from ngpt_train.optim import RowAdam, build_optimizer, row_adam

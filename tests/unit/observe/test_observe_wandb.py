@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ngpt_train.config.schema import Config, WandbConfig
+from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.records import WandbConfig
 from ngpt_train.observe import build_sinks
 from ngpt_train.observe.sinks import JsonlSink
 from ngpt_train.observe.wandb_sink import WandbSink

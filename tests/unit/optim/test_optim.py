@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from ngpt_train.config.schema import OptimConfig, ScheduleConfig
+from ngpt_train.config.sections.optim import OptimConfig, ScheduleConfig
 from ngpt_train.models import build_model
 from ngpt_train.optim import build_optimizer, lr_at
 from tests.properties.architectures import ARCHITECTURES, SMALL, config

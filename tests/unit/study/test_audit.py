@@ -2,6 +2,7 @@
 tests/processes/test_audit.py trains."""
 
 import json
+import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -11,7 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ngpt_train.config.verb_keys import AuditConfig
+from ngpt_train.config.sections.study import AuditConfig
+from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.study.audit import CERTIFICATE, read_certificates
 from ngpt_train.study.audit.auditing import audit
@@ -181,7 +183,9 @@ def test_an_honest_run_is_equal(run: Path, honest: Path) -> None:
         (in_text("steps: 12", "steps: 13"), ["config.yaml says train.steps=13, checkpoint step_00000012"]),
         (in_text("seed: 0", "seed: 3"), ["config.yaml says run.seed=3"]),
         (in_text('"step": 7,', '"step":  7,', "metrics.jsonl"), ["(train, step 7) is not as the program writes it"]),
+        (in_text("rows: 8", "rows: 4"), ["config.yaml says eval.rows=4, checkpoint step_00000012 was trained with 8"]),
         (swap, ["is of step 8, its directory of another"]),
+        (in_text('"step": 12', '"step": 10', "exit.json"), ["the run ended at step 10, and there are records"]),
         (facts(git_commit="0" * 40), [f"commit {'0' * 40} trained"]),
         (facts(data_fingerprint="0" * 64), [f"run.json says data_fingerprint {'0' * 64}"]),
     ],
@@ -194,6 +198,41 @@ def test_tampering_is_named(run: Path, honest: Path, tamper: Callable[[Path], No
     said = "\n".join(finding["says"] for finding in certificate["found"])
     for words in named:
         assert words in said, said
+
+
+@pytest.mark.parametrize("changed", [{"threads": -3}, {"threads": True}, {"world_size": "two"}, {"world_size": 0}])
+def test_a_start_that_no_run_has(run: Path, honest: Path, changed: dict[str, Any]) -> None:
+    """Caught: an edit that ends the audit without a sentence."""
+    facts(**changed)(run)
+    ((name, value),) = changed.items()
+    with pytest.raises(DataError, match=f"run.json is damaged: no run has {name} {value!r}"):
+        audited(run, honest)
+
+
+def test_a_run_that_diverged_is_equal(run: Path, honest: Path, tmp_path: Path) -> None:
+    """Caught: an accusation because training again diverges too, or because NaN is not equal to itself."""
+
+    def diverge(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        lines[7]["grad_norm"] = math.nan
+        assert (lines[-2]["kind"], lines[-1]["kind"]) == ("train", "eval")
+        return lines[:-1]
+
+    other = Path(shutil.copytree(honest, tmp_path / "other"))
+    for each in (run, other):
+        edit(diverge)(each)
+        (each / "evals/step_00000012.npz").unlink()
+        write_json(each / "exit.json", {"code": 4, "reason": "NumericalError: nan", "step": 12})
+
+    def command_on(ranks: int) -> Sequence[str]:
+        return [sys.executable, "-c", f"{REPLAY}\nif end == 12:\n    sys.exit(4)", str(other)]
+
+    def found() -> list[str]:
+        chosen = AuditConfig(run=str(run), seed=0)
+        return [x["says"] for x in audit(run, chosen, command_on, here(honest), lambda line: None)["found"]]
+
+    assert found() == []
+    write_json(run / "exit.json", {"code": 1, "reason": "killed", "step": 12})
+    assert [x for x in found() if "steps 9 to 12 cannot be trained again" in x]
 
 
 def test_weights_of_another_run(run: Path, honest: Path) -> None:

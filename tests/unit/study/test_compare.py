@@ -15,6 +15,10 @@ import yaml
 
 from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
+from ngpt_train.study.compare.output.document import document
+from ngpt_train.study.compare.output.page import html
+from ngpt_train.study.compare.output.tables import verdicts
+from ngpt_train.study.compare.output.wording import cautions, finding
 from ngpt_train.verbs.compare import compared
 from tests.planted_runs import Planted, write_run, write_study
 
@@ -122,12 +126,23 @@ def test_identical_runs(tmp_path: Path) -> None:
     assert [entry for entry in report["referee"] if entry["kind"] == "confound"] == []
 
 
+def test_a_rate_with_fewer_seeds_is_not_the_best(tmp_path: Path) -> None:
+    """Caught: a verdict that hangs on the luck of a single run beside three seeds of the tuned rate."""
+    runs = write_study(tmp_path / "runs", Planted(), lrs=(0.001, 0.002, 0.004, 0.008, 0.016))
+    runs.append(write_run(tmp_path / "runs/gpt-lucky", "gpt", 3200, 0, 1.0, lr=0.006))
+    report = report_of(runs, tmp_path / "report")
+    assert report["arms"]["gpt"]["best"] == {"optim.lr": 0.004}
+    assert {entry["n_seeds"] for entry in report["differences"]} == {3}
+    assert [note for note in report["notes"] if "optim.lr=0.006 has a lower mean loss, but of 1 instead of 3" in note]
+
+
 def test_one_seed_is_said(tmp_path: Path) -> None:
     runs = write_study(tmp_path / "runs", Planted(ratio=4, n_seeds=1, n_rows=16, of_row=0.001))
     report = report_of(runs, tmp_path / "report")
     assert report["verdicts"] == {"ngpt": "not_resolved"}
     assert any("one seed" in note for note in report["notes"])
     assert report["differences"][0]["noise_seeds"] is None
+    assert "1 seed, 16 validation rows, without the noise between seeds" in finding(report, "ngpt")
 
 
 def test_failed_and_unfinished_runs_are_shown(tmp_path: Path) -> None:
@@ -141,8 +156,85 @@ def test_failed_and_unfinished_runs_are_shown(tmp_path: Path) -> None:
         (str(runs[0]), "diverged at step 61: the loss is not finite")
     ]
     assert any(str(runs[1]) in note and "not annealed" in note for note in report["notes"])
-    assert any("every value that was tried has failed" in note for note in report["notes"])
+    (why,) = [note for note in report["notes"] if "has no loss at" in note]
+    assert why.startswith("gpt has no loss at 204,800 tokens, and is not compared there: 1 of 2 runs failed")
+    assert [said for said in cautions(report) if said.startswith("No comparison of gpt at 205k tokens: 1 of its 2")]
     assert [(x["budget"], x["n_seeds"]) for x in report["differences"]] == [(b, 3) for b in report["budgets"][1:]]
+
+
+def test_an_arm_of_a_study_whose_runs_all_crashed(tmp_path: Path) -> None:
+    """Caught: a report that ends in a traceback, or is silent of the arm on its first page."""
+    runs = write_study(tmp_path / "runs", Planted(n_seeds=2))
+    report = report_of(runs, tmp_path / "report")
+    crashed = {"arm": "powernorm", "budget": None, "seed": None, "values": {}, "reason": "crashed", "run": "x"}
+    report["failures"].append(crashed)
+    assert "powernorm" in document(report, {})
+    assert "powernorm" in html(report)
+    assert "No run of powernorm has ended, because runs failed." in cautions(report)
+
+
+def test_end_losses_at_other_budgets_say_so(tmp_path: Path) -> None:
+    """Caught: in the table of verdicts, under the largest budget, the loss of an arm that has no run there."""
+    runs = [run for run in write_study(tmp_path / "runs", Planted()) if not run.name.startswith("ngpt-1638400")]
+    table = verdicts(report_of(runs, tmp_path / "report"))
+    assert table.columns[2] == "End loss at 1.64M tokens"
+    assert [row[2].text.partition(" at ")[2] for row in table.rows] == ["", "819k"]
+
+
+def test_a_baseline_with_more_budgets(tmp_path: Path) -> None:
+    """Caught: a fit that leaves out what the baseline has beyond the arm's budgets, and follows a line instead; a
+    budget of the baseline in the fit at which it is not tuned as elsewhere."""
+    lrs = (0.001, 0.002, 0.004, 0.008, 0.016)
+    runs = write_study(tmp_path / "runs", Planted(ratio=1.7, n_rows=16, of_row=0.02), lrs=lrs)
+    runs = [run for run in runs if not run.name.startswith("ngpt-1638400")]
+
+    def largest(runs: Sequence[Path]) -> tuple[dict[str, Any], list[str]]:
+        report = report_of(runs, tmp_path / "report")
+        (found,) = [
+            x for x in report["speedups"] if (x["how"], x["unit"], x["budget"]) == ("annealed", "tokens", 819_200)
+        ]
+        return found, [note for note in report["notes"] if "not part of the fit" in note]
+
+    found, said = largest(runs)
+    assert (found["extrapolated"], said) == (False, [])
+    assert found["low"] <= 1.7 <= found["high"]
+    found, said = largest(
+        [run for run in runs if not run.name.startswith(("gpt-1638400-lr0.008", "gpt-1638400-lr0.016"))]
+    )
+    assert found["extrapolated"]
+    assert len(said) == 1
+
+
+def test_two_studies_of_the_same_arms(tmp_path: Path) -> None:
+    """Caught: an arm for each run, of which those that share a name are lost."""
+    runs = write_study(tmp_path / "first/runs", Planted(n_seeds=2))
+    shutil.copytree(tmp_path / "first", tmp_path / "second")
+    report = report_of([tmp_path / "first", tmp_path / "second"], tmp_path / "report", "compare.baseline=first/gpt")
+    assert {name: len(arm["runs"]) for name, arm in report["arms"].items()} == dict.fromkeys(
+        ("first/gpt", "second/gpt", "first/ngpt", "second/ngpt"), len(runs) // 2
+    )
+    assert report["verdicts"]["second/gpt"] == "not_resolved"
+
+
+def test_damaged_records(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Caught: lines that are left out silently, numbers without end, a directory in the place of the records; points
+    that are there twice."""
+    runs = write_study(tmp_path / "runs", Planted())
+    records = runs[0] / "metrics.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    records.write_text("".join([*lines[:3], lines[3][:-9] + "\n", *lines[4:]]))
+    shutil.copytree(runs[1], tmp_path / "runs/gpt-again")
+    (shutil.copytree(runs[2], tmp_path / "runs/gpt-lost") / "config.yaml").unlink()
+    report = report_of([tmp_path / "runs"], tmp_path / "report", "compare.arms=[gpt:gpt-*,ngpt:ngpt-*]")
+    assert f"{records}: 1 line is cut or damaged, and skipped" in report["notes"]
+    lost, again = f"{tmp_path / 'runs/gpt-lost'} is left out: it has records", "it is the same point as"
+    assert [sum(said in note for note in report["notes"]) for said in (lost, again)] == [1, 1]
+    end = json.loads(lines[-2]) | {"loss": 10**400, "train_seconds": 10**400}
+    records.write_text("".join([*lines[:-2], json.dumps(end) + "\n", lines[-1]]))
+    assert [x["run"] for x in report_of(runs, tmp_path / "report")["failures"]] == [str(runs[0])]
+    (runs[1] / "metrics.jsonl").unlink()
+    (runs[1] / "metrics.jsonl").mkdir()
+    assert "metrics.jsonl cannot be read" in mistake(capsys, 3, *runs)
 
 
 def test_arms_from_what_differs(tmp_path: Path) -> None:

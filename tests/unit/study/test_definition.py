@@ -87,6 +87,7 @@ MISTAKES = {
     "arms differ in it": ("", ["model=gpt"], ["model=gpt", "arm gpt has model=gpt"]),
     "no budget": ("budgets: []\n", [], ["study.budgets=[]", "For example"]),
     "less than a step": ("budgets: [100]\n", [], ["arm gpt, budget 100", "512"]),
+    "budgets of the same steps": ("budgets: [5120, 5200]\n", [], ["5200 tokens are 10 steps", "name it once"]),
     "budget twice": ("budgets: [5120, 5120]\n", [], ["study.budgets=[5120,5120]", "twice"]),
     "seed twice": ("", ["study.seeds=[1,1]"], ["study.seeds=[1,1]", "twice"]),
     "wrong type": ("", ["study.jobs=many"], ["study.jobs=many", "integer >= 1 or auto"]),
@@ -98,6 +99,8 @@ MISTAKES = {
     "tuned value": ("tune: {optim.eps: [1.0e-8, -1]}\n", [], ["optim.eps=-1", "> 0"]),
     "arm refuses a value": ("tune: {optim.weight_decay: [0.0, 0.1]}\n", [], ["arm ngpt", "weights are never decayed"]),
     "name": ("name: a/b\n", [], ["study.name=a/b", "not a directory name"]),
+    "comparison's baseline": ("", ["compare.baseline=gtp"], ["compare.baseline=gtp", "did you mean gpt", "Arms: gpt"]),
+    "comparison's place": ("", ["compare.out=/dev/null"], ["compare.out=/dev/null", "Name a directory"]),
     "table on the line": ("", ["study.arms=x"], ["study.arms", "study=my"]),
 }
 
@@ -123,6 +126,19 @@ def test_mistakes_name_key_value_and_fix(
     assert not (tmp_path / "studies").exists()
 
 
+def test_text_that_is_not_there_ends_the_study_before_its_first_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    for key in ("data.path", "data.val_files"):
+        (tmp_path / "there.txt").write_text("text")
+        paths = {"data.path": tmp_path / "there.txt", key: tmp_path / "gone.txt"}
+        given = ["study=small", f"study.root={tmp_path / 'studies'}", "data=local", "tokenizer=bytes"]
+        given += [f"{name}={path}" for name, path in paths.items()]
+        assert main(["study", *given, "study.dry_run=true", *options(tmp_path)]) == 3
+        assert f"{key}={tmp_path / 'gone.txt'}: no such file" in capsys.readouterr().err
+
+
 def test_a_study_is_started_by_its_verb_in_one_process(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -137,9 +153,12 @@ def test_a_study_is_started_by_its_verb_in_one_process(
 
 def test_a_study_that_has_begun_may_only_grow(tmp_path: Path) -> None:
     """Caught: another study in the directory of one that has begun; an extension or another layout that is refused."""
+    write_study(study_of(tmp_path, "eval.rows=128"))  # it has no run yet
     study = study_of(tmp_path)
     check_stored(study, Runs(study))
     write_study(study)
+    (study.runs / "gpt-5120-lr0.004-seed0").mkdir(parents=True)
+    (study.runs / "gpt-5120-lr0.004-seed0" / "config.yaml").touch()
     assert read_stored(study.path) == replace(study, name=study.name)
 
     def begun(*arguments: str, text: str = YAML) -> None:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from ngpt_train.study.compare.clocks import Cost, in_units
-from ngpt_train.study.compare.statistics.intervals import Difference, Noise, Pair, Spread, difference_at
-from ngpt_train.study.compare.statistics.matched import EndLosses, annealed_ratio
+from ngpt_train.study.compare.statistics.intervals import Difference, Further, Noise, Pair, Spread, difference_at
+from ngpt_train.study.compare.statistics.matched import EndLosses, Ratio, annealed_ratio
 from ngpt_train.study.compare.statistics.power import POWER, needed
+from ngpt_train.study.compare.statistics.trend import Trend, trend_of
 from ngpt_train.study.compare.statistics.within import log_ratio, within_schedule
 from tests.planted_runs import FIRST_BUDGET, Planted, log_linear, power_law
 
@@ -24,22 +25,27 @@ def budgets(n: int) -> tuple[float, ...]:
     return tuple(FIRST_BUDGET * np.geomspace(1, 8, n))
 
 
-def pair_of(planted: Planted, rng: np.random.Generator) -> Pair:
+def pair_of(planted: Planted, rng: np.random.Generator, alone: int = 0) -> Pair:
+    """alone: how many of the largest budgets the baseline alone has."""
     losses, rows = planted.draw(rng)
-    of_rows = (None, None) if rows is None else (rows[0], rows[1])
-    return Pair(np.array(planted.budgets), losses[0], losses[1], *of_rows)
+    both, at = slice(0, len(planted.budgets) - alone), np.array(planted.budgets)
+    of_rows = (None, None) if rows is None else (rows[0][both], rows[1][both])
+    rest = slice(len(at) - alone, None)
+    further = Further(at[rest], losses[0][rest], None if rows is None else rows[0][rest]) if alone else None
+    return Pair(at[both], losses[0][both], losses[1][both], *of_rows, further)
 
 
-def coverage(planted: Planted, at: int, draws: int = DRAWS, clock: float = 0.0) -> dict[str, float]:
+def coverage(planted: Planted, at: int, draws: int = DRAWS, clock: float = 0.0, alone: int = 0) -> dict[str, float]:
     """Share of the draws whose interval holds the truth. clock: relative noise of a run's seconds; an arm's token takes
     1.2 times the baseline's seconds."""
     rng, hits = np.random.default_rng(7), dict.fromkeys(("difference", "tokens", "seconds", "better"), 0)
     runs = len(planted.budgets) * planted.n_seeds
     for _ in range(draws):
-        pair = pair_of(planted, rng)
+        pair = pair_of(planted, rng, alone)
         noise = Noise(pair)
         difference = difference_at(pair, noise, at, 0.95)
         ratio = annealed_ratio(pair, noise, at, 0.95)
+        assert not (alone and ratio.extrapolated)
         logs = [rng.normal(0, clock, runs) - math.log(x) for x in (1.2, 1.0)]
         error = math.sqrt(sum(np.var(x, ddof=1) / runs for x in logs))
         of_seconds = in_units(ratio, Cost(math.exp(logs[0].mean() - logs[1].mean()), error, 2 * runs - 2), 0.95)
@@ -59,6 +65,12 @@ def check(found: dict[str, float]) -> None:
 def test_intervals_hold_the_truth() -> None:
     """Catches: degrees of freedom of all runs together; a spread without the noise of seeds, or of rows."""
     check(coverage(Planted(ratio=1.7, n_rows=64, of_row=0.05, of_both=0.05), at=1, clock=0.05))
+
+
+def test_budgets_that_the_baseline_alone_has() -> None:
+    """Caught: their noise, or that of their rows, left out of the interval; a fit without them."""
+    planted = Planted(ratio=1.3, budgets=budgets(5), own=0.004, n_rows=32, of_row=0.02, of_both=0.02)
+    check(coverage(planted, at=3, draws=400, alone=1))
 
 
 @pytest.mark.slow
@@ -86,6 +98,34 @@ def test_for_all_ratios(curve: object, ratio: float) -> None:
 )
 def test_for_all_kinds_of_noise(planted: Planted) -> None:
     check(coverage(planted, at=1))
+
+
+def trends(ratio: float, growth: float, draws: int, **planted: float) -> list[Trend]:
+    """Of an arm whose speed-up is `ratio` at the first budget and grows by `growth` where the budget doubles."""
+    rng, found = np.random.default_rng(3), []
+    for _ in range(draws):
+        pair = pair_of(Planted(ratio=1.0, **planted), rng)
+        needs = ratio * growth ** np.log2(pair.budgets / pair.budgets[0])
+        gain = power_law(needs * pair.budgets) - power_law(pair.budgets)
+        pair = replace(pair, arm=pair.arm + gain[:, None])
+        noise = Noise(pair)
+        ratios = [annealed_ratio(pair, noise, at, 0.95) for at in range(len(pair.budgets))]
+        found.append(trend_of(pair, noise, ratios, 0.95))
+    return found
+
+
+def test_whether_the_speedup_grows() -> None:
+    """Catches: a slope over tokens instead of their logarithm; growth a factor of e in the place of a doubling; an
+    interval from the ratios' own, which share the baseline."""
+    (exact,) = trends(1.3, 1.1, draws=1, own=0.0)
+    assert exact.estimate == pytest.approx(1.1, rel=2e-3)
+    found = trends(1.3, 1.1, draws=200)
+    assert np.mean([x.low <= 1.1 <= x.high for x in found]) == pytest.approx(0.95, abs=0.045)
+    assert np.mean([x.high - x.low for x in found]) < 0.08
+    pair = pair_of(Planted(n_seeds=1), np.random.default_rng(0))
+    ratios = [annealed_ratio(pair, Noise(pair), at, 0.95) for at in range(4)]
+    assert trend_of(pair, Noise(pair), ratios, 0.95).low is None
+    assert trend_of(pair, Noise(pair), [ratios[0], *[Ratio(None, None, None)] * 3], 0.95) is None
 
 
 def test_no_difference_is_seldom_better() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ngpt_train.config.verb_keys import StudyConfig
+from ngpt_train.config.sections.study import StudyConfig
 from ngpt_train.study.engines import Ended, Job, local
 from ngpt_train.study.engines.local import LocalEngine, local_engine, usable_gpus
 from ngpt_train.study.points import Point
@@ -147,7 +147,7 @@ def test_gpus_are_divided(tmp_path: Path, script: Path) -> None:
 
 def test_what_auto_is(tmp_path: Path) -> None:
     def found(config: StudyConfig, gpus: list[str], cores: int) -> tuple[int, int]:
-        engine = local_engine(config, gpus, cores)
+        engine = local_engine(config, gpus, cores, tmp_path / "runs")
         return engine.jobs, engine.threads
 
     assert found(StudyConfig(), [], 2) == (2, 1)
@@ -155,6 +155,12 @@ def test_what_auto_is(tmp_path: Path) -> None:
     assert found(StudyConfig(), ["0", "1", "2"], 64) == (3, 21)
     assert found(StudyConfig(jobs=4), [], 2) == (4, 1)
     assert found(StudyConfig(jobs=1, threads=1), [], 2) == (1, 1)
+    # Another number of threads would change the losses of a study that has begun.
+    for name, text in {"a": "{", "b": '{"starts": []}', "c": '{"starts": [{"threads": 3}]}'}.items():
+        (tmp_path / "runs" / name).mkdir(parents=True)
+        (tmp_path / "runs" / name / "run.json").write_text(text)
+    assert found(StudyConfig(jobs=1), [], 2) == (1, 3)
+    assert found(StudyConfig(jobs=1, threads=2), [], 2) == (1, 2)
     (tmp_path / "gpus" / "0000").mkdir(parents=True)
     assert usable_gpus({}, tmp_path / "gpus") == ["0"]
     assert usable_gpus({}, tmp_path / "none") == []

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from ngpt_train.report.page.style import styles
 from ngpt_train.study.compare.output import series, tables, wording
 from ngpt_train.study.compare.output.document import code, console, document, escaped
 from ngpt_train.study.compare.output.figures import CAPTIONS, FIGURES, write_figures
-from ngpt_train.study.compare.output.style import styles
 from ngpt_train.study.compare.report import write_reports
 from tests.example_report import BUDGETS, HOSTILE, certificate, example
 
@@ -48,6 +48,26 @@ def test_intervals(ends: tuple[float | None, float | None, float | None], shown:
     assert wording.interval(*ends) == shown
 
 
+@pytest.mark.parametrize(("size", "shown"), [(1.0000968, "1.0001 times"), (2.0, "2 times"), (1, "1 times")])
+def test_sizes(size: float, shown: str) -> None:
+    assert wording.size_text(size) == shown
+
+
+def test_a_confound_stands_with_its_values_and_its_size() -> None:
+    """Caught: a first page that names keys alone."""
+    report = example()
+    report["referee"][-1] |= {
+        "key": "optim.weight_decay",
+        "values": [0.1, 0.3],
+        "size": 3.0,
+        "note": "not the recipe's",
+    }
+    shown = "(gpt, gpt_qk: 0.1 | 0.3, 3 times; not the recipe's)"
+    assert wording.confound(report["referee"][-1]) == shown
+    first_page, _ = document(report, {}).split("## End loss")
+    assert f"`optim.weight_decay` {escaped(shown)}" in first_page
+
+
 def test_findings_say_what_the_verdicts_are() -> None:
     report = example()
     assert "ngpt is better than gpt. After 8.39M tokens its loss is 0.176 (0.164 to 0.188) nats per token lower" in (
@@ -70,7 +90,7 @@ def test_a_ratio_beyond_the_data_is_said_to_be() -> None:
     report = example(arms=("gpt", "ngpt"))
     assert wording.speedup_of(report, "ngpt", "tokens")["budget"] == BUDGETS[-2]
     report["speedups"] = [s for s in report["speedups"] if s["budget"] == BUDGETS[-1]]
-    assert "lies beyond the budgets that were trained" in wording.finding(report, "ngpt")
+    assert "lies beyond the budgets of the fit" in wording.finding(report, "ngpt")
     report["speedups"] = [s for s in report["speedups"] if s["how"] == "within_schedule"]
     assert "within one schedule; this flatters" in wording.finding(report, "ngpt")
 

@@ -3,8 +3,6 @@
 import base64
 import json
 import re
-import shutil
-from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -116,29 +114,6 @@ def test_equal_reports_give_equal_pages(tmp_path: Path) -> None:
     write_page(example(), tmp_path / "a.html")
     write_page(example(), tmp_path / "b.html")
     assert (tmp_path / "a.html").read_bytes() == (tmp_path / "b.html").read_bytes()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    """A headless Chromium that logs its console and its network."""
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed")
-    binary = next(filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None)
-    driver = shutil.which("chromedriver")
-    if binary is None or driver is None:
-        pytest.skip("no browser: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
-    options.binary_location = binary
-    for argument in ["headless", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "disable-background-networking"]:
-        options.add_argument(f"--{argument}")
-    for argument in ["disable-component-update", "disable-sync", "no-first-run", "hide-scrollbars"]:
-        options.add_argument(f"--{argument}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    from selenium.webdriver.chrome.service import Service
-
-    opened = webdriver.Chrome(options=options, service=Service(driver))
-    opened.set_script_timeout(60)
-    yield opened
-    opened.quit()
 
 
 def further_keys(report: dict[str, Any]) -> dict[str, Any]:

@@ -259,3 +259,59 @@ def test_what_can_be_compared(tmp_path: Path) -> None:
     (tmp_path / "run/metrics.jsonl").write_text("")
     with pytest.raises(DataError, match="no run has been validated"):
         check_comparable([read_run(tmp_path / "run")])
+
+
+def test_what_explains_a_size(tmp_path: Path) -> None:
+    """Caught: parameters of a switch that no key seems to explain; a wider MLP that passes for the architecture's."""
+    more = FACTS | {"n_params": 700_000}
+    switched = by_key(examine(arms(tmp_path / "a", GPT, GPT | {"model.qk_norm": True}, facts=more)))
+    assert (switched["n_params"]["kind"], switched["n_params"]["note"]) == ("follows", "from model.qk_norm")
+    wider = by_key(examine(arms(tmp_path / "b", GPT, NGPT | {"model.d_mlp": 300}, facts=more), under_test=["model"]))
+    assert (wider["n_params"]["kind"], wider["n_params"]["note"]) == ("confound", "through model.d_mlp")
+    turned = by_key(
+        examine(arms(tmp_path / "c", GPT, NGPT | {"model.rope_base": 5e5}, facts=more), under_test=["model"])
+    )
+    assert turned["n_params"]["kind"] == "follows"
+    alone = by_key(examine(arms(tmp_path / "d", GPT, GPT | {"optim.weight_decay": 0.2}, facts=more)))
+    assert (alone["n_params"]["kind"], alone["n_params"]["note"]) == ("confound", "no key of the config explains it")
+
+
+@pytest.mark.parametrize(
+    ("steps", "rows", "kind", "note"),
+    [
+        (100, 8, None, None),
+        (50, 16, "follows", "as many tokens, in steps of another size"),
+        (101, 8, "confound", "up to 1 % more tokens at what counts as one budget"),
+        (200, 8, "confound", "the arms share no budget; losses at one budget are no comparison"),
+    ],
+)
+def test_steps_and_budgets(tmp_path: Path, steps: int, rows: int, kind: str | None, note: str | None) -> None:
+    """Caught: arms of one budget that are said to share none, because their steps differ."""
+    one, other = (GPT | {"train.steps": n, "train.batch_rows": size} for n, size in ((100, 8), (steps, rows)))
+    found = by_key(examine(arms(tmp_path, one, other), under_test=["model"])).get("train.steps")
+    assert (found and found["kind"], found and found["note"]) == (kind, note)
+
+
+def test_values_that_differ_at_one_budget(tmp_path: Path) -> None:
+    """Caught: the same seeds on both sides of a confound, of arms that lack one at one budget."""
+    runs = {
+        arm: [
+            plant(tmp_path / f"{arm}{steps}-{seed}", GPT | {"train.steps": steps, "run.seed": seed})
+            for steps, seed in points
+        ]
+        for arm, points in (("one", [(50, 0), (50, 1), (100, 0), (100, 1)]), ("more", [(50, 0), (50, 1), (100, 0)]))
+    }
+    (found,) = examine(runs)
+    assert (found["key"], found["values"]) == ("run.seed", [[0, 1], 0])
+    assert found["note"].startswith("at 51,200 tokens; ")
+
+
+def test_a_resume_with_other_keys(tmp_path: Path) -> None:
+    """Caught: a change that was allowed at a resume as something that run.json does not say."""
+    resumed = [{**FACTS, "step": 25, "changed": [{"key": "optim.clip_norm", "from": 1, "to": 2}]}]
+    found = examine({"a": [plant(tmp_path / "a", GPT)], "b": [plant(tmp_path / "b", GPT, later=resumed)]})
+    assert [(x["key"], x["values"], x["kind"]) for x in found] == [
+        ("allowed_changes", [[], ["optim.clip_norm"]], "confound")
+    ]
+    broken = plant(tmp_path / "c", GPT, later=[{**FACTS, "step": 25, "changed": 1}])
+    assert examine({"a": [plant(tmp_path / "d", GPT)], "c": [broken]}) == []

@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 
 from ngpt_train.config import ConfigError
+from ngpt_train.core.errors import DataError
 from ngpt_train.study.composition import Runs
 from ngpt_train.study.definition import Study
 from ngpt_train.study.engines import Ended, Job
 from ngpt_train.study.points import DONE, FAILED, Point, result_of
+from ngpt_train.study.tuning import next_points
 from tests.unit.study.small_study import YAML, FakeEngine, fixed_points, good, leave, runner_of, study_of
 
 
@@ -35,6 +37,7 @@ def test_every_run_is_made_once_and_then_never_again(tmp_path: Path) -> None:
         for budget in (5120, 25600)
         for seed in (0, 1)
     )
+    assert [job.point.budget for job in first.engine.started] == [5120] * 4 + [25600] * 4  # to compare arms early
     assert set(states(first).values()) == {DONE}
     again = runner_of(study, good(Runs(study)))
     assert again.complete()
@@ -102,6 +105,25 @@ def test_a_refused_run_ends_the_study_after_the_others_have_saved(tmp_path: Path
     assert runner.engine.stopped
     assert not runner.engine.running()
     assert len(started(runner)) <= 3
+
+
+def test_data_that_no_run_can_read_end_the_study(tmp_path: Path) -> None:
+    """Caught: a wrong path whose runs are all started again and again; a damaged checkpoint that ends the others."""
+    study = study_of(tmp_path)
+    runs = Runs(study)
+    missing = "error: data.path=/data/x: no such file"
+    runner = runner_of(study, lambda job, attempt: Ended(job, 3, missing))
+    with pytest.raises(DataError, match=r"gpt-5120-lr0.004-seed0 cannot begin: data.path=/data/x: no such file"):
+        runner.complete()
+    assert len(started(runner)) <= 2
+
+    def outcome(job: Job, attempt: int) -> Ended:
+        if job.point.directory == "gpt-5120-lr0.004-seed0":
+            leave(job, runs, None)
+            return Ended(job, 3, "error: checkpoint step_00000005 is damaged")
+        return good(runs)(job, attempt)
+
+    assert runner_of(study, outcome).complete()
 
 
 def test_a_stop_leaves_no_run_behind_and_starts_none(tmp_path: Path) -> None:
@@ -215,6 +237,21 @@ def test_results_may_ask_for_more_points(tmp_path: Path) -> None:
     again = runner_of(study, good(Runs(study)), next_points=one_by_one)
     assert again.complete()
     assert len(again.results) == 6
+
+
+def test_a_run_that_nobody_asks_for_any_more_has_a_say(tmp_path: Path) -> None:
+    """Caught: a leftover run with the lowest loss, which the comparison would take as its arm's best, and of which the
+    study makes no other seeds; one of another configuration that counts."""
+    study = study_of(tmp_path, "study.budgets=[5120]")
+    runs = Runs(study)
+    ours, foreign = (Point("gpt", 5120, (("optim.lr", lr),), 0) for lr in (0.064, 0.512))
+    for point in (ours, foreign):
+        leave(Job(point, runs.directory(point), ()), runs, {}, 1.0, runs.config(ours))
+
+    runner = runner_of(study, good(runs), next_points=next_points)
+    assert runner.complete()
+    assert {p.seed for p in runner.results if p.arm == "gpt" and p.values == ours.values} == {0, 1}
+    assert foreign not in runner.results
 
 
 @pytest.mark.parametrize(

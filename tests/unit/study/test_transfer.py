@@ -112,6 +112,7 @@ def test_arms_of_sizes() -> None:
     ("arguments", "words"),
     [
         (["model=ngpt"], ["two sizes or more", "transfer.widths"]),
+        (["model=ngpt", "transfer.widths=[128,128]"], ["two sizes or more", "transfer.widths"]),
         (["model=ngpt", "transfer.widths=[64,72]", "scale=debug"], ["transfer.widths=[72]", "head"]),
         (["studies/x", "transfer.widths=[64,128]"], ["transfer.widths", "no run is made"]),
         (["studies/x", "model=gpt"], ["model", "no run is made"]),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ngpt_train.config.schema import GuardsConfig
+from ngpt_train.config.sections.records import GuardsConfig
 from ngpt_train.training import StepResult
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, Guards
 

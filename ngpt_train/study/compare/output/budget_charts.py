@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from ngpt_train.report.page.charts import Chart, Choice, Plot, escaped
 from ngpt_train.study.compare.output import series
-from ngpt_train.study.compare.output.sheet import Chart, Choice, Plot, Sheet, escaped, linear_axis, log_axis
+from ngpt_train.study.compare.output.sheet import Sheet, linear_axis, log_axis
 from ngpt_train.study.compare.output.wording import HOW, UNITS, percent
 
 BUDGET = "budget (tokens of the arm)"
@@ -48,7 +49,7 @@ def speedup(sheet: Sheet) -> Chart:
     note = (
         f"How many times the arm's tokens, FLOPs or seconds {report['baseline']} needs for the loss that the arm ends "
         f"at; bands are {percent(report['confidence'])} intervals. Above 1 the arm is ahead. Hollow: untuned, or "
-        f"beyond the budgets that were trained; an arrow: that end of the interval is open. Within one schedule "
+        f"beyond the budgets of the fit; an arrow: that end of the interval is open. Within one schedule "
         f"the ratio flatters the arm whose learning rate decays faster."
     )
     return Chart(

@@ -13,12 +13,12 @@ from ngpt_train.study.compare.output.wording import (
     VERDICTS,
     Report,
     cautions,
+    confound,
     confounds,
     facts,
     finding,
     label,
     si,
-    size_text,
 )
 
 
@@ -33,11 +33,7 @@ def document(report: Report, figures: Mapping[str, str]) -> str:
     short = Table(verdicts.name, verdicts.title, columns, [row[:-1] for row in verdicts.rows], verdicts.note)
     findings = [finding(report, arm) for arm in report["arms"] if arm != report["baseline"]]
     found = confounds(report)
-    of_confounds = [
-        f"{code(entry['key'])} ({escaped(', '.join(label(report, arm) for arm in entry['arms']))}"
-        + (f": {escaped(size_text(entry['size']))})" if entry["size"] is not None else ")")
-        for entry in found
-    ]
+    of_confounds = [f"{code(entry['key'])} {escaped(confound(entry))}" for entry in found]
     parts = [
         f"# {escaped(str(report['title']))}",
         escaped(" · ".join(facts(report))) + ".",

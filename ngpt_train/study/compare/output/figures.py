@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ngpt_train.report.page.pictures import SETTINGS, write_picture
+from ngpt_train.report.page.style import styles
 from ngpt_train.study.compare.output import series
-from ngpt_train.study.compare.output.style import styles
 from ngpt_train.study.compare.output.wording import UNITS, Report, label, percent, si
 
 if TYPE_CHECKING:
@@ -18,19 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 WIDTH, HEIGHT = 7.0, 4.2  # inches
-DPI = 160
 LONGEST = 32  # letters of an arm's name on a figure
-SETTINGS: Any = {
-    "font.size": 9,
-    "axes.grid": True,
-    "grid.alpha": 0.3,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "legend.frameon": False,
-    "text.parse_math": False,  # a name may hold a dollar sign
-    "svg.fonttype": "none",
-    "svg.hashsalt": "ngpt-train",  # so that equal reports give equal files
-}
 
 
 def write_figures(report: Report, folder: Path) -> list[Path]:
@@ -44,9 +33,7 @@ def write_figures(report: Report, folder: Path) -> list[Path]:
         for name, draw in FIGURES.items():
             figure = draw(report)
             if figure is not None:
-                figure.savefig(folder / f"{name}.png", dpi=DPI)
-                figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
-                written.append(folder / f"{name}.png")
+                written.append(write_picture(figure, folder, name))
     return written
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from html import escape
 
-from ngpt_train.study.compare.output.sheet import Chart, Choice, Plot
-from ngpt_train.study.compare.output.style import Style, styles
+from ngpt_train.report.page.charts import Chart
+from ngpt_train.report.page.html import figure_of
+from ngpt_train.report.page.style import Style, styles
 from ngpt_train.study.compare.output.tables import Cell, Table
 from ngpt_train.study.compare.output.wording import DASH, Report, stamps
 
@@ -14,7 +15,6 @@ FOLDED = (
     "differences",
     "runs",
 )  # tables that open at a click; a figure above says the same, or they are long
-ALL_OR_NONE = 5  # from so many options on there are buttons for all and for none
 
 
 class Parts:
@@ -79,38 +79,4 @@ class Parts:
         return f'<table class="cards">{self.head(table, len(names))}{"".join(bodies)}</table>{note}'
 
     def chart(self, chart: Chart) -> str:
-        choices = "".join(self.choice(chart.name, choice) for choice in chart.choices)
-        plots = "".join(map(self.plot, chart.plots))
-        note = f'<figcaption class="note">{escape(chart.note)}</figcaption>' if chart.note else ""
-        return f"""<figure data-chart="{chart.name}">
-{note}
-<div class="choices">{choices}</div>
-<div class="plots{" many" if len(chart.plots) > 1 else ""}">{plots}</div>
-</figure>"""
-
-    def plot(self, plot: Plot) -> str:
-        title = f"<h3>{self.arm(plot.arm)}</h3>" if plot.arm is not None else ""
-        return f'<div>{title}<div class="plot" role="img" aria-label="{escape(plot.said)}"></div></div>'
-
-    def choice(self, chart: str, choice: Choice) -> str:
-        """Hidden where there is nothing to choose; never the arms, which are the figure's legend too."""
-        first = choice.first or (tuple(choice.options) if choice.many else tuple(choice.options)[:1])
-        options = []
-        for value, words in choice.options.items():
-            colour, glyph = choice.marks.get(value, ("", ""))
-            mark = f'<span style="color:{colour}" aria-hidden="true">{glyph}</span>' if glyph else ""
-            options.append(
-                f'<label class="chip"><input type="{"checkbox" if choice.many else "radio"}" '
-                f'name="{chart}-{choice.name}" data-choice="{choice.name}" value="{escape(value)}"'
-                f"{' checked' if value in first else ''}>{mark}<span>{escape(words)}</span></label>"
-            )
-        if choice.many and len(options) >= ALL_OR_NONE:
-            options += [
-                f'<button type="button" data-all="{x}">{y}</button>' for x, y in (("yes", "all"), ("no", "none"))
-            ]
-        legend = ' class="legend"' if choice.name == "arm" else ""
-        hidden = " hidden" if len(choice.options) < 2 and choice.name not in ("arm", "part") else ""
-        return (
-            f"<fieldset{legend}{hidden}><legend>{escape(choice.label)}</legend>"
-            f'<div class="options">{"".join(options)}</div></fieldset>'
-        )
+        return figure_of(chart, lambda plot: self.arm(plot.arm) if plot.arm is not None else "")

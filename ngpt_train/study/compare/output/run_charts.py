@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ngpt_train.report.page.charts import Chart, Choice, Plot, escaped
 from ngpt_train.study.compare.output import series
-from ngpt_train.study.compare.output.sheet import Chart, Choice, Plot, Sheet, escaped, linear_axis
+from ngpt_train.study.compare.output.sheet import Sheet, linear_axis
 from ngpt_train.study.compare.output.wording import label, si
 
 

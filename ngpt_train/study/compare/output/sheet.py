@@ -1,53 +1,14 @@
-"""What the page's figures are made of. What a reader switches is written beside each trace: `meta` says of which arm,
-budget and seed it is, and page.js shows the traces whose meta agrees with what is chosen."""
+"""The traces, axes and switches of a comparison's page."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
-from ngpt_train.study.compare.output.style import Style, styles
+from ngpt_train.report.page.charts import Choice, escaped, layout
+from ngpt_train.report.page.style import Style, styles
 from ngpt_train.study.compare.output.wording import UNITS, Report, label, si
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What a reader chooses: one of the options, or any of them."""
-
-    name: str  # the key in the meta of the traces
-    label: str
-    options: dict[str, str]  # value -> what is said
-    many: bool = True
-    first: tuple[str, ...] = ()  # those chosen at first; none: all of them, or the first where it is one
-    marks: dict[str, tuple[str, str]] = field(default_factory=dict)  # value -> (colour, glyph)
-
-
-@dataclass(frozen=True)
-class Plot:
-    said: str  # its accessible name
-    traces: list[dict[str, Any]]
-    layout: dict[str, Any]
-    layouts: dict[str, dict[str, Any]] = field(default_factory=dict)  # "axis=flops" -> what then changes
-    arm: str | None = None  # whose it is alone; then its name is the title
-    height: int = 420
-
-
-@dataclass(frozen=True)
-class Chart:
-    """One or more plots that share what is chosen."""
-
-    name: str  # the anchor
-    title: str
-    note: str
-    plots: list[Plot]
-    choices: list[Choice] = field(default_factory=list)
-
-
-def escaped(text: Any) -> str:
-    """plotly reads a few HTML tags and entities in its texts."""
-    return str(text).replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 class Sheet:
@@ -97,9 +58,7 @@ class Sheet:
         return dict(made.to_plotly_json())
 
     def layout(self, **parts: Any) -> dict[str, Any]:
-        made: dict[str, Any] = self.graph.Layout(showlegend=False, hovermode="closest", **parts).to_plotly_json()
-        made.pop("template", None)
-        return made
+        return layout(**parts)
 
     def symbol(self, arm: str, tuned: bool) -> str:
         """Hollow where the arm is untuned."""

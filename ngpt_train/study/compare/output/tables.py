@@ -25,6 +25,7 @@ from ngpt_train.study.compare.output.wording import (
     si,
     size_text,
     speedup_of,
+    value_text,
     values_text,
 )
 
@@ -60,6 +61,8 @@ def verdicts(report: Report) -> Table:
     for arm in [baseline, *(name for name in report["arms"] if name != baseline)]:
         losses = end_losses(report, arm)
         mean = number(float(np.mean(losses[max(losses)])), 4) if losses else DASH
+        if losses and max(losses) != max(report["budgets"]):
+            mean = f"{mean} at {si(max(losses))}"
         gap = difference_of(report, arm)
         ratios = [speedup_of(report, arm, u) or {} for u in UNITS]
         verdict = report["verdicts"].get(arm)
@@ -82,7 +85,8 @@ def verdicts(report: Report) -> Table:
     columns += ["Speed-up, tokens", "Speed-up, FLOPs", "Speed-up, seconds", "In words"]
     note = (
         f"Loss in {unit}, mean over seeds. Speed-up: how many times the arm's tokens, FLOPs or seconds "
-        f"{baseline} needs for the loss that the arm ends at, between annealed runs. In brackets: "
+        f"{baseline} needs for the loss that the arm ends at, between annealed runs, at the largest budget where that "
+        f"is known from inside the budgets of {baseline}; the sentences name it. In brackets: "
         f"{100 * report['confidence']:g} % intervals."
     )
     return Table("verdicts", "Verdicts", columns, rows, note, "No arm was compared.")
@@ -136,7 +140,7 @@ def differences(report: Report) -> Table:
 def speedups(report: Report) -> Table:
     rows = []
     for s in report["speedups"]:
-        beyond = "beyond the baseline's budgets" if s["extrapolated"] else ""
+        beyond = "beyond the budgets of the fit" if s["extrapolated"] else ""
         remarks = ". ".join(filter(None, [s["note"] or beyond, s["clock"] and f"clock: {s['clock']}"]))
         rows.append(
             [
@@ -226,7 +230,7 @@ def referee(report: Report) -> Table:
             Cell(words[entry["kind"]], kind=entry["kind"]),
             Cell(", ".join(label(report, arm) for arm in entry["arms"])),
             Cell(entry["key"], kind="code"),
-            Cell(" | ".join(map(_value, entry["values"])), kind="code"),
+            Cell(" | ".join(map(value_text, entry["values"])), kind="code"),
             Cell(size_text(entry["size"]) if entry["size"] is not None else DASH),
             Cell(entry["note"] or DASH),
         ]
@@ -240,16 +244,13 @@ def referee(report: Report) -> Table:
     return Table("referee", "What differs between the arms", columns, rows, note, "The arms differ in nothing.")
 
 
-def _value(value: Any) -> str:
-    return f"{value:.6g}" if type(value) is float else str(value)
-
-
 def failures(report: Report) -> Table:
     rows = [
         [
-            _arm(f["arm"]),
+            # Of an arm without any run that ended nothing else is known.
+            _arm(f["arm"]) if f["arm"] in report["arms"] else Cell(f["arm"]),
             _n(si(f["budget"])),
-            _n(str(f["seed"])),
+            _n(DASH if f["seed"] is None else str(f["seed"])),
             Cell(values_text(f["values"]), kind="code"),
             Cell(f["reason"] or DASH),
             Cell(str(f["run"]), kind="code"),

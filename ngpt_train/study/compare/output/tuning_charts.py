@@ -6,8 +6,9 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ngpt_train.report.page.charts import Chart, Choice, Plot, escaped
 from ngpt_train.study.compare.output import series
-from ngpt_train.study.compare.output.sheet import Chart, Choice, Plot, Sheet, escaped, linear_axis, log_axis
+from ngpt_train.study.compare.output.sheet import Sheet, linear_axis, log_axis
 from ngpt_train.study.compare.output.wording import label, si
 
 

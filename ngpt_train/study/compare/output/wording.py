@@ -114,7 +114,7 @@ def finding(report: Report, arm: str) -> str:
         rest = "" if is_tuned(report, arm) else f" {_untuned(report, arm)}, and every comparison with it is too."
         return f"The baseline.{rest}"
     verdict, baseline = report["verdicts"].get(arm), report["baseline"]
-    measured = " ".join(filter(None, [_gap(report, arm), _matched(report, arm)]))
+    measured = " ".join(filter(None, [_gap(report, arm), _matched(report, arm), _trend(report, arm)]))
     if verdict == "untuned":
         whose = arm if not is_tuned(report, arm) else baseline
         return f"No verdict: {_untuned(report, whose)}. {measured}".strip()
@@ -139,6 +139,7 @@ def _gap(report: Report, arm: str) -> str:
         return ""
     seeds, rows = found["n_seeds"], found["n_rows"]
     sample = f"{seeds} seed{'s' * (seeds != 1)}" + (f", {rows} validation rows" if rows else "")
+    sample += ", without the noise between seeds, which one seed does not show" if seeds == 1 and rows else ""
     low, high = found["low"], found["high"]
     what = f"its {report['metric'].replace('_', ' ')}"
     if low is not None and high is not None and low * high > 0:  # the interval excludes no difference
@@ -164,11 +165,24 @@ def _matched(report: Report, arm: str) -> str:
     last = ratios.pop()
     listed = f"{', '.join(ratios)} and {last}" if ratios else last
     first = next(iter(found.values()))
-    beyond = " This lies beyond the budgets that were trained." if first["extrapolated"] else ""
+    beyond = " This, or an end of its interval, lies beyond the budgets of the fit." if first["extrapolated"] else ""
     return (
         f"For the loss that {arm} ends at after {si(first['budget'])} tokens, {report['baseline']} needs {listed}"
         f"{ending}.{beyond}"
     )
+
+
+def _trend(report: Report, arm: str) -> str:
+    """Whether the speed-up grows with the budget."""
+    found = next((trend for trend in report.get("trends") or [] if trend["arm"] == arm), None)
+    if found is None:
+        return ""
+    low, high = found["low"], found["high"]
+    says = "whether it grows with the budget is not resolved"
+    if low is not None and high is not None and not low <= 1 <= high:
+        says = "it grows with the budget" if low > 1 else "it shrinks as the budget grows"
+    factor = interval(found["estimate"], low, high)
+    return f"Where the budget doubles, this speed-up is multiplied by {factor}: {says}."
 
 
 def _needed(report: Report, arm: str) -> str:
@@ -183,7 +197,10 @@ NEEDED = {"seeds": "seeds", "rows": "validation rows", "steps": "steps"}
 
 def size_text(size: Any) -> str:
     """Of a difference that the referee found: a number is the ratio of the values."""
-    return f"{number(size, None, 3)} times" if type(size) in (int, float) else str(size)
+    if type(size) not in (int, float):
+        return str(size)
+    digits = next((n for n in (3, 4, 5, 6, 7) if float(f"{size:.{n}g}") != 1), 3)  # 1.0001 times is not once
+    return f"{number(size, None, digits)} times"
 
 
 def audit_says(audit: Mapping[str, Any]) -> str:
@@ -215,6 +232,7 @@ def cautions(report: Report) -> list[str]:
         said.append("One seed: the noise between seeds is unknown, and nothing here is resolved.")
     if len(report["budgets"]) == 1:
         said.append("One budget: how the difference changes with the budget is unknown.")
+    said += _lost(report)
     failed = [str(audit["run"]) for audit in report.get("audits") or [] if audit_says(audit) != "equal"]
     if failed:
         said.append(
@@ -224,6 +242,38 @@ def cautions(report: Report) -> list[str]:
     if untuned:
         said.append(f"Untuned: {', '.join(untuned)}. The loss of an untuned arm is a bound.")
     return said
+
+
+def _lost(report: Report) -> list[str]:
+    """Of the arms that have been tried at a budget, and have no loss there."""
+    without = dict.fromkeys(x["arm"] for x in report["failures"] if x["arm"] not in report["arms"])
+    said = [f"No run of {arm} has ended, because runs failed." for arm in without]
+    for arm, budget in dict.fromkeys((x["arm"], x["budget"]) for x in report["failures"] if x["budget"] is not None):
+        if arm not in without and str(budget) not in report["arms"][arm]["best_by_budget"]:
+            failed, ended = (
+                sum((x["arm"], x["budget"]) == (arm, budget) for x in report[name]) for name in ("failures", "losses")
+            )
+            runs = f"{failed} of its {failed + ended} runs there failed"
+            said.append(
+                f"No comparison of {arm} at {si(budget)} tokens: {runs}. A failure counts as worse than any loss."
+            )
+    return said
+
+
+SHOWN = 24  # characters of a value in a sentence; the table has all
+
+
+def confound(entry: Mapping[str, Any]) -> str:
+    """Where the values of a key differ, and by how much: `(gpt, ngpt: 0.1 | 0.3, 3 times; the recipe brings 0)`."""
+    texts = map(value_text, entry["values"])
+    values = " | ".join(text if len(text) <= SHOWN else f"{text[:SHOWN]}…" for text in texts)
+    size = f", {size_text(entry['size'])}" if entry["size"] is not None else ""
+    note = f"; {entry['note']}" if entry["note"] else ""
+    return f"({', '.join(entry['arms'])}: {values}{size}{note})"
+
+
+def value_text(value: Any) -> str:
+    return f"{value:.6g}" if type(value) is float else str(value)
 
 
 def confounds(report: Report) -> list[Mapping[str, Any]]:

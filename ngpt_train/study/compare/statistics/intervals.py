@@ -20,6 +20,20 @@ from scipy.special import stdtrit
 
 
 @dataclass(frozen=True)
+class Further:
+    """End losses of the baseline at budgets that the arm does not have; NaN where a seed is missing."""
+
+    budgets: np.ndarray  # (M,) tokens
+    losses: np.ndarray  # (M, T) nats, of any seeds
+    rows: np.ndarray | None = None  # (M, T, R), as in Pair
+
+    @property
+    def counts(self) -> np.ndarray:
+        """(M,) runs of each budget."""
+        return np.sum(~np.isnan(self.losses), axis=1)
+
+
+@dataclass(frozen=True)
 class Pair:
     """The end losses of an arm and of the baseline, at the budgets that both have; NaN where a run is missing."""
 
@@ -30,6 +44,7 @@ class Pair:
     # is 0. None where runs were validated on different rows, or their files are missing.
     baseline_rows: np.ndarray | None = None  # (K, S, R)
     arm_rows: np.ndarray | None = None
+    further: Further | None = None  # of the baseline, which says what it gains from more tokens
 
     @property
     def difference(self) -> np.ndarray:
@@ -81,11 +96,13 @@ def t_quantile(confidence: float, df: np.ndarray | float) -> np.ndarray:
 
 class Noise:
     """Of estimates sum_k u[k, 0] baseline[k] + u[k, 1] difference[k], where baseline and difference are means over the
-    seeds, and u[:, 0] has the sum 0: what a seed adds to the losses of all budgets cancels."""
+    seeds, and u[:, 0] has the sum 0: what a seed adds to the losses of all budgets cancels. Behind the K budgets of
+    both come those M that the baseline alone has; u may end before them."""
 
     def __init__(self, pair: Pair) -> None:
         """Pools over budgets: their noise between seeds is taken to be alike, and of different runs."""
-        self.n_seeds = pair.n_seeds
+        further = pair.further
+        self.n_seeds = pair.n_seeds if further is None else np.concatenate([pair.n_seeds, further.counts])
         self.n_rows = pair.n_rows
         has = ~np.isnan(pair.difference)
         n_budgets, n_columns = len(has), int(has.any(axis=0).sum())
@@ -100,10 +117,15 @@ class Noise:
         # (K, 2, K, 2), over rows, of means over seeds; without what depends on the seed as well
         self.rows = None
         if pair.baseline_rows is not None and pair.arm_rows is not None and pair.n_rows > 1:
-            self.rows = _over_rows(pair.baseline_rows, pair.arm_rows - pair.baseline_rows)
+            baseline_rows, difference_rows = pair.baseline_rows, pair.arm_rows - pair.baseline_rows
+            if further is not None and further.rows is not None:
+                baseline_rows = _stacked(baseline_rows, further.rows)
+                difference_rows = _stacked(difference_rows, 0 * further.rows)
+            self.rows = _over_rows(baseline_rows, difference_rows)
 
     def spread(self, u: np.ndarray) -> Spread:
-        """Of n estimates; u: (n, K, 2)."""
+        """Of n estimates; u: (n, K, 2) or (n, K + M, 2)."""
+        u = np.pad(u, ((0, 0), (0, len(self.n_seeds) - u.shape[1]), (0, 0)))
         form = np.einsum("nki,nkj,k->nij", u, u, 1 / self.n_seeds)
         seeds = np.einsum("nij,ij->n", form, self.seeds)
         if (self.n_seeds[np.any(u != 0, axis=(0, 2))] < 2).all():
@@ -130,6 +152,13 @@ def _without_seeds(losses: np.ndarray) -> np.ndarray:
     rest = np.full(losses.shape, np.nan)
     rest[has] = y - design @ np.linalg.lstsq(design, y, rcond=None)[0]
     return rest
+
+
+def _stacked(one: np.ndarray, other: np.ndarray) -> np.ndarray:
+    """(K, S, R) and (M, T, R) as (K + M, max(S, T), R), with NaN where one has fewer seeds."""
+    most = max(one.shape[1], other.shape[1])
+    wide = [np.pad(x, ((0, 0), (0, most - x.shape[1]), (0, 0)), constant_values=np.nan) for x in (one, other)]
+    return np.concatenate(wide)
 
 
 def _over_rows(baseline: np.ndarray, difference: np.ndarray) -> np.ndarray:

@@ -121,24 +121,23 @@ class Ratio:
 
 def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Ratio:
     """For the loss that the arm ends at with budget number `at`. noise: `Noise(pair)`."""
-    if len(pair.budgets) < 2:
+    if len(pair.budgets) + (0 if pair.further is None else len(pair.further.budgets)) < 2:
         return Ratio(None, None, None, note="one budget: what the baseline gains from more tokens is not known")
-    losses = np.nanmean(np.where(np.isnan(pair.difference), np.nan, pair.baseline), axis=1)
-    curve = EndLosses(pair.budgets, losses, pair.n_seeds)
+    curve, place = end_losses(pair)
     if not curve.falls:
         return Ratio(None, None, None, note="the baseline's end loss does not fall with its budget")
     here = pair.budgets[at]
     difference = float(np.nanmean(pair.difference[at]))
-    weights_here = curve.weights(here[None])
+    weights_here = curve.weights(here[None])[:, place]
 
     def gap(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """How far the baseline at exp(log) times the tokens is above the arm's end loss; half of its interval."""
-        u = np.zeros((len(log), len(pair.budgets), 2))
-        u[:, :, 0] = np.where(log[:, None] == 0, 0.0, curve.weights(here * np.exp(log)) - weights_here)
+        u = np.zeros((len(log), len(place), 2))
+        u[:, :, 0] = np.where(log[:, None] == 0, 0.0, curve.weights(here * np.exp(log))[:, place] - weights_here)
         u[:, at, 1] = -1
         return curve.at(here * np.exp(log)) - curve.at(here) - difference, noise.spread(u).half_width(confidence)
 
-    first, last = np.log(pair.budgets[[0, -1]] / here)
+    first, last = np.log(curve.tokens[[0, -1]] / here)
     logs = np.union1d(np.linspace(first - np.log(BEYOND), last + np.log(BEYOND), STEPS), [0.0])
     found = gap(logs)
     estimate, low, high = (_last_above(gap, logs, found, side) for side in (0, -1, 1))
@@ -148,8 +147,20 @@ def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Rati
     extrapolated = beyond or not all(first - 1e-9 <= x <= last + 1e-9 for x in [*ends, estimate])
     note = None
     if extrapolated:
-        note = f"beyond the baseline's budgets, where its end loss is extrapolated by a factor of {BEYOND:g} at most"
+        note = f"beyond the budgets of the baseline's fit, which is extrapolated by a factor of {BEYOND:g} at most"
     return Ratio(_ratio(estimate), _ratio(low), _ratio(high), extrapolated, note)
+
+
+def end_losses(pair: Pair) -> tuple[EndLosses, np.ndarray]:
+    """The fit through the baseline's runs whose seeds the arm has too, and those at budgets that it alone has; and of
+    each budget, those behind the arm's, its place on the curve, `(K + M,)`."""
+    losses = np.nanmean(np.where(np.isnan(pair.difference), np.nan, pair.baseline), axis=1)
+    budgets, counts = pair.budgets, pair.n_seeds
+    if (more := pair.further) is not None:
+        losses = np.concatenate([losses, np.nanmean(more.losses, axis=1)])
+        budgets, counts = np.concatenate([budgets, more.budgets]), np.concatenate([counts, more.counts])
+    order = np.argsort(budgets)
+    return EndLosses(budgets[order], losses[order], counts[order]), np.argsort(order)
 
 
 def _ratio(log: float | None) -> float | None:

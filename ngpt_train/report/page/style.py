@@ -1,4 +1,4 @@
-"""How an arm looks: the same colour and the same marker on every figure and in every table."""
+"""How an arm or a run looks: the same colour and the same marker on every figure and in every table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Style:
 
 
 def styles(arms: Iterable[str], baseline: str) -> dict[str, Style]:
-    """Of each arm, the baseline first, the others in their order."""
+    """Of each arm or run, the baseline first, the others in their order."""
     in_order = [baseline, *(arm for arm in arms if arm != baseline)]
     return {
         arm: Style(

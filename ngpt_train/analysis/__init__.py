@@ -1,0 +1,1 @@
+"""The papers' measurements and figures, from checkpoints and telemetry; and where a model's loss is."""

@@ -1,0 +1,226 @@
+"""The figures by name: what their panels show, and the function that measures them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ngpt_train.analysis.measures import batch_statistics, condition, embeddings, gradients, live, vectors
+from ngpt_train.analysis.measures.of_run import Curve, OfRun
+
+Measure = Callable[[OfRun], list[Curve]]
+Together = Callable[[Mapping[str, list[Curve]]], dict[str, list[Curve]]]
+
+LAYER, STEP, RANK = "layer", "step", "normalized rank"
+
+
+@dataclass(frozen=True)
+class Panel:
+    title: str
+    x: str
+    y: str
+    log: bool = False  # the y axis
+
+
+@dataclass(frozen=True)
+class Figure:
+    """measure: the curves of one run; raises NoMeaning. together: what the curves of all runs become, by run.
+
+    needs: weights; rows, the run's own; telemetry, its records alone.
+    """
+
+    title: str
+    panels: Mapping[str, Panel]
+    measure: Measure
+    needs: str = "weights"
+    together: Together | None = None
+
+
+def _embedding_panels() -> dict[str, Panel]:
+    found = {}
+    for which in ("input", "output", "source"):
+        name = f"{which} embeddings"
+        found[f"{which}_norms"] = Panel(f"Norms of {name}", RANK, "norm")
+        found[f"{which}_eigenvalues"] = Panel(f"Eigenvalues of {name}", RANK, "eigenvalue / median", log=True)
+        found[f"{which}_dot_products"] = Panel(f"Pairwise dot products of {name}", "dot product", "density")
+    return found
+
+
+MATRICES = {"wq": "Q", "wk": "K", "wv": "V", "w_u": "MLP11, W_u", "w_v": "MLP12, W_v", "w_down": "MLP2, W_down"}
+CONDITION = {
+    name: Panel(f"Condition number of {said}", LAYER, "condition number", log=True) for name, said in MATRICES.items()
+}
+LAYER_PANELS = {
+    f"{name}_{what}": Panel(f"{title} {MATRICES[name]}", RANK, y, log)
+    for name in ("wq", "wk")
+    for what, title, y, log in (
+        ("norms", "Norms of the rows of", "norm", False),
+        ("singular_values", "Singular values of the heads of", "singular value", True),
+    )
+}
+RATES = {"alpha_attn": "alpha of attention", "alpha_mlp": "alpha of the MLP"}
+SCALES = {"s_u": "s_u", "s_v": "s_v", "s_qk": "s_qk"}
+OF_ENCODER_DECODERS = {
+    "alpha_attn": "alpha of attention",
+    "alpha_cross": "alpha of cross-attention",
+    "alpha_mlp": "alpha of the MLP",
+}
+GRADIENTS = {
+    "wq": "W_q",
+    "wk": "W_k",
+    "wv": "W_v",
+    "wo": "W_o",
+    "w_u": "W_u (FC1)",
+    "w_v": "W_v of the MLP",
+    "w_down": "W_down (FC2)",
+}
+ADDED = {"norm_ffn": "gain of the FFN LN", "norm_post_attn": "gain of the post-attention LN", "head_scale": "HeadScale"}
+STATISTICS = {
+    "mu": "mu",
+    "sigma": "sigma",
+    "psi": "psi",
+    "sigma_squared": "sigma^2",
+    "psi_squared": "psi^2",
+    "g_mu": "g_mu",
+    "g_sigma_squared": "g_sigma^2",
+    "g_psi_squared": "g_psi^2",
+}
+
+
+def _means(named: Mapping[str, str], x: str = LAYER, y: str = "mean") -> dict[str, Panel]:
+    return {name: Panel(said, x, y) for name, said in named.items()}
+
+
+def _of_statistics(*names: str) -> dict[str, Panel]:
+    found = {}
+    for name in names:
+        said, y = STATISTICS[name], "norm / d" if name.startswith("g_") else "distance / d"
+        found[name] = Panel(f"{said}, first norm", "batch", y)
+        found[f"{name}_mean"] = Panel(f"{said}, mean over batches", LAYER, y)
+        found[f"{name}_variance"] = Panel(f"{said}, variance over batches", LAYER, f"variance of {y}", log=True)
+    return found
+
+
+def _distances(*names: str) -> dict[str, Panel]:
+    return {name: Panel(f"{STATISTICS[name]} of a batch and running", STEP, "distance / d") for name in names}
+
+
+DENSITY = {name: Panel(said, "value", "density") for name, said in {**RATES, **SCALES, "s_z": "s_z"}.items()}
+FIGURES: dict[str, Figure] = {
+    "ngpt_4": Figure("nGPT, figure 4: embeddings", _embedding_panels(), embeddings.figure_4),
+    "ngpt_5": Figure("nGPT, figure 5: median condition numbers", CONDITION, condition.figure_5),
+    "ngpt_6": Figure(
+        "nGPT, figure 6: eigen learning rates and scaling factors",
+        {**_means(RATES, y="mean of |alpha|"), **_means(SCALES), "s_z": DENSITY["s_z"]},
+        vectors.figure_6,
+        together=vectors.histogram_of_s_z,
+    ),
+    "ngpt_10": Figure(
+        "nGPT, figure 10: condition numbers, renormalized after training too", CONDITION, condition.figure_10
+    ),
+    "ngpt_11": Figure("nGPT, figure 11: row norms and singular values, layer 3", LAYER_PANELS, condition.figure_11),
+    "ngpt_12": Figure("nGPT, figure 12: row norms and singular values, layer 4", LAYER_PANELS, condition.figure_12),
+    "ngpt_14": Figure(
+        "nGPT, figure 14: histograms of alpha and s", DENSITY, vectors.figure_14, together=vectors.histograms
+    ),
+    "normformer_3": Figure(
+        "NormFormer, figure 3: L1 norm of gradients",
+        {"w_down": Panel(GRADIENTS["w_down"], LAYER, "L1 norm", log=True)},
+        gradients.figure_3,
+        needs="rows",
+    ),
+    "normformer_4": Figure(
+        "NormFormer, figure 4: learned gains and head scales", _means(ADDED, y="value"), vectors.normformer_figure_4
+    ),
+    "normformer_6": Figure(
+        "NormFormer, figure 6: lambda of residual connections",
+        {"res_scale": Panel("lambda", "layer number / total layers", "mean")},
+        vectors.normformer_figure_6,
+    ),
+    "normformer_7": Figure(
+        "NormFormer, figure 7: gradients as a ratio to those of the first run",
+        {name: Panel(said, LAYER, "ratio of L1 norm / loss", log=True) for name, said in GRADIENTS.items()},
+        gradients.figure_7,
+        needs="rows",
+        together=gradients.ratios_to_first,
+    ),
+    "powernorm_2": Figure(
+        "PowerNorm, figure 2: BatchNorm's statistics of batches and running ones",
+        _of_statistics("mu", "sigma_squared", "sigma"),
+        batch_statistics.figure_2,
+        needs="rows",
+    ),
+    "powernorm_3": Figure(
+        "PowerNorm, figure 3: the terms of BatchNorm's gradient",
+        _of_statistics("g_mu", "g_sigma_squared"),
+        batch_statistics.figure_3,
+        needs="rows",
+    ),
+    "powernorm_4": Figure(
+        "PowerNorm, figure 4: sigma and psi of batches and running, and their terms of the gradient",
+        _of_statistics("sigma", "psi", "sigma_squared", "psi_squared", "g_sigma_squared", "g_psi_squared"),
+        batch_statistics.figure_4,
+        needs="rows",
+    ),
+    "powernorm_6": Figure(
+        "PowerNorm, figure 6: singular values of embeddings",
+        {
+            which: Panel(f"{which} embedding", RANK, "singular value / largest", log=True)
+            for which in ("input", "output", "source")
+        },
+        embeddings.powernorm_figure_6,
+    ),
+    "tnt_3": Figure(
+        "TnT, figure 3: eigen learning rates",
+        _means(OF_ENCODER_DECODERS, y="mean of |alpha|"),
+        vectors.tnt_figure_3,
+    ),
+    "tnt_4": Figure(
+        "TnT, figure 4: scaling factors",
+        _means({"s_qk": "s_qk", "s_qk_cross": "s_qk of cross-attention", "s_u": "s_u", "s_v": "s_v"}),
+        vectors.tnt_figure_4,
+    ),
+    "ngpt_6_live": Figure(
+        "nGPT, figure 6 over steps", _means({**RATES, **SCALES, "s_z": "s_z"}, STEP), live.figure_6, needs="telemetry"
+    ),
+    "normformer_3_live": Figure(
+        "NormFormer, figure 3 over steps",
+        {"w_down": Panel(GRADIENTS["w_down"], STEP, "L1 norm", log=True)},
+        live.normformer_3,
+        needs="telemetry",
+    ),
+    "normformer_4_live": Figure(
+        "NormFormer, figure 4 over steps", _means(ADDED, STEP, "value"), live.normformer_4, needs="telemetry"
+    ),
+    "normformer_6_live": Figure(
+        "NormFormer, figure 6 over steps",
+        {"res_scale": Panel("lambda", STEP, "mean")},
+        live.of_vectors("res_scale"),
+        needs="telemetry",
+    ),
+    "normformer_7_live": Figure(
+        "NormFormer, figure 7 over steps: gradients as a ratio to those of the first run",
+        {name: Panel(said, STEP, "ratio of L1 norm / loss", log=True) for name, said in GRADIENTS.items()},
+        live.normformer_7,
+        needs="telemetry",
+        together=gradients.ratios_to_first,
+    ),
+    "powernorm_2_live": Figure(
+        "PowerNorm, figure 2 over steps", _distances("mu", "sigma"), live.distances("mu", "sigma"), needs="telemetry"
+    ),
+    "powernorm_4_live": Figure(
+        "PowerNorm, figure 4 over steps", _distances("sigma", "psi"), live.distances("sigma", "psi"), needs="telemetry"
+    ),
+    "tnt_3_live": Figure(
+        "TnT, figure 3 over steps", _means(OF_ENCODER_DECODERS, STEP), live.tnt(*OF_ENCODER_DECODERS), needs="telemetry"
+    ),
+    "tnt_4_live": Figure("TnT, figure 4 over steps", _means(SCALES, STEP), live.tnt(*SCALES), needs="telemetry"),
+}
+
+
+def chosen(words: Sequence[str]) -> list[str]:
+    """The figures that analyze.figures names, in the order of FIGURES."""
+    live_ones = {name for name in FIGURES if name.endswith("_live")}
+    groups = {"all": set(FIGURES), "live": live_ones}
+    wanted = {name for word in words for name in groups.get(word, {word})}
+    return [name for name in FIGURES if name in wanted]

@@ -1,0 +1,2 @@
+"""What is measured, a file for each subject: functions from weights by canonical name to arrays, with the papers'
+equations."""

@@ -1,0 +1,192 @@
+"""Statistics of batches beside the running ones, in norms over the batch: PowerNorm's figures 2, 3 and 4.
+
+Symbols are the paper's: X, Y `(B, d)`, whose rows are the valid tokens of a batch; mu, sigma, psi, gamma `(d,)`, with
+the batch's own as mu_B and so on. sigma = sqrt(variance + eps) and psi = sqrt(mean square + eps), as the model divides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ngpt_train.analysis.measures.of_run import (
+    BatchGap,
+    Curve,
+    NoMeaning,
+    OfRun,
+    as_values,
+    by_layer,
+    named_curve,
+    zipped,
+)
+from ngpt_train.core.constants import IGNORED
+from ngpt_train.models import Decoder
+from ngpt_train.models.weights import canonical
+
+SQUARES = {"variance": "sigma", "psi_squared": "psi"}  # a running mean of squares -> the symbol of its root
+KINDS = ("norm_attn", "norm_post_attn", "norm_mlp", "norm_post_mlp", "norm_cross")
+
+
+def distance(batch: Tensor, running: Tensor) -> float:
+    """dist(mu_B, mu) = ||mu_B - mu|| / d (section 3.1), fp64."""
+    return float(torch.linalg.vector_norm((batch - running).double())) / len(batch)
+
+
+def gradient_term(dL_dY: Tensor, X_hat: Tensor | None, gamma: Tensor, root: Tensor) -> float:
+    """||gamma / (sigma_B B) * sum_j dL/dy_j|| / d, the term of eq. 3 that comes from mu_B; with X_hat
+    ||gamma / (sigma_B B) * sum_j dL/dy_j * x_hat_j|| / d, that from sigma_B^2, and in PN-V from psi_B^2 (eq. 6).
+
+    The latter is multiplied by x_hat_i for token i, whose mean square over the tokens is 1 in each channel. fp64.
+    """
+    products = dL_dY if X_hat is None else dL_dY * X_hat  # (B, d)
+    term = gamma.double() / root.double() * products.double().mean(dim=0)
+    return float(torch.linalg.vector_norm(term)) / len(term)
+
+
+def batch_gaps(model: Decoder, batches: Sequence[Sequence[Tensor]], step: int) -> list[BatchGap]:
+    """The norms over the batch, in the order of the forward pass, at each batch.
+
+    Each batch goes through the model as in a training step after `step` steps, but without dropout, and leaves no
+    trace: weights and running statistics stay. `distance` is of mu_B and mu, sigma_B and sigma, sigma_B^2 and sigma^2,
+    psi_B and psi, psi_B^2 and psi^2; `gradient_term` of the batch's mean loss as g_mu, g_sigma_squared and, of PN-V,
+    g_psi_squared. PowerNorm itself has no such term: its backward pass takes nu in its place.
+    """
+    norms = {canonical(place): module for place, module in model.named_modules() if hasattr(module, "on_batch")}
+    found: list[BatchGap] = []
+    model.eval()
+    for norm in norms.values():
+        norm.train()  # alone: dropout stays off
+    for number, batch in enumerate(batches):
+        n_targets = max(1, int((batch[1] != IGNORED).sum()))
+        with _unchanged(model), _watched(norms) as seen:
+            model.begin_step_(step, torch.tensor(1 / n_targets, device=batch[0].device))
+            (model.loss(*batch)[0] / n_targets).backward()
+        found += [BatchGap(number, name, values) for name, values in seen.items()]
+        model.zero_grad()
+    model.eval()
+    return found
+
+
+@contextlib.contextmanager
+def _unchanged(model: Decoder) -> Iterator[None]:
+    before = {name: value.clone() for name, value in model.statistics().items()}
+    try:
+        yield
+    finally:
+        for name, value in model.statistics().items():
+            value.copy_(before[name])
+
+
+@contextlib.contextmanager
+def _watched(norms: Mapping[str, Any]) -> Iterator[dict[str, dict[str, float]]]:
+    """By norm, in the order of the calls, the numbers of BatchGap; those of the gradient after the backward pass."""
+    seen: dict[str, dict[str, float]] = {}
+    handles = []
+
+    def watch(name: str, norm: Any) -> None:
+        def forward(_: Any, arguments: Any, output: Any) -> None:
+            (x, valid, *_), (Y, batch) = arguments, output
+            if batch is None:
+                return
+            kept = slice(None) if valid is None else valid.to(torch.bool)
+            X = norm.group_scaled(x.detach().to(norm.gain.dtype))[kept].reshape(-1, x.shape[-1])
+            seen[name] = compared(norm, batch.values)
+            if "psi_squared" in norm.statistics() and "nu" in norm.statistics():
+                return  # PowerNorm
+            mu_B = batch.values[0] if len(batch.values) > 1 else None
+            root = norm.root(batch.values[-1])
+
+            def backward(dL_dY: Tensor) -> None:
+                g = dL_dY[kept].reshape(-1, x.shape[-1])
+                if mu_B is not None:
+                    seen[name]["g_mu"] = gradient_term(g, None, norm.gain, root)
+                symbol = "psi" if mu_B is None else "sigma"
+                X_hat = (X if mu_B is None else X - mu_B) / root
+                seen[name][f"g_{symbol}_squared"] = gradient_term(g, X_hat, norm.gain, root)
+
+            Y.register_hook(backward)
+
+        handles.append(norm.register_forward_hook(forward))
+
+    for name, norm in norms.items():
+        watch(name, norm)
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@torch.no_grad()
+def compared(norm: Any, values: Sequence[Tensor]) -> dict[str, float]:
+    """The distances of a batch's statistics from the running ones."""
+    found = {}
+    # The model moves the running statistics after the block, so they are those of before.
+    for (name, running), value in zip(norm.statistics().items(), values, strict=False):
+        if name in SQUARES:
+            found[SQUARES[name]] = distance(norm.root(value), norm.root(running))
+            found[f"{SQUARES[name]}_squared"] = distance(value, running)
+        else:
+            found[name] = distance(value, running)
+    return found
+
+
+# Figures
+
+
+def over_batches(run: OfRun, names: Sequence[str]) -> list[Curve]:
+    """At the first norm over the batch, x is the number of the batch. At each layer: the mean over the batches, and
+    their variance, divided by n - 1."""
+    gaps = gaps_of(run)
+    first = gaps[0].norm
+    curves = []
+    for name in names:
+        if name not in gaps[0].values:
+            continue
+        here = [(gap.batch, gap.values[name]) for gap in gaps if gap.norm == first]
+        curves.append(Curve(name, "", *zipped(here), kind="points"))
+        by_norm: dict[str, list[float]] = {}
+        for gap in gaps:
+            by_norm.setdefault(gap.norm, []).append(gap.values[name])
+        for kind in KINDS:
+            for stack, layers in by_layer(by_norm, kind).items():
+                x, all_values = as_values(list(layers)), np.array(list(layers.values()))  # (layers, batches)
+                curves.append(Curve(f"{name}_mean", named_curve(stack, kind), x, all_values.mean(axis=1)))
+                if all_values.shape[1] > 1:
+                    variance = all_values.var(axis=1, ddof=1)
+                    curves.append(Curve(f"{name}_variance", named_curve(stack, kind), x, variance))
+    if not curves:
+        raise NoMeaning(f"has a norm over the batch, but {' and '.join(names)} are not among its statistics")
+    return curves
+
+
+def gaps_of(run: OfRun) -> Sequence[BatchGap]:
+    if not run.over_batch:
+        raise NoMeaning("has no norm over the batch")
+    if run.batches is None:
+        raise NoMeaning(run.no_rows)
+    return run.batches
+
+
+def figure_2(run: OfRun) -> list[Curve]:
+    """PowerNorm, figure 2: dist(mu_B, mu) = ||mu_B - mu|| / d and dist(sigma_B^2, sigma^2) of BatchNorm, and
+    dist(sigma_B, sigma); of the first norm over the batches, and of each layer the mean and variance over them."""
+    return over_batches(run, ("mu", "sigma_squared", "sigma"))
+
+
+def figure_3(run: OfRun) -> list[Curve]:
+    """PowerNorm, figure 3: g_mu = ||gamma / (sigma_B B) sum_j dL/dy_j|| / d, and g_sigma^2 with dL/dy_j x_hat_j in the
+    sum (eq. 3), of BatchNorm; L is the mean loss of the batch."""
+    return over_batches(run, ("g_mu", "g_sigma_squared"))
+
+
+def figure_4(run: OfRun) -> list[Curve]:
+    """PowerNorm, figure 4: dist(sigma_B, sigma) and dist(psi_B, psi), ||x_B - x|| / d, and those of the squares; the
+    gradient's terms g_sigma^2 (eq. 3) and g_psi^2 = ||gamma / (psi_B B) sum_j dL/dy_j x_hat_j|| / d (eq. 6)."""
+    names = ("sigma", "psi", "sigma_squared", "psi_squared", "g_sigma_squared", "g_psi_squared")
+    return over_batches(run, names)

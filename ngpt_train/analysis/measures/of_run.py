@@ -1,0 +1,112 @@
+"""What a measure takes and what it gives."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ngpt_train.config.model_keys import ModelConfig
+
+Values = NDArray[np.float64]
+
+
+class NoMeaning(Exception):
+    """Why a figure has no meaning for a run, or no numbers of it, as the end of a sentence about the run."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Points of a panel of a figure. x, y: `(n,)`."""
+
+    panel: str
+    name: str  # within its panel and run, such as `median` or `head 3`; may be empty
+    x: Values
+    y: Values
+    kind: str = "line"  # line, dotted or points
+    edges: Values | None = None  # of a histogram: the ends of its bins, `(n + 1,)`
+
+
+@dataclass(frozen=True)
+class BatchGap:
+    """How far the statistics of one batch are from the running ones at one norm, and its terms of the gradient."""
+
+    batch: int
+    norm: str  # canonical name
+    values: Mapping[str, float]  # by name, see batch_statistics.py
+
+
+@dataclass(frozen=True, eq=False)  # by identity, so that a measure of a run can be kept for another figure
+class OfRun:
+    """What is known of one run.
+
+    weights: by canonical name, vectors as stored, matrices as the model uses them. in_use: vectors as the model uses
+    them, such as nGPT's effective alpha. gradient_l1, loss, batches: of the run's own rows; None where they were not
+    asked for or cannot be had, and `no_rows` says why. telemetry, train: records of metrics.jsonl.
+    """
+
+    name: str
+    model: ModelConfig
+    on_sphere: bool = False  # whether training keeps the rows of matrices on the sphere
+    over_batch: bool = False  # whether it has norms over the batch
+    weights: Mapping[str, Tensor] = field(default_factory=dict)
+    in_use: Mapping[str, Tensor] = field(default_factory=dict)
+    gradient_l1: Mapping[str, float] | None = None
+    loss: float | None = None
+    batches: Sequence[BatchGap] | None = None
+    no_rows: str = ""
+    telemetry: Sequence[Mapping[str, Any]] = ()
+    train: Sequence[Mapping[str, Any]] = ()
+
+
+# The stacks of blocks by the first word of a weight's name, and cross-attention within the decoder.
+_PLACE = re.compile(r"(layers|encoder)\.(\d+)\.(cross\.)?(.+)")
+ENCODER, DECODER, CROSS = "encoder", "decoder", "cross-attention"
+
+
+def by_layer(named: Mapping[str, Any], name: str) -> dict[str, dict[int, Any]]:
+    """What `named` has under `layers.{i}.NAME`, by stack and layer, in order.
+
+    A decoder has one stack, whose name is empty. An encoder-decoder has those of `encoder.{i}.NAME`, `layers.{i}.NAME`
+    and `layers.{i}.cross.NAME`.
+    """
+    found: dict[str, dict[int, Any]] = {}
+    for path, value in named.items():
+        place = _PLACE.fullmatch(path)
+        if place and place[4] == name:
+            stack = ENCODER if place[1] == "encoder" else CROSS if place[3] else DECODER
+            found.setdefault(stack, {})[int(place[2])] = value
+    has_encoder = any(path.startswith("encoder.") for path in named)
+    said = {DECODER: DECODER if has_encoder else ""}
+    return {
+        said.get(stack, stack): dict(sorted(found[stack].items()))
+        for stack in (ENCODER, DECODER, CROSS)
+        if stack in found
+    }
+
+
+def named_curve(stack: str, name: str) -> str:
+    """The name of a curve of a stack: `encoder median`."""
+    return f"{stack} {name}".strip()
+
+
+def as_values(values: Any) -> Values:
+    """Numbers, or a tensor, as fp64."""
+    return np.asarray(values.detach().double().cpu() if isinstance(values, Tensor) else values, dtype=np.float64)
+
+
+def zipped(points: Sequence[tuple[float, float]]) -> tuple[Values, Values]:
+    """x and y of points."""
+    x, y = np.array(points, dtype=np.float64).reshape(-1, 2).T
+    return x, y
+
+
+def over_ranks(values: Tensor) -> tuple[Values, Values]:
+    """Values sorted, the largest first, over their normalised rank: i / (n - 1) for the i-th from 0."""
+    sorted_values = values.double().sort(descending=True).values
+    return np.linspace(0, 1, len(sorted_values)), as_values(sorted_values)

@@ -1,0 +1,160 @@
+"""Learned vectors: nGPT's figures 6 and 14, NormFormer's 4 and 6, TnT's 3 and 4."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from torch import Tensor
+
+from ngpt_train.analysis.measures.of_run import (
+    CROSS,
+    Curve,
+    NoMeaning,
+    OfRun,
+    Values,
+    as_values,
+    by_layer,
+    named_curve,
+)
+
+BINS = 100  # of a histogram, over the values of all runs
+RATES = ("alpha_attn", "alpha_mlp")
+SCALES = ("s_u", "s_v", "s_qk")
+QUARTERS = {"least": 0.0, "lower quarter": 0.25, "median": 0.5, "upper quarter": 0.75, "largest": 1.0}
+
+
+def mean_rate(alpha: Tensor) -> float:
+    """The mean of |alpha_i| over the dimensions: a rate is used as its absolute value."""
+    return float(alpha.double().abs().mean())
+
+
+def mean_scale(s: Tensor) -> float:
+    """The mean of s_i. s_v comes without the constant factor sqrt(d_model) of eq. 21."""
+    return float(s.double().mean())
+
+
+def means(named: Mapping[str, Tensor], name: str) -> dict[str, tuple[Values, Values]]:
+    """By stack: layers, and the mean of the vector `name` at each."""
+    mean = mean_rate if name.startswith("alpha") else mean_scale
+    return {
+        stack: (as_values(list(layers)), as_values([mean(vector) for vector in layers.values()]))
+        for stack, layers in by_layer(named, name).items()
+    }
+
+
+def figure_6(run: OfRun) -> list[Curve]:
+    """nGPT, figure 6: the mean of |alpha|, s_u, s_v and s_qk at each layer, and all of s_z; effective values, stored *
+    init / scale (section 2.5)."""
+    curves = [
+        Curve(name, named_curve(stack, ""), *found)
+        for name in (*RATES, *SCALES)
+        for stack, found in means(run.in_use, name).items()
+    ]
+    if not curves or "s_z" not in run.in_use:
+        raise NoMeaning("has no eigen learning rates and scaling factors")
+    return [*curves, values_of(run, "s_z")]
+
+
+def values_of(run: OfRun, name: str) -> Curve:
+    """All effective entries of the vectors `name` over the layers, and stacks, as y; `histograms` counts them."""
+    vectors = [vector for path, vector in run.in_use.items() if path == name or path.endswith(f".{name}")]
+    values = np.concatenate([np.abs(as_values(v)) if name.startswith("alpha") else as_values(v) for v in vectors])
+    return Curve(name, "", np.arange(len(values), dtype=np.float64), values)
+
+
+def figure_14(run: OfRun) -> list[Curve]:
+    """nGPT, figure 14: the effective entries of |alpha_A|, |alpha_M|, s_qk, s_u, s_v of all layers, and of s_z."""
+    there = {path.split(".")[-1] for path in run.in_use}
+    names = [name for name in (*RATES, "s_qk", "s_u", "s_v", "s_z") if name in there]
+    if not names:
+        raise NoMeaning("has no eigen learning rates and scaling factors")
+    return [values_of(run, name) for name in names]
+
+
+def histograms(curves: Mapping[str, list[Curve]]) -> dict[str, list[Curve]]:
+    """In the place of values their density, for each run: the share of its entries in a bin divided by the bin's width.
+
+    A panel has the same bins for all runs: BINS equal ones from the least to the largest value of any.
+    """
+    panels = {curve.panel for found in curves.values() for curve in found}
+    edges: dict[str, Values] = {}
+    for panel in panels:
+        values = np.concatenate([curve.y for found in curves.values() for curve in found if curve.panel == panel])
+        low, high = float(values.min()), float(values.max())
+        margin = 0.0 if high > low else 0.5 * max(abs(low), 1e-12)  # all entries are equal: a fixed scale
+        edges[panel] = np.linspace(low - margin, high + margin, BINS + 1)
+    return {run: [_density(curve, edges[curve.panel]) for curve in found] for run, found in curves.items()}
+
+
+def histogram_of_s_z(curves: Mapping[str, list[Curve]]) -> dict[str, list[Curve]]:
+    """Figure 6 with the histogram of s_z in the place of its entries."""
+    counted = histograms({run: [c for c in found if c.panel == "s_z"] for run, found in curves.items()})
+    return {run: [*(c for c in found if c.panel != "s_z"), *counted[run]] for run, found in curves.items()}
+
+
+def _density(curve: Curve, edges: Values) -> Curve:
+    counts = np.histogram(curve.y, edges)[0]
+    middle, width = (edges[1:] + edges[:-1]) / 2, np.diff(edges)
+    return Curve(curve.panel, curve.name, middle, counts / counts.sum() / width, edges=edges)
+
+
+# TnT
+
+
+def tnt(run: OfRun, names: Mapping[str, str]) -> list[Curve]:
+    """Means at each layer of encoder and decoder, effective and as stored. names: panel -> vector."""
+    if not any(path.startswith("encoder.") for path in run.in_use) or not by_layer(run.in_use, "alpha_attn"):
+        raise NoMeaning("is no encoder-decoder with eigen learning rates and scaling factors")
+    curves = []
+    for panel, name in names.items():
+        for said, kind, named in (("effective", "line", run.in_use), ("stored", "dotted", run.weights)):
+            for stack, found in means(named, name).items():
+                where = "decoder" if stack == CROSS else stack
+                curves.append(Curve("s_qk_cross" if stack == CROSS else panel, f"{where} {said}", *found, kind=kind))
+    return curves
+
+
+def tnt_figure_3(run: OfRun) -> list[Curve]:
+    """TnT, figure 3: the mean of |alpha| of attention, cross-attention and MLP at each layer of encoder and decoder.
+
+    The paper's values, 0.02 to 0.27 around 1 / sqrt(d_model) = 0.03, look like those that are stored; effective ones
+    are stored * init / scale.
+    """
+    return tnt(run, {"alpha_attn": "alpha_attn", "alpha_cross": "alpha_cross", "alpha_mlp": "alpha_mlp"})
+
+
+def tnt_figure_4(run: OfRun) -> list[Curve]:
+    """TnT, figure 4: the mean of s_qk, s_u and s_v at each layer of encoder and decoder."""
+    return tnt(run, {"s_qk": "s_qk", "s_u": "s_u", "s_v": "s_v"})
+
+
+# NormFormer
+
+
+def normformer_figure_4(run: OfRun) -> list[Curve]:
+    """NormFormer, figure 4: how the entries of three learned vectors are distributed at each layer: the gains of the
+    LayerNorm in the MLP and of that after attention, and gamma of HeadScale. Quantiles, linear between entries."""
+    curves = []
+    for name in ("norm_ffn", "norm_post_attn", "head_scale"):
+        for stack, layers in by_layer(run.in_use, name).items():
+            quantiles = np.array([np.quantile(as_values(v), list(QUARTERS.values())) for v in layers.values()])
+            for said, values in zip(QUARTERS, quantiles.T, strict=True):
+                kind = "line" if said == "median" else "dotted"
+                curves.append(Curve(name, named_curve(stack, said), as_values(list(layers)), values, kind=kind))
+    if not curves:
+        raise NoMeaning("has none of NormFormer's three additions")
+    return curves
+
+
+def normformer_figure_6(run: OfRun) -> list[Curve]:
+    """NormFormer, figure 6: the mean of lambda_resid at each layer. x is the depth, layer number / total layers."""
+    curves = []
+    for stack, layers in by_layer(run.in_use, "res_scale").items():
+        n_layers = max(layers) + 1
+        depth = as_values([layer / n_layers for layer in layers])
+        values = as_values([mean_scale(vector) for vector in layers.values()])
+        curves.append(Curve("res_scale", named_curve(stack, ""), depth, values))
+    if not curves:
+        raise NoMeaning("has no lambda of residual connections (model.res_scale)")
+    return curves

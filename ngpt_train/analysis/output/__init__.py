@@ -1,0 +1,1 @@
+"""What `analyze` writes: numbers, pictures and a page."""

@@ -1,0 +1,169 @@
+"""page.html of `probe`: losses by class, and rows to read, which opens without a network."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from ngpt_train.core.files import write_atomically
+from ngpt_train.report.page.charts import Chart, Choice, Plot, escaped, layout
+from ngpt_train.report.page.html import THEME, figure_of, page, section
+from ngpt_train.report.page.style import Style, styles
+from ngpt_train.report.page.table import table
+
+TITLE = "Where the loss is"
+FULL = 3.0  # nats: a loss, or a difference of losses, from which on a token has the full colour
+
+
+def styles_of(names: Sequence[str]) -> dict[str, Style]:
+    """Without the grey of a baseline, which is no colour behind a text."""
+    _, *looks = styles([str(k) for k in range(len(names) + 1)], "0").values()
+    return dict(zip(names, looks, strict=True))
+
+
+def write_page(report: Mapping[str, Any], path: Path) -> None:
+    """report: the content of probe.json."""
+    write_atomically(path, html(report).encode())
+
+
+def html(report: Mapping[str, Any]) -> str:
+    names = [model["name"] for model in report["models"]]
+    looks = styles_of(names)
+    charts = [_chart(each, names, looks) for each in report["classes"]] + [_positions(report, names, looks)]
+    nav = "".join(f'<a href="#{chart.name}">{escape(chart.title)}</a> ' for chart in charts)
+    body = [
+        f"<header><h1>{TITLE}</h1>\n<p class='facts'>{escape(_facts(report))}</p>\n{THEME}\n</header>",
+        section("models", "Models", table(report["models"])),
+        f'<nav aria-label="Sections">{nav}<a href="#rows">Rows</a></nav>',
+    ]
+    for chart, each in zip(charts, report["classes"], strict=False):
+        lines = table(class_rows(each, names))
+        body.append(section(chart.name, chart.title, figure_of(chart, lambda plot: "") + lines))
+    body.append(section(charts[-1].name, charts[-1].title, figure_of(charts[-1], lambda plot: "")))
+    body.append(
+        section("rows", _title_of_rows(names), _legend(looks) + "".join(_row(row, looks) for row in report["rows"]))
+    )
+    body.append(section("again", "How to regenerate", f"<pre><code>{escape(report['command'])}</code></pre>"))
+    return page(TITLE, ("models", "To the models"), "\n".join(body), charts)
+
+
+def _facts(report: Mapping[str, Any]) -> str:
+    return f"{report['data']}, {report['rows_evaluated']:,} validation rows, rows_hash {report['rows_hash']}."
+
+
+def class_rows(each: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
+    """Lines of a table: for each class its targets, and of each model its mean loss and the share of its summed loss;
+    for two models the difference."""
+    total = {name: sum(of["loss_sum"][name] for of in each["classes"]) or 1.0 for name in names}
+    targets = sum(of["targets"] for of in each["classes"])
+    lines = []
+    for of in each["classes"]:
+        line: dict[str, Any] = {each["kind"]: of["class"], "targets": of["targets"]}
+        line["of all targets"] = f"{of['targets'] / targets:.1%}"
+        for name in names:
+            line[f"loss, {name}"] = f"{of['loss'][name]:.4f}"
+            line[f"of its loss, {name}"] = f"{of['loss_sum'][name] / total[name]:.1%}"
+        if len(names) == 2:
+            line["difference"] = f"{of['loss'][names[0]] - of['loss'][names[1]]:+.4f}"
+        lines.append(line)
+    return lines
+
+
+def _chart(each: Mapping[str, Any], names: Sequence[str], looks: Mapping[str, Style]) -> Chart:
+    import plotly.graph_objects as graph
+
+    traces = [
+        graph.Bar(
+            x=[of["class"] for of in each["classes"]],
+            y=[of["loss"][name] for of in each["classes"]],
+            meta={"arm": name, "label": escaped(name)},
+            marker={"color": looks[name].colour},
+            hovertemplate="%{meta.label}<br>%{x}: %{y:.4f} nats per token<extra></extra>",
+        ).to_plotly_json()
+        for name in names
+    ]
+    title = f"Loss by {each['kind']}"
+    shape = layout(
+        xaxis={"type": "category", "title": {"text": escaped(each["says"])}, "automargin": True},
+        yaxis={"title": {"text": "nats per token"}, "automargin": True},
+    )
+    return Chart(each["kind"], title, "", [Plot(title, [dict(t) for t in traces], shape)], [_choice(names, looks)])
+
+
+def _positions(report: Mapping[str, Any], names: Sequence[str], looks: Mapping[str, Style]) -> Chart:
+    import plotly.graph_objects as graph
+
+    of = report["by_position"]
+    at = [position for position, n in enumerate(of["targets"]) if n]
+    traces = [
+        graph.Scatter(
+            x=at,
+            y=[of["loss_sum"][name][position] / of["targets"][position] for position in at],
+            mode="lines",
+            meta={"arm": name, "label": escaped(name)},
+            line={"color": looks[name].colour, "width": 1.2},
+            hovertemplate="%{meta.label}<br>position %{x}: %{y:.4f} nats per token<extra></extra>",
+        ).to_plotly_json()
+        for name in names
+    ]
+    title = "Loss at every position"
+    shape = layout(
+        xaxis={"title": {"text": "position in the row"}, "automargin": True},
+        yaxis={"title": {"text": "nats per token"}, "automargin": True},
+    )
+    return Chart("every-position", title, "", [Plot(title, [dict(t) for t in traces], shape)], [_choice(names, looks)])
+
+
+def _choice(names: Sequence[str], looks: Mapping[str, Style]) -> Choice:
+    marks = {name: (looks[name].colour, looks[name].glyph) for name in names}
+    return Choice("arm", "Models", {name: name for name in names}, marks=marks)
+
+
+def _title_of_rows(names: Sequence[str]) -> str:
+    return "Rows where the models differ most" if len(names) == 2 else "Rows with the largest loss"
+
+
+def _legend(looks: Mapping[str, Style]) -> str:
+    if len(looks) == 1:
+        says = f"The darker a token, the larger its loss, up to {FULL:g} nats."
+    else:
+        first, second = (f"<span {_colour(look.colour, FULL)}>{escape(name)}</span>" for name, look in looks.items())
+        says = f"A token has the colour of the model with the smaller loss: {first} or {second}; full at {FULL:g} nats."
+    return f'<p class="note">{says} A pointer on a token shows its losses.</p>'
+
+
+def _row(row: Mapping[str, Any], looks: Mapping[str, Style]) -> str:
+    losses = ", ".join(f"{name} {loss:.4f}" for name, loss in row["loss"].items())
+    most = "".join(
+        f"<li>{token['position']}: <code>{escape(_visible(token['text']))}</code>: {escape(_losses(token))}</li>"
+        for token in row["most"]
+    )
+    text = "".join(_token(token, looks) for token in row["tokens"])
+    return (
+        f"<h3>Row {row['number']:,}: {escape(losses)} nats per token</h3>"
+        f'<pre class="row">{text}</pre>'
+        f"<details><summary>the tokens that stand out, by position</summary><ul>{most}</ul></details>"
+    )
+
+
+def _token(token: Mapping[str, Any], looks: Mapping[str, Style]) -> str:
+    values = list(token["loss"].values())
+    hue = looks[min(token["loss"], key=token["loss"].get)].colour
+    size = abs(values[0] - values[1]) if len(values) == 2 else values[0]
+    shown = escape(token["text"]) or "&#9633;"  # a special id has no text
+    return f'<span title="{escape(_losses(token))}" {_colour(hue, size)}>{shown}</span>'
+
+
+def _losses(token: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {loss:.3f}" for name, loss in token["loss"].items())
+
+
+def _colour(hue: str, size: float) -> str:
+    red, green, blue = (int(hue[k : k + 2], 16) for k in (1, 3, 5))
+    return f'style="background:rgba({red},{green},{blue},{0.5 * min(size / FULL, 1):.2f})"'
+
+
+def _visible(text: str) -> str:
+    return text.replace("\n", "\\n").replace("\t", "\\t").replace(" ", "\N{OPEN BOX}") or "(no text)"

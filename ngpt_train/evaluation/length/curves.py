@@ -1,0 +1,170 @@
+"""The loss of a model at a context, and at each position of its window.
+
+A document is read from an eos on, as in training, and its ids are the targets, each once; the eos behind it is none.
+The first window has the first `context` targets. Then the window moves by `stride`, and its last `stride` targets count
+for the context; the last window ends with the document. So every target of the first window but its first ones, and
+every later one, is predicted from at least `context - stride` ids before it. The position of a target is how many ids
+of its window were read before it, less one: at the positions all targets of all windows count.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ngpt_train.data import Tokenizer
+from ngpt_train.data.tokenizers.interface import encode_document
+from ngpt_train.distributed import World, averaged_statistics
+from ngpt_train.models import Decoder
+from ngpt_train.models.layers.rope import UNSCALED, RopeScaling
+
+# Most ids of one forward pass of several windows; a longer window is a pass of its own.
+MOST_TOKENS = 8_192
+
+
+class Window(NamedTuple):
+    """The targets `start` to `end - 1` of a document, of which those from `new` on count for the context."""
+
+    start: int
+    new: int
+    end: int
+
+
+def windows(n_targets: int, context: int, stride: int) -> Iterator[Window]:
+    """The windows of a document of n_targets ids; all have the same length."""
+    end = min(context, n_targets)
+    yield Window(0, 0, end)
+    while end < n_targets:
+        new, end = end, min(end + stride, n_targets)
+        yield Window(end - context, new, end)
+
+
+@dataclass
+class Curve:
+    """Sums at one context. rope: none, linear or ntk, with its factor. nats: of the `targets` targets that count for
+    the context, which stand for `bytes` bytes of text.
+
+    by_position: (3, context) fp64, of all targets at each position the nats, their number and their bytes. shorter: the
+    documents that have fewer targets than the context.
+    """
+
+    context: int
+    stride: int
+    rope: str
+    factor: float
+    nats: float = 0.0
+    targets: int = 0
+    bytes: int = 0
+    windows: int = 0
+    documents: int = 0
+    shorter: int = 0
+    by_position: NDArray[np.float64] = field(default_factory=lambda: np.zeros((3, 0)))
+
+    def as_json(self) -> dict[str, Any]:
+        kept = ("context", "stride", "rope", "factor", "windows", "documents", "shorter")
+        return {
+            **{name: getattr(self, name) for name in kept},
+            **losses(self.nats, self.targets, self.bytes),
+            "positions": [
+                {"first": first, "last": last - 1, **losses(*self.by_position[:, first:last].sum(axis=1).tolist())}
+                for first, last in bins(self.context)
+            ],
+        }
+
+
+def losses(nats: float, targets: float, n_bytes: float) -> dict[str, Any]:
+    """loss (nats per target), ppl = exp(loss) and bits_per_byte = nats / ln 2 / bytes; null where there is no target or
+    no byte."""
+    loss = nats / targets if targets else None
+    return {
+        "targets": int(targets),
+        "loss": loss,
+        "ppl": None if loss is None else math.exp(min(loss, 700.0)),
+        "bits_per_byte": nats / math.log(2) / n_bytes if n_bytes else None,
+    }
+
+
+def bins(context: int) -> list[tuple[int, int]]:
+    """Ranges of positions, each twice as long as all before: 0, 1, 2 to 3, 4 to 7, ... to the context."""
+    ends = [1 << k for k in range(context.bit_length()) if 1 << k < context]
+    return list(zip([0, *ends], [*ends, context], strict=True))
+
+
+def scaling_of(rope: str, context: int, trained: int) -> RopeScaling:
+    """RoPE's scaling that brings a row of `context` tokens to the `trained` ones; none for a row that is no longer."""
+    factor = max(1.0, context / trained)
+    return {"none": UNSCALED, "linear": RopeScaling(linear=factor), "ntk": RopeScaling(ntk=factor)}[rope]
+
+
+@torch.no_grad()
+def measure(
+    model: Decoder,
+    tokenizer: Tokenizer,
+    documents: Iterable[str],
+    plan: Iterable[tuple[int, int, str]],
+    world: World,
+) -> list[Curve]:
+    """The curves of `plan`, (context, stride, rope) each; the same on every rank. A collective call.
+
+    Documents are read one after the other, and a window's logits are never held at once: memory grows with the longest
+    document's ids and the longest context's activations. The ranks share the windows. The model is left as it was.
+    """
+    curves = [
+        Curve(context, stride, rope, max(scaling_of(rope, context, model.config.context)))
+        for context, stride, rope in plan
+    ]
+    sums = [torch.zeros(3, curve.context, dtype=torch.float64, device=world.device) for curve in curves]
+    counted = torch.zeros(len(curves), 4, dtype=torch.float64, device=world.device)  # nats, targets, bytes, windows
+    n_bytes = torch.from_numpy(tokenizer.n_bytes).to(world.device)
+    was_training = model.training
+    model.eval()
+    passes = 0
+    with averaged_statistics(model, world):
+        for text in documents:
+            ids = _opened(tokenizer, text).to(world.device)
+            n_targets = len(ids) - 1
+            for k, curve in enumerate(curves if n_targets else []):
+                curve.documents += 1
+                curve.shorter += n_targets < curve.context
+                cut = list(windows(n_targets, curve.context, curve.stride))
+                at_once = max(1, MOST_TOKENS // (cut[0].end - cut[0].start))
+                model.rope_scaling = scaling_of(curve.rope, curve.context, model.config.context)
+                for first in range(0, len(cut), at_once):
+                    passes += 1
+                    if passes % world.size == world.rank:
+                        _add(model, ids, cut[first : first + at_once], n_bytes, sums[k], counted[k])
+    model.rope_scaling = UNSCALED
+    model.train(was_training)
+    for curve, of_positions, of_context in zip(curves, sums, world.sum_(counted).tolist(), strict=True):
+        curve.nats = of_context[0]
+        curve.targets, curve.bytes, curve.windows = map(round, of_context[1:])
+        curve.by_position = world.sum_(of_positions).cpu().numpy()
+    return curves
+
+
+def _opened(tokenizer: Tokenizer, text: str) -> Tensor:
+    """eos and the ids of the document: (1 + targets,) int64."""
+    ids = encode_document(tokenizer, text)
+    return torch.from_numpy(np.concatenate([[tokenizer.eos], ids]).astype(np.int64))
+
+
+def _add(model: Decoder, ids: Tensor, cut: list[Window], n_bytes: Tensor, sums: Tensor, counted: Tensor) -> None:
+    """Adds the losses of windows of one length to the sums by position (3, context), and to those of the context (4,).
+
+    ids: (1 + targets,), of which the first is the eos.
+    """
+    rows = torch.stack([ids[window.start : window.end + 1] for window in cut])  # (B, T + 1)
+    targets = rows[:, 1:]
+    nats = model(rows[:, :-1], targets).by_token.double()  # (B, T)
+    per_target = torch.stack([nats, torch.ones_like(nats), n_bytes[targets].double()])  # (3, B, T)
+    sums[:, : targets.shape[1]] += per_target.sum(1)
+    for row, window in enumerate(cut):
+        counted[:3] += per_target[:, row, window.new - window.start :].sum(1)
+    counted[3] += len(cut)

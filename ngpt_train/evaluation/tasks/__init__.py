@@ -1,0 +1,5 @@
+"""Tasks of lm-evaluation-harness on a model as it is, without an export."""
+
+from ngpt_train.evaluation.tasks.running import TaskResults, Tasks
+
+__all__ = ["TaskResults", "Tasks"]

@@ -1,0 +1,153 @@
+"""lm-evaluation-harness's view of a model of ours.
+
+The harness builds the requests of its tasks and computes their metrics; here they are answered, by the model as it is.
+The harness splits context and continuation: it encodes both together, and what comes after the ids of the context alone
+is the continuation (TemplateLM._encode_pair).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from ngpt_train.core.errors import ConfigError
+from ngpt_train.data import Tokenizer
+from ngpt_train.distributed import World
+from ngpt_train.evaluation.tasks.scoring import Scored, evaluating, log_likelihoods
+from ngpt_train.models import Decoder
+
+MOST_NEW_TOKENS = 256  # of a task that does not say; the harness's own default
+Ids = list[int]
+
+
+def no_whole_texts(tasks: Iterable[str]) -> ConfigError:
+    """The error of tasks that an encoder-decoder cannot answer."""
+    return ConfigError(
+        f"tasks: {', '.join(sorted(tasks))} wants the probability of whole texts. An encoder-decoder gives none to the "
+        "beginning of a text, which its encoder reads\n  Leave it out"
+    )
+
+
+class Adapter(TemplateLM):
+    """Answers every request on every rank, so that the harness takes it for one process; the ranks share the forward
+    passes. All methods that answer are collective calls.
+
+    A decoder reads an eos before each text, as in training: what the harness calls a BOS. An encoder reads a text from
+    its first token on. Equal, request by request, to the harness's adapter for Hugging Face's models (HFLM) on the same
+    weights with a tokenizer that puts eos in front.
+    """
+
+    def __init__(self, model: Decoder, tokenizer: Tokenizer, world: World) -> None:
+        super().__init__()
+        self.model, self.world = model, world
+        self._tokenizer = tokenizer
+        self._source = model.config.source_length(model.config.context)
+        self._device = world.device
+
+    @property
+    def eot_token_id(self) -> int:
+        return self._tokenizer.eos
+
+    @property
+    def max_length(self) -> int:
+        """The most ids that a decoder reads."""
+        return self.model.config.context
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
+        """The ids of a text; add_special_tokens: with an eos in front. None: for a decoder."""
+        eos_in_front = not self._source if add_special_tokens is None else add_special_tokens
+        return [self.eot_token_id] * eos_in_front + self._tokenizer.encode(string).tolist()
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[Ids, Ids]:
+        """The ids of context and continuation. Where both together have no more ids than the context alone, because the
+        tokenizer joins them, the continuation begins with the first id that differs."""
+        before, after = super()._encode_pair(context, continuation)
+        if not after:
+            whole = self.tok_encode(context + continuation)
+            same = next((i for i, (a, b) in enumerate(zip(whole, before, strict=False)) if a != b), len(whole) - 1)
+            before, after = whole[:same] or [self.eot_token_id], whole[same:]
+        return before, after
+
+    def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=True)
+
+    def _loglikelihood_tokens(
+        self, requests: Sequence[tuple[Any, Ids, Ids]], **kwargs: Any
+    ) -> list[tuple[float, bool]]:
+        scored = [Scored([*context, *continuation], len(continuation)) for _, context, continuation in requests]
+        log_p, greedy = log_likelihoods(self.model, scored, self.world)
+        return list(zip(log_p.tolist(), greedy.tolist(), strict=True))
+
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
+        """log p of whole texts, in the harness's windows: each text is cut into stretches of max_length ids, and the
+        last stretch reads as much of the text before it as fits.
+
+        As in the harness, the eos that is in front of a text is a target too, after another eos.
+        """
+        if self._source:
+            raise no_whole_texts({request.task_name or "a task" for request in requests})
+        of_texts = [
+            [make_disjoint_window(window) for window in self._rolling_windows(request.args[0])] for request in requests
+        ]
+        scored = [Scored([*before, *after], len(after)) for text in of_texts for before, after in text]
+        log_p, _ = log_likelihoods(self.model, scored, self.world)
+        found, first = [], 0
+        for text in of_texts:
+            found.append(float(log_p[first : first + len(text)].sum()))
+            first += len(text)
+        return found
+
+    def _rolling_windows(self, text: str) -> list[tuple[Ids, Ids]]:
+        ids = self.tok_encode(text)
+        return list(get_rolling_token_windows(ids, self.eot_token_id, max_seq_len=self.max_length, context_len=1))
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Greedy continuations, each up to the first of its stop strings, eos or its most tokens."""
+        found = [""] * len(requests)
+        with evaluating(self.model, self.world):
+            for first in range(0, len(requests), self.world.size):
+                index = first + self.world.rank
+                # The others wait with forward passes of their own, which FSDP2 needs on all ranks.
+                request = requests[min(index, len(requests) - 1)]
+                text = self._continue(request, counts=index < len(requests))
+                for place, of_rank in enumerate(self.world.gather(text)):
+                    if first + place < len(requests):
+                        found[first + place] = of_rank
+        return found
+
+    def _continue(self, request: Instance, counts: bool) -> str:
+        """The continuation of one context. counts: whether this rank has a request; a rank without one stops first."""
+        context, options = request.args
+        options = normalize_gen_kwargs(options, MOST_NEW_TOKENS)
+        if options["do_sample"]:
+            raise ConfigError(
+                f"tasks: {request.task_name} samples, and here the most likely token is taken\n  Leave it out"
+            )
+        stops = handle_stop_sequences(options["until"], eos=None)
+        room = MOST_NEW_TOKENS if self._source else self.max_length - options["max_gen_toks"]
+        if room < 1:
+            raise ConfigError(
+                f"tasks: {request.task_name} generates {options['max_gen_toks']} tokens, and the model's context has "
+                f"{self.max_length}: none is left for the prompt\n  Leave the task out"
+            )
+        ids = self.tok_encode(context) or [self.eot_token_id]
+        prompt = torch.tensor(ids if self._source else ids[-room:], device=self.world.device)
+        new = prompt[:0]
+        text, done = "", not counts
+        while not all(self.world.gather(done)):
+            token = self.model.next_token_logits(prompt, new)[: self._tokenizer.vocab_size].argmax()
+            if done:
+                continue
+            if token == self.eot_token_id:
+                done = True
+                continue
+            new = torch.cat([new, token[None]])
+            text = self._tokenizer.decode(new.tolist())
+            done = len(new) == options["max_gen_toks"] or any(stop in text for stop in stops if stop)
+        return postprocess_generated_text(text, stops, None)

@@ -1,0 +1,193 @@
+"""Tasks by name: those of a directory of the user's first, then those that come with lm-evaluation-harness.
+
+In the directory, `NAME.jsonl` is the task NAME, unless a YAML file there says what NAME is, in the harness's own form.
+A line of such a file is one of these:
+
+    {"query": "...", "choices": ["...", "..."], "gold": 0}                  which choice continues the query
+    {"context_options": ["...", "..."], "continuation": "...", "gold": 0}   which context the continuation follows
+    {"context": "...", "continuation": "..."}                               whether the continuation is the likeliest
+    {"text": "..."}                                                         how likely the text is
+
+Between what stands before and the continuation is one space.
+"""
+
+from __future__ import annotations
+
+import glob
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import lm_eval.tasks
+from lm_eval.api.group import Group
+from lm_eval.api.task import Task
+from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
+
+from ngpt_train.config.validate import did_you_mean, nearest
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.files import json_lines
+
+logger = logging.getLogger(__name__)
+
+# Tasks whose data nobody may hand on, and who gives it: left out of a list of tasks where there is no copy of it.
+BY_APPLICATION = dict.fromkeys(("storycloze_2016", "storycloze_2018"), "https://cs.rochester.edu/nlp/rocstories")
+
+
+class Loaded(NamedTuple):
+    """tasks: what lm_eval.evaluator.evaluate takes. left_out: the reason for each name that is left out."""
+
+    tasks: dict[str, Any]
+    left_out: dict[str, str]
+
+
+def load_tasks(names: Sequence[str], directory: str | None) -> Loaded:
+    """The tasks of these names, with their data. directory: of the user's own task files, or None.
+
+    Raises ConfigError for a name that is no task, DataError for one whose data cannot be had or whose files are faulty.
+    """
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it logs each task and its every default
+    found: list[Task | Group] = []
+    left_out: dict[str, str] = {}
+    own = OwnTasks(Path(directory).expanduser()) if directory is not None else None
+    manager: TaskManager | None = None
+    for name in names:
+        if own is not None and name in own:
+            found += _built(own.manager, own.task(name), f"{directory}, task {name}: ", "")
+            continue
+        near = _manager_near(name)
+        if name not in near.all_subtasks and manager is None:
+            logger.info("looking %s up among all tasks of lm-evaluation-harness", name)
+            manager = TaskManager()  # reads thousands of files, which takes many seconds
+        theirs = manager if manager is not None else near
+        if name not in theirs.all_tasks:
+            known = [*theirs.all_tasks, *(own or ())]
+            where = f", nor is there a file of that name in {directory}" if own is not None else ""
+            raise ConfigError(
+                f"tasks=[{','.join(names)}]: lm-evaluation-harness has no {name}{where}"
+                f"{did_you_mean(nearest(name, known))}\n  `lm-eval ls tasks` lists those that it has"
+            )
+        offline = (
+            "On a machine with a network run the same command once and copy its HF_HOME here; or name a directory of "
+            "task files with eval.tasks_path=DIR (docs/evaluation.md)"
+        )
+        try:
+            found += _built(theirs, name, f"tasks=[{','.join(names)}]: the data of {name} cannot be had: ", offline)
+        except DataError as error:
+            if name not in BY_APPLICATION or len(names) == 1:
+                raise
+            left_out[name] = f"its authors hand it out on application ({BY_APPLICATION[name]})"
+            logger.warning("%s is left out: %s; there is no copy here: %s", name, left_out[name], error)
+    loaded = _manager_of_none().load(found)
+    for task in loaded["tasks"].values():
+        # As simple_evaluate does, which sets the seeds of the whole process as well.
+        if task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=1234)
+    return Loaded(dict(loaded), left_out)
+
+
+class OwnTasks:
+    """The tasks of a directory of YAML and JSONL files. Raises DataError where it is none."""
+
+    def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise DataError(f"eval.tasks_path={directory}: no such directory")
+        try:
+            self.manager = TaskManager(include_path=str(directory), include_defaults=False)
+        except Exception as error:  # whatever a YAML file makes the harness raise
+            raise DataError(f"eval.tasks_path={directory}: {_said(error)}") from None
+        self._files = {path.stem: path for path in sorted(directory.rglob("*.jsonl"))}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.manager.all_tasks or name in self._files
+
+    def __iter__(self) -> Any:
+        return iter([*self.manager.all_tasks, *self._files])
+
+    def task(self, name: str) -> str | dict[str, Any]:
+        """What the manager loads."""
+        entry = self.manager.task_index.get(name)
+        if entry is None:
+            return from_jsonl(name, self._files[name])
+        if entry.yaml_path is None or name not in self.manager.all_subtasks:
+            return name
+        task = load_yaml(entry.yaml_path, resolve_func=True, recursive=True)
+        return _with_own_files(task, Path(entry.yaml_path).parent)
+
+
+def _with_own_files(task: dict[str, Any], directory: Path) -> dict[str, Any]:
+    """The task, whose data files are named from the directory of its YAML file on, or from the current one."""
+
+    def found(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: found(inner) for name, inner in value.items()}
+        if isinstance(value, list):
+            return [found(inner) for inner in value]
+        beside = directory / str(value)
+        return str(beside) if isinstance(value, str) and beside.exists() else value
+
+    more = task.get("dataset_kwargs") or {}
+    files = {name: found(value) for name, value in more.items() if name in ("data_files", "data_dir")}
+    return {**task, "dataset_kwargs": {**more, **files}} if files else task
+
+
+def from_jsonl(name: str, path: Path) -> dict[str, Any]:
+    """The task of a file whose lines have one of the forms above, as the harness configures it. Raises DataError."""
+    first = next((record for _, record in json_lines(path)), None)
+    fields = set(first) if isinstance(first, dict) else set()
+    common = {
+        "task": name,
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(path)}},
+        "test_split": "test",
+    }
+    if {"query", "choices", "gold"} <= fields:
+        form = {"output_type": "multiple_choice", "doc_to_text": "query", "doc_to_choice": "choices"}
+        return {**common, **form, "doc_to_target": "gold", "metric_list": _metrics("acc", "acc_norm")}
+    if {"context_options", "continuation", "gold"} <= fields:
+        form = {"output_type": "multiple_choice", "doc_to_text": "gold", "doc_to_choice": "context_options"}
+        return {**common, **form, "doc_to_target": "continuation", "metric_list": _metrics("acc")}
+    if {"context", "continuation"} <= fields:
+        perplexity = {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
+        form = {"output_type": "loglikelihood", "doc_to_text": "context", "doc_to_target": "{{' ' + continuation}}"}
+        return {**common, **form, "metric_list": [perplexity, *_metrics("acc")]}
+    if "text" in fields:
+        form = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
+        metrics = [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")]
+        return {**common, **form, "metric_list": metrics}
+    raise DataError(
+        f"{path}: its first line has the fields {', '.join(sorted(fields)) or 'of no JSON object'}. A line of a task "
+        "has query, choices and gold; or context_options, continuation and gold; or context and continuation; or text. "
+        f"Other files need a {name}.yaml beside them in the form of lm-evaluation-harness"
+    )
+
+
+def _metrics(*names: str) -> list[dict[str, Any]]:
+    return [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in names]
+
+
+def _built(manager: TaskManager, spec: str | dict[str, Any], where: str, fix: str) -> list[Task | Group]:
+    """The task, the tasks of a tag or the group. Raises DataError that begins with `where` and ends with `fix`."""
+    try:
+        built = manager._load_spec(spec)
+    except Exception as error:  # the data set's own code, the network, YAML: everything may fail here
+        raise DataError(f"{where}{_said(error)}{fix and '. '}{fix}") from None
+    return list(built) if isinstance(built, list) else [built]
+
+
+def _said(error: Exception) -> str:
+    first = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {first[:500]}"
+
+
+def _manager_near(name: str) -> TaskManager:
+    """The tasks of the harness's files that are called `name` and of those in a folder of that name: read at once."""
+    root = Path(lm_eval.tasks.__file__).parent
+    folders = {path.parent for path in [*root.rglob(f"{glob.escape(name)}.yaml"), *root.glob(f"{glob.escape(name)}/*")]}
+    return TaskManager(include_path=sorted(map(str, folders)), include_defaults=False)
+
+
+def _manager_of_none() -> TaskManager:
+    return TaskManager(include_defaults=False)

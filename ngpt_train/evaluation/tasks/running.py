@@ -1,0 +1,191 @@
+"""Runs tasks on a model, and says what came out."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import logging
+import math
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from lm_eval.evaluator import evaluate
+
+from ngpt_train.config.sections.verbs import EvalConfig
+from ngpt_train.core.files import write_atomically
+from ngpt_train.data import Tokenizer
+from ngpt_train.distributed import World
+from ngpt_train.evaluation.tasks.adapter import Adapter, no_whole_texts
+from ngpt_train.evaluation.tasks.files import load_tasks
+from ngpt_train.models import Decoder
+
+logger = logging.getLogger(__name__)
+
+# Samples from which the harness estimates the standard error of a metric that is no mean, such as a perplexity. It
+# takes 100,000 by default, in as many processes as there are cores.
+BOOTSTRAP = 1_000
+
+
+@dataclass(frozen=True)
+class TaskResults:
+    """tasks: of each task or group its metrics, their standard errors as NAME_stderr, and n, its documents. items: what
+    the harness keeps of each document. left_out: why, of each task that is left out."""
+
+    tasks: dict[str, dict[str, float]]
+    items: dict[str, list[dict[str, Any]]]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+    def mean(self) -> dict[str, float]:
+        """The mean that the papers report: of the accuracy over the tasks that have one; the same of acc_norm, where a
+        task without it counts with its acc; and their standard errors, those of independent tasks.
+
+        se(mean) = sqrt(sum of se^2) / n. Nothing where no task has an accuracy.
+        """
+        found: dict[str, float] = {}
+        for name, metrics in (("mean", ("acc",)), ("mean_acc_norm", ("acc_norm", "acc"))):
+            chosen = [next((m for m in metrics if m in task), None) for task in self.tasks.values()]
+            pairs = [(task, m) for task, m in zip(self.tasks.values(), chosen, strict=True) if m is not None]
+            if pairs:
+                found[name] = math.fsum(task[m] for task, m in pairs) / len(pairs)
+                errors = [task.get(f"{m}_stderr", math.nan) for task, m in pairs]
+                found[f"{name}_stderr"] = math.sqrt(math.fsum(error**2 for error in errors)) / len(pairs)
+        return found
+
+    def metrics(self) -> dict[str, float]:
+        """All numbers under flat names, TASK/METRIC, as a record has them."""
+        flat = {f"{task}/{name}": value for task, of_task in self.tasks.items() for name, value in of_task.items()}
+        return {**self.mean(), **flat}
+
+    def as_json(self) -> dict[str, Any]:
+        """What `evaluate.out` holds of the tasks."""
+        left_out = {"left_out": self.left_out} if self.left_out else {}
+        return {**self.mean(), "tasks": self.tasks, "harness": version("lm_eval"), **left_out}
+
+    def lines(self) -> list[str]:
+        """For people: a line for each task, and one for the mean."""
+        n_means = sum("acc" in task for task in self.tasks.values())
+        means = {f"mean of {n_means} tasks": _renamed_mean(self.mean())} if n_means > 1 else {}
+        width = max(map(len, [*self.tasks, *means]), default=0)
+        found = []
+        for task, of_task in {**self.tasks, **means}.items():
+            values = [
+                f"{name} {value:.4f}" + (f" ± {of_task[error]:.4f}" if (error := f"{name}_stderr") in of_task else "")
+                for name, value in of_task.items()
+                if name != "n" and not name.endswith("_stderr")
+            ]
+            n = f"  ({of_task['n']:.0f} documents)" if "n" in of_task else ""
+            found.append(f"{task:<{width}}  {'  '.join(values)}{n}")
+        return found
+
+    def write_items(self, path: Path) -> None:
+        """A line of JSON for each document: its task and number, what was asked, the answers, and its metrics."""
+        kept = ("doc_id", "filter", "target", "arguments", "resps")
+        lines = [
+            {"task": task, **{name: item[name] for name in (*kept, *item["metrics"])}}
+            for task, items in self.items.items()
+            for item in items
+        ]
+        text = "".join(json.dumps(line, ensure_ascii=False, default=str) + "\n" for line in lines)
+        write_atomically(path, text.encode())
+
+
+def _renamed_mean(mean: Mapping[str, float]) -> dict[str, float]:
+    """`mean` as `acc` and `mean_acc_norm` as `acc_norm`, for a line that says that it is a mean."""
+    return {name.replace("mean_acc_norm", "acc_norm").replace("mean", "acc"): value for name, value in mean.items()}
+
+
+class Tasks:
+    """The tasks of eval.tasks with their data, ready to be run on the models of a run.
+
+    Raises ConfigError for a name that is no task or a task that an encoder-decoder cannot answer, DataError where the
+    data of one cannot be had. A collective call: rank 0 fetches the data before the others read it.
+    """
+
+    def __init__(self, config: EvalConfig, source_context: int, world: World) -> None:
+        names = list(dict.fromkeys(config.tasks or []))
+
+        def load() -> list[str]:
+            self._loaded, self.left_out = load_tasks(names, config.tasks_path)
+            return list(self._loaded["tasks"])
+
+        world.on_main_without_timeout(load)
+        if not world.is_main:
+            load()
+        tasks = self._loaded["tasks"].items()
+        whole = [name for name, task in tasks if task.OUTPUT_TYPE == "loglikelihood_rolling"]
+        if source_context and whole:
+            raise no_whole_texts(whole)
+
+    @property
+    def n_documents(self) -> int:
+        return sum(len(task.eval_docs) for task in self._loaded["tasks"].values())
+
+    def notes(self) -> list[str]:
+        """Sentences for the log."""
+        found = [f"tasks: {', '.join(self._loaded['tasks'])}; {self.n_documents:,} documents"]
+        return found + [f"{name} is left out: {why}" for name, why in self.left_out.items()]
+
+    def __call__(self, model: Decoder, tokenizer: Tokenizer, world: World) -> TaskResults:
+        """Asks `model`; the same results on every rank. A collective call."""
+        with _quiet():
+            raw = evaluate(
+                Adapter(model, tokenizer, world),
+                self._loaded,
+                bootstrap_iters=BOOTSTRAP,
+                log_samples=True,
+                confirm_run_unsafe_code=False,
+            )
+        members = {child for children in self._loaded["group_map"].values() for child in children}
+        top = [name for name in [*self._loaded["groups"], *self._loaded["tasks"]] if name not in members]
+        tasks = {name: _numbers(raw["results"][name]) for name in top if name in raw["results"]}
+        for name, of_task in tasks.items():
+            if name in raw["n-samples"]:
+                of_task["n"] = raw["n-samples"][name]["effective"]
+        return TaskResults(tasks, raw["samples"], self.left_out)
+
+
+def _numbers(results: Mapping[str, Any]) -> dict[str, float]:
+    """The harness's `acc,none` as acc, `exact_match,strict` as exact_match_strict; without what is no number."""
+    found = {}
+    for name, value in results.items():
+        metric, _, chosen = name.partition(",")
+        if chosen and isinstance(value, (int, float)) and not isinstance(value, bool):
+            base, error = metric.removesuffix("_stderr"), "_stderr" * metric.endswith("_stderr")
+            found[f"{base}{'' if chosen == 'none' else f'_{chosen}'}{error}"] = float(value)
+    return found
+
+
+class _OtherThreads(io.TextIOBase):
+    """A stream that drops what this thread writes. Others, such as the watchdog, may have something to say."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self._thread = stream, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return len(text) if threading.get_ident() == self._thread else self._stream.write(text)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Inside, the harness neither prints nor starts processes, which would copy this one with its GPU and threads."""
+    name = "DISABLE_MULTIPROC"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    with (
+        contextlib.redirect_stdout(_OtherThreads(sys.stdout)),
+        contextlib.redirect_stderr(_OtherThreads(sys.stderr)),
+    ):
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = before

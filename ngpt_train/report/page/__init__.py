@@ -1,0 +1,1 @@
+"""Pages with figures that open without a network, and what their pictures share."""

@@ -1,0 +1,140 @@
+"""`analyze`: the papers' measurements and figures, from checkpoints and from the telemetry of runs."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ngpt_train.analysis.figures import FIGURES, chosen
+from ngpt_train.analysis.gather import gathered, live_run, names_of
+from ngpt_train.analysis.measured import Measured, measure
+from ngpt_train.analysis.measures.of_run import OfRun
+from ngpt_train.analysis.output.numbers import as_json, write_json, write_parquet
+from ngpt_train.analysis.output.page import write_page
+from ngpt_train.analysis.output.pictures import write_pictures
+from ngpt_train.config.schema import Config
+from ngpt_train.config.validate import mistake
+from ngpt_train.core.errors import DataError
+from ngpt_train.data import open_dataset
+from ngpt_train.distributed import World, join_world
+from ngpt_train.evaluation import Evaluations
+from ngpt_train.evaluation.restore import Restored, Trained, check_overrides, named, restore
+from ngpt_train.training.checkpoint import step_of
+from ngpt_train.verbs.evaluate import combine
+
+logger = logging.getLogger(__name__)
+
+Said = dict[str, Any]  # what analysis.json says of a run
+
+
+def main(config: Config, overrides: Sequence[str]) -> int:
+    """Prints a summary and writes numbers, figures and a page into analyze.out; returns 0.
+
+    Raises ConfigError for an override that contradicts a checkpoint, DataError where a checkpoint cannot be read, or
+    where none of the figures has a meaning for one of the runs.
+    """
+    names = chosen(config.analyze.figures)
+    needs = {FIGURES[name].needs for name in names}
+    said: list[Said] = []
+    runs = _live(config, said) if needs == {"telemetry"} else _restored(config, overrides, needs, said)
+    measured = measure(runs, names)
+    content = as_json(measured, said, shlex.join(["python", "-m", "ngpt_train", "analyze", *overrides]))
+    print(summary(measured))
+    if not measured.curves:
+        raise DataError("analyze: none of the figures can be shown, for the reasons above")
+    if config.analyze.out is not None:
+        out = Path(config.analyze.out).expanduser()
+        _write(measured, content, out)
+        print(f"written to {out}: page.html, analysis.json, analysis.parquet, figures/")
+    return 0
+
+
+def _write(measured: Measured, content: Mapping[str, Any], out: Path) -> None:
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise mistake(f"analyze.out={out}: cannot be made ({error.strerror})", "Name another directory") from None
+    write_json(content, out / "analysis.json")
+    write_parquet(measured, out / "analysis.parquet")
+    write_pictures(measured, [str(run["name"]) for run in content["runs"]], out / "figures")
+    write_page(measured, content, out / "page.html")
+
+
+def _live(config: Config, said: list[Said]) -> Iterator[OfRun]:
+    """Runs whose records alone are needed. What is said of each is added to `said`."""
+    found = [live_run("analyze.checkpoints", value) for value in config.analyze.checkpoints or []]
+    names = names_of([path for path, _ in found], [None] * len(found))
+    for name, (path, run) in zip(names, found, strict=True):
+        said.append({"name": name, "run": str(path), "architecture": run.model.name})
+        yield replace(run, name=name)
+
+
+def _restored(config: Config, overrides: Sequence[str], needs: set[str], said: list[Said]) -> Iterator[OfRun]:
+    """One run after the other, so that one model at a time is in memory; all are found before the first is loaded."""
+    own = config.analyze
+    trained = [named("analyze", "checkpoints", value, own) for value in own.checkpoints or []]
+    check_overrides("analyze", trained, config, overrides, also_used=("data",))
+    names = names_of([each.path for each in trained], [step_of(each.path) for each in trained])
+    world = join_world(config)
+    for name, each in zip(names, trained, strict=True):
+        logger.info("%s: %s", name, each.path)
+        run, entry = _one(name, each, config, overrides, needs, world)
+        said.append(entry)
+        yield run
+
+
+def _one(
+    name: str, trained: Trained, config: Config, overrides: Sequence[str], needs: set[str], world: World
+) -> tuple[OfRun, Said]:
+    restored = restore(trained, config, world)
+    rows_hash = None
+
+    def rows() -> list[Tensor]:
+        nonlocal rows_hash
+        batch, rows_hash = rows_of_run(restored, config, overrides)
+        return batch
+
+    run = gathered(name, restored, needs, rows, config.analyze.batch_rows)
+    entry: Said = {
+        "name": name,
+        "checkpoint": str(restored.path),
+        "step": restored.step,
+        "architecture": restored.config.model.name,
+        "parameters": restored.model.n_params(),
+        "layers": restored.config.model.n_layers,
+        "d_model": restored.config.model.d_model,
+        "weights": restored.of_what or "trained",
+    }
+    if run.loss is not None:
+        entry |= {"rows": config.analyze.rows, "rows_hash": rows_hash, "loss": run.loss}
+    return run, entry
+
+
+def rows_of_run(restored: Restored, config: Config, overrides: Sequence[str]) -> tuple[list[Tensor], str]:
+    """The first analyze.rows validation rows of the run's own data, as `evaluate eval.rows=N` takes them: tokens,
+    targets and optionally document ids `(N, T)`; and their hash."""
+    combined = combine(config, restored.config, overrides)
+    validation = replace(combined.eval, rows=config.analyze.rows, tokens=None, contexts=None, budget=None)
+    combined = replace(combined, eval=validation)
+    dataset = open_dataset(combined, restored.tokenizer)
+    chosen_rows = Evaluations(dataset.validation, dataset.tokenizer.n_bytes, combined).at_training_context
+    return chosen_rows.batch, chosen_rows.rows_hash
+
+
+def summary(measured: Measured) -> str:
+    """What is shown, and why the rest is not."""
+    lines = [f"{name}: {', '.join(curves)}" for name, curves in measured.curves.items()]
+    by_reason: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
+    for each in measured.skipped:
+        runs, figures = by_reason.setdefault(each.why, ({}, {}))
+        runs[each.run] = figures[each.figure] = None
+    for why, (runs, figures) in by_reason.items():
+        each_of = "each of " if len(runs) > 1 else ""
+        lines.append(f"not {', '.join(figures)}: {each_of}{', '.join(runs)} {why}")
+    return "\n".join(lines)

@@ -1,0 +1,169 @@
+"""`probe`: where the validation loss of one or two checkpoints is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ngpt_train.analysis.gather import names_of
+from ngpt_train.analysis.probe import classes
+from ngpt_train.analysis.probe.page import class_rows, write_page
+from ngpt_train.analysis.probe.pieces import pieces_of
+from ngpt_train.analysis.probe.report import report
+from ngpt_train.config.conflicts import check_contexts
+from ngpt_train.config.mixture import mixture_of
+from ngpt_train.config.schema import Config
+from ngpt_train.config.validate import mistake
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import write_atomically
+from ngpt_train.data import Dataset, Tokens, chosen_rows, open_dataset, rows_of
+from ngpt_train.data.tokenizers import tokenizer_identity
+from ngpt_train.distributed import World, join_world
+from ngpt_train.evaluation.restore import Restored, check_overrides, named, restore
+from ngpt_train.evaluation.validation import Validation, target_counts
+from ngpt_train.training.checkpoint import step_of
+from ngpt_train.verbs.evaluate import ROWS, combine
+
+logger = logging.getLogger(__name__)
+
+
+def main(config: Config, overrides: Sequence[str]) -> int:
+    """Prints losses by class and writes probe.json and page.html into probe.out; returns 0.
+
+    The rows are those of the first checkpoint's data, as `evaluate` takes them. Raises ConfigError for an override that
+    contradicts a checkpoint, DataError where a checkpoint or its data cannot be read, or the second model cannot take
+    the same rows.
+    """
+    own = config.probe
+    trained = [named("probe", "checkpoints", value, own) for value in own.checkpoints or []]
+    check_overrides("probe", trained, config, overrides, also_used=("data", *ROWS))
+    names = names_of([each.path for each in trained], [step_of(each.path) for each in trained])
+    world = join_world(config)
+    first = restore(trained[0], config, world)
+    combined = combine(config, first.config, overrides)
+    combined = replace(combined, eval=replace(combined.eval, contexts=None))
+    check_contexts(combined)
+    dataset = open_dataset(combined, first.tokenizer)
+    validation, losses = _measured(dataset, combined, first, world)
+    models = [_said(names[0], first)]
+    all_losses = {names[0]: losses}
+    if len(trained) == 2:
+        second = restore(trained[1], config, world)
+        _check_same(names, first, second)
+        there, all_losses[names[1]] = _measured(dataset, replace(combined, model=second.config.model), second, world)
+        if there.rows_hash != validation.rows_hash:
+            raise DataError(f"probe: {names[1]} does not take the same rows as {names[0]}: {_forms(first, second)}")
+        models.append(_said(names[1], second))
+    tokens, targets, *_ = (part.numpy() for part in validation.batch)
+    pieces = pieces_of(dataset.tokenizer)
+    numbers = np.sort(chosen_rows(rows_of(dataset.validation, combined), combined))
+    content = report(
+        models,
+        all_losses,
+        (tokens, targets),
+        numbers,
+        _classes(dataset, combined, validation, numbers, pieces),
+        pieces,
+        own.show,
+        {
+            "command": shlex.join(["python", "-m", "ngpt_train", "probe", *overrides]),
+            "data": combined.data.path or combined.data.kind,
+            "data_fingerprint": dataset.fingerprint,
+            "rows_hash": validation.rows_hash,
+            "rows_evaluated": validation.n_rows,
+        },
+    )
+    print(summary(content))
+    if own.out is not None:
+        out = Path(own.out).expanduser()
+        try:
+            out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise mistake(f"probe.out={out}: cannot be made ({error.strerror})", "Name another directory") from None
+        write_atomically(out / "probe.json", (json.dumps(content, ensure_ascii=False) + "\n").encode())
+        write_page(content, out / "page.html")
+        print(f"written to {out}: page.html, probe.json")
+    return 0
+
+
+def _measured(
+    dataset: Dataset, config: Config, restored: Restored, world: World
+) -> tuple[Validation, NDArray[np.float64]]:
+    """The validation at the model's context, and the loss of each target."""
+    rows = rows_of(dataset.validation, config)
+    validation = Validation(rows, dataset.tokenizer.n_bytes, chosen_rows(rows, config))
+    return validation, validation.token_losses(restored.model, world)
+
+
+def _check_same(names: Sequence[str], first: Restored, second: Restored) -> None:
+    """Raises DataError unless both models take the same ids and rows."""
+    if tokenizer_identity(first.tokenizer) != tokenizer_identity(second.tokenizer):
+        raise DataError(
+            f"probe: {names[0]} has the tokenizer {first.tokenizer.name}, {names[1]} has {second.tokenizer.name}; the "
+            "losses of their tokens cannot be put beside each other. Probe them one by one"
+        )
+    if first.config.model.context != second.config.model.context:
+        raise DataError(
+            f"probe: {names[0]} has model.context={first.config.model.context}, {names[1]} "
+            f"{second.config.model.context}; rows of one length are needed. Probe them one by one"
+        )
+
+
+def _forms(first: Restored, second: Restored) -> str:
+    a, b = first.config.model, second.config.model
+    return f"one is {a.name} with {a.context} tokens, the other {b.name} with {b.context}. Probe them one by one"
+
+
+def _said(name: str, restored: Restored) -> dict[str, Any]:
+    return {
+        "name": name,
+        "checkpoint": str(restored.path),
+        "step": restored.step,
+        "architecture": restored.config.model.name,
+        "weights": restored.of_what or "trained",
+    }
+
+
+def _classes(
+    dataset: Dataset, config: Config, validation: Validation, numbers: NDArray[np.int64], pieces: list[str]
+) -> list[classes.Classes]:
+    tokens, targets, *_ = (part.numpy() for part in validation.batch)
+    vocab_size = int(config.model.vocab_size)
+    # Streamed text is not there to be counted, nor is a mixture's training text in one place.
+    of_training = isinstance(dataset.train, Tokens)
+    counted = "the training text" if of_training else "the held-out text"
+    text = dataset.train if isinstance(dataset.train, Tokens) else dataset.validation
+    counts = target_counts(rows_of(text, config), vocab_size)
+    found = [
+        classes.of_frequency(targets, counts, counted),
+        classes.of_position(targets),
+        classes.of_type(tokens, targets, pieces, dataset.tokenizer.eos),
+    ]
+    if config.data.kind == "mixture":
+        names = [source.name for source in mixture_of(config.data)]
+        found.append(classes.of_source(dataset.validation, names, config, numbers))
+    return found
+
+
+def summary(content: Mapping[str, Any]) -> str:
+    """Losses by class, for a terminal."""
+    names = [model["name"] for model in content["models"]]
+    lines = [
+        f"{model['name']}: loss {model['loss']:.6f} on {model['targets']:,} targets" for model in content["models"]
+    ]
+    for each in content["classes"]:
+        rows = class_rows(each, names)
+        columns = list(rows[0])
+        table = [columns, *([str(row[column]) for column in columns] for row in rows)]
+        widths = [max(len(line[k]) for line in table) for k in range(len(columns))]
+        lines.append("")
+        lines += ["  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip() for line in table]
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What `train` says, and how it goes back."""

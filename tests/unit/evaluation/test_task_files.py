@@ -1,0 +1,215 @@
+"""Tasks of the user's own files, which need no network, and the metrics that come out."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ngpt_train.config import load_config
+from ngpt_train.config.sections.verbs import EvalConfig
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.data.tokenizers.interface import BytesTokenizer
+from ngpt_train.distributed import World
+from ngpt_train.evaluation.tasks import TaskResults, Tasks
+from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
+from ngpt_train.models import Decoder, build_model
+from ngpt_train.models.gpt.keys import GPTConfig
+
+ALONE = World(0, 1, 0, torch.device("cpu"))
+CHOICES = [
+    {"query": "Ice is", "choices": ["cold", "a warm and very long word", "red"], "gold": 0},
+    {"query": "Fire is", "choices": ["wet", "hot"], "gold": 1},
+    {"query": "Grass is", "choices": ["green", "loud"], "gold": 0},
+]
+SEEN, DARK = "The cat saw the dog and", "It was dark so"
+OPTIONS = [
+    {"context_options": [f"{SEEN} the cat", f"{SEEN} the dog"], "continuation": "barked.", "gold": 1},
+    {"context_options": [f"{DARK} the lamp", f"{DARK} the sun"], "continuation": "was lit.", "gold": 0},
+]
+LAST_WORDS = [{"context": "one two three four", "continuation": "five"}, {"context": "a b c", "continuation": "d"}]
+TEXTS = [{"text": "A text of some words."}, {"text": "Another one, which is longer than the first text."}]
+YAML = """
+task: mine
+dataset_path: json
+dataset_kwargs: {data_files: {test: choices.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "Question: {{query}}\\nAnswer:"
+doc_to_choice: choices
+doc_to_target: gold
+metric_list: [{metric: acc, aggregation: mean, higher_is_better: true}]
+"""
+WRITTEN = (
+    YAML.replace("multiple_choice", "generate_until")
+    .replace("task: mine", "task: written")
+    .replace(
+        "doc_to_target: gold", 'doc_to_target: "{{choices[gold]}}"\ngeneration_kwargs: {until: ["."], max_gen_toks: 3}'
+    )
+    .replace("doc_to_choice: choices\n", "")
+    .replace("metric: acc,", "metric: exact_match,")
+)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    below = tmp_path / "tasks"
+    below.mkdir()
+    files = {"choices": CHOICES, "options": OPTIONS, "last_words": LAST_WORDS, "texts": TEXTS}
+    for name, rows in files.items():
+        (below / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (below / "mine.yaml").write_text(YAML)
+    (below / "written.yaml").write_text(WRITTEN)
+    return below
+
+
+def gpt() -> Decoder:
+    model = build_model(GPTConfig(d_model=16, n_layers=1, n_heads=2, d_mlp=32, vocab_size=257, context=48), seed=3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5 if parameter.ndim > 1 else 1)
+    return model.double()
+
+
+def asked(directory: Path | None, *names: str) -> Tasks:
+    path = None if directory is None else str(directory)
+    return Tasks(EvalConfig(tasks=list(names), tasks_path=path), 0, ALONE)
+
+
+def log_p(model: Decoder, context: str, continuation: str) -> float:
+    ids = [256, *f"{context}{continuation}".encode()]
+    return float(log_likelihoods(model, [Scored(ids, len(continuation))], ALONE)[0][0])
+
+
+def test_own_files(directory: Path, tmp_path: Path) -> None:
+    """Every form of line, its metrics by hand. Caught: an answer scored without the space before it, acc_norm by
+    tokens, options scored as continuations, the mean of all metrics, a task that the file of another one answers."""
+    model = gpt()
+    names = ("choices", "options", "last_words", "texts", "mine", "written")
+    results = asked(directory, *names)(model, BytesTokenizer(), ALONE)
+    tasks = results.tasks
+    assert [*tasks] == list(names)
+
+    def best(row: dict[str, Any], norm: bool, query: str = "{}") -> int:
+        of_choices = [
+            log_p(model, query.format(row["query"]), f" {choice}") / (len(choice) if norm else 1)
+            for choice in row["choices"]
+        ]
+        return of_choices.index(max(of_choices))
+
+    hits = [float(best(row, False) == row["gold"]) for row in CHOICES]
+    n, mean = len(hits), sum(hits) / len(hits)
+    assert tasks["choices"]["acc"] == mean
+    error = math.sqrt(sum((hit - mean) ** 2 for hit in hits) / (n - 1) / n)
+    assert tasks["choices"]["acc_stderr"] == pytest.approx(error)
+    assert tasks["choices"]["acc_norm"] == sum(best(row, True) == row["gold"] for row in CHOICES) / n
+    assert tasks["choices"]["n"] == n
+    question = "Question: {}\nAnswer:"
+    assert tasks["mine"]["acc"] == sum(best(row, False, question) == row["gold"] for row in CHOICES) / n
+
+    of_options = [[log_p(model, x, f" {row['continuation']}") for x in row["context_options"]] for row in OPTIONS]
+    right = [values.index(max(values)) == row["gold"] for values, row in zip(of_options, OPTIONS, strict=True)]
+    assert tasks["options"]["acc"] == sum(right) / 2
+
+    of_words = [log_p(model, row["context"], f" {row['continuation']}") for row in LAST_WORDS]
+    assert tasks["last_words"]["perplexity"] == pytest.approx(math.exp(-sum(of_words) / 2), rel=1e-9)
+    assert tasks["last_words"]["acc"] == 0
+    # The eos in front of a text is a target too, after another one: the harness's way for such tokenizers.
+    assert len(TEXTS[0]["text"]) < 47 < len(TEXTS[1]["text"])
+    ids = [256, 256, *TEXTS[0]["text"].encode()]
+    items = {item["doc_id"]: item["resps"] for item in results.items["texts"]}
+    assert items[0][0][0] == pytest.approx(log_likelihoods(model, [Scored(ids, len(ids) - 1)], ALONE)[0][0], rel=1e-9)
+    n_bytes = sum(len(row["text"]) for row in TEXTS)
+    total = sum(items[i][0][0] for i in (0, 1))
+    assert tasks["texts"]["bits_per_byte"] == pytest.approx(-total / math.log(2) / n_bytes, rel=1e-9)
+    assert "exact_match" in tasks["written"]
+
+    means = results.mean()
+    with_acc = [tasks[name]["acc"] for name in ("choices", "options", "last_words", "mine")]
+    assert means["mean"] == pytest.approx(sum(with_acc) / 4)
+    assert means["mean_acc_norm"] == pytest.approx(
+        (sum(with_acc) - tasks["choices"]["acc"] + tasks["choices"]["acc_norm"]) / 4
+    )
+    results.write_items(tmp_path / "items.jsonl")
+    first = json.loads((tmp_path / "items.jsonl").read_text().splitlines()[0])
+    assert first["arguments"][1] == ["Ice is", " a warm and very long word"]
+    assert first["resps"][1][0][0] == pytest.approx(log_p(model, "Ice is", " a warm and very long word"))
+    assert first["acc"] == hits[0]
+
+
+def test_mean() -> None:
+    """Its standard error is that of independent tasks."""
+    tasks = {"a": {"acc": 0.5, "acc_stderr": 0.3, "acc_norm": 0.7, "acc_norm_stderr": 0.1}, "b": {"ppl": 3.0}}
+    tasks["c"] = {"acc": 0.1, "acc_stderr": 0.4}
+    found = TaskResults(tasks, {}).mean()
+    errors = {"mean_stderr": 0.25, "mean_acc_norm_stderr": math.hypot(0.1, 0.4) / 2}
+    assert found == pytest.approx({"mean": 0.3, "mean_acc_norm": 0.4, **errors})
+    assert TaskResults({"b": {"ppl": 3.0}}, {}).metrics() == {"b/ppl": 3.0}
+
+
+def test_what_is_no_task(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "odd.jsonl").write_text('{"question": "?"}\n')
+    with pytest.raises(DataError, match=r"odd\.jsonl: its first line has the fields question"):
+        asked(directory, "odd")
+    (directory / "gone.yaml").write_text(YAML.replace("mine", "gone").replace("choices.jsonl", "nowhere.jsonl"))
+    with pytest.raises(DataError, match="task gone"):
+        asked(directory, "gone")
+    with pytest.raises(DataError, match="no such directory"):
+        asked(directory / "x", "odd")
+    with pytest.raises(ConfigError, match="gives none to the beginning"):
+        Tasks(EvalConfig(tasks=["texts"], tasks_path=str(directory)), 8, ALONE)
+
+
+def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names of the harness are found at once; without their data the message says what to do, and a task whose data is
+    handed out on application alone does not end a list."""
+    import lm_eval.api.task
+
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("Couldn't reach the hub\nin many lines")
+
+    monkeypatch.setattr(lm_eval.api.task.datasets, "load_dataset", unreachable)
+    with pytest.raises(
+        DataError, match=r"the data of wsc273 cannot be had: ConnectionError: Couldn't reach the hub\. On"
+    ):
+        asked(None, "wsc273")
+    with pytest.raises(DataError, match="storycloze_2016"):
+        asked(None, "storycloze_2016")
+
+
+def test_left_out(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import lm_eval.api.task
+
+    real = lm_eval.api.task.datasets.load_dataset
+
+    def own_files_alone(*args: Any, **kwargs: Any) -> Any:
+        if kwargs["path"] != "json":
+            raise ConnectionError("no hub")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(lm_eval.api.task.datasets, "load_dataset", own_files_alone)
+    found = asked(directory, "choices", "storycloze_2016")
+    assert "on application" in found.left_out["storycloze_2016"]
+    assert "choices" in found.notes()[0]
+    assert "storycloze_2016 is left out" in found.notes()[1]
+
+
+def test_names_and_lists() -> None:
+    """tasks=NAME and tasks=[...] fill one key; nobody asks for a list by a name that is none."""
+    of_paper = ["arc_easy", "hellaswag", "winogrande", "wsc273", "lambada_openai"]
+    for given in ("tasks=ngpt_paper", "eval.tasks=ngpt_paper"):
+        assert load_config([given]).eval.tasks == of_paper
+    assert (
+        load_config(["tasks=[piqa,mine]"]).eval.tasks
+        == load_config(["eval.tasks=[piqa,mine]"]).eval.tasks
+        == ["piqa", "mine"]
+    )
+    assert load_config([]).eval.tasks is None
+    assert load_config(["tasks=null"]).eval.tasks is None
+    with pytest.raises(ConfigError, match=r"tasks=\[arc_easy\]"):
+        load_config(["tasks=arc_easy"])
+    with pytest.raises(ConfigError, match="no task"):
+        load_config(["tasks=[]"])

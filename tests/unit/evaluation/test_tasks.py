@@ -1,0 +1,211 @@
+"""Our adapter for lm-evaluation-harness against the harness's own for Hugging Face's models, and a scorer of ours."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lm_eval.api.instance import Instance
+
+from ngpt_train.core.errors import ConfigError
+from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from ngpt_train.distributed import World
+from ngpt_train.evaluation.tasks.adapter import Adapter
+from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
+from ngpt_train.models import Decoder, build_model, export_weights
+from ngpt_train.models.gpt.keys import GPTConfig
+from tests.properties.architectures import ARCHITECTURES
+
+ALONE = World(0, 1, 0, torch.device("cpu"))
+CONTEXT = 24
+TEXT = "the model reads a row of tokens, and moves every vector towards it. It learns; it forgets! "
+WORDS = TEXT.split()
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> HuggingFaceTokenizer:
+    """A byte-level BPE whose pieces join words and the letters around a space, trained here."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=["<eos>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    made.train_from_iterator([TEXT * 3], trainer)
+    return HuggingFaceTokenizer(made.to_str().encode(), "<eos>", "a test")
+
+
+def gpt(vocab_size: int) -> Decoder:
+    """With weights so large that the logits differ widely: a score of another position is another number."""
+    config = GPTConfig(
+        d_model=32, n_layers=2, n_heads=4, n_kv_heads=2, d_mlp=64, vocab_size=vocab_size, context=CONTEXT
+    )
+    model = build_model(config, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if parameter.ndim > 1 else 1)
+    return model
+
+
+def as_llama(model: Decoder) -> Any:
+    """The same weights in Hugging Face's LlamaForCausalLM."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config, weights = model.config, export_weights(model)
+    llama = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.d_model,
+            intermediate_size=config.d_mlp,
+            num_hidden_layers=config.n_layers,
+            num_attention_heads=config.n_heads,
+            num_key_value_heads=config.n_kv_heads,
+            max_position_embeddings=config.context,
+            rms_norm_eps=1e-6,
+            rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
+            tie_word_embeddings=False,
+        )
+    )
+    names = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj", "wo": "self_attn.o_proj"}
+    names |= {"w_u": "mlp.up_proj", "w_v": "mlp.gate_proj", "w_down": "mlp.down_proj"}
+    names |= {"norm_attn": "input_layernorm", "norm_mlp": "post_attention_layernorm"}
+    state = {
+        "model.embed_tokens": weights["embedding"],
+        "lm_head": weights["output"],
+        "model.norm": weights["norm_final"],
+    }
+    for name, value in weights.items():
+        if name.startswith("layers."):
+            _, layer, last = name.split(".")
+            state[f"model.layers.{layer}.{names[last]}"] = value.T if last in ("wo", "w_down") else value
+    llama.load_state_dict({f"{name}.weight": value for name, value in state.items()})
+    return llama.eval()
+
+
+def hugging_face_adapter(model: Decoder, tokenizer: HuggingFaceTokenizer) -> Any:
+    """The harness's own adapter on the same weights, with a tokenizer that puts eos in front."""
+    pytest.importorskip("accelerate", reason="the harness's adapter for Hugging Face needs accelerate")
+    from lm_eval.models.huggingface import HFLM
+    from tokenizers import Tokenizer
+    from tokenizers.processors import TemplateProcessing
+    from transformers import PreTrainedTokenizerFast
+
+    inner = Tokenizer.from_str(tokenizer.model.decode())
+    inner.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", tokenizer.eos)])
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=inner, eos_token="<eos>", bos_token="<eos>", pad_token="<eos>", model_max_length=CONTEXT
+    )
+    return HFLM(pretrained=as_llama(model), tokenizer=fast, device="cpu", batch_size=4, max_length=CONTEXT)
+
+
+def requests(kind: str, arguments: Sequence[tuple]) -> list[Instance]:
+    return [Instance(kind, {}, given, i, metadata=("a_task", i, 1)) for i, given in enumerate(arguments)]
+
+
+def pairs() -> list[tuple[str, str]]:
+    """Contexts from nothing to far beyond the model's, with spaces at the boundary, in front of and behind it."""
+    generator = np.random.default_rng(0)
+    found = [("", " the model"), ("the", "model"), ("It ", "learns"), ("a row  ", "of"), ("the", "\n model")]
+    for length in (1, 3, 8, 20, 60):
+        words = [WORDS[i] for i in generator.integers(0, len(WORDS), length)]
+        found += [(" ".join(words), f" {WORDS[i]} {WORDS[-i]}") for i in generator.integers(1, 9, 3)]
+    return found
+
+
+def test_equals_the_harness_on_hugging_face(tokenizer: HuggingFaceTokenizer) -> None:
+    """Request by request. Caught: no eos in front, a boundary one id off, a context cut off on the right, a score of
+    the padding."""
+    model = gpt(tokenizer.vocab_size)
+    ours, theirs = Adapter(model, tokenizer, ALONE), hugging_face_adapter(model, tokenizer)
+    asked = requests("loglikelihood", pairs())
+    found, expected = ours.loglikelihood(asked), theirs.loglikelihood(asked, disable_tqdm=True)
+    np.testing.assert_allclose([x for x, _ in found], [x for x, _ in expected], rtol=2e-5)
+    assert [x for _, x in found] == [x for _, x in expected]
+    assert max(len(tokenizer.encode(context)) for context, _ in pairs()) > 2 * CONTEXT
+
+    texts = requests("loglikelihood_rolling", [(TEXT,), ("It learns",), (TEXT * 2,)])
+    expected = theirs.loglikelihood_rolling(texts, disable_tqdm=True)
+    np.testing.assert_allclose(ours.loglikelihood_rolling(texts), expected, rtol=2e-5)
+
+    options = {"until": [" a", "w"], "max_gen_toks": 8}
+    asked = requests("generate_until", [(context, dict(options)) for context, _ in pairs() if context])
+    written = ours.generate_until(asked)
+    assert written == theirs.generate_until(asked, disable_tqdm=True)
+    assert len(set(written)) > 3
+
+
+def greedy_continuation(model: Decoder, ids: list[int], n: int) -> list[int]:
+    for _ in range(n):
+        ids = [*ids, int(model(torch.tensor([ids[-CONTEXT:]]))[0, -1].argmax())]
+    return ids[-n:]
+
+
+@torch.no_grad()
+def test_scores_by_hand(tokenizer: HuggingFaceTokenizer) -> None:
+    """A forward pass for each id. Caught: a greedy continuation called unlikely, a continuation that is longer than the
+    context cut off."""
+    model = gpt(tokenizer.vocab_size).double().eval()
+    before = [tokenizer.eos, *tokenizer.encode("It learns;").tolist()]
+    likely = greedy_continuation(model, before, 5)
+    unlikely = [*likely[:-1], (likely[-1] + 1) % tokenizer.vocab_size]
+    long = tokenizer.encode(TEXT * 2).tolist()
+    scored = [Scored([*before, *after], len(after)) for after in (likely, unlikely, long)]
+    found, greedy = log_likelihoods(model, scored, ALONE)
+    for value, (ids, n) in zip(found, scored, strict=True):
+        # The target at place i of a long continuation is read in the stretch of `context` targets that it lies in.
+        expected = 0.0
+        for first in range(len(ids) - n, len(ids), CONTEXT):
+            end = min(first + CONTEXT, len(ids))
+            read = ids[max(0, end - 1 - CONTEXT) : end - 1]
+            log_p = model(torch.tensor([read]))[0].log_softmax(-1)
+            expected += sum(float(log_p[i - end, ids[i]]) for i in range(first, end))
+        assert value == pytest.approx(expected, rel=1e-12)
+    assert greedy.tolist() == [True, False, False]
+
+
+def test_joined_at_the_boundary(tokenizer: HuggingFaceTokenizer) -> None:
+    """Where the tokenizer joins the end of the context with all of the continuation, the harness is left without a
+    continuation, and fails; here it is the joined id. Caught: a request without ids to score."""
+    ours = Adapter(gpt(tokenizer.vocab_size), tokenizer, ALONE)
+    joined = tokenizer.encode("the model").tolist()
+    assert len(joined) <= len(tokenizer.encode("the mode"))
+    same = [a for a, b in zip(joined, tokenizer.encode("the mode").tolist(), strict=False) if a == b]
+    expected = [tokenizer.eos, *same], joined[len(same) :]
+    assert ours._encode_pair("the mode", "l") == expected
+
+
+@pytest.mark.parametrize("name", ["ntransformer", "gpt_encoder_decoder"])
+@torch.no_grad()
+def test_encoder_decoder(name: str, tokenizer: HuggingFaceTokenizer) -> None:
+    """What stands before the continuation goes to the encoder, but for its last id, as in training. Caught: an eos in
+    front, the last id in both, a source cut off on the right, a decoder that is given more than it is trained on."""
+    S, T = 8, 6
+    options = {"d_model": 32, "n_layers": 2, "n_heads": 2, "vocab_size": tokenizer.vocab_size, "context": S + T}
+    config = ARCHITECTURES[name].config(**options, n_encoder_layers=1, source_context=S)
+    model = build_model(config, seed=0).double().eval()
+    for context, continuation in [
+        ("It", " learns"),
+        (TEXT.strip(), " the model reads"),
+        (TEXT.strip(), " " + TEXT),
+        ("", "the"),
+    ]:
+        before = tokenizer.encode(context).tolist() or [tokenizer.eos]
+        after = tokenizer.encode(context + continuation).tolist()[len(tokenizer.encode(context)) :]
+        ids, expected = [*before, *after], 0.0
+        for first in range(len(before), len(ids), T):
+            given, targets = ids[first - 1 : first + T][:T], ids[first : first + T]
+            source = ids[max(0, first - 1 - S) : first - 1]
+            doc_ids = torch.tensor([[0] * len(source) + [-1] * (S - len(source)) + [0] * len(given)])
+            doc_ids[0, 0] = 0
+            row = torch.tensor([[*source, *[0] * (S - len(source)), *given]])
+            log_p = model(row, doc_ids=doc_ids)[0].log_softmax(-1)
+            expected += sum(float(log_p[i, target]) for i, target in enumerate(targets))
+        ((found, _),) = Adapter(model, tokenizer, ALONE).loglikelihood(
+            requests("loglikelihood", [(context, continuation)])
+        )
+        assert found == pytest.approx(expected, rel=1e-12)
+    with pytest.raises(ConfigError, match="gives none to the beginning"):
+        Adapter(model, tokenizer, ALONE).loglikelihood_rolling(requests("loglikelihood_rolling", [(TEXT,)]))

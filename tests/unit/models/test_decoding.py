@@ -1,0 +1,127 @@
+"""Logits with the keys and values of earlier tokens kept, against those of the whole text computed again."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from ngpt_train.models import Decoder
+from ngpt_train.models.layers.attention import Attention
+from tests.properties.architectures import ARCHITECTURES, CONTEXT, SMALL, VARIANTS, Size, error, jittered
+
+GROUPED = Size(24, 3, 6, 31, n_kv_heads=2, d_mlp=50, n_encoder_layers=2)
+ALL = ARCHITECTURES | VARIANTS
+# Each kind of positions, norms of q and k, tied embeddings, gelu, scales; the others are in the slow tier.
+FAST = [
+    *ARCHITECTURES,
+    "composed qkv norm",
+    "composed dyt",
+    "composed normformer",
+    "composed interleaved",
+    "gpt interleaved",
+    "ngpt tied",
+    "ngpt engpt",
+    "ngpt without qk-norm",
+    "normformer learned",
+    "normformer all, after",
+    "ntransformer interleaved",
+]
+every_one = pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in ALL]
+)
+
+
+def model_of(name: str, size: Size, dtype: torch.dtype = torch.float64) -> Decoder:
+    """With weights, and statistics of norms over a batch, away from their init. An encoder-decoder writes 6 tokens."""
+    size = replace(size, source_context=CONTEXT - 6) if ALL[name].has_encoder else size
+    model, _ = jittered(ALL[name], size, dtype)
+    for statistic in model.statistics().values():
+        statistic.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(3))
+    return model.eval()
+
+
+def prompts_of(size: Size, lengths: tuple[int, ...], seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(size.vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def greedily(model: Decoder, prompts: list[Tensor], n: int, compiled: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
+    """(logits with caches, logits without) of n tokens of each prompt; the next token is what the latter say."""
+    cached, new = model.cached(compiled), [prompt[:0] for prompt in prompts]
+    logits = cached.begin(prompts)
+    for _ in range(n):
+        expected = torch.stack([model.next_token_logits(*of_row) for of_row in zip(prompts, new, strict=True)])
+        yield logits, expected
+        tokens = expected.argmax(-1)
+        new = [torch.cat([row, token[None]]) for row, token in zip(new, tokens, strict=True)]
+        logits = cached.next(dict(enumerate(tokens.tolist())))
+
+
+@every_one
+@pytest.mark.parametrize("size", [SMALL, GROUPED], ids=["small", "grouped"])
+def test_kept_keys_and_values_change_nothing(name: str, size: Size) -> None:
+    """Prompts of several lengths beside each other, one of which outgrows the context, one of which has.
+
+    Caught: rows that see their neighbours' slots or positions, a context that does not slide, cross-attention to
+    padding or to a source that grows, positions that are not added, query heads of the wrong group.
+    """
+    model = model_of(name, size)
+    prompts = prompts_of(size, (1, 8, CONTEXT - 3, CONTEXT + 9))
+    for actual, expected in greedily(model, prompts, 8):
+        assert error(actual, expected) < 1e-12
+    assert all(module.cache is None for module in model.modules() if isinstance(module, Attention))
+
+
+@pytest.mark.parametrize("name", ["gpt+qk_norm", "ngpt", "powernorm", "ntransformer"])
+def test_greedy_tokens_in_fp32(name: str) -> None:
+    """Slots that are not reached yet are attended to by nobody, as when the blocks are compiled."""
+    for compiled in (False, True):
+        for actual, expected in greedily(
+            model_of(name, GROUPED, torch.float32), prompts_of(GROUPED, (5, 2)), 5, compiled
+        ):
+            assert torch.equal(actual.argmax(-1), expected.argmax(-1))
+            assert error(actual, expected.double()) < 1e-4
+
+
+@pytest.mark.parametrize("name", ["ngpt", "gpt_encoder_decoder"])
+def test_rows_may_end_and_texts_may_follow(name: str) -> None:
+    """Of rows that have ended nothing is asked; the next prompts find nothing of the last ones in the caches."""
+    model = model_of(name, SMALL)
+    cached = model.cached()
+    prompts = prompts_of(SMALL, (4, 9))
+    cached.begin(prompts)
+    cached.next({0: 1, 1: 2})
+    cached.next({1: 3})
+    logits = cached.next({0: 5})
+    assert error(logits[0], model.next_token_logits(prompts[0], torch.tensor([1, 5]))) < 1e-12
+    others = prompts_of(SMALL, (3, 2), seed=1)
+    first, second = cached.begin(others), cached.next({0: 7, 1: 8})
+    for row, prompt in enumerate(others):
+        assert error(first[row], model.next_token_logits(prompt, prompt[:0])) < 1e-12
+        assert error(second[row], model.next_token_logits(prompt, torch.tensor([7 + row]))) < 1e-12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ngpt", "gpt+qk_norm", "ntransformer"])
+def test_a_step_is_compiled_once(name: str) -> None:
+    """For all blocks, tokens and prompts. Caught: shapes that grow with the text."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    model = model_of(name, GROUPED, torch.float32)
+    for block in model.layers:
+        block.compile(dynamic=False)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        cached = model.cached(compiled=True)
+        for seed in (0, 1):
+            prompts = prompts_of(GROUPED, (4 + seed, 9), seed)
+            new: list[int] = []
+            logits = cached.begin(prompts)
+            for _ in range(3):
+                with torch.compiler.set_stance("force_eager"):
+                    expected = model.next_token_logits(prompts[0], torch.tensor(new, dtype=torch.long))
+                assert error(logits[0], expected.double()) < 1e-4
+                new.append(int(expected.argmax()))
+                logits = cached.next({0: new[-1], 1: 1})
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
