@@ -5,6 +5,7 @@ import fcntl
 import json
 import os
 import re
+import shutil
 import signal
 import struct
 import subprocess
@@ -326,8 +327,10 @@ def test_a_disk_that_fails_meanwhile(
     assert re.search(r"exitcode +: 3", output), output
     assert not re.search(r'File ".*/ngpt_train/', output), output
     subprocess.run(["umount", "--lazy", str(where)], check=True)
-    subprocess.run(["fsck.ext4", "-p", "-f", str(tmp_path / "image")], check=False, capture_output=True)
-    subprocess.run(["mount", "-o", "loop", str(tmp_path / "image"), str(where)], check=True)
+    # A copy: while any process holds the failed file system, mounting the image itself gives that one back.
+    mended = shutil.copy(tmp_path / "image", tmp_path / "mended")
+    subprocess.run(["fsck.ext4", "-p", "-f", str(mended)], check=False, capture_output=True)
+    subprocess.run(["mount", "-o", "loop", str(mended), str(where)], check=True)
     train(given, ranks=2)
     train(arguments(tmp_path, corpus, "train.steps=30"), ranks=2)
     assert numbers(where / "runs/test") == numbers(tmp_path / "runs/test")
