@@ -83,19 +83,22 @@ class Difference:
         }
 
 
-def examine(arms: Arms, tuned: Collection[str] = (), under_test: Collection[str] = ()) -> list[dict[str, Any]]:
+def examine(
+    arms: Arms, tuned: Collection[str] = (), under_test: Collection[str] = (), best: Arms | None = None
+) -> list[dict[str, Any]]:
     """Every way in which the arms differ, and the runs of an arm among themselves, confounds first.
 
     arms: the runs of each arm by its name. tuned: keys whose values were chosen for each arm by tuning. under_test:
     keys, sections (`optim`) or groups (`model`, `recipe`) that are the question; where none is named, the architecture
-    and its options that differ, or else what differs of optim.* and schedule.*.
+    and its options that differ, or else what differs of optim.* and schedule.*. best: of each arm the runs whose losses
+    are compared, which alone have a share of clipped steps here: other learning rates clip more, or less.
 
     An entry has `arms`, `key`, `values` (one for each arm, a list where its runs have several; or, with one arm, those
     of its runs), `kind`, `size` (the largest value over the smallest, or None) and `note`, a sentence.
     """
     found = _of_config(arms, tuned, under_test)
     found += _of_facts(arms, under_test, found)
-    found += _of_size(arms, found)
+    found += _of_size(arms, found, best or arms)
     found += _of_data(arms, under_test)
     order = {CONFOUND: 0, UNDER_TEST: 1, FOLLOWS: 2}
     return [difference.as_dict() for difference in sorted(found, key=lambda x: order[x.kind])]
@@ -224,8 +227,9 @@ def _of_facts(arms: Arms, under_test: Collection[str], of_config: Sequence[Diffe
     return found
 
 
-def _of_size(arms: Arms, of_config: Sequence[Difference]) -> list[Difference]:
-    """Differences of quantities that follow from the config: parameters, FLOPs, tokens of a step, clipped steps."""
+def _of_size(arms: Arms, of_config: Sequence[Difference], best: Arms) -> list[Difference]:
+    """Differences of quantities that follow from the config: parameters, FLOPs, tokens of a step, and of the best runs
+    clipped steps."""
     quantities = {
         "n_params": n_params,
         "n_params_without_embeddings": n_params_without_embeddings,
@@ -240,13 +244,14 @@ def _of_size(arms: Arms, of_config: Sequence[Difference]) -> list[Difference]:
     }
     found = []
     for name, quantity in quantities.items():
-        seen = see(name, arms, partial(_measured, quantity))
+        seen = see(name, best if name == "clipped_share" else arms, partial(_measured, quantity))
         values = [value for arm in arms for value in seen.of(arm)]
         if None in values or not values:
             continue
         if name == "clipped_share":  # of the runs of an arm the mean: single runs are clipped by chance more or less
             for arm in arms:
-                seen.by_arm[arm] = {0: [round(sum(of := seen.of(arm)) / len(of), 4)]}
+                of_runs = list(itertools.chain.from_iterable(seen.by_arm[arm].values()))
+                seen.by_arm[arm] = {0: [round(sum(of_runs) / len(of_runs), 4)]}
             values = [value for arm in arms for value in seen.of(arm)]
             if max(values) - min(values) < LEAST_SHARE:
                 continue
@@ -258,7 +263,7 @@ def _of_size(arms: Arms, of_config: Sequence[Difference]) -> list[Difference]:
         confounds = [x.key for x in because if x.kind == CONFOUND]
         if name == "clipped_share":
             confounds = [key for key in confounds if key == "optim.clip_norm"]
-            note = "share of the steps whose gradient was clipped"
+            note = "share of the steps, of the runs that are compared, whose gradient was clipped"
         elif confounds:
             note = f"through {', '.join(confounds)}"
         else:

@@ -70,6 +70,7 @@ def make_report(
         for arm, of_arm in read.items()
         if arm != name
     }
+    best = {x.name: [t.run for b in x.budgets for t in x.at_best(b).values()] or found[x.name] for x in read.values()}
     said += [note for arm in read.values() for note in arm.notes]
     said += [note for result in compared.values() for note in result.notes]
     report: dict[str, Any] = {
@@ -90,7 +91,7 @@ def make_report(
         "tuning": [entry for arm in read.values() for entry in entries.tunings(arm)],
         "curves": [entry for arm in read.values() for entry in entries.curves(arm, metric)],
         "costs": [clocks.costs_of(arm, of_arm, step_times or {}) for arm, of_arm in found.items()],
-        "referee": examine(found, searched, under_test),
+        "referee": examine(found, searched, under_test, best),
         "audits": list(map(dict, audits)),
         "commits": sorted({str(r.facts["git_commit"]) for x in found.values() for r in x if r.facts.get("git_commit")}),
         "commands": list(commands),

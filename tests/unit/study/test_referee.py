@@ -159,6 +159,15 @@ def test_records_that_differ(tmp_path: Path) -> None:
     assert found["clipped_share"]["size"] == pytest.approx(5)
 
 
+def test_clipped_steps_of_the_runs_that_are_compared(tmp_path: Path) -> None:
+    """Caught: learning rates that only the tuning tried have a say; of equal shares one alone counts."""
+    runs = [plant(tmp_path / str(k), GPT, clipped=clipped) for k, clipped in enumerate([0.2, 0.2, 0.5, 1.0])]
+    both = {"a": runs[:3], "b": runs[3:]}
+    assert by_key(examine(both))["clipped_share"]["values"] == [0.3, 1.0]
+    best = {"a": runs[:2], "b": runs[3:]}
+    assert by_key(examine(both, best=best))["clipped_share"]["values"] == [0.2, 1.0]
+
+
 def test_runs_of_one_arm_that_differ(tmp_path: Path) -> None:
     """Caught: an arm whose first run stands for all; the same seed on other rows; a start whose steps are gone."""
     again = {**FACTS, "git_commit": "2" * 40}
