@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from ngpt_train.config.analysis import check_analysis
+from ngpt_train.config.exchange import check_exchange
 from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_multiples
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.model_keys import ModelConfig
@@ -20,6 +21,7 @@ from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.analysis import AnalyzeConfig, ProbeConfig
 from ngpt_train.config.sections.data import DataConfig, TokenizerConfig
+from ngpt_train.config.sections.exchange import ExportConfig, ImportConfig
 from ngpt_train.config.sections.optim import ScheduleConfig
 from ngpt_train.config.sections.parallel import ParallelConfig
 from ngpt_train.config.sections.records import CheckpointConfig
@@ -72,7 +74,7 @@ def check_arguments(verb: str, overrides: Sequence[str]) -> None:
         raise mistake(problem, f"Start it with: ngpt-train {verb} ...; study.jobs has runs side by side")
     for override in overrides:
         name, _, option = (part.strip() for part in override.partition("="))
-        if verb in ("evaluate", "generate", "analyze", "probe") and name == "recipe":
+        if verb in ("evaluate", "generate", "analyze", "probe", "export") and name == "recipe":
             raise mistake(f"{override}: how a model was trained, which the checkpoint has decided", "Leave it out")
         if verb not in STUDY_VERBS and name == "study" and option != "null":
             raise mistake(f"{override}: a study is many runs", f"Start it with: ngpt-train study {override}")
@@ -90,11 +92,13 @@ def check_verb(config: Config, verb: str) -> None:
     if getattr(section, "checkpoint", "") is None:
         fix = f"For example {verb}.checkpoint=runs/quickstart"
         raise mistake(f"{verb}.checkpoint=null: no checkpoint is named", fix)
-    if isinstance(section, (GenerateConfig, EvaluateConfig)) and section.average > 1 and section.weights == "ema":
+    if isinstance(section, (GenerateConfig, EvaluateConfig, ExportConfig)) and section.average > 1 and section.weights == "ema":
         fix = f"Set {verb}.average=1 or {verb}.weights=trained"
         raise mistake(f"{verb}.average={section.average}, {verb}.weights=ema: an average of averages", fix)
     if isinstance(section, (AnalyzeConfig, ProbeConfig)):
         check_analysis(verb, section)
+    if isinstance(section, (ExportConfig, ImportConfig)):
+        check_exchange(verb, section)
     if verb == "generate":
         check_texts(config.generate)
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
@@ -106,7 +110,7 @@ def check_verb(config: Config, verb: str) -> None:
         problem = f"evaluate.out={config.evaluate.out}: the losses of rows take this name, the result is JSON"
         raise mistake(problem, f"For example evaluate.out={config.evaluate.out.removesuffix('.npz')}.json")
     # What several ranks print is written by the first, whose host alone needs the directory.
-    names_directory = verb in ("compare", "transfer", "analyze", "probe")
+    names_directory = verb in ("compare", "transfer", "analyze", "probe", "export", "import")
     out = None if names_directory else getattr(section, "out", None)
     if out and os.environ.get("RANK", "0") == "0":
         _check_writable(f"{verb}.out={out}", Path(out).expanduser())
