@@ -21,7 +21,7 @@ from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.analysis import AnalyzeConfig, ProbeConfig
 from ngpt_train.config.sections.data import DataConfig, TokenizerConfig
-from ngpt_train.config.sections.exchange import ExportConfig, ImportConfig
+from ngpt_train.config.sections.exchange import ExportConfig
 from ngpt_train.config.sections.optim import ScheduleConfig
 from ngpt_train.config.sections.parallel import ParallelConfig
 from ngpt_train.config.sections.records import CheckpointConfig
@@ -97,8 +97,7 @@ def check_verb(config: Config, verb: str) -> None:
         raise mistake(f"{verb}.average={section.average}, {verb}.weights=ema: an average of averages", fix)
     if isinstance(section, (AnalyzeConfig, ProbeConfig)):
         check_analysis(verb, section)
-    if isinstance(section, (ExportConfig, ImportConfig)):
-        check_exchange(verb, section)
+    check_exchange(config, verb)
     if verb == "generate":
         check_texts(config.generate)
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):

@@ -17,6 +17,7 @@ from ngpt_train.core.files import sync, write_json
 from ngpt_train.evaluation.restore import Restored
 from ngpt_train.interop.card import card
 from ngpt_train.interop.layout import Layout
+from ngpt_train.interop.llama_config import NOTE
 from ngpt_train.interop.tensors import FLOATS, write_tensors
 from ngpt_train.interop.tokenizers.write import write_tokenizers
 from ngpt_train.interop.verification import check_bits, check_logits, check_reader, difference, random_rows
@@ -45,7 +46,10 @@ def export(restored: Restored, own: ExportConfig, layout: Layout, say: Callable[
             say(sentence)
         loadable, code = layout.name != "safetensors", bool(layout.files())
         (work / "README.md").write_text(card(restored, layout.name, own.dtype, said, loadable, loadable and code))
+        mode = (work / "config.json").stat().st_mode
         for path in work.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)  # safetensors writes files that nobody else may read
             sync(path)
         if out.is_dir():
             out.rmdir()
@@ -78,6 +82,7 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
 
     ends = {"bos_token_id": tokenizer.eos, "eos_token_id": tokenizer.eos}
     config_json = layout.config_json(config)
+    config_json[NOTE] = {"layout": layout.name, **config_json.get(NOTE, {})}  # by which `import` knows the way back
     if layout.name != "safetensors":
         config_json |= {**ends, "dtype": str(DTYPES[own.dtype]).removeprefix("torch."), "use_cache": True}
         # Without the padding id in config.json: transformers would give the embedding of that id no gradient.
@@ -91,7 +96,6 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
 
     yield check_bits(work, layout, config_json, {**weights, **statistics})
     if layout.name == "safetensors":
-        write_yaml(restored.config, work / "config.yaml")  # which read_weights.py names
         yield check_reader(work, {**weights, **statistics})
         return
     rows = random_rows(config, own.rows)

@@ -1,7 +1,8 @@
 """Reads the weights of this directory with numpy alone: python read_weights.py [DIRECTORY] prints names and shapes.
 
 A safetensors file is the length of a header as 8 bytes, little-endian, then the header, which is JSON, then the bytes
-of the tensors. What each name means is written in docs/weights.md of ngpt-train, the sizes are in config.yaml.
+of the tensors. What each name means is written in docs/weights.md of ngpt-train, the sizes are in
+ngpt_train_config.yaml.
 """
 
 import json

@@ -38,7 +38,8 @@ class Difference(NamedTuple):
     scale: float
 
     def __str__(self) -> str:
-        return f"{self.largest:.3g} (the largest logit is {self.scale:.3g})"
+        largest = f"{self.largest:.3g}" if self.largest else "0.0"
+        return f"{largest} (the largest logit is {self.scale:.3g})"
 
 
 def random_rows(config: ModelConfig, n_rows: int) -> Tensor:
