@@ -21,12 +21,11 @@ from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.analysis import AnalyzeConfig, ProbeConfig
 from ngpt_train.config.sections.data import DataConfig, TokenizerConfig
-from ngpt_train.config.sections.exchange import ExportConfig
 from ngpt_train.config.sections.optim import ScheduleConfig
 from ngpt_train.config.sections.parallel import ParallelConfig
 from ngpt_train.config.sections.records import CheckpointConfig
 from ngpt_train.config.sections.study import STUDY_VERBS, is_of_study
-from ngpt_train.config.sections.verbs import EvalConfig, EvaluateConfig, GenerateConfig, LengthConfig
+from ngpt_train.config.sections.verbs import EvalConfig, LengthConfig
 from ngpt_train.config.texts import check_texts
 from ngpt_train.config.validate import Origin, mistake, report_together, show
 
@@ -92,7 +91,8 @@ def check_verb(config: Config, verb: str) -> None:
     if getattr(section, "checkpoint", "") is None:
         fix = f"For example {verb}.checkpoint=runs/quickstart"
         raise mistake(f"{verb}.checkpoint=null: no checkpoint is named", fix)
-    if isinstance(section, (GenerateConfig, EvaluateConfig, ExportConfig)) and section.average > 1 and section.weights == "ema":
+    averages = section is not None and verb in ("generate", "evaluate", "export") and section.average > 1
+    if averages and section.weights == "ema":
         fix = f"Set {verb}.average=1 or {verb}.weights=trained"
         raise mistake(f"{verb}.average={section.average}, {verb}.weights=ema: an average of averages", fix)
     if isinstance(section, (AnalyzeConfig, ProbeConfig)):

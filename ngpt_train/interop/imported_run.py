@@ -7,6 +7,7 @@ import platform
 import shutil
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -98,7 +99,7 @@ def of_run(imported: Imported, out: Path) -> Config:
     return config
 
 
-def _start(imported: Imported, source: str, n_params: int) -> dict:
+def _start(imported: Imported, source: str, n_params: int) -> dict[str, Any]:
     """The entry of run.json."""
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),

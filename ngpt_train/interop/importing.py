@@ -68,8 +68,8 @@ def read_model(source: str, revision: str | None) -> Imported:
     tokenizer, notes = tokenizer_of(path, config_json)
     if model.vocab_size < tokenizer.vocab_size:  # type: ignore[operator]
         raise DataError(
-            f"import.source={source}: the tokenizer has {tokenizer.vocab_size} ids, the model {model.vocab_size}. It is "
-            "not the tokenizer of this model"
+            f"import.source={source}: the tokenizer has {tokenizer.vocab_size} ids, the model {model.vocab_size}. It "
+            "is not the tokenizer of this model"
         )
     config = read_yaml(path / CONFIG) if (path / CONFIG).is_file() else _defaults(model)
     config.model = model
@@ -121,9 +121,7 @@ def _fetched(source: str, revision: str | None) -> tuple[Path, str]:
     from huggingface_hub import snapshot_download
 
     try:
-        path = Path(
-            snapshot_download(source, revision=revision, allow_patterns=FETCHED, ignore_patterns=IN_FOLDERS)
-        )
+        path = Path(snapshot_download(source, revision=revision, allow_patterns=FETCHED, ignore_patterns=IN_FOLDERS))
     except Exception as error:  # of the hub, of the network, of the disk; each version has its own
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         at = "" if revision is None else f" at {revision}"

@@ -21,7 +21,7 @@ def logits(weights: Mapping[str, Tensor], config: GPTConfig, tokens: Tensor) -> 
     """weights: by canonical name, fp32; tokens `(B, T)` -> `(B, T, V)`. It holds one more copy of the largest layer."""
     n_kv_heads, d_head = config.n_kv_heads or config.n_heads, config.d_model // config.n_heads
     cos, sin = angles(tokens.shape[1], d_head, config.rope_base)
-    act = {"silu": F.silu, "gelu": F.gelu}[config.activation]
+    act = F.silu if config.activation == "silu" else F.gelu
 
     def norm(x: Tensor, gain: str) -> Tensor:
         return weights[gain] * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config.norm_eps))

@@ -34,7 +34,9 @@ class SafetensorsLayout:
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         keys = config_json[NOTE].get("model")
         if not isinstance(keys, dict):
-            raise DataError(f"config.json: {NOTE}.model is missing: it says the keys of model.*. Export the model again")
+            raise DataError(
+                f"config.json: {NOTE}.model is missing: it says the keys of model.*. Export the model again"
+            )
         return keys, dict(weights)
 
     def files(self) -> list[Path]:

@@ -52,7 +52,9 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
         tensors = _read_file(directory / file)
         if names is not None and names != tensors.keys():
             differing = sorted(names ^ tensors.keys())[0]
-            raise DataError(f"{directory / INDEX} does not fit {file}: only one of them has {differing}. Copy both again")
+            raise DataError(
+                f"{directory / INDEX} does not fit {file}: only one of them has {differing}. Copy both again"
+            )
         found.update(tensors)
     for name, tensor in found.items():
         if tensor.dtype not in FLOATS:
@@ -70,7 +72,9 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
         index = read_json(directory / INDEX)
         places: Any = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(places, dict) or not places:
-            raise DataError(f"{directory / INDEX} is damaged: weight_map does not say where each tensor is. Copy it again")
+            raise DataError(
+                f"{directory / INDEX} is damaged: weight_map does not say where each tensor is. Copy it again"
+            )
         files: dict[str, set[str] | None] = {}
         for name, file in places.items():
             if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
@@ -80,8 +84,8 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
             names.add(name)
         if missing := [file for file in files if not (directory / file).is_file()]:
             raise DataError(
-                f"{directory}: {missing[0]} is missing, which {INDEX} names ({len(missing)} of {len(files)} shards are). "
-                "Copy it again"
+                f"{directory}: {missing[0]} is missing, which {INDEX} names ({len(missing)} of {len(files)} shards "
+                "are). Copy it again"
             )
         return files
     if (directory / ONE_FILE).is_file():

@@ -1,7 +1,7 @@
 """Compares a written directory with the model that it was written from, through its readers.
 
-All arithmetic here is in fp32 on the CPU, also for weights that are written in bf16 or fp16: the model's own weights are
-rounded in the same way first, and what is left is the rounding of fp32.
+All arithmetic here is in fp32 on the CPU, also for weights that are written in bf16 or fp16: the model's own weights
+are rounded in the same way first, and what is left is the rounding of fp32.
 """
 
 from __future__ import annotations
@@ -89,7 +89,12 @@ def _same(found: Mapping[str, Tensor], wanted: Mapping[str, Tensor], problem: st
 
 
 def check_logits(
-    directory: Path, layout: Layout, model: torch.nn.Module, weights: Mapping[str, Tensor], rows: Tensor, dtype: torch.dtype
+    directory: Path,
+    layout: Layout,
+    model: torch.nn.Module,
+    weights: Mapping[str, Tensor],
+    rows: Tensor,
+    dtype: torch.dtype,
 ) -> Iterator[str]:
     """Has transformers load the directory, and compares its logits with ours; says what it found.
 
@@ -126,7 +131,9 @@ def check_logits(
         in_half = difference(rows, _in_half(_loaded(directory, layout, dtype)), model)
         yield f"the same rows, {name} in {str(dtype).removeprefix('torch.')} arithmetic: {in_half}"
         if not in_half.largest < float("inf"):
-            raise NumericalError(f"export: the logits of {name} in half precision are not finite. Use export.dtype=bf16")
+            raise NumericalError(
+                f"export: the logits of {name} in half precision are not finite. Use export.dtype=bf16"
+            )
 
 
 def _in_half(model: Any) -> Callable[[Tensor], Tensor]:

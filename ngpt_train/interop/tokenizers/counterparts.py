@@ -7,6 +7,7 @@ in training: tokenizer_config.json says split_special_tokens.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 from ngpt_train.core.files import parse_json
@@ -44,8 +45,7 @@ def tokenizer_json(tokenizer: Tokenizer, eos_in_front: bool) -> tuple[Json, str]
 
 def _bytes(tokenizer: Tokenizer) -> tuple[Json, str]:
     """Byte b is the id b, spelled by the character that stands for it in GPT-2's files."""
-    vocab: dict[str, int] = {character: byte for character, byte in byte_of_character().items()}
-    return _byte_level(vocab, [], tokenizer.eos, words=False), END_OF_TEXT
+    return _byte_level(byte_of_character(), [], tokenizer.eos, words=False), END_OF_TEXT
 
 
 def _gpt2(tokenizer: Tokenizer) -> tuple[Json, str]:
@@ -63,7 +63,7 @@ def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
     """The two tokens that the merge of `token` joins: what its bytes become by the merges of lower rank."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
-        joined = [ranks.get(a + b, len(ranks)) for a, b in zip(parts, parts[1:], strict=False)]
+        joined = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
         at = joined.index(min(joined))
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
     return parts

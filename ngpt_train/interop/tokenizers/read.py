@@ -59,6 +59,6 @@ def _eos(directory: Path, config_json: Mapping[str, Any]) -> str | int:
     if type(number) is int:
         return number
     raise DataError(
-        f"{directory}: which token ends a text? tokenizer_config.json has no eos_token, and eos_token_id of config.json "
-        "is no number. Write one of them"
+        f"{directory}: which token ends a text? tokenizer_config.json has no eos_token, and eos_token_id of "
+        "config.json is no number. Write one of them"
     )

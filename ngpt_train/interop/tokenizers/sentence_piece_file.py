@@ -7,8 +7,9 @@ fields that are needed are read here.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 BPE = 2  # TrainerSpec.model_type
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # SentencePiece.type; 4: the user's own, 5: not used
@@ -50,7 +51,7 @@ def read_file(model: bytes) -> SentencePieceFile:
     return file
 
 
-def _add_piece(file: SentencePieceFile, entry: dict) -> None:
+def _add_piece(file: SentencePieceFile, entry: Mapping[int, Any]) -> None:
     number, kind = len(file.pieces), entry.get(3, NORMAL)
     file.pieces.append(entry[1].decode())
     file.scores.append(struct.unpack("<f", entry.get(2, bytes(4)))[0])
@@ -64,8 +65,8 @@ def _add_piece(file: SentencePieceFile, entry: dict) -> None:
         file.own_pieces.append(number)
 
 
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a message: number and value."""
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a message: number, and value as an int or bytes."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)
