@@ -91,10 +91,10 @@ def check_verb(config: Config, verb: str) -> None:
     if getattr(section, "checkpoint", "") is None:
         fix = f"For example {verb}.checkpoint=runs/quickstart"
         raise mistake(f"{verb}.checkpoint=null: no checkpoint is named", fix)
-    averages = section is not None and verb in ("generate", "evaluate", "export") and section.average > 1
-    if averages and section.weights == "ema":
+    averaging = section if verb in ("generate", "evaluate", "export") else None
+    if averaging is not None and averaging.average > 1 and averaging.weights == "ema":
         fix = f"Set {verb}.average=1 or {verb}.weights=trained"
-        raise mistake(f"{verb}.average={section.average}, {verb}.weights=ema: an average of averages", fix)
+        raise mistake(f"{verb}.average={averaging.average}, {verb}.weights=ema: an average of averages", fix)
     if isinstance(section, (AnalyzeConfig, ProbeConfig)):
         check_analysis(verb, section)
     check_exchange(config, verb)

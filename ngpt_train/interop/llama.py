@@ -50,8 +50,9 @@ class LlamaLayout:
     qk_norm = False
 
     def refusal(self, config: ModelConfig) -> str | None:
-        if not isinstance(config, GPTConfig):
+        if type(config) is not GPTConfig:  # and not one that has more, such as an encoder
             return f"model.name={config.name}: {self.architecture} has GPT's equations"
+        assert isinstance(config, GPTConfig)
         if config.mlp != "gated":
             return f"model.mlp={config.mlp}: the MLP of {self.architecture} has a gate"
         if config.qk_norm != self.qk_norm:

@@ -16,6 +16,7 @@ from ngpt_train.interop.tensors import write_tensors
 from ngpt_train.models import build_model, export_weights, load_weights
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.gpt.keys import GPTConfig
+from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
 # Each value of each option, and those that meet in the same matrices together.
@@ -128,7 +129,10 @@ def build_with(config: GPTConfig, weights: dict[str, Tensor]) -> Decoder:
         ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
         ({"model_type": "gemma"}, 'model_type="gemma"'),
         ({"ngpt_train": {"rope_layout": "spiral"}}, "rope_layout"),
-        ({"intermediate_size": 100}, r"mlp.gate_proj.weight has the shape \[256, 64\]; config.json makes it \[100, 64\]"),
+        (
+            {"intermediate_size": 100},
+            r"mlp.gate_proj.weight has the shape \[256, 64\]; config.json makes it \[100, 64\]",
+        ),
         ({"num_hidden_layers": 3}, "missing: model.layers.2"),
         ({"num_hidden_layers": 1}, "unexpected: model.layers.1"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head.weight is not"),
@@ -176,6 +180,7 @@ def test_biases_are_named() -> None:
         (small(qk_norm=True), "qwen3", "llama", "model.qk_norm=true"),
         (small(), "llama", "qwen3", "model.qk_norm=false"),
         (NGPTConfig(), None, "llama", "model.name=ngpt"),
+        (GPTEncoderDecoderConfig(), "safetensors", "llama", "model.name=gpt_encoder_decoder"),
     ],
 )
 def test_layouts(config: Any, auto: str | None, named: str, message: str) -> None:

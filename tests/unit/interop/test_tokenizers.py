@@ -21,7 +21,18 @@ tokenizers = pytest.importorskip("tokenizers", reason="the extra [tokenizers] is
 TEXT = (Path(__file__).parents[3] / "README.md").read_text()
 CHARACTERS = "ab  \n.1é\u2581日\t"
 AWKWARD = [
-    *("", " ", "  a", "a  b   c    d", "x\u2581y \u2581", "日本語 テキスト 🎉🎉 e\u0301", "\n", "\n\na\n", "a\n", "\r\n\r\n"),
+    *(
+        "",
+        " ",
+        "  a",
+        "a  b   c    d",
+        "x\u2581y \u2581",
+        "日本語 テキスト 🎉🎉 e\u0301",
+        "\n",
+        "\n\na\n",
+        "a\n",
+        "\r\n\r\n",
+    ),
     *("<|endoftext|> </s> <unk> <eos> <s>", "tab\t\tb\x1c c\x85d\u00a0e\u2028f", "\0\0 a", "'s'S 'LL don't 12345 67"),
     *("a" * 300, " " * 37 + "b" + " " * 64, "<0x41>", "aaaa aaa aa a " * 9),
 ]
