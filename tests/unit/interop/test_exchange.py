@@ -22,6 +22,7 @@ from ngpt_train.interop.imported_run import write_run
 from ngpt_train.interop.importing import Imported, read_model
 from ngpt_train.interop.llama import LlamaLayout, to_half
 from ngpt_train.interop.registry import chosen_layout
+from ngpt_train.interop.tokenizers.write import write_tokenizers
 from ngpt_train.models import build_model, export_weights
 from ngpt_train.training.guards import NumericalError
 from tests.stored import stored_tensors
@@ -223,6 +224,33 @@ def test_config_of_others(tmp_path: Path) -> None:
     assert config.tokenizer.kind == "hf"
     record = json.loads((tmp_path / "back" / "run.json").read_text())["starts"][0]
     assert record["imported"] == {"source": str(out), "revision": None, "layout": "llama"}
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_saved_by_transformers(kind: str, tmp_path: Path) -> None:
+    """Caught: files of save_pretrained, in shards of bf16 and without anything of ours, whose model gives other logits
+    here."""
+    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "head_dim": 16}
+    config = getattr(transformers, f"{kind}Config")(**sizes, rms_norm_eps=1e-5, initializer_range=0.1)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "saved", max_shard_size="50KB")
+    write_tokenizers(tmp_path / "saved", BytesTokenizer(), 32, True)
+    for path in (tmp_path / "saved" / "ngpt_train_tokenizer").iterdir():
+        path.unlink()
+    assert len(list((tmp_path / "saved").glob("*.safetensors"))) > 1
+    brought_back(tmp_path / "saved", tmp_path / "back")
+    restored = restored_from(tmp_path / "back")
+    assert restored.config.model.qk_norm == (kind == "Qwen3")  # type: ignore[attr-defined]
+    rows = torch.randint(300, (2, 32))
+    # Read again: `to` has rounded the frequencies of RoPE, too.
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    with torch.no_grad():
+        found = restored.model(rows)
+        torch.testing.assert_close(found, model(rows).logits, rtol=0, atol=1e-4)
+    assert found.abs().max() > 1
 
 
 def cut(path: Path) -> None:
