@@ -40,6 +40,8 @@ VERBS = {
     "generate": "Sample text from a checkpoint.",
     "analyze": "The papers' measurements and figures of checkpoints: `analyze analyze.checkpoints=[runs/a,runs/b]`.",
     "probe": "Where the loss of one or two checkpoints is: by frequency, position, source and type of token; by row.",
+    "export": "Write a checkpoint for other programs: transformers, or any reader of safetensors.",
+    "import": "Make a run of a model that `export` wrote, or of a Llama-like model of the hub.",
     "bench": "Measure the parts of a run: `bench data`, `step`, `kernels`, `attention`, ...",
     "doctor": "Whether a training run would work here: machine, network, disks, data; with the overrides of train.",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
@@ -48,7 +50,13 @@ VERBS = {
     "compare": "Which arm is better, by how much, how sure, from any runs: `compare runs/a runs/b compare.out=report`.",
     "transfer": "How the best lr changes with width, depth and length: `transfer transfer.widths=[64,128,256]`.",
 }
-ROOMS = {"analyze": "explain.", "probe": "explain."}  # of verbs that do not lie in verbs/ itself
+# Of verbs that do not lie in verbs/ under their own name.
+MODULES = {
+    "analyze": "explain.analyze",
+    "probe": "explain.probe",
+    "export": "exchange.export",
+    "import": "exchange.importing",
+}
 ENDS_FOR_GOOD = (2, 3, 4)  # exit codes that would come again if torchrun started the processes again
 # What is wrong with the machine and not with us, and the remedy.
 FAULTS_OF_THE_SYSTEM = {
@@ -183,7 +191,7 @@ def _run(verb: str, config: Config, overrides: list[str], **more: object) -> int
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("ngpt_train").setLevel(level)
-    return int(importlib.import_module(f"ngpt_train.verbs.{ROOMS.get(verb, '')}{verb}").main(config, overrides, **more))
+    return int(importlib.import_module(f"ngpt_train.verbs.{MODULES.get(verb, verb)}").main(config, overrides, **more))
 
 
 def _parse(arguments: list[str]) -> CommandLine:

@@ -13,6 +13,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from ngpt_train.config.analysis import check_analysis
+from ngpt_train.config.exchange import check_exchange
 from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_multiples
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.model_keys import ModelConfig
@@ -24,7 +25,7 @@ from ngpt_train.config.sections.optim import ScheduleConfig
 from ngpt_train.config.sections.parallel import ParallelConfig
 from ngpt_train.config.sections.records import CheckpointConfig
 from ngpt_train.config.sections.study import STUDY_VERBS, is_of_study
-from ngpt_train.config.sections.verbs import EvalConfig, EvaluateConfig, GenerateConfig, LengthConfig
+from ngpt_train.config.sections.verbs import EvalConfig, LengthConfig
 from ngpt_train.config.texts import check_texts
 from ngpt_train.config.validate import Origin, mistake, report_together, show
 
@@ -72,7 +73,7 @@ def check_arguments(verb: str, overrides: Sequence[str]) -> None:
         raise mistake(problem, f"Start it with: ngpt-train {verb} ...; study.jobs has runs side by side")
     for override in overrides:
         name, _, option = (part.strip() for part in override.partition("="))
-        if verb in ("evaluate", "generate", "analyze", "probe") and name == "recipe":
+        if verb in ("evaluate", "generate", "analyze", "probe", "export") and name == "recipe":
             raise mistake(f"{override}: how a model was trained, which the checkpoint has decided", "Leave it out")
         if verb not in STUDY_VERBS and name == "study" and option != "null":
             raise mistake(f"{override}: a study is many runs", f"Start it with: ngpt-train study {override}")
@@ -90,11 +91,13 @@ def check_verb(config: Config, verb: str) -> None:
     if getattr(section, "checkpoint", "") is None:
         fix = f"For example {verb}.checkpoint=runs/quickstart"
         raise mistake(f"{verb}.checkpoint=null: no checkpoint is named", fix)
-    if isinstance(section, (GenerateConfig, EvaluateConfig)) and section.average > 1 and section.weights == "ema":
+    averaging = section if verb in ("generate", "evaluate", "export") else None
+    if averaging is not None and averaging.average > 1 and averaging.weights == "ema":
         fix = f"Set {verb}.average=1 or {verb}.weights=trained"
-        raise mistake(f"{verb}.average={section.average}, {verb}.weights=ema: an average of averages", fix)
+        raise mistake(f"{verb}.average={averaging.average}, {verb}.weights=ema: an average of averages", fix)
     if isinstance(section, (AnalyzeConfig, ProbeConfig)):
         check_analysis(verb, section)
+    check_exchange(config, verb)
     if verb == "generate":
         check_texts(config.generate)
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
@@ -106,7 +109,7 @@ def check_verb(config: Config, verb: str) -> None:
         problem = f"evaluate.out={config.evaluate.out}: the losses of rows take this name, the result is JSON"
         raise mistake(problem, f"For example evaluate.out={config.evaluate.out.removesuffix('.npz')}.json")
     # What several ranks print is written by the first, whose host alone needs the directory.
-    names_directory = verb in ("compare", "transfer", "analyze", "probe")
+    names_directory = verb in ("compare", "transfer", "analyze", "probe", "export", "import")
     out = None if names_directory else getattr(section, "out", None)
     if out and os.environ.get("RANK", "0") == "0":
         _check_writable(f"{verb}.out={out}", Path(out).expanduser())

@@ -8,7 +8,7 @@ mistake is reported before torch is loaded.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Union
+from typing import TYPE_CHECKING, Union
 
 from ngpt_train.config.keys import (
     AUTO,
@@ -22,6 +22,7 @@ from ngpt_train.config.keys import (
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.sections.analysis import AnalyzeConfig, ProbeConfig
 from ngpt_train.config.sections.data import DataConfig, TokenizerConfig
+from ngpt_train.config.sections.exchange import ExportConfig, ImportConfig
 from ngpt_train.config.sections.optim import OptimConfig, ScheduleConfig
 from ngpt_train.config.sections.parallel import ParallelConfig
 from ngpt_train.config.sections.records import CheckpointConfig, GuardsConfig, LoggingConfig
@@ -180,3 +181,12 @@ class Config:
     transfer: TransferConfig = field(default_factory=TransferConfig)
     analyze: AnalyzeConfig = field(default_factory=AnalyzeConfig)
     probe: ProbeConfig = field(default_factory=ProbeConfig)
+    export: ExportConfig = field(default_factory=ExportConfig)
+    import_: ImportConfig = field(default_factory=ImportConfig, metadata={"named": "import"})
+
+    if not TYPE_CHECKING:  # so that a word of Python's, which no field can have, is found by the name of its section
+
+        def __getattr__(self, name: str) -> ImportConfig:
+            if name == "import":
+                return self.import_
+            raise AttributeError(f"{type(self).__name__} has no section {name}")

@@ -1,0 +1,124 @@
+"""Writes a restored model into a directory for other programs, and compares what it wrote with the model."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ngpt_train.config import write_yaml
+from ngpt_train.config.sections.exchange import ExportConfig
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.files import sync, write_json
+from ngpt_train.evaluation.restore import Restored
+from ngpt_train.interop.card import card
+from ngpt_train.interop.layout import Layout
+from ngpt_train.interop.llama_config import NOTE
+from ngpt_train.interop.tensors import FLOATS, write_tensors
+from ngpt_train.interop.tokenizers.write import write_tokenizers
+from ngpt_train.interop.verification import check_bits, check_logits, check_reader, difference, random_rows
+from ngpt_train.models import export_weights, load_weights
+
+CONFIG = "ngpt_train_config.yaml"  # of the run, in every export
+STATISTICS = "statistics."  # before the names of running statistics, as in a checkpoint
+DTYPES = {name: dtype for dtype, name in FLOATS.items()}
+
+
+def export(restored: Restored, own: ExportConfig, layout: Layout, say: Callable[[str], object]) -> Path:
+    """Writes export.out, complete or not at all; returns it. say: gets each sentence about it.
+
+    Raises ConfigError or DataError where it cannot be written, NumericalError where it is not the model.
+    """
+    assert own.out is not None
+    out = Path(own.out).expanduser()
+    check_free("export.out", out)
+    work = out.with_name(f".unfinished-{out.name}")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        work.mkdir(parents=True)
+        said = []
+        for sentence in _write(restored, own, layout, work):
+            said.append(sentence)
+            say(sentence)
+        loadable, code = layout.name != "safetensors", bool(layout.files())
+        (work / "README.md").write_text(card(restored, layout.name, own.dtype, said, loadable, loadable and code))
+        mode = (work / "config.json").stat().st_mode
+        for path in work.rglob("*"):
+            if path.is_file():
+                path.chmod(mode)  # safetensors writes files that nobody else may read
+            sync(path)
+        if out.is_dir():
+            out.rmdir()
+        os.rename(work, out)
+        sync(out.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return out
+
+
+def check_free(key: str, out: Path) -> None:
+    """Raises ConfigError unless `out` may become a directory of ours."""
+    if out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
+        return
+    if out.exists() or out.is_symlink():
+        what = "has files in it, which stay" if out.is_dir() else "is there, and is no directory"
+        raise ConfigError(f"{key}={out}: {what}\n  Name a new directory, or empty this one first")
+
+
+def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) -> Iterator[str]:
+    """Writes all files but README.md, and compares; gives what is to be said."""
+    config, model, tokenizer = restored.config.model, restored.model, restored.tokenizer
+    trained = export_weights(model)
+    weights = rounded(trained, own.dtype)
+    statistics = {f"{STATISTICS}{name}": value.clone() for name, value in model.statistics().items()}
+    tensors = layout.to_foreign({**weights, **statistics}, config)
+    files = write_tensors(work, tensors, own.max_shard_gb * 1e9)
+    n_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    yield f"{layout.name}, {own.dtype}: {len(tensors)} tensors, {n_bytes:,} bytes in {len(files)} file(s)"
+
+    ends = {"bos_token_id": tokenizer.eos, "eos_token_id": tokenizer.eos}
+    config_json = layout.config_json(config)
+    config_json[NOTE] = {"layout": layout.name, **config_json.get(NOTE, {})}  # by which `import` knows the way back
+    if layout.name != "safetensors":
+        config_json |= {**ends, "dtype": str(DTYPES[own.dtype]).removeprefix("torch."), "use_cache": True}
+        # Without the padding id in config.json: transformers would give the embedding of that id no gradient.
+        write_json(work / "generation_config.json", {**ends, "pad_token_id": tokenizer.eos})
+    write_json(work / "config.json", config_json)
+    for path in layout.files():
+        shutil.copyfile(path, work / path.name)
+    write_yaml(restored.config, work / CONFIG)
+    reads_eos_first = config.objective != "prefix_continuation"  # an encoder reads a document from its first token on
+    yield from write_tokenizers(work, tokenizer, config.context, reads_eos_first)
+
+    yield check_bits(work, layout, config_json, {**weights, **statistics})
+    if layout.name == "safetensors":
+        yield check_reader(work, {**weights, **statistics})
+        return
+    rows = random_rows(config, own.rows)
+    if own.dtype != "fp32":
+        yield _move_to(model, trained, weights, rows, own.dtype)
+    yield from check_logits(work, layout, model, weights, rows, DTYPES[own.dtype])
+
+
+def rounded(weights: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """The weights in `dtype`. Raises DataError where it cannot hold one of them."""
+    found = {name: weight.to(DTYPES[dtype]) for name, weight in weights.items()}
+    if bad := [name for name, weight in found.items() if not weight.isfinite().all()]:
+        largest = weights[bad[0]].abs().max().item()
+        raise DataError(f"export.dtype={dtype}: {bad[0]} has {largest:g}, which {dtype} cannot hold. Use fp32 or bf16")
+    return found
+
+
+def _move_to(
+    model: torch.nn.Module, trained: dict[str, Tensor], weights: dict[str, Tensor], rows: Tensor, dtype: str
+) -> str:
+    """Gives `model` the rounded weights, and says by how much that moves its logits."""
+    with torch.no_grad():
+        before = [model(row) for row in rows.split(1)]
+    load_weights(model, {name: weight.float() for name, weight in weights.items()})
+    moved = difference(rows, lambda row: before.pop(0), model)
+    return f"rounding the weights to {dtype} moves a logit by {moved} at most"

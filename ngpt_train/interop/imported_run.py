@@ -1,0 +1,118 @@
+"""Makes a run directory, with one checkpoint of step 0, of a model that was imported."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ngpt_train
+from ngpt_train.config import write_yaml
+from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.data import TokenizerConfig
+from ngpt_train.core.checkout import git_commit
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import sync, write_json
+from ngpt_train.data.tokenizers import MODEL_FILES, write_tokenizer
+from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from ngpt_train.distributed import World
+from ngpt_train.interop.importing import Imported, built
+from ngpt_train.models.weights import canonical, named_weights
+from ngpt_train.training.checkpoint import Checkpoints
+from ngpt_train.training.checkpoint.pieces import pieces_of
+from ngpt_train.training.checkpoint.save import SPARE, Snapshot
+
+STATISTICS = "statistics."
+
+
+def write_run(imported: Imported, source: str, out: Path) -> Path:
+    """Writes config.yaml, run.json and checkpoints/step_00000000 into `out`, all or nothing; returns it.
+
+    Raises DataError where the tensors are not those of the model, or cannot be written.
+    """
+    n_params = check_tensors(imported)
+    config = of_run(imported, out)
+    work = out.with_name(f".unfinished-{out.name}")
+    shutil.rmtree(work, ignore_errors=True)
+    try:
+        work.mkdir(parents=True)
+
+        def add_files(directory: Path) -> None:
+            write_yaml(config, directory / "config.yaml")
+            write_json(directory / "tokenizer.json", write_tokenizer(imported.tokenizer, directory))
+
+        # As a checkpoint has them: statistics are those of all ranks, of which there was one.
+        tensors = {
+            name: value[None] if name.startswith(STATISTICS) else value for name, value in imported.tensors.items()
+        }
+        pieces = tuple(piece for name, value in tensors.items() for piece in pieces_of(name, value))
+        progress = {"step": 0, "tokens": 0, "train_seconds": 0.0, "world_size": 1, "data": {}}
+        n_bytes = SPARE + sum(value.nbytes for value in tensors.values())
+        world = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
+        Checkpoints(work / "checkpoints", world, keep_last=1, keep_every=None).write(
+            Snapshot(0, pieces, n_bytes, progress, add_files, loss=None), world
+        )
+        write_json(work / "run.json", {"starts": [_start(imported, source, n_params)], "saved": 0})
+        write_yaml(config, work / "config.yaml")
+        if out.is_dir():
+            out.rmdir()
+        os.rename(work, out)
+        sync(out.parent)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    return out
+
+
+def check_tensors(imported: Imported) -> int:
+    """The number of parameters. Raises DataError where the tensors are not those of a model of the config."""
+    model = built(imported)
+    wanted = {
+        canonical(path): (rows, *parameter.shape[1:])
+        for parameter, parts in named_weights(model)
+        for path, rows in parts.items()
+    }
+    wanted |= {f"{STATISTICS}{name}": tuple(value.shape) for name, value in model.statistics().items()}
+    found = {name: tuple(value.shape) for name, value in imported.tensors.items()}
+    if differing := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
+        lines = [
+            f"{name}: {found.get(name, 'none')} in the files, {wanted.get(name, 'none')} in the model"
+            for name in differing[:8]
+        ]
+        raise DataError("The tensors are not those of the model that config.json describes:\n  " + "\n  ".join(lines))
+    return model.n_params()
+
+
+def of_run(imported: Imported, out: Path) -> Config:
+    """The config of the run: its place, and its tokenizer, which lies in its checkpoint."""
+    config, tokenizer = imported.config, imported.tokenizer
+    config.run.root, config.run.name = str(out.parent), out.name
+    config.run.init_from = None
+    file = MODEL_FILES[tokenizer.kind]
+    path = None if file is None else str(out.absolute() / "checkpoints" / "step_00000000" / file)
+    eos = tokenizer.eos_piece if isinstance(tokenizer, HuggingFaceTokenizer) else None
+    config.tokenizer = TokenizerConfig(kind=tokenizer.kind, path=path, eos=eos)
+    return config
+
+
+def _start(imported: Imported, source: str, n_params: int) -> dict[str, Any]:
+    """The entry of run.json."""
+    return {
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "step": 0,
+        "git_commit": git_commit(),
+        "versions": {
+            "ngpt_train": ngpt_train.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        },
+        "imported": {"source": source, "revision": imported.revision, "layout": imported.layout},
+        "n_params": n_params,
+        "data_fingerprint": "none: the model was imported",
+        "tokenizer": imported.tokenizer.name,
+        "tokenizer_fingerprint": imported.tokenizer.fingerprint,
+    }

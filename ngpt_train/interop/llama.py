@@ -1,0 +1,186 @@
+"""GPT as transformers' LlamaForCausalLM, with QK-norm as its Qwen3ForCausalLM, and back.
+
+Both have GPT's equations. What differs is how weights are held: Linear layers hold the transpose of W_o and W_down, and
+pairs of RoPE are (i, i + d_head/2), so that rows of W_q and W_k move where GPT pairs 2i with 2i + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.core.errors import DataError
+from ngpt_train.interop.llama_config import NOTE, model_keys
+from ngpt_train.models.gpt.keys import GPTConfig
+
+OF_MODEL = {
+    "embedding": "model.embed_tokens.weight",
+    "norm_final": "model.norm.weight",
+    "output": "lm_head.weight",
+}
+OF_LAYER = {
+    "wq": "self_attn.q_proj.weight",
+    "wk": "self_attn.k_proj.weight",
+    "wv": "self_attn.v_proj.weight",
+    "wo": "self_attn.o_proj.weight",
+    "q_norm": "self_attn.q_norm.weight",
+    "k_norm": "self_attn.k_norm.weight",
+    "w_v": "mlp.gate_proj.weight",  # the hidden layer is u * act(v)
+    "w_u": "mlp.up_proj.weight",
+    "w_down": "mlp.down_proj.weight",
+    "norm_attn": "input_layernorm.weight",
+    "norm_mlp": "post_attention_layernorm.weight",
+}
+TRANSPOSED = ("wo", "w_down")
+ROTATED = ("wq", "wk", "q_norm", "k_norm")  # whose rows are dimensions of heads that RoPE pairs
+INV_FREQ = "rotary_emb.inv_freq"  # a table of angles that old files keep although it follows from rope_theta
+
+
+class LlamaLayout:
+    """GPT without QK-norm: LlamaForCausalLM."""
+
+    name = "llama"
+    model_type = "llama"
+    architecture = "LlamaForCausalLM"
+    qk_norm = False
+
+    def refusal(self, config: ModelConfig) -> str | None:
+        if type(config) is not GPTConfig:  # and not one that has more, such as an encoder
+            return f"model.name={config.name}: {self.architecture} has GPT's equations"
+        assert isinstance(config, GPTConfig)
+        if config.mlp != "gated":
+            return f"model.mlp={config.mlp}: the MLP of {self.architecture} has a gate"
+        if config.qk_norm != self.qk_norm:
+            no = "" if self.qk_norm else "no "
+            return f"model.qk_norm={str(config.qk_norm).lower()}: {self.architecture} has {no}norm of q and k"
+        return None
+
+    def config_json(self, config: ModelConfig) -> dict[str, Any]:
+        assert isinstance(config, GPTConfig)
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.d_model,
+            "intermediate_size": config.d_mlp or 4 * config.d_model,
+            "num_hidden_layers": config.n_layers,
+            "num_attention_heads": config.n_heads,
+            "num_key_value_heads": config.n_kv_heads or config.n_heads,
+            "head_dim": config.d_model // config.n_heads,
+            "hidden_act": config.activation,
+            "max_position_embeddings": config.context,
+            "rms_norm_eps": config.norm_eps,
+            "tie_word_embeddings": config.tied_embeddings,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
+            "rope_theta": config.rope_base,  # the same for readers older than transformers 5
+            **({"use_sliding_window": False, "sliding_window": None} if self.qk_norm else {"mlp_bias": False}),
+            NOTE: {"layout": self.name, "rope_layout": config.rope_layout},
+        }
+
+    def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+        foreign = {}
+        for name, place in names(config).items():
+            weight, kind = weights[name], name.rpartition(".")[2]
+            if kind in ROTATED and config.rope_layout == "interleaved":
+                weight = to_half(weight, config.d_model // config.n_heads)
+            foreign[place] = (weight.T if kind in TRANSPOSED else weight).contiguous()
+        return foreign
+
+    def from_foreign(
+        self, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        keys = model_keys(config_json, self.model_type, self.qk_norm)
+        config = GPTConfig(**keys)
+        weights = {name: value for name, value in weights.items() if not name.endswith(INV_FREQ)}
+        if config.tied_embeddings and OF_MODEL["output"] in weights:
+            output = weights.pop(OF_MODEL["output"])
+            if not torch.equal(output, weights.get(OF_MODEL["embedding"], output[:0])):
+                raise DataError(
+                    f"config.json: tie_word_embeddings=true, but {OF_MODEL['output']} is not {OF_MODEL['embedding']}. "
+                    "Set tie_word_embeddings to false"
+                )
+        places = names(config)
+        check_tensors(weights, {place: shape_there(name, config) for name, place in places.items()})
+        canonical = {}
+        for name, place in places.items():
+            weight, kind = weights[place], name.rpartition(".")[2]
+            weight = (weight.T if kind in TRANSPOSED else weight).contiguous()
+            if kind in ROTATED and config.rope_layout == "interleaved":
+                weight = to_interleaved(weight, config.d_model // config.n_heads)
+            canonical[name] = weight
+        return keys, canonical
+
+    def files(self) -> list[Path]:
+        return []
+
+
+class Qwen3Layout(LlamaLayout):
+    """GPT with QK-norm: Qwen3ForCausalLM, whose q and k pass an RMSNorm over the head before RoPE, too."""
+
+    name = "qwen3"
+    model_type = "qwen3"
+    architecture = "Qwen3ForCausalLM"
+    qk_norm = True
+
+
+def names(config: GPTConfig | ModelConfig) -> dict[str, str]:
+    """The name in Llama's files of each canonical name."""
+    assert isinstance(config, GPTConfig)
+    parts = [part for part in OF_LAYER if config.qk_norm or not part.endswith("_norm")]
+    layers = {
+        f"layers.{i}.{part}": f"model.layers.{i}.{OF_LAYER[part]}" for i in range(config.n_layers) for part in parts
+    }
+    first, *rest = OF_MODEL.items()
+    return {**dict([first]), **layers, **{a: b for a, b in rest if a != "output" or not config.tied_embeddings}}
+
+
+def shape_there(name: str, config: GPTConfig) -> tuple[int, ...]:
+    """The shape of the weight in Llama's files."""
+    assert isinstance(config.vocab_size, int)
+    d_model, d_head = config.d_model, config.d_model // config.n_heads
+    d_kv, d_mlp = d_head * (config.n_kv_heads or config.n_heads), config.d_mlp or 4 * d_model
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("embedding", "output"), (config.vocab_size, d_model)),
+        **dict.fromkeys(("norm_final", "norm_attn", "norm_mlp"), (d_model,)),
+        **dict.fromkeys(("q_norm", "k_norm"), (d_head,)),
+        **dict.fromkeys(("wq", "wo"), (d_model, d_model)),
+        **dict.fromkeys(("wk", "wv"), (d_kv, d_model)),
+        **dict.fromkeys(("w_u", "w_v"), (d_mlp, d_model)),
+        "w_down": (d_model, d_mlp),
+    }
+    return shapes[name.rpartition(".")[2]]
+
+
+def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
+    """Raises DataError, which names what is missing, what is too much, and wrong shapes."""
+    problems = [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in found]
+    problems += [
+        f"unexpected: {name} {list(found[name].shape)}" + (": GPT has no biases" if name.endswith(".bias") else "")
+        for name in found
+        if name not in wanted
+    ]
+    problems += [
+        f"{name} has the shape {list(found[name].shape)}; config.json makes it {list(shape)}"
+        for name, shape in wanted.items()
+        if name in found and tuple(found[name].shape) != shape
+    ]
+    if problems:
+        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
+        raise DataError("The tensors do not fit model=gpt:\n  " + "\n  ".join(problems[:8] + more))
+
+
+def to_half(rows: Tensor, d_head: int) -> Tensor:
+    """Rows `(heads * d_head, ...)` of heads whose pairs are (2i, 2i + 1), with the pairs (i, i + d_head/2)."""
+    return rows.unflatten(0, (-1, d_head // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def to_interleaved(rows: Tensor, d_head: int) -> Tensor:
+    """The inverse of `to_half`."""
+    return rows.unflatten(0, (-1, 2, d_head // 2)).transpose(1, 2).flatten(0, 2)

@@ -1,0 +1,120 @@
+"""The keys of model=gpt that a config.json of the Llama family says, and what GPT does not have."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ngpt_train.core.errors import DataError
+
+NOTE = "ngpt_train"  # the entry of config.json in which an export says what its reader does not need
+ACTIVATIONS = ("silu", "gelu")  # of transformers, that GPT has: both call the exact GELU gelu
+# What a model of this family may say, and GPT has in one form: that form, as all the values that mean it.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False, None),
+    "mlp_bias": (False, None),
+    "partial_rotary_factor": (1, None),
+    "pretraining_tp": (1, None),
+    "quantization_config": (None,),
+}
+
+
+def model_keys(config_json: Mapping[str, Any], model_type: str, qk_norm: bool) -> dict[str, Any]:
+    """The keys of model.* for model=gpt. Raises DataError, which names the key, its value and what is allowed."""
+    if config_json.get("model_type") != model_type:
+        raise refused(config_json, "model_type", f"{model_type} is what this layout reads")
+    for key, allowed in FIXED.items():
+        if config_json.get(key) not in allowed:
+            raise refused(config_json, key, f"GPT has {show(allowed[0])} alone")
+    if config_json.get("sliding_window") is not None and config_json.get("use_sliding_window", True):
+        raise refused(config_json, "sliding_window", "GPT attends to all earlier tokens, null alone")
+    if any(kind != "full_attention" for kind in config_json.get("layer_types") or []):
+        raise refused(config_json, "layer_types", "GPT has full_attention alone")
+    activation = config_json.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise refused(config_json, "hidden_act", f"GPT has {' and '.join(ACTIVATIONS)}")
+    d_model, n_heads = (integer(config_json, key) for key in ("hidden_size", "num_attention_heads"))
+    if d_model % n_heads or (d_model // n_heads) % 2:
+        raise refused(config_json, "num_attention_heads", f"hidden_size={d_model} has no such heads of an even width")
+    n_kv_heads = config_json.get("num_key_value_heads") or n_heads
+    if type(n_kv_heads) is not int or n_kv_heads < 1 or n_heads % n_kv_heads:
+        raise refused(config_json, "num_key_value_heads", f"a divisor of num_attention_heads={n_heads}")
+    default = 128 if model_type == "qwen3" else None  # which transformers takes where config.json does not say
+    head_dim = config_json.get("head_dim", default) or d_model // n_heads
+    if head_dim != d_model // n_heads:
+        named = {**config_json, "head_dim": head_dim}
+        raise refused(named, "head_dim", f"GPT has hidden_size / num_attention_heads, {d_model // n_heads}, alone")
+    tied = config_json.get("tie_word_embeddings", False)
+    if not isinstance(tied, bool):
+        raise refused(config_json, "tie_word_embeddings", "true or false")
+    return {
+        "name": "gpt",
+        "d_model": d_model,
+        "n_layers": integer(config_json, "num_hidden_layers"),
+        "n_heads": n_heads,
+        "n_kv_heads": n_kv_heads,
+        "d_mlp": integer(config_json, "intermediate_size"),
+        "vocab_size": integer(config_json, "vocab_size"),
+        "context": integer(config_json, "max_position_embeddings"),
+        "tied_embeddings": tied,
+        "rope_base": rope_base(config_json),
+        "rope_layout": rope_layout(config_json),
+        "norm_eps": number(config_json, "rms_norm_eps", 1e-6),
+        "qk_norm": qk_norm,
+        "mlp": "gated",
+        "activation": activation,
+    }
+
+
+def rope_base(config_json: Mapping[str, Any]) -> float:
+    """The base of the angles, from rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
+    for key in ("rope_parameters", "rope_scaling"):
+        entry = config_json.get(key)
+        if entry is None:
+            continue
+        if not isinstance(entry, dict):
+            raise refused(config_json, key, "an object, or null")
+        kind = entry.get("rope_type", entry.get("type", "default"))
+        if kind != "default":
+            raise refused(config_json, key, "GPT does not scale its angles, rope_type=default alone")
+        if entry.get("partial_rotary_factor", 1) != 1:
+            raise refused(config_json, key, "GPT turns whole heads, partial_rotary_factor=1 alone")
+        if "rope_theta" in entry:
+            return number(entry, "rope_theta")
+    return number(config_json, "rope_theta", 10000.0)
+
+
+def rope_layout(config_json: Mapping[str, Any]) -> str:
+    """The layout in which an export of ours had the weights; half for all others."""
+    note = config_json.get(NOTE)
+    found = note.get("rope_layout", "half") if isinstance(note, dict) else "half"
+    if found not in ("half", "interleaved"):
+        raise DataError(f"config.json: {NOTE}.rope_layout={show(found)}: half or interleaved")
+    return str(found)
+
+
+def integer(config_json: Mapping[str, Any], key: str) -> int:
+    value = config_json.get(key)
+    if type(value) is not int or not 1 <= value <= 10_000_000:
+        raise refused(config_json, key, "a whole number from 1 to 10,000,000")
+    return value
+
+
+def number(config_json: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    value = config_json.get(key, default)
+    if type(value) not in (int, float) or not 0 < value <= 1e12:
+        raise refused(config_json, key, "a number above 0, at most 1e12")
+    return float(value)
+
+
+def refused(config_json: Mapping[str, Any], key: str, allowed: str) -> DataError:
+    """The error for an entry of config.json. allowed: what it may be, in words."""
+    return DataError(f"config.json: {key}={show(config_json.get(key))}: {allowed}. This model cannot be imported")
+
+
+def show(value: Any) -> str:
+    """As JSON has it, cut where it is long."""
+    import json
+
+    text = json.dumps(value)
+    return text if len(text) <= 200 else f"{text[:200]} ..."

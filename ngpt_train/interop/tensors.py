@@ -1,0 +1,109 @@
+"""Directories of safetensors as transformers writes them: one file, or shards with an index."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import read_json, write_json
+
+ONE_FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # reading one may execute what it holds
+
+
+def write_tensors(directory: Path, tensors: Mapping[str, Tensor], most_bytes: float) -> list[str]:
+    """Writes model.safetensors or, if it would have more than `most_bytes`, shards and their index; returns the files'
+    names. A tensor is in one shard, however large it is."""
+    from safetensors.torch import save_file
+
+    shards: list[dict[str, Tensor]] = [{}]
+    room = most_bytes
+    for name, tensor in tensors.items():
+        if shards[-1] and tensor.nbytes > room:
+            shards.append({})
+            room = most_bytes
+        shards[-1][name] = tensor
+        room -= tensor.nbytes
+    n = len(shards)
+    files = [ONE_FILE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
+    for file, shard in zip(files, shards, strict=True):
+        save_file(shard, directory / file, metadata={"format": "pt"})
+    if n > 1:
+        total = sum(tensor.nbytes for tensor in tensors.values())
+        places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}
+        write_json(directory / INDEX, {"metadata": {"total_size": total}, "weight_map": places})
+    return files
+
+
+def read_tensors(directory: Path) -> dict[str, Tensor]:
+    """All tensors of a directory, in fp32, which holds each value of bf16 and fp16 exactly. Executes nothing.
+
+    Raises DataError for missing or damaged files, pickles, and other dtypes.
+    """
+    found: dict[str, Tensor] = {}
+    for file, names in _files(directory).items():
+        tensors = _read_file(directory / file)
+        if names is not None and names != tensors.keys():
+            differing = sorted(names ^ tensors.keys())[0]
+            raise DataError(
+                f"{directory / INDEX} does not fit {file}: only one of them has {differing}. Copy both again"
+            )
+        found.update(tensors)
+    for name, tensor in found.items():
+        if tensor.dtype not in FLOATS:
+            allowed = ", ".join(FLOATS.values())
+            raise DataError(
+                f"{directory}: {name} has the dtype {str(tensor.dtype).removeprefix('torch.')}; weights are in "
+                f"{allowed}. A quantised model cannot be imported: take the one that it was made from"
+            )
+    return {name: tensor.float() for name, tensor in found.items()}
+
+
+def _files(directory: Path) -> dict[str, set[str] | None]:
+    """The files of tensors, each with the names that the index gives it; None without an index."""
+    if (directory / INDEX).exists():
+        index = read_json(directory / INDEX)
+        places: Any = index.get("weight_map") if isinstance(index, dict) else None
+        if not isinstance(places, dict) or not places:
+            raise DataError(
+                f"{directory / INDEX} is damaged: weight_map does not say where each tensor is. Copy it again"
+            )
+        files: dict[str, set[str] | None] = {}
+        for name, file in places.items():
+            if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
+                raise DataError(f"{directory / INDEX} is damaged: {name} is in {file!r}, which is no file beside it")
+            names = files.setdefault(file, set())
+            assert names is not None
+            names.add(name)
+        if missing := [file for file in files if not (directory / file).is_file()]:
+            raise DataError(
+                f"{directory}: {missing[0]} is missing, which {INDEX} names ({len(missing)} of {len(files)} shards "
+                "are). Copy it again"
+            )
+        return files
+    if (directory / ONE_FILE).is_file():
+        return {ONE_FILE: None}
+    if pickles := sorted(path.name for pattern in PICKLES for path in directory.glob(pattern)):
+        raise DataError(
+            f"{directory}: has {pickles[0]} and no {ONE_FILE}. Reading such a file may execute code that it holds. "
+            "Save the model with save_pretrained(DIR) of transformers, which writes safetensors"
+        )
+    raise DataError(f"{directory}: there is no {ONE_FILE} and no {INDEX}")
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError, KeyError) as error:
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise DataError(f"{path} cannot be read: {problem}. Copy it again") from None

@@ -1,0 +1,1 @@
+"""Tokenizers in the files of transformers, and back."""

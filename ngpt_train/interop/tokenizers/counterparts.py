@@ -1,0 +1,177 @@
+"""For each kind of tokenizer the same one as a tokenizer.json, which `tokenizers` and transformers read.
+
+The ids are the same for any text, with one exception that a kind names. A text that spells a special token is text, as
+in training: tokenizer_config.json says split_special_tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from ngpt_train.core.files import parse_json
+from ngpt_train.data import Tokenizer
+from ngpt_train.data.tokenizers.gpt2 import byte_of_character, parse_ranks
+from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
+from ngpt_train.data.tokenizers.sentence_piece import SPACE_SYMBOL, SentencePieceTokenizer
+from ngpt_train.interop.tokenizers.sentence_piece_file import BPE, SentencePieceFile, read_file
+
+END_OF_TEXT = "<|endoftext|>"
+Json = dict[str, Any]
+
+
+class NoCounterpartError(Exception):
+    """Why there is no tokenizer.json that gives the same ids, in words."""
+
+
+def tokenizer_json(tokenizer: Tokenizer, eos_in_front: bool) -> tuple[Json, str]:
+    """The content of tokenizer.json, and the name of the token that ends a document.
+
+    eos_in_front: whether that token is put in front of a text, as a decoder reads it. Raises NoCounterpartError.
+    """
+    content, eos = _COUNTERPARTS[tokenizer.kind](tokenizer)
+    template = [{"SpecialToken": {"id": eos, "type_id": 0}}] if eos_in_front else []
+    first, second = ({"Sequence": {"id": name, "type_id": 0}} for name in "AB")
+    special = {eos: {"id": eos, "ids": [tokenizer.eos], "tokens": [eos]}}
+    content["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [*template, first],
+        "pair": [*template, first, second],
+        "special_tokens": special if eos_in_front else {},
+    }
+    return content, eos
+
+
+def _bytes(tokenizer: Tokenizer) -> tuple[Json, str]:
+    """Byte b is the id b, spelled by the character that stands for it in GPT-2's files."""
+    return _byte_level(byte_of_character(), [], tokenizer.eos, words=False), END_OF_TEXT
+
+
+def _gpt2(tokenizer: Tokenizer) -> tuple[Json, str]:
+    character_of = {byte: character for character, byte in byte_of_character().items()}
+    ranks = parse_ranks(tokenizer.model)
+
+    def spelled(token: bytes) -> str:
+        return "".join(character_of[byte] for byte in token)
+
+    merges = [list(map(spelled, _parts(token, ranks))) for token in sorted(ranks, key=ranks.__getitem__)[256:]]
+    return _byte_level({spelled(token): rank for token, rank in ranks.items()}, merges, tokenizer.eos), END_OF_TEXT
+
+
+def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
+    """The two tokens that the merge of `token` joins: what its bytes become by the merges of lower rank."""
+    parts = [bytes([byte]) for byte in token]
+    while len(parts) > 2:
+        joined = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
+        at = joined.index(min(joined))
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return parts
+
+
+def _hf(tokenizer: Tokenizer) -> tuple[Json, str]:
+    """The file itself, but for what it puts around a text."""
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    return {**parse_json(tokenizer.model), "truncation": None, "padding": None}, tokenizer.eos_piece
+
+
+def _words(tokenizer: Tokenizer) -> tuple[Json, str]:
+    """A new line is <eos>, whose name in the file is therefore the new line: a text that spells <eos> is <unk>."""
+    words = tokenizer.model.decode().removesuffix("\n").split("\n")
+    vocab = {"\n" if i == tokenizer.eos else word: i for i, word in enumerate(words)}
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
+    # Python's white space: that of Unicode and four separators more.
+    between = {"type": "Split", "pattern": {"Regex": r"[^\S\n]+|[\x1c-\x1f]+"}, "behavior": "Removed", "invert": False}
+    lines = {"type": "Split", "pattern": {"String": "\n"}, "behavior": "Isolated", "invert": False}
+    last = {"type": "Replace", "pattern": {"Regex": r"\n\z"}, "content": ""}
+    steps = {"type": "Sequence", "pretokenizers": [lines, between]}
+    return _file(model, {"\n": tokenizer.eos}, normalizer=last, pre_tokenizer=steps), "\n"
+
+
+def _sentencepiece(tokenizer: Tokenizer) -> tuple[Json, str]:
+    assert isinstance(tokenizer, SentencePieceTokenizer)
+    file = read_file(tokenizer.model)
+    if problem := _unlike(file):
+        raise NoCounterpartError(f"tokenizer {tokenizer.name}: {problem}, which no tokenizer.json does in the same way")
+    # Without a space before each text, training spells the space symbol itself in bytes. So the file then spells the
+    # space as a space, and the symbol is a character that it does not know, which becomes bytes.
+    spelled = file.pieces if file.adds_space else [piece.replace(SPACE_SYMBOL, " ") for piece in file.pieces]
+    model = {
+        **_bpe({piece: i for i, piece in enumerate(spelled)}, _merges(spelled, file)),
+        "unk_token": spelled[file.unknown] if file.unknown is not None else None,
+        "fuse_unk": True,
+        "byte_fallback": True,
+    }
+    normalizer: Json | None = None
+    decoders: list[Json] = [{"type": "ByteFallback"}, {"type": "Fuse"}]
+    if file.adds_space:
+        space = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE_SYMBOL}
+        normalizer = {"type": "Sequence", "normalizers": [{"type": "Prepend", "prepend": SPACE_SYMBOL}, space]}
+        decoders.insert(0, {"type": "Replace", "pattern": {"String": SPACE_SYMBOL}, "content": " "})
+        decoders.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    special = {spelled[i]: i for i in sorted({*file.control, *([] if file.unknown is None else [file.unknown])})}
+    decoder = {"type": "Sequence", "decoders": decoders}
+    return _file(model, special, normalizer=normalizer, decoder=decoder), spelled[tokenizer.eos]
+
+
+def _unlike(file: SentencePieceFile) -> str | None:
+    """What of a model BPE with byte fallback does not do, in words."""
+    if file.kind != BPE:
+        return "it is no byte-pair encoding"
+    if file.normalizes or file.removes_spaces:
+        return "it normalises the text"
+    if not file.byte_fallback:
+        return "it does not fall back to bytes"
+    return "it has pieces of the user's own" if file.own_pieces else None
+
+
+def _merges(spelled: Sequence[str], file: SentencePieceFile) -> list[list[str]]:
+    """All pairs of pieces that make a piece, those of the piece of the highest score first, as SentencePiece joins."""
+    usable = {spelled[i] for i in file.normal}
+    found = []
+    for i in sorted(file.normal, key=lambda i: (-file.scores[i], i)):
+        cuts = range(1, len(spelled[i]))
+        pairs = ([spelled[i][:cut], spelled[i][cut:]] for cut in cuts)
+        found += [pair for pair in pairs if usable.issuperset(pair)]
+    return found
+
+
+def _byte_level(vocab: dict[str, int], merges: list[list[str]], eos: int, words: bool = True) -> Json:
+    """GPT-2's form of a tokenizer on bytes; words: whether text is cut into GPT-2's words first."""
+    step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": words}
+    return _file(_bpe(vocab, merges), {END_OF_TEXT: eos}, pre_tokenizer=step, decoder=step)
+
+
+def _bpe(vocab: dict[str, int], merges: list[list[str]]) -> Json:
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": vocab,
+        "merges": merges,
+    }
+
+
+def _file(model: Json, special: Mapping[str, int], **steps: Json | None) -> Json:
+    """A tokenizer.json. special: its special tokens, by name."""
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    return {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [{"id": i, "content": name, **flags} for name, i in special.items()],
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": None,
+        **steps,
+        "model": model,
+    }
+
+
+_COUNTERPARTS = {"bytes": _bytes, "gpt2": _gpt2, "hf": _hf, "sentencepiece": _sentencepiece, "words": _words}

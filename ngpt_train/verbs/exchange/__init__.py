@@ -1,0 +1,1 @@
+"""The verbs `export` and `import`."""

@@ -1,0 +1,35 @@
+"""`import`: a model of another program as a run."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from ngpt_train.config.schema import Config
+from ngpt_train.interop.exporting import check_free
+from ngpt_train.interop.imported_run import write_run
+from ngpt_train.interop.importing import read_model
+
+
+def main(config: Config, overrides: Sequence[str]) -> int:
+    """Makes the run directory import.out of the model import.source, and prints what it is; returns 0. Under torchrun
+    rank 0 alone works.
+
+    Raises ConfigError for a directory that is not empty, DataError for a model that cannot be read or does not fit.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return 0
+    own = config.import_
+    assert own.source is not None  # check_verb refuses null
+    assert own.out is not None
+    out = Path(own.out).expanduser()
+    check_free("import.out", out)
+    imported = read_model(own.source, own.revision)
+    write_run(imported, own.source, out)
+    model = imported.config.model
+    at = f" at {imported.revision}" if imported.revision else ""
+    print(f"{own.source}{at}, layout {imported.layout}: model={model.name}, {len(imported.tensors)} tensors")
+    print(f"tokenizer {imported.tokenizer.name}, whose id {imported.tokenizer.eos} ends a text")
+    for note in imported.notes:
+        print(note)
+    print(f"written to {out}: name it in evaluate, generate, analyze, export or run.init_from")
+    return 0

@@ -1,0 +1,199 @@
+"""GPT as LlamaForCausalLM and Qwen3ForCausalLM, and back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.interop import llama_arithmetic
+from ngpt_train.interop.llama import LlamaLayout, Qwen3Layout, to_half
+from ngpt_train.interop.registry import chosen_layout, layout_of
+from ngpt_train.interop.tensors import write_tensors
+from ngpt_train.models import build_model, export_weights, load_weights
+from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.gpt.keys import GPTConfig
+from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
+from ngpt_train.models.ngpt.keys import NGPTConfig
+
+# Each value of each option, and those that meet in the same matrices together.
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {"tied_embeddings": True, "rope_layout": "interleaved"},
+    {"n_kv_heads": 2, "rope_layout": "interleaved", "rope_base": 5e5, "norm_eps": 1e-5},
+    {"n_kv_heads": 1, "tied_embeddings": True, "activation": "gelu"},
+    {"qk_norm": True, "n_kv_heads": 2, "rope_layout": "interleaved", "norm_eps": 1e-5},
+    {"qk_norm": True, "tied_embeddings": True, "d_mlp": 88},
+]
+NAMES = [", ".join(f"{key}={value}" for key, value in options.items()) or "usual" for options in OPTIONS]
+
+
+def small(**options: Any) -> GPTConfig:
+    return GPTConfig(**{"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 61, "context": 24, **options})
+
+
+def jittered(config: GPTConfig) -> tuple[Decoder, dict[str, Tensor]]:
+    """A model whose gains are away from 1, so that no two weights are alike."""
+    model = build_model(config)
+    generator = torch.Generator().manual_seed(1)
+    weights = {
+        name: value + 0.1 * torch.randn(value.shape, generator=generator)
+        for name, value in export_weights(model).items()
+    }
+    load_weights(model, weights)
+    return model.eval(), weights
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+def test_logits_of_transformers(options: dict[str, Any], tmp_path: Path) -> None:
+    """Caught: a matrix under another name or not transposed, rows of interleaved heads left where they were, gains of
+    q and k that did not move with them, another eps, base or activation: the difference would not be 0."""
+    transformers = pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    config = small(**options)
+    model, weights = jittered(config)
+    layout = layout_of(config)
+    assert layout.name == ("qwen3" if config.qk_norm else "llama")
+    (tmp_path / "config.json").write_text(json.dumps(layout.config_json(config)))
+    write_tensors(tmp_path, layout.to_foreign(weights, config), 1e9)
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, local_files_only=True)
+    assert type(exported).__name__ == layout.config_json(config)["architectures"][0]
+
+    rows = torch.randint(61, (2, 24), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found = exported(rows).logits
+        assert torch.equal(found, llama_arithmetic.logits(weights, config, rows))
+        # Of about 20 roundings of 2^-24, on logits of some 5.
+        torch.testing.assert_close(found, model(rows), rtol=0, atol=1e-4)
+        assert found.abs().max() > 1
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+def test_round_trip(options: dict[str, Any]) -> None:
+    """Caught: an import that permutes rows the wrong way, or loses an option: every bit comes back."""
+    config = small(**options)
+    _, weights = jittered(config)
+    layout = layout_of(config)
+    there = layout.config_json(config)
+    keys, back = layout.from_foreign(json.loads(json.dumps(there)), layout.to_foreign(weights, config))
+    assert back.keys() == weights.keys()
+    assert all(torch.equal(back[name], weights[name]) for name in weights)
+    expected = {"n_kv_heads": 4, "d_mlp": 256, **vars(config)}
+    expected |= {name: default for name, default in (("n_kv_heads", 4), ("d_mlp", 256)) if expected[name] is None}
+    assert keys == {name: expected[name] for name in keys}
+    assert build_model(GPTConfig(**keys)).n_params() == sum(value.numel() for value in weights.values())
+
+
+def test_interleaved_without_note() -> None:
+    """Caught: a model of another program taken for interleaved; without our note its pairs are (i, i + d/2)."""
+    config = small(rope_layout="interleaved")
+    _, weights = jittered(config)
+    layout = LlamaLayout()
+    there = {key: value for key, value in layout.config_json(config).items() if key != "ngpt_train"}
+    keys, back = layout.from_foreign(there, layout.to_foreign(weights, config))
+    assert keys["rope_layout"] == "half"
+    assert torch.equal(back["layers.0.wq"], to_half(weights["layers.0.wq"], 16))
+    rows = torch.arange(24)[None]
+    model = build_model(GPTConfig(**keys))
+    load_weights(model, back)
+    with torch.no_grad():
+        torch.testing.assert_close(model(rows), build_with(config, weights)(rows), rtol=0, atol=1e-4)
+
+
+def build_with(config: GPTConfig, weights: dict[str, Tensor]) -> Decoder:
+    model = build_model(config)
+    load_weights(model, weights)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ({"rope_parameters": {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0}}, "rope_type=default alone"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling=.*does not scale"),
+        ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "turns whole heads"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5: GPT has 1 alone"),
+        ({"attention_bias": True}, "attention_bias=true: GPT has false alone"),
+        ({"mlp_bias": True}, "mlp_bias=true"),
+        ({"hidden_act": "relu"}, 'hidden_act="relu": GPT has silu and gelu'),
+        ({"head_dim": 32}, "head_dim=32: .* 16, alone"),
+        ({"sliding_window": 512}, "sliding_window=512"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        ({"num_attention_heads": 5}, "num_attention_heads=5"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3"),
+        ({"hidden_size": "64"}, 'hidden_size="64"'),
+        ({"vocab_size": None}, "vocab_size=null"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
+        ({"model_type": "gemma"}, 'model_type="gemma"'),
+        ({"ngpt_train": {"rope_layout": "spiral"}}, "rope_layout"),
+        (
+            {"intermediate_size": 100},
+            r"mlp.gate_proj.weight has the shape \[256, 64\]; config.json makes it \[100, 64\]",
+        ),
+        ({"num_hidden_layers": 3}, "missing: model.layers.2"),
+        ({"num_hidden_layers": 1}, "unexpected: model.layers.1"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head.weight is not"),
+    ],
+)
+def test_what_does_not_fit_is_refused(entry: dict[str, Any], message: str) -> None:
+    """Caught: an entry of config.json that changes the equations and is passed over."""
+    config = small()
+    layout = LlamaLayout()
+    foreign = layout.to_foreign(export_weights(build_model(config)), config)
+    there = layout.config_json(config)
+    with pytest.raises(DataError, match=message):
+        layout.from_foreign({**there, **entry}, foreign)
+
+
+def test_old_files() -> None:
+    """Caught: files of transformers before 5, with rope_theta beside and tables of angles, that are not read."""
+    config = small(rope_base=5e4, tied_embeddings=True)
+    layout = LlamaLayout()
+    weights = export_weights(build_model(config))
+    foreign = layout.to_foreign(weights, config)
+    foreign["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+    foreign["lm_head.weight"] = foreign["model.embed_tokens.weight"].clone()
+    there = layout.config_json(config)
+    del there["rope_parameters"], there["head_dim"], there["ngpt_train"]
+    keys, back = layout.from_foreign({**there, "rope_scaling": None}, foreign)
+    assert keys["rope_base"] == 5e4
+    assert back.keys() == weights.keys()
+
+
+def test_biases_are_named() -> None:
+    """Caught: a bias that config.json does not announce, left out without a word."""
+    config = small()
+    layout = LlamaLayout()
+    foreign = layout.to_foreign(export_weights(build_model(config)), config)
+    foreign["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
+    with pytest.raises(DataError, match=r"q_proj.bias \[64\]: GPT has no biases"):
+        layout.from_foreign(layout.config_json(config), foreign)
+
+
+@pytest.mark.parametrize(
+    ("config", "auto", "named", "message"),
+    [
+        (small(mlp="plain"), "safetensors", "llama", "model.mlp=plain"),
+        (small(qk_norm=True), "qwen3", "llama", "model.qk_norm=true"),
+        (small(), "llama", "qwen3", "model.qk_norm=false"),
+        (NGPTConfig(), None, "llama", "model.name=ngpt"),
+        (GPTEncoderDecoderConfig(), "safetensors", "llama", "model.name=gpt_encoder_decoder"),
+    ],
+)
+def test_layouts(config: Any, auto: str | None, named: str, message: str) -> None:
+    """Caught: a model written in a layout whose equations are others."""
+    assert auto is None or layout_of(config).name == auto
+    with pytest.raises(ConfigError, match=f"export.layout={named}: {message}"):
+        chosen_layout(named, config)
+
+
+def test_names_of_layouts() -> None:
+    """Caught: a layout that export.layout does not offer."""
+    from ngpt_train.config.sections.exchange import LAYOUTS as OFFERED
+    from ngpt_train.interop.registry import LAYOUTS
+
+    assert tuple(LAYOUTS) == OFFERED
+    assert Qwen3Layout().refusal(small(qk_norm=True)) is None
