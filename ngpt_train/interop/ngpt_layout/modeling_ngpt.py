@@ -20,13 +20,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel, initialization
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import can_return_tuple
 
 from .configuration_ngpt import NGPTConfig
@@ -242,11 +240,11 @@ class NGPTPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         """Random matrices, with rows of length 1 if constraint=projection; scale vectors at their `scale`."""
         if isinstance(module, (SphereLinear, nn.Embedding)):
-            init.normal_(module.weight, std=1 / math.sqrt(self.config.hidden_size))
+            initialization.normal_(module.weight, std=1 / math.sqrt(self.config.hidden_size))
             if self.config.constraint == "projection":
-                init.copy_(module.weight, unit_vectors(module))
+                initialization.copy_(module.weight, unit_vectors(module))
         elif isinstance(module, ScaleVector) and module.stored is not None:
-            init.constant_(module.stored, module.scale)
+            initialization.constant_(module.stored, module.scale)
 
     @torch.no_grad()
     def project_(self) -> None:
