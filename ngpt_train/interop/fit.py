@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.architectures import build, schema_keys
-from ngpt_train.config.conflicts import check
+from ngpt_train.config.conflicts import of_model
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.validate import check_leaf
+from ngpt_train.config.validate import check_leaf, report_together
 from ngpt_train.core.errors import DataError
 from ngpt_train.models import build_model
 from ngpt_train.models.weights import canonical, named_weights
@@ -27,9 +27,12 @@ def checked_config(keys: Mapping[str, Any], schema: type[Keys], place: str) -> K
     for name, value in values.items():
         check_leaf(name, value, schema_keys(schema), place)
     config = build(values, schema)
-    check(config)
-    assert isinstance(config.model, schema)
-    return config.model
+    model = config.model
+    assert isinstance(model, schema)
+    model.n_kv_heads = model.n_heads if model.n_kv_heads is None else model.n_kv_heads
+    for conflict in of_model(model):
+        raise report_together(config, conflict, {})
+    return model
 
 
 def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:

@@ -28,8 +28,8 @@ FLOOR = {part: level for level, parts in enumerate(FLOORS) for part in parts}
 OPTIONAL = ["datasets", "wandb", "hydra", "omegaconf", "yaml", "sentencepiece", "tiktoken", "pyarrow", "rich"]
 OPTIONAL += ["matplotlib", "plotly", "submitit", "tensorboard", "zstandard", "triton", "flash_attn", "lm_eval"]
 OPTIONAL += ["transformers", "safetensors"]
-# Copied into exports, where it lies beside the file that it imports, in no package.
-COPIED = {PACKAGE / "interop/ngpt_layout/modeling_ngpt.py"}
+# Copied into exports, where they lie beside each other, in no package.
+COPIED = {PACKAGE / f"interop/ngpt_layout/{name}_ngpt.py" for name in ("configuration", "modeling")}
 
 
 def imported(path: Path, nodes: Iterable[ast.AST]) -> list[str]:

@@ -7,9 +7,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from transformers import PreTrainedConfig
+
+if TYPE_CHECKING:
+    # Never runs. transformers reads it as text and names the class below by a hash of this file and that one. Without
+    # it, an export with another modeling file, in the same process, would get the code of the first.
+    from .modeling_ngpt import NGPTForCausalLM  # noqa: F401
 
 # What the words of config.json may be.
 CHOICES = {
