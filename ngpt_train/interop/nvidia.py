@@ -1,12 +1,13 @@
 """Checkpoints of NVIDIA's public code (github.com/NVIDIA/ngpt, train.py), of its nGPT and of its baseline GPT.
 
-Their nGPT is ours but for two things. They multiply u by sqrt(d_model) as well as v, which Norm(MLP(h)) takes out again.
-And their rotary embedding is none (issue 10 there): of the products that make a rotation each dimension gets one, where
+Their nGPT is ours but for two things. They multiply u by sqrt(d_model) as well as v, which Norm(MLP(h)) takes out
+again. And their rotary embedding is none (issue 10 there): of the products that make a rotation each dimension gets one, where
 it needs the sum of two. Our model turns q and k truly.
 """
 
 import math
 import pickle
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,15 +76,12 @@ def load(path: Path) -> Mapping[str, Any]:
     try:
         with torch.serialization.safe_globals(OF_NUMPY):
             checkpoint = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-    except pickle.UnpicklingError as error:
-        said = [line for line in str(error).splitlines() if "nsupported" in line or "GLOBAL" in line]
-        reason = " ".join((said or str(error).splitlines())[0].split())
-        raise DataError(
-            f"{path}: it holds more than tensors and numbers, which could run code: {reason}\n  {fix}"
-        ) from error
-    except (OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise DataError(f"{path}: it cannot be read: {reason}\n  {fix}") from error
+    except (pickle.UnpicklingError, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        if called := re.search(r"GLOBAL (\S+)", str(error)):
+            problem = f"it names {called[1]}, and only tensors and numbers are read, because others may run code"
+        else:
+            problem = f"it cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        raise DataError(f"{path}: {problem}\n  {fix}") from error
     for name in ("model_args", "model"):
         if not isinstance(checkpoint, Mapping) or not isinstance(checkpoint.get(name), Mapping):
             raise DataError(f"{path}: it has no dict {name!r}\n  {fix}")
