@@ -1,8 +1,8 @@
 """Checkpoints of NVIDIA's public code (github.com/NVIDIA/ngpt, train.py), of its nGPT and of its baseline GPT.
 
 Their nGPT is ours but for two things. They multiply u by sqrt(d_model) as well as v, which Norm(MLP(h)) takes out
-again. And their rotary embedding is none (issue 10 there): of the products that make a rotation each dimension gets one, where
-it needs the sum of two. Our model turns q and k truly.
+again. And their rotary embedding is none (issue 10 there): each dimension gets one of the two products whose sum is a
+rotation. Our model turns q and k truly.
 """
 
 import math
@@ -226,7 +226,7 @@ def moved_attention(weights: Mapping[str, Tensor], config: ModelConfig) -> float
     q, k = ((h @ weights[f"layers.0.{name}"].T).view(1, T, -1, d_head) for name in ("wq", "wk"))
     rope = rope_table(T, d_head, 10000.0, True, h.device, h.dtype)
     factor, scale = torch.ones(config.d_model), 1 / math.sqrt(d_head)
-    if is_ngpt:
+    if isinstance(config, NGPTConfig):
         base = config.s_qk.scale if isinstance(config.s_qk.scale, float) else 1 / math.sqrt(config.d_model)
         factor, scale = (weights["layers.0.s_qk"] / base).square(), math.sqrt(d_head)
     probabilities = []
