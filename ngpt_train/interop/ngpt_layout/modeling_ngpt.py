@@ -117,9 +117,7 @@ def eager_attention(
     """softmax(scaling q k^T + mask) v `(B, T, H, d_head)`, eq. 13, and the probabilities; attn_implementation=eager."""
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = scaling * at_least_fp32(q @ k.mT)  # (B, H, T, S)
-    if attention_mask is not None:
-        scores = scores + attention_mask
-    p = scores.softmax(-1).to(v.dtype)
+    p = (scores if attention_mask is None else scores + attention_mask).softmax(-1).to(v.dtype)
     return (p @ v).transpose(1, 2), p
 
 
