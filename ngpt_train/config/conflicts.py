@@ -40,7 +40,7 @@ def check(config: Config, world_size: int | None = None, origins: Mapping[str, O
     world_size = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     conflicts = chain(
         _run(config),
-        _model(config.model),
+        of_model(config.model),
         _dropout(config),
         _batch(config, world_size),
         _cuda_graphs(config, world_size),
@@ -142,7 +142,7 @@ def _run(config: Config) -> Iterator[Conflict]:
         yield "logging.tensorboard", "the package tensorboard is not installed", fix
 
 
-def _model(model: ModelConfig) -> Iterator[Conflict]:
+def of_model(model: ModelConfig) -> Iterator[Conflict]:
     assert isinstance(model.n_kv_heads, int)
     heads = "model.n_heads model.d_model"
     if model.d_model % model.n_heads:

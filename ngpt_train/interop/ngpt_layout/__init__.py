@@ -1,0 +1,132 @@
+"""nGPT for transformers: config.json, the names of its weights, and a modeling file that needs nothing of ngpt-train.
+
+Every option of model=ngpt can be written. Rows are written as they are stored, also those of
+model.constraint=parametrization, which the modeling file divides by their length at each use: so they come back bit for
+bit.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.core.errors import DataError
+from ngpt_train.interop.fit import check_tensors, checked_config, shapes_of
+from ngpt_train.models.ngpt.keys import NGPTConfig
+
+MODEL_TYPE = "ngpt_train_ngpt"
+# Ours -> transformers'.
+RENAMED = {
+    "vocab_size": "vocab_size",
+    "d_model": "hidden_size",
+    "d_mlp": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+    "n_heads": "num_attention_heads",
+    "n_kv_heads": "num_key_value_heads",
+    "context": "max_position_embeddings",
+    "tied_embeddings": "tie_word_embeddings",
+    "activation": "hidden_act",
+    "update": "sphere_update",
+}
+SAME = ["rope_base", "rope_layout", "alpha_sign", "qk_norm", "softmax_scale", "update_attn", "update_mlp", "norm_eps"]
+SAME += ["constraint"]
+SCALES = ("alpha_attn", "alpha_mlp", "s_qk", "s_u", "s_v", "s_z")
+REFERENCE = ("d_model", "n_layers")
+# Where the modeling file has a block's weights.
+PLACES = {name: f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")}
+PLACES |= {name: f"mlp.{name}.weight" for name in ("w_u", "w_v", "w_down")}
+PLACES |= {"s_qk": "attention.s_qk.stored", "s_u": "mlp.s_u.stored", "s_v": "mlp.s_v.stored"}
+PLACES |= {"alpha_attn": "alpha_attn.stored", "alpha_mlp": "alpha_mlp.stored"}
+OUTSIDE = {"embedding": "model.embed_tokens.weight", "output": "lm_head.weight", "s_z": "s_z.stored"}
+
+
+class NGPTLayout:
+    name = "ngpt"
+
+    def refusal(self, config: ModelConfig) -> str | None:
+        if isinstance(config, NGPTConfig) and config.name == "ngpt":
+            return None
+        return f"model.name={config.name}: this layout writes model.name=ngpt alone"
+
+    def config_json(self, config: ModelConfig) -> dict[str, Any]:
+        assert isinstance(config, NGPTConfig)
+        written = {theirs: getattr(config, ours) for ours, theirs in RENAMED.items()}
+        written["num_key_value_heads"] = config.n_kv_heads or config.n_heads
+        written["intermediate_size"] = config.d_mlp or 4 * config.d_model
+        return {
+            "architectures": ["NGPTForCausalLM"],
+            "model_type": MODEL_TYPE,
+            "auto_map": {
+                "AutoConfig": "configuration_ngpt.NGPTConfig",
+                "AutoModel": "modeling_ngpt.NGPTModel",
+                "AutoModelForCausalLM": "modeling_ngpt.NGPTForCausalLM",
+            },
+            **written,
+            **{name: getattr(config, name) for name in SAME},
+            **{name: asdict(getattr(config, name)) for name in SCALES},
+            "reference": {name: getattr(config.reference, name) for name in REFERENCE},
+        }
+
+    def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+        return {foreign(name): turned(name, x) for name, x in weights.items()}
+
+    def from_foreign(
+        self, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]
+    ) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        keys = keys_of(config_json)
+        config = checked_config(keys, NGPTConfig, "in config.json")
+        wanted = shapes_of(config)
+        # Of a tied pair some programs write both.
+        given = dict(weights)
+        copy, table = given.get(OUTSIDE["output"]), given.get(OUTSIDE["embedding"])
+        if config.tied_embeddings and copy is not None and table is not None and copy.equal(table):
+            del given[OUTSIDE["output"]]
+        rows = {foreign(name): tuple(reversed(s)) if is_turned(name) else s for name, s in wanted.items()}
+        check_tensors(given, rows, "the weights beside config.json")
+        return keys, {name: turned(name, given[foreign(name)]) for name in wanted}
+
+    def files(self) -> list[Path]:
+        return [Path(__file__).with_name(f"{name}_ngpt.py") for name in ("configuration", "modeling")]
+
+
+def foreign(name: str) -> str:
+    """The name in the modeling file of the weight with this canonical name."""
+    if name in OUTSIDE:
+        return OUTSIDE[name]
+    *block, weight = name.split(".")
+    return ".".join(["model", *block, PLACES[weight]])
+
+
+def is_turned(name: str) -> bool:
+    """Whether the modeling file, whose matrices are applied from the left, has the transposed matrix."""
+    return name.endswith((".wo", ".w_down"))
+
+
+def turned(name: str, weight: Tensor) -> Tensor:
+    return weight.T.contiguous() if is_turned(name) else weight
+
+
+def keys_of(config_json: Mapping[str, Any]) -> dict[str, Any]:
+    """model.* keys, by dotted names. Raises DataError where config.json is of another model or lacks one."""
+    if config_json.get("model_type") != MODEL_TYPE:
+        found = config_json.get("model_type")
+        raise DataError(f"config.json: model_type={found!r} is not {MODEL_TYPE!r}, which export.layout=ngpt writes")
+    tied = {"tie_word_embeddings": False, **config_json}  # transformers may leave out its own default
+    wanted: dict[str, tuple[str, ...]] = {name: (name,) for name in SAME}
+    wanted |= {ours: (theirs,) for ours, theirs in RENAMED.items()}
+    for name in SCALES:
+        leaves = ("kind", "init", "scale", "shared") if name == "s_qk" else ("kind", "init", "scale")
+        wanted |= {f"{name}.{leaf}": (name, leaf) for leaf in leaves}
+    wanted |= {f"reference.{leaf}": ("reference", leaf) for leaf in REFERENCE}
+    return {"name": "ngpt"} | {ours: read(tied, path) for ours, path in wanted.items()}
+
+
+def read(tree: Any, path: tuple[str, ...]) -> Any:
+    for depth, name in enumerate(path):
+        if not isinstance(tree, Mapping) or name not in tree:
+            raise DataError(f"config.json: {'.'.join(path[: depth + 1])} is missing, which export.layout=ngpt writes")
+        tree = tree[name]
+    return tree

@@ -1,0 +1,250 @@
+"""Checkpoints of NVIDIA's public code (github.com/NVIDIA/ngpt, train.py), of its nGPT and of its baseline GPT.
+
+Their nGPT is ours but for two things. They multiply u by sqrt(d_model) as well as v, which Norm(MLP(h)) takes out
+again. And their rotary embedding is none (issue 10 there): each dimension gets one of the two products whose sum is a
+rotation. Our model turns q and k truly.
+"""
+
+import math
+import pickle
+import re
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.core.errors import DataError
+from ngpt_train.interop.fit import check_tensors, checked_config
+from ngpt_train.models.gpt.keys import GPTConfig
+from ngpt_train.models.layers.norms import normalize
+from ngpt_train.models.layers.rope import rope_table, rotate
+from ngpt_train.models.ngpt.keys import NGPTConfig
+
+# What torch.compile and DDP put before a name.
+WRAPPERS = ("_orig_mod.", "module.")
+SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+# train.py stores the state of numpy's generator, an array of uint32, which weights_only=True refuses unless it is told
+# of these four; under the first name numpy 1 has what numpy 2 renamed. Of them none runs code of the file.
+_RECONSTRUCT = np.zeros(1).__reduce__()[0]
+OF_NUMPY: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), _RECONSTRUCT]
+OF_NUMPY += [(_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
+LONGEST = 1e-2  # how far from 1 a row of theirs may be; bf16 rounds it by up to 4e-3
+ROW = 64  # tokens of the row on which the two rotary embeddings are compared
+
+
+class Part(NamedTuple):
+    """One of our weights, as a part of one of their tensors of `shape`."""
+
+    theirs: str
+    shape: tuple[int, ...]
+    ours: str
+    cut: Callable[[Tensor], Tensor]
+
+
+def read_nvidia(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
+    """model.* keys by dotted names, canonical weights in fp32, and sentences for the log.
+
+    Raises DataError, which names the file, for one that torch.load refuses with weights_only=True, and for contents
+    that train.py does not write or that our models do not have, such as biases.
+    """
+    checkpoint = load(path)
+    arguments, state = checkpoint["model_args"], without_wrappers(checkpoint["model"], path)
+    check_arguments(arguments, path)
+    schema, keys = (NGPTConfig, ngpt_keys(arguments)) if arguments["use_nGPT"] else (GPTConfig, gpt_keys(arguments))
+    config: ModelConfig = checked_config(keys, schema, f"in model_args of {path}")
+    table = list(parts(arguments))
+    check_tensors(state, {part.theirs: part.shape for part in table}, str(path))
+    weights = {part.ours: part.cut(at_least_fp32(state[part.theirs])).clone() for part in table}
+    for name, x in weights.items():
+        if not x.isfinite().all():
+            raise DataError(f"{path}: {name} has values that are not finite. Take an earlier checkpoint")
+    notes = [of_rotation(weights, config, path)]
+    if arguments["use_nGPT"]:
+        notes.append(of_lengths(weights, path))
+    if arguments.get("dropout"):
+        notes.append(f"{path}: dropout={arguments['dropout']} in model_args has no effect in their code; left out")
+    return keys, weights, notes
+
+
+def load(path: Path) -> Mapping[str, Any]:
+    """The dict that train.py saved; of a file that is a program, nothing runs."""
+    fix = "Give the ckpt.pt that train.py of github.com/NVIDIA/ngpt writes"
+    try:
+        with torch.serialization.safe_globals(OF_NUMPY):
+            checkpoint = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+    except (pickle.UnpicklingError, OSError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        if called := re.search(r"GLOBAL (\S+)", str(error)):
+            problem = f"it names {called[1]}, and only tensors and numbers are read, because others may run code"
+        else:
+            problem = f"it cannot be read: {(str(error).splitlines() or [type(error).__name__])[0]}"
+        raise DataError(f"{path}: {problem}\n  {fix}") from error
+    for name in ("model_args", "model"):
+        if not isinstance(checkpoint, Mapping) or not isinstance(checkpoint.get(name), Mapping):
+            raise DataError(f"{path}: it has no dict {name!r}\n  {fix}")
+    return checkpoint
+
+
+def without_wrappers(state: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
+    """The tensors by their names in GPT of model.py."""
+    plain: dict[str, Tensor] = {}
+    for name, x in state.items():
+        while name.startswith(WRAPPERS):
+            name = name.split(".", 1)[1]
+        if name in plain or not isinstance(x, Tensor):
+            raise DataError(f"{path}: model[{name!r}] {'comes twice' if name in plain else 'is no tensor'}")
+        plain[name] = x
+    return plain
+
+
+def check_arguments(arguments: Mapping[str, Any], path: Path) -> None:
+    def refuse(name: str, allowed: str) -> None:
+        raise DataError(f"{path}: model_args has {name}={arguments.get(name)!r}, and it must be {allowed}")
+
+    if arguments.get("use_nGPT") not in (0, 1):
+        refuse("use_nGPT", "0 or 1")
+    for name in SIZES:
+        if type(arguments.get(name)) is not int or arguments[name] < 1:
+            refuse(name, "an integer >= 1")
+    if arguments.get("bias"):
+        refuse("bias", "False: neither model=ngpt nor model=gpt has biases")
+    scale = arguments.get("base_scale")
+    if arguments["use_nGPT"] and not (isinstance(scale, float) and 0 < scale < math.inf):
+        refuse("base_scale", "a number > 0, by which nGPT divides its scale vectors")
+
+
+def common_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    layers, heads, d, context, vocabulary = (arguments[name] for name in SIZES)
+    return {
+        "d_model": d,
+        "n_layers": layers,
+        "n_heads": heads,
+        "n_kv_heads": heads,
+        "d_mlp": 4 * d,
+        "vocab_size": vocabulary,
+        "context": context,
+        "tied_embeddings": False,
+        "rope_base": 10000.0,
+        "rope_layout": "interleaved",  # their code pairs neighbours too
+        "activation": "silu",
+    }
+
+
+def gpt_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    return {"name": "gpt", **common_keys(arguments), "norm_eps": 1e-6, "qk_norm": False, "mlp": "gated"}
+
+
+def ngpt_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """With the constants of their Block: a vector in use is stored * init_value / init_scaling, as in ours."""
+    d, scale = arguments["n_embd"], arguments["base_scale"]
+    base = "1/sqrt(d)" if scale == 1 / math.sqrt(d) else scale
+    init = {"alpha_attn": 0.05, "alpha_mlp": 0.05, "s_qk": 1.0, "s_u": 1.0, "s_v": 1.0, "s_z": 1.0}
+    keys = {"name": "ngpt", **common_keys(arguments), "constraint": "projection", "alpha_sign": "positive"}
+    for name, value in init.items():
+        keys |= {f"{name}.kind": "vector", f"{name}.init": value}
+        keys[f"{name}.scale"] = 1.0 if name in ("s_u", "s_v") else base
+    return keys
+
+
+def parts(arguments: Mapping[str, Any]) -> Iterator[Part]:
+    """Where each of our weights is. Their matrices are applied from the left, so W_o and W_down are transposed."""
+    d, V, is_ngpt = arguments["n_embd"], arguments["vocab_size"], arguments["use_nGPT"] == 1
+
+    def first(x: Tensor) -> Tensor:
+        return x[: 4 * d]
+
+    def second(x: Tensor) -> Tensor:
+        return x[4 * d :]
+
+    yield Part("transformer.wte.weight", (V, d), "embedding", whole)
+    yield Part("lm_head.weight", (V, d), "output", whole)
+    yield Part("sz", (V,), "s_z", whole) if is_ngpt else Part("rmsnorm_f.weight", (d,), "norm_final", whole)
+    for i in range(arguments["n_layer"]):
+        theirs, ours = f"transformer.h.{i}.", f"layers.{i}."
+        for name, own in (("query", "wq"), ("key", "wk"), ("value", "wv")):
+            yield Part(f"{theirs}{name}.weight", (d, d), ours + own, whole)
+        yield Part(f"{theirs}att_c_proj.weight", (d, d), f"{ours}wo", transposed)
+        yield Part(f"{theirs}c_fc.weight", (8 * d, d), f"{ours}w_u", first)
+        yield Part(f"{theirs}c_fc.weight", (8 * d, d), f"{ours}w_v", second)
+        yield Part(f"{theirs}mlp_c_proj.weight", (d, 4 * d), f"{ours}w_down", transposed)
+        if is_ngpt:
+            for name, own in (("attn_alpha", "alpha_attn"), ("mlp_alpha", "alpha_mlp"), ("sqk", "s_qk")):
+                yield Part(theirs + name, (d,), ours + own, whole)
+            yield Part(f"{theirs}suv", (8 * d,), f"{ours}s_u", first)
+            yield Part(f"{theirs}suv", (8 * d,), f"{ours}s_v", second)
+        else:
+            for name, own in (("rmsnorm_att", "norm_attn"), ("rmsnorm_mlp", "norm_mlp")):
+                yield Part(f"{theirs}{name}.weight", (d,), ours + own, whole)
+
+
+def whole(x: Tensor) -> Tensor:
+    return x
+
+
+def transposed(x: Tensor) -> Tensor:
+    return x.T.contiguous()
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def of_lengths(weights: Mapping[str, Tensor], path: Path) -> str:
+    """How long the rows are, which train.py divides by their length after each step, most of them in bf16."""
+    farthest = max((x.norm(dim=-1).sub(1).abs().max().item(), name) for name, x in weights.items() if x.ndim == 2)
+    if not farthest[0] < LONGEST:
+        raise DataError(
+            f"{path}: a row of {farthest[1]} has a length {farthest[0]:.2g} away from 1. train.py gives every row of "
+            "nGPT length 1 before it saves, so this is no checkpoint of it"
+        )
+    return f"{path}: rows have length 1 to {farthest[0]:.1e}, as stored; the first step of training makes it exact"
+
+
+def of_rotation(weights: Mapping[str, Tensor], config: ModelConfig, path: Path) -> str:
+    share = moved_attention(weights, config)
+    return (
+        f"{path}: these weights were trained with what NVIDIA's code has in the place of RoPE, which turns nothing "
+        "(github.com/NVIDIA/ngpt, issue 10); our model has RoPE. Its logits are not those of their code: on a row of "
+        f"random tokens {share:.0%} of the first layer's attention goes to other tokens than there. They would be the "
+        "same if their code had RoPE. Train on before you use the model or compare it"
+    )
+
+
+@torch.no_grad()
+def moved_attention(weights: Mapping[str, Tensor], config: ModelConfig) -> float:
+    """The share of the first layer's attention that RoPE gives to other tokens than their code does, in a row of random
+    tokens."""
+    T, d_head = min(ROW, config.context), config.d_model // config.n_heads
+    table = weights["embedding"]
+    h = table[torch.randint(len(table), (T,), generator=torch.Generator().manual_seed(0))]
+    is_ngpt = isinstance(config, NGPTConfig)
+    if not is_ngpt:
+        h = h * (h.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weights["layers.0.norm_attn"]
+    q, k = ((h @ weights[f"layers.0.{name}"].T).view(1, T, -1, d_head) for name in ("wq", "wk"))
+    rope = rope_table(T, d_head, 10000.0, True, h.device, h.dtype)
+    factor, scale = torch.ones(config.d_model), 1 / math.sqrt(d_head)
+    if isinstance(config, NGPTConfig):
+        base = config.s_qk.scale if isinstance(config.s_qk.scale, float) else 1 / math.sqrt(config.d_model)
+        factor, scale = (weights["layers.0.s_qk"] / base).square(), math.sqrt(d_head)
+    probabilities = []
+    for turn in (lambda x: rotate(x, rope), not_rotated):
+        q_turned, k_turned = turn(q), turn(k)
+        if is_ngpt:
+            q_turned, k_turned = normalize(q_turned), normalize(k_turned)
+        scores = torch.einsum("bthd,bshd->bhts", q_turned * factor.view(-1, d_head), k_turned) * scale
+        later = torch.ones(T, T, dtype=torch.bool).triu(1)
+        probabilities.append(scores.masked_fill(later, -math.inf).softmax(-1))
+    return (probabilities[0] - probabilities[1]).abs().sum(-1).mean().item() / 2
+
+
+def not_rotated(x: Tensor) -> Tensor:
+    """What their code does to q and k `(1, T, H, d_head)`: (x_2i, x_2i+1) -> (-b_i x_2i+1, a_i x_2i), where a is the
+    first and b the second half of (sin t w_0, cos t w_0, sin t w_1, ...)."""
+    T, d_head = x.shape[1], x.shape[-1]
+    w = 10000.0 ** (-torch.arange(0, d_head, 2) / d_head)
+    angles = torch.arange(T)[:, None] * w
+    a, b = torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, None].chunk(2, dim=-1)  # (T, 1, d_head / 2)
+    return torch.stack((-x[..., 1::2] * b, x[..., ::2] * a), dim=-1).flatten(-2)
