@@ -16,8 +16,8 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import sync, write_json
 from ngpt_train.evaluation.restore import Restored
 from ngpt_train.interop.card import card
-from ngpt_train.interop.layout import Layout
-from ngpt_train.interop.llama_config import NOTE
+from ngpt_train.interop.layouts.layout import Layout
+from ngpt_train.interop.layouts.llama_config import NOTE
 from ngpt_train.interop.tensors import FLOATS, write_tensors
 from ngpt_train.interop.tokenizers.write import write_tokenizers
 from ngpt_train.interop.verification import check_bits, check_logits, check_reader, difference, random_rows

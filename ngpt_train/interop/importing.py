@@ -20,8 +20,8 @@ from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.data import Tokenizer
 from ngpt_train.interop.exporting import CONFIG
-from ngpt_train.interop.llama_config import NOTE
-from ngpt_train.interop.registry import LAYOUTS
+from ngpt_train.interop.layouts.llama_config import NOTE
+from ngpt_train.interop.layouts.registry import LAYOUTS
 from ngpt_train.interop.tensors import read_tensors
 from ngpt_train.interop.tokenizers.read import tokenizer_of
 from ngpt_train.models import Decoder, build_model

@@ -29,7 +29,7 @@ OPTIONAL = ["datasets", "wandb", "hydra", "omegaconf", "yaml", "sentencepiece", 
 OPTIONAL += ["matplotlib", "plotly", "submitit", "tensorboard", "zstandard", "triton", "flash_attn", "lm_eval"]
 OPTIONAL += ["transformers", "safetensors"]
 # Copied into exports, where they lie beside each other, in no package.
-COPIED = {PACKAGE / f"interop/ngpt_layout/{name}_ngpt.py" for name in ("configuration", "modeling")}
+COPIED = {PACKAGE / f"interop/layouts/ngpt/{name}_ngpt.py" for name in ("configuration", "modeling")}
 
 
 def imported(path: Path, nodes: Iterable[ast.AST]) -> list[str]:
@@ -80,7 +80,7 @@ def test_imports_point_one_way() -> None:
 def test_torch_alone() -> None:
     # What torch itself imports where it happens to be installed does not count.
     modules = ["ngpt_train.models", "ngpt_train.training", "ngpt_train.bench.gpu.protocol", "scripts.gpu_smoke"]
-    modules += ["ngpt_train.interop.ngpt_layout"]
+    modules += ["ngpt_train.interop.layouts.ngpt"]
     program = (
         "import importlib, sys, torch, torch._dynamo, torch.distributed.checkpoint; before = set(sys.modules)\n"
         f"for module in {modules}:\n"

@@ -8,8 +8,8 @@ from typing import Union
 from ngpt_train.config.keys import AUTO, key
 from ngpt_train.config.sections.verbs import AVERAGE, WEIGHTS
 
-# The names of interop/registry.py, which cannot be imported before torch; a test compares them.
-LAYOUTS = ("llama", "qwen3", "safetensors")
+# The names of interop/layouts/registry.py, which cannot be imported before torch; a test compares them.
+LAYOUTS = ("llama", "qwen3", "ngpt", "safetensors")
 
 
 @dataclass
@@ -25,7 +25,8 @@ class ExportConfig:
     layout: str = key(
         AUTO,
         "How the model is written. llama: LlamaForCausalLM of transformers, for GPT; qwen3: Qwen3ForCausalLM, for GPT "
-        "with model.qk_norm; safetensors: any model, under the names of docs/weights.md; auto: the first that can.",
+        "with model.qk_norm; ngpt: nGPT, with a file of its own that transformers runs; safetensors: any model, under the "
+        "names of docs/weights.md; auto: the first that can.",
         choices=(AUTO, *LAYOUTS),
     )
     dtype: str = key("fp32", "Of the written weights, to which they are rounded.", choices=("fp32", "bf16", "fp16"))
@@ -42,7 +43,9 @@ class ImportConfig:
     """A model of another program as a run (`import`)."""
 
     source: Union[str, None] = key(
-        None, "Directory of a model that `export` or save_pretrained of transformers wrote, or OWNER/NAME on the hub."
+        None,
+        "Directory of a model that `export` or save_pretrained of transformers wrote; OWNER/NAME on the hub; or the "
+        "ckpt.pt of NVIDIA's public nGPT code, with tokenizer=NAME.",
     )
     revision: Union[str, None] = key(None, "Branch, tag or commit of a model on the hub; null: its main branch.")
     out: Union[str, None] = key(None, "Run directory to make, which must not exist or be empty.")

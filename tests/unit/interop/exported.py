@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ngpt_train.interop.layout import Layout
+from ngpt_train.interop.layouts.layout import Layout
 from ngpt_train.models import Decoder, export_weights
 
 

@@ -20,8 +20,8 @@ from ngpt_train.interop import exporting, verification
 from ngpt_train.interop.exporting import export
 from ngpt_train.interop.imported_run import write_run
 from ngpt_train.interop.importing import Imported, read_model
-from ngpt_train.interop.llama import LlamaLayout, to_half
-from ngpt_train.interop.registry import chosen_layout
+from ngpt_train.interop.layouts.llama import LlamaLayout, to_half
+from ngpt_train.interop.layouts.registry import chosen_layout
 from ngpt_train.interop.tokenizers.write import write_tokenizers
 from ngpt_train.models import build_model, export_weights
 from ngpt_train.training.guards import NumericalError

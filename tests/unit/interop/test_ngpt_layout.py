@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.interop.ngpt_layout import NGPTLayout
+from ngpt_train.interop.layouts.ngpt import NGPTLayout
 from ngpt_train.models import Decoder, export_gradients, export_weights
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.ngpt.keys import ReferenceConfig

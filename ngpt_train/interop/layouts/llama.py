@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.llama_config import NOTE, model_keys
+from ngpt_train.interop.layouts.llama_config import NOTE, model_keys
 from ngpt_train.models.gpt.keys import GPTConfig
 
 OF_MODEL = {

@@ -3,15 +3,16 @@
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.interop.layout import Layout
-from ngpt_train.interop.llama import LlamaLayout, Qwen3Layout
-from ngpt_train.interop.plain import SafetensorsLayout
+from ngpt_train.interop.layouts.layout import Layout
+from ngpt_train.interop.layouts.llama import LlamaLayout, Qwen3Layout
+from ngpt_train.interop.layouts.ngpt import NGPTLayout
+from ngpt_train.interop.layouts.plain import SafetensorsLayout
 
 # auto takes the first that can hold the model.
 _LAYOUTS: tuple[Layout, ...] = (
     LlamaLayout(),
     Qwen3Layout(),
-    # INTEGRATOR: NGPTLayout() of ngpt_train.interop.ngpt_layout here, and "ngpt" in LAYOUTS of config/sections/exchange
+    NGPTLayout(),
     SafetensorsLayout(),
 )
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _LAYOUTS}

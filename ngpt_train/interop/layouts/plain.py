@@ -12,7 +12,7 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import to_dict
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.llama_config import NOTE
+from ngpt_train.interop.layouts.llama_config import NOTE
 
 
 class SafetensorsLayout:

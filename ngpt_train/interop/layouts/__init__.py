@@ -1,0 +1,1 @@
+"""How models are written for other programs, and read back."""
