@@ -35,8 +35,12 @@ def checked_config(keys: Mapping[str, Any], schema: type[Keys], place: str) -> K
     return model
 
 
-def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of the model of `config`, by canonical name."""
+def shapes_of(config: ModelConfig, found: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
+    """The shape of each weight of the model of `config`, by canonical name.
+
+    Raises DataError where `found`, its weights, are fewer than its blocks: a forged config would take all memory.
+    """
+    check_layers(config.n_layers, found)
     with torch.device("meta"):
         model = build_model(config)
     return {
@@ -46,11 +50,20 @@ def shapes_of(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     }
 
 
-def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]], where: str, fix: str = "") -> None:
+def check_layers(n_layers: int, found: Mapping[str, Tensor]) -> None:
+    if n_layers > len(found):
+        raise DataError(f"a model of {n_layers:,} layers, but there are {len(found):,} tensors")
+
+
+def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]], where: str) -> None:
     """Raises DataError, which names every tensor that is missing, unknown, of another shape, or not of numbers with a
     fraction."""
     problems = [f"missing: {name} {tuple(shape)}" for name, shape in wanted.items() if name not in found]
-    problems += [f"unknown: {name} {tuple(x.shape)}" for name, x in found.items() if name not in wanted]
+    problems += [
+        f"unknown: {name} {tuple(x.shape)}" + (", and the model has no biases" if name.endswith(".bias") else "")
+        for name, x in found.items()
+        if name not in wanted
+    ]
     for name, x in found.items():
         if name in wanted and tuple(x.shape) != tuple(wanted[name]):
             problems.append(f"{name} has shape {tuple(x.shape)}, and should have {tuple(wanted[name])}")
@@ -58,4 +71,4 @@ def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int
             problems.append(f"{name} has dtype {x.dtype}, and should have fractions")
     if problems:
         shown = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
-        raise DataError("\n  ".join([f"{where}: these tensors do not make the model", *shown, *([fix] if fix else [])]))
+        raise DataError("\n  ".join([f"{where}: these tensors do not make the model", *shown]))

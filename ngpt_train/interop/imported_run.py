@@ -16,13 +16,13 @@ from ngpt_train.config import write_yaml
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import TokenizerConfig
 from ngpt_train.core.checkout import git_commit
-from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import sync, write_json
 from ngpt_train.data.tokenizers import MODEL_FILES, write_tokenizer
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.distributed import World
-from ngpt_train.interop.importing import Imported, built
-from ngpt_train.models.weights import canonical, named_weights
+from ngpt_train.interop.fit import check_tensors, shapes_of
+from ngpt_train.interop.importing import Imported
+from ngpt_train.models import build_model
 from ngpt_train.training.checkpoint import Checkpoints
 from ngpt_train.training.checkpoint.pieces import pieces_of
 from ngpt_train.training.checkpoint.save import SPARE, Snapshot
@@ -35,7 +35,7 @@ def write_run(imported: Imported, source: str, out: Path) -> Path:
 
     Raises DataError where the tensors are not those of the model, or cannot be written.
     """
-    n_params = check_tensors(imported)
+    n_params = check_weights(imported)
     config = of_run(imported, out)
     work = out.with_name(f".unfinished-{out.name}")
     shutil.rmtree(work, ignore_errors=True)
@@ -68,22 +68,13 @@ def write_run(imported: Imported, source: str, out: Path) -> Path:
     return out
 
 
-def check_tensors(imported: Imported) -> int:
+def check_weights(imported: Imported) -> int:
     """The number of parameters. Raises DataError where the tensors are not those of a model of the config."""
-    model = built(imported)
-    wanted = {
-        canonical(path): (rows, *parameter.shape[1:])
-        for parameter, parts in named_weights(model)
-        for path, rows in parts.items()
-    }
-    wanted |= {f"{STATISTICS}{name}": tuple(value.shape) for name, value in model.statistics().items()}
-    found = {name: tuple(value.shape) for name, value in imported.tensors.items()}
-    if differing := sorted(name for name in wanted.keys() | found.keys() if wanted.get(name) != found.get(name)):
-        lines = [
-            f"{name}: {found.get(name, 'none')} in the files, {wanted.get(name, 'none')} in the model"
-            for name in differing[:8]
-        ]
-        raise DataError("The tensors are not those of the model that config.json describes:\n  " + "\n  ".join(lines))
+    shapes = shapes_of(imported.config.model, imported.tensors)
+    with torch.device("meta"):
+        model = build_model(imported.config.model)
+    statistics = {f"{STATISTICS}{name}": tuple(value.shape) for name, value in model.statistics().items()}
+    check_tensors(imported.tensors, shapes | statistics, "the weights beside config.json")
     return model.n_params()
 
 
@@ -110,7 +101,7 @@ def _start(imported: Imported, source: str, n_params: int) -> dict[str, Any]:
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
-        "imported": {"source": source, "revision": imported.revision, "layout": imported.layout},
+        "imported": {"source": source, "revision": imported.revision, "form": imported.form},
         "n_params": n_params,
         "data_fingerprint": "none: the model was imported",
         "tokenizer": imported.tokenizer.name,

@@ -8,23 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ngpt_train.config import load_config, read_yaml
 from ngpt_train.config.architectures import architectures, build, schema_keys
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config, TokenizerConfig
 from ngpt_train.config.validate import any_of, check_leaf, flatten, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.data import Tokenizer
+from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.interop.exporting import CONFIG
 from ngpt_train.interop.layouts.llama_config import NOTE
 from ngpt_train.interop.layouts.registry import LAYOUTS
+from ngpt_train.interop.nvidia import read_nvidia
 from ngpt_train.interop.tensors import read_tensors
 from ngpt_train.interop.tokenizers.read import tokenizer_of
-from ngpt_train.models import Decoder, build_model
 
 ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What is fetched of a model on the hub: nothing that runs code when it is read.
@@ -39,47 +39,76 @@ class Imported:
     config: Config  # of the run that was exported, or else the defaults; with the model's own keys
     tensors: dict[str, Tensor]  # by canonical name, fp32; running statistics after `statistics.`
     tokenizer: Tokenizer
-    layout: str
+    form: str  # in which it was found, in words
     revision: str | None  # the commit of a model on the hub
     notes: list[str]  # what is to be said
 
 
-def read_model(source: str, revision: str | None) -> Imported:
-    """The model that import.source names. Raises ConfigError or DataError for what cannot be read or does not fit."""
+def read_model(source: str, revision: str | None, tokenizer: TokenizerConfig | None = None) -> Imported:
+    """The model that import.source names. tokenizer: of a checkpoint of NVIDIA's, which has none, and only of such.
+
+    Raises ConfigError or DataError for what cannot be read or does not fit.
+    """
     path, commit = Path(source).expanduser(), None
-    # INTEGRATOR: if path.is_file(): return what ngpt_train.interop.nvidia.read_nvidia(path) gives, as an Imported
-    if not path.is_dir():
-        if path.exists() or not ON_HUB.fullmatch(source):
-            raise DataError(f"import.source={source}: no directory, and no model of the hub, which is OWNER/NAME")
+    if not path.exists() and ON_HUB.fullmatch(source):
         path, commit = _fetched(source, revision)
+    elif not path.exists():
+        raise DataError(f"import.source={source}: no directory, no file, and no model of the hub, which is OWNER/NAME")
     elif revision is not None:
-        raise ConfigError(f"import.revision={revision}: {source} is a directory\n  Leave it out")
+        raise ConfigError(f"import.revision={revision}: {source} is on this machine\n  Leave it out")
+    if tokenizer is not None and path.is_dir():
+        raise ConfigError(f"tokenizer={tokenizer.kind}: {source} has its own tokenizer\n  Leave it out")
+    try:
+        return _of_nvidia(path, tokenizer) if path.is_file() else _of_directory(path, commit)
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"import.source={source}: {error}") from None
+
+
+def _of_directory(path: Path, commit: str | None) -> Imported:
     if not (path / "config.json").is_file():
         raise DataError(f"{path}: there is no config.json, so this is no model that `export` or save_pretrained wrote")
     config_json = read_json(path / "config.json")
     if not isinstance(config_json, dict):
         raise DataError(f"{path / 'config.json'} is damaged: it is no object")
     name = _layout_of(config_json)
-    try:
-        keys, tensors = LAYOUTS[name].from_foreign(config_json, read_tensors(path))
-        model = _model_config(keys)
-    except (ConfigError, DataError) as error:
-        raise type(error)(f"import.source={source}: {error}") from None
+    keys, tensors = LAYOUTS[name].from_foreign(config_json, read_tensors(path))
+    model = _model_config(keys)
     tokenizer, notes = tokenizer_of(path, config_json)
-    if model.vocab_size < tokenizer.vocab_size:  # type: ignore[operator]
-        raise DataError(
-            f"import.source={source}: the tokenizer has {tokenizer.vocab_size} ids, the model {model.vocab_size}. It "
-            "is not the tokenizer of this model"
-        )
     config = read_yaml(path / CONFIG) if (path / CONFIG).is_file() else _defaults(model)
+    return _imported(config, model, tensors, tokenizer, f"layout {name}", commit, notes)
+
+
+def _of_nvidia(path: Path, chosen: TokenizerConfig | None) -> Imported:
+    keys, tensors, notes = read_nvidia(path)
+    model = _model_config(keys)
+    if chosen is None:
+        raise ConfigError(
+            f"{path}: a checkpoint of NVIDIA's code holds no tokenizer\n  Name the one that made the ids of its data, "
+            "such as tokenizer=gpt2, or tokenizer=sentencepiece tokenizer.path=FILE"
+        )
+    return _imported(
+        _defaults(model), model, tensors, load_tokenizer(chosen), "a checkpoint of NVIDIA's code", None, notes
+    )
+
+
+def _imported(
+    config: Config,
+    model: ModelConfig,
+    tensors: dict[str, Tensor],
+    tokenizer: Tokenizer,
+    form: str,
+    commit: str | None,
+    notes: list[str],
+) -> Imported:
+    """Raises DataError where the tokenizer has ids that the model has not."""
+    assert isinstance(model.vocab_size, int)
+    if model.vocab_size < tokenizer.vocab_size:
+        raise DataError(
+            f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.vocab_size}. It is not the tokenizer of "
+            "this model"
+        )
     config.model = model
-    return Imported(config, tensors, tokenizer, name, commit, notes)
-
-
-def built(imported: Imported) -> Decoder:
-    """A model of the config on `meta`, whose weights the tensors are. Raises DataError where they are not."""
-    with torch.device("meta"):
-        return build_model(imported.config.model)
+    return Imported(config, tensors, tokenizer, form, commit, notes)
 
 
 def _layout_of(config_json: Mapping[str, Any]) -> str:

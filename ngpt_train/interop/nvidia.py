@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
-from ngpt_train.interop.fit import check_tensors, checked_config
+from ngpt_train.interop.fit import check_layers, check_tensors, checked_config
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.layers.norms import normalize
 from ngpt_train.models.layers.rope import rope_table, rotate
@@ -56,6 +56,7 @@ def read_nvidia(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[str
     check_arguments(arguments, path)
     schema, keys = (NGPTConfig, ngpt_keys(arguments)) if arguments["use_nGPT"] else (GPTConfig, gpt_keys(arguments))
     config: ModelConfig = checked_config(keys, schema, f"in model_args of {path}")
+    check_layers(config.n_layers, state)
     table = list(parts(arguments))
     check_tensors(state, {part.theirs: part.shape for part in table}, str(path))
     weights = {part.ours: part.cut(at_least_fp32(state[part.theirs])).clone() for part in table}

@@ -25,8 +25,8 @@ class ExportConfig:
     layout: str = key(
         AUTO,
         "How the model is written. llama: LlamaForCausalLM of transformers, for GPT; qwen3: Qwen3ForCausalLM, for GPT "
-        "with model.qk_norm; ngpt: nGPT, with a file of its own that transformers runs; safetensors: any model, under the "
-        "names of docs/weights.md; auto: the first that can.",
+        "with model.qk_norm; ngpt: nGPT, with a file of its own that transformers runs; safetensors: any model, under "
+        "the names of docs/weights.md; auto: the first that can.",
         choices=(AUTO, *LAYOUTS),
     )
     dtype: str = key("fp32", "Of the written weights, to which they are rounded.", choices=("fp32", "bf16", "fp16"))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
+from ngpt_train.interop.fit import check_tensors, shapes_of
 from ngpt_train.interop.layouts.llama_config import NOTE, model_keys
 from ngpt_train.models.gpt.keys import GPTConfig
 
@@ -106,8 +107,12 @@ class LlamaLayout:
                     f"config.json: tie_word_embeddings=true, but {OF_MODEL['output']} is not {OF_MODEL['embedding']}. "
                     "Set tie_word_embeddings to false"
                 )
-        places = names(config)
-        check_tensors(weights, {place: shape_there(name, config) for name, place in places.items()})
+        shapes, places = shapes_of(config, weights), names(config)
+        wanted = {
+            place: shapes[name][::-1] if name.rpartition(".")[2] in TRANSPOSED else shapes[name]
+            for name, place in places.items()
+        }
+        check_tensors(weights, wanted, "the weights beside config.json")
         canonical = {}
         for name, place in places.items():
             weight, kind = weights[place], name.rpartition(".")[2]
@@ -139,41 +144,6 @@ def names(config: GPTConfig | ModelConfig) -> dict[str, str]:
     }
     first, *rest = OF_MODEL.items()
     return {**dict([first]), **layers, **{a: b for a, b in rest if a != "output" or not config.tied_embeddings}}
-
-
-def shape_there(name: str, config: GPTConfig) -> tuple[int, ...]:
-    """The shape of the weight in Llama's files."""
-    assert isinstance(config.vocab_size, int)
-    d_model, d_head = config.d_model, config.d_model // config.n_heads
-    d_kv, d_mlp = d_head * (config.n_kv_heads or config.n_heads), config.d_mlp or 4 * d_model
-    shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(("embedding", "output"), (config.vocab_size, d_model)),
-        **dict.fromkeys(("norm_final", "norm_attn", "norm_mlp"), (d_model,)),
-        **dict.fromkeys(("q_norm", "k_norm"), (d_head,)),
-        **dict.fromkeys(("wq", "wo"), (d_model, d_model)),
-        **dict.fromkeys(("wk", "wv"), (d_kv, d_model)),
-        **dict.fromkeys(("w_u", "w_v"), (d_mlp, d_model)),
-        "w_down": (d_model, d_mlp),
-    }
-    return shapes[name.rpartition(".")[2]]
-
-
-def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, tuple[int, ...]]) -> None:
-    """Raises DataError, which names what is missing, what is too much, and wrong shapes."""
-    problems = [f"missing: {name} {list(shape)}" for name, shape in wanted.items() if name not in found]
-    problems += [
-        f"unexpected: {name} {list(found[name].shape)}" + (": GPT has no biases" if name.endswith(".bias") else "")
-        for name in found
-        if name not in wanted
-    ]
-    problems += [
-        f"{name} has the shape {list(found[name].shape)}; config.json makes it {list(shape)}"
-        for name, shape in wanted.items()
-        if name in found and tuple(found[name].shape) != shape
-    ]
-    if problems:
-        more = [f"and {len(problems) - 8} more"] if len(problems) > 8 else []
-        raise DataError("The tensors do not fit model=gpt:\n  " + "\n  ".join(problems[:8] + more))
 
 
 def to_half(rows: Tensor, d_head: int) -> Tensor:

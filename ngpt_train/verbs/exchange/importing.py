@@ -1,5 +1,6 @@
 """`import`: a model of another program as a run."""
 
+import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,6 +9,8 @@ from ngpt_train.config.schema import Config
 from ngpt_train.interop.exporting import check_free
 from ngpt_train.interop.imported_run import write_run
 from ngpt_train.interop.importing import read_model
+
+logger = logging.getLogger(__name__)
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
@@ -23,11 +26,14 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     assert own.out is not None
     out = Path(own.out).expanduser()
     check_free("import.out", out)
-    imported = read_model(own.source, own.revision)
+    sections = [override.partition("=")[0].strip().partition(".")[0] for override in overrides]
+    if unused := sorted(set(sections) - {"import", "tokenizer"}):
+        logger.info("import makes no use of %s", ", ".join(unused))
+    imported = read_model(own.source, own.revision, config.tokenizer if "tokenizer" in sections else None)
     write_run(imported, own.source, out)
     model = imported.config.model
     at = f" at {imported.revision}" if imported.revision else ""
-    print(f"{own.source}{at}, layout {imported.layout}: model={model.name}, {len(imported.tensors)} tensors")
+    print(f"{own.source}{at}, {imported.form}: model={model.name}, {len(imported.tensors)} tensors")
     print(f"tokenizer {imported.tokenizer.name}, whose id {imported.tokenizer.eos} ends a text")
     for note in imported.notes:
         print(note)

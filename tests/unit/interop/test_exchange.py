@@ -223,7 +223,7 @@ def test_config_of_others(tmp_path: Path) -> None:
     assert (config.model.name, config.model.rope_layout, config.scale.name) == ("gpt", "half", "imported")
     assert config.tokenizer.kind == "hf"
     record = json.loads((tmp_path / "back" / "run.json").read_text())["starts"][0]
-    assert record["imported"] == {"source": str(out), "revision": None, "layout": "llama"}
+    assert record["imported"] == {"source": str(out), "revision": None, "form": "layout llama"}
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
@@ -301,7 +301,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no config": (lambda out: (out / "config.json").unlink(), "there is no config.json"),
     "unknown": (lambda out: (out / "config.json").write_text('{"model_type": "bert"}'), "model_type=bert is not"),
     "unknown key": (with_note(d_modell=64), "d_modell"),
-    "another width": (with_note(d_model=128), r"embedding: \(259, 64\) in the files, \(259, 128\) in the model"),
+    "another width": (with_note(d_model=128), r"embedding has shape \(259, 64\), and should have \(259, 128\)"),
     "no tokenizer": (
         lambda out: [path.unlink() for path in out.rglob("tokenizer*.json")],
         "there is no tokenizer",
@@ -332,11 +332,11 @@ def test_damaged_sources(broken: str, plain_export: Path, tmp_path: Path) -> Non
 
 def test_names_of_sources(plain_export: Path, tmp_path: Path) -> None:
     """Caught: a file or a mistyped path asked of the hub; a revision that has no effect."""
-    with pytest.raises(DataError, match="no directory, and no model of the hub, which is OWNER/NAME"):
+    with pytest.raises(DataError, match="no directory, no file, and no model of the hub, which is OWNER/NAME"):
         read_model(str(tmp_path / "nothing"), None)
-    with pytest.raises(DataError, match="no directory, and no model of the hub"):
+    with pytest.raises(DataError, match="config.json: it cannot be read"):
         read_model(str(plain_export / "config.json"), None)
-    with pytest.raises(ConfigError, match=r"import.revision=main: .* is a directory"):
+    with pytest.raises(ConfigError, match=r"import.revision=main: .* is on this machine"):
         read_model(str(plain_export), "main")
 
 

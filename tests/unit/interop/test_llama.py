@@ -131,10 +131,10 @@ def build_with(config: GPTConfig, weights: dict[str, Tensor]) -> Decoder:
         ({"ngpt_train": {"rope_layout": "spiral"}}, "rope_layout"),
         (
             {"intermediate_size": 100},
-            r"mlp.gate_proj.weight has the shape \[256, 64\]; config.json makes it \[100, 64\]",
+            r"mlp.gate_proj.weight has shape \(256, 64\), and should have \(100, 64\)",
         ),
         ({"num_hidden_layers": 3}, "missing: model.layers.2"),
-        ({"num_hidden_layers": 1}, "unexpected: model.layers.1"),
+        ({"num_hidden_layers": 1}, "unknown: model.layers.1"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings=true, but lm_head.weight is not"),
     ],
 )
@@ -169,7 +169,7 @@ def test_biases_are_named() -> None:
     layout = LlamaLayout()
     foreign = layout.to_foreign(export_weights(build_model(config)), config)
     foreign["model.layers.0.self_attn.q_proj.bias"] = torch.zeros(64)
-    with pytest.raises(DataError, match=r"q_proj.bias \[64\]: GPT has no biases"):
+    with pytest.raises(DataError, match=r"q_proj.bias \(64,\), and the model has no biases"):
         layout.from_foreign(layout.config_json(config), foreign)
 
 

@@ -78,7 +78,7 @@ class NGPTLayout:
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
         keys = keys_of(config_json)
         config = checked_config(keys, NGPTConfig, "in config.json")
-        wanted = shapes_of(config)
+        wanted = shapes_of(config, weights)
         # Of a tied pair some programs write both.
         given = dict(weights)
         copy, table = given.get(OUTSIDE["output"]), given.get(OUTSIDE["embedding"])
