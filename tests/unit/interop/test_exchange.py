@@ -334,7 +334,7 @@ def test_names_of_sources(plain_export: Path, tmp_path: Path) -> None:
     """Caught: a file or a mistyped path asked of the hub; a revision that has no effect."""
     with pytest.raises(DataError, match="no directory, no file, and no model of the hub, which is OWNER/NAME"):
         read_model(str(tmp_path / "nothing"), None)
-    with pytest.raises(DataError, match="config.json: it cannot be read"):
+    with pytest.raises(DataError, match=r"config.json: it cannot be read"):
         read_model(str(plain_export / "config.json"), None)
     with pytest.raises(ConfigError, match=r"import.revision=main: .* is on this machine"):
         read_model(str(plain_export), "main")
