@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config import load_config
+from ngpt_train.config.sections.data import TokenizerConfig
 from ngpt_train.config.sections.exchange import ExportConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import Tokenizer
@@ -25,7 +26,10 @@ from ngpt_train.interop.layouts.registry import chosen_layout
 from ngpt_train.interop.tokenizers.write import write_tokenizers
 from ngpt_train.models import build_model, export_weights
 from ngpt_train.training.guards import NumericalError
+from tests.properties.architectures import error
+from tests.reference import nvidia
 from tests.stored import stored_tensors
+from tests.unit.interop.test_nvidia import arguments, save
 
 CPU = World(rank=0, size=1, local_rank=0, device=torch.device("cpu"))
 
@@ -74,7 +78,8 @@ def equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
         ["model=gpt", "model.rope_layout=interleaved", "model.n_kv_heads=1", "model.tied_embeddings=true"],
         ["model=gpt", "model.qk_norm=true"],
         ["model=gpt", "model.mlp=plain", "model.activation=relu2"],
-        ["model=ngpt"],
+        ["model=ngpt", "model.rope_layout=interleaved", "model.n_kv_heads=1", "model.tied_embeddings=true"],
+        ["model=ngpt", "model.constraint=parametrization", "export.layout=safetensors"],
         ["model=powernorm"],
         ["model=normformer"],
         ["model=gpt_encoder_decoder"],
@@ -84,12 +89,13 @@ def equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> bool:
 def test_round_trip(overrides: list[str], tmp_path: Path) -> None:
     """Caught: a bit, a running statistic or a key of the model that is lost between a checkpoint, its export and the
     run that an import makes of it."""
-    stock = overrides[0] == "model=gpt" and "model.mlp=plain" not in overrides
-    if stock:
+    plain = any(x in overrides for x in ("model.mlp=plain", "export.layout=safetensors"))
+    of_transformers = overrides[0] in ("model=gpt", "model=ngpt") and not plain
+    if of_transformers:
         pytest.importorskip("transformers", reason="the extra [hf] is not installed")
-    run, tensors = run_of(tmp_path / "run", *overrides)
+    run, tensors = run_of(tmp_path / "run", *(x for x in overrides if x.startswith("model")))
     said: list[str] = []
-    out = exported(run, tmp_path / "out", said.append, layout="auto" if stock else "safetensors")
+    out = exported(run, tmp_path / "out", said.append, layout="auto" if of_transformers else "safetensors")
     assert equal(brought_back(out, tmp_path / "back"), tensors)
     before, after = restored_from(run), restored_from(tmp_path / "back")
     assert vars(before.config.model) == vars(after.config.model)
@@ -97,7 +103,9 @@ def test_round_trip(overrides: list[str], tmp_path: Path) -> None:
     with torch.no_grad():
         assert torch.equal(before.model(rows), after.model(rows))
     assert f"all {len(tensors)} weights equal, bit for bit" in "\n".join(said)
-    if stock:
+    if overrides[0] == "model=ngpt" and of_transformers:
+        assert any("NGPTForCausalLM differs from ngpt-train by" in sentence for sentence in said)
+    elif of_transformers:
         assert any("order of operations of transformers: 0.0" in sentence for sentence in said)
     else:
         assert f"read_weights.py reads the same {len(tensors)} tensors, bit for bit" in said
@@ -338,6 +346,26 @@ def test_names_of_sources(plain_export: Path, tmp_path: Path) -> None:
         read_model(str(plain_export / "config.json"), None)
     with pytest.raises(ConfigError, match=r"import.revision=main: .* is on this machine"):
         read_model(str(plain_export), "main")
+
+
+@pytest.mark.parametrize("use_ngpt", [0, 1])
+def test_a_checkpoint_of_nvidia(use_ngpt: int, plain_export: Path, tmp_path: Path) -> None:
+    """Caught: a tokenizer that nobody named, or one that a directory has and another one is named; what must be said of
+    RoPE left unsaid."""
+    told = arguments(use_ngpt, vocab_size=300)
+    path = save(tmp_path / "ckpt.pt", nvidia.random_state(told, seed=0), told)
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\n  Name the one .* tokenizer=gpt2"):
+        read_model(str(path), None)
+    imported = read_model(str(path), None, TokenizerConfig(kind="bytes"))
+    assert any("what NVIDIA's code has in the place of RoPE" in note for note in imported.notes)
+    write_run(imported, str(path), tmp_path / "run")
+    restored = restored_from(tmp_path / "run")
+    row = torch.randint(300, (1, 30))
+    with torch.no_grad():
+        found = restored.model(row)
+    assert error(found, nvidia.forward(nvidia.random_state(told, seed=0), told, row, "true")) < 1e-5
+    with pytest.raises(ConfigError, match="has its own tokenizer"):
+        read_model(str(plain_export), None, TokenizerConfig(kind="bytes"))
 
 
 def test_hub(plain_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
