@@ -6,7 +6,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -54,9 +54,16 @@ def origin_of(checkpoint: Path) -> Origin:
     )
 
 
-def card(restored: Restored, layout: str, dtype: str, said: Sequence[str], loadable: bool, remote_code: bool) -> str:
-    """The text of README.md. said: what `export` has printed; loadable: by transformers, with its tokenizer too;
-    remote_code: whether transformers has to be told to run the modeling file."""
+class Reader(NamedTuple):
+    """Who reads an exported model."""
+
+    transformers: bool  # else read_weights.py
+    runs_code: bool  # whether transformers has to be told to run the modeling file
+    tokenizes: bool  # whether transformers reads the tokenizer, too
+
+
+def card(restored: Restored, layout: str, dtype: str, said: Sequence[str], reader: Reader) -> str:
+    """The text of README.md. said: what `export` has printed."""
     config, origin = restored.config, origin_of(restored.path)
     data = config.data.repo or config.data.kind
     n_params = restored.model.n_params()
@@ -79,7 +86,7 @@ def card(restored: Restored, layout: str, dtype: str, said: Sequence[str], loada
     rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     checks = "\n".join(f"- {line.strip()}" for line in said)
     return f"""---
-library_name: {"transformers" if loadable else "ngpt-train"}
+library_name: {"transformers" if reader.transformers else "ngpt-train"}
 pipeline_tag: text-generation
 ---
 
@@ -94,7 +101,7 @@ The config of the run is `ngpt_train_config.yaml`. No licence is claimed here.
 ## Load it
 
 ```python
-{_loading(loadable, remote_code)}
+{_loading(reader)}
 ```
 
 ## Checks of the export
@@ -112,10 +119,14 @@ def _validation(origin: Origin, restored: Restored) -> str:
     return f"{numbers} at step {record['step']:,}{of}"
 
 
-def _loading(loadable: bool, remote_code: bool) -> str:
-    if not loadable:
+def _loading(reader: Reader) -> str:
+    if not reader.transformers:
         return 'from read_weights import read\n\nweights = read(".")  # numpy arrays by name'
-    trust = ", trust_remote_code=True" if remote_code else ""
+    trust = ", trust_remote_code=True" if reader.runs_code else ""
+    if not reader.tokenizes:
+        return f"""from transformers import AutoModelForCausalLM
+
+model = AutoModelForCausalLM.from_pretrained("."{trust})"""
     return f"""from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model, tokenizer = AutoModelForCausalLM.from_pretrained("."{trust}), AutoTokenizer.from_pretrained(".")

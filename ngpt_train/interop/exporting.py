@@ -15,7 +15,7 @@ from ngpt_train.config.sections.exchange import ExportConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import sync, write_json
 from ngpt_train.evaluation.restore import Restored
-from ngpt_train.interop.card import card
+from ngpt_train.interop.card import Reader, card
 from ngpt_train.interop.layouts.layout import Layout
 from ngpt_train.interop.layouts.llama_config import NOTE
 from ngpt_train.interop.tensors import FLOATS, write_tensors
@@ -36,16 +36,14 @@ def export(restored: Restored, own: ExportConfig, layout: Layout, say: Callable[
     assert own.out is not None
     out = Path(own.out).expanduser()
     check_free("export.out", out)
-    work = out.with_name(f".unfinished-{out.name}")
-    shutil.rmtree(work, ignore_errors=True)
+    work = begin("export.out", out)
     try:
-        work.mkdir(parents=True)
         said = []
         for sentence in _write(restored, own, layout, work):
             said.append(sentence)
             say(sentence)
-        loadable, code = layout.name != "safetensors", bool(layout.files())
-        (work / "README.md").write_text(card(restored, layout.name, own.dtype, said, loadable, loadable and code))
+        reader = Reader(layout.name != "safetensors", bool(layout.files()), (work / "tokenizer.json").exists())
+        (work / "README.md").write_text(card(restored, layout.name, own.dtype, said, reader))
         mode = (work / "config.json").stat().st_mode
         for path in work.rglob("*"):
             if path.is_file():
@@ -67,6 +65,18 @@ def check_free(key: str, out: Path) -> None:
     if out.exists() or out.is_symlink():
         what = "has files in it, which stay" if out.is_dir() else "is there, and is no directory"
         raise ConfigError(f"{key}={out}: {what}\n  Name a new directory, or empty this one first")
+
+
+def begin(key: str, out: Path) -> Path:
+    """An empty directory beside `out`, which takes its name when it is whole. Raises ConfigError."""
+    work = out.with_name(f".unfinished-{out.name}")
+    shutil.rmtree(work, ignore_errors=True)  # what a killed process has left
+    try:
+        work.mkdir(parents=True)
+    except OSError as error:
+        problem = f"{key}={out}: {work} cannot be made ({error.strerror})"
+        raise ConfigError(f"{problem}\n  Name a directory in a place that can be written") from None
+    return work
 
 
 def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) -> Iterator[str]:

@@ -20,14 +20,13 @@ from ngpt_train.core.files import sync, write_json
 from ngpt_train.data.tokenizers import MODEL_FILES, write_tokenizer
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.distributed import World
+from ngpt_train.interop.exporting import STATISTICS, begin
 from ngpt_train.interop.fit import check_tensors, shapes_of
 from ngpt_train.interop.importing import Imported
 from ngpt_train.models import build_model
 from ngpt_train.training.checkpoint import Checkpoints
 from ngpt_train.training.checkpoint.pieces import pieces_of
 from ngpt_train.training.checkpoint.save import SPARE, Snapshot
-
-STATISTICS = "statistics."
 
 
 def write_run(imported: Imported, source: str, out: Path) -> Path:
@@ -37,10 +36,8 @@ def write_run(imported: Imported, source: str, out: Path) -> Path:
     """
     n_params = check_weights(imported)
     config = of_run(imported, out)
-    work = out.with_name(f".unfinished-{out.name}")
-    shutil.rmtree(work, ignore_errors=True)
+    work = begin("import.out", out)
     try:
-        work.mkdir(parents=True)
 
         def add_files(directory: Path) -> None:
             write_yaml(config, directory / "config.yaml")

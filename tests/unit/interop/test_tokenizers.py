@@ -50,7 +50,8 @@ def hf_tokenizer() -> Tokenizer:
 
     content, _ = tokenizer_json(load_tokenizer(TokenizerConfig(kind="bytes")), eos_in_front=True)
     content["model"]["merges"] = [["a", "b"], ["ab", "a"]]
-    content["model"]["vocab"] |= {"ab": 257, "aba": 258}
+    content["model"]["vocab"] |= {"ab": 256, "aba": 257}
+    content["added_tokens"][0]["id"] = 258
     return HuggingFaceTokenizer(json.dumps(content).encode(), None, "test")
 
 
