@@ -1,6 +1,7 @@
 """Our adapter for lm-evaluation-harness against the harness's own for Hugging Face's models, and a scorer of ours."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -8,11 +9,18 @@ import pytest
 import torch
 from lm_eval.api.instance import Instance
 
+from ngpt_train.config import load_config
+from ngpt_train.config.sections.exchange import ExportConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.distributed import World
+from ngpt_train.evaluation.restore import named, restore
 from ngpt_train.evaluation.tasks.adapter import Adapter
 from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
+from ngpt_train.interop.exporting import export
+from ngpt_train.interop.imported_run import write_run
+from ngpt_train.interop.importing import Imported
+from ngpt_train.interop.layouts.registry import layout_of
 from ngpt_train.models import Decoder, build_model, export_weights
 from ngpt_train.models.gpt.keys import GPTConfig
 from tests.properties.architectures import ARCHITECTURES
@@ -50,55 +58,26 @@ def gpt(vocab_size: int) -> Decoder:
     return model
 
 
-def as_llama(model: Decoder) -> Any:
-    """The same weights in Hugging Face's LlamaForCausalLM."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config, weights = model.config, export_weights(model)
-    llama = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.d_model,
-            intermediate_size=config.d_mlp,
-            num_hidden_layers=config.n_layers,
-            num_attention_heads=config.n_heads,
-            num_key_value_heads=config.n_kv_heads,
-            max_position_embeddings=config.context,
-            rms_norm_eps=1e-6,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_base},
-            tie_word_embeddings=False,
-        )
-    )
-    names = {"wq": "self_attn.q_proj", "wk": "self_attn.k_proj", "wv": "self_attn.v_proj", "wo": "self_attn.o_proj"}
-    names |= {"w_u": "mlp.up_proj", "w_v": "mlp.gate_proj", "w_down": "mlp.down_proj"}
-    names |= {"norm_attn": "input_layernorm", "norm_mlp": "post_attention_layernorm"}
-    state = {
-        "model.embed_tokens": weights["embedding"],
-        "lm_head": weights["output"],
-        "model.norm": weights["norm_final"],
-    }
-    for name, value in weights.items():
-        if name.startswith("layers."):
-            _, layer, last = name.split(".")
-            state[f"model.layers.{layer}.{names[last]}"] = value.T if last in ("wo", "w_down") else value
-    llama.load_state_dict({f"{name}.weight": value for name, value in state.items()})
-    return llama.eval()
-
-
-def hugging_face_adapter(model: Decoder, tokenizer: HuggingFaceTokenizer) -> Any:
-    """The harness's own adapter on the same weights, with a tokenizer that puts eos in front."""
+def there_and_here(options: list[str], tokenizer: HuggingFaceTokenizer, directory: Path) -> tuple[Any, Adapter]:
+    """The harness's own adapter on an exported model, and ours on its checkpoint, with weights and scales that make the
+    logits differ widely."""
     pytest.importorskip("accelerate", reason="the harness's adapter for Hugging Face needs accelerate")
     from lm_eval.models.huggingface import HFLM
-    from tokenizers import Tokenizer
-    from tokenizers.processors import TemplateProcessing
-    from transformers import PreTrainedTokenizerFast
 
-    inner = Tokenizer.from_str(tokenizer.model.decode())
-    inner.post_processor = TemplateProcessing(single="<eos> $A", special_tokens=[("<eos>", tokenizer.eos)])
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=inner, eos_token="<eos>", bos_token="<eos>", pad_token="<eos>", model_max_length=CONTEXT
-    )
-    return HFLM(pretrained=as_llama(model), tokenizer=fast, device="cpu", batch_size=4, max_length=CONTEXT)
+    sizes = {"d_model": 32, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "d_mlp": 64, "context": CONTEXT}
+    sizes["vocab_size"] = tokenizer.vocab_size
+    config = load_config(["scale=debug", "tokenizer=bytes", *options, *(f"model.{k}={n}" for k, n in sizes.items())])
+    model = build_model(config.model, seed=1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4 if (parameter.ndim == 1) == model.on_sphere else 1)
+    run = write_run(Imported(config, export_weights(model), tokenizer, "a test", None, []), "here", directory / "run")
+    own = ExportConfig(checkpoint=str(run), out=str(directory / "exported"), rows=1)
+    on_cpu = load_config(["train.device=cpu", "train.precision=fp32"])
+    restored = restore(named("export", "checkpoint", str(run), own), on_cpu, ALONE)
+    out = export(restored, own, layout_of(restored.config.model), print)
+    theirs = HFLM(pretrained=str(out), device="cpu", dtype="float32", batch_size=4, trust_remote_code=True)
+    return theirs, Adapter(restored.model, restored.tokenizer, ALONE)
 
 
 def requests(kind: str, arguments: Sequence[tuple]) -> list[Instance]:
@@ -115,11 +94,13 @@ def pairs() -> list[tuple[str, str]]:
     return found
 
 
-def test_equals_the_harness_on_hugging_face(tokenizer: HuggingFaceTokenizer) -> None:
-    """Request by request. Caught: no eos in front, a boundary one id off, a context cut off on the right, a score of
-    the padding."""
-    model = gpt(tokenizer.vocab_size)
-    ours, theirs = Adapter(model, tokenizer, ALONE), hugging_face_adapter(model, tokenizer)
+@pytest.mark.parametrize("options", [["model=gpt"], ["model=gpt", "model.qk_norm=true"], ["model=ngpt"]], ids=" ".join)
+def test_equals_the_harness_on_the_exported_model(
+    options: list[str], tokenizer: HuggingFaceTokenizer, tmp_path: Path
+) -> None:
+    """Request by request. Caught: no eos in front, here or in the exported tokenizer, a boundary one id off, a context
+    cut off on the right, a score of the padding."""
+    theirs, ours = there_and_here(options, tokenizer, tmp_path)
     asked = requests("loglikelihood", pairs())
     found, expected = ours.loglikelihood(asked), theirs.loglikelihood(asked, disable_tqdm=True)
     np.testing.assert_allclose([x for x, _ in found], [x for x, _ in expected], rtol=2e-5)
