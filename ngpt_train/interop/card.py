@@ -129,5 +129,6 @@ def _loading(reader: Reader) -> str:
 model = AutoModelForCausalLM.from_pretrained("."{trust})"""
     return f"""from transformers import AutoModelForCausalLM, AutoTokenizer
 
-model, tokenizer = AutoModelForCausalLM.from_pretrained("."{trust}), AutoTokenizer.from_pretrained(".")
+model = AutoModelForCausalLM.from_pretrained("."{trust})
+tokenizer = AutoTokenizer.from_pretrained("."{trust})
 print(tokenizer.decode(model.generate(**tokenizer("The ", return_tensors="pt"), max_new_tokens=50)[0]))"""

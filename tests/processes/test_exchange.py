@@ -91,6 +91,31 @@ def data_of(run: Path) -> list[str]:
     return [f"data.path={found[1]}"]
 
 
+@pytest.mark.slow
+def test_ngpt_in_transformers(corpus: Path, tmp_path: Path) -> None:
+    """Caught: a modeling file that needs this package or a network, and one whose cache or tokenizer gives other tokens
+    than the checkpoint does here."""
+    pytest.importorskip("transformers", reason="the extra [hf] is not installed")
+    options = ["model=ngpt", "optim.lr=0.02", "train.steps=30", "tokenizer=sentencepiece", "tokenizer.vocab_size=300"]
+    runs.train(runs.arguments(tmp_path, corpus, *options))
+    trained, out, texts = tmp_path / "runs/test", tmp_path / "exported", tmp_path / "texts.jsonl"
+    finished = runs.run("export", [f"export.checkpoint={trained}", f"export.out={out}"])
+    assert finished.returncode == 0, finished.stderr
+    assert "NGPTForCausalLM differs from ngpt-train by" in finished.stdout
+    program = READER.replace("sys.argv[1])", "sys.argv[1], trust_remote_code=True)")
+    alone = f"import sys; sys.modules['ngpt_train'] = None\n{program}"
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}
+    command = [sys.executable, "-c", alone, str(out)]
+    read = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert read.returncode == 0, read.stderr
+    greedy = [f"generate.prompt={PROMPT}", "generate.temperature=0", "generate.max_new_tokens=24"]
+    finished = runs.run("generate", [f"generate.checkpoint={trained}", *greedy, f"generate.out={texts}"])
+    assert finished.returncode == 0, finished.stderr
+    ours = json.loads(texts.read_text())["tokens"]
+    assert len(ours) > 5
+    assert json.loads(read.stdout)[: len(ours)] == ours
+
+
 def test_any_model_with_numpy(corpus: Path, tmp_path: Path) -> None:
     """Caught: a reader that needs more than numpy, or that a user's shell cannot start."""
     runs.train(runs.arguments(tmp_path, corpus, "model=ngpt", "train.steps=2", "checkpoint.every=2"))
