@@ -2,7 +2,7 @@
 
     kept          each token is read once, its keys and values are kept
     recomputed    the whole text is computed again for each token
-    transformers  Hugging Face's LlamaForCausalLM with its own cache: GPT's layers in GPT's shape, random weights
+    transformers  the exported model, in transformers with its DynamicCache
 
 All run in turn in one process, one text, the most likely token each time; what comes before the last tokens is not
 timed. On a GPU the time is wall-clock time and the blocks of `kept` are compiled. On a CPU it is the process's CPU
@@ -34,10 +34,14 @@ def bench(
     config: ModelConfig,
     device: torch.device,
     dtype: torch.dtype,
+    in_transformers: Callable[[Decoder, torch.dtype], Any],
     lengths: tuple[int, ...] = LENGTHS,
     say: Callable[[str], None] = print,
 ) -> Iterator[Entry]:
-    """For each length the entries of a decoder of `config`, whose context is that length; dtype: of its activations."""
+    """For each length the entries of a decoder of `config`, whose context is that length, with random weights.
+
+    dtype: of its activations. in_transformers: a decoder as transformers has it, in this dtype; None if it has not.
+    """
     if config.source_length(config.context):
         raise ConfigError(f"model.name={config.name}: bench generation times decoders. Choose model=gpt or another")
     has_transformers = importlib.util.find_spec("transformers") is not None
@@ -50,8 +54,8 @@ def bench(
         model.compute_dtype = dtype
         text = torch.randint(int(config.vocab_size), (length,), generator=torch.Generator().manual_seed(0)).to(device)
         runs = {"kept": kept(model, text), "recomputed": recomputed(model, text)}
-        if has_transformers:
-            runs["transformers"] = by_transformers(config, text, dtype)
+        if has_transformers and (exported := in_transformers(model, dtype)) is not None:
+            runs["transformers"] = by_transformers(exported.to(device), text)
         named = {f"{config.name}, {length} tokens: {name}": run for name, run in runs.items()}
         yield from interleaved(named, next(iter(named)), ROUNDS, "tokens", by(clock))
 
@@ -85,23 +89,10 @@ def recomputed(model: Decoder, text: Tensor) -> Run:
     return run
 
 
-def by_transformers(config: ModelConfig, text: Tensor, dtype: torch.dtype) -> Run:
-    """As `kept`, by a Llama of the same shape."""
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+def by_transformers(model: Any, text: Tensor) -> Run:
+    """As `kept`, by a model of transformers with its own cache."""
+    from transformers import DynamicCache
 
-    shape: dict[str, Any] = {
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_mlp or 4 * config.d_model,
-        "num_hidden_layers": config.n_layers,
-        "num_attention_heads": config.n_heads,
-        "num_key_value_heads": config.n_kv_heads or config.n_heads,
-        "vocab_size": int(config.vocab_size),
-        "max_position_embeddings": len(text),
-        "tie_word_embeddings": config.tied_embeddings,
-        "attn_implementation": "sdpa",
-    }
-    model: Any = LlamaForCausalLM(LlamaConfig(**shape))
-    model = model.to(text.device, dtype).eval()
     before, cache = text[None, :-LAST], DynamicCache()
 
     @torch.no_grad()

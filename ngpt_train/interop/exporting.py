@@ -6,6 +6,8 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,10 +20,11 @@ from ngpt_train.evaluation.restore import Restored
 from ngpt_train.interop.card import Reader, card
 from ngpt_train.interop.layouts.layout import Layout
 from ngpt_train.interop.layouts.llama_config import NOTE
+from ngpt_train.interop.layouts.registry import layout_of
 from ngpt_train.interop.tensors import FLOATS, write_tensors
 from ngpt_train.interop.tokenizers.write import write_tokenizers
-from ngpt_train.interop.verification import check_bits, check_logits, check_reader, difference, random_rows
-from ngpt_train.models import export_weights, load_weights
+from ngpt_train.interop.verification import check_bits, check_logits, check_reader, difference, loaded, random_rows
+from ngpt_train.models import Decoder, export_weights, load_weights
 
 CONFIG = "ngpt_train_config.yaml"  # of the run, in every export
 STATISTICS = "statistics."  # before the names of running statistics, as in a checkpoint
@@ -112,6 +115,22 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
     if own.dtype != "fp32":
         yield _move_to(model, trained, weights, rows, own.dtype)
     yield from check_logits(work, layout, model, weights, rows, DTYPES[own.dtype])
+
+
+def in_transformers(model: Decoder, dtype: torch.dtype) -> Any:
+    """The model as transformers loads its export, on the CPU, its weights rounded to `dtype`; None where no class of
+    transformers has it."""
+    layout = layout_of(model.config)
+    if layout.name == "safetensors":
+        return None
+    with TemporaryDirectory() as directory:
+        work = Path(directory)
+        weights = rounded(export_weights(model), FLOATS[dtype])
+        write_tensors(work, layout.to_foreign(weights, model.config), float("inf"))
+        write_json(work / "config.json", layout.config_json(model.config))
+        for path in layout.files():
+            shutil.copyfile(path, work / path.name)
+        return loaded(work, layout, dtype)
 
 
 def rounded(weights: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:

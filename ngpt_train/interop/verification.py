@@ -105,7 +105,7 @@ def check_logits(
         yield f"logits not compared: transformers is not installed ({EXTRA})"
         return
     config = model.config
-    exported = _loaded(directory, layout, torch.float32)
+    exported = loaded(directory, layout, torch.float32)
 
     def logits(row: Tensor) -> Tensor:
         return exported(row).logits
@@ -128,7 +128,7 @@ def check_logits(
 
             yield f"  0 was expected; transformers {transformers.__version__} may compute in another order"
     if dtype != torch.float32:
-        in_half = difference(rows, _in_half(_loaded(directory, layout, dtype)), model)
+        in_half = difference(rows, _in_half(loaded(directory, layout, dtype)), model)
         yield f"the same rows, {name} in {str(dtype).removeprefix('torch.')} arithmetic: {in_half}"
         if not in_half.largest < float("inf"):
             raise NumericalError(
@@ -140,7 +140,7 @@ def _in_half(model: Any) -> Callable[[Tensor], Tensor]:
     return lambda row: model(row).logits
 
 
-def _loaded(directory: Path, layout: Layout, dtype: torch.dtype) -> Any:
+def loaded(directory: Path, layout: Layout, dtype: torch.dtype) -> Any:
     """The directory's model as transformers loads it, without a network. It runs no code but that of the layout."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging

@@ -93,11 +93,12 @@ def entries_of(config: Config, overrides: Sequence[str]) -> Iterator[Entry]:
         from ngpt_train.bench.step import with_vocabulary
         from ngpt_train.distributed import resolve_device, resolve_precision
         from ngpt_train.distributed.layouts import choose_kernels
+        from ngpt_train.interop.exporting import in_transformers
 
         device = resolve_device(config.train.device, 0)
         precision = resolve_precision(config.train.precision, device.type)
         choose_kernels(config, device, precision)
-        return generation.bench(with_vocabulary(config).model, device, precision)
+        return generation.bench(with_vocabulary(config).model, device, precision, in_transformers)
     if config.bench.what == "kernels":
         from ngpt_train.bench import kernels
         from ngpt_train.distributed import resolve_device, resolve_precision
