@@ -56,6 +56,10 @@ def export(restored: Restored, own: ExportConfig, layout: Layout, say: Callable[
             out.rmdir()
         os.rename(work, out)
         sync(out.parent)
+    except OSError as error:
+        if error.errno is None:  # of transformers, not of the disk
+            raise
+        raise DataError(f"export.out={out}: cannot be written ({error.strerror}). Make room, or name another") from None
     finally:
         shutil.rmtree(work, ignore_errors=True)
     return out
@@ -63,6 +67,8 @@ def export(restored: Restored, own: ExportConfig, layout: Layout, say: Callable[
 
 def check_free(key: str, out: Path) -> None:
     """Raises ConfigError unless `out` may become a directory of ours."""
+    if out.name in ("", ".."):  # `.` and the like: a finished directory is renamed to `out`, which needs a name
+        raise ConfigError(f"{key}={out}: a path without a name at its end\n  Name a new directory, such as {key}=model")
     if out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
         return
     if out.exists() or out.is_symlink():

@@ -56,6 +56,8 @@ def read_model(source: str, revision: str | None, tokenizer: TokenizerConfig | N
         raise DataError(f"import.source={source}: no directory, no file, and no model of the hub, which is OWNER/NAME")
     elif revision is not None:
         raise ConfigError(f"import.revision={revision}: {source} is on this machine\n  Leave it out")
+    if path.suffix in (".safetensors", ".json") and path.is_file():
+        raise DataError(f"import.source={source}: one file of a model. Name the directory in which it is")
     if tokenizer is not None and path.is_dir():
         raise ConfigError(f"tokenizer={tokenizer.kind}: {source} has its own tokenizer\n  Leave it out")
     try:

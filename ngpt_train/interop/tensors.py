@@ -20,7 +20,11 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # reading one may execute what i
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor], most_bytes: float) -> list[str]:
     """Writes model.safetensors or, if it would have more than `most_bytes`, shards and their index; returns the files'
-    names. A tensor is in one shard, however large it is."""
+    names. A tensor is in one shard, however large it is.
+
+    Raises DataError for a file that cannot be written, as on a full disk.
+    """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     shards: list[dict[str, Tensor]] = [{}]
@@ -34,7 +38,10 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], most_bytes: fl
     n = len(shards)
     files = [ONE_FILE] if n == 1 else [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
     for file, shard in zip(files, shards, strict=True):
-        save_file(shard, directory / file, metadata={"format": "pt"})
+        try:
+            save_file(shard, directory / file, metadata={"format": "pt"})
+        except (SafetensorError, OSError) as error:
+            raise DataError(f"{directory / file} cannot be written: {error}. Is the disk full?") from None
     if n > 1:
         total = sum(tensor.nbytes for tensor in tensors.values())
         places = {name: file for file, shard in zip(files, shards, strict=True) for name in shard}

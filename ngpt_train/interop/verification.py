@@ -105,7 +105,12 @@ def check_logits(
         yield f"logits not compared: transformers is not installed ({EXTRA})"
         return
     config = model.config
-    exported = loaded(directory, layout, torch.float32)
+    try:
+        exported = loaded(directory, layout, torch.float32)
+    except ImportError as error:  # of a version that is too old for the modeling file, or of a broken installation
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        yield f"logits not compared: transformers cannot be used ({problem}); {EXTRA} brings one that can"
+        return
 
     def logits(row: Tensor) -> Tensor:
         return exported(row).logits

@@ -57,8 +57,8 @@ class LlamaLayout:
         if config.mlp != "gated":
             return f"model.mlp={config.mlp}: the MLP of {self.architecture} has a gate"
         if config.qk_norm != self.qk_norm:
-            no = "" if self.qk_norm else "no "
-            return f"model.qk_norm={str(config.qk_norm).lower()}: {self.architecture} has {no}norm of q and k"
+            a = "a" if self.qk_norm else "no"
+            return f"model.qk_norm={str(config.qk_norm).lower()}: {self.architecture} has {a} norm of q and k"
         return None
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:

@@ -1,5 +1,6 @@
 """Whole directories: from a checkpoint to an export and back, and what is refused on the way."""
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +172,37 @@ def test_nothing_is_overwritten(what: str, tmp_path: Path) -> None:
         exporting.check_free("import.out", out)
 
 
+@pytest.mark.parametrize("out", [".", "nowhere/.."])
+def test_a_path_without_a_name(out: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a traceback, and directories that are left, for the directory that the user stands in."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"export.out=.*: a path without a name at its end\n  Name a new directory"):
+        exporting.check_free("export.out", Path(out))
+    with pytest.raises(ConfigError, match=r"import.out=model"):
+        exporting.check_free("import.out", Path(out))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("what", ["weights", "another file"])
+def test_a_full_disk(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a traceback where there is no room; half an export that is left."""
+    import safetensors.torch
+
+    def no_room(*_: Any, **__: Any) -> None:
+        if what == "weights":
+            raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run, _ = run_of(tmp_path / "run", "model=gpt", "model.mlp=plain")
+    if what == "weights":
+        monkeypatch.setattr(safetensors.torch, "save_file", no_room)
+    else:
+        monkeypatch.setattr(exporting, "write_tokenizers", no_room)
+    with pytest.raises(DataError, match=r"cannot be written.*No space left on device"):
+        exported(run, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
 def test_a_wrong_export_is_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a directory that is left although its model is another one; `from_foreign` undoes the mistake of
     `to_foreign` here, so that the logits alone show it."""
@@ -210,6 +242,21 @@ def test_without_transformers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     said: list[str] = []
     out = exported(run, tmp_path / "out", said.append)
     assert any("not compared: transformers is not installed (pip install 'ngpt-train[hf]')" in x for x in said)
+    assert equal(brought_back(out, tmp_path / "back"), tensors)
+
+
+def test_transformers_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a traceback, and no export, with a transformers that is too old or whose installation is broken."""
+
+    def too_old(*_: Any) -> None:
+        raise ImportError("cannot import name 'PreTrainedConfig' from 'transformers'")
+
+    monkeypatch.setattr(verification, "find_spec", lambda _: True)
+    monkeypatch.setattr(verification, "loaded", too_old)
+    run, tensors = run_of(tmp_path / "run", "model=gpt")
+    said: list[str] = []
+    out = exported(run, tmp_path / "out", said.append)
+    assert any("not compared: transformers cannot be used (ImportError: cannot import name 'PreT" in x for x in said)
     assert equal(brought_back(out, tmp_path / "back"), tensors)
 
 
@@ -342,8 +389,9 @@ def test_names_of_sources(plain_export: Path, tmp_path: Path) -> None:
     """Caught: a file or a mistyped path asked of the hub; a revision that has no effect."""
     with pytest.raises(DataError, match="no directory, no file, and no model of the hub, which is OWNER/NAME"):
         read_model(str(tmp_path / "nothing"), None)
-    with pytest.raises(DataError, match=r"config.json: it cannot be read"):
-        read_model(str(plain_export / "config.json"), None)
+    for file in ("config.json", "model.safetensors"):
+        with pytest.raises(DataError, match=rf"{file}: one file of a model. Name the directory in which it is"):
+            read_model(str(plain_export / file), None)
     with pytest.raises(ConfigError, match=r"import.revision=main: .* is on this machine"):
         read_model(str(plain_export), "main")
 
