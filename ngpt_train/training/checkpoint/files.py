@@ -62,6 +62,8 @@ def find_checkpoint(key: str, value: str | None) -> Path:
     checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
     if not checkpoints:
         what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
+        if (path / "config.json").is_file():
+            what = "is a model of transformers, of which `import` makes a run"
         raise DataError(f"{key}={value}: {what}. Name a run directory or one of its checkpoints/step_* directories.")
     return checkpoints[-1]
 
