@@ -16,6 +16,12 @@ import torch
 for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
     os.environ.setdefault(variable, os.path.join(tempfile.gettempdir(), f"ngpt_train_tests_{os.getuid()}", variable))
 
+# transformers copies an export's modeling file before it imports it, so that of two processes that load exports of one
+# name, one may import half a file. So each worker has its own place.
+worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")
+modules = os.path.join(tempfile.gettempdir(), f"ngpt_train_tests_{os.getuid()}", "HF_MODULES_CACHE", worker)
+os.environ["HF_MODULES_CACHE"] = modules
+
 # Without a GPU, Triton runs kernels in its interpreter, if it is told to before it is imported; torch does that late.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
