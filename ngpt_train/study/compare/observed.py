@@ -38,8 +38,13 @@ class Seen:
 
     @property
     def arms_differ(self) -> bool:
-        first, *others = ({budget: identities(x) for budget, x in found.items()} for found in self.by_arm.values())
-        return any(other != first for other in others)
+        """Whether two arms do, at a budget that both have; in all, where they share none."""
+        return any(
+            identities(one[budget]) != identities(other[budget])
+            for ones, others in itertools.combinations(self.by_arm, 2)
+            for one, other in [_comparable(self.by_arm[ones], self.by_arm[others])]
+            for budget in one
+        )
 
     def all(self) -> dict[str, list[Any]]:
         return {arm: self.of(arm) for arm in self.by_arm}
@@ -49,35 +54,45 @@ class Seen:
         which they differ, and the words that say so."""
         if len({frozenset(identities(values)) for values in self.all().values()}) > 1:
             return self.all(), ""
-        first = next(iter(self.by_arm.values()))
-        at = [b for b in first if len({frozenset(identities(found[b])) for found in self.by_arm.values()}) > 1]
-        return {arm: distinct(found[max(at)]) for arm, found in self.by_arm.items()}, f"at {max(at):,} tokens"
+        of_budget: dict[int, dict[str, list[Any]]] = {}
+        for arm, found in self.by_arm.items():
+            for budget, values in found.items():
+                of_budget.setdefault(budget, {})[arm] = distinct(values)
+        at = max(b for b, of in of_budget.items() if len({frozenset(identities(x)) for x in of.values()}) > 1)
+        return of_budget[at], f"at {at:,} tokens"
+
+
+def _comparable(one: Mapping[int, list[Any]], other: Mapping[int, list[Any]]) -> tuple[dict[int, list[Any]], ...]:
+    """The values of two arms by the budgets that both have; all of them as of one budget, where they share none."""
+    if shared := one.keys() & other.keys():
+        return {budget: one[budget] for budget in shared}, {budget: other[budget] for budget in shared}
+    return tuple({0: list(itertools.chain.from_iterable(found.values()))} for found in (one, other))
 
 
 def see(key: str, arms: Arms, values: Callable[[Run], list[Any]]) -> Seen:
-    """What `values` says of the runs at budgets that all arms share; of all runs where they share none."""
+    """What `values` says of the runs of each arm and budget."""
     budgets = common_budgets(arms)
-    shared = shared_budgets(arms)
     seen = Seen(key)
     for arm, runs in arms.items():
         of_arm = seen.by_arm.setdefault(arm, {})
         for run in runs:
-            if not shared or budgets[run.path] in shared:
-                of_arm.setdefault(budgets[run.path] if shared else 0, []).extend(values(run))
+            if found := values(run):
+                of_arm.setdefault(budgets[run.path], []).extend(found)
     return seen
 
 
-def shared_budgets(arms: Arms) -> set[int]:
-    """The budgets that all arms have, in tokens."""
+def without_shared_budget(arms: Arms) -> list[tuple[str, str]]:
+    """Pairs of arms that have no budget in common."""
     budgets = common_budgets(arms)
-    return set.intersection(*({budgets[run.path] for run in runs} for runs in arms.values())) if arms else set()
+    of_arm = {arm: {budgets[run.path] for run in runs} for arm, runs in arms.items()}
+    return [pair for pair in itertools.combinations(arms, 2) if not of_arm[pair[0]] & of_arm[pair[1]]]
 
 
 def excess(arms: Arms) -> float:
     """By how much more tokens an arm's runs have been trained at most than another's, at what counts as one budget."""
     of_run = {run.path: run.steps * (tokens_per_step(run) or 1) for runs in arms.values() for run in runs}
     budgets = common_budgets(arms)
-    tokens = [[n for path, n in of_run.items() if budgets[path] == budget] for budget in shared_budgets(arms)]
+    tokens = [[n for path, n in of_run.items() if budgets[path] == budget] for budget in set(budgets.values())]
     return max((max(found) / min(found) - 1 for found in tokens), default=0.0)
 
 

@@ -47,11 +47,11 @@ from ngpt_train.study.compare.observed import (
     rows_hash,
     same,
     see,
-    shared_budgets,
     tokens_per_step,
     why_not_comparable,
+    without_shared_budget,
 )
-from ngpt_train.study.compare.runs import Run, common_budgets
+from ngpt_train.study.compare.runs import Run
 
 UNDER_TEST, FOLLOWS, CONFOUND = "under_test", "follows", "confound"
 ROUNDING = "how the work is done: seconds may differ, losses within rounding alone"
@@ -131,7 +131,7 @@ def check_comparable(runs: Iterable[Run]) -> str:
 def _of_config(arms: Arms, tuned: Collection[str], under_test: Collection[str]) -> list[Difference]:
     keys = dict.fromkeys(key for runs in arms.values() for run in runs for key in run.config)
     seen = [see(key, arms, partial(_of_key, key)) for key in keys if not is_harmless(key)]
-    found = [within for of_key in seen if of_key.key not in tuned for within in _within(of_key, arms, OF_THE_BUDGET)]
+    found = [within for of_key in seen if of_key.key not in tuned for within in _within(of_key, OF_THE_BUDGET)]
     differing = [x for x in seen if len(arms) > 1 and x.arms_differ and not _only_by_name(x, arms)]
     brought_by_arm = {x.key for x in differing if _is_brought(x, arms)}
     tested = under_test or _in_question([x.key for x in differing], brought_by_arm, tuned)
@@ -151,7 +151,7 @@ def _of_key(key: str, run: Run) -> list[Any]:
 
 
 def _measured(quantity: Callable[[Run], Any], run: Run) -> list[Any]:
-    return [quantity(run)]
+    return [] if (found := quantity(run)) is None else [found]
 
 
 def _judge(
@@ -188,8 +188,9 @@ def _judge(
 
 
 def _of_steps(arms: Arms) -> tuple[str, str]:
-    if not shared_budgets(arms):
-        return CONFOUND, "the arms share no budget; losses at one budget are no comparison"
+    if apart := without_shared_budget(arms):
+        pairs = ", ".join(" and ".join(pair) for pair in apart)
+        return CONFOUND, f"{pairs} share no budget; losses at one budget are no comparison"
     if more := excess(arms):
         return CONFOUND, f"up to {100 * more:.2g} % more tokens at what counts as one budget"
     return FOLLOWS, "as many tokens, in steps of another size"
@@ -218,7 +219,7 @@ def _of_facts(arms: Arms, under_test: Collection[str], of_config: Sequence[Diffe
         hardware = covers(HARDWARE, name)
         kind = _kind_of_hardware(arms) if hardware else UNDER_TEST if covers(under_test, name) else CONFOUND
         note = ROUNDING if hardware and kind == FOLLOWS else ""
-        for within in _within(seen, arms, ()):
+        for within in _within(seen, ()):
             within.kind, within.note = kind, f"{within.note}; {note}" if note else within.note
             found.append(within)
         if len(arms) > 1 and seen.arms_differ:
@@ -245,12 +246,12 @@ def _of_size(arms: Arms, of_config: Sequence[Difference], best: Arms) -> list[Di
     found = []
     for name, quantity in quantities.items():
         seen = see(name, best if name == "clipped_share" else arms, partial(_measured, quantity))
-        values = [value for arm in arms for value in seen.of(arm)]
-        if None in values or not values:
+        if not all(seen.of(arm) for arm in arms):
             continue
         if name == "clipped_share":  # of the runs of an arm the mean: single runs are clipped by chance more or less
-            for arm in arms:
-                of_runs = list(itertools.chain.from_iterable(seen.by_arm[arm].values()))
+            shared = set.intersection(*map(set, seen.by_arm.values()))
+            for arm, found_of in seen.by_arm.items():
+                of_runs = [x for budget, of in found_of.items() if budget in shared or not shared for x in of]
                 seen.by_arm[arm] = {0: [round(sum(of_runs) / len(of_runs), 4)]}
             values = [value for arm in arms for value in seen.of(arm)]
             if max(values) - min(values) < LEAST_SHARE:
@@ -298,14 +299,12 @@ def _of_data(arms: Arms, under_test: Collection[str]) -> list[Difference]:
     return found
 
 
-def _within(seen: Seen, arms: Arms, of_the_budget: Collection[str]) -> Iterator[Difference]:
+def _within(seen: Seen, of_the_budget: Collection[str]) -> Iterator[Difference]:
     """Where the runs of one arm differ, seeds and budgets apart."""
     if seen.key in ("run.seed", "n_params", "train.batch_tokens"):
         return
     for arm, by_budget in seen.by_arm.items():
         groups = list(by_budget.values()) if seen.key in of_the_budget else [seen.of(arm)]
-        if len({*common_budgets({arm: arms[arm]}).values()}) > 1 and seen.key in of_the_budget and 0 in by_budget:
-            continue  # no budget is shared with the other arms, and those of this arm differ
         values = next((found for group in groups if len(found := distinct(group)) > 1), None)
         if values and not any(isinstance(value, Absent) for value in values):
             yield Difference(seen.key, {arm: values}, within=True, note=f"the runs of {arm} differ among themselves")

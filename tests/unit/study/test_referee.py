@@ -18,9 +18,10 @@ KEYS = [key for name, key in schema_keys(architectures()["ngpt"]).items() if nam
 # Reviewed: these are not looked at. Whoever adds a section to HARMLESS adds it here, and says why there.
 NOT_LOOKED_AT = {
     *("logging", "checkpoint", "generate", "evaluate", "plan", "bench", "doctor"),
-    *("study", "compare", "audit", "transfer"),
-    *("run.name", "run.root", "run.resume", "run.resume_step", "run.overwrite", "run.max_time"),
-    *("scale.name", "optim.lr_table", "optim.lr_source", "train.profile", "eval.every"),
+    *("study", "compare", "audit", "transfer", "analyze", "probe", "export", "import"),
+    *("run.name", "run.root", "run.resume", "run.resume_step", "run.overwrite", "run.max_time", "run.allow_change"),
+    *("scale.name", "optim.lr_table", "optim.lr_source", "train.profile", "train.stop_at"),
+    *("eval.every", "eval.tasks", "eval.tasks_every", "eval.tasks_path"),
     *("data.out", "data.cache", "data.cache_gb", "data.text_gb", "data.workers", "data.prepare_workers"),
     *("data.prefetch", "data.fetch_minutes"),
     *("parallel.timeout", "parallel.hang_seconds", "parallel.check_replicas"),
@@ -204,6 +205,30 @@ def test_budgets_are_compared_with_equal_budgets(tmp_path: Path) -> None:
     assert (apart["key"], apart["kind"], apart["size"]) == ("train.steps", "confound", 4.0)
 
 
+def test_a_confound_at_a_budget_that_some_arms_lack(tmp_path: Path) -> None:
+    """Caught: a third arm without the larger budgets, which hides what the other two differ in there, where their
+    verdict is; a budget of the baseline alone, to which its fit goes, with another value."""
+
+    def runs(name: str, facts: dict[str, Any], **decay: float) -> list[Run]:
+        configs = [GPT | {"train.steps": int(n), "optim.weight_decay": value} for n, value in decay.items()]
+        return [plant(tmp_path / f"{name}{i}", c, facts=FACTS | (facts if i else {})) for i, c in enumerate(configs)]
+
+    short = runs("short", {}, **{"50": 0.1})
+    one, other = (
+        runs(name, {"git_commit": sha * 40}, **{"50": 0.1, "100": decay})
+        for name, sha, decay in (("one", "1", 0.1), ("other", "2", 0.3))
+    )
+    found = examine({"one": one, "short": short, "other": other}, under_test=["model"])
+    between = {x["key"]: x["kind"] for x in found if len(x["arms"]) == 3}
+    assert between == {"optim.weight_decay": "confound", "git_commit": "confound"}
+    longer = runs("longer", {}, **{"50": 0.1, "100": 0.1, "200": 0.3})
+    (within,) = examine({"one": one, "longer": longer}, under_test=["model"])
+    assert (within["arms"], within["key"], within["values"]) == (["longer"], "optim.weight_decay", [0.1, 0.3])
+    silent = runs("silent", {"n_params": None}, **{"50": 0.1, "100": 0.1})
+    larger = [plant(tmp_path / "larger", GPT | {"model.d_mlp": 300}, facts=FACTS | {"n_params": 700_000})]
+    assert "n_params" in by_key(examine({"silent": silent, "larger": larger}, under_test=["model"]))
+
+
 def test_tuned_keys(tmp_path: Path) -> None:
     """Caught: tuned rates as confounds; an arm that was tuned beside one that was not."""
     tuned = [plant(tmp_path / f"a{lr}", GPT | {"optim.lr": lr}) for lr in (1e-3, 2e-3, 4e-3)]
@@ -291,7 +316,7 @@ def test_what_explains_a_size(tmp_path: Path) -> None:
         (100, 8, None, None),
         (50, 16, "follows", "as many tokens, in steps of another size"),
         (101, 8, "confound", "up to 1 % more tokens at what counts as one budget"),
-        (200, 8, "confound", "the arms share no budget; losses at one budget are no comparison"),
+        (200, 8, "confound", "first and second share no budget; losses at one budget are no comparison"),
     ],
 )
 def test_steps_and_budgets(tmp_path: Path, steps: int, rows: int, kind: str | None, note: str | None) -> None:
