@@ -53,7 +53,7 @@ def measured(step_times: Mapping[str, Mapping[str, Any]], arm: str, baseline: st
     ones, others = (np.log(np.array(step_times[name]["seconds_per_token"])) for name in (baseline, arm))
     ratios = ones - others  # of the same round, so that the machine's moods cancel
     error = float(np.std(ratios, ddof=1) / np.sqrt(len(ratios)))
-    return Cost(float(np.exp(np.median(ratios))), error, len(ratios) - 1)
+    return Cost(float(np.exp(np.mean(ratios))), error, len(ratios) - 1)
 
 
 def flops(arm: Sequence[Run], baseline: Sequence[Run]) -> Cost | None:

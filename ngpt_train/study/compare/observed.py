@@ -228,6 +228,11 @@ def distinct(values: Iterable[Any]) -> list[Any]:
     return list({identity(value): value for value in values}.values())
 
 
+def ordered(values: list[Any]) -> list[Any]:
+    """By size, where all are numbers."""
+    return sorted(values) if all(map(is_number, values)) else values
+
+
 def plain(value: Any) -> Any:
     """A value as JSON has it."""
     if isinstance(value, list):

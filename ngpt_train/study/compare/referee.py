@@ -42,6 +42,7 @@ from ngpt_train.study.compare.observed import (
     identities,
     n_params,
     n_params_without_embeddings,
+    ordered,
     plain,
     ratio,
     rows_hash,
@@ -72,7 +73,7 @@ class Difference:
     def as_dict(self) -> dict[str, Any]:
         """The entry of report.json. size: the largest value over the smallest, where all are positive numbers."""
         found = list(self.values.values())
-        values = found[0] if self.within else [of[0] if len(of) == 1 else of for of in found]
+        values = ordered(found[0]) if self.within else [of[0] if len(of) == 1 else ordered(of) for of in found]
         return {
             "arms": list(self.values),
             "key": self.key,

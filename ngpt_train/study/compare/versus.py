@@ -17,6 +17,8 @@ from ngpt_train.study.compare.statistics.trend import trend_of
 from ngpt_train.study.compare.statistics.within import log_ratio, within_schedule
 from ngpt_train.study.compare.trials import Arm, pair_of
 
+ONE_SEED = "one seed: the interval is without the noise between seeds"
+
 StepTimes = Mapping[str, Mapping[str, Any]]  # by arm, as `step_times.py` measures them
 
 
@@ -48,6 +50,7 @@ def versus(
     noise = Noise(pair)
     if len(pair.budgets) > 1 and noise.difference_df:
         notes.append("The noise between seeds is pooled over budgets: it is taken to be alike at all of them.")
+        notes += _noise_by_budget(pair, arm.name, baseline.name)
     found = [difference_at(pair, noise, at, confidence) for at in range(len(pair.budgets))]
     last = int(pair.budgets[-1])
     word = verdict(arm.state(last), baseline.state(last), found[-1])
@@ -65,12 +68,24 @@ def versus(
         ratios |= {"within_schedule": of_schedule[budget]} if budget in of_schedule else {}
         untuned = [f"{x.name} is untuned at this budget" for x in (arm, baseline) if x.state(budget) == "edge"]
         for how, ratio in ratios.items():
+            alone = ONE_SEED if found[at].n_seeds == 1 and how == "annealed" and ratio.low is not None else None
             for converted, more in _in_all_units(ratio, costs, confidence):
-                note = "; ".join(filter(None, [*untuned, converted.note, more.pop("note", None)])) or None
+                note = "; ".join(filter(None, [*untuned, alone, converted.note, more.pop("note", None)])) or None
                 value = _of_ratio(converted, confidence)
                 result.speedups.append({**names, "how": how, "budget": budget, **value, **more, "note": note})
     result.trends = _trend(arm, baseline, pair, noise, annealed, confidence)
     return result
+
+
+def _noise_by_budget(pair: Pair, arm: str, baseline: str) -> list[str]:
+    """What each budget says of the noise that is pooled; nothing, where one budget alone has several seeds."""
+    several = [
+        (b, of_seeds) for b, of_seeds, n in zip(pair.budgets, pair.difference, pair.n_seeds, strict=True) if n > 1
+    ]
+    if len(several) < 2:
+        return []
+    said = ", ".join(f"{np.nanstd(of_seeds, ddof=1):.2g} at {int(b):,} tokens" for b, of_seeds in several)
+    return [f"{arm} less {baseline}, standard deviation of the difference between seeds: {said}."]
 
 
 def _why_no_loss(arm: Arm, budget: int) -> str:

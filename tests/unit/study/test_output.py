@@ -75,7 +75,8 @@ def test_findings_say_what_the_verdicts_are() -> None:
     )
     resolved = wording.finding(report, "gpt_qk")
     assert resolved.startswith("Whether gpt_qk or gpt is better is not resolved.")
-    assert "9 seeds or 4.1k validation rows" in resolved
+    assert "resolved in 80 % of the cases by some 9 seeds or 4.1k validation rows" in resolved
+    assert "the loss of gpt_qk less that of gpt is" in resolved
     assert wording.finding(report, "powernorm").startswith(
         "No verdict: powernorm is untuned: the best optim.lr lies at"
     )
@@ -83,6 +84,25 @@ def test_findings_say_what_the_verdicts_are() -> None:
     untuned["verdicts"] = dict.fromkeys(untuned["verdicts"], "untuned")
     assert wording.finding(untuned, "ngpt").startswith("No verdict: gpt is untuned")
     assert "every comparison with it is too" in wording.finding(untuned, "gpt")
+
+
+def test_findings_say_what_they_lack() -> None:
+    """Caught: seconds of the runs' own clocks as if measured in turn; an interval of one seed without a word; a power
+    analysis without the chance that it is for; many arms, as if each verdict were the only one."""
+    report = example()
+    for x in report["speedups"]:
+        x["clock"] = "own" if x["unit"] == "seconds" else None
+    for x in report["differences"]:
+        x |= {"detectable": 0.0641, "n_seeds": 1}
+    said = wording.finding(report, "gpt_qk")
+    assert "times the seconds by the runs' own clocks" in said
+    assert "resolve a difference of 0.064 nats per token in 80 % of the cases" in said
+    note = tables.verdicts(report).note
+    assert "Of an arm with one seed they are without the noise between seeds." in note
+    n = len(report["arms"]) - 1
+    assert n > 1
+    assert f"in up to some {round(100 * (1 - 0.95**n))} % of such comparisons" in note
+    assert "for itself" not in tables.verdicts(example(arms=("gpt", "ngpt"))).note
 
 
 def test_a_ratio_beyond_the_data_is_said_to_be() -> None:

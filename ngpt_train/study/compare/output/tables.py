@@ -22,12 +22,14 @@ from ngpt_train.study.compare.output.wording import (
     is_tuned,
     label,
     number,
+    percent,
     si,
     size_text,
     speedup_of,
     value_text,
     values_text,
 )
+from ngpt_train.study.compare.statistics.power import POWER
 
 
 @dataclass(frozen=True)
@@ -86,9 +88,17 @@ def verdicts(report: Report) -> Table:
     note = (
         f"Loss in {unit}, mean over seeds. Speed-up: how many times the arm's tokens, FLOPs or seconds "
         f"{baseline} needs for the loss that the arm ends at, between annealed runs, at the largest budget where that "
-        f"is known from inside the budgets of {baseline}; the sentences name it. In brackets: "
-        f"{100 * report['confidence']:g} % intervals."
+        f"is known from inside the budgets of {baseline}. Difference: at the largest budget that both have. The "
+        f"sentences name these budgets. In brackets: {percent(report['confidence'])} intervals."
     )
+    if any(d["n_seeds"] == 1 for d in report["differences"]):
+        note += " Of an arm with one seed they are without the noise between seeds."
+    if (n := len(report["arms"]) - 1) > 1:
+        by_chance = percent(round(100 * (1 - report["confidence"] ** n)) / 100)
+        note += (
+            f" Each holds for itself: if none of the {n} arms differed from {baseline}, at least one would still be "
+            f"called better or worse in up to some {by_chance} of such comparisons."
+        )
     return Table("verdicts", "Verdicts", columns, rows, note, "No arm was compared.")
 
 
@@ -122,17 +132,20 @@ def differences(report: Report) -> Table:
                 _n(number(d["noise_rows"], None, 2)),
                 _n(si(d["n_seeds"])),
                 _n(si(d["n_rows"])),
+                _n(number(d.get("detectable"), None, 2)),
                 _n(si(needed.get("seeds"))),
                 _n(si(needed.get("rows"))),
                 _n(si(needed.get("steps"))),
             ]
         )
     columns = ["Arm", "Budget (tokens)", f"Difference ({report['unit']})", "Noise of seeds", "Noise of rows"]
-    columns += ["Seeds", "Rows", "Seeds needed", "Rows needed", "Steps needed"]
+    columns += ["Seeds", "Rows", "Resolvable", "Seeds needed", "Rows needed", "Steps needed"]
     note = (
         f"Arm less {report['baseline']}, paired by seed and validation row. Noise: standard error of the difference "
-        f"that comes from seeds, and from validation rows. Needed: how many seeds, rows or steps would each "
-        f"resolve a difference of this size."
+        f"that comes from seeds, and from validation rows beyond what differs with the seed, which may be nothing. "
+        f"Resolvable: the difference that so many seeds and rows resolve in {percent(POWER)} of the cases. Needed: how "
+        f"many seeds, rows or steps would each alone resolve one of the size found in {percent(POWER)} of the cases; "
+        f"{DASH}: it is resolved, or none of a reasonable number would, or one seed does not show the noise."
     )
     return Table("differences", "Differences and their noise", columns, rows, note, "No two arms share a budget.")
 
@@ -153,7 +166,10 @@ def speedups(report: Report) -> Table:
             ]
         )
     columns = ["Arm", "Unit", "How", "Budget (tokens)", "Speed-up (times)", "Remarks"]
-    note = "Within one schedule flatters the arm whose learning rate decays faster; it is no verdict."
+    note = (
+        "Within one schedule flatters the arm whose learning rate decays faster; it is no verdict. The intervals have "
+        "the noise of the losses, and not the error of the form that is fitted."
+    )
     return Table("speedups", "Speed-up", columns, rows, note, "No loss of the baseline was matched.")
 
 
@@ -179,6 +195,7 @@ def tuning(report: Report) -> Table:
     columns = ["Arm", "Budget (tokens)", "Key", "State", "Best tried", "Optimum of the parabola"]
     columns += [f"Price of a factor of 2 ({report['unit']})", "Points tried"]
     note = "Bracketed: on both sides some value tried is worse than the best, by more than the noise between seeds."
+    note += " The best is chosen by the runs that are then compared, which flatters each arm by a part of its noise."
     return Table("tuning", "Tuning", columns, rows, note, "No key was tuned.")
 
 

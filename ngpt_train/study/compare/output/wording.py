@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ngpt_train.study.compare.statistics.power import POWER
+
 Report = Mapping[str, Any]  # report.json
 
 DASH = "\N{EN DASH}"  # no value
@@ -141,15 +143,18 @@ def _gap(report: Report, arm: str) -> str:
     sample = f"{seeds} seed{'s' * (seeds != 1)}" + (f", {rows} validation rows" if rows else "")
     sample += ", without the noise between seeds, which one seed does not show" if seeds == 1 and rows else ""
     low, high = found["low"], found["high"]
-    what = f"its {report['metric'].replace('_', ' ')}"
+    is_named = report["verdicts"].get(arm) in ("better", "worse")  # the sentence before this one has one subject
+    metric = report["metric"].replace("_", " ")
+    what = f"its {metric}" if is_named else f"the {metric} of {arm}"
     if low is not None and high is not None and low * high > 0:  # the interval excludes no difference
         smaller = high < 0
         ends = (-high, -low) if smaller else (low, high)
         shown = (
             f"{what} is {interval(abs(found['estimate']), *ends)} {report['unit']} {'lower' if smaller else 'higher'}"
+            + f" than that of {report['baseline']}" * (not is_named)
         )
     else:
-        shown = f"{what} differs by {interval(found['estimate'], low, high)} {report['unit']}"
+        shown = f"{what} less that of {report['baseline']} is {interval(found['estimate'], low, high)} {report['unit']}"
     return f"After {si(found['budget'])} tokens {shown} ({percent(found['confidence'])}; {sample})."
 
 
@@ -161,7 +166,11 @@ def _matched(report: Report, arm: str) -> str:
         ending = f" ({WITHIN_SCHEDULE})"
     if not found:
         return ""
-    ratios = [f"{interval(s['estimate'], s['low'], s['high'])} times the {UNITS[unit]}" for unit, s in found.items()]
+    ratios = [
+        f"{interval(s['estimate'], s['low'], s['high'])} times the {UNITS[unit]}"
+        + " by the runs' own clocks" * (s["clock"] == "own")
+        for unit, s in found.items()
+    ]
     last = ratios.pop()
     listed = f"{', '.join(ratios)} and {last}" if ratios else last
     first = next(iter(found.values()))
@@ -189,7 +198,18 @@ def _needed(report: Report, arm: str) -> str:
     found = difference_of(report, arm)
     needed = (found or {}).get("needed") or {}
     ways = [f"{si(needed[what])} {name}" for what, name in NEEDED.items() if needed.get(what)]
-    return f"With this noise, some {' or '.join(ways)} would resolve a difference of this size." if ways else ""
+    said = []
+    if seen := (found or {}).get("detectable"):
+        said.append(
+            f"With this noise, these runs resolve a difference of {number(seen, None, 2)} {report['unit']} in "
+            f"{percent(POWER)} of the cases."
+        )
+    if ways:
+        said.append(
+            f"A difference of the size found would be resolved in {percent(POWER)} of the cases by some "
+            f"{' or '.join(ways)}."
+        )
+    return " ".join(said)
 
 
 NEEDED = {"seeds": "seeds", "rows": "validation rows", "steps": "steps"}

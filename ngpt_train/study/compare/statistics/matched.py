@@ -51,7 +51,7 @@ class EndLosses:
     @cached_property
     def bend(self) -> float:
         """c; 0 for two budgets, which show no bend."""
-        if len(self.tokens) < 3:
+        if not self.may_bend:
             return 0.0
         grid = np.linspace(*BENDS, 31)
         best = int(np.argmin([self._misfit(c) for c in grid]))
@@ -73,6 +73,10 @@ class EndLosses:
         weight = np.sqrt(self.counts)
         a, b = np.linalg.lstsq(weight[:, None] * self._design(self.bend), weight * self.losses, rcond=None)[0]
         return np.array([a, b]) if b > 0 else np.array([np.average(self.losses, weights=self.counts), 0.0])
+
+    @property
+    def may_bend(self) -> bool:
+        return len(self.tokens) > 2
 
     @property
     def falls(self) -> bool:
@@ -97,7 +101,7 @@ class EndLosses:
         """Derivatives of the fit by a, b and, where it is free, c."""
         b, c, small = self.coefficients[1], self.bend, 1e-5
         columns = [np.ones_like(u), -bent(u, c)]
-        if len(self.tokens) > 2 and BENDS[0] + 1e-6 < c < BENDS[1] - 1e-6:
+        if self.may_bend and BENDS[0] + 1e-6 < c < BENDS[1] - 1e-6:
             columns.append(-b * (bent(u, c + small) - bent(u, c - small)) / (2 * small))
         return np.stack(columns, axis=1)
 
@@ -145,10 +149,10 @@ def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Rati
     is_noise_known = bool(np.isfinite(found[1]).all())
     beyond = (is_noise_known and len(ends) < 2) or estimate is None
     extrapolated = beyond or not all(first - 1e-9 <= x <= last + 1e-9 for x in [*ends, estimate])
-    note = None
+    notes = [] if curve.may_bend else ["the fit is a line through two budgets, and the interval lacks its error"]
     if extrapolated:
-        note = f"beyond the budgets of the baseline's fit, which is extrapolated by a factor of {BEYOND:g} at most"
-    return Ratio(_ratio(estimate), _ratio(low), _ratio(high), extrapolated, note)
+        notes += [f"beyond the budgets of the baseline's fit, which is extrapolated by a factor of {BEYOND:g} at most"]
+    return Ratio(_ratio(estimate), _ratio(low), _ratio(high), extrapolated, "; ".join(notes) or None)
 
 
 def end_losses(pair: Pair) -> tuple[EndLosses, np.ndarray]:

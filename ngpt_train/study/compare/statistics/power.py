@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from scipy.optimize import brentq
 from scipy.special import nctdtr
 
 from ngpt_train.study.compare.statistics.intervals import Difference, Pair, Spread, t_quantile
@@ -46,9 +47,11 @@ def chance(spread: Spread, size: float, confidence: float) -> float:
 
 
 def detectable(spread: Spread, confidence: float) -> float:
-    """The smallest difference that this noise would let be resolved with the chance POWER, nearly."""
-    df = spread.df
-    return float(((t_quantile(confidence, df) + t_quantile(2 * POWER - 1, df)) * spread.error)[0])
+    """The smallest difference that this noise would let be resolved with the chance POWER."""
+    about = float(((t_quantile(confidence, spread.df) + t_quantile(2 * POWER - 1, spread.df)) * spread.error)[0])
+    if about == 0:
+        return 0.0
+    return float(brentq(lambda size: chance(spread, size, confidence) - POWER, 0.0, 3 * about))
 
 
 def _fewest(spread_of: Callable[[int], Spread], size: float, confidence: float, least: int, most: int) -> int | None:

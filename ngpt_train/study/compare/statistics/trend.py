@@ -28,7 +28,8 @@ class Trend:
 
 
 def trend_of(pair: Pair, noise: Noise, ratios: Sequence[Ratio], confidence: float) -> Trend | None:
-    """The slope of log ratio over log budget; None where fewer than two budgets have a ratio.
+    """The slope of log ratio over log budget; None where fewer than two budgets have a ratio, or where the fit is a
+    line through two budgets: what it lacks in bend would pass for growth.
 
     ratios: of `annealed_ratio`, by budget, without an estimate where a budget shall not count. noise: `Noise(pair)`.
     The ratio r at budget x solves loss(r x) - loss(x) = difference, so that to first order
@@ -39,9 +40,9 @@ def trend_of(pair: Pair, noise: Noise, ratios: Sequence[Ratio], confidence: floa
     ratios share the fit and the baseline's runs: their intervals one by one would not say how sure the slope is.
     """
     known = [k for k, ratio in enumerate(ratios) if ratio.estimate is not None]
-    if len(known) < 2:
-        return None
     curve, place = end_losses(pair)
+    if len(known) < 2 or not curve.may_bend:
+        return None
     log_r = np.log([float(ratios[k].estimate or 1) for k in known])  # (n,)
     here = pair.budgets[known]  # (n,)
     there = here * np.exp(log_r)
