@@ -72,6 +72,7 @@ MEANING = {
     "git_commit": "other code",
     "versions.ngpt_train": "other code",
     "allowed_changes": "keys that were changed when a run was resumed",
+    "rollbacks": "how often a run went back to a checkpoint, to go on without the rows of a bad step",
     "versions.torch": "other arithmetic, other speed",
     "device": "seconds are not of one machine, sums are rounded otherwise",
     "cpu": "seconds are not of one machine, sums are rounded otherwise",

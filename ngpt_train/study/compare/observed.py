@@ -188,7 +188,16 @@ def facts_of(run: Run) -> dict[str, list[Any]]:
     changed = [start.get("changed") for start in _starts(run)]
     changes = [change for of_start in changed if isinstance(of_start, list) for change in of_start]
     found["allowed_changes"] = [sorted({str(_table(change).get("key")) for change in changes})]
+    found["rollbacks"] = [len(_noted(run).get("rollbacks") or [])]
     return found
+
+
+def _noted(run: Run) -> dict[str, Any]:
+    """run.json; empty where there is none."""
+    try:
+        return _table(read_json(run.path / "run.json"))
+    except DataError:
+        return {}
 
 
 def _table(value: Any) -> dict[str, Any]:
@@ -197,10 +206,7 @@ def _table(value: Any) -> dict[str, Any]:
 
 def _starts(run: Run) -> list[dict[str, Any]]:
     """Without those whose steps were all taken again by a later one."""
-    try:
-        starts = read_json(run.path / "run.json")["starts"]
-    except (DataError, KeyError, TypeError):
-        starts = [dict(run.facts)]
+    starts = _noted(run).get("starts") or []
     starts = [start for start in starts if isinstance(start, dict)] or [dict(run.facts)]
     later = [start.get("step", 0) for start in starts[1:]]
     return [start for start, next_step in zip(starts, [*later, None], strict=True) if _counts(start, next_step)]
@@ -257,7 +263,7 @@ def why_not_comparable(one: Run, other: Run) -> str:
     objectives = [value_of(run.config, "data.objective") for run in (one, other)]
     if objectives[0] != objectives[1]:
         return "one predicts the next token and the other continues the beginning of a document"
-    if differ(one, other, "tokenizer_fingerprint"):
+    if other_tokenizer(one, other):
         return (text := _other_text(one, other)) and f"it was validated on other text, by {text}"
     if differ(one, other, "data_fingerprint"):
         return f"it was validated on other text: rows_hash {hashes[1]} and {hashes[0]}, and other fingerprints of data"
@@ -273,6 +279,16 @@ def _other_text(one: Run, other: Run) -> str:
     text = ("kind", "path", "repo", "revision", "split", "files", "mixture", "text_field", "val_fraction", "val_files")
     differing = [key for key in keys if key.removeprefix("data.") in text]
     return ", ".join(key for key in differing if value_of(one.config, key) != value_of(other.config, key))
+
+
+def other_tokenizer(one: Run, other: Run) -> bool:
+    """By the fingerprints; where one is not known, by the configs, unless both were validated on the same tokens."""
+    fact = "tokenizer_fingerprint"
+    if None not in (one.facts.get(fact), other.facts.get(fact)) or rows_hash(one) == rows_hash(other) is not None:
+        return differ(one, other, fact)
+    return any(
+        value_of(one.config, key) != value_of(other.config, key) for key in ("tokenizer.kind", "tokenizer.vocab_size")
+    )
 
 
 def differ(one: Run, other: Run, fact: str) -> bool:

@@ -33,7 +33,6 @@ from ngpt_train.study.compare.observed import (
     all_same,
     clipped_share,
     deviations,
-    differ,
     distinct,
     excess,
     facts_of,
@@ -43,6 +42,7 @@ from ngpt_train.study.compare.observed import (
     n_params,
     n_params_without_embeddings,
     ordered,
+    other_tokenizer,
     plain,
     ratio,
     rows_hash,
@@ -118,7 +118,7 @@ def check_comparable(runs: Iterable[Run]) -> str:
             raise DataError(
                 f"{run.path} cannot be compared with {first.path}: {why}. Compare runs of one text and objective."
             )
-    if not any(differ(first, run, "tokenizer_fingerprint") for run in others):
+    if not any(other_tokenizer(first, run) for run in others):
         return "loss"
     for run in validated:
         if not isinstance(run.evals[-1].get("bits_per_byte"), (int, float)):

@@ -1,5 +1,6 @@
 """The referee names every way in which arms differ, with its kind and size."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +241,16 @@ def test_tuned_keys(tmp_path: Path) -> None:
     assert "not in b" in entry["note"]
 
 
+def test_a_run_that_went_back(tmp_path: Path) -> None:
+    """Caught: a run of an arm that went on without its bad rows, beside arms whose seeds it does not share."""
+    runs = arms(tmp_path, GPT, GPT | {"run.seed": 0})
+    noted = tmp_path / "second1/run.json"
+    noted.write_text(json.dumps(json.loads(noted.read_text()) | {"rollbacks": [{"number": 1}]}))
+    found = {tuple(x["arms"]): x for x in examine(runs) if x["key"] == "rollbacks"}
+    assert [found[both]["values"] for both in (("second",), ("first", "second"))] == [[0, 1], [0, [0, 1]]]
+    assert {x["kind"] for x in found.values()} == {"confound"}
+
+
 def test_partial_configs(tmp_path: Path) -> None:
     """Caught: a config without all keys that ends in a traceback, or whose missing keys are differences."""
     least = {"model.name": "gpt", "train.steps": 10, "run.seed": 0}
@@ -281,6 +292,11 @@ def test_what_can_be_compared(tmp_path: Path) -> None:
     assert check_comparable([run, plant(tmp_path / "training text", GPT, facts=other_data)]) == "loss"
     other_tokenizer = plant(tmp_path / "tokenizer", GPT, facts=bpe, rows="0" * 16)
     assert check_comparable([run, other_tokenizer]) == "bits_per_byte"
+    unknown = {name: fact for name, fact in FACTS.items() if name != "tokenizer_fingerprint"}
+    words = plant(tmp_path / "words", GPT | {"tokenizer.kind": "words"}, facts=unknown, rows="0" * 16)
+    assert check_comparable([run, words]) == "bits_per_byte"
+    same_tokens = plant(tmp_path / "same tokens", GPT | {"tokenizer.kind": "words"}, facts=unknown)
+    assert check_comparable([run, same_tokens]) == "loss"
     silent = plant(tmp_path / "silent", GPT, facts=bpe, rows="0" * 16, bits_per_byte=None)
     with pytest.raises(DataError, match=r"silent has another tokenizer.*no bits_per_byte"):
         check_comparable([run, silent])
