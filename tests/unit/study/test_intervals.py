@@ -10,7 +10,7 @@ import pytest
 
 from ngpt_train.study.compare.clocks import Cost, in_units, measured
 from ngpt_train.study.compare.statistics.intervals import Difference, Further, Noise, Pair, Spread, difference_at
-from ngpt_train.study.compare.statistics.matched import EndLosses, Ratio, annealed_ratio
+from ngpt_train.study.compare.statistics.matched import EndLosses, Ratio, annealed_ratio, end_losses
 from ngpt_train.study.compare.statistics.power import POWER, chance, detectable, needed
 from ngpt_train.study.compare.statistics.trend import Trend, trend_of
 from ngpt_train.study.compare.statistics.within import log_ratio, within_schedule
@@ -223,6 +223,21 @@ def test_a_baseline_that_does_not_fall_matches_nothing() -> None:
     pair = Pair(budgets, rising, rising - 0.1)
     assert not EndLosses(budgets, rising.mean(axis=1), np.full(3, 2)).falls
     assert annealed_ratio(pair, Noise(pair), 1, 0.95).estimate is None
+
+
+def test_a_fit_that_the_losses_lie_off() -> None:
+    """Catches: a form that is wrong, without a word; the noise of a mean in the place of a run's, by which forms that
+    are right seem wrong."""
+    rng, said = np.random.default_rng(0), {0.0: 0, 0.05: 0}
+    for kink in said:
+        for _ in range(200):
+            pair = pair_of(Planted(ratio=1.0, budgets=budgets(5)), rng)
+            bent = np.array([0, 0, kink, 0, 0])[:, None]
+            pair = replace(pair, baseline=pair.baseline + bent, arm=pair.arm + bent)
+            said[kink] += end_losses(pair)[0].is_off(Noise(pair), 0.95)
+    assert "off the fit, more than its noise" in annealed_ratio(pair, Noise(pair), 2, 0.95).note
+    assert said[0.0] / 200 == pytest.approx(0.05, abs=0.045)
+    assert said[0.05] / 200 > 0.9
 
 
 def test_weights_are_the_slopes_of_the_fit() -> None:

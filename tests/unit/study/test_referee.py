@@ -227,7 +227,8 @@ def test_a_confound_at_a_budget_that_some_arms_lack(tmp_path: Path) -> None:
     assert (within["arms"], within["key"], within["values"]) == (["longer"], "optim.weight_decay", [0.1, 0.3])
     silent = runs("silent", {"n_params": None}, **{"50": 0.1, "100": 0.1})
     larger = [plant(tmp_path / "larger", GPT | {"model.d_mlp": 300}, facts=FACTS | {"n_params": 700_000})]
-    assert "n_params" in by_key(examine({"silent": silent, "larger": larger}, under_test=["model"]))
+    sizes = by_key(examine({"silent": silent, "larger": larger}, under_test=["model"]))["n_params"]
+    assert sizes["values"] == [FACTS["n_params"], 700_000]
 
 
 def test_tuned_keys(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from functools import cached_property
 
 import numpy as np
 from scipy.optimize import brentq, minimize_scalar
+from scipy.special import fdtrc
 
 from ngpt_train.study.compare.statistics.intervals import Noise, Pair
 
@@ -77,6 +78,19 @@ class EndLosses:
     @property
     def may_bend(self) -> bool:
         return len(self.tokens) > 2
+
+    @property
+    def residuals(self) -> np.ndarray:
+        return np.asarray(self.losses - self.at(self.tokens))
+
+    def is_off(self, noise: Noise, confidence: float) -> bool:
+        """Whether the losses lie off the fit by more than the noise between seeds, by an F test. False where three
+        coefficients leave nothing to test."""
+        df = len(self.tokens) - 3
+        if df < 1 or noise.baseline_df < 1 or noise.seeds[0, 0] == 0:
+            return False
+        misfit = np.sum(self.counts * self.residuals**2) / df / noise.seeds[0, 0]
+        return bool(fdtrc(df, noise.baseline_df, misfit) < 1 - confidence)
 
     @property
     def falls(self) -> bool:
@@ -150,6 +164,9 @@ def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Rati
     beyond = (is_noise_known and len(ends) < 2) or estimate is None
     extrapolated = beyond or not all(first - 1e-9 <= x <= last + 1e-9 for x in [*ends, estimate])
     notes = [] if curve.may_bend else ["the fit is a line through two budgets, and the interval lacks its error"]
+    if curve.is_off(noise, confidence):
+        off = np.max(np.abs(curve.residuals))
+        notes += [f"the baseline lies up to {off:.2g} off the fit, more than its noise, and the interval lacks this"]
     if extrapolated:
         notes += [f"beyond the budgets of the baseline's fit, which is extrapolated by a factor of {BEYOND:g} at most"]
     return Ratio(_ratio(estimate), _ratio(low), _ratio(high), extrapolated, "; ".join(notes) or None)
