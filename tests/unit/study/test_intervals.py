@@ -305,21 +305,24 @@ def test_needed_rows_suffice() -> None:
 
 
 def test_needed_steps_suffice() -> None:
-    """A difference that grows with the budget as the line through it."""
+    """A difference that grows with the budget as the line through it. Catches: steps that are asked for although the
+    line may as well be flat."""
     sizes, noise = budgets(4), 0.01
-    grows = [0.012 * math.log(b / FIRST_BUDGET) + 0.001 for b in sizes]
+    grows = [0.02 * math.log(b / FIRST_BUDGET) - 0.025 for b in sizes]
     baseline = np.array([3.0, 2.8, 2.6, 2.5])[:, None] + np.zeros((4, 3))
     pair = Pair(np.array(sizes), baseline, baseline - np.array(grows)[:, None])
     spread = Spread(np.array([2 * noise**2 / 3]), np.array([8.0]), np.array([np.nan]), 0)
     found = Difference(-grows[-1], -1, 1, spread, 3, 0)
     steps = needed(pair, found, 3, 1000, 0.95)["steps"]
-    there = 0.012 * math.log(sizes[-1] * steps / 1000 / FIRST_BUDGET) + 0.001
+    there = 0.02 * math.log(sizes[-1] * steps / 1000 / FIRST_BUDGET) - 0.025
     rng, count = np.random.default_rng(2), 0
     for _ in range(600):
         arm = baseline - there + rng.normal(0, noise * math.sqrt(2), (4, 3))
         drawn = Pair(np.array(sizes), baseline, arm)
         count += difference_at(drawn, Noise(drawn), 3, 0.95).is_resolved
     assert count / 600 == pytest.approx(POWER, abs=0.06)
+    loud = replace(found, spread=replace(spread, seeds=4 * spread.seeds))
+    assert needed(pair, loud, 3, 1000, 0.95)["steps"] is None
     shrinks = replace(found, estimate=grows[-1])
     assert needed(pair, shrinks, 3, 1000, 0.95)["steps"] is None
 

@@ -65,12 +65,15 @@ def _fewest(spread_of: Callable[[int], Spread], size: float, confidence: float, 
 
 
 def _steps(pair: Pair, found: Difference, at: int, steps: int, confidence: float) -> int | None:
-    """Where the line of the difference over log budget grows to what the noise lets be seen."""
+    """Where the line of the difference over log budget grows to what the noise lets be seen. None also where its slope
+    does not differ from 0 by more than the noise between seeds: then nobody knows that more steps help."""
     if len(pair.budgets) < 3:
         return None
     logs, differences = np.log(pair.budgets), np.nanmean(pair.difference, axis=1)
     slope, _ = np.polyfit(logs, differences, 1, w=np.sqrt(pair.n_seeds))
-    if slope * found.estimate <= 0:
+    apart = np.sum(pair.n_seeds * (logs - np.average(logs, weights=pair.n_seeds)) ** 2)
+    error = np.sqrt(found.spread.seeds[0] * found.n_seeds / apart)
+    if slope * found.estimate <= 0 or abs(slope) <= t_quantile(confidence, found.spread.seeds_df[0]) * error:
         return None
     more = (detectable(found.spread, confidence) - abs(found.estimate)) / abs(slope)
     last = logs[-1] + np.log(FURTHER)
