@@ -142,6 +142,9 @@ def test_one_seed_is_said(tmp_path: Path) -> None:
     assert report["verdicts"] == {"ngpt": "not_resolved"}
     assert any("one seed" in note for note in report["notes"])
     assert report["differences"][0]["noise_seeds"] is None
+    matched = [x for x in report["speedups"] if x["how"] == "annealed" and x["low"] is not None]
+    assert matched
+    assert all("without the noise between seeds" in x["note"] for x in matched)
     assert "1 seed, 16 validation rows, without the noise between seeds" in finding(report, "ngpt")
 
 

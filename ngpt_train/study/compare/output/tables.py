@@ -141,11 +141,12 @@ def differences(report: Report) -> Table:
     columns = ["Arm", "Budget (tokens)", f"Difference ({report['unit']})", "Noise of seeds", "Noise of rows"]
     columns += ["Seeds", "Rows", "Resolvable", "Seeds needed", "Rows needed", "Steps needed"]
     note = (
-        f"Arm less {report['baseline']}, paired by seed and validation row. Noise: standard error of the difference "
-        f"that comes from seeds, and from validation rows beyond what differs with the seed, which may be nothing. "
-        f"Resolvable: the difference that so many seeds and rows resolve in {percent(POWER)} of the cases. Needed: how "
-        f"many seeds, rows or steps would each alone resolve one of the size found in {percent(POWER)} of the cases; "
-        f"{DASH}: it is resolved, or none of a reasonable number would, or one seed does not show the noise."
+        f"Arm less {report['baseline']}, paired by seed and validation row; all in {report['unit']}. Noise: standard "
+        "error of the difference that comes from seeds, and from validation rows beyond what differs with the seed, "
+        f"which may be nothing. Resolvable: the difference that so many seeds and rows resolve in {percent(POWER)} of "
+        "the cases. Needed: how many seeds, rows or steps would each alone resolve one of the size found in "
+        f"{percent(POWER)} of the cases; {DASH}: it is resolved, or none of a reasonable number would, or one seed "
+        "does not show the noise."
     )
     return Table("differences", "Differences and their noise", columns, rows, note, "No two arms share a budget.")
 
