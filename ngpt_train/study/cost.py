@@ -198,10 +198,12 @@ def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], job
         for pairs in (list(zip(row, widths, strict=True)) for row in rows)
     ]
     tuned = ", ".join(study.tune)
-    seeds = f"{len(study.seeds)} seed{'s' if len(study.seeds) > 1 else ''}"
+    arms, budgets, seeds = (
+        f"{len(all_of)} {word}{'s' if len(all_of) > 1 else ''}"
+        for all_of, word in ((study.arms, "arm"), (study.budgets, "budget"), (study.seeds, "seed"))
+    )
     notes = [
-        f"{study.name}: {len(study.arms)} arms, {len(study.budgets)} budgets, {seeds}; tuned: {tuned}; "
-        f"baseline {study.baseline}",
+        f"{study.name}: {arms}, {budgets}, {seeds}; tuned: {tuned}; baseline {study.baseline}",
         "",
         *text,
         "",
