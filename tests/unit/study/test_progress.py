@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ngpt_train.study import progress
-from ngpt_train.study.cost import Cost
+from ngpt_train.study.cost import ArmSize, Cost, table
 from ngpt_train.study.definition import LR
 from ngpt_train.study.points import Point, Result
 from ngpt_train.study.progress import Lines, TimeLeft, best_so_far, progress_of, summary
@@ -54,6 +54,16 @@ def test_the_best_so_far() -> None:
     larger = {point(3, budget=819_200): result(point(3, budget=819_200), 4.0)}
     assert best_so_far(of, "gpt", RESULTS | larger) == "loss 4.0000 at 819k tokens with lr=0.008 (1 of 3 seeds)"
     assert best_so_far(of, "other", RESULTS) == ""
+
+
+def test_arms_that_were_not_measured() -> None:
+    """Caught: an arm that a slow measurement leaves out of the table in silence; 0.00 hours where nothing is known."""
+    of, sizes = study(arms=("gpt", "ngpt")), {"gpt": ArmSize(10, 5, 1.0, "")}
+    assert "Not in the table: ngpt; what measures them took longer than 300 seconds" in table(of, COSTS[:1], sizes, 1)
+    nothing = table(of, [], {}, 1)
+    assert "Not in the table: gpt, ngpt;" in nothing
+    assert "0.00" not in nothing
+    assert "Not in the table" not in table(of, COSTS[:1], sizes | {"ngpt": sizes["gpt"]}, 1)
 
 
 def test_the_counts() -> None:
