@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from ngpt_train.config.sections.analysis import AnalyzeConfig, ProbeConfig
@@ -26,10 +25,7 @@ def check_analysis(verb: str, section: AnalyzeConfig | ProbeConfig) -> None:
     if section.out is None:
         return
     out = Path(section.out).expanduser()
-    if out.exists() and not out.is_dir():
-        raise mistake(f"{verb}.out={section.out}: is a file", "Name a directory")
-    if (out / "config.yaml").exists():
-        raise mistake(f"{verb}.out={section.out}: is the directory of a run", "Name another directory")
-    there_is = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
-    if not (there_is.is_dir() and os.access(there_is, os.W_OK)):
-        raise mistake(f"{verb}.out={section.out}: {there_is} cannot be written", "Name another directory")
+    numbers = {"analyze": "analysis.json", "probe": "probe.json"}[verb]
+    if (out / "page.html").exists() and not (out / numbers).exists():
+        problem = f"{verb}.out={section.out}: {out / 'page.html'} is not of an earlier {verb}"
+        raise mistake(problem, "Name another directory, or remove it")

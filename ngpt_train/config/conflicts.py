@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import re
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from itertools import chain
@@ -13,10 +12,10 @@ from operator import attrgetter
 from pathlib import Path
 
 from ngpt_train.config.analysis import check_analysis
-from ngpt_train.config.exchange import check_exchange
 from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_multiples
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.places import check_directory, check_file, check_paths, check_read
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.analysis import AnalyzeConfig, ProbeConfig
@@ -24,7 +23,7 @@ from ngpt_train.config.sections.data import DataConfig, TokenizerConfig
 from ngpt_train.config.sections.optim import ScheduleConfig
 from ngpt_train.config.sections.parallel import ParallelConfig
 from ngpt_train.config.sections.records import CheckpointConfig
-from ngpt_train.config.sections.study import STUDY_VERBS, is_of_study
+from ngpt_train.config.sections.study import STUDY_VERBS, TransferConfig, is_of_study
 from ngpt_train.config.sections.verbs import EvalConfig, LengthConfig
 from ngpt_train.config.texts import check_texts
 from ngpt_train.config.validate import Origin, mistake, report_together, show
@@ -71,6 +70,7 @@ def check_arguments(verb: str, overrides: Sequence[str]) -> None:
     if verb in STUDY_VERBS and under_torchrun:
         problem = f"{verb}: not under torchrun, where every rank would start the runs by itself"
         raise mistake(problem, f"Start it with: ngpt-train {verb} ...; study.jobs has runs side by side")
+    check_paths(verb, overrides)
     for override in overrides:
         name, _, option = (part.strip() for part in override.partition("="))
         if verb in ("evaluate", "generate", "analyze", "probe", "export") and name == "recipe":
@@ -97,7 +97,9 @@ def check_verb(config: Config, verb: str) -> None:
         raise mistake(f"{verb}.average={averaging.average}, {verb}.weights=ema: an average of averages", fix)
     if isinstance(section, (AnalyzeConfig, ProbeConfig)):
         check_analysis(verb, section)
-    check_exchange(config, verb)
+    check_read(config, verb)
+    if isinstance(section, (AnalyzeConfig, ProbeConfig, TransferConfig)) and section.out is not None:
+        check_directory(f"{verb}.out={section.out}", Path(section.out).expanduser())
     if verb == "generate":
         check_texts(config.generate)
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
@@ -112,19 +114,7 @@ def check_verb(config: Config, verb: str) -> None:
     names_directory = verb in ("compare", "transfer", "analyze", "probe", "export", "import")
     out = None if names_directory else getattr(section, "out", None)
     if out and os.environ.get("RANK", "0") == "0":
-        _check_writable(f"{verb}.out={out}", Path(out).expanduser())
-
-
-def _check_writable(setting: str, path: Path) -> None:
-    if path.is_dir():
-        raise mistake(f"{setting}: is a directory", "Name a file in it")
-    if not path.parent.is_dir():
-        raise mistake(f"{setting}: {path.parent} is not a directory", "Create it, or name another file")
-    try:
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as error:
-        problem = f"{setting}: {path.parent} cannot be written ({error.strerror})"
-        raise mistake(problem, "Name a file where you may write") from None
+        check_file(f"{verb}.out={out}", Path(out).expanduser())
 
 
 def _run(config: Config) -> Iterator[Conflict]:
@@ -331,6 +321,8 @@ def _tasks(validation: EvalConfig) -> Iterator[Conflict]:
 
 
 def _length(length: LengthConfig, validation: EvalConfig) -> Iterator[Conflict]:
+    if length.contexts == []:
+        yield "evaluate.length.contexts", "no context", "Name one, as in [1024], or leave it out"
     if length.contexts is not None and validation.tasks is not None:
         yield "evaluate.length.contexts eval.tasks", "two evaluations", "Start one after the other"
     if not length.rope or not set(length.rope) <= {"none", "linear", "ntk"}:

@@ -229,13 +229,15 @@ def unknown_key(name: str, value: str, keys: Iterable[str], groups: Sequence[str
 
 
 def similar_keys(name: str, candidates: Iterable[str]) -> list[str]:
-    """Names that `name` may have meant: with the same last part (lr -> optim.lr), with that part as a word of theirs
-    (model.dropout -> model.residual_dropout), or spelt alike."""
+    """Names that `name` may have meant: spelt alike in its section (probe.checkpoint -> probe.checkpoints), with the
+    same last part (lr -> optim.lr), with that part as a word of theirs (model.dropout -> model.residual_dropout), or
+    spelt alike."""
     names = list(candidates)
-    last = name.rpartition(".")[2].lower()
+    section, _, last = name.lower().rpartition(".")
+    beside = nearest(name, [other for other in names if section and other.rpartition(".")[0] == section], cutoff=0.85)
     same_end = [other for other in names if other.rpartition(".")[2] == last]
     with_word = [other for other in names if last in other.rpartition(".")[2].split("_")]
-    return list(dict.fromkeys([*same_end, *with_word, *nearest(name, names, cutoff=0.75)]))[:3]
+    return list(dict.fromkeys([*beside, *same_end, *with_word, *nearest(name, names, cutoff=0.75)]))[:3]
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> list[str]:

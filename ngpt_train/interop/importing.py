@@ -68,7 +68,11 @@ def read_model(source: str, revision: str | None, tokenizer: TokenizerConfig | N
 
 def _of_directory(path: Path, commit: str | None) -> Imported:
     if not (path / "config.json").is_file():
-        raise DataError(f"{path}: there is no config.json, so this is no model that `export` or save_pretrained wrote")
+        is_run = (path / "config.yaml").is_file() and (path / "checkpoints").is_dir()
+        fix = "Name the directory of one, or ckpt.pt"
+        if is_run:
+            fix = "It is a run already: name it in evaluate, generate, analyze, export or run.init_from"
+        raise DataError(f"{path} has no config.json, so that it is no model of `export` or save_pretrained\n  {fix}")
     config_json = read_json(path / "config.json")
     if not isinstance(config_json, dict):
         raise DataError(f"{path / 'config.json'} is damaged: it is no object")

@@ -8,6 +8,7 @@ rotation. Our model turns q and k truly.
 import math
 import pickle
 import re
+import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -74,6 +75,8 @@ def read_nvidia(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[str
 def load(path: Path) -> Mapping[str, Any]:
     """The dict that train.py saved; of a file that is a program, nothing runs."""
     fix = "Give the ckpt.pt that train.py of github.com/NVIDIA/ngpt writes"
+    if path.is_file() and not zipfile.is_zipfile(path):
+        raise DataError(f"{path}: it is no file that torch.save writes, or is cut off\n  {fix}")
     try:
         with torch.serialization.safe_globals(OF_NUMPY):
             checkpoint = torch.load(path, weights_only=True, map_location="cpu", mmap=True)

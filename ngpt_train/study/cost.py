@@ -189,7 +189,7 @@ def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], job
         )
     n, most = sum(line.runs for line in lines), sum(line.most_runs for line in lines)
     known = [line.hours * line.runs for line in lines if line.hours is not None]
-    hours_of_all = sum(known) if len(known) == len(lines) else None
+    hours_of_all = sum(known) if lines and len(known) == len(lines) else None
     totals = ("in all", "", "", "", str(n), format_count(sum(line.tokens * line.runs for line in lines)))
     rows.append((*totals, f"{sum(line.flops for line in lines):.3g}", "", _hours(hours_of_all)))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -198,10 +198,12 @@ def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], job
         for pairs in (list(zip(row, widths, strict=True)) for row in rows)
     ]
     tuned = ", ".join(study.tune)
-    seeds = f"{len(study.seeds)} seed{'s' if len(study.seeds) > 1 else ''}"
+    arms, budgets, seeds = (
+        f"{len(all_of)} {word}{'s' if len(all_of) > 1 else ''}"
+        for all_of, word in ((study.arms, "arm"), (study.budgets, "budget"), (study.seeds, "seed"))
+    )
     notes = [
-        f"{study.name}: {len(study.arms)} arms, {len(study.budgets)} budgets, {seeds}; tuned: {tuned}; "
-        f"baseline {study.baseline}",
+        f"{study.name}: {arms}, {budgets}, {seeds}; tuned: {tuned}; baseline {study.baseline}",
         "",
         *text,
         "",
@@ -212,6 +214,9 @@ def table(study: Study, lines: Sequence[Cost], sizes: Mapping[str, ArmSize], job
         beside = f"with {jobs} side by side some {_hours(hours_of_all / jobs)} hours" if jobs > 1 else "one by one"
         notes.append(f"Hours: by a step measured here, of a run that has its share of the machine; {beside}.")
     notes += [f"Hours of {arm}: unknown, {size.why_not}." for arm, size in sizes.items() if size.why_not]
+    if missing := [arm for arm in study.arms if arm not in sizes]:
+        why = f"what measures them took longer than {MEASURE_SECONDS:g} seconds, or was killed"
+        notes.append(f"Not in the table: {', '.join(missing)}; {why}.")
     return "\n".join(notes)
 
 

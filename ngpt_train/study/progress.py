@@ -78,6 +78,7 @@ class Lines:
         self._said = time.monotonic()
         self._counts = self._counts_said = ""
         self._bests: list[str] = []
+        self._lines: list[str] = []  # still to be printed
 
     def __enter__(self) -> Lines:
         return self
@@ -85,13 +86,14 @@ class Lines:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
     ) -> None:
-        pass
+        self._print()
 
     def update(self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point]) -> None:
         now = time.monotonic()
         self._left.update(results, running, now)
         left = self._left.seconds(results, running, waiting, now)
         self._counts = summary(results, running, waiting, self._n_expected, left)
+        self._print()
         if now - self._said >= LINE_SECONDS:
             self._said = now
             self._console.message(self._counts)
@@ -101,8 +103,14 @@ class Lines:
                 self._console.message("\n".join(["best so far:", *bests]))
 
     def say(self, line: str) -> None:
-        self._console.message(f"{line}  ({self._counts})" if self._counts != self._counts_said else line)
-        self._counts_said = self._counts
+        """Printed at the next update, with counts in which the run that has just ended is done."""
+        self._lines.append(line)
+
+    def _print(self) -> None:
+        for line in self._lines:
+            self._console.message(f"{line}  ({self._counts})" if self._counts != self._counts_said else line)
+            self._counts_said = self._counts
+        self._lines.clear()
 
 
 class Table:

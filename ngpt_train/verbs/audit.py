@@ -54,8 +54,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
 
 def _run_directory(run: str | None) -> Path:
     """The directory of audit.run. Raises ConfigError unless it is that of a run which nobody trains."""
-    if run is None:
-        raise mistake("audit.run=null: no run is named", "For example: ngpt-train audit runs/quickstart")
+    assert run is not None  # check_verb refuses null
     path = Path(run).expanduser()
     if missing := [name for name in ("config.yaml", "run.json", "metrics.jsonl") if not (path / name).is_file()]:
         raise mistake(f"audit.run={run}: not a run directory, it has no {missing[0]}", "For example runs/quickstart")
@@ -89,12 +88,14 @@ def _here(path: Path) -> dict[str, Any]:
 def _summary(certificate: dict[str, Any]) -> list[str]:
     lines = [f"note: {note}" for note in certificate["notes"]]
     steps, of = certificate["steps_compared"], certificate["steps"]
-    lines.append(f"{steps:,} of {of:,} steps were trained again in {len(certificate['windows'])} windows")
+    windows, found = len(certificate["windows"]), certificate["found"]
+    lines.append(f"{steps:,} of {of:,} steps were trained again in {windows} window{'s' * (windows != 1)}")
     if certificate["equal"]:
         lines.append(f"equal {certificate['how']}: losses, norms, rates, data, validations and checkpoints in them")
     else:
-        lines.append(f"{len(certificate['found'])} things are not as the records say; the first:")
-        lines += [f"  {finding['says']}" for finding in certificate["found"][:10]]
+        things = "one thing is" if len(found) == 1 else f"{len(found)} things are"
+        lines.append(f"{things} not as the records say{'; the first:' if len(found) > 10 else ':'}")
+        lines += [f"  {finding['says']}" for finding in found[:10]]
     return lines
 
 

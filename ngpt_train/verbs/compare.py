@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import mistake
+from ngpt_train.config.validate import did_you_mean, mistake, show, similar_keys
 from ngpt_train.study.audit import read_certificates
 from ngpt_train.study.compare import step_times
 from ngpt_train.study.compare.gather import check_out, gather, make_directory
@@ -44,6 +44,7 @@ def compared(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any], 
     if out is not None:
         check_out(out)
     found = gather([Path(run).expanduser() for run in compare.runs])
+    check_tuned(compare.tuned, found.runs)
     tuned = found.tuned if compare.tuned is None else compare.tuned
     arms, tuned, notes = choose_arms(found.runs, None if compare.arms else found.arms, compare.arms or (), tuned)
     times, untimed = _step_times(arms, out, compare.step_times)
@@ -64,6 +65,15 @@ def compared(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any], 
         notes=[*found.notes, *notes, *untimed],
     )
     return report, times
+
+
+def check_tuned(tuned: Sequence[str] | None, runs: Sequence[Run]) -> None:
+    """Raises ConfigError for a key of compare.tuned that no run's config has."""
+    keys = sorted({key for run in runs for key in run.config})
+    for name in tuned or ():
+        if name not in keys:
+            problem = f"compare.tuned={show(tuned)}: no run has the key {name}{did_you_mean(similar_keys(name, keys))}"
+            raise mistake(problem, "Name keys of config.yaml, such as optim.lr")
 
 
 def _step_times(arms: Mapping[str, Sequence[Run]], out: Path | None, again: bool) -> tuple[step_times.Times, list[str]]:

@@ -11,6 +11,7 @@ from typing import Any
 from ngpt_train.config.conflicts import check_contexts
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.data import DataConfig
 from ngpt_train.config.validate import mistake, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
@@ -58,6 +59,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     validation = Evaluations(dataset.validation, dataset.tokenizer.n_bytes, combined)
     for note in validation.notes():
         logger.info(note)
+    if combined.data is config.data and config.data.kind in ("local", "hf", "openwebtext"):
+        logger.info(of_text(config.data))
     losses = validation.row_losses(restored.model, world)
     result = {
         **identity(restored),
@@ -170,7 +173,15 @@ def check_lengths(config: Config, model: ModelConfig, overrides: Sequence[str]) 
     chosen = {override.partition("=")[0].strip() for override in overrides}
     if not chosen & {"data", "data.kind", "data.path"} or config.data.kind in ("tokens", "mixture"):
         problem = f"{named}: whole documents are read, and no text is named"
-        raise mistake(problem, "For example data=local data.path=books.jsonl, or data=hf data.path=emozilla/pg19-test")
+        raise mistake(problem, "For example data=local data.path=books.jsonl, or data=hf data.repo=emozilla/pg19-test")
+
+
+def of_text(data: DataConfig) -> str:
+    """Which part of another text than the run's own is evaluated: not all of it, as who names a file may expect."""
+    if data.val_files is not None:
+        return f"evaluated are data.val_files={data.val_files}"
+    share = f"data.val_fraction={data.val_fraction:g}"
+    return f"evaluated is what training would hold out of this text, {share}; data.val_fraction=0.99 takes nearly all"
 
 
 def identity(restored: Restored) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.verbs import GenerateConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.files import write_atomically
+from ngpt_train.core.log import saying_nothing
 from ngpt_train.distributed import World, resolve_device
 from ngpt_train.distributed.compile_cache import keep_compiled
 from ngpt_train.distributed.layouts import resolve_compile
@@ -74,10 +75,13 @@ def show(texts: Texts, prompt: str) -> None:
     """Prints the texts of a prompt, a single one as it comes."""
     config = texts.config
     comes = config.samples == 1
-    for text in texts.of([prompt], show=partial(print, end="", flush=True) if comes else None):
-        if not comes:
-            print(f"--- generate.seed={config.seed + text.sample}\n{texts.as_read(prompt)}{text.text}", end="")
-        print(flush=True)
-        if config.logprobs:
-            pieces = [repr(texts.tokenizer.decode([token])) for token in text.tokens]
-            print(*(f"{x:10.4f}  {piece}\n" for x, piece in zip(text.logprobs, pieces, strict=True)), sep="", end="")
+    # A note, such as which attention was chosen, would stand in the middle of the text.
+    with saying_nothing():
+        for text in texts.of([prompt], show=partial(print, end="", flush=True) if comes else None):
+            if not comes:
+                print(f"--- generate.seed={config.seed + text.sample}\n{texts.as_read(prompt)}{text.text}", end="")
+            print(flush=True)
+            if config.logprobs:
+                pieces = [repr(texts.tokenizer.decode([token])) for token in text.tokens]
+                lines = [f"{x:10.4f}  {piece}\n" for x, piece in zip(text.logprobs, pieces, strict=True)]
+                print(*lines, sep="", end="")

@@ -32,6 +32,8 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) 
     patch = None if transfer.patch is None else Path(transfer.patch).expanduser()
     if patch is not None and (patch.is_dir() or not patch.parent.is_dir()):
         raise mistake(f"transfer.patch={patch}: no file can be there", "Name a file in a directory that exists")
+    if patch is not None and patch.is_file() and patch.read_bytes()[:4] not in (b"", b"--- "):
+        raise mistake(f"transfer.patch={patch}: the file is there, and is no earlier patch", "Name another file")
     if transfer.studies:
         check_reading(transfer, overrides)
         paths, out = [Path(path).expanduser() for path in transfer.studies], transfer.out

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import socket
 import sys
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from ngpt_train.__main__ import main
+from ngpt_train.core import log
 from ngpt_train.training.checkpoint import list_checkpoints, save
 from tests.processes.runs import arguments, records
 
@@ -85,6 +87,38 @@ def test_generate(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scored = text("generate.logprobs=true").removeprefix(text()).splitlines()
     assert 0 < len(scored) <= 40
     assert all(float(line.split()[0]) < 0 for line in scored)
+
+
+def test_a_text_is_printed_without_notes(
+    directory: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Caught: a note on the attention that was chosen, in the middle of the text on the terminal."""
+    monkeypatch.setattr(log, "_said", set())
+    given = [f"generate.checkpoint={directory}", "generate.max_new_tokens=3"]
+    with caplog.at_level("INFO", "ngpt_train"):
+        assert main(["generate", *given]) == 0
+    assert "kernels: " in caplog.text  # notes are logged, before the text
+    assert "attention: " not in caplog.text
+
+
+def test_another_text_is_evaluated_in_part(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Caught: nothing tells a user who names a file that only its held-out share is evaluated."""
+    text = tmp_path / "other.txt"
+    text.write_text("the model reads a line of this text\n" * 200)
+    given = [f"evaluate.checkpoint={directory}", "data=local", f"data.path={text}", f"data.cache={tmp_path}"]
+    with caplog.at_level("INFO", "ngpt_train"):
+        assert main(["evaluate", *given]) == 0
+        assert "hold out of this text, data.val_fraction=0.02;" in caplog.text
+        assert main(["evaluate", *given, "data.val_fraction=0.99", "eval.rows=1000"]) == 0
+    *_, first, last = re.findall(r"rows with ([\d,]+) targets", caplog.text)
+    bytes_of_text = len(text.read_bytes())
+    assert 0.01 * bytes_of_text < int(first.replace(",", "")) < 0.03 * bytes_of_text
+    assert int(last.replace(",", "")) > 0.97 * bytes_of_text
 
 
 def test_generate_from_a_file_and_from_stdin(

@@ -136,6 +136,7 @@ def _commit(starts: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> lis
     for commit in dict.fromkeys(start.get("git_commit") for start in starts):
         if commit is not None and here.get("git_commit") is not None and commit != here["git_commit"]:
             says = f"run.json says that commit {commit} trained, this is {here['git_commit']}"
+            says += " (+: with changes that are not committed)" if "+" in f"{commit}{here['git_commit']}" else ""
             found.append(Finding("run.json", says, None, "git_commit", commit, here["git_commit"]))
     return found
 

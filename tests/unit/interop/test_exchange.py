@@ -353,7 +353,7 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
         "config.json is missing or damaged",
     ),
     "config a list": (lambda out: (out / "config.json").write_text("[]"), "it is no object"),
-    "no config": (lambda out: (out / "config.json").unlink(), "there is no config.json"),
+    "no config": (lambda out: (out / "config.json").unlink(), "has no config.json, so that it is no model"),
     "unknown": (lambda out: (out / "config.json").write_text('{"model_type": "bert"}'), "model_type=bert is not"),
     "unknown key": (with_note(d_modell=64), "d_modell"),
     "another width": (with_note(d_model=128), r"embedding has shape \(259, 64\), and should have \(259, 128\)"),

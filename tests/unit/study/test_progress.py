@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from ngpt_train.study import progress
-from ngpt_train.study.cost import Cost
+from ngpt_train.study.cost import ArmSize, Cost, table
 from ngpt_train.study.definition import LR
 from ngpt_train.study.points import Point, Result
 from ngpt_train.study.progress import Lines, TimeLeft, best_so_far, progress_of, summary
@@ -56,6 +56,16 @@ def test_the_best_so_far() -> None:
     assert best_so_far(of, "other", RESULTS) == ""
 
 
+def test_arms_that_were_not_measured() -> None:
+    """Caught: an arm that a slow measurement leaves out of the table in silence; 0.00 hours where nothing is known."""
+    of, sizes = study(arms=("gpt", "ngpt")), {"gpt": ArmSize(10, 5, 1.0, "")}
+    assert "Not in the table: ngpt; what measures them took longer than 300 seconds" in table(of, COSTS[:1], sizes, 1)
+    nothing = table(of, [], {}, 1)
+    assert "Not in the table: gpt, ngpt;" in nothing
+    assert "0.00" not in nothing
+    assert "Not in the table" not in table(of, COSTS[:1], sizes | {"ngpt": sizes["gpt"]}, 1)
+
+
 def test_the_counts() -> None:
     said = summary(RESULTS, [point(4)], [point(5)], n_expected=10, seconds_left=4800)
     assert said == "2 of some 10 runs done, 1 failed, 1 running, 1 waiting, some 1h20m left"
@@ -78,21 +88,25 @@ def test_the_time_that_is_left() -> None:
 
 
 def test_plain_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> None:
-    """Caught: control characters in a log; a study that says nothing for hours, or the same twice."""
+    """Caught: control characters in a log; a study that says nothing for hours, or the same twice; a run that has ended
+    and is counted as running; a line that is lost at the end."""
     shown = progress_of(study(), COSTS, 1)
     assert isinstance(shown, Lines)
     with shown:
         shown.update({}, [point(0)], [point(1)])
         shown.say("one")
         shown.say("two")
+        shown.update({point(0): RESULTS[point(0)]}, [point(1)], [])
         for clock[0] in range(1, 150):
             shown.update(RESULTS, [point(4)], [point(5)])
+        shown.say("three")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("one  (0 of some 10 runs done, 1 running, 1 waiting, some ")
+    assert lines[0].startswith("one  (1 of some 10 runs done, 1 running, 0 waiting, some ")
     assert lines[1] == "two"
     assert lines[2].startswith("2 of some 10 runs done, 1 failed, 1 running, 1 waiting, some ")
     assert lines[3:5] == ["best so far:", "  gpt: loss 3.2500 at 1k tokens with lr=0.002 (1 of 3 seeds)"]
-    assert len(lines) == 6
+    assert lines[6].startswith("three  (2 of some 10 runs done, ")
+    assert len(lines) == 7
 
 
 def test_a_table_on_a_terminal() -> None:

@@ -1,0 +1,72 @@
+"""Refuses a verb that lacks a name for what it reads or writes, or that would write where it must not."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from ngpt_train.config.schema import Config
+from ngpt_train.config.validate import mistake
+
+# The key that names what a verb reads, and how a path is given to it.
+READ = {
+    **{verb: f"{verb}.checkpoint={{}}" for verb in ("evaluate", "generate", "export")},
+    **{verb: f"{verb}.checkpoints=[{{}}]" for verb in ("analyze", "probe")},
+    "import": "import.source={}",
+}
+
+
+def check_paths(verb: str, overrides: Sequence[str]) -> None:
+    """Raises ConfigError for a path that stands alone, as `audit` and `compare` take it (`evaluate runs/a`), or after
+    the name of the group (`evaluate checkpoint=runs/a`)."""
+    for override in overrides:
+        name, equals, value = (part.strip() for part in override.partition("="))
+        path = value if name == "checkpoint" else "" if equals else name
+        if verb in READ and path and Path(path).expanduser().exists():
+            raise mistake(f"{override}: a path without its key", f"Write {READ[verb].format(path)}")
+
+
+def check_read(config: Config, verb: str) -> None:
+    """Raises ConfigError where `audit`, `export` or `import` has no name for what it reads or writes."""
+    if verb == "audit" and config.audit.run is None:
+        raise mistake("audit.run=null: no run is named", "For example: ngpt-train audit runs/quickstart")
+    if verb == "import" and config.import_.source is None:
+        fix = "For example import.source=exported/model, or import.source=HuggingFaceTB/SmolLM2-135M"
+        raise mistake("import.source=null: no model is named", fix)
+    for of_verb, out in (("export", config.export.out), ("import", config.import_.out)):
+        if verb == of_verb and out is None:
+            example = "exported/model" if verb == "export" else "runs/imported"
+            raise mistake(f"{verb}.out=null: no directory is named", f"For example {verb}.out={example}")
+
+
+def check_directory(setting: str, path: Path) -> None:
+    """Raises ConfigError unless results can be written into the directory `path`, or it can be made, and it is not that
+    of a run. `setting`: KEY=VALUE of the command line."""
+    if path.exists() and not path.is_dir():
+        raise mistake(f"{setting}: is a file", "Name a directory")
+    if (path / "config.yaml").exists():
+        raise mistake(f"{setting}: is the directory of a run", "Name another directory")
+    there_is = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
+    if not (there_is.is_dir() and os.access(there_is, os.W_OK)):
+        raise mistake(f"{setting}: {there_is} cannot be written", "Name another directory")
+
+
+def check_file(setting: str, path: Path) -> None:
+    """Raises ConfigError unless a result in JSON can be written to `path`. `setting`: KEY=VALUE of the command line.
+
+    An earlier result there is replaced, but no file that is no JSON: that is somebody's text.
+    """
+    if path.is_dir():
+        raise mistake(f"{setting}: is a directory", "Name a file in it")
+    if not path.parent.is_dir():
+        raise mistake(f"{setting}: {path.parent} is not a directory", "Create it, or name another file")
+    try:
+        tempfile.TemporaryFile(dir=path.parent).close()
+        begins = path.read_bytes()[:1] if path.is_file() else b""
+    except OSError as error:
+        problem = f"{setting}: {path.parent} cannot be written ({error.strerror})"
+        raise mistake(problem, "Name a file where you may write") from None
+    if begins not in (b"", b"{", b"["):
+        raise mistake(f"{setting}: the file is there, and is no earlier result", "Remove it, or name another")

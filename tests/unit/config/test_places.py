@@ -1,0 +1,66 @@
+"""What verbs read and where they write: a path without its key, and files of the user that a result would replace."""
+
+from pathlib import Path
+
+import pytest
+
+from ngpt_train.__main__ import main
+
+
+@pytest.fixture(autouse=True)
+def in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs/a").mkdir(parents=True)
+    Path("notes.txt").write_text("my notes\n")
+    Path("earlier.json").write_text("{}\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["evaluate", "runs/a"], "Write evaluate.checkpoint=runs/a"),
+        (["generate", "checkpoint=runs/a"], "Write generate.checkpoint=runs/a"),
+        (["analyze", "runs/a"], "Write analyze.checkpoints=[runs/a]"),
+        (["import", "runs/a"], "Write import.source=runs/a"),
+        (["evaluate", "nowhere"], "Write nowhere=VALUE"),
+        (["audit"], "For example: ngpt-train audit runs/"),
+        (["probe", "probe.checkpoint=[runs/a]"], "did you mean probe.checkpoints"),
+        (["evaluate", "evaluate.checkpoint=runs/a", "data=local", "data.path=x", "evaluate.length.contexts=[]"], "[]"),
+    ],
+)
+def test_names(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Caught: a fix that leads to no key (`runs/a=VALUE`), as of a user who has just run `audit runs/a`; a traceback
+    for an empty list."""
+    assert main(arguments) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert arguments[-1] in told or arguments == ["audit"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plan", "plan.out=notes.txt"],
+        ["evaluate", "evaluate.checkpoint=runs/a", "evaluate.out=notes.txt"],
+        ["audit", "runs/a", "audit.out=notes.txt"],
+        ["transfer", "runs/a", "transfer.patch=notes.txt"],
+        ["transfer", "runs/a", "transfer.out=notes.txt"],
+        ["analyze", "analyze.checkpoints=[runs/a]", "analyze.out=site"],
+        ["probe", "probe.checkpoints=[runs/a]", "probe.out=site"],
+    ],
+)
+def test_files_that_stay(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Caught: a result in the place of a user's file; a traceback where a directory cannot be made."""
+    Path("site").mkdir()
+    Path("site/page.html").write_text("my page\n")
+    assert main(arguments) == 2
+    assert arguments[-1] in capsys.readouterr().err
+    assert Path("notes.txt").read_text() == "my notes\n"
+    assert Path("site/page.html").read_text() == "my page\n"
+
+
+@pytest.mark.parametrize("out", ["earlier.json", "new.json", "/dev/null"])
+def test_files_that_are_written(out: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Caught: an earlier result that is not replaced, so that a command cannot be run twice."""
+    assert main(["evaluate", "evaluate.checkpoint=nowhere", f"evaluate.out={out}"]) == 3
+    assert "nowhere: does not exist" in capsys.readouterr().err
