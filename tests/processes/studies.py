@@ -26,13 +26,15 @@ def begin(verb: str, given: list[str], **variables: str) -> subprocess.Popen[str
     )
 
 
-def wait_until(process: subprocess.Popen[str], happened: Callable[[], bool], seconds: float = 300) -> None:
-    """Waits until something has happened, as long as the process runs."""
+def wait_until(process: subprocess.Popen[str], happened: Callable[[], bool], seconds: float = 900) -> None:
+    """Waits until something has happened, as long as the process runs; ends it where that takes too long."""
     deadline = time.monotonic() + seconds
     while not happened():
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline, "it has not happened"
-        time.sleep(0.02)
+        if time.monotonic() > deadline:
+            process.terminate()
+            raise AssertionError(process.communicate()[0])
+        time.sleep(0.1)
 
 
 def has_step(run: Path, step: int) -> Callable[[], bool]:
