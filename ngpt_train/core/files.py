@@ -34,13 +34,16 @@ def write_atomically(path: Path, content: bytes) -> None:
     partial = path.with_name(f".{path.name}.partial")
     # A link there would lead elsewhere, and a pipe would wait for a reader.
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-    with open(os.open(partial, flags, 0o666), "wb") as file:
-        try:
+    handle = os.open(partial, flags, 0o666)
+    try:
+        with open(handle, "wb") as file:  # whose end writes again what could not be written
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        except OSError as error:  # the system does not say of which file
-            raise OSError(error.errno, error.strerror, str(path)) from None
+    except OSError as error:  # the system does not say of which file
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from None
     os.replace(partial, path)
     sync(path.parent)
 

@@ -72,7 +72,7 @@ def result_of(point: Point, run: Path, steps: int, metric: str) -> Result:
         state = WAITING
     else:
         end = read_json(run / "exit.json") if (run / "exit.json").exists() else {}
-        if failure := _failure(end):
+        if failure := _failure(end, run):
             return Result(point, FAILED, None, failure, run)
         if end.get("reason") == ENDED and end.get("step") == steps:
             loss = _end_loss(run, steps, metric)
@@ -91,10 +91,10 @@ def failure_record(run: Path) -> Path:
     return run.parent.parent / FAILURES / f"{run.name}.json"
 
 
-def _failure(end: Any) -> str | None:
+def _failure(end: Any, run: Path) -> str | None:
     """Why a run that has ended so would only end so again; None where it may go on."""
     if not isinstance(end, dict):
-        raise DataError("exit.json is damaged: it does not say how the run ended. Delete it.")
+        raise DataError(f"{run / 'exit.json'} is damaged: it does not say how the run ended. Delete it.")
     reason = str(end.get("reason", ""))
     if end.get("code") == DIVERGED:
         return f"diverged at step {end.get('step')}: {reason.partition(': ')[2] or reason}"
@@ -104,10 +104,12 @@ def _failure(end: Any) -> str | None:
 
 
 def _end_loss(run: Path, steps: int, metric: str) -> float | None:
-    """The metric of the validation after the last step; None where there is none."""
-    losses = [
-        record.get(metric)
-        for _, record in json_lines(run / "metrics.jsonl")
-        if record is not None and record.get("kind") == "eval" and record.get("step") == steps
-    ]
+    """The metric of the validation after the last step; None where there is none. Raises DataError."""
+    path = run / "metrics.jsonl"
+    try:
+        records = [record for _, record in json_lines(path) if record is not None]
+    except OSError as error:
+        fix = "Restore it, or delete the directory of this run to have it made again."
+        raise DataError(f"{path} cannot be read, and the run has ended: {error.strerror}. {fix}") from None
+    losses = [x.get(metric) for x in records if x.get("kind") == "eval" and x.get("step") == steps]
     return None if not losses or not isinstance(losses[-1], (int, float)) else float(losses[-1])

@@ -126,6 +126,7 @@ class Runner:
         for point in points:
             run = self.runs.directory(point)
             self._share(point, run)
+            check_whole(run)
             if point not in self._checked and (run / "config.yaml").exists():
                 self._check(point, run)
                 self._checked.add(point)
@@ -183,7 +184,11 @@ class Runner:
             return
         if self.is_stopping():
             return
+        check_whole(run)
         how = ended.how or f"ended with code {ended.code}"
+        if ended.code == REFUSED and DirectoryLock(run).is_taken():  # another study was the first to go on with it
+            self._awaited.add(point)
+            return
         if ended.code == REFUSED:
             raise ConfigError(f"run {point.directory} was refused: {how.removeprefix('error: ')}")
         if ended.code == UNREADABLE and not (run / "config.yaml").exists():  # nor will the others find their data
@@ -193,12 +198,12 @@ class Runner:
             self.watcher.say(f"{point.directory}: {how}; it is started again")
             return
         reason = f"{how} ({self._attempts[point]} attempts)"
+        self.watcher.say(f"{point.directory}: failed: {reason}")  # first, for a full disk has no room for the record
         record = failure_record(run)
         record.parent.mkdir(exist_ok=True)
         facts = {"arm": point.arm, "budget": point.budget, "seed": point.seed, "values": dict(point.values)}
         write_json(record, facts | {"reason": reason, "code": ended.code, "attempts": self._attempts[point]})
         self.results[point] = result_of(point, run, self._steps(point), self.study.metric)
-        self.watcher.say(f"{point.directory}: failed: {reason}")
 
     def _steps(self, point: Point) -> int:
         return self.runs.steps(point.arm, point.budget)
@@ -207,6 +212,15 @@ class Runner:
         self.engine.stop()
         while self.engine.running():
             self.engine.ended(LOOK_SECONDS)
+
+
+def check_whole(run: Path) -> None:
+    """Raises DataError where a run directory was deleted while its process trained, which then wrote into it again."""
+    if not (run / "config.yaml").exists() and any((run / name).exists() for name in ("checkpoints", "exit.json")):
+        raise DataError(
+            f"{run} has lost its config.yaml, as if it had been deleted while the run trained. Delete this directory, "
+            "and the same command makes the run again."
+        )
 
 
 def wanted_order(wanted: Sequence[Point]) -> Callable[[Point], int]:

@@ -19,6 +19,7 @@ from ngpt_train.study.points import Point
 from ngpt_train.study.sharing import differences
 
 FILE = "study.yaml"
+_LEFT_BY_A_KILLED_START = ("lock", f".{FILE}.partial")
 
 
 def write_study(study: Study) -> None:
@@ -58,13 +59,17 @@ def check_stored(study: Study, runs: Runs) -> None:
     if not study.path.exists():
         return
     if not (study.path / FILE).exists():
-        if any(entry.name != "lock" for entry in study.path.iterdir()):
+        if any(entry.name not in _LEFT_BY_A_KILLED_START for entry in study.path.iterdir()):
             raise ConfigError(
                 f"study.name={study.name}: {study.path} exists and is not the directory of a study. Choose another "
                 "study.name or study.root."
             )
         return
-    stored = read_stored(study.path)
+    try:
+        stored = read_stored(study.path)
+    except DataError as error:
+        fix = "or choose another study.name: it shares the runs that stay the same."
+        raise DataError(f"{str(error).removesuffix('.')}, {fix}") from None
     if not any(study.runs.glob("*/config.yaml")):
         return  # its first runs could not begin, as with a wrong data.path
     lines = [*_changed(stored, study), *_changed_arms(stored, study, runs)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,9 +24,21 @@ from ngpt_train.study.stored import check_stored, write_study
 from ngpt_train.study.tuning import next_points
 
 
-def main(config: Config, overrides: Sequence[str], options: Sequence[str] = (), compares: bool = True) -> int:
+def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> int:
     """Returns 0 when all runs are made and compared, or the study was interrupted and its runs have saved; 1 where runs
-    have crashed too often. `options` are those that its runs are started with, such as --config-dir DIR.
+    have crashed too often. Raises what `make` raises."""
+    return make(config, overrides, options, compared)
+
+
+def make(
+    config: Config,
+    overrides: Sequence[str],
+    options: Sequence[str],
+    then: Callable[[Config, Study, Mapping[Point, Result]], int],
+) -> int:
+    """Makes the runs of the study, and returns what `then` returns of them while nobody else can write to the study; 0
+    for a dry run, and where it was interrupted. `options` are those that its runs are started with, such as
+    --config-dir DIR.
 
     Raises ConfigError before anything is written where the definition is wrong or in use, and DataError.
     """
@@ -59,10 +71,12 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = (), 
             complete = runner.complete()
         if not complete:
             others = "have saved" if is_here else "stay in the queue"
-            ended = f"{len(runner.results)} runs have ended, the others {others}"
-            print(f"interrupted: {ended}; the same command goes on", flush=True)
+            print(
+                f"interrupted: {len(runner.results)} runs have ended, the others {others}; the same command goes on",
+                flush=True,
+            )
             return 0
-        return compared(config, study, runner.results, compares)
+        return then(config, study, runner.results)
     finally:
         if lock is not None:
             lock.release()
@@ -109,14 +123,19 @@ def taken(study: Study) -> DirectoryLock:
     return lock
 
 
-def compared(config: Config, study: Study, results: Mapping[Point, Result], compares: bool = True) -> int:
-    """Says which runs have failed, and compares the others unless `compares` is false; the exit code. Raises what
-    `compare` raises."""
+def ended(study: Study, results: Mapping[Point, Result]) -> tuple[list[Result], int]:
+    """Says which runs have failed; these, and the exit code: 1 where one has crashed too often."""
     failed = [result for result in results.values() if result.state == FAILED]
     for result in failed:
         print(f"failed: {result.point.directory}: {result.reason}")
     print(f"{len(results) - len(failed)} of {len(results)} runs in {study.runs} have ended well", flush=True)
-    if compares and len(study.arms) > 1 and len(failed) < len(results):
+    return failed, 1 if any(failure_record(result.run).exists() for result in failed) else 0
+
+
+def compared(config: Config, study: Study, results: Mapping[Point, Result]) -> int:
+    """Says which runs have failed, and compares the others; the exit code. Raises what `compare` raises."""
+    failed, code = ended(study, results)
+    if len(study.arms) > 1 and len(failed) < len(results):
         from ngpt_train.verbs import compare
 
         out = config.compare.out or str(study.path / "report")
@@ -129,7 +148,7 @@ def compared(config: Config, study: Study, results: Mapping[Point, Result], comp
         show_samples(config, study, results.values())
     if missing := what_is_missing(study):
         print(f"\n{missing}")
-    return 1 if any(failure_record(result.run).exists() for result in failed) else 0
+    return code
 
 
 def show_samples(config: Config, study: Study, results: Iterable[Result]) -> None:

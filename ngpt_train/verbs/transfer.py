@@ -4,7 +4,7 @@ from studies that are finished."""
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +13,9 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.study import StudyConfig, TransferConfig, is_of_study
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.files import write_atomically
-from ngpt_train.study.definition import merged, name_of, read_study
-from ngpt_train.study.transfer.optima import read_optima
+from ngpt_train.study.definition import Study, merged, name_of, read_study
+from ngpt_train.study.points import Point, Result
+from ngpt_train.study.transfer.optima import Optima, read_optima
 from ngpt_train.study.transfer.patch import patch_of
 from ngpt_train.study.transfer.report import axes_of, left_out, report_of, write_report
 from ngpt_train.study.transfer.sizes import arms_of_sizes
@@ -23,12 +24,12 @@ from ngpt_train.verbs import study as study_verb
 
 def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> int:
     """Prints a sentence for each axis, and writes transfer.json, the figures and the patch; returns the study's exit
-    code, or 0.
+    code, or 0. Where the study was interrupted it writes nothing: the same command goes on.
 
     overrides: those of the command line, without directories; those that are not the study's are for its runs.
     options: as of `study`. Raises ConfigError for a mistake in the arguments, DataError for runs that cannot be read.
     """
-    transfer, code = config.transfer, 0
+    transfer = config.transfer
     patch = None if transfer.patch is None else Path(transfer.patch).expanduser()
     if patch is not None and (patch.is_dir() or not patch.parent.is_dir()):
         raise mistake(f"transfer.patch={patch}: no file can be there", "Name a file in a directory that exists")
@@ -36,19 +37,30 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) 
         raise mistake(f"transfer.patch={patch}: the file is there, and is no earlier patch", "Name another file")
     if transfer.studies:
         check_reading(transfer, overrides)
-        paths, out = [Path(path).expanduser() for path in transfer.studies], transfer.out
         confidence = config.study.confidence if any(name_of(x) == "study.confidence" for x in overrides) else None
-    else:
-        config = replace(config, study=study_of_sizes(config.study, transfer, overrides, options))
-        code = study_verb.main(config, overrides, options, compares=False)
-        if config.study.dry_run:
-            return code
-        path = read_study(config.study, overrides, options).path
-        paths, out, confidence = [path], transfer.out or str(path / "transfer"), None
-    optima = read_optima(paths, confidence)
+        optima = read_optima([Path(path).expanduser() for path in transfer.studies], confidence)
+        say_and_write(optima, transfer, transfer.out, patch, [*transfer.studies, *overrides, *options])
+        return 0
+
+    def then(config: Config, study: Study, results: Mapping[Point, Result]) -> int:
+        _, code = study_verb.ended(study, results)
+        out = transfer.out or str(study.path / "transfer")
+        say_and_write(read_optima([study.path]), transfer, out, patch, [*overrides, *options])
+        return code
+
+    config = replace(config, study=study_of_sizes(config.study, transfer, overrides, options))
+    return study_verb.make(config, overrides, options, then)
+
+
+def say_and_write(
+    optima: Optima, transfer: TransferConfig, out: str | None, patch: Path | None, arguments: Sequence[str]
+) -> None:
+    """Prints a sentence for each axis and what was left out; writes transfer.json and the figures into `out`, the patch
+    into `patch`. arguments: of the command line, which the report has."""
     axes = axes_of(optima, transfer.within)
-    command = shlex.join(["python", "-m", "ngpt_train", "transfer", *(transfer.studies or ()), *overrides])
-    report = report_of(optima, axes, transfer.within, [command])
+    report = report_of(
+        optima, axes, transfer.within, [shlex.join(["python", "-m", "ngpt_train", "transfer", *arguments])]
+    )
     for line in [axis.sentence for axis in axes] or ["no axis: no two optima differ in one size alone"]:
         print(line)
     for line in left_out(optima):
@@ -62,7 +74,6 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) 
             print(line)
         write_atomically(patch, text.encode())
         print(f"{patch}: for `git apply`" if text else f"{patch}: empty, there is no entry to add")
-    return code
 
 
 def check_reading(transfer: TransferConfig, overrides: Sequence[str]) -> None:

@@ -3,17 +3,14 @@
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests import fake_slurm
-from tests.processes import fork_server, runs
+from tests.processes import runs
+from tests.processes.studies import SHARED, begin, trainers, wait_for_no_trainer
 
 YAML = """\
 arms:
@@ -23,10 +20,6 @@ budgets: [102_400]  # 200 steps
 seeds: [0]
 max_points: 1
 """
-SHARED = [
-    *("scale=debug", "data=local", "data.val_fraction=0.2", "tokenizer=bytes", "train.micro_rows=2"),
-    *("train.device=cpu", "eval.every=50", "eval.rows=8", "checkpoint.every=5", "logging.wandb.mode=disabled"),
-]
 
 
 @pytest.fixture
@@ -41,24 +34,6 @@ def study(given: list[str], code: int = 0) -> str:
     finished = runs.run("study", given)
     assert finished.returncode == code, finished.stdout[-2000:] + finished.stderr[-4000:]
     return finished.stdout if code == 0 else finished.stderr
-
-
-def begin(given: list[str], **variables: str) -> subprocess.Popen[str]:
-    """A real process: it is killed, or starts others."""
-    command = [sys.executable, "-m", "ngpt_train", "study", *given]
-    return subprocess.Popen(command, env=fork_server.environment() | variables, stdout=subprocess.PIPE, text=True)
-
-
-def trainers(directory: Path) -> Iterator[int]:
-    """The processes that train below a directory."""
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                words = (entry / "cmdline").read_bytes().decode().split("\0")
-            except OSError:
-                continue
-            if "train" in words and any(str(directory) in word for word in words):
-                yield int(entry.name)
 
 
 def losses(directory: Path) -> list[dict[str, Any]]:
@@ -91,7 +66,7 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str]
     root = tmp_path / "studies" / "small"
     gpt, ngpt = (root / "runs" / name for name in ("gpt-102400-lr0.004-seed0", "ngpt-102400-lr0.04-seed0"))
     given = [*arguments, "study.jobs=1", "study.threads=1"]
-    killed = begin(given)
+    killed = begin("study", given)
     runs.wait_for_step(gpt, 20)
     paused = list(trainers(root))  # or the run would be at its end before the second study is refused
     for process in paused:
@@ -101,14 +76,11 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str]
     killed.wait()
     for process in paused:
         os.kill(process, signal.SIGCONT)
-    deadline = time.monotonic() + 60
-    while list(trainers(root)):
-        assert time.monotonic() < deadline, "a run goes on without its study"
-        time.sleep(0.1)
+    wait_for_no_trainer(root)
     step = json.loads((gpt / "exit.json").read_text())["step"]
     assert 20 <= step < 200
 
-    stopped = begin(given)
+    stopped = begin("study", given)
     runs.wait_for_step(ngpt, 20)
     stopped.send_signal(signal.SIGINT)
     said, _ = stopped.communicate(timeout=120)
@@ -152,14 +124,14 @@ def test_on_a_cluster_it_ends_as_on_this_machine(arguments: list[str], tmp_path:
     root = tmp_path / "studies" / "small"
     gpt, ngpt = (root / "runs" / name for name in ("gpt-102400-lr0.004-seed0", "ngpt-102400-lr0.04-seed0"))
     given = [*arguments, "study.engine=slurm", "study.slurm.gpus=0", "study.slurm.cpus=1"]
-    killed = begin(given, **variables)
+    killed = begin("study", given, **variables)
     runs.wait_for_step(gpt, 20)
     runs.wait_for_step(ngpt, 5)
     killed.kill()
     killed.wait()
     os.kill(int((fakes / "process-101").read_text()), signal.SIGUSR2)  # as --signal does where a job's time is over
 
-    said, _ = begin(given, **variables).communicate(timeout=300)
+    said, _ = begin("study", given, **variables).communicate(timeout=300)
     assert "2 of 2 runs in" in said
     assert len(list(fakes.glob("script-*"))) == 2
     assert [start["step"] > 0 for start in json.loads((gpt / "run.json").read_text())["starts"]] == [False, True]

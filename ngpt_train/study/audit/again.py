@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,18 @@ def compare(
     for step in sorted(of_run.keys() & of_again.keys()):
         _compare_rows(run, again, step, exactness, compared)
     _compare_checkpoints(run, again, window.end, exactness, compared)
+    compared.found += _divergence(run, again, window, config, exactness)
     return compared
+
+
+def _divergence(run: Run, again: Run, window: Window, config: Config, exactness: Exactness) -> Iterator[Finding]:
+    """A window at whose end the run is said to have diverged, and which ends well."""
+    said, now = run.end or {}, again.end or {}
+    # A run that goes back may diverge by losses alone, which a training that does not go back survives.
+    is_judged = said.get("step") == window.end and exactness.to_the_bit and not config.guards.rollback
+    if is_judged and said["code"] == DIVERGED and now.get("code") == 0:
+        says = f"exit.json says that the run diverged at step {window.end}, training again does not"
+        yield Finding("exit.json", says, window.end, "code", DIVERGED, 0)
 
 
 def _evals(run: Run, window: Window, config: Config) -> dict[int, dict[str, Any]]:

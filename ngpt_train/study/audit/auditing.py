@@ -21,6 +21,7 @@ from ngpt_train.study.audit.certificate import FORMAT, Finding, sums_of
 from ngpt_train.study.audit.records import METRICS, check_records
 from ngpt_train.study.audit.windows import Window, choose
 from ngpt_train.study.compare.runs import Run, read_run
+from ngpt_train.study.points import DIVERGED
 from ngpt_train.training.checkpoint.files import (
     STATE,
     VALIDATION,
@@ -49,6 +50,7 @@ def audit(
     """
     run, config = read_run(path), read_yaml(path / "config.yaml")
     starts, rollbacks = _history(path)
+    _check_end(run)
     sums = sums_of(path)
     checkpoints = list_checkpoints(path / "checkpoints")
     begun = sorted({start["step"] for start in starts} - {0})
@@ -83,7 +85,8 @@ def audit(
         raise DataError(f"{path} has changed while it was audited; audit it again when nobody writes to it")
     found += [finding for window in windows for finding in window.found]
     exactness = Exactness(tuple(_other_machine(starts[-1], here)), options.tolerance)
-    return _certificate(run, windows, found, exactness, here, seed, sums, last)
+    kept = [step_of(x) for x in checkpoints]
+    return _certificate(run, windows, kept, found, exactness, here, seed, sums, last)
 
 
 def _window(
@@ -113,6 +116,14 @@ def _history(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         if wrong := [x[name] for x in starts if name in x and not (type(x[name]) is int and x[name] > 0)]:
             raise DataError(f"{path / 'run.json'} is damaged: no run has {name} {wrong[0]!r}")
     return starts, record.get("rollbacks", [])
+
+
+def _check_end(run: Run) -> None:
+    """Raises DataError where exit.json is there and does not say how the run ended."""
+    said = run.end if isinstance(run.end, Mapping) else {}
+    kinds = {"code": int, "step": int, "reason": str}
+    if run.end is not None and any(type(said.get(name)) is not kind for name, kind in kinds.items()):
+        raise DataError(f"{run.path / 'exit.json'} is damaged: it does not say how the run ended")
 
 
 def _other_machine(facts: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -189,6 +200,7 @@ def _checkpoint(
 def _certificate(
     run: Run,
     windows: Sequence[Compared],
+    checkpoints: Sequence[int],
     found: Sequence[Finding],
     exactness: Exactness,
     here: Mapping[str, Any],
@@ -215,8 +227,8 @@ def _certificate(
         "windows": of_windows,
         "found": [finding.as_dict() for finding in found],
         "not_checked": "seconds, rates and memory, which depend on the clock; telemetry; steps outside of the windows "
-        "but for their order, lr, tokens, flops and sums",
-        "notes": _notes(run, here, exactness),
+        "but for their order, lr, tokens, flops and sums; why the run ended, but for a divergence in a window",
+        "notes": [*_notes(run, here, exactness), *_not_reached(run, windows, checkpoints)],
         "seed": seed,
         "commit": run.facts.get("git_commit"),
         "device": run.facts.get("device"),
@@ -237,4 +249,18 @@ def _notes(run: Run, here: Mapping[str, Any], exactness: Exactness) -> list[str]
         notes.append(f"commit {commit[:12]} had changes that were not committed: no name says which")
     if unknown := [name for name in (*OF_THE_MACHINE, "threads") if name not in run.facts]:
         notes.append(f"run.json does not say {', '.join(unknown)}: taken as here")
+    return notes
+
+
+def _not_reached(run: Run, windows: Sequence[Compared], checkpoints: Sequence[int]) -> list[str]:
+    """What of the run's files no window has looked at, and no sum either."""
+    notes = []
+    ends = {x.window.end for x in windows}
+    reached = {x.window.start for x in windows} | {x.window.end for x in windows if x.checkpoint}
+    if alone := [f"step_{step:08d}" for step in checkpoints if step not in reached]:
+        notes.append(f"no window begins at the weights of {', '.join(alone)}, or compared them at its end")
+    if run.evals and not any((run.path / "evals").glob("step_*.npz")):
+        notes.append("the run has no evals/: the losses of single rows were compared with nothing")
+    if run.end is not None and run.end["code"] == DIVERGED and run.end["step"] not in ends:
+        notes.append(f"exit.json says that the run diverged at step {run.end['step']}, where no window ends")
     return notes

@@ -16,6 +16,7 @@ from ngpt_train.core.files import json_lines
 from ngpt_train.optim.schedule import lr_at
 from ngpt_train.study.audit.certificate import Finding
 from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.points import ENDED
 
 METRICS = "metrics.jsonl"
 KINDS = ("train", "eval")  # in the order in which a step writes its records
@@ -73,12 +74,16 @@ def _order(path: Path) -> Iterator[Finding]:
 
 def _missing(run: Run, config: Config, starts: Sequence[int], checkpoints: Sequence[int]) -> Iterator[Finding]:
     """Steps that must have a record. logging.every and eval.every may have been others before the last start."""
-    ended = run.end is not None and run.end.get("code") == 0
+    ended = run.end is not None and run.end["code"] == 0
     of_end = [run.end["step"]] if run.end is not None and ended else []
     last = max([*(x["step"] for x in [*run.train, *run.evals]), *checkpoints, *of_end], default=0)
     if of_end and of_end[0] < last:
         says = f"exit.json says that the run ended at step {of_end[0]}, and there are records of step {last}"
         yield Finding("exit.json", says, of_end[0])
+    planned = config.train.stop_at or config.train.steps
+    if run.end is not None and run.end["reason"] == ENDED and run.end["step"] < planned:
+        says = f"exit.json says that the run reached its planned end at step {run.end['step']}, which is {planned}"
+        yield Finding("exit.json", says, run.end["step"], "reason", ENDED)
     begun, every = max(starts, default=0), config.logging.every
     there = {kind: {x["step"] for x in records} for kind, records in (("train", run.train), ("eval", run.evals))}
     expected = {"train": set(range(every, last + 1, every)), "eval": {0}}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -41,6 +42,7 @@ class LocalEngine:
     jobs: int
     threads: int
     gpus: tuple[str, ...] = ()
+    keeps_threads: bool = False  # a run that goes on has the threads that it began with, and not `threads`
     _processes: list[_Process] = field(default_factory=list)
     _asked_to_stop: float | None = None
 
@@ -51,10 +53,11 @@ class LocalEngine:
         log = job.run.parent.parent / LOGS / f"{job.run.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         devices = self._free_devices()
+        threads = (began_with(job.run) if self.keeps_threads else None) or self.threads
         with log.open("ab") as output:
             popen = subprocess.Popen(
                 [*_ENDING_WITH_US, str(os.getpid()), *launcher(len(devices)), "ngpt_train", "train", *job.arguments],
-                env=environment_of_run(os.environ, self.threads, devices if self.gpus else None),
+                env=environment_of_run(os.environ, threads, devices if self.gpus else None),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -101,16 +104,23 @@ def local_engine(config: StudyConfig, gpus: Sequence[str], cores: int, runs: Pat
     digits.
     """
     jobs = (len(gpus) or min(cores, MOST_JOBS)) if config.jobs == AUTO else int(config.jobs)
-    threads = (threads_of(runs) or max(1, cores // jobs)) if config.threads == AUTO else int(config.threads)
-    return LocalEngine(jobs, threads, tuple(gpus))
+    if config.threads != AUTO:
+        return LocalEngine(jobs, int(config.threads), tuple(gpus))
+    return LocalEngine(jobs, threads_of(runs) or max(1, cores // jobs), tuple(gpus), keeps_threads=True)
 
 
 def threads_of(runs: Path) -> int | None:
-    """The threads that the runs of a directory began with, by run.json; None where none has begun."""
-    for path in sorted(runs.glob("*/run.json")):
-        with suppress(DataError, LookupError, TypeError):
-            if type(threads := read_json(path)["starts"][0]["threads"]) is int and threads > 0:
-                return threads
+    """The threads that the runs of a directory began with, and only if it has none of its own those of other studies'
+    that it shares; None where none has begun."""
+    paths = sorted(runs.glob("*/run.json"), key=lambda path: (path.parent.is_symlink(), path))
+    return next((threads for path in paths if (threads := began_with(path.parent)) is not None), None)
+
+
+def began_with(run: Path) -> int | None:
+    """The threads that a run began with, by its run.json; None where that does not say it."""
+    with suppress(DataError, LookupError, TypeError):
+        threads = read_json(run / "run.json")["starts"][0]["threads"]
+        return threads if type(threads) is int and threads > 0 else None
     return None
 
 
@@ -154,11 +164,13 @@ def _ended(process: _Process) -> Ended:
 
 
 def last_line(log: Path) -> str:
-    """The last line that says an error, or else the last line."""
+    """The last line that says an error, or else the last one; and whether the disk was too full for what came after."""
     with suppress(OSError):
         lines = [line for line in _end_of(log).splitlines() if line.strip()]
         errors = [line for line in lines if line.startswith("error")]
-        return (errors or lines or [""])[-1].strip()[:500]
+        said = (errors or lines or [""])[-1].strip()[:500]
+        is_full = shutil.disk_usage(log.parent).free < _LAST_BYTES
+        return f"the disk of {log.parent} is full; before that: {said or 'nothing'}" if is_full else said
     return ""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from ngpt_train.config.sections.study import AuditConfig
 from ngpt_train.core.errors import DataError
@@ -38,6 +39,13 @@ shutil.copytree(honest / f"checkpoints/step_{end:08d}", there / f"checkpoints/st
 shutil.copy(honest / "run.json", there)
 shutil.copy(sys.argv[2], there / "config.yaml")
 (there / "metrics.jsonl").write_text("".join(json.dumps(x) + "\\n" for x in kept))
+(there / "exit.json").write_text(json.dumps({"code": 0, "reason": "done", "step": end}))
+"""
+# What a training that diverges at its last step does after this.
+DIVERGES = """
+if end == 12:
+    (there / "exit.json").write_text(json.dumps({"code": 4, "reason": "NumericalError: nan", "step": 12}))
+    sys.exit(4)
 """
 
 
@@ -134,6 +142,39 @@ def rows_too(run: Path) -> None:
     edit(change)(run)
 
 
+def rows_swapped(run: Path) -> None:
+    """The losses of two rows, whose sum stays."""
+    path = run / "evals/step_00000008.npz"
+    with np.load(path) as file:
+        arrays = dict(file)
+    arrays["loss_sum"][[0, 1]] = arrays["loss_sum"][[1, 0]]
+    with path.open("wb") as file:
+        np.savez(file, **arrays)
+
+
+def another_lr(run: Path) -> None:
+    """In config.yaml, and in that of the last checkpoint as well, whose manifest then tells."""
+    for path in (run, run / "checkpoints/step_00000012"):
+        tree = yaml.safe_load((path / "config.yaml").read_text())
+        tree["optim"]["lr"] *= 1.001
+        (path / "config.yaml").write_text(yaml.safe_dump(tree, sort_keys=False))
+
+
+def done_early(run: Path) -> None:
+    """A run that stopped at step 8 of 12, as if that had been its end."""
+    edit(lambda lines: [x for x in lines if x["step"] <= 8])(run)
+    shutil.rmtree(run / "checkpoints/step_00000012")
+    (run / "evals/step_00000012.npz").unlink()
+    in_text('"step": 12', '"step": 8', "exit.json")(run)
+
+
+def ended(**changed: Any) -> Callable[[Path], None]:
+    def tamper(run: Path) -> None:
+        write_json(run / "exit.json", json.loads((run / "exit.json").read_text()) | changed)
+
+    return tamper
+
+
 def facts(**changed: Any) -> Callable[[Path], None]:
     def tamper(run: Path) -> None:
         record = json.loads((run / "run.json").read_text())
@@ -186,6 +227,10 @@ def test_an_honest_run_is_equal(run: Path, honest: Path) -> None:
         (in_text("rows: 8", "rows: 4"), ["config.yaml says eval.rows=4, checkpoint step_00000012 was trained with 8"]),
         (swap, ["is of step 8, its directory of another"]),
         (in_text('"step": 12', '"step": 10', "exit.json"), ["the run ended at step 10, and there are records"]),
+        (done_early, ["exit.json says that the run reached its planned end at step 8, which is 12"]),
+        (ended(code=4, reason="NumericalError: nan"), ["the run diverged at step 12, training again does not"]),
+        (rows_swapped, ["evals/step_00000008.npz has other losses of rows than training again"]),
+        (another_lr, ["the config's schedule gives", "checkpoint step_00000012: config.yaml has "]),
         (facts(git_commit="0" * 40), [f"commit {'0' * 40} trained"]),
         (facts(data_fingerprint="0" * 64), [f"run.json says data_fingerprint {'0' * 64}"]),
     ],
@@ -209,6 +254,32 @@ def test_a_start_that_no_run_has(run: Path, honest: Path, changed: dict[str, Any
         audited(run, honest)
 
 
+@pytest.mark.parametrize("said", ["[]", "{}", '{"code": "4", "reason": "done", "step": 12}'])
+def test_an_end_that_no_run_has(run: Path, honest: Path, said: str) -> None:
+    """Caught: an edit that ends the audit with a traceback."""
+    (run / "exit.json").write_text(said)
+    with pytest.raises(DataError, match=r"exit\.json is damaged: it does not say how the run ended"):
+        audited(run, honest)
+
+
+def test_what_is_not_looked_at_is_said(run: Path, honest: Path) -> None:
+    """Caught: a certificate that is silent about what an edit may have changed."""
+    certificate = audited(run, honest, windows=1)
+    assert [(x["start"], x["end"]) for x in certificate["windows"]] == [(4, 8)]
+    assert (certificate["equal"], certificate["steps_compared"], certificate["steps"]) == (True, 4, 12)
+    nudge("train", 11, "loss", "loss_mean")(run)
+    ended(code=4, reason="NumericalError: nan")(run)
+    shutil.rmtree(run / "evals")
+    certificate = audited(run, honest, windows=1)
+    assert certificate["equal"]
+    assert "steps outside of the windows" in certificate["not_checked"]
+    assert certificate["notes"] == [
+        "no window begins at the weights of step_00000012, or compared them at its end",
+        "the run has no evals/: the losses of single rows were compared with nothing",
+        "exit.json says that the run diverged at step 12, where no window ends",
+    ]
+
+
 def test_a_run_that_diverged_is_equal(run: Path, honest: Path, tmp_path: Path) -> None:
     """Caught: an accusation because training again diverges too, or because NaN is not equal to itself."""
 
@@ -224,7 +295,7 @@ def test_a_run_that_diverged_is_equal(run: Path, honest: Path, tmp_path: Path) -
         write_json(each / "exit.json", {"code": 4, "reason": "NumericalError: nan", "step": 12})
 
     def command_on(ranks: int) -> Sequence[str]:
-        return [sys.executable, "-c", f"{REPLAY}\nif end == 12:\n    sys.exit(4)", str(other)]
+        return [sys.executable, "-c", REPLAY + DIVERGES, str(other)]
 
     def found() -> list[str]:
         chosen = AuditConfig(run=str(run), seed=0)

@@ -186,13 +186,42 @@ def test_a_study_that_has_begun_may_only_grow(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"study.arms: without ngpt"):
         begun(text=YAML.replace("  ngpt: {model: ngpt}\n", ""))
 
-    (study.path / "study.yaml").write_text("arms: [\n")
-    with pytest.raises(DataError, match=r"study.yaml is missing or damaged"):
-        begun()
-    (study.path / "study.yaml").unlink()
+
+def test_a_definition_that_was_edited_by_hand(tmp_path: Path) -> None:
+    """Caught: an edit of study.yaml that nobody notices, or that ends with a traceback; a study that cannot begin
+    because its first write of study.yaml was cut, as on a full disk."""
+    study = study_of(tmp_path)
+    study.path.mkdir(parents=True)
+    (study.path / ".study.yaml.partial").touch()
+    check_stored(study, Runs(study))
+    write_study(study)
+    (study.runs / "gpt-5120-lr0.004-seed0").mkdir(parents=True)
+    (study.runs / "gpt-5120-lr0.004-seed0" / "config.yaml").touch()
+    path = study.path / "study.yaml"
+    text = path.read_text()
+
+    def refused(edited: str) -> str:
+        path.write_text(edited)
+        with pytest.raises((ConfigError, DataError)) as error:
+            check_stored(study, Runs(study))
+        return str(error.value)
+
+    for old, new, said in (
+        ("- model=gpt", "- model=ngpt", "arm gpt: model.name: ngpt -> gpt"),
+        ("- model=gpt", "- model=nothing", "arm gpt: its configuration: (cannot be composed any more)"),
+        ("optim.lr: 2.0", "optim.lr: 4.0", "study.tune: {optim.lr: 4.0} -> {optim.lr: 2.0}"),
+        ("confidence: 0.95", "confidence: .nan", "study.confidence: nan -> 0.95"),
+        ("- 5120", "- 5121", "study.budgets: [5121,25600] -> [5120,25600], without [5121]"),
+        ("- 5120", "- five", "study.yaml is missing or damaged: invalid literal for int()"),
+        (text, "arms: [", "study.yaml is missing or damaged"),
+        (text, "", "Restore it, or choose another study.name: it shares the runs that stay the same."),
+    ):
+        assert old in text
+        assert said in refused(text.replace(old, new))
+    path.unlink()
     (study.path / "thesis.txt").touch()
     with pytest.raises(ConfigError, match="is not the directory of a study"):
-        begun()
+        check_stored(study, Runs(study))
 
 
 def test_only_a_studys_own_arguments_make_its_config() -> None:

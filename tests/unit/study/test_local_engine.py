@@ -1,5 +1,6 @@
 """Runs on this machine: their share of cores and GPUs, how their ends are told, and that none is left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -88,6 +89,23 @@ def test_ends_are_told_with_their_reason(tmp_path: Path, script: Path) -> None:
     assert (tmp_path / "study" / "runs" / "good" / "environment").read_text().startswith("5 ")
 
 
+def test_a_run_goes_on_with_its_own_threads(tmp_path: Path, script: Path) -> None:
+    """Caught: a run that another study began, or that began on a machine with other cores, whose last digits change
+    where it goes on; study.threads that nobody heeds."""
+    run = tmp_path / "study" / "runs" / "a"
+    for name, threads in (("a", 3), ("b", 5)):
+        (tmp_path / "study" / "runs" / name).mkdir(parents=True)
+        facts = {"starts": [{"threads": threads}, {"threads": 9}]}
+        (tmp_path / "study" / "runs" / name / "run.json").write_text(json.dumps(facts))
+    for config, threads in ((StudyConfig(), ["3", "5", "3"]), (StudyConfig(threads=2), ["2", "2", "2"])):
+        engine = local_engine(config, [], 8, run.parent)
+        for name in "abc":
+            engine.start(job(tmp_path, name, "good"))
+        all_ended(engine)
+        seen = [(run.parent / name / "environment").read_text().split()[0] for name in "abc"]
+        assert seen == threads
+
+
 def test_a_stop_lets_them_save(tmp_path: Path, script: Path) -> None:
     """Caught: processes that are killed, or go on, when a study is stopped; jobs that are started after it."""
     engine = LocalEngine(jobs=3, threads=1)
@@ -161,6 +179,11 @@ def test_what_auto_is(tmp_path: Path) -> None:
         (tmp_path / "runs" / name / "run.json").write_text(text)
     assert found(StudyConfig(jobs=1), [], 2) == (1, 3)
     assert found(StudyConfig(jobs=1, threads=2), [], 2) == (1, 2)
+    # Nor would those of another study whose run it shares, once it has runs of its own.
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "run.json").write_text('{"starts": [{"threads": 7}]}')
+    (tmp_path / "runs" / "a-link").symlink_to(tmp_path / "other")
+    assert found(StudyConfig(jobs=1), [], 2) == (1, 3)
     (tmp_path / "gpus" / "0000").mkdir(parents=True)
     assert usable_gpus({}, tmp_path / "gpus") == ["0"]
     assert usable_gpus({}, tmp_path / "none") == []

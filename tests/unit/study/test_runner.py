@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -222,6 +223,66 @@ def test_a_run_that_another_process_trains_is_awaited(tmp_path: Path) -> None:
     assert runner.complete()
     assert runner.results[point].loss == 2.5
     assert [line for line in runner.watcher.lines if "waiting for it" in line]
+
+
+def test_a_run_that_another_process_was_the_first_to_go_on_with(tmp_path: Path) -> None:
+    """Two studies that share an unfinished run start it at the same moment. Caught: a study that ends because the
+    process of one of them is refused; a run that nobody goes on with after the other study was stopped."""
+    study = study_of(tmp_path, "study.budgets=[5120]", "study.seeds=[0]")
+    runs = Runs(study)
+    locks = []
+
+    def outcome(job: Job, attempt: int) -> Ended:
+        if job.point.arm == "gpt" and attempt == 1:
+            leave(job, runs, None)
+            locks.append((job.run / "lock").open("w"))
+            fcntl.flock(locks[0], fcntl.LOCK_EX)
+            return Ended(job, 2, f"error: process 1 on here is training in {job.run}.")
+        for lock in locks:
+            lock.close()  # the other process has stopped, and its run is not finished
+        return good(runs)(job, attempt)
+
+    runner = runner_of(study, outcome, retries=0)
+    assert runner.complete()
+    assert started(runner).count("gpt-5120-lr0.004-seed0") == 2
+    assert set(states(runner).values()) == {DONE}
+
+
+def test_a_run_directory_that_is_deleted_while_its_process_trains(tmp_path: Path) -> None:
+    """The process writes its later checkpoints and its end there again. Caught: a run that is started in such a
+    directory and is refused, without a word of what to do; one without a config that counts as ended."""
+    study = study_of(tmp_path, "study.budgets=[5120]", "study.seeds=[0]")
+    runs = Runs(study)
+
+    def outcome(job: Job, attempt: int) -> Ended:
+        if job.point.arm == "gpt":
+            leave(job, runs, {})
+            (job.run / "config.yaml").unlink()
+            return Ended(job, 0, "")
+        return good(runs)(job, attempt)
+
+    said = r"gpt-5120-lr0.004-seed0 has lost its config.yaml.*Delete this directory, and the same command"
+    for _ in range(2):
+        with pytest.raises(DataError, match=said):
+            runner_of(study, outcome).complete()
+    shutil.rmtree(study.runs / "gpt-5120-lr0.004-seed0")
+    again = runner_of(study, good(runs))
+    assert again.complete()
+    assert "gpt-5120-lr0.004-seed0" in started(again)
+
+
+def test_a_finished_run_without_records(tmp_path: Path) -> None:
+    """Caught: a traceback; a finished run that counts as one that failed."""
+    study = study_of(tmp_path, "study.budgets=[5120]", "study.seeds=[0]")
+    runs = Runs(study)
+    assert runner_of(study, good(runs)).complete()
+    run = study.runs / "gpt-5120-lr0.004-seed0"
+    (run / "metrics.jsonl").unlink()
+    with pytest.raises(DataError, match=r"gpt-5120-lr0.004-seed0/metrics.jsonl cannot be read, and the run has ended"):
+        runner_of(study, good(runs)).complete()
+    (run / "exit.json").write_text("[]")
+    with pytest.raises(DataError, match=r"gpt-5120-lr0.004-seed0/exit.json is damaged"):
+        runner_of(study, good(runs)).complete()
 
 
 def test_results_may_ask_for_more_points(tmp_path: Path) -> None:

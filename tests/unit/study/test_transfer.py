@@ -12,11 +12,14 @@ from ngpt_train.config import ConfigError, load_config, to_dict
 from ngpt_train.config.composition.files import config_dir
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.validate import flatten
+from ngpt_train.study.cost import ArmSize
 from ngpt_train.study.definition import Study, Tuned
+from ngpt_train.study.runner import Runner
 from ngpt_train.study.stored import write_study
 from ngpt_train.study.transfer.optima import read_optima
 from ngpt_train.study.transfer.report import axes_of
 from ngpt_train.study.transfer.sizes import arms_of_sizes
+from ngpt_train.verbs import study as study_verb
 from tests.planted_runs import write_run
 
 WIDTHS, BUDGETS, SEEDS = (32, 64, 128), (25_600, 51_200), (0, 1)
@@ -123,3 +126,17 @@ def test_mistakes(arguments: list[str], words: list[str], capsys: pytest.Capture
     assert main(["transfer", *arguments]) == 2
     said = capsys.readouterr().err
     assert all(word in said for word in words), said
+
+
+def test_a_transfer_that_is_interrupted_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Caught: a report of the runs that had ended; an error because none had."""
+    monkeypatch.setattr(study_verb, "measure", lambda configs, *_: dict.fromkeys(configs, ArmSize(1, 1, None, "")))
+    monkeypatch.setattr(Runner, "complete", lambda runner: False)
+    given = ["model=ngpt", "scale=debug", "data=embedded", "tokenizer=bytes", "study.budgets=[51200]"]
+    given += ["transfer.widths=[32,64]", f"study.root={tmp_path}", f"transfer.patch={tmp_path / 'p'}"]
+    assert main(["transfer", *given]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("interrupted: 0 runs have ended")
+    assert sorted(x.name for x in (tmp_path / "transfer-ngpt-debug").iterdir()) == ["lock", "study.yaml"]
+    assert not (tmp_path / "p").exists()

@@ -1,0 +1,209 @@
+"""Studies and transfers that are killed, stopped, started at once, or run out of disk."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ngpt_train.config import load_config
+from ngpt_train.config.conflicts import arguments_of
+from ngpt_train.study.composition import Runs
+from ngpt_train.study.definition import Study, read_study
+from ngpt_train.study.engines import Job
+from ngpt_train.study.stored import write_study
+from ngpt_train.study.tuning import next_points
+from ngpt_train.verbs.transfer import study_of_sizes
+from tests.processes import fork_server, runs
+from tests.processes.studies import SHARED, begin, has_step, trainers, wait_for_no_trainer, wait_until
+from tests.unit.study.small_study import leave
+
+YAML = """\
+arms:
+  gpt: {model: gpt}
+budgets: [5_120, 51_200]  # 10 and 100 steps
+seeds: [0]
+max_points: 1
+"""
+SHORT, LONG = "gpt-5120-lr0.004-seed0", "gpt-51200-lr0.004-seed0"
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="it looks for the processes in /proc"),
+]
+
+
+def of_text(tmp_path: Path, corpus: Path) -> list[str]:
+    text = [f"data.path={corpus}", f"data.cache={tmp_path / 'cache'}"]
+    return [*SHARED, *text, "study.jobs=1", "study.threads=1"]
+
+
+def studied(tmp_path: Path, corpus: Path, root: Path, *more: str) -> list[str]:
+    (tmp_path / "study").mkdir(exist_ok=True)
+    (tmp_path / "study" / "small.yaml").write_text(YAML)
+    return ["--config-dir", str(tmp_path), "study=small", f"study.root={root}", *of_text(tmp_path, corpus), *more]
+
+
+def finish(verb: str, given: list[str]) -> None:
+    finished = fork_server.run("ngpt_train", [verb, *given], timeout=900)
+    assert finished.returncode == 0, finished.stdout[-2000:] + finished.stderr[-4000:]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Path:
+    """The long run of the small study, which nobody has stopped."""
+    place = tmp_path_factory.mktemp("whole")
+    given = studied(place, corpus, place)
+    study = read_study(load_config(arguments_of("study", given[2:]), given[1]).study, given[2:], given[:2])
+    of_study = Runs(study)
+    finish("train", [*of_study.arguments(of_study.first_point("gpt", 51200)), *study.options])
+    return study.runs / LONG
+
+
+def started_at(run: Path) -> list[int]:
+    return [start["step"] for start in json.loads((run / "run.json").read_text())["starts"]]
+
+
+def transferred(tmp_path: Path, corpus: Path, root: Path) -> tuple[list[str], Study, list[Path]]:
+    """The arguments of a transfer over two widths, its study, and the runs that it still makes: the rates beside the
+    best one of each width have runs already, with losses that no training ends with."""
+    sizes = ["model=ngpt", "transfer.widths=[32,64]", "study.budgets=[51200]", "study.seeds=[0]", "study.max_points=3"]
+    given = [*sizes, *of_text(tmp_path, corpus), f"study.root={root}"]
+    config = load_config(arguments_of("transfer", given))
+    study = read_study(study_of_sizes(config.study, config.transfer, given, []), given)
+    write_study(study)
+    of_study, left = Runs(study), []
+    for arm in study.arms:
+        points = sorted((x for x in next_points(study, of_study.start, {}) if x.arm == arm), key=lambda x: x.values)
+        assert len(points) == 3
+        left.append(study.runs / points[1].directory)
+        for point, loss in ((points[0], 8.0), (points[2], 9.0)):
+            config = of_study.config(point)
+            model, training = replace(config.model, vocab_size=257), replace(config.train, precision="fp32")
+            config = replace(config, model=model, train=training)  # as a run finds them out
+            leave(Job(point, study.runs / point.directory, ()), of_study, {}, loss, config)
+    return [*given, f"transfer.patch={root.with_suffix('.patch')}"], study, left
+
+
+def test_a_transfer_that_is_killed_and_stopped_gives_the_report_of_one_that_was_not(
+    tmp_path: Path, corpus: Path
+) -> None:
+    """Caught: a report or a patch of the runs that had ended when it was stopped; an error after a Ctrl-C; a report
+    that depends on kills."""
+    given, study, (first, second) = transferred(tmp_path, corpus, tmp_path / "killed")
+    patch, report = tmp_path / "killed.patch", study.path / "transfer" / "transfer.json"
+    killed = begin("transfer", given)
+    wait_until(killed, has_step(first, 10))
+    killed.send_signal(signal.SIGKILL)
+    killed.wait()
+    wait_for_no_trainer(study.path)
+    assert "study.yaml" in os.listdir(study.path)
+    assert f"process {killed.pid} " in (study.path / "lock").read_text()  # nobody holds it any more
+
+    stopped = begin("transfer", given)
+    wait_until(stopped, has_step(second, 10))
+    stopped.send_signal(signal.SIGINT)
+    said, _ = stopped.communicate(timeout=600)
+    assert stopped.returncode == 0, said
+    assert said.splitlines()[-1].endswith("the others have saved; the same command goes on"), said
+    assert not report.exists()
+    assert not patch.exists()
+
+    finish("transfer", given)
+    for run in (first, second):
+        begun = started_at(run)
+        assert len(begun) == 2
+        assert 10 <= begun[1] < 100
+
+    whole, other, _ = transferred(tmp_path, corpus, tmp_path / "whole")
+    finish("transfer", whole)
+    for run in (first, second):
+        assert runs.numbers(run) == runs.numbers(other.runs / run.name)
+    reports = [json.loads((x.path / "transfer" / "transfer.json").read_text()) for x in (study, other)]
+    assert [x["state"] for x in reports[0]["optima"]] == ["bracketed", "bracketed"]
+    for each in reports:
+        assert "transfer.widths=[32,64]" in each.pop("commands")[0]
+    assert reports[0] == reports[1]
+    assert patch.read_text() == (tmp_path / "whole.patch").read_text()
+    assert "tokens: 51200" in patch.read_text()
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of its own, of 24 MB."""
+    where = tmp_path / "disk"
+    where.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(where)]
+    made = subprocess.run(command, capture_output=True, check=False)
+    if made.returncode:
+        pytest.skip(f"mounting a disk is not allowed here: {made.stderr.decode().strip()}")
+    yield where
+    subprocess.run(["umount", "--lazy", str(where)], check=True)
+
+
+def fill(disk: Path) -> Path:
+    """Takes all room of the disk; the file that has it."""
+    with contextlib.suppress(OSError), (disk / "filling").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+    return disk / "filling"
+
+
+def test_a_disk_that_fills_up_during_a_study(tmp_path: Path, corpus: Path, disk: Path, whole: Path) -> None:
+    """Caught: a study that ends with a traceback or in silence, that loses what has ended, or that is not completed by
+    the same command when there is room."""
+    given = studied(tmp_path, corpus, disk, "study.retries=0")
+    root = disk / "small"
+    process = begin("study", given)
+    wait_until(process, has_step(root / "runs" / LONG, 10))
+    filling = fill(disk)
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode in (1, 3), said
+    assert LONG in said
+    assert "No space left on device" in said or "are missing" in said, said
+    assert "Traceback" not in said
+    assert json.loads((root / "runs" / SHORT / "exit.json").read_text())["reason"] == "done"
+    ended = (root / "runs" / SHORT / "metrics.jsonl").read_bytes()
+
+    filling.unlink()
+    finish("study", given)
+    assert (root / "runs" / SHORT / "metrics.jsonl").read_bytes() == ended
+    assert not list((root / "failures").glob("*"))
+    assert runs.numbers(root / "runs" / LONG) == runs.numbers(whole)
+    assert runs.records(root / "runs" / LONG, "eval")[100]["loss"] == runs.records(whole, "eval")[100]["loss"]
+
+
+def test_two_studies_that_share_a_run_are_killed_and_go_on_at_once(tmp_path: Path, corpus: Path, whole: Path) -> None:
+    """Caught: a study that ends because the other one was the first to go on with the run; a run that both train."""
+    root = tmp_path / "studies"
+    given = [studied(tmp_path, corpus, root, "study.budgets=[51200]", f"study.name={name}") for name in ("a", "b")]
+    run, link = (root / name / "runs" / LONG for name in ("a", "b"))
+    first = begin("study", given[0])
+    wait_until(first, has_step(run, 10))
+    paused = list(trainers(root))  # or the run would be at its end before the second study shares it
+    for trainer in paused:
+        os.kill(trainer, signal.SIGSTOP)
+    second = begin("study", given[1])
+    wait_until(second, link.is_symlink)
+    for process in (first, second):
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    for trainer in paused:
+        os.kill(trainer, signal.SIGCONT)
+    wait_for_no_trainer(root)
+    assert started_at(run) == [0]
+
+    both = [begin("study", x) for x in given]
+    for process in both:
+        said, _ = process.communicate(timeout=600)
+        assert process.returncode == 0, said
+        assert "1 of 1 runs in" in said
+    assert link.is_symlink()
+    begun = started_at(run)
+    assert len(begun) == 2
+    assert 10 <= begun[1] < 100
+    assert runs.numbers(run) == runs.numbers(whole)
