@@ -118,6 +118,8 @@ def what_differs(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
 
 def differing_weights(stored: ModelConfig, model: ModelConfig) -> list[str]:
     """In words, the keys by which the weights of `stored` are those of another model than `model`."""
+    if stored.name != model.name:  # the other keys are of two architectures
+        return [f"model.name: {stored.name} in the checkpoint, {model.name} here"]
     free = model.not_in_weights()
     return [
         f"model.{key}: {getattr(stored, key, None)} in the checkpoint, {value} here"

@@ -100,6 +100,11 @@ class RunDirectory:
                 f"run.resume=never: {self.path} holds a run. Choose another run.name, "
                 "or run.overwrite=true to delete it."
             )
+        if "imported" in self._last_start():
+            raise DataError(
+                f"{name} is an imported model: it has weights, and no training to go on with. Start another run with "
+                f"run.init_from={self.path} run.name=..."
+            )
         if data is not None:
             self._check_data(name, data)  # before check_resume, which would report another model.vocab_size instead
         check_resume(stored, config)

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.study import CompareConfig
 from ngpt_train.config.validate import did_you_mean, mistake, show, similar_keys
+from ngpt_train.core.errors import ConfigError
 from ngpt_train.study.audit import read_certificates
 from ngpt_train.study.compare import step_times
 from ngpt_train.study.compare.gather import check_out, gather, make_directory
+from ngpt_train.study.compare.key_kinds import covers
+from ngpt_train.study.compare.observed import facts_of
 from ngpt_train.study.compare.output.document import console
 from ngpt_train.study.compare.report import choose_arms, make_report, summary, write_reports
 from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.definition import name_of
+
+logger = logging.getLogger(__name__)
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
@@ -25,6 +33,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     """
     if os.environ.get("RANK", "0") != "0":
         return 0
+    if unused := [name for name in map(name_of, overrides) if name.partition(".")[0] not in ("compare", "experiment")]:
+        logger.info("compare makes no use of %s", ", ".join(unused))
     out = None if config.compare.out is None else Path(config.compare.out).expanduser()
     report, times = compared(config, overrides)
     print(f"{summary(report)}\n\n{console(report)}")
@@ -44,7 +54,7 @@ def compared(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any], 
     if out is not None:
         check_out(out)
     found = gather([Path(run).expanduser() for run in compare.runs])
-    check_tuned(compare.tuned, found.runs)
+    check_keys(compare, found.runs)
     tuned = found.tuned if compare.tuned is None else compare.tuned
     arms, tuned, notes = choose_arms(found.runs, None if compare.arms else found.arms, compare.arms or (), tuned)
     times, untimed = _step_times(arms, out, compare.step_times)
@@ -67,13 +77,21 @@ def compared(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any], 
     return report, times
 
 
-def check_tuned(tuned: Sequence[str] | None, runs: Sequence[Run]) -> None:
-    """Raises ConfigError for a key of compare.tuned that no run's config has."""
-    keys = sorted({key for run in runs for key in run.config})
-    for name in tuned or ():
-        if name not in keys:
-            problem = f"compare.tuned={show(tuned)}: no run has the key {name}{did_you_mean(similar_keys(name, keys))}"
-            raise mistake(problem, "Name keys of config.yaml, such as optim.lr")
+def check_keys(compare: CompareConfig, runs: Sequence[Run]) -> None:
+    """Raises ConfigError for a key of compare.tuned or compare.under_test that no run has."""
+    of_config = {key for run in runs for key in run.config}
+    known = of_config | {fact for run in runs for fact in facts_of(run)}
+    for name in compare.tuned or ():
+        if name not in of_config:
+            raise _unknown("compare.tuned", compare.tuned, name, of_config)
+    for name in compare.under_test or ():
+        if not any(covers([name], key) for key in known):
+            raise _unknown("compare.under_test", compare.under_test, name, known)
+
+
+def _unknown(of: str, names: Sequence[str] | None, name: str, known: Collection[str]) -> ConfigError:
+    problem = f"{of}={show(names)}: no run has the key {name}{did_you_mean(similar_keys(name, sorted(known)))}"
+    return mistake(problem, "Name keys of config.yaml, such as optim.lr")
 
 
 def _step_times(arms: Mapping[str, Sequence[Run]], out: Path | None, again: bool) -> tuple[step_times.Times, list[str]]:

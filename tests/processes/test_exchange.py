@@ -81,6 +81,21 @@ def test_there_and_back(trained: Path, tmp_path: Path) -> None:
     runs.train(runs.arguments(tmp_path, trained.parents[1] / "none", *begun, *data_of(trained)))
     first = runs.records(tmp_path / "runs/begun", "eval")[0]["loss"]
     assert first == pytest.approx(metrics["loss"], abs=1e-6)
+    resumed = runs.run(
+        "train",
+        runs.arguments(
+            tmp_path,
+            trained.parents[1] / "none",
+            *options,
+            *data_of(trained),
+            f"run.root={tmp_path}",
+            "run.name=back",
+            f"tokenizer.path={path}",
+            "train.steps=1",
+        ),
+    )
+    assert resumed.returncode == 3
+    assert "back is an imported model" in resumed.stderr
 
 
 def data_of(run: Path) -> list[str]:

@@ -264,6 +264,7 @@ def test_named_arms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "not NAME:PATTERN" in mistake(capsys, 2, *runs, "compare.arms=[new]")
     assert "no arm of that name" in mistake(capsys, 2, *runs, "compare.baseline=gtp")
     assert "optim.lrr; did you mean optim.lr?" in mistake(capsys, 2, *runs, "compare.tuned=[optim.lrr]")
+    assert "no run has the key modl" in mistake(capsys, 2, *runs, "compare.under_test=[optim,git_commit,modl]")
 
 
 def test_runs_that_others_wrote(tmp_path: Path) -> None:
