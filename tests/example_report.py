@@ -128,6 +128,7 @@ def example(
                     "low": lr[arm] / 1.3 if known else None,
                     "high": lr[arm] * 1.3 if known else None,
                     "price_of_two": 0.03 if known else None,
+                    "price_of_grid": 0.0 if known else None,
                 }
             )
     for arm in others:

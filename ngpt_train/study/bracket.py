@@ -30,6 +30,13 @@ class Tuning:
     high: float | None = None
     price_of_two: float | None = None  # loss of a value that is off by a factor of two, less the optimum's
 
+    @property
+    def price_of_grid(self) -> float | None:
+        """The parabola's loss at the best value, less that at the optimum: what values between those tried may gain."""
+        if self.best is None or self.optimum is None or self.price_of_two is None:
+            return None
+        return float(self.price_of_two * math.log2(self.best / self.optimum) ** 2)
+
 
 def analyse(
     values: Sequence[Any],

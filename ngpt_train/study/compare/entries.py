@@ -61,7 +61,7 @@ def tunings(arm: Arm) -> list[dict[str, Any]]:
             if trial.budget == budget and all(v == best.get(k, v) for k, v in trial.values if k != key)
         ]
         found = {"state": tuning.state, "points": points, "optimum": tuning.optimum, "low": tuning.low}
-        found |= {"high": tuning.high, "price_of_two": tuning.price_of_two}
+        found |= {"high": tuning.high, "price_of_two": tuning.price_of_two, "price_of_grid": tuning.price_of_grid}
         entries.append({"arm": arm.name, "budget": budget, "key": key, **found})
     return entries
 

@@ -105,6 +105,18 @@ def test_findings_say_what_they_lack() -> None:
     assert "for itself" not in tables.verdicts(example(arms=("gpt", "ngpt"))).note
 
 
+def test_findings_say_what_a_finer_grid_may_change() -> None:
+    """Caught: silence about a best value that lies far from the parabola's optimum; the price of another budget."""
+    report = example()
+    assert "values between those tried" not in wording.finding(report, "ngpt")
+    last = max(report["budgets"])
+    for entry in report["tuning"]:
+        entry["price_of_grid"] = {"ngpt": 0.0486, "gpt": 0.03}.get(entry["arm"]) if entry["budget"] == last else 0.7
+    said = "values between those tried would lower the loss of ngpt by 0.049 and that of gpt by 0.03 nats per token;"
+    assert said in wording.finding(report, "ngpt")
+    assert "the loss of gpt by 0.03 nats per token;" in wording.finding(report, "gpt_qk")
+
+
 def test_a_ratio_beyond_the_data_is_said_to_be() -> None:
     """Caught: an extrapolated ratio in place of a measured one, or without a word."""
     report = example(arms=("gpt", "ngpt"))

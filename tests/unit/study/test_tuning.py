@@ -86,6 +86,15 @@ def test_a_hard_first_seed_makes_no_bracket() -> None:
     assert analyse(values, [3.2, *losses[1:4], 3.2], 0.058, seeds=seeds).state == "bracketed"
 
 
+def test_price_of_the_grid() -> None:
+    """Caught: natural logarithms in the place of octaves, or the price of a factor of two itself."""
+    found = analyse([1.0, 2.0, 4.0], [3 + 0.2 * (k - 0.3) ** 2 for k in (-1, 0, 1)], 0.001)
+    assert found.optimum == pytest.approx(2 * 2**0.3)
+    assert found.price_of_two == pytest.approx(0.2)
+    assert found.price_of_grid == pytest.approx(0.2 * 0.3**2)
+    assert analyse([1.0, 2.0], [3.0, 3.1], 0.001).price_of_grid is None
+
+
 @pytest.mark.parametrize(("slope", "best"), [(1, START / 2**7), (-1, START * 2**7)])
 def test_a_monotone_landscape_ends_at_the_edge(slope: int, best: float) -> None:
     results, _ = search(study(), lambda point: 3 + slope * 0.01 * octaves(point))

@@ -190,12 +190,14 @@ def tuning(report: Report) -> Table:
                 _n(f"{chosen:.4g}" if type(chosen) is float else str(chosen)),
                 _n(_optimum(t)),
                 _n(number(t["price_of_two"], None, 2)),
+                _n(number(t["price_of_grid"], None, 2)),
                 _n(tried),
             ]
         )
     columns = ["Arm", "Budget (tokens)", "Key", "State", "Best tried", "Optimum of the parabola"]
-    columns += [f"Price of a factor of 2 ({report['unit']})", "Points tried"]
+    columns += [f"Price of a factor of 2 ({report['unit']})", f"Price of the grid ({report['unit']})", "Points tried"]
     note = "Bracketed: on both sides some value tried is worse than the best, by more than the noise between seeds."
+    note += " Price of the grid: by how much the parabola's loss at the best value lies above its lowest one."
     note += " The best is chosen by the runs that are then compared, which flatters each arm by a part of its noise."
     return Table("tuning", "Tuning", columns, rows, note, "No key was tuned.")
 

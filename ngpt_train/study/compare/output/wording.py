@@ -116,7 +116,8 @@ def finding(report: Report, arm: str) -> str:
         rest = "" if is_tuned(report, arm) else f" {_untuned(report, arm)}, and every comparison with it is too."
         return f"The baseline.{rest}"
     verdict, baseline = report["verdicts"].get(arm), report["baseline"]
-    measured = " ".join(filter(None, [_gap(report, arm), _matched(report, arm), _trend(report, arm)]))
+    sentences = [_gap(report, arm), _matched(report, arm), _trend(report, arm), _between(report, arm)]
+    measured = " ".join(filter(None, sentences))
     if verdict == "untuned":
         whose = arm if not is_tuned(report, arm) else baseline
         return f"No verdict: {_untuned(report, whose)}. {measured}".strip()
@@ -194,6 +195,23 @@ def _trend(report: Report, arm: str) -> str:
     return f"Where the budget doubles, this speed-up is multiplied by {factor}: {says}."
 
 
+def _between(report: Report, arm: str) -> str:
+    """What values between those that were tried may change, at the budget of the verdict."""
+    at = (difference_of(report, arm) or {}).get("budget")
+    prices = {
+        name: sum(t["price_of_grid"] or 0 for t in report["tuning"] if (t["arm"], t["budget"]) == (name, at))
+        for name in (arm, report["baseline"])
+    }
+    gains = [f"that of {name} by {number(price, None, 2)}" for name, price in prices.items() if price >= SMALLEST_PRICE]
+    if not gains:
+        return ""
+    said = f"{' and '.join(gains)} {report['unit']}".removeprefix("that")
+    return (
+        f"By the parabolas of the tuning, values between those tried would lower the loss{said}; the intervals lack "
+        "this."
+    )
+
+
 def _needed(report: Report, arm: str) -> str:
     found = difference_of(report, arm)
     needed = (found or {}).get("needed") or {}
@@ -212,6 +230,7 @@ def _needed(report: Report, arm: str) -> str:
     return " ".join(said)
 
 
+SMALLEST_PRICE = 0.0005  # of a grid; a smaller one is not worth a sentence
 NEEDED = {"seeds": "seeds", "rows": "validation rows", "steps": "steps"}
 
 
