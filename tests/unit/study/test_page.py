@@ -121,8 +121,9 @@ def further_keys(report: dict[str, Any]) -> dict[str, Any]:
     for arm in list(report["arms"]):
         for key, values in (("optim.weight_decay", [0.0, 0.1]), ("model.qk_norm", [True, False, None])):
             points = [{"value": v, "loss": 3.0 + k / 9, "seed": 1, "failed": k == 2} for k, v in enumerate(values)]
-            known = {"state": "bracketed", "optimum": None, "low": None, "high": None, "price_of_two": None}
-            report["tuning"].append({"arm": arm, "budget": BUDGETS[-1], "key": key, "points": points, **known})
+            unknown = dict.fromkeys(("optimum", "low", "high", "price_of_two", "price_of_grid"))
+            entry = {"arm": arm, "budget": BUDGETS[-1], "key": key, "state": "bracketed", "points": points}
+            report["tuning"].append(entry | unknown)
     return report
 
 
