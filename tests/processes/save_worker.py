@@ -55,6 +55,8 @@ def main() -> None:
     def begun(self: background.Saves, state: TrainState, *others: Any) -> None:
         at[""] = state.step
         begin(self, state, *others)
+        if mine and action == "fail" and self._thread is not None:
+            self._thread.join()  # so that the failure is known in this step, however busy the machine is
 
     background.Saves.save = begun  # type: ignore[method-assign]
     around(background.Staging, "wait", after="staged")
