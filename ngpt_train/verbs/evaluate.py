@@ -179,9 +179,9 @@ def check_lengths(config: Config, model: ModelConfig, overrides: Sequence[str]) 
 def of_text(data: DataConfig) -> str:
     """Which part of another text than the run's own is evaluated: not all of it, as who names a file may expect."""
     if data.val_files is not None:
-        return f"evaluated are data.val_files={data.val_files}"
+        return f"data.val_files={data.val_files} is evaluated"
     share = f"data.val_fraction={data.val_fraction:g}"
-    return f"evaluated is what training would hold out of this text, {share}; data.val_fraction=0.99 takes nearly all"
+    return f"the part that training would hold out of this text is evaluated, {share}; with 0.99 it is nearly all"
 
 
 def identity(restored: Restored) -> dict[str, Any]:

@@ -117,6 +117,17 @@ def test_findings_say_what_a_finer_grid_may_change() -> None:
     assert "the loss of gpt by 0.03 nats per token;" in wording.finding(report, "gpt_qk")
 
 
+@pytest.mark.parametrize(
+    ("ends", "says"), [((0.8, 0.9), "it shrinks as the budget grows"), ((0.9, 1.1), "not resolved")]
+)
+def test_a_trend_of_extrapolated_ratios_is_said_to_be_one(ends: tuple[float, float], says: str) -> None:
+    report = example()
+    report["trends"] = [{"arm": "ngpt", "estimate": 0.85, "low": ends[0], "high": ends[1], "extrapolated": False}]
+    assert f"{says}." in wording.finding(report, "ngpt")
+    report["trends"][0]["extrapolated"] = True
+    assert f"{says}, where some of the speed-ups lie beyond the budgets of the fit." in wording.finding(report, "ngpt")
+
+
 def test_a_ratio_beyond_the_data_is_said_to_be() -> None:
     """Caught: an extrapolated ratio in place of a measured one, or without a word."""
     report = example(arms=("gpt", "ngpt"))
