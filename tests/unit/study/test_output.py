@@ -125,7 +125,7 @@ def test_a_trend_of_extrapolated_ratios_is_said_to_be_one(ends: tuple[float, flo
     report["trends"] = [{"arm": "ngpt", "estimate": 0.85, "low": ends[0], "high": ends[1], "extrapolated": False}]
     assert f"{says}." in wording.finding(report, "ngpt")
     report["trends"][0]["extrapolated"] = True
-    assert f"{says}, where some of the speed-ups lie beyond the budgets of the fit." in wording.finding(report, "ngpt")
+    assert f"{says}; some of these speed-ups lie beyond the budgets of the fit." in wording.finding(report, "ngpt")
 
 
 def test_a_ratio_beyond_the_data_is_said_to_be() -> None:

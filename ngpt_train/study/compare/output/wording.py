@@ -192,7 +192,7 @@ def _trend(report: Report, arm: str) -> str:
     if low is not None and high is not None and not low <= 1 <= high:
         says = "it grows with the budget" if low > 1 else "it shrinks as the budget grows"
     factor = interval(found["estimate"], low, high)
-    beyond = ", where some of the speed-ups lie beyond the budgets of the fit" * bool(found["extrapolated"])
+    beyond = "; some of these speed-ups lie beyond the budgets of the fit" * bool(found["extrapolated"])
     return f"Where the budget doubles, this speed-up is multiplied by {factor}: {says}{beyond}."
 
 
