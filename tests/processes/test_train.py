@@ -113,7 +113,7 @@ def test_another_text_is_evaluated_in_part(
     given = [f"evaluate.checkpoint={directory}", "data=local", f"data.path={text}", f"data.cache={tmp_path}"]
     with caplog.at_level("INFO", "ngpt_train"):
         assert main(["evaluate", *given]) == 0
-        assert "hold out of this text, data.val_fraction=0.02;" in caplog.text
+        assert "hold out of this text is evaluated, data.val_fraction=0.02;" in caplog.text
         assert main(["evaluate", *given, "data.val_fraction=0.99", "eval.rows=1000"]) == 0
     *_, first, last = re.findall(r"rows with ([\d,]+) targets", caplog.text)
     bytes_of_text = len(text.read_bytes())
