@@ -91,8 +91,11 @@ def merged(*lists: Iterable[str]) -> tuple[str, ...]:
     return tuple({name_of(argument): argument for some in lists for argument in some}.values())
 
 
-def read_study(config: StudyConfig, arguments: Sequence[str], options: Sequence[str] = ()) -> Study:
-    """The study of the section `config`, started with the command line's `arguments` and `options`. Raises ConfigError.
+def read_study(
+    config: StudyConfig, arguments: Sequence[str], options: Sequence[str] = (), verb: str = "study"
+) -> Study:
+    """The study of the section `config`, started by `verb` with the command line's `arguments` and `options`. Raises
+    ConfigError.
 
     Which values the keys take is checked where the arms' configurations are composed, in `points.py`.
     """
@@ -133,7 +136,7 @@ def read_study(config: StudyConfig, arguments: Sequence[str], options: Sequence[
         confidence=config.confidence,
         max_points=config.max_points,
         options=tuple(options),
-        command=shlex.join(["python", "-m", "ngpt_train", "study", *arguments, *options]),
+        command=shlex.join(["python", "-m", "ngpt_train", verb, *arguments, *options]),
     )
 
 

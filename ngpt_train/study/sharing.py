@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -45,12 +46,21 @@ def find_run(study: Study, point: Point, config: Config, steps: int) -> Result |
         if run.is_symlink() or run == study.runs / point.directory:
             continue
         stored = _stored(path, path.stat().st_mtime_ns)
-        if stored is None or differences(stored, config):
+        if stored is None or _is_clearly_another(stored, config) or differences(stored, config):
             continue
         result = result_of(point, run, steps, study.metric)
         if result.state != WAITING:
             found.append(result)
     return min(found, key=lambda result: (result.state != DONE, not result.is_final), default=None)
+
+
+def _is_clearly_another(stored: Config, new: Config) -> bool:
+    """Whether the runs differ in what most runs of a study differ in. `differences`, which says the same and takes
+    milliseconds, would be asked for every pair of a waiting point and a run of any study."""
+    if (stored.train.steps, stored.optim.lr) != (new.train.steps, new.optim.lr):
+        return True
+    model = replace(new.model, vocab_size=stored.model.vocab_size)  # auto until the tokenizer is known
+    return stored.model != model
 
 
 def link(run: Path, target: Path) -> bool:

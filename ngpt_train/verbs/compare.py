@@ -56,7 +56,8 @@ def compared(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any], 
     found = gather([Path(run).expanduser() for run in compare.runs])
     check_keys(compare, found.runs)
     tuned = found.tuned if compare.tuned is None else compare.tuned
-    arms, tuned, notes = choose_arms(found.runs, None if compare.arms else found.arms, compare.arms or (), tuned)
+    of_study = found.arms if compare.arms is None else None
+    arms, tuned, notes = choose_arms(found.runs, of_study, compare.arms or (), tuned)
     times, untimed = _step_times(arms, out, compare.step_times)
     report = make_report(
         found.runs,
@@ -78,7 +79,9 @@ def compared(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any], 
 
 
 def check_keys(compare: CompareConfig, runs: Sequence[Run]) -> None:
-    """Raises ConfigError for a key of compare.tuned or compare.under_test that no run has."""
+    """Raises ConfigError for an empty compare.arms, and a key of compare.tuned or under_test that no run has."""
+    if compare.arms == []:
+        raise mistake("compare.arms=[]: there is no arm", "Leave it out, or name arms, such as [gpt:gpt-*,ngpt:ngpt-*]")
     of_config = {key for run in runs for key in run.config}
     known = of_config | {fact for run in runs for fact in facts_of(run)}
     for name in compare.tuned or ():

@@ -27,22 +27,23 @@ from ngpt_train.study.tuning import next_points
 def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> int:
     """Returns 0 when all runs are made and compared, or the study was interrupted and its runs have saved; 1 where runs
     have crashed too often. Raises what `make` raises."""
-    return make(config, overrides, options, compared)
+    return make("study", config, overrides, options, compared)
 
 
 def make(
+    verb: str,
     config: Config,
     overrides: Sequence[str],
     options: Sequence[str],
     then: Callable[[Config, Study, Mapping[Point, Result]], int],
 ) -> int:
     """Makes the runs of the study, and returns what `then` returns of them while nobody else can write to the study; 0
-    for a dry run, and where it was interrupted. `options` are those that its runs are started with, such as
-    --config-dir DIR.
+    for a dry run, and where it was interrupted. verb: the one that the user called. options: those that its runs are
+    started with, such as --config-dir DIR.
 
     Raises ConfigError before anything is written where the definition is wrong or in use, and DataError.
     """
-    study = read_study(config.study, overrides, options)
+    study = read_study(config.study, overrides, options, verb)
     runs = Runs(study)
     runs.check()
     check_stored(study, runs)

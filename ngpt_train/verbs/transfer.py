@@ -49,7 +49,7 @@ def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) 
         return code
 
     config = replace(config, study=study_of_sizes(config.study, transfer, overrides, options))
-    return study_verb.make(config, overrides, options, then)
+    return study_verb.make("transfer", config, overrides, options, then)
 
 
 def say_and_write(

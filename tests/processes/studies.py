@@ -47,20 +47,20 @@ def has_step(run: Path, step: int) -> Callable[[], bool]:
     return found
 
 
-def trainers(directory: Path) -> Iterator[int]:
-    """The processes that train below a directory."""
+def trainers(directory: Path, what: str = "train") -> Iterator[int]:
+    """The processes that train below a directory: `train`, or another module with this name."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
                 words = (entry / "cmdline").read_bytes().decode().split("\0")
             except OSError:
                 continue
-            if "train" in words and any(str(directory) in word for word in words):
+            if what in words and any(str(directory) in word for word in words):
                 yield int(entry.name)
 
 
-def wait_for_no_trainer(directory: Path) -> None:
+def wait_for_no_trainer(directory: Path, what: str = "train") -> None:
     deadline = time.monotonic() + 120
-    while list(trainers(directory)):
+    while list(trainers(directory, what)):
         assert time.monotonic() < deadline, "a run goes on without its study"
         time.sleep(0.1)

@@ -3,11 +3,13 @@
 import json
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 from tests.processes.runs import arguments, run, train, write_corpus
+from tests.processes.studies import begin, trainers, wait_for_no_trainer, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,19 @@ def test_an_honest_run_and_an_edited_one(trained: Path) -> None:
     assert finished.returncode == 3, finished.stdout + finished.stderr
     assert f"the train record of step {begin + 2} says grad_norm" in finished.stdout
     assert [x["field"] for x in json.loads(out.read_text())["found"]][-1] == "grad_norm"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")
+def test_a_killed_audit_trains_no_further(trained: Path, tmp_path: Path) -> None:
+    """Caught: a training that goes on with nobody to read it."""
+    certificate = tmp_path / "certificate.json"
+    killed = begin("audit", [str(trained / "runs/test"), f"audit.out={certificate}"], TMPDIR=str(tmp_path))
+    wait_until(killed, lambda: any(trainers(tmp_path, "ngpt_train.verbs.audit")))
+    killed.kill()
+    killed.communicate()
+    wait_for_no_trainer(tmp_path, "ngpt_train.verbs.audit")
+    assert not list(tmp_path.rglob("metrics.jsonl"))  # the training had no time to begin
+    assert not certificate.exists()
 
 
 def test_wrong_use(trained: Path, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from ngpt_train.study.audit.certificate import Finding
 from ngpt_train.study.audit.records import METRICS, losses_of
 from ngpt_train.study.audit.windows import Window
 from ngpt_train.study.compare.runs import Run, read_run
+from ngpt_train.study.engines import child
 from ngpt_train.study.points import DIVERGED
 from ngpt_train.training.checkpoint.files import STATE, has_tensors, read_manifest
 
@@ -82,7 +83,10 @@ def train_again(
         environment["OMP_NUM_THREADS"] = str(threads)
     with (place / "log").open("wb") as log:
         process = subprocess.Popen(
-            [*command, str(place / "config.yaml")], env=environment, stdout=log, stderr=subprocess.STDOUT
+            [*child.ending_with_us(), *command, str(place / "config.yaml")],
+            env=environment,
+            stdout=log,
+            stderr=subprocess.STDOUT,
         )
         try:
             code = process.wait()

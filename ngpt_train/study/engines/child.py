@@ -12,6 +12,11 @@ import sys
 PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
+def ending_with_us() -> list[str]:
+    """What stands in front of a command that shall end with this process."""
+    return [sys.executable, __file__, str(os.getpid())]
+
+
 def main(parent: int, command: list[str]) -> None:
     """On Linux the kernel will send SIGTERM, upon which a run saves, as soon as `parent` has ended. Elsewhere the run
     goes on, and the study that is started next waits for it."""

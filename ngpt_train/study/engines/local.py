@@ -24,7 +24,6 @@ LOGS = "logs"  # directory of a study: what the process of each run has written
 _LOOK_SECONDS = 0.1
 _SAVING_SECONDS = 120.0  # that a run which was asked to stop has to save
 _LAST_BYTES = 4096
-_ENDING_WITH_US = [sys.executable, str(Path(child.__file__))]
 
 
 @dataclass
@@ -56,7 +55,7 @@ class LocalEngine:
         threads = (began_with(job.run) if self.keeps_threads else None) or self.threads
         with log.open("ab") as output:
             popen = subprocess.Popen(
-                [*_ENDING_WITH_US, str(os.getpid()), *launcher(len(devices)), "ngpt_train", "train", *job.arguments],
+                [*child.ending_with_us(), *launcher(len(devices)), "ngpt_train", "train", *job.arguments],
                 env=environment_of_run(os.environ, threads, devices if self.gpus else None),
                 stdin=subprocess.DEVNULL,
                 stdout=output,

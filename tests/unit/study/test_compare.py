@@ -262,6 +262,7 @@ def test_named_arms(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no run is named" in mistake(capsys, 2, *runs, "compare.arms=[new:none-*]")
     assert "is in" in mistake(capsys, 2, *runs, "compare.arms=[new:*,old:gpt-*]")
     assert "not NAME:PATTERN" in mistake(capsys, 2, *runs, "compare.arms=[new]")
+    assert "compare.arms=[]: there is no arm" in mistake(capsys, 2, *runs, "compare.arms=[]")
     assert "no arm of that name" in mistake(capsys, 2, *runs, "compare.baseline=gtp")
     assert "optim.lrr; did you mean optim.lr?" in mistake(capsys, 2, *runs, "compare.tuned=[optim.lrr]")
     assert "no run has the key modl" in mistake(capsys, 2, *runs, "compare.under_test=[optim,git_commit,modl]")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,7 @@ from ngpt_train.config.validate import flatten
 from ngpt_train.study.cost import ArmSize
 from ngpt_train.study.definition import Study, Tuned
 from ngpt_train.study.runner import Runner
-from ngpt_train.study.stored import write_study
+from ngpt_train.study.stored import read_stored, write_study
 from ngpt_train.study.transfer.optima import read_optima
 from ngpt_train.study.transfer.report import axes_of
 from ngpt_train.study.transfer.sizes import arms_of_sizes
@@ -131,7 +132,7 @@ def test_mistakes(arguments: list[str], words: list[str], capsys: pytest.Capture
 def test_a_transfer_that_is_interrupted_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Caught: a report of the runs that had ended; an error because none had."""
+    """Caught: a report of the runs that had ended; an error because none had; a stored command that is `study`'s."""
     monkeypatch.setattr(study_verb, "measure", lambda configs, *_: dict.fromkeys(configs, ArmSize(1, 1, None, "")))
     monkeypatch.setattr(Runner, "complete", lambda runner: False)
     given = ["model=ngpt", "scale=debug", "data=embedded", "tokenizer=bytes", "study.budgets=[51200]"]
@@ -140,3 +141,5 @@ def test_a_transfer_that_is_interrupted_writes_nothing(
     assert capsys.readouterr().out.splitlines()[-1].startswith("interrupted: 0 runs have ended")
     assert sorted(x.name for x in (tmp_path / "transfer-ngpt-debug").iterdir()) == ["lock", "study.yaml"]
     assert not (tmp_path / "p").exists()
+    stored = shlex.split(read_stored(tmp_path / "transfer-ngpt-debug").command)
+    assert stored == ["python", "-m", "ngpt_train", "transfer", *given]
