@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +40,10 @@ def leave(job: Job, runs: Runs, end: Mapping[str, Any] | None, loss: float = 3.0
     """Writes what the run of a job leaves: config.yaml, and exit.json and the last validation where it has ended."""
     steps = runs.steps(job.point.arm, job.point.budget)
     job.run.mkdir(parents=True, exist_ok=True)
-    write_yaml(config or runs.config(job.point), job.run / "config.yaml")
+    config = config or runs.config(job.point)
+    if config.tokenizer.kind == "bytes":  # the run has found out
+        config = replace(config, model=replace(config.model, vocab_size=257))
+    write_yaml(config, job.run / "config.yaml")
     if end is not None:
         (job.run / "exit.json").write_text(json.dumps({"code": 0, "reason": "done", "step": steps} | dict(end)))
         record = {"kind": "eval", "step": steps, "loss": loss, "bits_per_byte": loss / 3}
