@@ -29,7 +29,8 @@ def check_texts(generate: GenerateConfig) -> None:
         problem = "generate.stop: an empty string stops every text at once"
         raise mistake(problem, "Leave it out, for example generate.stop='[\"\\n\\n\"]'")
     if generate.prompts is not None and not Path(generate.prompts).expanduser().is_file():
-        problem = f"generate.prompts={generate.prompts}: no such file"
+        is_there = Path(generate.prompts).expanduser().exists()
+        problem = f"generate.prompts={generate.prompts}: {'it is no file' if is_there else 'no such file'}"
         raise mistake(problem, "Name a text file with a prompt a line, or a .jsonl file of objects with a `prompt`")
     if generate.out is not None and Path(generate.out).expanduser().is_file():
         raise mistake(f"generate.out={generate.out}: the file exists already", "Remove it, or name another")

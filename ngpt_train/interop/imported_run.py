@@ -16,6 +16,7 @@ from ngpt_train.config import write_yaml
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import TokenizerConfig
 from ngpt_train.core.checkout import git_commit
+from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import sync, write_json
 from ngpt_train.data.tokenizers import MODEL_FILES, write_tokenizer
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
@@ -34,7 +35,7 @@ def write_run(imported: Imported, source: str, out: Path) -> Path:
 
     Raises DataError where the tensors are not those of the model, or cannot be written.
     """
-    n_params = check_weights(imported)
+    n_params = check_weights(imported, source)
     config = of_run(imported, out)
     work = begin("import.out", out)
     try:
@@ -65,13 +66,16 @@ def write_run(imported: Imported, source: str, out: Path) -> Path:
     return out
 
 
-def check_weights(imported: Imported) -> int:
+def check_weights(imported: Imported, source: str) -> int:
     """The number of parameters. Raises DataError where the tensors are not those of a model of the config."""
     shapes = shapes_of(imported.config.model, imported.tensors)
     with torch.device("meta"):
         model = build_model(imported.config.model)
     statistics = {f"{STATISTICS}{name}": tuple(value.shape) for name, value in model.statistics().items()}
     check_tensors(imported.tensors, shapes | statistics, "the weights beside config.json")
+    for name, value in imported.tensors.items():
+        if not value.isfinite().all():  # a checkpoint holds finite numbers only
+            raise DataError(f"import.source={source}: {name} has values that are not finite. Copy the model again")
     return model.n_params()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from ngpt_train.core.files import read_json
 from ngpt_train.data import Tokenizer
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.interop.exporting import CONFIG
-from ngpt_train.interop.layouts.llama_config import NOTE
+from ngpt_train.interop.layouts.llama_config import ALSO, NOTE
 from ngpt_train.interop.layouts.registry import LAYOUTS
 from ngpt_train.interop.nvidia import read_nvidia
 from ngpt_train.interop.tensors import read_tensors
@@ -78,9 +78,10 @@ def _of_directory(path: Path, commit: str | None) -> Imported:
         raise DataError(f"{path / 'config.json'} is damaged: it is no object")
     name = _layout_of(config_json)
     keys, tensors = LAYOUTS[name].from_foreign(config_json, read_tensors(path))
-    model = _model_config(keys)
+    stored = read_yaml(path / CONFIG) if (path / CONFIG).is_file() else None
+    model = _model_config(keys, None if stored is None else stored.model)
     tokenizer, notes = tokenizer_of(path, config_json)
-    config = read_yaml(path / CONFIG) if (path / CONFIG).is_file() else _defaults(model)
+    config = _defaults(model) if stored is None else stored
     return _imported(config, model, tensors, tokenizer, f"layout {name}", commit, notes)
 
 
@@ -119,20 +120,27 @@ def _imported(
 
 def _layout_of(config_json: Mapping[str, Any]) -> str:
     note = config_json.get(NOTE)
-    name = note.get("layout") if isinstance(note, dict) else config_json.get("model_type")
+    found = note.get("layout") if isinstance(note, dict) else config_json.get("model_type")
+    name = ALSO.get(found, found) if isinstance(found, str) else None
     if name in LAYOUTS:
-        return str(name)
+        return name
     key = f"{NOTE}.layout" if isinstance(note, dict) else "model_type"
-    raise DataError(f"config.json: {key}={show(name)} is not {any_of(LAYOUTS)}. This model cannot be imported")
+    problem = f"config.json: {key}={show(found)} is not {any_of([*LAYOUTS, *ALSO])}"
+    raise DataError(f"{problem}. This model cannot be imported")
 
 
-def _model_config(keys: Mapping[str, Any]) -> ModelConfig:
-    """The section model.* with these keys. Raises DataError for a key or value that there is not."""
+def _model_config(keys: Mapping[str, Any], stored: ModelConfig | None = None) -> ModelConfig:
+    """The section model.* with these keys. Raises DataError for a key or value that there is not.
+
+    stored: that of the run which was exported. It has what a reader does not need, such as dropout.
+    """
     name = keys.get("name")
     if name not in architectures():
         raise DataError(f"config.json: model.name={show(name)} is not {any_of(architectures())}")
     known = schema_keys(architectures()[name])
     values = dict(flatten({"model": keys}, known))
+    if stored is not None and stored.name == name:
+        values = dict(flatten({"model": asdict(stored)}, known)) | values
     try:
         for key, value in values.items():
             check_leaf(key, value, known)

@@ -29,6 +29,7 @@ from ngpt_train.training.guards import NumericalError
 TOLERANCE = 1e-3
 LONGEST = 1024  # tokens of a row
 EXTRA = "pip install 'ngpt-train[hf]'"
+LARGEST = "largest difference of logits"
 
 
 class Difference(NamedTuple):
@@ -118,23 +119,24 @@ def check_logits(
     with_ours = difference(rows, logits, model)
     n, length = rows.shape
     name = type(exported).__name__
-    yield f"{n} rows of {length} random ids, fp32: {name} differs from ngpt-train by {with_ours} at most"
     if not with_ours.largest <= TOLERANCE * with_ours.scale:
         raise NumericalError(
             f"export: the logits of {name} differ by {with_ours}; rounding explains {TOLERANCE:g} of the largest. "
             "Nothing was exported: please report this"
         )
+    read = f"{n} rows of {length} random ids in fp32"
     if isinstance(config, GPTConfig):
         float_weights = {key: weight.float() for key, weight in weights.items()}
         exact = difference(rows, logits, lambda row: llama_arithmetic.logits(float_weights, config, row))
-        yield f"the same rows, our weights in the order of operations of transformers: {exact}"
+        yield f"{read}, {name} and the checkpoint, in the same order of operations: {LARGEST} {exact}"
         if exact.largest:
             import transformers
 
             yield f"  0 was expected; transformers {transformers.__version__} may compute in another order"
+    yield f"{read}, {name} and ngpt-train, whose order is another: {LARGEST} {with_ours}, which is rounding"
     if dtype != torch.float32:
         in_half = difference(rows, _in_half(loaded(directory, layout, dtype)), model)
-        yield f"the same rows, {name} in {str(dtype).removeprefix('torch.')} arithmetic: {in_half}"
+        yield f"the same rows, {name} in {str(dtype).removeprefix('torch.')} arithmetic: {LARGEST} {in_half}"
         if not in_half.largest < float("inf"):
             raise NumericalError(
                 f"export: the logits of {name} in half precision are not finite. Use export.dtype=bf16"

@@ -44,7 +44,7 @@ def test_there_and_back(trained: Path, tmp_path: Path) -> None:
     out = tmp_path / "exported"
     finished = runs.run("export", [f"export.checkpoint={trained}", f"export.out={out}", "export.rows=2"])
     assert finished.returncode == 0, finished.stderr
-    assert "the same rows, our weights in the order of operations of transformers: 0.0" in finished.stdout
+    assert "and the checkpoint, in the same order of operations: largest difference of logits 0.0" in finished.stdout
     metrics = runs.records(trained, "eval")[30]
     card = (out / "README.md").read_text()
     assert f"loss {metrics['loss']:.6g}" in card
@@ -116,7 +116,7 @@ def test_ngpt_in_transformers(corpus: Path, tmp_path: Path) -> None:
     trained, out, texts = tmp_path / "runs/test", tmp_path / "exported", tmp_path / "texts.jsonl"
     finished = runs.run("export", [f"export.checkpoint={trained}", f"export.out={out}"])
     assert finished.returncode == 0, finished.stderr
-    assert "NGPTForCausalLM differs from ngpt-train by" in finished.stdout
+    assert "NGPTForCausalLM and ngpt-train, whose order is another: largest difference of logits" in finished.stdout
     program = READER.replace("sys.argv[1])", "sys.argv[1], trust_remote_code=True)")
     alone = f"import sys; sys.modules['ngpt_train'] = None\n{program}"
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home")}

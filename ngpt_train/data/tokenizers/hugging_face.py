@@ -26,7 +26,8 @@ class HuggingFaceTokenizer:
 
     kind = "hf"
 
-    def __init__(self, model: bytes, eos: str | int | None, where: str):
+    def __init__(self, model: bytes, eos: str | int | None, where: str, key: str = "tokenizer.eos"):
+        """where, key: for messages, the file and what names eos. Raises DataError."""
         try:
             from tokenizers import Tokenizer
         except ImportError:
@@ -44,7 +45,7 @@ class HuggingFaceTokenizer:
         pieces = {i: piece for piece, i in self._tokenizer.get_vocab(with_added_tokens=True).items()}
         special = {i for i, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
         self.vocab_size = max(pieces) + 1
-        self.eos = eos if isinstance(eos, int) else _find_eos(eos, {pieces[i]: i for i in special}, where)
+        self.eos = eos if eos in pieces else _find_eos(eos, {pieces[i]: i for i in special}, where, key)
         self.eos_piece = pieces[self.eos]
         self.model = model
         self.fingerprint = hashlib.sha256(model).hexdigest()
@@ -71,13 +72,13 @@ class HuggingFaceTokenizer:
 USUAL_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
-def _find_eos(eos: str | None, special: dict[str, int], where: str) -> int:
+def _find_eos(eos: str | int | None, special: dict[str, int], where: str, key: str) -> int:
     names = [eos] if eos is not None else [name for name in USUAL_EOS if name in special]
     if len(names) == 1 and names[0] in special:
         return special[names[0]]
     problem = "which piece ends a document?" if eos is None else f"no special piece {eos!r}."
     listed = ", ".join(map(repr, sorted(special)[:20])) or "none"
-    raise DataError(f"{where}: {problem} Set tokenizer.eos to one of its special pieces: {listed}")
+    raise DataError(f"{where}: {problem} Set {key} to one of its special pieces: {listed}")
 
 
 def _length_of_pieces(described: dict[str, Any], where: str) -> Callable[[str], int]:

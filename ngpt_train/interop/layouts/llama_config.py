@@ -17,12 +17,21 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),
     "quantization_config": (None,),
 }
+# What transformers takes where config.json does not say, by model_type, as far as GPT's own rule is another.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
+}
+ALSO = {"mistral": "llama"}  # model_type -> that of the layout, where both have the same equations and names
 
 
 def model_keys(config_json: Mapping[str, Any], model_type: str, qk_norm: bool) -> dict[str, Any]:
     """The keys of model.* for model=gpt. Raises DataError, which names the key, its value and what is allowed."""
-    if config_json.get("model_type") != model_type:
+    found = config_json.get("model_type")
+    if not isinstance(found, str) or ALSO.get(found, found) != model_type:
         raise refused(config_json, "model_type", f"{model_type} is what this layout reads")
+    config_json = {**DEFAULTS[found], **config_json}
     for key, allowed in FIXED.items():
         if config_json.get(key) not in allowed:
             raise refused(config_json, key, f"GPT has {show(allowed[0])} alone")
@@ -39,11 +48,9 @@ def model_keys(config_json: Mapping[str, Any], model_type: str, qk_norm: bool) -
     n_kv_heads = config_json.get("num_key_value_heads") or n_heads
     if type(n_kv_heads) is not int or n_kv_heads < 1 or n_heads % n_kv_heads:
         raise refused(config_json, "num_key_value_heads", f"a divisor of num_attention_heads={n_heads}")
-    default = 128 if model_type == "qwen3" else None  # which transformers takes where config.json does not say
-    head_dim = config_json.get("head_dim", default) or d_model // n_heads
-    if head_dim != d_model // n_heads:
-        named = {**config_json, "head_dim": head_dim}
-        raise refused(named, "head_dim", f"GPT has hidden_size / num_attention_heads, {d_model // n_heads}, alone")
+    if (config_json.get("head_dim") or d_model // n_heads) != d_model // n_heads:
+        width = f"GPT has hidden_size / num_attention_heads, {d_model // n_heads}, alone"
+        raise refused(config_json, "head_dim", width)
     tied = config_json.get("tie_word_embeddings", False)
     if not isinstance(tied, bool):
         raise refused(config_json, "tie_word_embeddings", "true or false")

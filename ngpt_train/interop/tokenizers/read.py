@@ -14,6 +14,7 @@ from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from ngpt_train.interop.tokenizers.write import DESCRIPTION, OWN
 
 OF_TRANSFORMERS, OF_SENTENCEPIECE = "tokenizer.json", "tokenizer.model"
+EOS = "eos_token of tokenizer_config.json"
 
 
 def tokenizer_of(directory: Path, config_json: Mapping[str, Any]) -> tuple[Tokenizer, list[str]]:
@@ -22,7 +23,7 @@ def tokenizer_of(directory: Path, config_json: Mapping[str, Any]) -> tuple[Token
         return read_tokenizer(directory / OWN, read_json(directory / OWN / DESCRIPTION)), []
     tokenizer: Tokenizer
     if (path := directory / OF_TRANSFORMERS).is_file():
-        tokenizer = HuggingFaceTokenizer(_content(path), _eos(directory, config_json), str(path))
+        tokenizer = HuggingFaceTokenizer(_content(path), _eos(directory, config_json), str(path), key=EOS)
     elif (path := directory / OF_SENTENCEPIECE).is_file():
         tokenizer = SentencePieceTokenizer(_content(path), str(path))
     else:

@@ -128,6 +128,8 @@ def build_with(config: GPTConfig, weights: dict[str, Tensor]) -> Decoder:
         ({"vocab_size": None}, "vocab_size=null"),
         ({"rms_norm_eps": 0}, "rms_norm_eps=0"),
         ({"model_type": "gemma"}, 'model_type="gemma"'),
+        ({"model_type": "mistral", "num_key_value_heads": 4}, "sliding_window=4096"),
+        ({"model_type": "mistral", "sliding_window": 512}, "sliding_window=512"),
         ({"ngpt_train": {"rope_layout": "spiral"}}, "rope_layout"),
         (
             {"intermediate_size": 100},

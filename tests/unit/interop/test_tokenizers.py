@@ -162,5 +162,11 @@ def test_tokenizers_of_others(tmp_path: Path) -> None:
     found, notes = tokenizer_of(tmp_path, {"eos_token_id": 256, "bos_token_id": 7})
     assert (found.kind, found.eos) == ("hf", 256)
     assert "names the id 7 for the beginning" in notes[0]
+    for eos in (-1, 300):
+        with pytest.raises(DataError, match=f"no special piece {eos}. Set eos_token of tokenizer_config.json to one"):
+            tokenizer_of(tmp_path, {"eos_token_id": eos})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": "<|endoftext|>"}}))
     assert tokenizer_of(tmp_path, {})[0].eos == 256
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    with pytest.raises(DataError, match=r"no special piece '</s>'\. Set eos_token of tokenizer_config.json to one"):
+        tokenizer_of(tmp_path, {})

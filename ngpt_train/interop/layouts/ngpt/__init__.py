@@ -34,7 +34,7 @@ RENAMED = {
 SAME = ["rope_base", "rope_layout", "alpha_sign", "qk_norm", "softmax_scale", "update_attn", "update_mlp", "norm_eps"]
 SAME += ["constraint"]
 SCALES = ("alpha_attn", "alpha_mlp", "s_qk", "s_u", "s_v", "s_z")
-REFERENCE = ("d_model", "n_layers")
+REFERENCE = {"d_model": "sqrt(d/d_ref)", "n_layers": "0.05*L_ref/L"}  # and the word of a scale vector that reads it
 # Where the modeling file has a block's weights.
 PLACES = {name: f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")}
 PLACES |= {name: f"mlp.{name}.weight" for name in ("w_u", "w_v", "w_down")}
@@ -56,6 +56,8 @@ class NGPTLayout:
         written = {theirs: getattr(config, ours) for ours, theirs in RENAMED.items()}
         written["num_key_value_heads"] = config.n_kv_heads or config.n_heads
         written["intermediate_size"] = config.d_mlp or 4 * config.d_model
+        scales = {name: asdict(getattr(config, name)) for name in SCALES}
+        words = {word for scale in scales.values() for word in (scale["init"], scale["scale"])}
         return {
             "architectures": ["NGPTForCausalLM"],
             "model_type": MODEL_TYPE,
@@ -66,8 +68,9 @@ class NGPTLayout:
             },
             **written,
             **{name: getattr(config, name) for name in SAME},
-            **{name: asdict(getattr(config, name)) for name in SCALES},
-            "reference": {name: getattr(config.reference, name) for name in REFERENCE},
+            **scales,
+            # Without model.lr_rule, which is no part of the model, no other reference would have an effect.
+            "reference": {name: getattr(config.reference, name) for name, word in REFERENCE.items() if word in words},
         }
 
     def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
@@ -120,7 +123,9 @@ def keys_of(config_json: Mapping[str, Any]) -> dict[str, Any]:
     for name in SCALES:
         leaves = ("kind", "init", "scale", "shared") if name == "s_qk" else ("kind", "init", "scale")
         wanted |= {f"{name}.{leaf}": (name, leaf) for leaf in leaves}
-    wanted |= {f"reference.{leaf}": ("reference", leaf) for leaf in REFERENCE}
+    reference = read(tied, ("reference",))
+    given = [x for x in REFERENCE if not isinstance(reference, Mapping) or reference.get(x) is not None]
+    wanted |= {f"reference.{leaf}": ("reference", leaf) for leaf in given}
     return {"name": "ngpt"} | {ours: read(tied, path) for ours, path in wanted.items()}
 
 
