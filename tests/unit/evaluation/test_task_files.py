@@ -140,6 +140,26 @@ def test_own_files(directory: Path, tmp_path: Path) -> None:
     assert first["acc"] == hits[0]
 
 
+def test_perplexities_beyond_a_float(directory: Path) -> None:
+    """Caught: an OverflowError of the harness's exp or of its standard error, which ends a training run; infinity in a
+    JSON file."""
+    word = "語" * 200  # of 600 bytes
+    (directory / "words.jsonl").write_text(json.dumps({"context": "one", "continuation": word}) + "\n")
+    (directory / "large.jsonl").write_text(
+        "".join(json.dumps({"context": "one", "continuation": word[:n]}) + "\n" for n in (20, 22, 24))
+    )
+    (directory / "long.jsonl").write_text(json.dumps({"text": word}) + "\n")
+    results = asked(directory, "words", "large", "long", "texts")(gpt(), BytesTokenizer(), ALONE)
+    tasks = results.as_json()["tasks"]
+    assert (results.tasks["words"]["perplexity"], results.tasks["long"]["word_perplexity"]) == (math.inf, math.inf)
+    assert (tasks["words"]["perplexity"], tasks["long"]["word_perplexity"]) == (None, None)
+    assert tasks["large"]["perplexity"] > 1e160, "its square is beyond a float"
+    assert tasks["long"]["byte_perplexity"] > 1
+    assert math.isfinite(tasks["texts"]["word_perplexity"])
+    json.dumps(results.as_json(), allow_nan=False)
+    assert len(results.lines()[0]) < 80
+
+
 def test_mean() -> None:
     """Its standard error is that of independent tasks."""
     tasks = {"a": {"acc": 0.5, "acc_stderr": 0.3, "acc_norm": 0.7, "acc_norm_stderr": 0.1}, "b": {"ppl": 3.0}}
