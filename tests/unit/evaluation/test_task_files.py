@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,31 @@ def test_what_is_no_task(directory: Path, monkeypatch: pytest.MonkeyPatch) -> No
         asked(directory / "x", "odd")
     with pytest.raises(ConfigError, match="gives none to the beginning"):
         Tasks(EvalConfig(tasks=["texts"], tasks_path=str(directory)), 8, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (CHOICES[0], {"query": "a", "choices": ["b"], "gold": 1}, "gold=1 is no number of a choice, 0 to 0"),
+        (CHOICES[0], {"query": "a", "choices": ["b"], "gold": "b"}, 'gold="b" is no number of a choice'),
+        (CHOICES[0], {"query": "a", "choices": ["b", ""], "gold": 0}, "one of choices is empty"),
+        (CHOICES[0], {"query": "a", "choices": "b", "gold": 0}, "choices is no list of texts"),
+        (CHOICES[0], {"query": "a"}, "it lacks choices and gold, which the first line has"),
+        (OPTIONS[0], {**OPTIONS[0], "continuation": None}, "continuation=null is no text"),
+        (TEXTS[0], ["text"], "it is no JSON object"),
+    ],
+)
+def test_a_faulty_line(directory: Path, first: Any, second: Any, says: str) -> None:
+    """Caught: an IndexError of the harness, or a message that does not name the line."""
+    (directory / "odd.jsonl").write_text(f"{json.dumps(first)}\n\n{json.dumps(second)}\n")
+    with pytest.raises(DataError, match=re.escape(f"odd.jsonl, line 3: {says}")):
+        asked(directory, "odd")
+
+
+def test_a_line_that_is_cut_off(directory: Path) -> None:
+    (directory / "odd.jsonl").write_text(f"{json.dumps(TEXTS[0])}\n" + '{"text": "some')
+    with pytest.raises(DataError, match=r"odd\.jsonl, line 2: it is no JSON object"):
+        asked(directory, "odd")
 
 
 def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
