@@ -24,7 +24,8 @@ import lm_eval.tasks
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.tasks._factory import TaskFactory
+from lm_eval.tasks._index import Entry
 
 from ngpt_train.config.validate import did_you_mean, nearest
 from ngpt_train.core.errors import ConfigError, DataError
@@ -99,6 +100,7 @@ class OwnTasks:
             self.manager = TaskManager(include_path=str(directory), include_defaults=False)
         except Exception as error:  # whatever a YAML file makes the harness raise
             raise DataError(f"eval.tasks_path={directory}: {_said(error)}") from None
+        self.manager._factory = _FromOwnDirectory()
         self._files = {path.stem: path for path in sorted(directory.rglob("*.jsonl"))}
 
     def __contains__(self, name: str) -> bool:
@@ -109,13 +111,15 @@ class OwnTasks:
 
     def task(self, name: str) -> str | dict[str, Any]:
         """What the manager loads."""
-        entry = self.manager.task_index.get(name)
-        if entry is None:
-            return from_jsonl(name, self._files[name])
-        if entry.yaml_path is None or name not in self.manager.all_subtasks:
-            return name
-        task = load_yaml(entry.yaml_path, resolve_func=True, recursive=True)
-        return _with_own_files(task, Path(entry.yaml_path).parent)
+        return name if name in self.manager.all_tasks else from_jsonl(name, self._files[name])
+
+
+class _FromOwnDirectory(TaskFactory):
+    """Builds tasks, those of groups and tags too, whose data files are named from their YAML file on."""
+
+    def _load_full_config(self, entry: Entry, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+        task = super()._load_full_config(entry, overrides)
+        return task if entry.yaml_path is None else _with_own_files(task, Path(entry.yaml_path).parent)
 
 
 def _with_own_files(task: dict[str, Any], directory: Path) -> dict[str, Any]:

@@ -161,6 +161,22 @@ def test_perplexities_beyond_a_float(directory: Path) -> None:
     assert len(results.lines()[0]) < 80
 
 
+def test_groups_of_own_files(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a group's files looked for in the current directory; a group in the mean beside its tasks."""
+    monkeypatch.chdir("/")
+    (directory / "other.yaml").write_text(YAML.replace("task: mine", "task: other\ntag: tagged"))
+    aggregate = "[{metric: acc, aggregation: mean, weight_by_size: true}]"
+    (directory / "both.yaml").write_text(f"group: both\ntask: [mine, other]\naggregate_metric_list: {aggregate}\n")
+    model = gpt()
+    results = asked(directory, "both", "choices")(model, BytesTokenizer(), ALONE)
+    assert [*results.tasks] == ["both", "choices"]
+    assert [*results.items] == ["mine", "other", "choices"]
+    hits = [item["acc"] for item in results.items["mine"]]
+    assert results.tasks["both"]["acc"] == sum(hits) / len(hits)
+    assert results.mean()["mean"] == (results.tasks["both"]["acc"] + results.tasks["choices"]["acc"]) / 2
+    assert [*asked(directory, "tagged")(model, BytesTokenizer(), ALONE).tasks] == ["other"]
+
+
 def test_mean() -> None:
     """Its standard error is that of independent tasks."""
     tasks = {"a": {"acc": 0.5, "acc_stderr": 0.3, "acc_norm": 0.7, "acc_norm_stderr": 0.1}, "b": {"ppl": 3.0}}
