@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import mistake
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import read_json
 
 # The key that names what a verb reads, and how a path is given to it.
 READ = {
@@ -70,3 +72,28 @@ def check_file(setting: str, path: Path) -> None:
         raise mistake(problem, "Name a file where you may write") from None
     if begins not in (b"", b"{", b"["):
         raise mistake(f"{setting}: the file is there, and is no earlier result", "Remove it, or name another")
+
+
+def check_beside(setting: str, out: Path, names: Sequence[str]) -> None:
+    """Raises ConfigError where one of the files `names`, which are written beside the result `out`, is there already,
+    unless it is of the result that `out` holds now. `setting`: KEY=VALUE of the command line."""
+    try:
+        earlier = read_json(out)
+    except DataError:
+        earlier = {}
+    own = files_of(earlier, out.stem) if isinstance(earlier, dict) else set()
+    for name in names:
+        if name == out.name:
+            problem = f"{setting}: another file of the result takes this name"
+            raise mistake(problem, f"For example {setting.partition('=')[0]}={out.with_name('result.json')}")
+        beside = out.with_name(name)
+        if os.path.lexists(beside) and name not in own:
+            problem = f"{setting}: {beside} would be replaced, and it is of no earlier result in {out.name}"
+            raise mistake(problem, "Name another file, or remove that one")
+
+
+def files_of(result: Mapping[str, object], stem: str) -> set[str]:
+    """The files that `evaluate` has written beside `result`, whose name is `stem` and an ending."""
+    found = {"tasks": f"{stem}_items.jsonl", "curves": f"{stem}.png", "rows_hash": f"{stem}.npz"}
+    contexts = [key.removeprefix("rows_hash_ctx") for key in result if key.startswith("rows_hash_ctx")]
+    return {name for key, name in found.items() if key in result} | {f"{stem}_context_{n}.npz" for n in contexts}

@@ -194,8 +194,9 @@ class BestFit:
         for row, index in zip(ids, indices.tolist(), strict=True):
             filled = 0
             for start, size in self._parts[self._ends[index] : self._ends[index + 1]].tolist():
-                # What is overwritten is the eos of the document before, by the same.
-                self._tokens.read(start - 1, row[filled : filled + size + 1])
+                # What opens a further document is there: the eos of the one before it in the row.
+                opens = int(not filled)
+                self._tokens.read(start - opens, row[filled + 1 - opens : filled + size + 1])
                 filled += size
         return self._form.batch(ids)
 

@@ -3,6 +3,7 @@ loss by context and by position on whole documents."""
 
 import itertools
 import logging
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from ngpt_train.config.conflicts import check_contexts
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.places import check_beside
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import DataConfig
 from ngpt_train.config.validate import mistake, show
@@ -42,10 +44,12 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     if config.evaluate.length.contexts is not None:
         return on_length(config, overrides)
     trained = find_trained("evaluate", config, overrides, also_used=("data", *ROWS, "eval.contexts", "parallel"))
+    combined = combine(config, trained.config, overrides)
+    check_contexts(combined)
+    contexts = sorted({combined.model.context, *(combined.eval.contexts or [])})
+    out, files = output(config, *(file_name("{stem}", context, combined.model.context) for context in contexts))
     world = join_world(config)
     restored = restore(trained, config, world)
-    combined = combine(config, restored.config, overrides)
-    check_contexts(combined)
     dataset = world.on_all_without_timeout(
         lambda: open_dataset(combined, restored.tokenizer, world.on_main_without_timeout)
     )
@@ -79,11 +83,10 @@ def main(config: Config, overrides: Sequence[str]) -> int:
                 f"  at context {context} ({of_context['rows']} rows): loss {of_context['loss']:.6f}  "
                 f"ppl {of_context['ppl']:.4f}  bits per byte {of_context['bits_per_byte']:.6f}"
             )
-        if config.evaluate.out is not None:
-            out = Path(config.evaluate.out).expanduser()
-            for context, rows in losses.items():
-                rows.write(out.with_name(file_name(out.stem, context, combined.model.context)))
-            write_json(out, result)
+        if out is not None:
+            for context, name in zip(contexts, files, strict=True):
+                losses[context].write(out.with_name(name))
+            write(out, result, files)
     return 0
 
 
@@ -95,6 +98,7 @@ def on_tasks(config: Config, overrides: Sequence[str]) -> int:
     """
     of_tasks = ("tasks", "eval.tasks", "eval.tasks_path", "parallel")
     trained = find_trained("evaluate", config, overrides, also_used=of_tasks)
+    out, files = output(config, "{stem}_items.jsonl")
     world = join_world(config)
     tasks = tasks_of(config.eval, trained.config.model, world)
     assert tasks is not None
@@ -106,10 +110,9 @@ def on_tasks(config: Config, overrides: Sequence[str]) -> int:
         print(f"{described(restored)} on {', '.join(results.tasks)}")
         for line in results.lines():
             print(f"  {line}")
-        if config.evaluate.out is not None:
-            out = Path(config.evaluate.out).expanduser()
-            results.write_items(out.with_name(f"{out.stem}_items.jsonl"))
-            write_json(out, {**identity(restored), **results.as_json()})
+        if out is not None:
+            results.write_items(out.with_name(files[0]))
+            write(out, {**identity(restored), **results.as_json()}, files)
     return 0
 
 
@@ -125,6 +128,7 @@ def on_length(config: Config, overrides: Sequence[str]) -> int:
     wanted = config.evaluate.length
     trained = find_trained("evaluate", config, overrides, also_used=("data", "evaluate.length", "parallel"))
     check_lengths(config, trained.config.model, overrides)
+    out, files = output(config, "{stem}.png")
     text = open_source(config.data)
     world = join_world(config)
     restored = restore(trained, config, world)
@@ -150,13 +154,30 @@ def on_length(config: Config, overrides: Sequence[str]) -> int:
                 f"  context {curve.context}, stride {curve.stride}{scaled}: loss {found['loss']:.6f}  "
                 f"ppl {found['ppl']:.4f}  bits/byte {found['bits_per_byte']:.6f}  ({curve.targets:,} targets{short})"
             )
-        if config.evaluate.out is not None:
-            out = Path(config.evaluate.out).expanduser()
+        if out is not None:
             result = {**identity(restored), "data": config.data.path or config.data.kind}
             result["trained_context"] = restored.config.model.context
-            write_json(out, result | {"curves": [curve.as_json() for curve in curves]})
-            plot_lengths(curves, restored.config.model.context, described(restored), out.with_suffix(".png"))
+            plot_lengths(curves, restored.config.model.context, described(restored), out.with_name(files[0]))
+            write(out, result | {"curves": [curve.as_json() for curve in curves]}, files)
     return 0
+
+
+def output(config: Config, *beside: str) -> tuple[Path | None, list[str]]:
+    """evaluate.out, and the names of the files that are written beside it; `beside`: with {stem} for its name without
+    the ending. Raises ConfigError where one of them would replace what is no earlier result."""
+    if config.evaluate.out is None:
+        return None, []
+    out = Path(config.evaluate.out).expanduser()
+    files = [name.replace("{stem}", out.stem) for name in beside]
+    if os.environ.get("RANK", "0") == "0":  # which alone writes, and whose host alone needs the directory
+        check_beside(f"evaluate.out={config.evaluate.out}", out, files)
+    return out, files
+
+
+def write(out: Path, result: dict[str, Any], files: Sequence[str]) -> None:
+    """Writes `result`, beside which `files` are."""
+    write_json(out, result)
+    logger.info("written to %s: %s", out.parent, ", ".join([out.name, *files]))
 
 
 def check_lengths(config: Config, model: ModelConfig, overrides: Sequence[str]) -> None:

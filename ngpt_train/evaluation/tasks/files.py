@@ -14,6 +14,7 @@ Between what stands before and the continuation is one space.
 from __future__ import annotations
 
 import glob
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,7 +24,8 @@ import lm_eval.tasks
 from lm_eval.api.group import Group
 from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
+from lm_eval.tasks._factory import TaskFactory
+from lm_eval.tasks._index import Entry
 
 from ngpt_train.config.validate import did_you_mean, nearest
 from ngpt_train.core.errors import ConfigError, DataError
@@ -98,6 +100,7 @@ class OwnTasks:
             self.manager = TaskManager(include_path=str(directory), include_defaults=False)
         except Exception as error:  # whatever a YAML file makes the harness raise
             raise DataError(f"eval.tasks_path={directory}: {_said(error)}") from None
+        self.manager._factory = _FromOwnDirectory()
         self._files = {path.stem: path for path in sorted(directory.rglob("*.jsonl"))}
 
     def __contains__(self, name: str) -> bool:
@@ -108,13 +111,15 @@ class OwnTasks:
 
     def task(self, name: str) -> str | dict[str, Any]:
         """What the manager loads."""
-        entry = self.manager.task_index.get(name)
-        if entry is None:
-            return from_jsonl(name, self._files[name])
-        if entry.yaml_path is None or name not in self.manager.all_subtasks:
-            return name
-        task = load_yaml(entry.yaml_path, resolve_func=True, recursive=True)
-        return _with_own_files(task, Path(entry.yaml_path).parent)
+        return name if name in self.manager.all_tasks else from_jsonl(name, self._files[name])
+
+
+class _FromOwnDirectory(TaskFactory):
+    """Builds tasks, those of groups and tags too, whose data files are named from their YAML file on."""
+
+    def _load_full_config(self, entry: Entry, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+        task = super()._load_full_config(entry, overrides)
+        return task if entry.yaml_path is None else _with_own_files(task, Path(entry.yaml_path).parent)
 
 
 def _with_own_files(task: dict[str, Any], directory: Path) -> dict[str, Any]:
@@ -135,37 +140,87 @@ def _with_own_files(task: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 def from_jsonl(name: str, path: Path) -> dict[str, Any]:
     """The task of a file whose lines have one of the forms above, as the harness configures it. Raises DataError."""
-    first = next((record for _, record in json_lines(path)), None)
+    records = [(number, record) for number, (line, record) in enumerate(json_lines(path), 1) if line.strip()]
+    first = next((record for _, record in records), None)
     fields = set(first) if isinstance(first, dict) else set()
+    form = next((form for form in FORMS if set(form) <= fields), None)
+    if form is None:
+        raise DataError(
+            f"{path}: its first line has the fields {', '.join(sorted(fields)) or 'of no JSON object'}. A line of a "
+            "task has query, choices and gold; or context_options, continuation and gold; or context and continuation; "
+            f"or text. Other files need a {name}.yaml beside them in the form of lm-evaluation-harness"
+        )
+    for number, record in records:
+        if problem := _problem(record, form):
+            raise DataError(f"{path}, line {number}: {problem}. Write it as docs/evaluation.md has it, or leave it out")
     common = {
         "task": name,
         "dataset_path": "json",
         "dataset_kwargs": {"data_files": {"test": str(path)}},
         "test_split": "test",
     }
-    if {"query", "choices", "gold"} <= fields:
-        form = {"output_type": "multiple_choice", "doc_to_text": "query", "doc_to_choice": "choices"}
-        return {**common, **form, "doc_to_target": "gold", "metric_list": _metrics("acc", "acc_norm")}
-    if {"context_options", "continuation", "gold"} <= fields:
-        form = {"output_type": "multiple_choice", "doc_to_text": "gold", "doc_to_choice": "context_options"}
-        return {**common, **form, "doc_to_target": "continuation", "metric_list": _metrics("acc")}
-    if {"context", "continuation"} <= fields:
-        perplexity = {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
-        form = {"output_type": "loglikelihood", "doc_to_text": "context", "doc_to_target": "{{' ' + continuation}}"}
-        return {**common, **form, "metric_list": [perplexity, *_metrics("acc")]}
-    if "text" in fields:
-        form = {"output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "text"}
-        metrics = [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")]
-        return {**common, **form, "metric_list": metrics}
-    raise DataError(
-        f"{path}: its first line has the fields {', '.join(sorted(fields)) or 'of no JSON object'}. A line of a task "
-        "has query, choices and gold; or context_options, continuation and gold; or context and continuation; or text. "
-        f"Other files need a {name}.yaml beside them in the form of lm-evaluation-harness"
-    )
+    return {**common, **FORMS[form]}
+
+
+def _problem(record: Any, form: Sequence[str]) -> str:
+    """What is wrong with a line that should have the fields of `form`; empty where nothing is."""
+    if not isinstance(record, dict):
+        return "it is no JSON object"
+    if missing := [field for field in form if field not in record]:
+        return f"it lacks {' and '.join(missing)}, which the first line has"
+    choices: Any = []
+    for field in form:
+        value = record[field]
+        if field in ("choices", "context_options"):
+            choices = value
+            if not isinstance(value, list) or not value or not all(isinstance(each, str) for each in value):
+                return f"{field} is no list of texts"
+            if field == "choices" and "" in value:
+                return "one of choices is empty"
+        elif field == "gold":
+            if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < len(choices):
+                return f"gold={json.dumps(value)} is no number of a choice, 0 to {len(choices) - 1}"
+        elif not isinstance(value, str):
+            return f"{field}={json.dumps(value)[:80]} is no text"
+    return ""
 
 
 def _metrics(*names: str) -> list[dict[str, Any]]:
     return [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in names]
+
+
+# The forms of a line by their fields, a list of choices before the number of one; and the task of each.
+FORMS: dict[tuple[str, ...], dict[str, Any]] = {
+    ("query", "choices", "gold"): {
+        "output_type": "multiple_choice",
+        "doc_to_text": "query",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "metric_list": _metrics("acc", "acc_norm"),
+    },
+    ("context_options", "continuation", "gold"): {
+        "output_type": "multiple_choice",
+        "doc_to_text": "gold",
+        "doc_to_choice": "context_options",
+        "doc_to_target": "continuation",
+        "metric_list": _metrics("acc"),
+    },
+    ("context", "continuation"): {
+        "output_type": "loglikelihood",
+        "doc_to_text": "context",
+        "doc_to_target": "{{' ' + continuation}}",
+        "metric_list": [
+            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
+            *_metrics("acc"),
+        ],
+    },
+    ("text",): {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "text",
+        "metric_list": [{"metric": name} for name in ("word_perplexity", "byte_perplexity", "bits_per_byte")],
+    },
+}
 
 
 def _built(manager: TaskManager, spec: str | dict[str, Any], where: str, fix: str) -> list[Task | Group]:

@@ -14,8 +14,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import lm_eval.api.metrics
+import numpy as np
 from lm_eval.evaluator import evaluate
 
 from ngpt_train.config.sections.verbs import EvalConfig
@@ -64,9 +67,10 @@ class TaskResults:
         return {**self.mean(), **flat}
 
     def as_json(self) -> dict[str, Any]:
-        """What `evaluate.out` holds of the tasks."""
+        """What `evaluate.out` holds of the tasks. A number that is not finite is null."""
         left_out = {"left_out": self.left_out} if self.left_out else {}
-        return {**self.mean(), "tasks": self.tasks, "harness": version("lm_eval"), **left_out}
+        tasks = {name: _finite(of_task) for name, of_task in self.tasks.items()}
+        return {**_finite(self.mean()), "tasks": tasks, "harness": version("lm_eval"), **left_out}
 
     def lines(self) -> list[str]:
         """For people: a line for each task, and one for the mean."""
@@ -76,7 +80,8 @@ class TaskResults:
         found = []
         for task, of_task in {**self.tasks, **means}.items():
             values = [
-                f"{name} {value:.4f}" + (f" ± {of_task[error]:.4f}" if (error := f"{name}_stderr") in of_task else "")
+                f"{name} {_short(value)}"
+                + (f" ± {_short(of_task[error])}" if (error := f"{name}_stderr") in of_task else "")
                 for name, value in of_task.items()
                 if name != "n" and not name.endswith("_stderr")
             ]
@@ -134,7 +139,7 @@ class Tasks:
 
     def __call__(self, model: Decoder, tokenizer: Tokenizer, world: World) -> TaskResults:
         """Asks `model`; the same results on every rank. A collective call."""
-        with _quiet():
+        with _quiet(), _infinite_perplexities():
             raw = evaluate(
                 Adapter(model, tokenizer, world),
                 self._loaded,
@@ -160,6 +165,15 @@ def _numbers(results: Mapping[str, Any]) -> dict[str, float]:
             base, error = metric.removesuffix("_stderr"), "_stderr" * metric.endswith("_stderr")
             found[f"{base}{'' if chosen == 'none' else f'_{chosen}'}{error}"] = float(value)
     return found
+
+
+def _short(value: float) -> str:
+    """Four decimals; of the perplexity of a model that knows nothing, four digits."""
+    return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
+
+
+def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
+    return {name: value if math.isfinite(value) else None for name, value in numbers.items()}
 
 
 class _OtherThreads(io.TextIOBase):
@@ -189,3 +203,27 @@ def _quiet() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = before
+
+
+@contextlib.contextmanager
+def _infinite_perplexities() -> Iterator[None]:
+    """Inside, the harness's perplexity of more than a float can hold is infinite, and its standard error no number.
+
+    Python's math.exp, and the square of a large float, raise OverflowError: one text without spaces, a single word to
+    the harness, would end the evaluation, and with it the training.
+    """
+
+    def exp(x: float) -> np.float64:
+        try:
+            return np.float64(math.exp(x))
+        except OverflowError:
+            return np.float64(math.inf)
+
+    module: Any = lm_eval.api.metrics
+    before = module.math
+    module.math = SimpleNamespace(**{**vars(math), "exp": exp})
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):
+            yield
+    finally:
+        module.math = before

@@ -91,7 +91,8 @@ def test_types_are_of_the_text() -> None:
 @pytest.mark.parametrize("packed", ["text", "best_fit"])
 @pytest.mark.parametrize("ends", [True, False])
 def test_sources_of_targets(packed: str, ends: bool) -> None:
-    """Caught: the source of the row in place of the target's; rows that are packed otherwise than the text's."""
+    """Caught: the source of the row in place of the target's; rows that are packed otherwise than the text's; an eos
+    that is of the next document's source."""
     more = ["data.pack=best_fit"] if packed == "best_fit" else []
     config = load_config(["scale=debug", "tokenizer=bytes", "model.context=16", "eval.rows=64", *more])
     generator = np.random.default_rng(1)
@@ -112,6 +113,8 @@ def test_sources_of_targets(packed: str, ends: bool) -> None:
     assert counts.sum() > 100
     assert (of.labels[counts] == targets[counts] // 50).all()
     assert ((of.labels != -100) == (targets != -100)).all()
+    every = classes.of_source(validation, ["a", "b", "c"], config, np.arange(len(rows))).labels
+    assert np.bincount(every[every != -100]).tolist() == [*map(len, shards)]
 
 
 def test_rows_where_two_models_differ_most() -> None:

@@ -1,10 +1,13 @@
 """What verbs read and where they write: a path without its key, and files of the user that a result would replace."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from ngpt_train.__main__ import main
+from ngpt_train.config.places import check_beside
+from ngpt_train.core.errors import ConfigError
 
 
 @pytest.fixture(autouse=True)
@@ -64,3 +67,29 @@ def test_files_that_are_written(out: str, capsys: pytest.CaptureFixture[str]) ->
     """Caught: an earlier result that is not replaced, so that a command cannot be run twice."""
     assert main(["evaluate", "evaluate.checkpoint=nowhere", f"evaluate.out={out}"]) == 3
     assert "nowhere: does not exist" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("new_items.jsonl", "tasks"),
+        ("new.npz", "rows_hash"),
+        ("new_context_32.npz", "rows_hash_ctx32"),
+        ("new.png", "curves"),
+    ],
+)
+def test_files_beside_a_result(name: str, key: str, tmp_path: Path) -> None:
+    """Caught: a user's file that is replaced because it is called as one beside evaluate.out; the file of an earlier
+    result that is not; a result over the file beside it."""
+    out = tmp_path / "new.json"
+    check_beside("evaluate.out=new.json", out, [name])
+    Path(name).write_text("mine\n")
+    for before in (None, {}, {"step": 1, "rows_hash_ctx8": ""}, [name], 3):
+        if before is not None:
+            out.write_text(json.dumps(before))
+        with pytest.raises(ConfigError, match=f"{name} would be replaced"):
+            check_beside("evaluate.out=new.json", out, [name])
+    out.write_text(json.dumps({key: "x"}))
+    check_beside("evaluate.out=new.json", out, [name])
+    with pytest.raises(ConfigError, match=r"takes this name\n.*evaluate.out=.*result.json"):
+        check_beside(f"evaluate.out={name}", tmp_path / name, [name])

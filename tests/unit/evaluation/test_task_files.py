@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -140,6 +141,42 @@ def test_own_files(directory: Path, tmp_path: Path) -> None:
     assert first["acc"] == hits[0]
 
 
+def test_perplexities_beyond_a_float(directory: Path) -> None:
+    """Caught: an OverflowError of the harness's exp or of its standard error, which ends a training run; infinity in a
+    JSON file."""
+    word = "語" * 200  # of 600 bytes
+    (directory / "words.jsonl").write_text(json.dumps({"context": "one", "continuation": word}) + "\n")
+    (directory / "large.jsonl").write_text(
+        "".join(json.dumps({"context": "one", "continuation": word[:n]}) + "\n" for n in (20, 22, 24))
+    )
+    (directory / "long.jsonl").write_text(json.dumps({"text": word}) + "\n")
+    results = asked(directory, "words", "large", "long", "texts")(gpt(), BytesTokenizer(), ALONE)
+    tasks = results.as_json()["tasks"]
+    assert (results.tasks["words"]["perplexity"], results.tasks["long"]["word_perplexity"]) == (math.inf, math.inf)
+    assert (tasks["words"]["perplexity"], tasks["long"]["word_perplexity"]) == (None, None)
+    assert tasks["large"]["perplexity"] > 1e160, "its square is beyond a float"
+    assert tasks["long"]["byte_perplexity"] > 1
+    assert math.isfinite(tasks["texts"]["word_perplexity"])
+    json.dumps(results.as_json(), allow_nan=False)
+    assert len(results.lines()[0]) < 80
+
+
+def test_groups_of_own_files(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a group's files looked for in the current directory; a group in the mean beside its tasks."""
+    monkeypatch.chdir("/")
+    (directory / "other.yaml").write_text(YAML.replace("task: mine", "task: other\ntag: tagged"))
+    aggregate = "[{metric: acc, aggregation: mean, weight_by_size: true}]"
+    (directory / "both.yaml").write_text(f"group: both\ntask: [mine, other]\naggregate_metric_list: {aggregate}\n")
+    model = gpt()
+    results = asked(directory, "both", "choices")(model, BytesTokenizer(), ALONE)
+    assert [*results.tasks] == ["both", "choices"]
+    assert [*results.items] == ["mine", "other", "choices"]
+    hits = [item["acc"] for item in results.items["mine"]]
+    assert results.tasks["both"]["acc"] == sum(hits) / len(hits)
+    assert results.mean()["mean"] == (results.tasks["both"]["acc"] + results.tasks["choices"]["acc"]) / 2
+    assert [*asked(directory, "tagged")(model, BytesTokenizer(), ALONE).tasks] == ["other"]
+
+
 def test_mean() -> None:
     """Its standard error is that of independent tasks."""
     tasks = {"a": {"acc": 0.5, "acc_stderr": 0.3, "acc_norm": 0.7, "acc_norm_stderr": 0.1}, "b": {"ppl": 3.0}}
@@ -161,6 +198,31 @@ def test_what_is_no_task(directory: Path, monkeypatch: pytest.MonkeyPatch) -> No
         asked(directory / "x", "odd")
     with pytest.raises(ConfigError, match="gives none to the beginning"):
         Tasks(EvalConfig(tasks=["texts"], tasks_path=str(directory)), 8, ALONE)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "says"),
+    [
+        (CHOICES[0], {"query": "a", "choices": ["b"], "gold": 1}, "gold=1 is no number of a choice, 0 to 0"),
+        (CHOICES[0], {"query": "a", "choices": ["b"], "gold": "b"}, 'gold="b" is no number of a choice'),
+        (CHOICES[0], {"query": "a", "choices": ["b", ""], "gold": 0}, "one of choices is empty"),
+        (CHOICES[0], {"query": "a", "choices": "b", "gold": 0}, "choices is no list of texts"),
+        (CHOICES[0], {"query": "a"}, "it lacks choices and gold, which the first line has"),
+        (OPTIONS[0], {**OPTIONS[0], "continuation": None}, "continuation=null is no text"),
+        (TEXTS[0], ["text"], "it is no JSON object"),
+    ],
+)
+def test_a_faulty_line(directory: Path, first: Any, second: Any, says: str) -> None:
+    """Caught: an IndexError of the harness, or a message that does not name the line."""
+    (directory / "odd.jsonl").write_text(f"{json.dumps(first)}\n\n{json.dumps(second)}\n")
+    with pytest.raises(DataError, match=re.escape(f"odd.jsonl, line 3: {says}")):
+        asked(directory, "odd")
+
+
+def test_a_line_that_is_cut_off(directory: Path) -> None:
+    (directory / "odd.jsonl").write_text(f"{json.dumps(TEXTS[0])}\n" + '{"text": "some')
+    with pytest.raises(DataError, match=r"odd\.jsonl, line 2: it is no JSON object"):
+        asked(directory, "odd")
 
 
 def test_offline(monkeypatch: pytest.MonkeyPatch) -> None:
