@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import chain
 from operator import attrgetter
@@ -318,6 +319,8 @@ def _tasks(validation: EvalConfig) -> Iterator[Conflict]:
         yield "eval.tasks", "no task", "Name one, as in tasks=[arc_easy], or leave it out"
     if validation.tasks and find_spec("lm_eval") is None:
         yield "eval.tasks", "the package lm-eval is not installed", "pip install 'ngpt-train[eval]'"
+    elif validation.tasks and tuple(map(int, re.findall(r"\d+", found := version("lm_eval"))[:3])) < (0, 4, 12):
+        yield "eval.tasks", f"lm-eval {found} is too old", "pip install 'ngpt-train[eval]', which brings 0.4.12 or later"
 
 
 def _length(length: LengthConfig, validation: EvalConfig) -> Iterator[Conflict]:
