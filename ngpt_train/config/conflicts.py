@@ -320,7 +320,7 @@ def _tasks(validation: EvalConfig) -> Iterator[Conflict]:
     if validation.tasks and find_spec("lm_eval") is None:
         yield "eval.tasks", "the package lm-eval is not installed", "pip install 'ngpt-train[eval]'"
     elif validation.tasks and tuple(map(int, re.findall(r"\d+", found := version("lm_eval"))[:3])) < (0, 4, 12):
-        yield "eval.tasks", f"lm-eval {found} is too old", "pip install 'ngpt-train[eval]', which brings 0.4.12 or later"
+        yield "eval.tasks", f"lm-eval {found} is too old", "pip install 'ngpt-train[eval]', for 0.4.12 or later"
 
 
 def _length(length: LengthConfig, validation: EvalConfig) -> Iterator[Conflict]:
