@@ -27,7 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "many arms": {"arms": ("gpt", HOSTILE, *(f"without_{k}" for k in range(9))), "untuned": ("gpt", "without_3")},
     "untuned all": {"untuned": ("gpt", "gpt_qk", "ngpt", "powernorm"), "budgets": BUDGETS[:2]},
 }
-FIGURES = ["speedup", "end-loss", "curves", "tuning-curves", "sensitivity", "memory-and-time"]
+FIGURES = ["speedup", "difference", "end-loss", "curves", "tuning-curves", "sensitivity", "memory-and-time"]
 
 
 class Text(HTMLParser):

@@ -1,4 +1,4 @@
-"""The page's figures over budgets: speed-up and end loss."""
+"""The page's figures over budgets: speed-up, difference and end loss."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy as np
 from ngpt_train.report.page.charts import Chart, Choice, Plot, escaped
 from ngpt_train.study.compare.output import series
 from ngpt_train.study.compare.output.sheet import Sheet, linear_axis, log_axis
-from ngpt_train.study.compare.output.wording import HOW, UNITS, percent
+from ngpt_train.study.compare.output.wording import HOW, UNITS, interval, label, percent, si
 
 BUDGET = "budget (tokens of the arm)"
+NO_DIFFERENCE = {"width": 1, "dash": "dot"}  # page.js gives it the colour of the text
 
 
 def speedup(sheet: Sheet) -> Chart:
@@ -101,8 +102,40 @@ def _faint(colour: str) -> str:
 
 
 def _line(y: float) -> dict[str, Any]:
-    """No difference; page.js gives it the colour of the text."""
-    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": {"width": 1, "dash": "dot"}}
+    return {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": y, "y1": y, "line": NO_DIFFERENCE}
+
+
+def difference(sheet: Sheet) -> Chart:
+    """A row for each arm."""
+    report, traces = sheet.report, []
+    found = [entry for entry in report["differences"] if entry["estimate"] is not None]
+    budgets = sorted({entry["budget"] for entry in found}, reverse=True)
+    by_arm = sorted(found, key=lambda entry: sheet.arms.index(entry["arm"]))
+    for entry in by_arm:
+        arm, budget, meta = entry["arm"], entry["budget"], {"budget": str(entry["budget"])}
+        row = escaped(label(report, arm))
+        if entry["low"] is not None and entry["high"] is not None:
+            bar: dict[str, Any] = {"mode": "lines", "line": {"width": 2}}
+            traces.append(sheet.trace(arm, meta, [entry["low"], entry["high"]], [row, row], **bar))
+        solid = all(series.state_at(report, name, budget) for name in (arm, report["baseline"]))
+        shown = escaped(interval(entry["estimate"], entry["low"], entry["high"]))
+        hover = f"%{{meta.label}}, {si(budget)} tokens<br>{shown} {sheet.unit}"
+        point: dict[str, Any] = {"mode": "markers", "marker": {"symbol": sheet.symbol(arm, solid)}}
+        traces.append(sheet.trace(arm, meta, [entry["estimate"]], [row], hover, **point))
+    rows = len({entry["arm"] for entry in found})
+    baseline = label(report, report["baseline"])
+    layout = sheet.layout(
+        xaxis=linear_axis(f"end loss less that of {escaped(baseline)} ({sheet.unit})", nticks=5),
+        yaxis={"automargin": True, "type": "category", "range": [rows - 0.5, -0.5]},
+        shapes=[{"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": 0, "x1": 0, "line": NO_DIFFERENCE}],
+    )
+    choice = Choice("budget", "Budget (tokens)", {str(budget): si(budget) for budget in budgets}, many=False)
+    note = (
+        f"Left of the line an arm's loss is lower than that of {baseline}. Bars are {percent(report['confidence'])} "
+        f"intervals. Hollow: the arm or {report['baseline']} is untuned at that budget."
+    )
+    title = "Difference from the baseline"
+    return Chart("difference", title, note, [Plot(title, traces, layout, height=110 + 26 * rows)], [choice])
 
 
 def end_loss(sheet: Sheet) -> Chart:

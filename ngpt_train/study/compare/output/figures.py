@@ -12,7 +12,7 @@ import numpy as np
 from ngpt_train.report.page.pictures import SETTINGS, write_picture
 from ngpt_train.report.page.style import styles
 from ngpt_train.study.compare.output import series
-from ngpt_train.study.compare.output.wording import UNITS, Report, label, percent, si
+from ngpt_train.study.compare.output.wording import UNITS, Report, difference_of, interval, label, percent, si
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -143,6 +143,30 @@ def _end_loss(report: Report, axis: str = "tokens") -> Figure | None:
     axes.set_ylabel(f"end loss ({report['unit']})")
     _over(axes, axis, series.axis_title(report, axis), sorted(report["budgets"]))
     _legend(report, figure, arms)
+    return figure
+
+
+def _difference(report: Report) -> Figure | None:
+    """A row for each arm: its end loss less the baseline's, with the interval, also as numbers."""
+    found = {arm: difference_of(report, arm) for arm in styles(report["arms"], report["baseline"])}
+    rows = [(arm, entry) for arm, entry in found.items() if entry]
+    if not rows:
+        return None
+    figure, (axes,) = _new(height=1.0 + 0.27 * len(rows))
+    axes.axvline(0, color="black", lw=0.8, ls=":")
+    for row, (arm, entry) in enumerate(rows):
+        if entry["low"] is not None and entry["high"] is not None:
+            axes.hlines(row, entry["low"], entry["high"], lw=1.5, **_line(report, arm))
+        solid = all(series.state_at(report, name, entry["budget"]) for name in (arm, report["baseline"]))
+        axes.plot([entry["estimate"]], [row], ls="", ms=4.5, **_look(report, arm, solid))
+    axes.set_yticks(range(len(rows)), [_name(report, arm) for arm, _ in rows], fontsize=8)
+    numbers = [interval(entry["estimate"], entry["low"], entry["high"]) for _, entry in rows]
+    axes.secondary_yaxis("right").set_yticks(range(len(rows)), numbers, fontsize=8)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel(f"end loss less that of {_name(report, report['baseline'])} ({report['unit']})")
+    bars = f"bars and brackets: {percent(report['confidence'])} intervals; hollow: the arm or the baseline is untuned"
+    figure.supxlabel(bars, fontsize=8)
     return figure
 
 
@@ -289,6 +313,7 @@ def _costs(report: Report) -> Figure | None:
 
 FIGURES: dict[str, Callable[[Report], Figure | None]] = {
     "speedup": _speedup,
+    "difference": _difference,
     "end_loss": _end_loss,
     "loss_over_tokens": lambda report: _curves(report, "tokens"),
     "loss_over_flops": lambda report: _curves(report, "flops"),
@@ -299,6 +324,7 @@ FIGURES: dict[str, Callable[[Report], Figure | None]] = {
 }
 CAPTIONS = {
     "speedup": "Speed-up against budget",
+    "difference": "Difference from the baseline, at the largest budget that both have",
     "end_loss": "End loss against budget, with the baseline's fit and matched loss",
     "loss_over_tokens": "Loss over tokens",
     "loss_over_flops": "Loss over FLOPs",

@@ -15,6 +15,7 @@ from ngpt_train.study.compare.output.wording import Report, cautions, confound, 
 
 CHARTS = (
     budget_charts.speedup,
+    budget_charts.difference,
     budget_charts.end_loss,
     run_charts.curves,
     tuning_charts.tuning,
