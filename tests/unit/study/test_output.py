@@ -221,6 +221,10 @@ def test_pictures(tmp_path: Path, case: dict[str, Any]) -> None:
         for arm in report["arms"]:
             if arm != HOSTILE and not wording.is_tuned(report, arm) and (arm != "gpt" or name != "speedup"):
                 assert wording.label(report, arm) in drawn.decode()
+    shown = (tmp_path / "a/difference.svg").read_text()
+    for arm in [arm for arm in report["arms"] if arm != "gpt"]:
+        gap = wording.difference_of(report, arm) or {}
+        assert wording.interval(gap["estimate"], gap["low"], gap["high"]) in shown
 
 
 def test_the_document(tmp_path: Path) -> None:

@@ -87,6 +87,24 @@ def charts_of(page: str) -> dict[str, Any]:
     return dict(json.loads(found[1]))
 
 
+def test_differences_have_a_row_for_each_arm() -> None:
+    """Caught: a bar of another arm or budget, ends that are swapped, a difference with its sign turned."""
+    report = example()
+    (plot,) = charts_of(html(report))["difference"]["plots"]
+    rows = {note["text"]: note["y"] for note in plot["layout"]["annotations"]}
+    bars = [trace for trace in plot["traces"] if len(trace["x"]) == 2]
+    points = [trace for trace in plot["traces"] if len(trace["x"]) == 1]
+    assert len(bars) == len(points) == len(report["differences"])
+    assert len(rows) == len(report["arms"]) - 1
+    for entry in report["differences"]:
+        of_entry = {"arm": entry["arm"], "budget": str(entry["budget"])}
+        (bar,) = [trace for trace in bars if of_entry.items() <= trace["meta"].items()]
+        (point,) = [trace for trace in points if of_entry.items() <= trace["meta"].items()]
+        assert [*bar["x"], *point["x"]] == pytest.approx([entry["low"], entry["high"], entry["estimate"]], rel=1e-6)
+        assert {*bar["y"], *point["y"]} == {rows[bar["meta"]["label"]]}
+        assert point["marker"]["symbol"].endswith("-open") == (entry["arm"] == "powernorm")
+
+
 def test_names_are_text() -> None:
     """Caught: a run's or an arm's name that is taken for HTML."""
     report = example(arms=("gpt", HOSTILE), untuned=())

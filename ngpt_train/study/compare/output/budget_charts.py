@@ -106,36 +106,40 @@ def _line(y: float) -> dict[str, Any]:
 
 
 def difference(sheet: Sheet) -> Chart:
-    """A row for each arm."""
+    """A row for each arm, beneath its name, which a phone has no room for at the side."""
     report, traces = sheet.report, []
     found = [entry for entry in report["differences"] if entry["estimate"] is not None]
     budgets = sorted({entry["budget"] for entry in found}, reverse=True)
-    by_arm = sorted(found, key=lambda entry: sheet.arms.index(entry["arm"]))
-    for entry in by_arm:
-        arm, budget, meta = entry["arm"], entry["budget"], {"budget": str(entry["budget"])}
-        row = escaped(label(report, arm))
+    arms = [arm for arm in sheet.arms if any(entry["arm"] == arm for entry in found)]
+    for entry in found:
+        arm, budget, row = entry["arm"], entry["budget"], arms.index(entry["arm"])
+        meta = {"budget": str(budget)}
         if entry["low"] is not None and entry["high"] is not None:
-            bar: dict[str, Any] = {"mode": "lines", "line": {"width": 2}}
+            ends = {"symbol": "line-ns", "size": 7, "line": {"width": 2, "color": sheet.styles[arm].colour}}
+            bar: dict[str, Any] = {"mode": "lines+markers", "line": {"width": 2}, "marker": ends}
             traces.append(sheet.trace(arm, meta, [entry["low"], entry["high"]], [row, row], **bar))
         solid = all(series.state_at(report, name, budget) for name in (arm, report["baseline"]))
         shown = escaped(interval(entry["estimate"], entry["low"], entry["high"]))
         hover = f"%{{meta.label}}, {si(budget)} tokens<br>{shown} {sheet.unit}"
         point: dict[str, Any] = {"mode": "markers", "marker": {"symbol": sheet.symbol(arm, solid)}}
         traces.append(sheet.trace(arm, meta, [entry["estimate"]], [row], hover, **point))
-    rows = len({entry["arm"] for entry in found})
-    baseline = label(report, report["baseline"])
+    left = {"xref": "paper", "x": 0, "xanchor": "left", "yanchor": "bottom", "yshift": 4, "showarrow": False}
+    names = [left | {"y": row, "text": escaped(label(report, arm))} for row, arm in enumerate(arms)]
     layout = sheet.layout(
-        xaxis=linear_axis(f"end loss less that of {escaped(baseline)} ({sheet.unit})", nticks=5),
-        yaxis={"automargin": True, "type": "category", "range": [rows - 0.5, -0.5]},
+        xaxis=linear_axis(f"end loss less that of {escaped(report['baseline'])} ({sheet.unit})", nticks=6),
+        yaxis={"showticklabels": False, "ticks": "", "showgrid": False, "range": [len(arms) - 0.5, -0.9]},
         shapes=[{"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": 0, "x1": 0, "line": NO_DIFFERENCE}],
+        annotations=names,
+        margin={"l": 12, "r": 18, "t": 30, "b": 48},
     )
     choice = Choice("budget", "Budget (tokens)", {str(budget): si(budget) for budget in budgets}, many=False)
+    baseline = label(report, report["baseline"])
     note = (
         f"Left of the line an arm's loss is lower than that of {baseline}. Bars are {percent(report['confidence'])} "
         f"intervals. Hollow: the arm or {report['baseline']} is untuned at that budget."
     )
     title = "Difference from the baseline"
-    return Chart("difference", title, note, [Plot(title, traces, layout, height=110 + 26 * rows)], [choice])
+    return Chart("difference", title, note, [Plot(title, traces, layout, height=120 + 38 * len(arms))], [choice])
 
 
 def end_loss(sheet: Sheet) -> Chart:
