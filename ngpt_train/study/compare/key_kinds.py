@@ -133,7 +133,7 @@ class Absent:
         self.why = why
 
 
-NO_SUCH_KEY, UNKNOWN = Absent("has no such key"), Absent("does not say it")
+NO_SUCH_KEY, UNKNOWN = Absent("no such key"), Absent("does not say it")
 
 
 def value_of(config: Mapping[str, Any], key: str) -> Any:

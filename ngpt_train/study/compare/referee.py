@@ -163,7 +163,7 @@ def _judge(
     silent = [arm for arm in arms if UNKNOWN in seen.of(arm)]
     lacking = [arm for arm in arms if NO_SUCH_KEY in seen.of(arm)]
     says = f"{', '.join(silent)}: config.yaml {UNKNOWN.why}" if silent else ""
-    says = f"{', '.join(lacking)} {NO_SUCH_KEY.why}" if lacking else says
+    says = f"{', '.join(lacking)} {'has' if len(lacking) == 1 else 'have'} {NO_SUCH_KEY.why}" if lacking else says
     runs = list(itertools.chain.from_iterable(arms.values()))
     if key in tuned:
         alone = [arm for arm in arms if all(len(identities(x)) < 2 for x in seen.by_arm[arm].values())]

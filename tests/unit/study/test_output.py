@@ -138,6 +138,37 @@ def test_a_ratio_beyond_the_data_is_said_to_be() -> None:
     assert "within one schedule; this flatters" in wording.finding(report, "ngpt")
 
 
+def test_within_one_schedule_the_loss_is_that_of_the_worse_one() -> None:
+    """Caught: a baseline that is said to need some tokens for a loss that it never comes to."""
+    report = example(budgets=BUDGETS[-1:])
+    report["speedups"] = [s for s in report["speedups"] if s["how"] == "within_schedule"]
+    said = wording.finding(report, "ngpt")
+    assert "For the loss that the worse of the two ends at after 8.39M tokens, gpt needs" in said
+    assert "of ngpt (within one schedule; this flatters" in said
+
+
+def test_many_arms_with_one_value_stand_together() -> None:
+    """Caught: a cell with 24 names; an arm whose value is another's."""
+    names = [f"arm{k}" for k in range(24)]
+    values: list[Any] = ["vector"] * 24
+    values[3], values[20] = "scalar", "fixed"
+    entry = {"arms": names, "values": values, "key": "model.s_z.kind", "size": None, "note": ""}
+    assert wording.confound(entry) == "(arm3, arm20, 22 others: scalar | fixed | vector)"
+    few = {**entry, "arms": names[:4], "values": values[:4]}
+    assert wording.confound(few) == "(arm0, arm1, arm2, arm3: vector | vector | vector | scalar)"
+
+
+def test_ratios_of_which_nothing_is_known_share_a_row() -> None:
+    """Caught: a row for each arm and unit that says the same; a reason that is lost."""
+    report = example()
+    unknown = {"estimate": None, "low": None, "high": None, "note": "one budget"}
+    report["speedups"] = [{**s, **unknown} if s["how"] == "annealed" else s for s in report["speedups"]]
+    rows = [[cell.text for cell in row] for row in tables.speedups(report).rows]
+    of_annealed = [row for row in rows if "annealed" in row[2]]
+    assert [(row[0], row[-1]) for row in of_annealed] == [("all arms", "one budget")] * len(BUDGETS)
+    assert len(rows) - len(of_annealed) == sum(s["how"] == "within_schedule" for s in report["speedups"])
+
+
 def test_what_a_reader_must_know_first() -> None:
     said = wording.cautions(example(**SMALLEST))
     assert [sentence.split(":")[0] for sentence in said] == ["One seed", "One budget"]

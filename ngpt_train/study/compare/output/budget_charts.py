@@ -51,7 +51,7 @@ def speedup(sheet: Sheet) -> Chart:
         f"How many times the arm's tokens, FLOPs or seconds {report['baseline']} needs for the loss that the arm ends "
         f"at; bands are {percent(report['confidence'])} intervals. Above 1 the arm is ahead. Hollow: untuned, or "
         f"beyond the budgets of the fit; an arrow: that end of the interval is open. Within one schedule "
-        f"the ratio flatters the arm whose learning rate decays faster."
+        f"the loss is that of the worse of the two, and the ratio flatters the arm whose learning rate decays faster."
     )
     return Chart(
         "speedup", "Speed-up against budget", note, [Plot("Speed-up against budget", traces, layout, layouts)], choices

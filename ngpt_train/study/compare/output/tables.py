@@ -15,6 +15,7 @@ from ngpt_train.study.compare.output.wording import (
     UNITS,
     VERDICTS,
     Report,
+    arms_and_values,
     audit_says,
     difference_of,
     finding,
@@ -26,7 +27,6 @@ from ngpt_train.study.compare.output.wording import (
     si,
     size_text,
     speedup_of,
-    value_text,
     values_text,
 )
 from ngpt_train.study.compare.statistics.power import POWER
@@ -152,8 +152,11 @@ def differences(report: Report) -> Table:
 
 
 def speedups(report: Report) -> Table:
-    rows = []
+    rows, unknown = [], dict[tuple[str, str, str], dict[str, None]]()
     for s in report["speedups"]:
+        if s["note"] and (s["estimate"], s["low"], s["high"]) == (None, None, None):
+            unknown.setdefault((s["how"], si(s["budget"]), s["note"]), {})[label(report, s["arm"])] = None
+            continue
         beyond = "beyond the budgets of the fit" if s["extrapolated"] else ""
         remarks = ". ".join(filter(None, [s["note"] or beyond, s["clock"] and f"clock: {s['clock']}"]))
         rows.append(
@@ -166,10 +169,14 @@ def speedups(report: Report) -> Table:
                 Cell(remarks or DASH),
             ]
         )
+    for (how, budget, why), arms in unknown.items():
+        whose = "all arms" if len(arms) == len(report["arms"]) - 1 > 1 else ", ".join(arms)
+        rows.append([Cell(whose), Cell(DASH), Cell(HOW[how]), _n(budget), _n(DASH), Cell(why)])
     columns = ["Arm", "Unit", "How", "Budget (tokens)", "Speed-up (times)", "Remarks"]
     note = (
-        "Within one schedule flatters the arm whose learning rate decays faster; it is no verdict. The intervals have "
-        "the noise of the losses, and not the error of the form that is fitted."
+        "Within one schedule, for the loss that the worse of the two ends at, flatters the arm whose learning rate "
+        "decays faster; it is no verdict. The intervals have the noise of the losses, and not the error of the form "
+        "that is fitted."
     )
     return Table("speedups", "Speed-up", columns, rows, note, "No loss of the baseline was matched.")
 
@@ -189,8 +196,8 @@ def tuning(report: Report) -> Table:
                 Cell("bracketed" if t["state"] == "bracketed" else f"untuned ({t['state']})", kind="verdict"),
                 _n(f"{chosen:.4g}" if type(chosen) is float else str(chosen)),
                 _n(_optimum(t)),
-                _n(number(t["price_of_two"], None, 2)),
-                _n(number(t["price_of_grid"], None, 2)),
+                _n(number(t["price_of_two"], 4)),
+                _n(number(t["price_of_grid"], 4)),
                 _n(tried),
             ]
         )
@@ -239,7 +246,7 @@ def costs(report: Report) -> Table:
 
 
 def _ms(seconds: float | None) -> str:
-    return DASH if seconds is None else number(1000 * seconds, None, 3)
+    return DASH if seconds is None else number(1000 * seconds, *((0,) if seconds >= 0.1 else (None, 3)))
 
 
 def referee(report: Report) -> Table:
@@ -248,13 +255,13 @@ def referee(report: Report) -> Table:
     rows = [
         [
             Cell(words[entry["kind"]], kind=entry["kind"]),
-            Cell(", ".join(label(report, arm) for arm in entry["arms"])),
+            Cell(", ".join(label(report, arm) if arm in report["arms"] else arm for arm in arms)),
             Cell(entry["key"], kind="code"),
-            Cell(" | ".join(map(value_text, entry["values"])), kind="code"),
+            Cell(" | ".join(values), kind="code"),
             Cell(size_text(entry["size"]) if entry["size"] is not None else DASH),
             Cell(entry["note"] or DASH),
         ]
-        for entry in entries
+        for entry, (arms, values) in zip(entries, map(arms_and_values, entries), strict=True)
     ]
     columns = ["Kind", "Arms", "What differs", "Values", "Size", "Note"]
     note = (
@@ -309,7 +316,7 @@ def audits(report: Report) -> Table:
         "Where, when",
     ]
     note = "Windows between checkpoints were trained again, and their losses compared with those on record."
-    return Table("audits", "Audits", columns, rows, note, "No run was audited (`audit RUN` does so).")
+    return Table("audits", "Audits", columns, rows, note, "No run was audited.")
 
 
 def runs(report: Report) -> Table:

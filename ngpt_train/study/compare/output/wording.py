@@ -161,10 +161,10 @@ def _gap(report: Report, arm: str) -> str:
 
 def _matched(report: Report, arm: str) -> str:
     found = {unit: s for unit in UNITS if (s := speedup_of(report, arm, unit))}
-    ending = ""
+    whose, ending = arm, ""
     if not found:
         found = {unit: s for unit in UNITS if (s := speedup_of(report, arm, unit, "within_schedule"))}
-        ending = f" ({WITHIN_SCHEDULE})"
+        whose, ending = "the worse of the two", f" of {arm} ({WITHIN_SCHEDULE})"
     if not found:
         return ""
     ratios = [
@@ -177,7 +177,7 @@ def _matched(report: Report, arm: str) -> str:
     first = next(iter(found.values()))
     beyond = " This, or an end of its interval, lies beyond the budgets of the fit." if first["extrapolated"] else ""
     return (
-        f"For the loss that {arm} ends at after {si(first['budget'])} tokens, {report['baseline']} needs {listed}"
+        f"For the loss that {whose} ends at after {si(first['budget'])} tokens, {report['baseline']} needs {listed}"
         f"{ending}.{beyond}"
     )
 
@@ -305,11 +305,25 @@ SHOWN = 24  # characters of a value in a sentence; the table has all
 
 def confound(entry: Mapping[str, Any]) -> str:
     """Where the values of a key differ, and by how much: `(gpt, ngpt: 0.1 | 0.3, 3 times; the recipe brings 0)`."""
-    texts = map(value_text, entry["values"])
+    arms, texts = arms_and_values(entry)
     values = " | ".join(text if len(text) <= SHOWN else f"{text[:SHOWN]}…" for text in texts)
     size = f", {size_text(entry['size'])}" if entry["size"] is not None else ""
     note = f"; {entry['note']}" if entry["note"] else ""
-    return f"({', '.join(entry['arms'])}: {values}{size}{note})"
+    return f"({', '.join(arms)}: {values}{size}{note})"
+
+
+FEW = 6  # arms whose values a cell can list one by one
+
+
+def arms_and_values(entry: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The arms and values of a difference; of many arms those with the commonest value stand last, as how many."""
+    arms, values = list(entry["arms"]), list(map(value_text, entry["values"]))
+    common = max(values, key=values.count, default="")
+    n_common = values.count(common)
+    if len(arms) <= FEW or len(values) != len(arms) or n_common < FEW:
+        return arms, values
+    differ = [(arm, value) for arm, value in zip(arms, values, strict=True) if value != common]
+    return [*(arm for arm, _ in differ), f"{n_common} others"], [*(value for _, value in differ), common]
 
 
 def value_text(value: Any) -> str:
