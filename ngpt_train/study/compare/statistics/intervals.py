@@ -8,7 +8,8 @@ less the baseline's at seed s and row r. Seeds and rows are crossed random facto
 
 The first and the last part are what the means of seeds differ by. They have S - 1 degrees of freedom, which is 2 for
 three seeds; pooled over budgets, which are runs of their own, they have more. The second part is what rows differ by
-beyond the rest. The interval is Student's, with Satterthwaite's degrees of freedom for the sum.
+beyond the rest. The interval is Student's for a sum of two variances that are known with different degrees of freedom,
+as Cochran and Cox have it: the two quantiles are weighted by their variances.
 """
 
 from __future__ import annotations
@@ -85,8 +86,15 @@ class Spread:
             return np.where(below > 0, (seeds + rows) ** 2 / below, 1.0)
 
     def half_width(self, confidence: float) -> np.ndarray:
-        """(n,) from the estimate to either end of the interval; infinite where nothing is known of the noise."""
-        return np.nan_to_num(t_quantile(confidence, self.df) * self.error, nan=np.inf)
+        """(n,) from the estimate to either end of the interval; infinite where nothing is known of the noise.
+
+        Satterthwaite's degrees of freedom would do for many runs. With two of them, where a small estimate of the seeds'
+        noise passes for many degrees of freedom, its intervals hold the truth too seldom (docs/study.md)."""
+        seeds, rows = np.nan_to_num(self.seeds), np.nan_to_num(self.rows)
+        of_seeds, of_rows = t_quantile(confidence, self.seeds_df), t_quantile(confidence, max(self.rows_df, 1))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            quantile = np.nan_to_num((seeds * of_seeds + rows * of_rows) / (seeds + rows))
+        return np.nan_to_num(quantile * self.error, nan=np.inf)
 
 
 def t_quantile(confidence: float, df: np.ndarray | float) -> np.ndarray:

@@ -43,12 +43,12 @@ def chance(spread: Spread, size: float, confidence: float) -> float:
     error, df = float(spread.error[0]), float(spread.df[0])
     if error == 0:
         return 1.0
-    return float(1 - nctdtr(df, size / error, t_quantile(confidence, df)))
+    return float(1 - nctdtr(df, size / error, spread.half_width(confidence)[0] / error))
 
 
 def detectable(spread: Spread, confidence: float) -> float:
     """The smallest difference that this noise would let be resolved with the chance POWER."""
-    about = float(((t_quantile(confidence, spread.df) + t_quantile(2 * POWER - 1, spread.df)) * spread.error)[0])
+    about = float((spread.half_width(confidence) + t_quantile(2 * POWER - 1, spread.df) * spread.error)[0])
     if about == 0:
         return 0.0
     return float(brentq(lambda size: chance(spread, size, confidence) - POWER, 0.0, 3 * about))
