@@ -88,8 +88,8 @@ class Spread:
     def half_width(self, confidence: float) -> np.ndarray:
         """(n,) from the estimate to either end of the interval; infinite where nothing is known of the noise.
 
-        Satterthwaite's degrees of freedom would do for many runs. With two of them, where a small estimate of the seeds'
-        noise passes for many degrees of freedom, its intervals hold the truth too seldom (docs/study.md)."""
+        Satterthwaite's degrees of freedom would do for many runs. With few, a small estimate of the seeds' noise passes
+        for many degrees of freedom, and the intervals hold the truth too seldom (docs/study.md)."""
         seeds, rows = np.nan_to_num(self.seeds), np.nan_to_num(self.rows)
         of_seeds, of_rows = t_quantile(confidence, self.seeds_df), t_quantile(confidence, max(self.rows_df, 1))
         with np.errstate(divide="ignore", invalid="ignore"):
