@@ -246,7 +246,9 @@ def costs(report: Report) -> Table:
 
 
 def _ms(seconds: float | None) -> str:
-    return DASH if seconds is None else number(1000 * seconds, *((0,) if seconds >= 0.1 else (None, 3)))
+    if seconds is None:
+        return DASH
+    return number(1000 * seconds, 0) if seconds >= 0.1 else number(1000 * seconds, None, 3)
 
 
 def referee(report: Report) -> Table:
