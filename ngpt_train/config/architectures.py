@@ -64,23 +64,23 @@ def use_plugins(folders: Sequence[str]) -> None:
 def schema_keys(model: type[ModelConfig]) -> dict[str, Key]:
     """All keys of the schema by dotted name, with `model` as the schema of model.*."""
     if model not in _KEYS:
-        _KEYS[model] = {key.name: key for key in _walk(Config, "", model)}
+        _KEYS[model] = {key.name: key for key in _walk(Config(model=model()), "")}
     return _KEYS[model]
 
 
-def _walk(schema: type, prefix: str, model: type[ModelConfig]) -> Iterator[Key]:
-    types = typing.get_type_hints(schema)
-    for field in dataclasses.fields(schema):
-        name, kind = prefix + name_of(field), types[field.name] if field.name != "model" else model
-        if dataclasses.is_dataclass(kind):
-            yield from _walk(typing.cast(type, kind), name + ".", model)
+def _walk(section: Any, prefix: str) -> Iterator[Key]:
+    """section: with the defaults, which differ between architectures for keys of one section, as model.init."""
+    types = typing.get_type_hints(type(section))
+    for field in dataclasses.fields(section):
+        name, kind, default = prefix + name_of(field), types[field.name], getattr(section, field.name)
+        if dataclasses.is_dataclass(default):
+            yield from _walk(default, name + ".")
             continue
         union = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
         items = [item for member in union if typing.get_origin(member) is list for item in typing.get_args(member)]
         members = tuple(typing.get_origin(member) or member for member in union)
         if float in members:
             members = tuple(member for member in members if member is not int)
-        default = field.default_factory() if callable(field.default_factory) else field.default
         or_auto = str in members and not {int, float, bool}.isdisjoint(members)
         limits = {"choices": (AUTO,) if or_auto else None, "items": items[0] if items else float, **field.metadata}
         limits.pop("named", None)

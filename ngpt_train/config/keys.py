@@ -7,6 +7,7 @@ from dataclasses import Field, field
 from typing import Any, NamedTuple, TypedDict, Union, Unpack
 
 AUTO = "auto"
+TABLES = frozenset({"optim.lr_table", "model.init_table"})  # keys whose value is a mapping, by dotted name
 
 # The names of keys that exclude each other, with spaces between them; what is wrong; what to do.
 Conflict = tuple[str, str, str]

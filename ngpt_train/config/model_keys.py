@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, Union
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union
 
-from ngpt_train.config.keys import AUTO, Conflict, IntOrAuto, key
+from ngpt_train.config import init_keys
+from ngpt_train.config.init_keys import KINDS, InitConfig
+from ngpt_train.config.keys import AUTO, Conflict, IntOrAuto, Table, key
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
@@ -61,6 +63,13 @@ class ModelConfig:
         below=1,
     )
 
+    init: InitConfig = field(default_factory=InitConfig)
+    init_table: dict[str, Any] = key(
+        {},
+        "model.init.* by scale, for those that are auto.",
+        table=Table(init_keys.problem_of, "{tiny: {embedding: 1.0}}", "Set model.init.*, or write a recipe in YAML"),
+    )
+
     # What the rest of the house asks an architecture before there is a model. A subclass may answer otherwise.
 
     objective: ClassVar[str] = "next_token"  # what data.objective=auto becomes, and the only one that it learns
@@ -102,9 +111,26 @@ class ModelConfig:
     def resolve(self, config: Config) -> None:
         """Replaces what is `auto` or null in the keys of its own, in place. `config` is resolved but for these."""
 
+    def measured_init(self, scale: str) -> dict[str, Any]:
+        """The entry of init_table for `scale`, as far as it holds for this model; empty where there is none."""
+        entry: dict[str, Any] = self.init_table.get(scale, {})
+        return {kind: x for kind, x in entry.items() if kind != "output"} if self.tied_embeddings else entry
+
+    def paper_init(self, kind: str) -> float | str:
+        """What model.init.KIND=auto stands for where nothing was measured."""
+        value: float | str = getattr(type(self)().init, kind)
+        return value
+
+    def settle_init(self, measured: Mapping[str, Any] | None = None) -> None:
+        """Replaces, in place, each model.init.* that is auto by the measured value, else the paper's."""
+        for kind in KINDS:
+            if getattr(self.init, kind) == AUTO:
+                setattr(self.init, kind, (measured or {}).get(kind, self.paper_init(kind)))
+
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """(key, key) of model.*: the value of the first leaves the second without an effect."""
-        yield from ()
+        if self.tied_embeddings:
+            yield "tied_embeddings", "init.output"
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         """What excludes each other, with a key of its own among it. `config` is resolved."""
@@ -112,4 +138,4 @@ class ModelConfig:
 
     def not_in_weights(self) -> set[str]:
         """Keys of model.* that a run may change although it begins with the weights of another (run.init_from)."""
-        return {"context", "embedding_dropout", "residual_dropout", "attention_dropout"}
+        return {"context", "init", "init_table", "embedding_dropout", "residual_dropout", "attention_dropout"}

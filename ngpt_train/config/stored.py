@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys, architectures, build, schema_keys
-from ngpt_train.config.keys import AUTO, name_of
+from ngpt_train.config.keys import AUTO, TABLES, name_of
 from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import auto_warmup, table_lr
@@ -30,6 +30,7 @@ _HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", *_OF_VERBS
 _HARMLESS = {
     "run": "name root resume resume_step overwrite allow_change max_time init_from",
     "scale": "name",
+    "model": "init_table",
     "train": "stop_at profile micro_rows device compile cuda_graphs deterministic activation_checkpointing",
     "optim": "lr_table lr_source",
     "data": "path val_files out cache text_gb cache_gb workers prepare_workers prefetch on_bad_shard fetch_minutes",
@@ -94,7 +95,9 @@ def read_yaml(path: str | os.PathLike[str]) -> Config:
             check_leaf(key, value, keys)
     except ConfigError as error:
         raise DataError(f"{path}: {error}") from None
-    return build(values, schema)
+    config = build(values, schema)
+    config.model.settle_init()  # a run from before these keys existed began with the paper's
+    return config
 
 
 def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -106,8 +109,8 @@ def redact(tree: Mapping[str, Any]) -> dict[str, Any]:
 def what_differs(stored: Config, new: Config) -> list[tuple[str, Any, Any]]:
     """The name, stored value and new value of each key that a run must not change on its way from `stored` to `new`,
     both resolved."""
-    old_values, new_values = (dict(flatten(to_dict(config), {"optim.lr_table"})) for config in (stored, new))
-    as_stored = dict(flatten(redact(to_dict(new)), {"optim.lr_table"}))
+    old_values, new_values = (dict(flatten(to_dict(config), TABLES)) for config in (stored, new))
+    as_stored = dict(flatten(redact(to_dict(new)), TABLES))
     return [
         (name, old_values.get(name, "(none)"), as_stored.get(name, "(none)"))
         for name in dict.fromkeys([*old_values, *new_values])

@@ -4,7 +4,6 @@ An architecture adds its block, its head, its initialisation and the constraint 
 a single device: ngpt_train/distributed applies compile, activation checkpointing, DDP and FSDP2 from outside.
 """
 
-import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -27,6 +26,9 @@ from ngpt_train.models.layers.rope import UNSCALED, Rope, rope_table
 from ngpt_train.models.parameter_groups import ParameterGroup
 
 __all__ = ["Decoder", "Head", "Loss"]
+
+# The key of model.init.* for the matrices outside of blocks.
+KIND_BY_PATH = {"embedding": "embedding", "source_embedding": "embedding", "output": "output"}
 
 
 class Decoder(nn.Module):
@@ -104,12 +106,9 @@ class Decoder(nn.Module):
         raise NotImplementedError
 
     def init_std(self, path: str) -> float:
-        """Standard deviation of the matrix at `path` at initialisation.
-
-        Matrices that write into the residual stream start smaller, so that its variance at the last layer does not grow
-        with depth (Radford et al. 2019).
-        """
-        return 0.02 / math.sqrt(self.residual_writes(path))
+        """Standard deviation of the matrix at `path` at step 0: model.init.*."""
+        kind = "residual" if path.endswith((".wo", ".w_down")) else KIND_BY_PATH.get(path, "hidden")
+        return self.config.init.std(kind, self.config.d_model, self.residual_writes(path))
 
     def residual_writes(self, path: str) -> int:
         """How many matrices write into the residual stream that the matrix at `path` writes to; 1 if it does not."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config import read_yaml, redact, to_dict
+from ngpt_train.config.keys import TABLES
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import what_differs
 from ngpt_train.config.validate import flatten
@@ -31,7 +32,7 @@ def differences(stored: Config, new: Config) -> list[Difference]:
 
     Left out are its name and place, and what changes neither the run nor its validation: layout, checkpoints, logging.
     """
-    old_values, new_values = (dict(flatten(redact(to_dict(config)), {"optim.lr_table"})) for config in (stored, new))
+    old_values, new_values = (dict(flatten(redact(to_dict(config)), TABLES)) for config in (stored, new))
     found = {name: (old, value) for name, old, value in what_differs(stored, new)}
     found |= {name: (old_values[name], new_values[name]) for name in _COUNT_TOO if old_values[name] != new_values[name]}
     return [(name, *values) for name, values in found.items()]
@@ -59,7 +60,7 @@ def _is_clearly_another(stored: Config, new: Config) -> bool:
     milliseconds, would be asked for every pair of a waiting point and a run of any study."""
     if (stored.train.steps, stored.optim.lr) != (new.train.steps, new.optim.lr):
         return True
-    model = replace(new.model, vocab_size=stored.model.vocab_size)  # auto until the tokenizer is known
+    model = replace(new.model, vocab_size=stored.model.vocab_size, init_table=stored.model.init_table)
     return stored.model != model
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Union
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Union
 
-from ngpt_train.config.keys import Conflict, key, nearest_multiples
+from ngpt_train.config.init_keys import InitConfig
+from ngpt_train.config.keys import AUTO, Conflict, key, nearest_multiples
 from ngpt_train.models.position_keys import PositionKeys
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 
@@ -25,6 +26,7 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
     """
 
     name: str = key("composed", "Architecture, chosen with model=NAME.")
+    init: InitConfig = field(default_factory=lambda: InitConfig(embedding=AUTO))
     norm: str = key(
         "rms",
         "rms: RMSNorm, which is T5's LayerNorm; layer: LayerNorm, also without its bias, its gain or both "
@@ -93,6 +95,17 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         """The placement of `attn` or `mlp`."""
         own = self.attn_norm_placement if sublayer == "attn" else self.mlp_norm_placement
         return own or self.norm_placement
+
+    def measured_init(self, scale: str) -> dict[str, Any]:
+        """Nothing was measured for an embedding that is multiplied where it is read."""
+        measured = super().measured_init(scale)
+        return {kind: x for kind, x in measured.items() if kind != "embedding"} if self.scaled_embedding else measured
+
+    def paper_init(self, kind: str) -> float | str:
+        """An embedding that is multiplied by sqrt(d_model) starts as NormFormer's, see there; all else as GPT's."""
+        if kind == "embedding":
+            return "0.5/sqrt(d_model)" if self.scaled_embedding else 0.02
+        return super().paper_init(kind)
 
     def resolve(self, config: Config) -> None:
         super().resolve(config)

@@ -133,12 +133,7 @@ class Composition(DecoderOverBatch):
     positions: Tensor | None
 
     def init_std(self, path: str) -> float:
-        """As a decoder's; model.deep_init divides those of block l = 1, 2, ... by sqrt(l).
-
-        An embedding that is multiplied by sqrt(d_model) starts as NormFormer's, see there.
-        """
-        if self.config.scaled_embedding and path in ("embedding", "source_embedding"):
-            return 0.5 / math.sqrt(self.config.d_model)
+        """As a decoder's; model.deep_init divides those of block l = 1, 2, ... by sqrt(l)."""
         std, parts = super().init_std(path), path.split(".")
         in_block = parts[0] in ("layers", "encoder")
         return std / math.sqrt(int(parts[1]) + 1) if self.config.deep_init and in_block else std

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ngpt_train.config.init_keys import InitConfig
 from ngpt_train.config.keys import key
 from ngpt_train.models.composed.keys import ComposedConfig
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
@@ -14,6 +15,7 @@ class ComposedEncoderDecoderConfig(EncoderDecoderKeys, ComposedConfig):
     """The composed decoder's options in an encoder-decoder; those of attention hold for cross-attention too."""
 
     name: str = key("composed_encoder_decoder", "Architecture, chosen with model=NAME.")
+    init: InitConfig = field(default_factory=lambda: ComposedConfig().init)
     positions: str = key(
         "rotary",
         "rotary turns q and k of self-attention; sinusoidal is added to both embeddings; none: no positions.",

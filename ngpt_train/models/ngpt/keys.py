@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
+from ngpt_train.config.init_keys import KINDS, InitConfig
 from ngpt_train.config.keys import COUNT, Conflict, FloatOrAuto, key
 from ngpt_train.config.model_keys import LrFactors, ModelConfig
 
@@ -89,6 +90,8 @@ class NGPTConfig(ModelConfig):
     applies_dropout = True
 
     name: str = key("ngpt", "Architecture, chosen with model=NAME.")
+    # Section A.5. On the sphere the projection follows, and only directions count.
+    init: InitConfig = field(default_factory=lambda: InitConfig(*["1/sqrt(d_model)"] * 3))
     s_qk: QKScaleConfig = field(default_factory=QKScaleConfig)
     s_u: MLPScaleConfig = field(default_factory=MLPScaleConfig)
     s_v: MLPScaleConfig = field(default_factory=MLPScaleConfig)
@@ -149,6 +152,9 @@ class NGPTConfig(ModelConfig):
         return self.n_layers / (self.reference.n_layers or self.n_layers)
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
+        yield from super().without_effect()
+        if self.constraint == "projection":
+            yield from (("constraint", f"init.{kind}") for kind in KINDS)
         scales = {name: x for name, x in vars(self).items() if isinstance(x, ScaleVectorConfig)}
         yield from ((f"{name}.kind", f"{name}.scale") for name, x in scales.items() if x.kind == "fixed")
         words = {word for x in scales.values() for word in (x.init, x.scale)}

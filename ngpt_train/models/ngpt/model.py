@@ -182,9 +182,8 @@ class Spherical(Decoder):
         return Head(h, normalize(self.unembedding) if parametrized else self.unembedding, self.s_z())
 
     def init_std(self, path: str) -> float:
-        """1 / sqrt(d_model), for output matrices divided by sqrt(2 L) (section A.5) unless the projection follows."""
-        std = 1 / math.sqrt(self.config.d_model)
-        return std if self.projects else std / math.sqrt(self.residual_writes(path))
+        """Before a projection the same for all matrices, else model.init.*."""
+        return 1 / math.sqrt(self.config.d_model) if self.projects else super().init_std(path)
 
     @property
     def projects(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ngpt_train.config.init_keys import InitConfig
 from ngpt_train.config.keys import key
 from ngpt_train.models.position_keys import PositionKeys
 
@@ -16,6 +17,10 @@ class NormFormerConfig(PositionKeys):
 
     name: str = key("normformer", "Architecture, chosen with model=NAME.")
     tied_embeddings: bool = key(True, "One matrix as input and output embedding.")
+    # Times sqrt(d_model) the embedding has standard deviation 0.5. It is added to sinusoidal positions, which have 0.7,
+    # and to normalised outputs of attention, which have 1. The authors' code has 1 here. With 1 the embedding, which is
+    # the output embedding too, would give the token just read so high a logit that the loss starts above ln V.
+    init: InitConfig = field(default_factory=lambda: InitConfig(embedding="0.5/sqrt(d_model)"))
     post_attn_norm: bool = key(True, "LayerNorm of the attention's output.")
     ffn_norm: bool = key(True, "LayerNorm of the MLP's hidden state, after the activation.")
     head_scale: str = key(

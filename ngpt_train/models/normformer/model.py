@@ -79,15 +79,6 @@ class NormFormer(Decoder):
         self.norm_final = LayerNorm(config.d_model, config.norm_eps)
         self.positions = learned_positions(config)
 
-    def init_std(self, path: str) -> float:
-        """As a decoder's, but for the embedding: times sqrt(d_model) it has standard deviation 0.5.
-
-        It is added to sinusoidal positions, which have 0.7, and to normalised outputs of attention, which have 1. The
-        authors' code has 1 here. With 1 the embedding, which is the output embedding too, would give the token just
-        read so high a logit that the loss starts above ln V.
-        """
-        return 0.5 / math.sqrt(self.config.d_model) if path == "embedding" else super().init_std(path)
-
     def embed(self, tokens: Tensor, table: Tensor) -> Tensor:
         return super().embed(tokens, table) * math.sqrt(self.config.d_model)
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config import read_yaml, to_dict
+from ngpt_train.config.keys import TABLES
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.study import AuditConfig
 from ngpt_train.config.stored import what_differs
@@ -170,7 +171,7 @@ def _checkpoint(
     changed = {x.get("key") for start in starts for x in start.get("changed", [])}
     if newest and step > last_start and (path / "config.yaml").read_bytes() != (run.path / "config.yaml").read_bytes():
         changed = set()
-        keys_then, keys_now = (dict(flatten(to_dict(each), {"optim.lr_table"})) for each in (stored, config))
+        keys_then, keys_now = (dict(flatten(to_dict(each), TABLES)) for each in (stored, config))
         differing = [(name, old, keys_now[name]) for name, old in keys_then.items() if old != keys_now[name]]
         differing = differing or [("its text", "another", "")]
     else:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ngpt_train.config import load_config, to_dict
 from ngpt_train.config.architectures import all_keys, architectures, schema_keys
-from ngpt_train.config.keys import AUTO
+from ngpt_train.config.keys import AUTO, TABLES
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.validate import flatten
 from ngpt_train.core.errors import ConfigError
@@ -41,6 +41,7 @@ HARMLESS = {
     "run.max_time": "a run that it has stopped is not at the end of its schedule, which is looked at",
     "scale.name": "a name; the numbers that it stands for are looked at",
     "optim.lr_table": "a table in which optim.lr was looked up, which is looked at",
+    "model.init_table": "a table in which model.init.* was looked up, which is looked at",
     "optim.lr_source": "a sentence about optim.lr, which is looked at",
     "train.stop_at": "a run that it has stopped is not at the end of its schedule, which is looked at",
     "train.profile": "writes a trace of three steps",
@@ -170,6 +171,6 @@ def _recipe(name: str, scale: str | None, numbers: tuple[tuple[str, Any], ...]) 
     # A scale of the user's own is not found, and has no learning rate in the table.
     for chosen, unknown in (([*of_scale, *overrides], ()), ([*overrides, "optim.lr=1"], ("optim.lr",))):
         with contextlib.suppress(ConfigError):
-            found = dict(flatten(to_dict(load_config(chosen)), {"optim.lr_table"}))
+            found = dict(flatten(to_dict(load_config(chosen)), TABLES))
             return found | dict.fromkeys(unknown, UNKNOWN)
     return None

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from ngpt_train.config.keys import TABLES
 from ngpt_train.config.validate import flatten
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines, read_json, read_yaml_text
@@ -89,7 +90,7 @@ def read_run(path: Path) -> Run:
         tree = yaml.safe_load(read_yaml_text(path / "config.yaml"))
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise DataError(f"{path / 'config.yaml'}: not a readable config: {' '.join(str(error).split())}") from None
-    config = dict(flatten(tree, {"optim.lr_table"})) if isinstance(tree, dict) else {}
+    config = dict(flatten(tree, TABLES)) if isinstance(tree, dict) else {}
     for key, least in (("train.steps", 1), ("run.seed", 0)):
         value = config.get(key, None if key == "train.steps" else 0)
         if type(value) is not int or value < least:

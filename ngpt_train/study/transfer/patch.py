@@ -11,7 +11,7 @@ from pathlib import Path
 from ngpt_train.config import ConfigError, load_config, to_dict
 from ngpt_train.config.composition.compose import compose
 from ngpt_train.config.composition.files import Files
-from ngpt_train.config.keys import AUTO
+from ngpt_train.config.keys import AUTO, TABLES
 from ngpt_train.config.validate import flatten, show
 from ngpt_train.study.definition import LR
 from ngpt_train.study.transfer.optima import Optimum
@@ -19,7 +19,7 @@ from ngpt_train.study.transfer.table_edit import CannotEdit, Entry, with_entry
 
 # What a recipe's table has an entry for, or what follows from it. In everything else that trains a model the run must
 # be as its scale, model and recipe say.
-_MAY_DIFFER = {LR, "optim.lr_table", "optim.lr_source", "model.context", "model.vocab_size", "schedule.final_lr"}
+_MAY_DIFFER = {LR, *TABLES, "optim.lr_source", "model.context", "model.vocab_size", "schedule.final_lr"}
 _MAY_DIFFER |= {"schedule.warmup_steps", "schedule.warmup_tokens", "model.psi_warmup_steps"}
 
 
@@ -56,7 +56,7 @@ def _entry(one: Optimum) -> tuple[Path, Entry]:
     composition = compose(source.arguments, source.config_dir)
     recipe, scale, model = (composition.choices[group] for group in ("recipe", "scale", "model"))
     chosen = [f"scale={scale}", f"model={model}", f"recipe={recipe}", f"train.steps={one.run.steps}", f"{LR}=1"]
-    plain = dict(flatten(to_dict(load_config(chosen, source.config_dir, world_size=1)), {"optim.lr_table"}))
+    plain = dict(flatten(to_dict(load_config(chosen, source.config_dir, world_size=1)), TABLES))
     differing = [
         f"{key}={show(config[key])} is {show(value)} there"
         for key, value in plain.items()

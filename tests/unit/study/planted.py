@@ -10,6 +10,7 @@ import numpy as np
 import yaml
 
 from ngpt_train.config import load_config, to_dict
+from ngpt_train.config.keys import TABLES
 from ngpt_train.config.validate import flatten, nested
 from ngpt_train.study.compare.runs import Run, read_run
 
@@ -30,7 +31,7 @@ FACTS = {
 
 def config_of(*overrides: str) -> dict[str, Any]:
     """The config of a run by dotted keys, as config.yaml has it."""
-    found = dict(flatten(to_dict(load_config(["scale=debug", *overrides])), {"optim.lr_table"}))
+    found = dict(flatten(to_dict(load_config(["scale=debug", *overrides])), TABLES))
     return found | {"model.vocab_size": 4096} if found["model.vocab_size"] == "auto" else found
 
 

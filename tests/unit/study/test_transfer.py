@@ -11,6 +11,7 @@ import pytest
 from ngpt_train.__main__ import main
 from ngpt_train.config import ConfigError, load_config, to_dict
 from ngpt_train.config.composition.files import config_dir
+from ngpt_train.config.keys import TABLES
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.validate import flatten
 from ngpt_train.study.cost import ArmSize
@@ -46,7 +47,7 @@ def planted(root: Path, edge: int | None = None) -> Path:
         for budget in BUDGETS:
             steps, best = budget // TOKENS, optimum(width, budget)
             said = [*shared, *row, f"train.steps={steps}"]
-            config = dict(flatten(to_dict(load_config(said, world_size=1)), {"optim.lr_table"}))
+            config = dict(flatten(to_dict(load_config(said, world_size=1)), TABLES))
             del config["optim.lr_table"]  # which takes long to read
             for octave in range(-2, 1 if width == edge else 3):
                 for seed in SEEDS:
