@@ -116,6 +116,12 @@ class ModelConfig:
         entry: dict[str, Any] = self.init_table.get(scale, {})
         return {kind: x for kind, x in entry.items() if kind != "output"} if self.tied_embeddings else entry
 
+    def init_source(self, scale: str) -> str:
+        """Where model.init.* are from; empty unless they are the entry of init_table for `scale`."""
+        measured = self.measured_init(scale)
+        follows = all(getattr(self.init, kind) == value for kind, value in measured.items() if kind in KINDS)
+        return str(measured.get("source", "model.init_table")) if measured and follows else ""
+
     def paper_init(self, kind: str) -> float | str:
         """What model.init.KIND=auto stands for where nothing was measured."""
         value: float | str = getattr(type(self)().init, kind)

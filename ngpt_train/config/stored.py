@@ -159,9 +159,12 @@ def check_resume(stored: Config, new: Config) -> None:
     raise ConfigError("\n  ".join(lines))
 
 
-def with_first_lr(config: Config, stored: Config) -> Config:
-    """`config` with the learning rate that the run began with, where nobody asks for a number: the entry of lr_table
-    depends on train.steps, which may grow. stored: the config in the run's checkpoint."""
+def with_first_values(config: Config, stored: Config) -> Config:
+    """`config` with the learning rate and the initialisation that the run began with, where nobody asks for others but
+    the recipe's tables do: an entry of lr_table depends on train.steps, which may grow, and a recipe may change.
+    stored: the config in the run's checkpoint."""
+    if config.model.init_source(config.scale.name):
+        config = replace(config, model=replace(config.model, init=stored.model.init))
     if not follows_table(config):
         return config
     optim = replace(config.optim, lr=stored.optim.lr, lr_source=stored.optim.lr_source)
@@ -188,6 +191,8 @@ def _is_harmless(name: str, stored: Config, new: Config) -> bool:
         return new.train.steps > stored.train.steps
     if name == "optim.lr":
         return follows_table(new) and began_with_table(stored)  # the run goes on with the stored one
+    if name.startswith("model.init."):
+        return bool(new.model.init_source(new.scale.name))  # likewise
     if name == "schedule.final_lr":  # a share of optim.lr, which is compared itself
         return None is not stored.schedule.final_share == new.schedule.final_share
     if name == "schedule.warmup_steps":

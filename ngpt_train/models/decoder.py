@@ -27,9 +27,6 @@ from ngpt_train.models.parameter_groups import ParameterGroup
 
 __all__ = ["Decoder", "Head", "Loss"]
 
-# The key of model.init.* for the matrices outside of blocks.
-KIND_BY_PATH = {"embedding": "embedding", "source_embedding": "embedding", "output": "output"}
-
 
 class Decoder(nn.Module):
     """Decoder-only language model; `vocab_size` and all widths come from its config."""
@@ -107,7 +104,7 @@ class Decoder(nn.Module):
 
     def init_std(self, path: str) -> float:
         """Standard deviation of the matrix at `path` at step 0: model.init.*."""
-        kind = "residual" if path.endswith((".wo", ".w_down")) else KIND_BY_PATH.get(path, "hidden")
+        kind = initialisation.kind_of(path)
         return self.config.init.std(kind, self.config.d_model, self.residual_writes(path))
 
     def residual_writes(self, path: str) -> int:

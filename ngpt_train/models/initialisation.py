@@ -15,6 +15,9 @@ from ngpt_train.models.weights import named_weights, write_full
 if TYPE_CHECKING:
     from ngpt_train.models.decoder import Decoder
 
+# The key of model.init.* for the matrices outside of blocks.
+_KINDS = {"embedding": "embedding", "source_embedding": "embedding", "output": "output"}
+
 # A function that draws a matrix from the seed and the matrix's path, shape and standard deviation.
 Source = Callable[[int, str, tuple[int, ...], float], Tensor]
 
@@ -25,6 +28,21 @@ def by_path(seed: int, path: str, shape: tuple[int, ...], std: float) -> Tensor:
     digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     return torch.empty(shape, dtype=torch.float32, device="cpu").normal_(std=std, generator=generator)
+
+
+def kind_of(path: str) -> str:
+    """The key of model.init.* for the matrix at `path`."""
+    return "residual" if path.endswith((".wo", ".w_down")) else _KINDS.get(path, "hidden")
+
+
+def standard_deviations(model: Decoder) -> dict[str, list[float]]:
+    """The distinct standard deviations of the matrices at step 0, by the key of model.init.*, the largest first: one
+    each, but where an encoder and a decoder differ in depth, and with model.deep_init."""
+    found: dict[str, set[float]] = {}
+    for parameter, parts in named_weights(model):
+        for path in parts if parameter.ndim >= 2 else ():
+            found.setdefault(kind_of(path), set()).add(model.init_std(path))
+    return {kind: sorted(stds, reverse=True) for kind, stds in found.items()}
 
 
 _source: Source = by_path

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ngpt_train.config.init_keys import KINDS
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.log import saying_nothing
@@ -16,6 +17,7 @@ from ngpt_train.data import load_tokenizer, many_epochs, planned_rows
 from ngpt_train.data.prepared.shards import MANIFEST, read_manifest
 from ngpt_train.data.tokenizers import known_vocabulary
 from ngpt_train.models import Decoder, build_model
+from ngpt_train.models.initialisation import standard_deviations
 from ngpt_train.report.choice import choose, planned_layout
 from ngpt_train.report.memory import MemoryItem, copies_to_save, memory_per_rank
 
@@ -67,12 +69,14 @@ def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
     steps = config.train.stop_at or config.train.steps
     total_tokens = steps * rows * context
     sizes = planned_rows(config)
+    rules = dict.fromkeys(KINDS, "each row is then brought to length 1") if model.projects else vars(config.model.init)
     plan: dict[str, Any] = {
         "model": config.model.name,
         "scale": config.scale.name,
         "vocab_size": config.model.vocab_size,
         "context": context,
         "parameters": count_parameters(model),
+        "init": {kind: {"rule": rules[kind], "std": stds} for kind, stds in standard_deviations(model).items()},
         "flops_per_token": {"non_causal": flops_per_token, "causal": model.flops_per_token(context, causal=True)},
         "rows_per_step": rows,
         "tokens_per_step": rows * context,
@@ -88,6 +92,7 @@ def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
         "lr": config.optim.lr,
         "notes": [
             *([f"lr from {config.optim.lr_source}"] if config.optim.lr_source else []),
+            *([f"initialisation from {source}"] if (source := config.model.init_source(config.scale.name)) else []),
             *(f"warning: {warning}" for warning in many_epochs(sizes, config)),
         ],
         "total_flops": total_tokens * flops_per_token,
@@ -162,6 +167,9 @@ def describe_plan(plan: dict[str, Any]) -> str:
         "",
         "parameters (exact)",
         *(_row(name.replace("_", "-"), f"{n:,}") for name, n in plan["parameters"].items()),
+        "",
+        "standard deviations at step 0 (model.init.*, exact)",
+        *(_row(kind, ", ".join(f"{std:.4g}" for std in x["std"]), str(x["rule"])) for kind, x in plan["init"].items()),
         "",
         "FLOPs per token, forward and backward (exact count of the matrix products)",
         _row("non-causal", f"{plan['flops_per_token']['non_causal']:,}", "the usual convention; MFU and hours use it"),

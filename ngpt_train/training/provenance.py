@@ -16,6 +16,7 @@ from ngpt_train.config.stored import differing_weights
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import DataError
 from ngpt_train.distributed import resolve_kind
+from ngpt_train.models.initialisation import standard_deviations
 from ngpt_train.training.checkpoint import find_checkpoint
 from ngpt_train.training.state import TrainState
 
@@ -41,6 +42,7 @@ def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
         "world_size": state.world.size,
         "parallel": resolve_kind(state.config.parallel.kind, state.world.size, device.type, state.world.local_size),
         "n_params": state.model.n_params(),
+        "init": standard_deviations(state.model),
         "data_fingerprint": data.fingerprint,
         "tokenizer": data.tokenizer.name,
         "tokenizer_fingerprint": data.tokenizer.fingerprint,

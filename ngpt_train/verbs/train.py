@@ -12,7 +12,7 @@ from ngpt_train.config import read_yaml, write_yaml
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.schema import Config
-from ngpt_train.config.stored import with_first_lr
+from ngpt_train.config.stored import with_first_values
 from ngpt_train.core.errors import DataError, is_told_here, same_on_host
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.core.launcher import end_with_launcher
@@ -83,7 +83,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     resolve_device(config.train.device, int(os.environ.get("LOCAL_RANK", "0")))
     if checkpoint is not None:
         stored = read_yaml(checkpoint / "config.yaml")
-        config = with_first_lr(with_first_commits(config, stored), stored)
+        config = with_first_values(with_first_commits(config, stored), stored)
     world = join_world(config)
     with same_on_host():
         check_state_fits(config, world)

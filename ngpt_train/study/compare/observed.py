@@ -19,7 +19,7 @@ from ngpt_train.study.compare.runs import Run, common_budgets, is_number
 Arms = Mapping[str, Sequence[Run]]
 
 # What a start notes in run.json of itself, and not of what was computed.
-_OF_THE_START = ("time", "step", "job", "kernels", "damaged", "changed", "n_params", "host")
+_OF_THE_START = ("time", "step", "job", "kernels", "damaged", "changed", "n_params", "init", "host")
 
 
 @dataclass

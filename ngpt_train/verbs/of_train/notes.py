@@ -45,6 +45,8 @@ def say_what_starts(
         say(note)
     if config.optim.lr_source:
         say(f"lr from {config.optim.lr_source}")
+    if source := config.model.init_source(config.scale.name):
+        say(f"initialisation from {source}")
 
 
 def where_it_goes_on(run: RunDirectory, step: int) -> str:

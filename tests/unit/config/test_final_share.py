@@ -3,7 +3,7 @@
 import pytest
 
 from ngpt_train.config import ConfigError, load_config
-from ngpt_train.config.stored import check_resume, with_first_lr
+from ngpt_train.config.stored import check_resume, with_first_values
 
 
 def test_the_end_follows_the_rate() -> None:
@@ -28,6 +28,6 @@ def test_a_longer_run_keeps_rate_and_end() -> None:
     stored, longer = load_config([*common, "train.steps=10000"]), load_config([*common, "train.steps=100000"])
     assert stored.optim.lr != longer.optim.lr
     check_resume(stored, longer)
-    assert with_first_lr(longer, stored).schedule.final_lr == stored.schedule.final_lr
+    assert with_first_values(longer, stored).schedule.final_lr == stored.schedule.final_lr
     with pytest.raises(ConfigError, match=r"schedule\.final_share: 0\.1 -> 0\.2"):
         check_resume(stored, load_config([*common[:2], "schedule.final_share=0.2", "train.steps=10000"]))

@@ -8,7 +8,7 @@ import pytest
 
 from ngpt_train.config import Config, ConfigError, check_resume, list_experiments, load_config, to_dict
 from ngpt_train.config.lr_table import Run, look_up, problem_of
-from ngpt_train.config.stored import with_first_lr
+from ngpt_train.config.stored import with_first_values
 
 A, B = {"tokens": 1e9, "lr": 3.0, "source": "paper A"}, {"tokens": 1e11, "lr": 1.0, "source": "paper B"}
 GUESS = {"tokens": 1e13, "lr": 0.5, "source": "a guess", "extrapolation": True}
@@ -179,14 +179,14 @@ def test_a_run_that_grows_keeps_its_rate() -> None:
     stored, longer = run(), run("train.steps=100000")
     assert (stored.optim.lr, longer.optim.lr) == (2.5e-3, 1e-3)
     check_resume(stored, longer)
-    grown = with_first_lr(longer, stored)
+    grown = with_first_values(longer, stored)
     assert (grown.optim.lr, grown.optim.lr_source) == (2.5e-3, stored.optim.lr_source)
     check_resume(grown, run("train.steps=200000"))  # and once more
     # Of a run from before, whose table had numbers.
     older = run("optim.lr=3e-3")
     older.optim.lr_table = {"0.5b": {1024: 3e-3}}
     check_resume(older, longer)
-    assert with_first_lr(longer, older).optim.lr == 3e-3
+    assert with_first_values(longer, older).optim.lr == 3e-3
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_a_rate_that_was_asked_for_does_not_change(stored: list[str], new: list[
     """Caught: a resume that changes the rate without a word, to a number or to the table's."""
     with pytest.raises(ConfigError, match=r"optim\.lr: 0\.00(25|5) -> 0\.00"):
         check_resume(run(*stored), run("train.steps=100000", *new))
-    assert with_first_lr(run("optim.lr=1e-3"), run()).optim.lr == 1e-3
+    assert with_first_values(run("optim.lr=1e-3"), run()).optim.lr == 1e-3
 
 
 def test_the_table_is_stored() -> None:
