@@ -1,9 +1,10 @@
-"""model.init.*, the standard deviations of the matrices at step 0, and model.init_table, where a recipe has the ones
+"""model.init.*, the standard deviations of the matrices at step 0, and model.init_table, where a recipe has the starts
 that were measured at a scale:
 
-    tiny: {embedding: 1.0, hidden: 1/sqrt(d_model), source: who found them, and how}
+    tiny: {init.embedding: 1.0, init.hidden: 1/sqrt(d_model), source: who found them, and how}
 
-`auto` is the table's value for the scale, else the architecture's default, which is its paper's.
+`auto` is the table's value for the scale, else the architecture's default, which is its paper's. nGPT's starts are the
+`init` and `scale` of its scale vectors, too.
 """
 
 from __future__ import annotations
@@ -69,24 +70,23 @@ class InitConfig:
 
 def problem_of(table: Mapping[Any, Any]) -> str | None:
     """What is wrong with an init_table and where, or None."""
-    return next(_problems(table), None)
+    return next(_problems(table), None) if table else None  # while the schema is made there are no keys yet
 
 
 def _problems(table: Mapping[Any, Any]) -> Iterator[str]:
-    from ngpt_train.config.architectures import schema_keys  # which needs this file
-    from ngpt_train.config.model_keys import ModelConfig
+    from ngpt_train.config.architectures import all_keys, architectures  # which need this file
 
-    keys = schema_keys(ModelConfig)
+    starts = dict.fromkeys(name for model in architectures().values() for name in model.starts)
     for scale, entry in table.items():
         if not isinstance(scale, str) or not isinstance(entry, dict):
-            yield f"{scale}: must be the name of a scale, and then {{embedding: 1.0, source: ...}}"
+            yield f"{scale}: must be the name of a scale, and then {{init.embedding: 1.0, source: ...}}"
             continue
         for name, value in entry.items():
             if name == "source":
                 problem = None if isinstance(value, str) and value else "must be text"
-            elif name in KINDS:
-                problem = keys[f"model.init.{name}"].problem(value) or ("is no value" if value == AUTO else None)
+            elif name in starts:
+                problem = all_keys()[f"model.{name}"].problem(value) or ("is no value" if value == AUTO else None)
             else:
-                problem = f"is none of {', '.join((*KINDS, 'source'))}"
+                problem = f"is none of {', '.join((*starts, 'source'))}"
             if problem:
                 yield f"{scale}: {name} {problem}"

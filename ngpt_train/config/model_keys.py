@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union
 
 from ngpt_train.config import init_keys
@@ -66,8 +67,8 @@ class ModelConfig:
     init: InitConfig = field(default_factory=InitConfig)
     init_table: dict[str, Any] = key(
         {},
-        "model.init.* by scale, for those that are auto.",
-        table=Table(init_keys.problem_of, "{tiny: {embedding: 1.0}}", "Set model.init.*, or write a recipe in YAML"),
+        "Starts by scale, for keys that are auto: model.init.*, and of nGPT the init and scale of its scale vectors.",
+        table=Table(init_keys.problem_of, "{tiny: {init.embedding: 1.0}}", "Set the keys, or write a recipe in YAML"),
     )
 
     # What the rest of the house asks an architecture before there is a model. A subclass may answer otherwise.
@@ -111,27 +112,39 @@ class ModelConfig:
     def resolve(self, config: Config) -> None:
         """Replaces what is `auto` or null in the keys of its own, in place. `config` is resolved but for these."""
 
-    def measured_init(self, scale: str) -> dict[str, Any]:
+    # The keys of model.* that say how weights start: they may be auto, and init_table may have them.
+    starts: ClassVar[tuple[str, ...]] = tuple(f"init.{kind}" for kind in KINDS)
+
+    def measured_starts(self, scale: str) -> dict[str, Any]:
         """The entry of init_table for `scale`, as far as it holds for this model; empty where there is none."""
         entry: dict[str, Any] = self.init_table.get(scale, {})
-        return {kind: x for kind, x in entry.items() if kind != "output"} if self.tied_embeddings else entry
+        return {name: x for name, x in entry.items() if name != "init.output"} if self.tied_embeddings else entry
 
-    def init_source(self, scale: str) -> str:
-        """Where model.init.* are from; empty unless they are the entry of init_table for `scale`."""
-        measured = self.measured_init(scale)
-        follows = all(getattr(self.init, kind) == value for kind, value in measured.items() if kind in KINDS)
+    def source_of_starts(self, scale: str) -> str:
+        """Who measured the starts; empty unless they are the entry of init_table for `scale`."""
+        measured = self.measured_starts(scale)
+        follows = all(attrgetter(name)(self) == value for name, value in measured.items() if name in self.starts)
         return str(measured.get("source", "model.init_table")) if measured and follows else ""
 
-    def paper_init(self, kind: str) -> float | str:
-        """What model.init.KIND=auto stands for where nothing was measured."""
-        value: float | str = getattr(type(self)().init, kind)
+    def paper_start(self, name: str) -> float | str:
+        """What auto stands for in one of `starts` where nothing was measured."""
+        value: float | str = attrgetter(name)(type(self)())
         return value
 
-    def settle_init(self, measured: Mapping[str, Any] | None = None) -> None:
-        """Replaces, in place, each model.init.* that is auto by the measured value, else the paper's."""
-        for kind in KINDS:
-            if getattr(self.init, kind) == AUTO:
-                setattr(self.init, kind, (measured or {}).get(kind, self.paper_init(kind)))
+    def settle_starts(self, measured: Mapping[str, Any] | None = None) -> None:
+        """Replaces, in place, each of `starts` that is auto by the measured value, else the paper's."""
+        for name in self.starts:
+            if attrgetter(name)(self) == AUTO:
+                self._start(name, (measured or {}).get(name, self.paper_start(name)))
+
+    def start_as(self, other: ModelConfig) -> None:
+        """Takes, in place, the starts of another config of this architecture."""
+        for name in self.starts:
+            self._start(name, attrgetter(name)(other))
+
+    def _start(self, name: str, value: float | str) -> None:
+        section, _, key = name.partition(".")
+        setattr(self, section, replace(getattr(self, section), **{key: value}))  # configs share their defaults
 
     def without_effect(self) -> Iterator[tuple[str, str]]:
         """(key, key) of model.*: the value of the first leaves the second without an effect."""

@@ -27,7 +27,7 @@ def resolve(config: Config, origins: Mapping[str, Origin], experiment: str | Non
     _resolve_warmup(config, origins)
     if config.data.objective == AUTO:
         config.data.objective = model.objective
-    model.settle_init(model.measured_init(config.scale.name))
+    model.settle_starts(model.measured_starts(config.scale.name))
     model.resolve(config)
     if config.run.name == AUTO:
         config.run.name = f"{model.name}-{config.scale.name}-seed{config.run.seed}"

@@ -96,7 +96,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Config:
     except ConfigError as error:
         raise DataError(f"{path}: {error}") from None
     config = build(values, schema)
-    config.model.settle_init()  # a run from before these keys existed began with the paper's
+    config.model.settle_starts()  # a run from before these keys existed began with the paper's
     return config
 
 
@@ -163,8 +163,9 @@ def with_first_values(config: Config, stored: Config) -> Config:
     """`config` with the learning rate and the initialisation that the run began with, where nobody asks for others but
     the recipe's tables do: an entry of lr_table depends on train.steps, which may grow, and a recipe may change.
     stored: the config in the run's checkpoint."""
-    if config.model.init_source(config.scale.name):
-        config = replace(config, model=replace(config.model, init=stored.model.init))
+    if config.model.source_of_starts(config.scale.name):
+        config = replace(config, model=replace(config.model))
+        config.model.start_as(stored.model)
     if not follows_table(config):
         return config
     optim = replace(config.optim, lr=stored.optim.lr, lr_source=stored.optim.lr_source)
@@ -191,8 +192,8 @@ def _is_harmless(name: str, stored: Config, new: Config) -> bool:
         return new.train.steps > stored.train.steps
     if name == "optim.lr":
         return follows_table(new) and began_with_table(stored)  # the run goes on with the stored one
-    if name.startswith("model.init."):
-        return bool(new.model.init_source(new.scale.name))  # likewise
+    if name.removeprefix("model.") in new.model.starts:
+        return bool(new.model.source_of_starts(new.scale.name))  # likewise
     if name == "schedule.final_lr":  # a share of optim.lr, which is compared itself
         return None is not stored.schedule.final_share == new.schedule.final_share
     if name == "schedule.warmup_steps":

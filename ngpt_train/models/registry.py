@@ -19,7 +19,7 @@ def build_model(config: ModelConfig, seed: int = 0) -> Decoder:
             f"model.vocab_size={config.vocab_size}: the size of the vocabulary must be known to build a model. "
             "`train` takes it from the tokenizer; elsewhere set it, for example model.vocab_size=32000."
         )
-    config.settle_init()
+    config.settle_starts()
     if unknown := [name for name, value in vars(config).items() if value == AUTO]:
         raise ConfigError(
             f"model.{unknown[0]}=auto: load_config fills it in; in a config made by hand set it to a number."

@@ -69,6 +69,7 @@ def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
     steps = config.train.stop_at or config.train.steps
     total_tokens = steps * rows * context
     sizes = planned_rows(config)
+    source = config.model.source_of_starts(config.scale.name)
     rules = dict.fromkeys(KINDS, "each row is then brought to length 1") if model.projects else vars(config.model.init)
     plan: dict[str, Any] = {
         "model": config.model.name,
@@ -92,7 +93,11 @@ def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
         "lr": config.optim.lr,
         "notes": [
             *([f"lr from {config.optim.lr_source}"] if config.optim.lr_source else []),
-            *([f"initialisation from {source}"] if (source := config.model.init_source(config.scale.name)) else []),
+            *(
+                [f"initialisation from {source}"]
+                if (source := config.model.source_of_starts(config.scale.name))
+                else []
+            ),
             *(f"warning: {warning}" for warning in many_epochs(sizes, config)),
         ],
         "total_flops": total_tokens * flops_per_token,

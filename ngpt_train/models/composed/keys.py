@@ -96,16 +96,16 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         own = self.attn_norm_placement if sublayer == "attn" else self.mlp_norm_placement
         return own or self.norm_placement
 
-    def measured_init(self, scale: str) -> dict[str, Any]:
+    def measured_starts(self, scale: str) -> dict[str, Any]:
         """Nothing was measured for an embedding that is multiplied where it is read."""
-        measured = super().measured_init(scale)
-        return {kind: x for kind, x in measured.items() if kind != "embedding"} if self.scaled_embedding else measured
+        measured = super().measured_starts(scale)
+        return {name: x for name, x in measured.items() if name != "init.embedding" or not self.scaled_embedding}
 
-    def paper_init(self, kind: str) -> float | str:
+    def paper_start(self, name: str) -> float | str:
         """An embedding that is multiplied by sqrt(d_model) starts as NormFormer's, see there; all else as GPT's."""
-        if kind == "embedding":
+        if name == "init.embedding":
             return "0.5/sqrt(d_model)" if self.scaled_embedding else 0.02
-        return super().paper_init(kind)
+        return super().paper_start(name)
 
     def resolve(self, config: Config) -> None:
         super().resolve(config)

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
 from ngpt_train.config.init_keys import KINDS, InitConfig
-from ngpt_train.config.keys import COUNT, Conflict, FloatOrAuto, key
+from ngpt_train.config.keys import AUTO, COUNT, Conflict, FloatOrAuto, key
 from ngpt_train.config.model_keys import LrFactors, ModelConfig
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
 
-# The words that `init` and `scale` of a scale vector may be besides a number.
-SCALE_WORDS = ("1/L", "0.05*L_ref/L", "1/sqrt(d)", "sqrt(d)", "sqrt(d/d_ref)")
+# The words that `init` and `scale` of a scale vector may be besides a number. auto: model.init_table's for the scale,
+# else the paper's.
+SCALE_WORDS = (AUTO, "1/L", "0.05*L_ref/L", "1/sqrt(d)", "sqrt(d)", "sqrt(d/d_ref)")
+VECTORS = ("s_qk", "s_u", "s_v", "s_z", "alpha_attn", "alpha_mlp")
 UPDATES = ("lerp", "slerp", "riemannian")
 SOFTMAX_SCALES = ("sqrt(d_k)", "1/sqrt(d_k)", "d/sqrt(d_k)")
 
@@ -136,6 +138,8 @@ class NGPTConfig(ModelConfig):
     )
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     activation: str = key("silu", "Gate of the MLP; gelu is the exact one.", choices=("silu", "gelu"))
+
+    starts = (*ModelConfig.starts, *(f"{vector}.{key}" for vector in VECTORS for key in ("init", "scale")))
 
     def lr_factors(self, steps: int) -> LrFactors | None:
         if self.lr_rule == "none":

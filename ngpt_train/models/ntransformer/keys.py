@@ -18,4 +18,5 @@ class NTransformerConfig(EncoderDecoderKeys, NGPTConfig):
     name: str = key("ntransformer", "Architecture, chosen with model=NAME.")
     init: InitConfig = field(default_factory=lambda: NGPTConfig().init)
     alpha_cross: AlphaConfig = field(default_factory=AlphaConfig)
+    starts = (*NGPTConfig.starts, "alpha_cross.init", "alpha_cross.scale")
     update_cross: Union[str, None] = key(None, "How cross-attention moves h; null is model.update.", choices=UPDATES)

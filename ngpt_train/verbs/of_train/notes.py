@@ -45,7 +45,7 @@ def say_what_starts(
         say(note)
     if config.optim.lr_source:
         say(f"lr from {config.optim.lr_source}")
-    if source := config.model.init_source(config.scale.name):
+    if source := config.model.source_of_starts(config.scale.name):
         say(f"initialisation from {source}")
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from ngpt_train.config import Config, ConfigError, check_resume, list_experiments, load_config, read_yaml, write_yaml
 from ngpt_train.config.init_keys import KINDS
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.stored import with_first_values
 from ngpt_train.models import build_model, export_weights
 from ngpt_train.models.initialisation import by_path, standard_deviations
@@ -21,6 +22,14 @@ PAPERS = ["model.init.embedding=0.02", "model.init.output=0.02", "model.init.hid
 
 def config(*arguments: str) -> Config:
     return load_config(["scale=debug", "model.vocab_size=64", *arguments])
+
+
+def starts(model: ModelConfig) -> list[float | str]:
+    return [getattr(model.init, kind) for kind in KINDS]
+
+
+def papers_starts(model: ModelConfig) -> list[float | str]:
+    return [model.paper_start(f"init.{kind}") for kind in KINDS]
 
 
 def paper(name: str, d: int) -> dict[str, float]:
@@ -43,13 +52,10 @@ def test_the_papers_at_their_scales(name: str) -> None:
 
 
 def test_papers_rows_keep_the_papers() -> None:
-    """Whatever the recipes' tables have for small scales."""
-    for name in list_experiments():
-        if name.startswith("paper/"):
-            model = load_config([f"experiment={name}"]).model
-            assert {kind: getattr(model.init, kind) for kind in KINDS} == {
-                kind: model.paper_init(kind) for kind in KINDS
-            }, name
+    """Whatever the recipes' tables have for small scales; a row of each of the papers' tables."""
+    for name in {name.rpartition("/")[0]: name for name in list_experiments() if name.startswith("paper/")}.values():
+        model = load_config([f"experiment={name}"]).model
+        assert starts(model) == papers_starts(model), name
 
 
 @pytest.mark.parametrize("name", [name for name in MODELS if name not in ("ngpt", "ntransformer")])
@@ -81,7 +87,7 @@ defaults:
 model:
   init: {embedding: auto, output: auto, hidden: auto, residual: auto}
   init_table:
-    debug: {embedding: 3, output: 1/sqrt(d_model), hidden: 0.5/sqrt(d_model), source: "our sweep"}
+    debug: {init.embedding: 3, init.output: 1/sqrt(d_model), init.hidden: 0.5/sqrt(d_model), source: "our sweep"}
 """
 
 
@@ -98,7 +104,7 @@ def test_a_table_by_scale(recipes: str) -> None:
     def of(*arguments: str) -> tuple[list[float | str], str]:
         found = load_config(["recipe=mine", "optim.lr=1", *arguments], recipes)
         model, scale = found.model, found.scale.name
-        return [getattr(model.init, kind) for kind in KINDS], model.init_source(scale)
+        return starts(model), model.source_of_starts(scale)
 
     divided = "hidden/sqrt(writes)"
     measured = [3.0, "1/sqrt(d_model)", "0.5/sqrt(d_model)", divided]
@@ -112,11 +118,11 @@ def test_a_table_by_scale(recipes: str) -> None:
 
 @pytest.mark.parametrize(
     "table",
-    ["{debug: 1}", "{debug: {hiden: 1}}", "{debug: {hidden: 0}}", "{debug: {hidden: auto}}", "{debug: {source: 1}}"],
+    ["1", "{init.hiden: 1}", "{init.hidden: 0}", "{init.hidden: auto}", "{source: 1}", "{n_layers: 1}"],
 )
 def test_a_table_is_checked(table: str, tmp_path: Path) -> None:
     (tmp_path / "recipe").mkdir()
-    (tmp_path / "recipe/mine.yaml").write_text(f"# @package _global_\nmodel:\n  init_table: {table}\n")
+    (tmp_path / "recipe/mine.yaml").write_text(f"# @package _global_\nmodel:\n  init_table: {{debug: {table}}}\n")
     with pytest.raises(ConfigError, match=r"(?s)model\.init_table.*debug.*mine\.yaml"):
         load_config(["recipe=mine", "optim.lr=1", "scale=debug"], str(tmp_path))
 
@@ -142,7 +148,9 @@ def test_a_config_without_the_keys_is_the_papers(tmp_path: Path) -> None:
         start, end = text.index("  init:\n"), text.index("  init_table:")
         (tmp_path / "config.yaml").write_text(text[:start] + "  init_table: {}" + text[text.index("\n", end) :])
         model = read_yaml(tmp_path / "config.yaml").model
-        assert {kind: getattr(model.init, kind) for kind in KINDS} == {kind: model.paper_init(kind) for kind in KINDS}
+        assert {kind: getattr(model.init, kind) for kind in KINDS} == {
+            kind: model.paper_start(f"init.{kind}") for kind in KINDS
+        }
 
 
 def test_plan_shows_them() -> None:
