@@ -14,7 +14,6 @@ from operator import attrgetter
 from pathlib import Path
 
 from ngpt_train.config.architectures import build, schema_keys
-from ngpt_train.config.keys import TABLES
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import to_dict
@@ -69,7 +68,7 @@ def taken(stored: Config, own: Config, overrides: Sequence[str], opens: Collecti
     where `stored` names one for them that is not known, with the arguments that name it.
     """
     keys = schema_keys(type(stored.model))
-    values, ours = (dict(flatten(to_dict(config), TABLES)) for config in (stored, own))
+    values, ours = (dict(flatten(to_dict(x), schema_keys(type(x.model)))) for x in (stored, own))
     given = {override.partition("=")[0].strip() for override in overrides}
     named, here = names_of(stored), {name for names in names_of(own).values() for name in names}
     unknown = []
