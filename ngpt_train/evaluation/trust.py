@@ -95,7 +95,8 @@ def note_names(config: Config) -> None:
 
 def is_text_of(own: Config, stored: Config) -> bool:
     """Whether our command line names the files or the data set that the run was trained on."""
-    one, other = ([names for key, names in names_of(x).items() if key.startswith("data.")] for x in (own, stored))
+    keys = [key for key, rule in RULES.items() if rule == NAMED and key.startswith("data.")]
+    one, other = ([names[key] for key in keys] for names in map(names_of, (own, stored)))
     return own.data.kind == stored.data.kind and any(other) and one == other
 
 
