@@ -16,6 +16,9 @@ import torch
 for variable in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
     os.environ.setdefault(variable, os.path.join(tempfile.gettempdir(), f"ngpt_train_tests_{os.getuid()}", variable))
 
+# Nor is what trainings of tests name: those of one session alone know it.
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ngpt_train_tests_state_")
+
 # transformers copies an export's modeling file before it imports it, so that of two processes that load exports of one
 # name, one may import half a file. So each worker has its own place.
 worker = os.environ.get("PYTEST_XDIST_WORKER", "alone")

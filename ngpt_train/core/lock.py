@@ -37,7 +37,7 @@ class DirectoryLock:
     def is_taken(self) -> bool:
         """Whether a process holds the lock."""
         try:
-            with self._path.open() as file:
+            with open(os.open(self._path, os.O_RDONLY | os.O_NONBLOCK)) as file:  # a pipe would be waited for
                 # A shared lock, so that ranks that look at the same time do not refuse each other.
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except FileNotFoundError:

@@ -9,6 +9,7 @@ import re
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +76,13 @@ class Study:
     @property
     def config_dir(self) -> str | None:
         """The directory of the user's own YAML files."""
-        given = [
-            value for option, value in zip(self.options, self.options[1:], strict=False) if option == "--config-dir"
-        ]
-        return given[-1] if given else None
+        return config_dir_of(self.options)
+
+
+def config_dir_of(options: Sequence[str]) -> str | None:
+    """The directory that options of a command line give, as `--config-dir DIR`."""
+    found = [value for option, value in pairwise(options) if option == "--config-dir"]
+    return found[-1] if found else None
 
 
 def name_of(argument: str) -> str:
@@ -99,8 +103,7 @@ def read_study(
 
     Which values the keys take is checked where the arms' configurations are composed, in `points.py`.
     """
-    user_dir = next((options[i + 1] for i, option in enumerate(options) if option == "--config-dir"), None)
-    groups = Files(user_dir).options
+    groups = Files(config_dir_of(options)).options
     chosen = next((a.partition("=")[2].strip() for a in arguments if name_of(a) == "study"), "null")
     name = config.name or chosen.replace("/", "-")
     if not config.arms:

@@ -202,7 +202,7 @@ class RunDirectory:
 
     def _check_entries(self, name: str) -> None:
         """Raises DataError where a link or something else lies in the place of a file or directory of the run. But
-        people link `checkpoints` to a larger disk."""
+        people link `checkpoints` to a larger disk, where no other run is."""
         names = [*_RUN_FILES, *_LEFT_BY_A_KILLED_START, ".exit.json.partial"]
         own = [self.path / entry for entry in names if entry != "checkpoints" or not self.checkpoints.is_dir()]
         own += [self.checkpoints / VALIDATION, self.checkpoints / f".{VALIDATION}.partial"]
@@ -211,6 +211,9 @@ class RunDirectory:
             check_kinds([*own, *inside], directories=_RUN_DIRECTORIES)
         except DataError as error:
             raise DataError(f"{name}: {error}. Remove it, or choose another run.root.") from None
+        there = self.checkpoints.resolve().parent
+        if self.checkpoints.is_symlink() and (there / "config.yaml").exists():  # whose checkpoints would be deleted
+            raise DataError(f"{name}: {self.checkpoints} is a link into another run, {there}. Remove the link.")
 
     def open(
         self, config: Config, start: dict[str, Any], checkpoint: Path | None, damaged: Mapping[str, str] | None = None

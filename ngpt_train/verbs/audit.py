@@ -7,6 +7,7 @@ import platform
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
@@ -19,9 +20,10 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.core.files import write_json
+from ngpt_train.core.files import check_kinds, write_json
 from ngpt_train.core.lock import DirectoryLock
 from ngpt_train.distributed import resolve_device
+from ngpt_train.evaluation.trust import taken
 from ngpt_train.study.audit import CERTIFICATE
 from ngpt_train.study.audit.again import command_of
 from ngpt_train.study.audit.auditing import audit
@@ -34,16 +36,20 @@ FOUND = 3  # the exit code of a run whose records are not what training again gi
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Returns 0 where all that was trained again is equal, 3 where something was found. Writes the certificate.
 
-    Raises ConfigError where there is no run to audit, or no place for the certificate, DataError where the run's files
-    cannot be read.
+    What the run's config may not decide here is that of `config`. Raises ConfigError where there is no run to audit, or
+    no place for the certificate, DataError where the run's files cannot be read, or name a text that is not known to be
+    ours.
     """
     signal.signal(signal.SIGTERM, _end)  # so that what is trained again ends too
     path, out = _run_directory(config.audit.run), config.audit.out
     target = Path(out).expanduser() if out is not None else path / CERTIFICATE
     if out is None and not os.access(path, os.W_OK):
         raise mistake(f"audit.run={path}: cannot be written", "Name a file for the certificate: audit.out=FILE")
+    if out is None:
+        check_kinds([target], directories=())
+    of_run = partial(taken, own=config, overrides=overrides, opens=("run", "data", "tokenizer"))
     certificate = audit(
-        path, config.audit, lambda ranks: command_of("ngpt_train.verbs.audit", ranks), _here(path), _say
+        path, config.audit, lambda ranks: command_of("ngpt_train.verbs.audit", ranks), _here(path), of_run, _say
     )
     write_json(target, certificate)
     for line in _summary(certificate):

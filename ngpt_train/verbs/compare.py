@@ -58,7 +58,7 @@ def compared(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any], 
     tuned = found.tuned if compare.tuned is None else compare.tuned
     of_study = found.arms if compare.arms is None else None
     arms, tuned, notes = choose_arms(found.runs, of_study, compare.arms or (), tuned)
-    times, untimed = _step_times(arms, out, compare.step_times)
+    times, untimed = _step_times(arms, out, config)
     report = make_report(
         found.runs,
         arms=arms,
@@ -97,9 +97,9 @@ def _unknown(of: str, names: Sequence[str] | None, name: str, known: Collection[
     return mistake(problem, "Name keys of config.yaml, such as optim.lr")
 
 
-def _step_times(arms: Mapping[str, Sequence[Run]], out: Path | None, again: bool) -> tuple[step_times.Times, list[str]]:
+def _step_times(arms: Mapping[str, Sequence[Run]], out: Path | None, own: Config) -> tuple[step_times.Times, list[str]]:
     """Measured now where that is asked for, else those that an earlier comparison left in `out`."""
     longest = {name: max(runs, key=lambda run: run.steps) for name, runs in arms.items()}
-    if again:
-        return step_times.measure(longest)
+    if own.compare.step_times:
+        return step_times.measure(longest, own)
     return ({} if out is None else step_times.stored(out, longest)), []

@@ -25,6 +25,7 @@ from ngpt_train.evaluation import Evaluations
 from ngpt_train.evaluation.asked import tasks_of
 from ngpt_train.evaluation.evaluations import file_name
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
+from ngpt_train.evaluation.trust import is_text_of, taken
 
 logger = logging.getLogger(__name__)
 
@@ -221,11 +222,16 @@ def described(restored: Restored) -> str:
 
 
 def combine(config: Config, of_run: Config, overrides: Sequence[str]) -> Config:
-    """`config` with the model of the run, and with its text, rows and contexts where `overrides` name no others."""
+    """`config` with the model of the run, and with its text, rows and contexts where `overrides` name no others. Raises
+    DataError where the run names a text that is not known to be ours."""
     overridden = {override.split("=")[0].strip() for override in overrides}  # names of keys and groups
     # Each of these names other text. Any other key of data.* changes how the run's own text is read.
     other_text = overridden & {"data", "data.kind", "data.path", "experiment"}
-    data = config.data if other_text else replace(of_run.data, **changes(config.data, "data", overridden))
+    if other_text and ("experiment" in other_text or not is_text_of(config, of_run)):
+        data = config.data
+    else:
+        own_text = taken(of_run, config, overrides, opens=("data",)).data
+        data = replace(own_text, **changes(config.data, "data", overridden))
     chosen = config.eval if overridden.intersection(ROWS) else of_run.eval
     contexts = config.eval.contexts if "eval.contexts" in overridden else of_run.eval.contexts
     validation = replace(config.eval, rows=chosen.rows, tokens=chosen.tokens, contexts=contexts)

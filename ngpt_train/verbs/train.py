@@ -32,6 +32,7 @@ from ngpt_train.data import (
 from ngpt_train.distributed import PRECISIONS, World, join_world, resolve_device, resolve_precision
 from ngpt_train.evaluation import Evaluations, RowFiles
 from ngpt_train.evaluation.asked import tasks_of
+from ngpt_train.evaluation.trust import note_names
 from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
 from ngpt_train.observe.telemetry import Telemetry
@@ -87,6 +88,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     world = join_world(config)
     with same_on_host():
         check_state_fits(config, world)
+    if world.is_main:
+        note_names(config)
     # Listing, downloading and tokenizing may take hours, longer than a collective waits.
     tokenizer = trained_tokenizer(config, checkpoint)
     data = world.on_all_without_timeout(lambda: open_dataset(config, tokenizer, world.on_main_without_timeout))

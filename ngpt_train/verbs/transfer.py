@@ -13,7 +13,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.study import StudyConfig, TransferConfig, is_of_study
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.files import write_atomically
-from ngpt_train.study.definition import Study, merged, name_of, read_study
+from ngpt_train.study.definition import Study, config_dir_of, merged, name_of, read_study
 from ngpt_train.study.points import Point, Result
 from ngpt_train.study.transfer.optima import Optima, read_optima
 from ngpt_train.study.transfer.patch import patch_of
@@ -69,7 +69,7 @@ def say_and_write(
         write_report(report, axes, Path(out).expanduser())
         print(f"written to {out}")
     if patch is not None:
-        text, said = patch_of(optima.found)
+        text, said = patch_of(optima.found, config_dir_of(arguments))
         for line in said:
             print(line)
         write_atomically(patch, text.encode())
@@ -96,8 +96,7 @@ def study_of_sizes(
     given = {name_of(x): x.partition("=")[2].strip() for x in overrides}
     name = chosen.name
     if not chosen.arms:
-        config_dir = options[options.index("--config-dir") + 1] if "--config-dir" in options else None
-        plain = load_config(rest, config_dir, world_size=1)
+        plain = load_config(rest, config_dir_of(options), world_size=1)
         arm = given.get("recipe", plain.model.name)
         chosen = replace(chosen, arms={arm: {}}, shared={"logging.wandb.mode": "disabled"} | chosen.shared)
         name = name or f"transfer-{arm}-{plain.scale.name}"

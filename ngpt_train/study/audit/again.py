@@ -24,7 +24,7 @@ from ngpt_train.study.audit.windows import Window
 from ngpt_train.study.compare.runs import Run, read_run
 from ngpt_train.study.engines import child
 from ngpt_train.study.points import DIVERGED
-from ngpt_train.training.checkpoint.files import STATE, has_tensors, read_manifest
+from ngpt_train.training.checkpoint.files import MANIFEST, STATE, has_tensors, read_manifest
 
 # Of records and of state.json: what depends on the clock and on what else the machine does.
 OF_THE_CLOCK = ("train_seconds", "tokens_per_s", "mfu", "step_time", "data_time", "memory_gb")
@@ -66,15 +66,15 @@ def train_again(
 ) -> tuple[Run | None, str]:
     """Trains the window in `place`; the run that comes out, or None and why there is none.
 
-    config: the one that governed these steps. command: trains a run from the path of its config. facts: of the start
-    in run.json, which says how many ranks and threads there were.
+    config: the one that governed these steps, as far as it is taken. command: trains a run from the path of its config.
+    facts: of the start in run.json, which says how many ranks and threads there were.
     """
     directory = place / NAME
     begin = run.path / "checkpoints" / f"step_{window.start:08d}"
     config = _of_copy(config, place, window)
     directory.mkdir(parents=True)
     if window.start:
-        shutil.copytree(begin, directory / "checkpoints" / begin.name)
+        copy_checkpoint(begin, directory / "checkpoints" / begin.name)
         write_yaml(config, directory / "config.yaml")
         write_json(directory / "run.json", {"starts": [dict(facts)], "saved": window.start})
     write_yaml(config, place / "config.yaml")
@@ -97,6 +97,13 @@ def train_again(
     if code and not (code == DIVERGED and run.end is not None and run.end.get("code") == DIVERGED):
         return None, _last_error((place / "log").read_text(errors="replace")) or f"exit code {code}"
     return read_run(directory), ""
+
+
+def copy_checkpoint(checkpoint: Path, target: Path) -> None:
+    """Copies the files that the manifest names, which `differences` has looked at: others may lead anywhere."""
+    target.mkdir(parents=True)
+    for name in (MANIFEST, *read_manifest(checkpoint).files):
+        shutil.copyfile(checkpoint / name, target / name)
 
 
 def command_of(module: str, ranks: int) -> list[str]:

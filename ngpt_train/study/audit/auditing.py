@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import tempfile
 import time
@@ -35,6 +36,9 @@ from ngpt_train.training.checkpoint.files import (
 
 # Facts of run.json by which this machine may compute otherwise than the run's. Ranks and threads are made the run's.
 OF_THE_MACHINE = ("device", "cpu")
+# What a run.json can make this machine start.
+RANKS_A_CORE = 8
+MOST_THREADS = 1024
 
 
 def audit(
@@ -42,14 +46,17 @@ def audit(
     options: AuditConfig,
     command_on: Callable[[int], Sequence[str]],
     here: Mapping[str, Any],
+    taken: Callable[[Config], Config],
     say: Callable[[str], None],
 ) -> dict[str, Any]:
     """The certificate of the run in `path`, as audit.json has it.
 
     command_on: the command that trains a run from the path of its config, on so many ranks. here: commit, versions, cpu
-    and so on of this process, as run.json names them. Raises DataError where `path` cannot be read as a run.
+    and so on of this process, as run.json names them. taken: what training again takes of a config of the run. Raises
+    DataError where `path` cannot be read as a run, and what `taken` raises.
     """
     run, config = read_run(path), read_yaml(path / "config.yaml")
+    of_last = taken(config)
     starts, rollbacks = _history(path)
     _check_end(run)
     sums = sums_of(path)
@@ -64,7 +71,7 @@ def audit(
     for checkpoint in checkpoints:
         problems = _checkpoint(checkpoint, run, config, starts, newest=checkpoint == checkpoints[-1])
         if not any(problem.where == checkpoint.name and problem.field is None for problem in problems):
-            sound[step_of(checkpoint)] = read_yaml(checkpoint / "config.yaml")
+            sound[step_of(checkpoint)] = taken(read_yaml(checkpoint / "config.yaml"))
         found += problems
     for finding in found:
         say(f"found: {finding.says}")
@@ -76,7 +83,7 @@ def audit(
     with tempfile.TemporaryDirectory(prefix="ngpt-train-audit-") as place:
         for number, window in enumerate(chosen, start=1):
             say(f"window {number} of {len(chosen)}: trains steps {window.start + 1} to {window.end} again")
-            governing = next((sound[step] for step in sorted(sound) if step >= window.end), config)
+            governing = next((sound[step] for step in sorted(sound) if step >= window.end), of_last)
             facts = [start for start in starts if start["step"] <= window.start][-1]
             exactness = Exactness(tuple(_other_machine(facts, here)), options.tolerance)
             windows.append(_window(run, governing, window, command_on, Path(place, str(number)), facts, exactness))
@@ -113,9 +120,13 @@ def _history(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     starts = record.get("starts") if isinstance(record, dict) else None
     if not isinstance(starts, list) or not starts or not all(isinstance(x.get("step"), int) for x in starts):
         raise DataError(f"{path / 'run.json'} is damaged: it does not say how the run began")
-    for name in ("threads", "world_size"):
+    most = {"threads": MOST_THREADS, "world_size": RANKS_A_CORE * (os.cpu_count() or 1)}
+    for name in most:
         if wrong := [x[name] for x in starts if name in x and not (type(x[name]) is int and x[name] > 0)]:
             raise DataError(f"{path / 'run.json'} is damaged: no run has {name} {wrong[0]!r}")
+        if (asked := max(x.get(name, 1) for x in starts)) > most[name]:
+            problem = f"{path / 'run.json'} says {name} {asked:,}; this machine has room for {most[name]:,} at most"
+            raise DataError(f"{problem}. Audit the run where it was trained.")
     return starts, record.get("rollbacks", [])
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.conflicts import check
+from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import read_yaml
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
@@ -47,8 +48,9 @@ def stored(out: Path, runs: Mapping[str, Run]) -> Times:
     }
 
 
-def measure(runs: Mapping[str, Run], rounds: int = ROUNDS) -> tuple[Times, list[str]]:
+def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> tuple[Times, list[str]]:
     """Times a step of each arm, given by one of its runs, on random tokens and on this machine, once in every round.
+    own: the config of the command line, for what a run does not decide here.
 
     Returns for each arm `seconds_per_token` of the rounds (CPU time on a CPU, as `bench step` counts it, because other
     processes disturb wall-clock time), `step_time` (wall clock, median, in seconds), `tokens` (of a step), `device`;
@@ -57,6 +59,7 @@ def measure(runs: Mapping[str, Run], rounds: int = ROUNDS) -> tuple[Times, list[
     import torch
 
     from ngpt_train.bench.step import steps_of, with_vocabulary
+    from ngpt_train.evaluation import trust
     from ngpt_train.training import build_state
 
     steps, notes, on_cpu = {}, [], not torch.cuda.is_available()
@@ -65,7 +68,7 @@ def measure(runs: Mapping[str, Run], rounds: int = ROUNDS) -> tuple[Times, list[
             config = read_yaml(run.path / "config.yaml")
             config.parallel.kind = "single"
             check(config, world_size=1)
-            state = build_state(with_vocabulary(config))
+            state = build_state(with_vocabulary(trust.taken(config, own, (), opens=())))
             on_cpu = state.world.device.type == "cpu"
             steps[name] = steps_of(state)
             for _ in range(WARM_UP):

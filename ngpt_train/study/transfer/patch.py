@@ -23,14 +23,19 @@ _MAY_DIFFER = {LR, *TABLES, "optim.lr_source", "model.context", "model.vocab_siz
 _MAY_DIFFER |= {"schedule.warmup_steps", "schedule.warmup_tokens", "model.psi_warmup_steps"}
 
 
-def patch_of(optima: Iterable[Optimum]) -> tuple[str, list[str]]:
+def patch_of(optima: Iterable[Optimum], config_dir: str | None) -> tuple[str, list[str]]:
     """A unified diff of the recipes' YAML files, as `git apply` takes it, and a sentence for each optimum that it has
-    or that it leaves out, with the reason. Nothing is written."""
+    or that it leaves out, with the reason. Nothing is written. config_dir: of the command line, which alone says of
+    which directory beside ours files are read."""
     texts: dict[Path, tuple[str, str]] = {}  # file -> its text, and with the entries
     said = []
     for one in sorted(optima, key=lambda one: (one.architecture, one.tokens)):
         where = f"{one.architecture}, width {one.width:,}, {one.depth:,} layers, {one.tokens:,} tokens"
         try:
+            if one.source is not None and one.source.config_dir not in (None, config_dir):
+                raise _LeftOut(
+                    f"its study has recipes of its own; to read them add --config-dir {one.source.config_dir}"
+                )
             file, entry = _entry(one)
             old, new = texts.get(file) or (_read(file),) * 2
             new = with_entry(new, entry)

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import yaml
 
+from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.study import AuditConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
@@ -71,12 +72,16 @@ def here(run: Path) -> dict[str, Any]:
     return {name: start[name] for name in ("git_commit", "versions", "device", "cpu")}
 
 
+def as_stored(config: Config) -> Config:
+    return config
+
+
 def audited(run: Path, honest: Path, machine: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
     def command_on(ranks: int) -> Sequence[str]:
         return [sys.executable, "-c", REPLAY, str(honest)]
 
     chosen = AuditConfig(run=str(run), seed=0, **options)
-    return audit(run, chosen, command_on, machine or here(honest), lambda line: None)
+    return audit(run, chosen, command_on, machine or here(honest), as_stored, lambda line: None)
 
 
 def edit(change: Callable[[list[dict[str, Any]]], Any]) -> Callable[[Path], None]:
@@ -299,7 +304,7 @@ def test_a_run_that_diverged_is_equal(run: Path, honest: Path, tmp_path: Path) -
 
     def found() -> list[str]:
         chosen = AuditConfig(run=str(run), seed=0)
-        return [x["says"] for x in audit(run, chosen, command_on, here(honest), lambda line: None)["found"]]
+        return [x["says"] for x in audit(run, chosen, command_on, here(honest), as_stored, lambda line: None)["found"]]
 
     assert found() == []
     write_json(run / "exit.json", {"code": 1, "reason": "killed", "step": 12})
@@ -345,7 +350,7 @@ def test_training_that_fails_is_found(run: Path) -> None:
         return [sys.executable, "-c", "import sys; print('error: the data is another'); sys.exit(3)"]
 
     options = AuditConfig(run=str(run), windows=1, seed=0)
-    (found,) = audit(run, options, command_on, here(run), lambda line: None)["found"]
+    (found,) = audit(run, options, command_on, here(run), as_stored, lambda line: None)["found"]
     assert "cannot be trained again: the data is another" in found["says"]
 
 
@@ -359,7 +364,9 @@ def test_training_goes_on_from_a_copy_of_the_checkpoint(run: Path) -> None:
         print("error: at", config["train"]["stop_at"], found)
         sys.exit(3)"""
     options = AuditConfig(run=str(run), seed=0)
-    found = audit(run, options, lambda ranks: [sys.executable, "-c", program], here(run), lambda line: None)["found"]
+    found = audit(run, options, lambda ranks: [sys.executable, "-c", program], here(run), as_stored, lambda line: None)[
+        "found"
+    ]
     begun = [x["says"].partition("again: ")[2] for x in found]
     assert begun == ["at 4 []", "at 8 ['step_00000004']", "at 12 ['step_00000008']"]
 

@@ -1,0 +1,153 @@
+"""Runs of somebody else: their configs name code, places and texts, and no verb runs, writes or reads them."""
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ngpt_train.__main__ import main
+from ngpt_train.study.audit.again import copy_checkpoint
+from tests.processes.runs import arguments, run, train, write_corpus
+
+TASK = "task: evil\ndataset_path: json\noutput_type: loglikelihood\nprocess_docs: !function evil.docs\n"
+HERE = ["train.device=cpu"]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Our own run on our own text."""
+    root = tmp_path_factory.mktemp("trust")
+    train(arguments(root, write_corpus(root / "text.jsonl"), "model=gpt", "train.steps=4", "logging.telemetry=2"))
+    return root
+
+
+@pytest.fixture
+def theirs(trained: Path, tmp_path: Path) -> Path:
+    """A copy of it whose configs name code that leaves a mark, places to write to, and an account to upload to."""
+    path = Path(shutil.copytree(trained / "runs/test", tmp_path / "theirs"))
+    (tmp_path / "tasks").mkdir()
+    (tmp_path / "tasks/evil.yaml").write_text(TASK)
+    (tmp_path / "tasks/evil.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\ndocs = None\n")
+    forge(path, "eval", tasks=["evil"], tasks_path=str(tmp_path / "tasks"))
+    places = {name: str(tmp_path / "written") for name in ("cache", "out")}
+    forge(path, "data", **places, cache_gb=1e-6)
+    forge(path, "run", root=str(tmp_path / "written"), overwrite=True)
+    forge(path, "logging", telemetry=1, tensorboard=True, wandb={"mode": "online", "project": "forged"})
+    for verb in ("generate", "evaluate", "analyze", "probe", "export", "audit", "compare", "transfer"):
+        forge(path, verb, out=str(tmp_path / "written"))
+    return path
+
+
+def forge(directory: Path, section: str, **values: Any) -> None:
+    """Into config.yaml of a run and of its checkpoints, whose manifests stay true."""
+    for file in (directory / "config.yaml", *directory.glob("checkpoints/*/config.yaml")):
+        config = yaml.safe_load(file.read_text())
+        config[section] |= values
+        file.write_text(yaml.safe_dump(config))
+        manifest = file.with_name("MANIFEST.json")
+        if manifest.exists():
+            content = json.loads(manifest.read_text())
+            checksum = hashlib.sha256(file.read_bytes()).hexdigest()
+            content["files"][file.name] = {"bytes": file.stat().st_size, "sha256": checksum}
+            manifest.write_text(json.dumps(content))
+
+
+def verbs(path: Path, out: Path, trained: Path) -> dict[str, list[str]]:
+    """The command of each verb that reads a run, on `path`."""
+    again = arguments(trained, trained / "text.jsonl", "model=gpt", "train.steps=4", "logging.telemetry=2")
+    replaced = {"run.root", "run.name", "train.steps"}
+    ours = [x for x in again if x.partition("=")[0] not in replaced]
+    return {
+        "audit": ["audit", str(path), f"audit.out={out / 'audit.json'}", "audit.windows=1"],
+        "evaluate": ["evaluate", f"evaluate.checkpoint={path}", *HERE],
+        "generate": ["generate", f"generate.checkpoint={path}", "generate.max_new_tokens=2", *HERE],
+        "export": ["export", f"export.checkpoint={path}", f"export.out={out / 'exported'}", "export.rows=1"],
+        "analyze": ["analyze", f"analyze.checkpoints=[{path}]", "analyze.figures=[normformer_3,ngpt_5]", *HERE],
+        "probe": ["probe", f"probe.checkpoints=[{path}]", *HERE],
+        "compare": ["compare", str(path), str(trained / "runs/test"), "compare.step_times=true"],
+        "transfer": ["transfer", str(path)],
+        "resume": ["train", *ours, "train.steps=6", f"run.root={path.parent}", f"run.name={path.name}"],
+        "init_from": ["train", *ours, "train.steps=2", f"run.root={out}", "run.name=new", f"run.init_from={path}"],
+    }
+
+
+VERBS = [
+    *("audit", "evaluate", "generate", "export", "analyze", "probe"),
+    *("compare", "transfer", "resume", "init_from"),
+]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_config_names_neither_code_nor_places(theirs: Path, trained: Path, tmp_path: Path, verb: str) -> None:
+    """Caught: Python of task files that a run names; shards, compiled code or results where it says."""
+    finished = run(*split(verbs(theirs, tmp_path, trained)[verb]))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert not (tmp_path / "mark").exists()
+    assert not (tmp_path / "written").exists()
+    assert not list(tmp_path.rglob("wandb"))
+
+
+def split(command: list[str]) -> tuple[str, list[str]]:
+    return command[0], command[1:]
+
+
+@pytest.mark.parametrize("verb", ["audit", "evaluate", "probe", "analyze"])
+def test_a_text_is_read_once_it_is_named(
+    theirs: Path, trained: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Caught: a file that the run alone names and that is read; arguments that are given and do not help; other rows
+    than the run's."""
+    secret = shutil.copy(trained / "text.jsonl", tmp_path / "secret.jsonl")
+    forge(theirs, "data", path=str(secret))
+    command, name = verbs(theirs, tmp_path, trained)[verb], f"data=local data.path={secret}"
+    cache = f"data.cache={tmp_path / 'ours'}"
+    assert main([*command, cache]) == (0 if verb == "analyze" else 3)
+    said = "".join(capsys.readouterr())
+    if verb == "analyze":  # figures that need no rows are there
+        assert "ngpt_5: theirs" in said
+    assert f"data.path={secret}: the config of the run names it" in said
+    assert f"To read it add {name}" in said or verb == "analyze"
+    assert not (tmp_path / "ours").exists()
+    finished = run(*split([*command, cache, *name.split()]))
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    if verb == "evaluate":
+        losses = [json.loads(x) for x in (theirs / "metrics.jsonl").read_text().splitlines() if '"eval"' in x]
+        assert f"loss {losses[-1]['loss']:.6f}" in finished.stdout, "data.val_fraction is the run's"
+
+
+def test_links_and_numbers_of_a_run(theirs: Path, trained: Path, tmp_path: Path) -> None:
+    """Caught: an audit that writes through a link, waits for a pipe, or starts as many processes as a file says; a
+    resume that deletes the checkpoints of another run."""
+    audit, resume = (verbs(theirs, tmp_path, trained)[verb] for verb in ("audit", "resume"))
+    audit = [x for x in audit if not x.startswith("audit.out")]
+    os.mkfifo(theirs / "lock.pipe")
+    (theirs / "lock").unlink(missing_ok=True)
+    (theirs / "lock.pipe").rename(theirs / "lock")
+    (theirs / "audit.json").symlink_to(tmp_path / "linked")
+    assert main(audit) == 3
+    assert not (tmp_path / "linked").exists()
+    (theirs / "audit.json").unlink()
+    content = json.loads((theirs / "run.json").read_text())
+    content["starts"][0]["world_size"] = 10**6
+    (theirs / "run.json").write_text(json.dumps(content))
+    assert main(audit) == 3
+    (theirs / "lock").unlink()
+    shutil.rmtree(theirs / "checkpoints")
+    (theirs / "checkpoints").symlink_to(trained / "runs/test/checkpoints")
+    before = sorted((trained / "runs/test/checkpoints").iterdir())
+    assert main(resume) == 3
+    assert sorted((trained / "runs/test/checkpoints").iterdir()) == before
+
+
+def test_a_copied_checkpoint_has_its_files_alone(trained: Path, tmp_path: Path) -> None:
+    """Caught: a link in a checkpoint that leads to a whole disk, which is copied."""
+    (checkpoint,) = trained.glob("runs/test/checkpoints/*4")
+    theirs = Path(shutil.copytree(checkpoint, tmp_path / checkpoint.name))
+    (theirs / "disk").symlink_to(trained)
+    copy_checkpoint(theirs, tmp_path / "copy")
+    assert sorted(x.name for x in (tmp_path / "copy").iterdir()) == sorted(x.name for x in checkpoint.iterdir())
