@@ -279,7 +279,18 @@ def example(
             }
             for k, arm in enumerate(arms)
         ],
-        "audits": maybe([certificate(curves[0]["run"])]),
+        "trends": [],
+        "looked_at": {"keys": 117, "options": ["model.s_z.init"], "facts": ["git_commit", "device"]},
+        "tuning_of_keys": {
+            arm: {
+                "budget": largest,
+                "tuned": {"optim.lr": [lr[arm] / 2, lr[arm], lr[arm] * 2]},
+                "chosen": {"optim.clip_norm": None} if k else {},
+                "not_tuned": {"optim.eps": 1e-8, "optim.weight_decay": 0.1 * k},
+            }
+            for k, arm in enumerate(arms)
+        },
+        "audits": [] if nulls else [certificate(curves[0]["run"])],
         "commits": ["12268a6f0c5f"],
         "notes": ["A power law was invented for this example."],
         "commands": [

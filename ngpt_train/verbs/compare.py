@@ -19,15 +19,16 @@ from ngpt_train.study.compare.gather import check_out, gather, make_directory
 from ngpt_train.study.compare.key_kinds import covers
 from ngpt_train.study.compare.observed import facts_of
 from ngpt_train.study.compare.output.document import console
-from ngpt_train.study.compare.report import choose_arms, make_report, summary, write_reports
+from ngpt_train.study.compare.report import choose_arms, make_report, write_reports
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.definition import name_of
 
 logger = logging.getLogger(__name__)
 
 
-def main(config: Config, overrides: Sequence[str]) -> int:
+def main(config: Config, overrides: Sequence[str], measures: bool = False) -> int:
     """Prints the verdicts, and writes the report into compare.out; returns 0. Under torchrun rank 0 alone does so.
+    measures: step times, where compare.out does not have those of all arms.
 
     Raises ConfigError for a mistake in the arguments, DataError for runs that cannot be read or compared.
     """
@@ -36,8 +37,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     if unused := [name for name in map(name_of, overrides) if name.partition(".")[0] not in ("compare", "experiment")]:
         logger.info("compare makes no use of %s", ", ".join(unused))
     out = None if config.compare.out is None else Path(config.compare.out).expanduser()
-    report, times = compared(config, overrides)
-    print(f"{summary(report)}\n\n{console(report)}")
+    report, times = compared(config, overrides, measures)
+    print(console(report))
     if out is not None:
         make_directory(out)
         write_reports(report, out, times)
@@ -45,8 +46,10 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     return 0
 
 
-def compared(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any], step_times.Times]:
-    """The content of report.json, and the step times that were measured. Raises as `main`."""
+def compared(
+    config: Config, overrides: Sequence[str], measures: bool = False
+) -> tuple[dict[str, Any], step_times.Times]:
+    """The content of report.json, and what step_times.json is to hold. Raises as `main`."""
     compare = config.compare
     if not compare.runs:
         raise mistake("compare: no run is named", "For example: ngpt-train compare runs/a runs/b compare.out=report")
@@ -58,7 +61,7 @@ def compared(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any], 
     tuned = found.tuned if compare.tuned is None else compare.tuned
     of_study = found.arms if compare.arms is None else None
     arms, tuned, notes = choose_arms(found.runs, of_study, compare.arms or (), tuned)
-    times, untimed = _step_times(arms, out, config)
+    times = _step_times(arms, out, config, measures)
     report = make_report(
         found.runs,
         arms=arms,
@@ -70,10 +73,10 @@ def compared(config: Config, overrides: Sequence[str]) -> tuple[dict[str, Any], 
         confidence=compare.confidence or found.confidence,
         title=found.title,
         failures=found.failures,
-        step_times=times,
+        step_times={name: of for name, of in times.items() if "untimed" not in of},
         audits=read_certificates(found.runs),
         commands=[*found.commands, shlex.join(["python", "-m", "ngpt_train", "compare", *compare.runs, *overrides])],
-        notes=[*found.notes, *notes, *untimed],
+        notes=[*found.notes, *notes, *(of["untimed"] for of in times.values() if "untimed" in of)],
     )
     return report, times
 
@@ -97,9 +100,10 @@ def _unknown(of: str, names: Sequence[str] | None, name: str, known: Collection[
     return mistake(problem, "Name keys of config.yaml, such as optim.lr")
 
 
-def _step_times(arms: Mapping[str, Sequence[Run]], out: Path | None, own: Config) -> tuple[step_times.Times, list[str]]:
-    """Measured now where that is asked for, else those that an earlier comparison left in `out`."""
+def _step_times(arms: Mapping[str, Sequence[Run]], out: Path | None, own: Config, measures: bool) -> step_times.Times:
+    """Those that an earlier comparison left in `out`, unless they are to be measured `again`. Where some are missing,
+    all are measured: they are of steps in turn."""
     longest = {name: max(runs, key=lambda run: run.steps) for name, runs in arms.items()}
-    if own.compare.step_times:
-        return step_times.measure(longest, own)
-    return ({} if out is None else step_times.stored(out, longest)), []
+    again = own.compare.step_times
+    known = {} if again or out is None else step_times.stored(out, longest)
+    return step_times.measure(longest, own) if again or (measures and known.keys() != longest.keys()) else known

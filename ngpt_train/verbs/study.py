@@ -140,10 +140,8 @@ def compared(config: Config, study: Study, results: Mapping[Point, Result]) -> i
         from ngpt_train.verbs import compare
 
         out = config.compare.out or str(study.path / "report")
-        in_turn = config.compare.step_times or config.study.engine == "local"  # elsewhere this may be no such machine
-        compare.main(
-            replace(config, compare=replace(config.compare, runs=[str(study.path)], out=out, step_times=in_turn)), []
-        )
+        is_here = config.study.engine == "local"  # elsewhere this may be no such machine
+        compare.main(replace(config, compare=replace(config.compare, runs=[str(study.path)], out=out)), [], is_here)
         print(f"the page: {Path(out) / 'report.html'}, the curves: {Path(out) / 'figures/loss_over_tokens.png'}")
     if config.study.prompt is not None:
         show_samples(config, study, results.values())

@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from ngpt_train.study.compare.key_kinds import Absent, brought, compared_keys, is_of_training, value_of
+from ngpt_train.study.compare.observed import same
 from ngpt_train.study.compare.runs import Run, is_number
 from ngpt_train.study.compare.trials import Arm, Trial
+from ngpt_train.study.definition import name_of
 
 MOST_POINTS = 200  # of a training curve
 CURVE = {"step": "step", "tokens": "tokens", "flops": "flops", "seconds": "train_seconds"}  # name -> key of a record
@@ -26,6 +29,29 @@ def of_arm(arm: Arm, runs: Sequence[Run], overrides: Sequence[str]) -> dict[str,
         "state": state,
         "best_by_budget": {str(budget): dict(values) for budget, values in sorted(arm.best.items())},
     }
+
+
+def tuning_of_keys(arm: Arm, budget: int | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Of the keys of optimizer, schedule, batch and initialisation at a budget: those of which several values were
+    tried there, those that the arm's definition sets or that are not what its recipe brings, and the others that are
+    on, each with its values."""
+    tried: dict[str, dict[Any, None]] = {}
+    for trial in arm.trials:
+        for key, value in trial.values if trial.budget == budget else ():
+            tried.setdefault(key, {})[value] = None
+    tuned = {key: sorted(values, key=repr) if None in values else sorted(values) for key, values in tried.items()}
+    found: dict[str, Any] = {"budget": budget, "chosen": {}, "not_tuned": {}}
+    found["tuned"] = {key: values for key, values in tuned.items() if len(values) > 1}
+    if budget is None:
+        return found
+    config = next(iter(arm.at_best(budget).values())).run.config
+    named = set(map(name_of, overrides))
+    for key in [key for key in compared_keys([config]) if is_of_training(key) and key not in found["tuned"]]:
+        value, usual = value_of(config, key), brought(config, key)
+        by_hand = key in named or not (isinstance(usual, Absent) or same(value, usual))
+        if by_hand or not (value is None or isinstance(value, Absent)):
+            found["chosen" if by_hand else "not_tuned"][key] = value
+    return found
 
 
 def losses(arm: Arm) -> list[dict[str, Any]]:

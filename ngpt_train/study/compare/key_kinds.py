@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import fields
 from functools import cache
 from typing import Any
 
 from ngpt_train.config import load_config, to_dict
 from ngpt_train.config.architectures import all_keys, architectures, schema_keys
+from ngpt_train.config.init_keys import KINDS
 from ngpt_train.config.keys import AUTO, TABLES
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.validate import flatten
@@ -93,6 +94,7 @@ OF_NO_SIZE = {
     *("rope_base", "rope_layout", "norm_eps", "softmax_scale", "init", "scale", "alpha_sign"),
     *("embedding_dropout", "residual_dropout", "attention_dropout"),
 }
+INIT_KEYS = [f"model.init.{kind}" for kind in KINDS]
 # Words of the command line that stand for several keys, as a study's arms use them.
 GROUPS = {
     "model": ("model.name",),
@@ -115,6 +117,12 @@ def is_harmless(key: str) -> bool:
     return covers(HARMLESS, key)
 
 
+def compared_keys(configs: Iterable[Mapping[str, Any]]) -> list[str]:
+    """Those of the configs, and model.init.*, whose defaults are what runs had before there were such keys."""
+    keys = dict.fromkeys(key for config in configs for key in config) | dict.fromkeys(INIT_KEYS)
+    return [key for key in keys if not is_harmless(key)]
+
+
 def is_own_option(key: str) -> bool:
     """Whether `key` is an option of an architecture, and not one that all architectures share."""
     shared = {field.name for field in fields(ModelConfig)}
@@ -125,6 +133,12 @@ def is_shared_option(key: str) -> bool:
     """Whether `key` is an option that all architectures share, and no size."""
     name = key.removeprefix("model.")
     return key.startswith("model.") and not is_own_option(key) and name not in (*SIZES, "name")
+
+
+def is_of_training(key: str) -> bool:
+    """Whether `key` says how an arm is trained or where it starts: what a baseline could be tuned in."""
+    starts = key.startswith("model.") and key.endswith((".init", ".scale"))  # of nGPT's vectors
+    return starts or covers(("optim", "schedule", "train.batch_tokens", "model.init"), key)
 
 
 class Absent:

@@ -4,7 +4,7 @@ cannot be compared at all."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ from ngpt_train.study.compare.key_kinds import (
     UNKNOWN,
     Absent,
     brought,
+    compared_keys,
     covers,
-    is_harmless,
     is_own_option,
     is_shared_option,
     value_of,
@@ -55,6 +55,7 @@ from ngpt_train.study.compare.observed import (
 from ngpt_train.study.compare.runs import Run
 
 UNDER_TEST, FOLLOWS, CONFOUND = "under_test", "follows", "confound"
+BROUGHT = "each arm has what its architecture or its recipe brings"
 ROUNDING = "how the work is done: seconds may differ, losses within rounding alone"
 BATCH_NORMS = ("pn", "pn_v", "batch")  # of model.norm: their statistics depend on the rows of a micro batch
 LEAST_SHARE = 0.01  # of the steps; shares of clipped steps that differ by less count as equal
@@ -105,6 +106,15 @@ def examine(
     return [difference.as_dict() for difference in sorted(found, key=lambda x: order[x.kind])]
 
 
+def looked_at(arms: Arms) -> dict[str, Any]:
+    """Of report.json: how many keys of the config are compared, which of them are options that an arm lacks and others
+    have as their architecture brings them, and which facts of run.json are compared."""
+    seen = [see(key, arms, partial(_of_key, key)) for key in compared_keys(_configs(arms))]
+    options = [x.key for x in seen if x.key.startswith("model.") and _only_by_name(x, arms)]
+    facts = dict.fromkeys(name for runs in arms.values() for run in runs for name in facts_of(run))
+    return {"keys": len(seen), "options": options, "facts": list(facts)}
+
+
 def check_comparable(runs: Iterable[Run]) -> str:
     """The metric that these runs can be compared in: "loss", in nats per token, or, where their tokenizers differ,
     "bits_per_byte". Raises DataError, with the reason, where they were validated on other text."""
@@ -130,8 +140,7 @@ def check_comparable(runs: Iterable[Run]) -> str:
 
 
 def _of_config(arms: Arms, tuned: Collection[str], under_test: Collection[str]) -> list[Difference]:
-    keys = dict.fromkeys(key for runs in arms.values() for run in runs for key in run.config)
-    seen = [see(key, arms, partial(_of_key, key)) for key in keys if not is_harmless(key)]
+    seen = [see(key, arms, partial(_of_key, key)) for key in compared_keys(_configs(arms))]
     found = [within for of_key in seen if of_key.key not in tuned for within in _within(of_key, OF_THE_BUDGET)]
     differing = [x for x in seen if len(arms) > 1 and x.arms_differ and not _only_by_name(x, arms)]
     brought_by_arm = {x.key for x in differing if _is_brought(x, arms)}
@@ -145,6 +154,10 @@ def _of_config(arms: Arms, tuned: Collection[str], under_test: Collection[str]) 
             difference.kind = _kind_of_hardware(arms)
             difference.note = f"{difference.note}; {ROUNDING}" if difference.kind == FOLLOWS else difference.note
     return found
+
+
+def _configs(arms: Arms) -> Iterator[Mapping[str, Any]]:
+    return (run.config for runs in arms.values() for run in runs)
 
 
 def _of_key(key: str, run: Run) -> list[Any]:
@@ -182,7 +195,7 @@ def _judge(
     if key in PLACES_OF_ROWS and all_same(runs, rows_hash):
         return FOLLOWS, "the rows of the last validation are the same by their rows_hash"
     if key in brought_by_arm:
-        return FOLLOWS, "each arm has what its architecture or its recipe brings"
+        return FOLLOWS, BROUGHT
     if key == "train.steps":
         return _of_steps(arms)
     return CONFOUND, says or deviations(key, arms)
@@ -261,7 +274,7 @@ def _of_size(arms: Arms, of_config: Sequence[Difference], best: Arms) -> list[Di
             continue
         because = [x for x in of_config if not x.within and x.key.startswith(reasons.get(name, shape))]
         if name not in reasons:
-            because = [x for x in because if x.key.rpartition(".")[2] not in OF_NO_SIZE]
+            because = [x for x in because if not OF_NO_SIZE & set(x.key.split("."))]
         confounds = [x.key for x in because if x.kind == CONFOUND]
         if name == "clipped_share":
             confounds = [key for key in confounds if key == "optim.clip_norm"]

@@ -11,7 +11,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.study.compare import clocks, entries
 from ngpt_train.study.compare.arms import LR, Arms, choose_baseline, found_arms, named_arms
-from ngpt_train.study.compare.referee import check_comparable, examine
+from ngpt_train.study.compare.referee import check_comparable, examine, looked_at
 from ngpt_train.study.compare.runs import Run, common_budgets
 from ngpt_train.study.compare.step_times import FILE as STEP_TIMES
 from ngpt_train.study.compare.trials import failure, read_arm, unfinished
@@ -70,6 +70,10 @@ def make_report(
         for arm, of_arm in read.items()
         if arm != name
     }
+    judged = {
+        arm: max(d["budget"] for d in result.differences) for arm, result in compared.items() if result.differences
+    }
+    judged = {x.name: max(x.best) for x in read.values() if x.best} | judged
     best = {x.name: [t.run for b in x.budgets for t in x.at_best(b).values()] or found[x.name] for x in read.values()}
     said += [note for arm in read.values() for note in arm.notes]
     said += [note for result in compared.values() for note in result.notes]
@@ -92,6 +96,11 @@ def make_report(
         "curves": [entry for arm in read.values() for entry in entries.curves(arm, metric)],
         "costs": [clocks.costs_of(arm, of_arm, step_times or {}) for arm, of_arm in found.items()],
         "referee": examine(found, searched, under_test, best),
+        "looked_at": looked_at(found),
+        "tuning_of_keys": {
+            x.name: entries.tuning_of_keys(x, judged.get(x.name), (overrides or {}).get(x.name, ()))
+            for x in read.values()
+        },
         "audits": list(map(dict, audits)),
         "commits": sorted({str(r.facts["git_commit"]) for x in found.values() for r in x if r.facts.get("git_commit")}),
         "commands": list(commands),
@@ -152,12 +161,3 @@ def write_reports(report: Mapping[str, Any], out: Path, step_times: StepTimes | 
     captions = {f"figures/{picture.name}": CAPTIONS[picture.stem] for picture in pictures}
     write_document(report, out / "report.md", captions)
     write_page(report, out / "report.html")
-
-
-def summary(report: Mapping[str, Any]) -> str:
-    """The differences, a line for each arm and budget, and the notes."""
-    lines = [f"{report['title']}: {report['metric']} in {report['unit']}, baseline {report['baseline']}"]
-    for found in report["differences"]:
-        interval = "" if found["low"] is None else f" [{found['low']:+.4f}, {found['high']:+.4f}]"
-        lines.append(f"  {found['arm']:<16} {found['budget']:>15,} tokens  {found['estimate']:+.4f}{interval}")
-    return "\n".join([*lines, *report["notes"]])

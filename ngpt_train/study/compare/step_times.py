@@ -48,13 +48,13 @@ def stored(out: Path, runs: Mapping[str, Run]) -> Times:
     }
 
 
-def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> tuple[Times, list[str]]:
+def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> Times:
     """Times a step of each arm, given by one of its runs, on random tokens and on this machine, once in every round.
     own: the config of the command line, for what a run does not decide here.
 
     Returns for each arm `seconds_per_token` of the rounds (CPU time on a CPU, as `bench step` counts it, because other
     processes disturb wall-clock time), `step_time` (wall clock, median, in seconds), `tokens` (of a step), `device`;
-    and sentences about the arms that could not be timed.
+    or, of an arm that could not be timed, `untimed`, a sentence. `of` is its fingerprint.
     """
     import torch
 
@@ -62,7 +62,7 @@ def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> tuple
     from ngpt_train.evaluation import trust
     from ngpt_train.training import build_state
 
-    steps, notes, on_cpu = {}, [], not torch.cuda.is_available()
+    steps, untimed, on_cpu = {}, {}, not torch.cuda.is_available()
     for name, run in runs.items():
         try:
             config = read_yaml(run.path / "config.yaml")
@@ -76,7 +76,7 @@ def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> tuple
         except (ConfigError, DataError, RuntimeError, ValueError, TypeError) as error:
             steps.pop(name, None)
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            notes.append(f"The steps of {name} could not be timed here: {reason}")
+            untimed[name] = f"The steps of {name} could not be timed here: {reason}"
     clock = time.process_time if on_cpu else time.perf_counter
     taken: dict[str, list[float]] = {name: [] for name in steps}
     walls: dict[str, list[float]] = {name: [] for name in steps}
@@ -88,14 +88,15 @@ def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> tuple
             taken[name].append((clock() - started) / tokens[name])
             walls[name].append(time.perf_counter() - wall)
     device = "cpu" if on_cpu else torch.cuda.get_device_name()
-    times = {
-        name: {
-            "of": fingerprint(runs[name]),
+    return {
+        name: {"of": fingerprint(run), "untimed": untimed[name]}
+        if name in untimed
+        else {
+            "of": fingerprint(run),
             "step_time": statistics.median(walls[name]),
             "seconds_per_token": taken[name],
             "tokens": tokens[name],
             "device": device,
         }
-        for name in steps
+        for name, run in runs.items()
     }
-    return times, notes

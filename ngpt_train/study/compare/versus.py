@@ -17,6 +17,7 @@ from ngpt_train.study.compare.statistics.trend import trend_of
 from ngpt_train.study.compare.statistics.within import log_ratio, within_schedule
 from ngpt_train.study.compare.trials import Arm, pair_of
 
+POOLED = "The noise between seeds is pooled over budgets: it is taken to be alike at all of them."
 ONE_SEED = "one seed: the interval is without the noise between seeds"
 
 StepTimes = Mapping[str, Mapping[str, Any]]  # by arm, as `step_times.py` measures them
@@ -49,7 +50,7 @@ def versus(
         return Versus(verdict(arm.state(None), baseline.state(None), None), notes=notes)
     noise = Noise(pair)
     if len(pair.budgets) > 1 and noise.difference_df:
-        notes.append("The noise between seeds is pooled over budgets: it is taken to be alike at all of them.")
+        notes.append(POOLED)
         notes += _noise_by_budget(pair, arm.name, baseline.name)
     found = [difference_at(pair, noise, at, confidence) for at in range(len(pair.budgets))]
     last = int(pair.budgets[-1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +15,14 @@ import yaml
 
 from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
+from ngpt_train.study.compare import step_times
 from ngpt_train.study.compare.output.document import document
+from ngpt_train.study.compare.output.first_page import cautions
 from ngpt_train.study.compare.output.page import html
-from ngpt_train.study.compare.output.tables import verdicts
-from ngpt_train.study.compare.output.wording import cautions, finding
+from ngpt_train.study.compare.output.verdicts import verdicts
+from ngpt_train.study.compare.output.wording import finding
+from ngpt_train.study.compare.runs import Run
+from ngpt_train.verbs import compare
 from ngpt_train.verbs.compare import compared
 from tests.planted_runs import Planted, write_run, write_study
 
@@ -176,12 +180,72 @@ def test_an_arm_of_a_study_whose_runs_all_crashed(tmp_path: Path) -> None:
     assert "No run of powernorm has ended, because runs failed." in cautions(report)
 
 
-def test_end_losses_at_other_budgets_say_so(tmp_path: Path) -> None:
-    """Caught: in the table of verdicts, under the largest budget, the loss of an arm that has no run there."""
+def test_the_rows_of_verdicts_are_of_the_budget_that_both_have(tmp_path: Path) -> None:
+    """Caught: in the table of verdicts, at the largest budget, an arm that has no run there."""
     runs = [run for run in write_study(tmp_path / "runs", Planted()) if not run.name.startswith("ngpt-1638400")]
     table = verdicts(report_of(runs, tmp_path / "report"))
-    assert table.columns[2] == "End loss at 1.64M tokens"
-    assert [row[2].text.partition(" at ")[2] for row in table.rows] == ["", "819k"]
+    assert [row[2].text for row in table.rows] == ["1.64M", "819k"]
+
+
+def test_what_was_tuned_and_what_was_chosen(tmp_path: Path) -> None:
+    """Caught: a value of one's own that counts as the recipe's; a key with one value as tuned; the values of another
+    budget; keys of the first weights that an older config lacks."""
+    lrs = (0.002, 0.004, 0.008)
+    runs = write_study(tmp_path / "runs", Planted(), lrs=lrs)
+    for run in runs:
+        path = run / "config.yaml"
+        config = yaml.safe_load(path.read_text())
+        is_ngpt = run.name.startswith("ngpt")
+        config["optim"] |= {"clip_norm": 0.3 if is_ngpt else 1.0, "weight_decay": 0.0 if is_ngpt else 0.1}
+        config["model"] |= {"s_z": {"init": 1.0}} if is_ngpt else {}
+        if "204800-lr0.008" in run.name:
+            shutil.rmtree(run)
+        else:
+            path.write_text(yaml.safe_dump(config))
+    report = report_of([run for run in runs if run.exists()], tmp_path / "report", "compare.baseline=gpt")
+    ngpt, gpt = report["tuning_of_keys"]["ngpt"], report["tuning_of_keys"]["gpt"]
+    assert ngpt["budget"] == 1_638_400
+    assert ngpt["tuned"] == {"optim.lr": list(lrs)}
+    assert ngpt["chosen"] == {"optim.clip_norm": 0.3}
+    assert ngpt["not_tuned"].items() >= {"optim.weight_decay": 0.0, "model.s_z.init": 1.0}.items()
+    assert (gpt["not_tuned"] | gpt["chosen"])["model.init.embedding"] == 0.02
+    assert report["looked_at"]["keys"] > 10
+    assert "git_commit" in report["looked_at"]["facts"]
+    assert "model.s_z.init" in report["looked_at"]["options"]
+
+
+def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a finished study whose seconds change each time that it is run again; an arm that cannot be timed, for
+    which the others are timed again; a new arm without a time."""
+    taken: list[set[str]] = []
+
+    def measure(runs: Mapping[str, Run]) -> step_times.Times:
+        taken.append(set(runs))
+        of = {name: {"of": step_times.fingerprint(run)} for name, run in runs.items()}
+        of["gpt"] |= {"step_time": 1.0 + len(taken), "seconds_per_token": [1.0, 1.1 + len(taken)], "device": "cpu"}
+        return {**of, "ngpt": of["ngpt"] | {"untimed": "The steps of ngpt could not be timed"}}
+
+    monkeypatch.setattr(step_times, "measure", measure)
+    study, out = tmp_path / "runs", tmp_path / "report"
+    write_study(study, Planted())
+
+    def again(*arguments: str) -> str:
+        config = load_config([f"compare.out={out}", *arguments])
+        config.compare.runs = [str(study)]
+        assert compare.main(config, [], measures=True) == 0
+        return (out / "report.json").read_text()
+
+    first = again()
+    assert again() == first
+    assert taken == [{"gpt", "ngpt"}]
+    assert "The steps of ngpt could not be timed" in first
+    assert again("compare.step_times=true") != first
+    assert len(taken) == 2
+    saved = json.loads((out / "step_times.json").read_text())
+    del saved["arms"]["ngpt"]
+    (out / "step_times.json").write_text(json.dumps(saved))
+    again()
+    assert len(taken) == 3
 
 
 def test_a_baseline_with_more_budgets(tmp_path: Path) -> None:

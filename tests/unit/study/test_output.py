@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from ngpt_train.report.page.style import styles
-from ngpt_train.study.compare.output import series, tables, wording
+from ngpt_train.study.compare.output import first_page, series, tables, verdicts, wording
 from ngpt_train.study.compare.output.document import code, console, document, escaped
 from ngpt_train.study.compare.output.figures import CAPTIONS, FIGURES, write_figures
+from ngpt_train.study.compare.output.page import html
+from ngpt_train.study.compare.referee import BROUGHT
 from ngpt_train.study.compare.report import write_reports
 from tests.example_report import BUDGETS, HOSTILE, certificate, example
 
@@ -50,7 +52,7 @@ def test_intervals(ends: tuple[float | None, float | None, float | None], shown:
 
 @pytest.mark.parametrize(("size", "shown"), [(1.0000968, "1.0001 times"), (2.0, "2 times"), (1, "1 times")])
 def test_sizes(size: float, shown: str) -> None:
-    assert wording.size_text(size) == shown
+    assert first_page.size_text(size) == shown
 
 
 def test_a_confound_stands_with_its_values_and_its_size() -> None:
@@ -63,9 +65,8 @@ def test_a_confound_stands_with_its_values_and_its_size() -> None:
         "note": "not the recipe's",
     }
     shown = "(gpt, gpt_qk: 0.1 | 0.3, 3 times; not the recipe's)"
-    assert wording.confound(report["referee"][-1]) == shown
-    first_page, _ = document(report, {}).split("## End loss")
-    assert f"`optim.weight_decay` {escaped(shown)}" in first_page
+    assert first_page.confound(report["referee"][-1]) == shown
+    assert f"`optim.weight_decay` {escaped(shown)}" in document(report, {}).split("## End loss")[0]
 
 
 def test_findings_say_what_the_verdicts_are() -> None:
@@ -97,12 +98,12 @@ def test_findings_say_what_they_lack() -> None:
     said = wording.finding(report, "gpt_qk")
     assert "times the seconds by the runs' own clocks" in said
     assert "resolve a difference of 0.064 nats per token in 80 % of the cases" in said
-    note = tables.verdicts(report).note
+    note = verdicts.verdicts(report).note
     assert "Of an arm with one seed they are without the noise between seeds." in note
     n = len(report["arms"]) - 1
     assert n > 1
     assert f"in up to some {round(100 * (1 - 0.95**n))} % of such comparisons" in note
-    assert "for itself" not in tables.verdicts(example(arms=("gpt", "ngpt"))).note
+    assert "for itself" not in verdicts.verdicts(example(arms=("gpt", "ngpt"))).note
 
 
 def test_findings_say_what_a_finer_grid_may_change() -> None:
@@ -128,14 +129,55 @@ def test_a_trend_of_extrapolated_ratios_is_said_to_be_one(ends: tuple[float, flo
     assert f"{says}; some of these speed-ups lie beyond the budgets of the fit." in wording.finding(report, "ngpt")
 
 
-def test_a_ratio_beyond_the_data_is_said_to_be() -> None:
-    """Caught: an extrapolated ratio in place of a measured one, or without a word."""
+def test_a_row_is_of_one_budget_and_a_ratio_beyond_the_data_is_marked() -> None:
+    """Caught: a ratio of another budget than the difference beside it; an extrapolated ratio without a word."""
     report = example(arms=("gpt", "ngpt"))
-    assert wording.speedup_of(report, "ngpt", "tokens")["budget"] == BUDGETS[-2]
-    report["speedups"] = [s for s in report["speedups"] if s["budget"] == BUDGETS[-1]]
-    assert "lies beyond the budgets of the fit" in wording.finding(report, "ngpt")
+    for s in report["speedups"]:
+        s["high"] = s["estimate"] * 1.2
+    verdict = [cell.text for cell in verdicts.verdicts(report).rows[1]]
+    assert verdict[2:4] == ["8.39M", "3.1531"]
+    assert verdict[5] == "1.60 (1.43 to 1.92, extrapolated)"
+    said = wording.finding(report, "ngpt")
+    assert "ends at after 8.39M tokens, gpt needs 1.60 (1.43 to 1.92, extrapolated) times the tokens" in said
+    assert "After 4.19M tokens, the largest budget where this is known from inside the budgets of gpt, it needs" in said
+    at_last = [row for row in tables.speedups(report).rows if row[3].text == "8.39M" and "annealed" in row[2].text]
+    assert at_last
+    assert all("extrapolated" in row[4].text for row in at_last)
+    assert "extrapolated" in next(
+        line for line in console(report).splitlines() if line.startswith("ngpt ") and "8.39M" in line
+    )
     report["speedups"] = [s for s in report["speedups"] if s["how"] == "within_schedule"]
     assert "within one schedule; this flatters" in wording.finding(report, "ngpt")
+
+
+def test_worse_because_a_seed_fails() -> None:
+    """Caught: an arm that is called worse for its losses, where one seed's failure has thrown away its best value."""
+    report = example()
+    values, at = {"optim.lr": 0.5}, BUDGETS[-1]
+    of_arm = {"arm": "powernorm", "budget": at, "values": values, "run": "runs/a"}
+    report["failures"].append({**of_arm, "seed": 3, "reason": "diverged at step 7"})
+    assert "fails for a seed" not in wording.finding(report, "powernorm")
+    report["losses"].append({**report["losses"][0], **of_arm, "seed": 1, "loss": 1.0})
+    said = wording.finding(report, "powernorm")
+    assert "With optim.lr=0.5 powernorm fails for a seed (diverged at step 7), while 1 of its seeds end lower" in said
+
+
+def test_the_first_page_says_what_was_tuned_and_looked_at() -> None:
+    """Caught: "no confounds" without a word on what was looked at, and what came with the architectures; keys of the
+    baseline that nobody tuned, in silence."""
+    report = example(confounds=False)
+    report["referee"][-1]["note"] = BROUGHT
+    for text in (document(report, {}).split("![")[0], console(report), html(report)):
+        for said in ("117 keys of the config and 2 facts of run.json (git_commit, device)", "cannot see"):
+            assert said in text.replace("\\", "")
+        assert "1 key that differ" in text
+        assert "optim.weight_decay" in text
+        assert "Of gpt, the baseline, optim.lr was tuned here, and 2 keys" in text
+        assert "may be worth more than the difference" in text
+    rows = [[cell.text for cell in row] for row in verdicts.tuning_of_keys(report).rows]
+    assert rows[0] == ["all arms", wording.DASH, wording.DASH, "optim.eps=1e-08"]
+    assert rows[1] == ["gpt", "optim.lr=[0.0005, 0.001, 0.002] at 8.39M tokens", wording.DASH, "optim.weight_decay=0"]
+    assert rows[2][2] == "optim.clip_norm=None"
 
 
 def test_within_one_schedule_the_loss_is_that_of_the_worse_one() -> None:
@@ -153,9 +195,9 @@ def test_many_arms_with_one_value_stand_together() -> None:
     values: list[Any] = ["vector"] * 24
     values[3], values[20] = "scalar", "fixed"
     entry = {"arms": names, "values": values, "key": "model.s_z.kind", "size": None, "note": ""}
-    assert wording.confound(entry) == "(arm3, arm20, 22 others: scalar | fixed | vector)"
+    assert first_page.confound(entry) == "(arm3, arm20, 22 others: scalar | fixed | vector)"
     few = {**entry, "arms": names[:4], "values": values[:4]}
-    assert wording.confound(few) == "(arm0, arm1, arm2, arm3: vector | vector | vector | scalar)"
+    assert first_page.confound(few) == "(arm0, arm1, arm2, arm3: vector | vector | vector | scalar)"
 
 
 def test_ratios_of_which_nothing_is_known_share_a_row() -> None:
@@ -170,13 +212,13 @@ def test_ratios_of_which_nothing_is_known_share_a_row() -> None:
 
 
 def test_what_a_reader_must_know_first() -> None:
-    said = wording.cautions(example(**SMALLEST))
+    said = first_page.cautions(example(**SMALLEST))
     assert [sentence.split(":")[0] for sentence in said] == ["One seed", "One budget"]
     report = example()
-    assert not any("Audit" in sentence for sentence in wording.cautions(report))
+    assert not any("Audit" in sentence for sentence in first_page.cautions(report))
     for other in ({"equal": False}, {"valid": False}):
         report["audits"] = [certificate("runs/a", **other)]
-        assert any("runs/a" in sentence for sentence in wording.cautions(report))
+        assert any("runs/a" in sentence for sentence in first_page.cautions(report))
 
 
 def test_every_failure_and_every_difference_has_a_row() -> None:
@@ -280,9 +322,11 @@ def test_text_in_markdown() -> None:
 
 def test_the_console_s_table() -> None:
     lines = console(example()).splitlines()
-    assert len(lines) == 5
-    assert "powernorm (untuned)" in lines[4]
-    assert lines[3].split() == ["ngpt", "3.1531", "8.39M", "better"]
+    rows = [line for line in lines if line.startswith(("gpt", "ngpt", "powernorm")) and "M  " in line]
+    assert len(rows) == 4 * len(BUDGETS)
+    assert "powernorm (untuned)" in rows[-1]
+    assert rows[11].split()[:3] == ["ngpt", "8.39M", "3.1531"]
+    assert rows[11].endswith("better")
 
 
 def test_all_is_written(tmp_path: Path) -> None:

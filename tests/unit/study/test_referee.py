@@ -22,7 +22,7 @@ NOT_LOOKED_AT = {
     *("study", "compare", "audit", "transfer", "analyze", "probe", "export", "import"),
     *("run.name", "run.root", "run.resume", "run.resume_step", "run.overwrite", "run.max_time", "run.allow_change"),
     *("scale.name", "optim.lr_table", "optim.lr_source", "train.profile", "train.stop_at"),
-    *("eval.every", "eval.tasks", "eval.tasks_every", "eval.tasks_path"),
+    *("model.init_table", "eval.every", "eval.tasks", "eval.tasks_every", "eval.tasks_path"),
     *("data.out", "data.cache", "data.cache_gb", "data.text_gb", "data.workers", "data.prepare_workers"),
     *("data.prefetch", "data.fetch_minutes"),
     *("parallel.timeout", "parallel.hang_seconds", "parallel.check_replicas"),

@@ -11,7 +11,7 @@ import numpy as np
 from ngpt_train.report.page.charts import Chart, Choice, Plot, escaped
 from ngpt_train.study.compare.output import series
 from ngpt_train.study.compare.output.sheet import Sheet, linear_axis, log_axis
-from ngpt_train.study.compare.output.wording import HOW, UNITS, interval, label, percent, si
+from ngpt_train.study.compare.output.wording import HOW, UNITS, interval, label, percent, ratio, si
 
 BUDGET = "budget (tokens of the arm)"
 NO_DIFFERENCE = {"width": 1, "dash": "dot"}  # page.js gives it the colour of the text
@@ -83,14 +83,8 @@ def _ratios(sheet: Sheet, arm: str, meta: dict[str, str], entries: list[Mapping[
     symbols = [
         sheet.symbol(arm, series.state_at(sheet.report, arm, s["budget"]) and not s["extrapolated"]) for s in entries
     ]
-    texts = [
-        (f"{s['low']:.3g}" if s["low"] is not None else "open")
-        + " to "
-        + (f"{s['high']:.3g}" if s["high"] is not None else "open")
-        + (f"<br>{escaped(s['note'])}" if s["note"] else "")
-        for s in entries
-    ]
-    hover = "%{meta.label}<br>%{x:.3s} tokens: %{y:.3g} times<br>interval %{customdata}"
+    texts = [f"{ratio(s)} times{f'<br>{escaped(note)}' if (note := s['note']) else ''}" for s in entries]
+    hover = "%{meta.label}<br>%{x:.3s} tokens: %{customdata}"
     more = {"mode": "lines+markers", "marker": {"symbol": symbols}, "customdata": texts}
     traces.append(sheet.trace(arm, meta, x, [s["estimate"] for s in entries], hover, **more))
     return traces
@@ -126,7 +120,7 @@ def difference(sheet: Sheet) -> Chart:
     left = {"xref": "paper", "x": 0, "xanchor": "left", "yanchor": "bottom", "yshift": 4, "showarrow": False}
     names = [left | {"y": row, "text": escaped(label(report, arm))} for row, arm in enumerate(arms)]
     layout = sheet.layout(
-        xaxis=linear_axis(f"end loss less that of {escaped(report['baseline'])} ({sheet.unit})", nticks=6),
+        xaxis=linear_axis(f"end loss minus that of {escaped(report['baseline'])} ({sheet.unit})", nticks=6),
         yaxis={"showticklabels": False, "ticks": "", "showgrid": False, "range": [len(arms) - 0.5, -0.9]},
         shapes=[{"type": "line", "yref": "paper", "y0": 0, "y1": 1, "x0": 0, "x1": 0, "line": NO_DIFFERENCE}],
         annotations=names,

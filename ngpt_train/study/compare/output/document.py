@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from ngpt_train.core.files import write_atomically
-from ngpt_train.study.compare.output import tables
-from ngpt_train.study.compare.output.tables import Cell, Table
-from ngpt_train.study.compare.output.wording import (
-    VERDICTS,
-    Report,
+from ngpt_train.study.compare.output import tables, verdicts
+from ngpt_train.study.compare.output.first_page import (
+    NO_CONFOUNDS,
     cautions,
     confound,
     confounds,
     facts,
-    finding,
-    label,
-    si,
+    looked_at,
+    untuned_keys,
 )
+from ngpt_train.study.compare.output.tables import Cell, Table
+from ngpt_train.study.compare.output.wording import Report, finding, label
 
 
 def write_document(report: Report, path: Path, figures: Mapping[str, str]) -> None:
@@ -28,11 +28,10 @@ def write_document(report: Report, path: Path, figures: Mapping[str, str]) -> No
 
 
 def document(report: Report, figures: Mapping[str, str]) -> str:
-    verdicts = tables.verdicts(report)
-    *columns, _ = verdicts.columns
-    short = Table(verdicts.name, verdicts.title, columns, [row[:-1] for row in verdicts.rows], verdicts.note)
+    table = verdicts.verdicts(report)
+    short = replace(table, columns=table.columns[:-1], rows=[row[:-1] for row in table.rows])
     findings = [finding(report, arm) for arm in report["arms"] if arm != report["baseline"]]
-    found = confounds(report)
+    found, keys = confounds(report), verdicts.tuning_of_keys(report)
     of_confounds = [f"{code(entry['key'])} {escaped(confound(entry))}" for entry in found]
     parts = [
         f"# {escaped(str(report['title']))}",
@@ -42,7 +41,10 @@ def document(report: Report, figures: Mapping[str, str]) -> str:
         _list(map(escaped, findings)),
         "**Confounds**, any of which may be the cause of a difference:\n\n" + _list(of_confounds)
         if found
-        else "No confounds were found between the arms.",
+        else NO_CONFOUNDS,
+        _list(map(escaped, looked_at(report))),
+        f"### {keys.title}",
+        _table(report, keys),
         _list(f"**{escaped(sentence)}**" for sentence in cautions(report)),
         *(f"![{caption}]({path})\n\n*{caption}*" for path, caption in figures.items()),
     ]
@@ -58,18 +60,17 @@ def document(report: Report, figures: Mapping[str, str]) -> str:
 
 
 def console(report: Report) -> str:
-    """A table of the arms for a terminal: end loss, difference from the baseline, verdict."""
-    from ngpt_train.study.compare.output.series import end_losses
-
-    lines = [("arm", f"end loss ({report['unit']})", "tokens", "verdict")]
-    for arm in report["arms"]:
-        losses = end_losses(report, arm)
-        word = "baseline" if arm == report["baseline"] else VERDICTS.get(report["verdicts"].get(arm), "")
-        budget = max(losses, default=None)
-        mean = f"{sum(losses[budget]) / len(losses[budget]):.4f}" if budget is not None else ""
-        lines.append((label(report, arm), mean, si(budget), word))
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join("  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in lines)
+    """For a terminal: what was compared, a row for each arm and budget, and the sentences of the first page."""
+    table = verdicts.by_budget(report)
+    texts = [[label(report, cell.arm) if cell.arm else cell.text for cell in row] for row in table.rows]
+    widths = [max(map(len, column)) for column in zip(table.columns, *texts, strict=True)]
+    lines = [
+        "  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in [table.columns, *texts]
+    ]
+    found = [f"confound: {entry['key']} {confound(entry)}" for entry in confounds(report)]
+    sentences = [*(found or [NO_CONFOUNDS]), *looked_at(report), untuned_keys(report), *cautions(report)]
+    title = f"{report['title']}: {' · '.join(facts(report))}"
+    return "\n".join([title, "", *lines, "", *sentences, *report["notes"]])
 
 
 def escaped(text: str) -> str:

@@ -164,7 +164,7 @@ def _difference(report: Report) -> Figure | None:
     axes.secondary_yaxis("right").set_yticks(range(len(rows)), numbers, fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.grid(axis="y", visible=False)
-    axes.set_xlabel(f"end loss less that of {_name(report, report['baseline'])} ({report['unit']})")
+    axes.set_xlabel(f"end loss minus that of {_name(report, report['baseline'])} ({report['unit']}; negative: better)")
     bars = f"bars and brackets: {percent(report['confidence'])} intervals; hollow: the arm or the baseline is untuned"
     figure.supxlabel(bars, fontsize=8)
     return figure

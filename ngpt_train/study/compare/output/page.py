@@ -8,10 +8,11 @@ from pathlib import Path
 from ngpt_train.core.files import write_atomically
 from ngpt_train.report.page.charts import Chart
 from ngpt_train.report.page.html import THEME, page, section
-from ngpt_train.study.compare.output import budget_charts, run_charts, tables, tuning_charts
+from ngpt_train.study.compare.output import budget_charts, run_charts, tables, tuning_charts, verdicts
+from ngpt_train.study.compare.output.first_page import NO_CONFOUNDS, cautions, confound, confounds, facts, looked_at
 from ngpt_train.study.compare.output.parts import Parts
 from ngpt_train.study.compare.output.sheet import Sheet
-from ngpt_train.study.compare.output.wording import Report, cautions, confound, confounds, facts
+from ngpt_train.study.compare.output.wording import Report
 
 CHARTS = (
     budget_charts.speedup,
@@ -46,8 +47,8 @@ def html(report: Report) -> str:
 
 def _first_screen(report: Report, charts: list[Chart]) -> list[str]:
     """What it is about, its confounds, the verdicts."""
-    parts = Parts(report)
-    links = [("verdicts", "Verdicts"), *((chart.name, chart.title) for chart in charts)]
+    parts, keys = Parts(report), verdicts.tuning_of_keys(report)
+    links = [("verdicts", "Verdicts"), (keys.name, "What was tuned"), *((chart.name, chart.title) for chart in charts)]
     links += [("differences", "Noise"), ("referee", "What differs"), ("failures", "Failures"), ("audits", "Audits")]
     links += [("again", "How to regenerate")]
     nav = "".join(f'<a href="#{anchor}">{escape(title)}</a> ' for anchor, title in links)
@@ -59,7 +60,8 @@ def _first_screen(report: Report, charts: list[Chart]) -> list[str]:
 </header>""",
         _confounds(report),
         "".join(f'<p class="box warn">{escape(sentence)}</p>' for sentence in cautions(report)),
-        f'<section id="verdicts"><h2>Verdicts</h2>{parts.cards(tables.verdicts(report))}</section>',
+        f'<section id="verdicts"><h2>Verdicts</h2>{parts.cards(verdicts.verdicts(report))}</section>',
+        section(keys.name, keys.title, parts.table(keys)),
         f'<nav aria-label="Sections">{nav}</nav>',
         """<noscript><p class="box warn">The figures need JavaScript. The tables hold their numbers, and the folder
 <code>figures</code> beside report.md has them as pictures.</p></noscript>""",
@@ -68,13 +70,18 @@ def _first_screen(report: Report, charts: list[Chart]) -> list[str]:
 
 def _confounds(report: Report) -> str:
     found = confounds(report)
-    if not found:
-        return '<p class="box" id="confounds"><strong>No confounds</strong> were found between the arms.</p>'
     keys = len({entry["key"] for entry in found})
-    items = "".join(f"<li><code>{escape(x['key'])}</code> {escape(confound(x))}</li>" for x in found)
+    first = f"<p>{escape(NO_CONFOUNDS)}</p>"
+    if found:
+        items = "".join(f"<li><code>{escape(x['key'])}</code> {escape(confound(x))}</li>" for x in found)
+        first = (
+            f"<p><strong>{keys} confound{'s' * (keys != 1)}</strong>, any of which may be the cause of a difference."
+            f"</p><ul>{items}</ul>"
+        )
+    seen = " ".join(looked_at(report))
     return (
-        f'<div class="box warn" id="confounds"><p><strong>{keys} confound{"s" * (keys != 1)}</strong>, any of which '
-        f'may be the cause of a difference. <a href="#referee">All that differs</a></p><ul>{items}</ul></div>'
+        f'<div class="box{" warn" * bool(found)}" id="confounds">{first}<p>{escape(seen)} '
+        '<a href="#referee">All that differs</a></p></div>'
     )
 
 

@@ -8,25 +8,19 @@ from typing import Any
 
 import numpy as np
 
+from ngpt_train.study.compare.output.first_page import arms_and_values, audit_says, size_text
 from ngpt_train.study.compare.output.series import end_losses
 from ngpt_train.study.compare.output.wording import (
     DASH,
     HOW,
     UNITS,
-    VERDICTS,
     Report,
-    arms_and_values,
-    audit_says,
-    difference_of,
-    finding,
     interval,
-    is_tuned,
     label,
     number,
     percent,
+    ratio,
     si,
-    size_text,
-    speedup_of,
     values_text,
 )
 from ngpt_train.study.compare.statistics.power import POWER
@@ -49,57 +43,17 @@ class Table:
     empty: str = ""  # what is said where there are no rows
 
 
-def _arm(name: str) -> Cell:
+def arm_cell(name: str) -> Cell:
     return Cell(name, arm=name)
 
 
-def _n(text: str) -> Cell:
+def number_cell(text: str) -> Cell:
     return Cell(text, kind="number")
 
 
-def verdicts(report: Report) -> Table:
-    unit, baseline = report["unit"], report["baseline"]
-    rows = []
-    for arm in [baseline, *(name for name in report["arms"] if name != baseline)]:
-        losses = end_losses(report, arm)
-        mean = number(float(np.mean(losses[max(losses)])), 4) if losses else DASH
-        if losses and max(losses) != max(report["budgets"]):
-            mean = f"{mean} at {si(max(losses))}"
-        gap = difference_of(report, arm)
-        ratios = [speedup_of(report, arm, u) or {} for u in UNITS]
-        verdict = report["verdicts"].get(arm)
-        if arm == baseline:
-            shown = Cell("baseline" if is_tuned(report, arm) else "untuned", kind="verdict")
-        else:
-            shown = Cell(VERDICTS.get(verdict, DASH), kind="verdict")
-        rows.append(
-            [
-                _arm(arm),
-                shown,
-                _n(mean),
-                _n(interval(gap["estimate"], gap["low"], gap["high"]) if gap else DASH),
-                *(_n(interval(r.get("estimate"), r.get("low"), r.get("high"))) for r in ratios),
-                Cell(finding(report, arm)),
-            ]
-        )
-    budget = si(max(report["budgets"], default=None))
-    columns = ["Arm", "Verdict", f"End loss at {budget} tokens", f"Difference from {baseline} ({unit})"]
-    columns += ["Speed-up, tokens", "Speed-up, FLOPs", "Speed-up, seconds", "In words"]
-    note = (
-        f"Loss in {unit}, mean over seeds. Speed-up: how many times the arm's tokens, FLOPs or seconds "
-        f"{baseline} needs for the loss that the arm ends at, between annealed runs, at the largest budget where that "
-        f"is known from inside the budgets of {baseline}. Difference: at the largest budget that both have. The "
-        f"sentences name these budgets. In brackets: {percent(report['confidence'])} intervals."
-    )
-    if any(d["n_seeds"] == 1 for d in report["differences"]):
-        note += " Of an arm with one seed they are without the noise between seeds."
-    if (n := len(report["arms"]) - 1) > 1:
-        by_chance = percent(round(100 * (1 - report["confidence"] ** n)) / 100)
-        note += (
-            f" Each holds for itself: if none of the {n} arms differed from {baseline}, at least one would still be "
-            f"called better or worse in up to some {by_chance} of such comparisons."
-        )
-    return Table("verdicts", "Verdicts", columns, rows, note, "No arm was compared.")
+def minus(report: Report) -> str:
+    """The head of a column of differences."""
+    return f"Minus {report['baseline']} ({report['unit']}; negative: better)"
 
 
 def end_loss(report: Report) -> Table:
@@ -107,7 +61,7 @@ def end_loss(report: Report) -> Table:
     rows = []
     for arm in report["arms"]:
         losses = end_losses(report, arm)
-        rows.append([_arm(arm), *(_n(_mean_and_spread(losses.get(budget, []))) for budget in budgets)])
+        rows.append([arm_cell(arm), *(number_cell(_mean_and_spread(losses.get(budget, []))) for budget in budgets)])
     note = f"{report['unit']}; mean ± standard deviation over the seeds (how many), at the best values tried."
     return Table("end_loss", "End loss", ["Arm", *(f"{si(b)} tokens" for b in budgets)], rows, note)
 
@@ -125,24 +79,24 @@ def differences(report: Report) -> Table:
         needed = d.get("needed") or {}
         rows.append(
             [
-                _arm(d["arm"]),
-                _n(si(d["budget"])),
-                _n(interval(d["estimate"], d["low"], d["high"])),
-                _n(number(d["noise_seeds"], None, 2)),
-                _n(number(d["noise_rows"], None, 2)),
-                _n(si(d["n_seeds"])),
-                _n(si(d["n_rows"])),
-                _n(number(d.get("detectable"), None, 2)),
-                _n(si(needed.get("seeds"))),
-                _n(si(needed.get("rows"))),
-                _n(si(needed.get("steps"))),
+                arm_cell(d["arm"]),
+                number_cell(si(d["budget"])),
+                number_cell(interval(d["estimate"], d["low"], d["high"])),
+                number_cell(number(d["noise_seeds"], None, 2)),
+                number_cell(number(d["noise_rows"], None, 2)),
+                number_cell(si(d["n_seeds"])),
+                number_cell(si(d["n_rows"])),
+                number_cell(number(d.get("detectable"), None, 2)),
+                number_cell(si(needed.get("seeds"))),
+                number_cell(si(needed.get("rows"))),
+                number_cell(si(needed.get("steps"))),
             ]
         )
-    columns = ["Arm", "Budget (tokens)", f"Difference ({report['unit']})", "Noise of seeds", "Noise of rows"]
+    columns = ["Arm", "Budget (tokens)", minus(report), "Noise of seeds", "Noise of rows"]
     columns += ["Seeds", "Rows", "Resolvable", "Seeds needed", "Rows needed", "Steps needed"]
     note = (
-        f"Arm less {report['baseline']}, paired by seed and validation row; all in {report['unit']}. Noise: standard "
-        "error of the difference that comes from seeds, and from validation rows beyond what differs with the seed, "
+        f"Paired by seed and validation row; all in {report['unit']}. Noise: standard error of the difference that "
+        "comes from seeds, and from validation rows beyond what differs with the seed, "
         f"which may be nothing. Resolvable: the difference that so many seeds and rows resolve in {percent(POWER)} of "
         "the cases. Needed: how many seeds, rows or steps would each alone resolve one of the size found in "
         f"{percent(POWER)} of the cases; {DASH}: it is resolved, or none of a reasonable number would, or one seed "
@@ -157,21 +111,20 @@ def speedups(report: Report) -> Table:
         if s["note"] and (s["estimate"], s["low"], s["high"]) == (None, None, None):
             unknown.setdefault((s["how"], si(s["budget"]), s["note"]), {})[label(report, s["arm"])] = None
             continue
-        beyond = "beyond the budgets of the fit" if s["extrapolated"] else ""
-        remarks = ". ".join(filter(None, [s["note"] or beyond, s["clock"] and f"clock: {s['clock']}"]))
+        remarks = ". ".join(filter(None, [s["note"], s["clock"] and f"clock: {s['clock']}"]))
         rows.append(
             [
-                _arm(s["arm"]),
+                arm_cell(s["arm"]),
                 Cell(UNITS[s["unit"]]),
                 Cell(HOW[s["how"]]),
-                _n(si(s["budget"])),
-                _n(interval(s["estimate"], s["low"], s["high"])),
+                number_cell(si(s["budget"])),
+                number_cell(ratio(s)),
                 Cell(remarks or DASH),
             ]
         )
     for (how, budget, why), arms in unknown.items():
         whose = "all arms" if len(arms) == len(report["arms"]) - 1 > 1 else ", ".join(arms)
-        rows.append([Cell(whose), Cell(DASH), Cell(HOW[how]), _n(budget), _n(DASH), Cell(why)])
+        rows.append([Cell(whose), Cell(DASH), Cell(HOW[how]), number_cell(budget), number_cell(DASH), Cell(why)])
     columns = ["Arm", "Unit", "How", "Budget (tokens)", "Speed-up (times)", "Remarks"]
     note = (
         "Within one schedule, for the loss that the worse of the two ends at, flatters the arm whose learning rate "
@@ -186,19 +139,18 @@ def tuning(report: Report) -> Table:
     for t in report["tuning"]:
         failed = sum(bool(point["failed"]) for point in t["points"])
         tried = f"{len(t['points'])}" + (f", {failed} failed" if failed else "")
-        best = report["arms"][t["arm"]].get("best_by_budget") or {}
-        chosen = (best.get(str(t["budget"])) or best.get(t["budget"]) or report["arms"][t["arm"]]["best"]).get(t["key"])
+        chosen = report["arms"][t["arm"]]["best_by_budget"].get(str(t["budget"]), {}).get(t["key"])
         rows.append(
             [
-                _arm(t["arm"]),
-                _n(si(t["budget"])),
+                arm_cell(t["arm"]),
+                number_cell(si(t["budget"])),
                 Cell(t["key"], kind="code"),
                 Cell("bracketed" if t["state"] == "bracketed" else f"untuned ({t['state']})", kind="verdict"),
-                _n(f"{chosen:.4g}" if type(chosen) is float else str(chosen)),
-                _n(_optimum(t)),
-                _n(number(t["price_of_two"], 4)),
-                _n(number(t["price_of_grid"], 4)),
-                _n(tried),
+                number_cell(f"{chosen:.4g}" if type(chosen) is float else str(chosen)),
+                number_cell(_optimum(t)),
+                number_cell(number(t["price_of_two"], 4)),
+                number_cell(number(t["price_of_grid"], 4)),
+                number_cell(tried),
             ]
         )
     columns = ["Arm", "Budget (tokens)", "Key", "State", "Best tried", "Optimum of the parabola"]
@@ -224,13 +176,13 @@ def costs(report: Report) -> Table:
         how = f" ({c['step_time_how']})" if c["step_time_how"] else ""
         rows.append(
             [
-                _arm(c["arm"]),
-                _n(si(c["n_params"])),
-                _n(si(c["n_params_without_embeddings"])),
-                _n(si(c["flops_per_token"])),
-                _n(number(c["memory_gb"], None, 3)),
-                _n(_ms(c["step_time"]) + how),
-                _n(_ms(c.get("step_time_own"))),
+                arm_cell(c["arm"]),
+                number_cell(si(c["n_params"])),
+                number_cell(si(c["n_params_without_embeddings"])),
+                number_cell(si(c["flops_per_token"])),
+                number_cell(number(c["memory_gb"], None, 3)),
+                number_cell(_ms(c["step_time"]) + how),
+                number_cell(_ms(c.get("step_time_own"))),
             ]
         )
     columns = [
@@ -277,9 +229,9 @@ def failures(report: Report) -> Table:
     rows = [
         [
             # Of an arm without any run that ended nothing else is known.
-            _arm(f["arm"]) if f["arm"] in report["arms"] else Cell(f["arm"]),
-            _n(si(f["budget"])),
-            _n(DASH if f["seed"] is None else str(f["seed"])),
+            arm_cell(f["arm"]) if f["arm"] in report["arms"] else Cell(f["arm"]),
+            number_cell(si(f["budget"])),
+            number_cell(DASH if f["seed"] is None else str(f["seed"])),
             Cell(values_text(f["values"]), kind="code"),
             Cell(f["reason"] or DASH),
             Cell(str(f["run"]), kind="code"),
@@ -293,7 +245,7 @@ def failures(report: Report) -> Table:
 
 def audits(report: Report) -> Table:
     rows = []
-    for a in report.get("audits") or []:
+    for a in report["audits"]:
         counted = f"{si(a['steps_compared'])} of {si(a['steps'])}"
         rows.append(
             [
@@ -301,8 +253,8 @@ def audits(report: Report) -> Table:
                 Cell(audit_says(a), kind="verdict"),
                 Cell(a["how"] or DASH),
                 Cell(", ".join(f"{start} to {end}" for start, end in a["windows"]) or DASH),
-                _n(counted),
-                _n(str(a["found"])),
+                number_cell(counted),
+                number_cell(str(a["found"])),
                 Cell(a["commit"] or DASH, kind="code"),
                 Cell(" ".join(filter(None, [a["device"], a["time"], a["note"]])) or DASH),
             ]
@@ -324,12 +276,12 @@ def audits(report: Report) -> Table:
 def runs(report: Report) -> Table:
     rows = [
         [
-            _arm(x["arm"]),
-            _n(si(x["budget"])),
-            _n(str(x["seed"])),
+            arm_cell(x["arm"]),
+            number_cell(si(x["budget"])),
+            number_cell(str(x["seed"])),
             Cell(values_text(x["values"]), kind="code"),
-            _n(number(x["loss"], 6)),
-            _n(str(x["step"])),
+            number_cell(number(x["loss"], 6)),
+            number_cell(str(x["step"])),
             Cell(x["rows_hash"] or DASH, kind="code"),
             Cell(str(x["run"]), kind="code"),
         ]

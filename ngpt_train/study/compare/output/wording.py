@@ -14,6 +14,7 @@ DASH = "\N{EN DASH}"  # no value
 UNITS = {"tokens": "tokens", "flops": "FLOPs", "seconds": "seconds"}
 HOW = {"annealed": "between annealed runs", "within_schedule": "within one schedule"}
 VERDICTS = {"better": "better", "worse": "worse", "not_resolved": "not resolved", "untuned": "untuned"}
+OWN_CLOCKS = " by the runs' own clocks"
 WITHIN_SCHEDULE = "within one schedule; this flatters the arm whose learning rate decays faster"
 
 
@@ -102,12 +103,38 @@ def difference_of(report: Report, arm: str) -> Mapping[str, Any] | None:
     return largest([d for d in report["differences"] if d["arm"] == arm and d["estimate"] is not None])
 
 
-def speedup_of(report: Report, arm: str, unit: str, how: str = "annealed") -> Mapping[str, Any] | None:
-    """At the largest budget with both ends of an interval inside the data, else at the largest."""
-    found = [s for s in report["speedups"] if (s["arm"], s["unit"], s["how"]) == (arm, unit, how)]
-    found = [s for s in found if (s["estimate"], s["low"], s["high"]) != (None, None, None)]
-    closed = [s for s in found if s["low"] is not None and s["high"] is not None and not s["extrapolated"]]
-    return largest(closed) or largest(found)
+def budget_of(report: Report, arm: str) -> int | None:
+    """The budget of the arm's verdict: the largest that it shares with the baseline, else its own largest."""
+    if found := difference_of(report, arm):
+        return int(found["budget"])
+    return max(map(int, report["arms"][arm]["best_by_budget"]), default=None)
+
+
+def speedups_of(report: Report, arm: str, how: str = "annealed") -> dict[str, Mapping[str, Any]]:
+    """By unit, at the budget of the verdict, where something of it is known."""
+    return {s["unit"]: s for s in known_speedups(report, arm, how) if s["budget"] == budget_of(report, arm)}
+
+
+def speedups_inside(report: Report, arm: str) -> dict[str, Mapping[str, Any]]:
+    """By unit, at the largest budget where the ratio and its interval lie inside the budgets of the baseline."""
+    found = [s for s in known_speedups(report, arm, "annealed") if not s["extrapolated"] and None not in _ends(s)]
+    at = (largest(found) or {}).get("budget")
+    return {s["unit"]: s for s in found if s["budget"] == at}
+
+
+def known_speedups(report: Report, arm: str, how: str) -> list[Mapping[str, Any]]:
+    return [s for s in report["speedups"] if (s["arm"], s["how"]) == (arm, how) and _ends(s) != (None, None, None)]
+
+
+def _ends(s: Mapping[str, Any]) -> tuple[Any, ...]:
+    return s["estimate"], s["low"], s["high"]
+
+
+def ratio(s: Mapping[str, Any] | None) -> str:
+    """`1.17 (1.06 to 1.34, extrapolated)`: no ratio with a part beyond the data stands without this word."""
+    if s is None:
+        return DASH
+    return interval(*_ends(s)).removesuffix(")") + ", extrapolated" * bool(s["extrapolated"]) + ")"
 
 
 def finding(report: Report, arm: str) -> str:
@@ -117,6 +144,7 @@ def finding(report: Report, arm: str) -> str:
         return f"The baseline.{rest}"
     verdict, baseline = report["verdicts"].get(arm), report["baseline"]
     sentences = [_gap(report, arm), _matched(report, arm), _trend(report, arm), _between(report, arm)]
+    sentences += [_fails(report, name) for name in (arm, baseline)]
     measured = " ".join(filter(None, sentences))
     if verdict == "untuned":
         whose = arm if not is_tuned(report, arm) else baseline
@@ -160,31 +188,36 @@ def _gap(report: Report, arm: str) -> str:
 
 
 def _matched(report: Report, arm: str) -> str:
-    found = {unit: s for unit in UNITS if (s := speedup_of(report, arm, unit))}
+    baseline, said = report["baseline"], []
     whose, ending = arm, ""
-    if not found:
-        found = {unit: s for unit in UNITS if (s := speedup_of(report, arm, unit, "within_schedule"))}
+    found, inside = speedups_of(report, arm), speedups_inside(report, arm)
+    if not found and not inside:
+        found = speedups_of(report, arm, "within_schedule")
         whose, ending = "the worse of the two", f" of {arm} ({WITHIN_SCHEDULE})"
-    if not found:
-        return ""
-    ratios = [
-        f"{interval(s['estimate'], s['low'], s['high'])} times the {UNITS[unit]}"
-        + " by the runs' own clocks" * (s["clock"] == "own")
-        for unit, s in found.items()
+    if found:
+        said.append(
+            f"For the loss that {whose} ends at after {si(budget_of(report, arm))} tokens, {baseline} needs "
+            f"{_times(found)}{ending}."
+        )
+    if inside and (at := largest(list(inside.values()))) and at["budget"] != budget_of(report, arm):
+        said.append(
+            f"After {si(at['budget'])} tokens, the largest budget where this is known from inside the budgets of "
+            f"{baseline}, it needs {_times(inside)}."
+        )
+    return " ".join(said)
+
+
+def _times(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """`1.26 (1.16 to 1.37) times the tokens and 1.22 (1.11 to 1.33) times the seconds`."""
+    *ratios, last = [
+        f"{ratio(s)} times the {UNITS[unit]}{OWN_CLOCKS * (s['clock'] == 'own')}" for unit, s in found.items()
     ]
-    last = ratios.pop()
-    listed = f"{', '.join(ratios)} and {last}" if ratios else last
-    first = next(iter(found.values()))
-    beyond = " This, or an end of its interval, lies beyond the budgets of the fit." if first["extrapolated"] else ""
-    return (
-        f"For the loss that {whose} ends at after {si(first['budget'])} tokens, {report['baseline']} needs {listed}"
-        f"{ending}.{beyond}"
-    )
+    return f"{', '.join(ratios)} and {last}" if ratios else last
 
 
 def _trend(report: Report, arm: str) -> str:
     """Whether the speed-up grows with the budget."""
-    found = next((trend for trend in report.get("trends") or [] if trend["arm"] == arm), None)
+    found = next((trend for trend in report["trends"] if trend["arm"] == arm), None)
     if found is None:
         return ""
     low, high = found["low"], found["high"]
@@ -213,6 +246,23 @@ def _between(report: Report, arm: str) -> str:
     )
 
 
+def _fails(report: Report, arm: str) -> str:
+    """Where a value is thrown away for a seed that fails, though the others end lower than with the best one."""
+    at = budget_of(report, arm)
+    ended = [x for x in report["losses"] if (x["arm"], x["budget"]) == (arm, at)]
+    best = report["arms"][arm]["best_by_budget"].get(str(at), {})
+    losses = [x["loss"] for x in ended if x["values"] == best]
+    for failed in [x for x in report["failures"] if (x["arm"], x["budget"]) == (arm, at)]:
+        others = [x["loss"] for x in ended if x["values"] == failed["values"]]
+        if others and losses and sum(others) / len(others) < sum(losses) / len(losses):
+            return (
+                f"With {values_text(failed['values'])} {arm} fails for a seed ({failed['reason']}), while "
+                f"{len(others)} of its seeds end lower than with the values that are compared: a failure counts as "
+                "worse than any loss."
+            )
+    return ""
+
+
 def _needed(report: Report, arm: str) -> str:
     found = difference_of(report, arm)
     needed = (found or {}).get("needed") or {}
@@ -233,102 +283,3 @@ def _needed(report: Report, arm: str) -> str:
 
 SMALLEST_PRICE = 0.0005  # of a grid; a smaller one is not worth a sentence
 NEEDED = {"seeds": "seeds", "rows": "validation rows", "steps": "steps"}
-
-
-def size_text(size: Any) -> str:
-    """Of a difference that the referee found: a number is the ratio of the values."""
-    if type(size) not in (int, float):
-        return str(size)
-    digits = next((n for n in (3, 4, 5, 6, 7) if float(f"{size:.{n}g}") != 1), 3)  # 1.0001 times is not once
-    return f"{number(size, None, digits)} times"
-
-
-def audit_says(audit: Mapping[str, Any]) -> str:
-    """What the certificate of a run says of its records as they are now."""
-    if not audit["valid"]:
-        return "outdated" if not audit["note"] else "unreadable"
-    return "equal" if audit["equal"] else "not equal"
-
-
-def facts(report: Report) -> list[str]:
-    """What was compared."""
-    seeds = len({entry["seed"] for entry in report["losses"]})
-    budgets = sorted(report["budgets"])
-    span = " to ".join(si(budget) for budget in dict.fromkeys(budgets[:1] + budgets[-1:]))
-    return [
-        f"{len(report['arms'])} arms, baseline {report['baseline']}",
-        f"{len(budgets)} budget{'s' * (len(budgets) != 1)}, {span} tokens",
-        f"{seeds} seed{'s' * (seeds != 1)}",
-        f"{report['metric'].replace('_', ' ')} in {report['unit']}",
-        f"{percent(report['confidence'])} intervals",
-    ]
-
-
-def cautions(report: Report) -> list[str]:
-    """What a reader must know before the first number."""
-    n_seeds = len({entry["seed"] for entry in report["losses"]})
-    said = []
-    if n_seeds == 1:
-        said.append("One seed: the noise between seeds is unknown, and nothing here is resolved.")
-    if len(report["budgets"]) == 1:
-        said.append("One budget: how the difference changes with the budget is unknown.")
-    said += _lost(report)
-    failed = [str(audit["run"]) for audit in report.get("audits") or [] if audit_says(audit) != "equal"]
-    if failed:
-        said.append(
-            f"Audit: training again does not give what is on record, or gave it of other records: {', '.join(failed)}."
-        )
-    untuned = [arm for arm in report["arms"] if not is_tuned(report, arm)]
-    if untuned:
-        said.append(f"Untuned: {', '.join(untuned)}. The loss of an untuned arm is a bound.")
-    return said
-
-
-def _lost(report: Report) -> list[str]:
-    """Of the arms that have been tried at a budget, and have no loss there."""
-    without = dict.fromkeys(x["arm"] for x in report["failures"] if x["arm"] not in report["arms"])
-    said = [f"No run of {arm} has ended, because runs failed." for arm in without]
-    for arm, budget in dict.fromkeys((x["arm"], x["budget"]) for x in report["failures"] if x["budget"] is not None):
-        if arm not in without and str(budget) not in report["arms"][arm]["best_by_budget"]:
-            failed, ended = (
-                sum((x["arm"], x["budget"]) == (arm, budget) for x in report[name]) for name in ("failures", "losses")
-            )
-            runs = f"{failed} of its {failed + ended} runs there failed"
-            said.append(
-                f"No comparison of {arm} at {si(budget)} tokens: {runs}. A failure counts as worse than any loss."
-            )
-    return said
-
-
-SHOWN = 24  # characters of a value in a sentence; the table has all
-
-
-def confound(entry: Mapping[str, Any]) -> str:
-    """Where the values of a key differ, and by how much: `(gpt, ngpt: 0.1 | 0.3, 3 times; the recipe brings 0)`."""
-    arms, texts = arms_and_values(entry)
-    values = " | ".join(text if len(text) <= SHOWN else f"{text[:SHOWN]}…" for text in texts)
-    size = f", {size_text(entry['size'])}" if entry["size"] is not None else ""
-    note = f"; {entry['note']}" if entry["note"] else ""
-    return f"({', '.join(arms)}: {values}{size}{note})"
-
-
-FEW = 6  # arms whose values a cell can list one by one
-
-
-def arms_and_values(entry: Mapping[str, Any]) -> tuple[list[str], list[str]]:
-    """The arms and values of a difference; of many arms those with the commonest value stand last, as how many."""
-    arms, values = list(entry["arms"]), list(map(value_text, entry["values"]))
-    common = max(values, key=values.count, default="")
-    n_common = values.count(common)
-    if len(arms) <= FEW or len(values) != len(arms) or n_common < FEW:
-        return arms, values
-    differ = [(arm, value) for arm, value in zip(arms, values, strict=True) if value != common]
-    return [*(arm for arm, _ in differ), f"{n_common} others"], [*(value for _, value in differ), common]
-
-
-def value_text(value: Any) -> str:
-    return f"{value:.6g}" if type(value) is float else str(value)
-
-
-def confounds(report: Report) -> list[Mapping[str, Any]]:
-    return [entry for entry in report["referee"] if entry["kind"] == "confound"]
