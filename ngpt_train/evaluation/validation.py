@@ -4,6 +4,7 @@ import hashlib
 import io
 import math
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,25 @@ class Validation:
             rows[: len(own)] = own
             filled.append(rows.to(device))
         return filled
+
+
+@contextmanager
+def evaluating(model: Decoder, world: World) -> Iterator[None]:
+    """Inside, the model is as in a validation: without gradients and dropout, with the statistics of all ranks.
+
+    Blocks that are compiled for the rows of training run as they are written: they would be compiled again for each
+    length.
+    """
+    was_training = model.training
+    is_compiled = any(block._compiled_call_impl is not None for block in model.blocks())
+    model.eval()
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(averaged_statistics(model, world))
+        if is_compiled:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        yield
+    model.train(was_training)
 
 
 def hash_of(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> str:
