@@ -135,14 +135,17 @@ def _run(config: Config) -> Iterator[Conflict]:
 
 def of_model(model: ModelConfig) -> Iterator[Conflict]:
     assert isinstance(model.n_kv_heads, int)
-    heads = "model.n_heads model.d_model"
-    if model.d_model % model.n_heads:
-        fix = nearest_divisors("model.n_heads", model.n_heads, model.d_model)
-        yield heads, "the heads do not divide the width", fix
-    if model.uses_rope and (model.d_model // model.n_heads) % 2:
-        width = 2 * model.n_heads * max(1, round(model.d_model / model.n_heads / 2))
-        problem = f"RoPE needs an even width of each head, this is {model.d_model // model.n_heads}"
-        yield heads, problem, f"For example model.d_model={width}"
+    pairs = 2 if model.uses_rope else 1  # RoPE turns pairs of a head's dimensions
+    if model.d_model % (model.n_heads * pairs):
+        width, rest = divmod(model.d_model, model.n_heads)
+        odd = f"RoPE needs an even width of each head, this is {width}"
+        # As many key/value heads as heads are what auto has become: they follow.
+        unit = 1 if model.n_kv_heads == model.n_heads else model.n_kv_heads
+        whole = model.d_model // pairs if model.d_model % pairs == 0 else 0
+        heads = nearest_divisors("model.n_heads", model.n_heads, whole, unit)
+        widths = nearest_multiples("model.d_model", model.d_model, model.n_heads * pairs)
+        fix = "\n  ".join(filter(None, [heads, widths]))
+        yield "model.n_heads model.d_model", "the heads do not divide the width" if rest else odd, fix
     if model.n_heads % model.n_kv_heads:
         fix = nearest_divisors("model.n_kv_heads", model.n_kv_heads, model.n_heads)
         yield "model.n_kv_heads model.n_heads", "the key/value heads do not divide the heads", fix

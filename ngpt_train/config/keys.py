@@ -64,11 +64,13 @@ def name_of(field: Field[Any]) -> str:
     return field.metadata.get("named", field.name)
 
 
-def nearest_divisors(name: str, value: int, whole: int) -> str:
-    """How to set key `name` near `value` so that it divides `whole`."""
-    below = next(n for n in range(min(value, whole), 0, -1) if whole % n == 0)
-    above = next((n for n in range(value + 1, min(whole, 8 * value) + 1) if whole % n == 0), None)
-    return f"The nearest {name} that work: {below}" + (f" or {above}" if above else "")
+def nearest_divisors(name: str, value: int, whole: int, unit: int = 1) -> str:
+    """How to set key `name` near `value` so that it divides `whole` and is a multiple of `unit`; "" if nothing does."""
+    below = next((n for n in range(min(value, whole) // unit * unit, 0, -unit) if whole % n == 0), None)
+    first_above = value // unit * unit + unit
+    above = next((n for n in range(first_above, min(whole, 8 * value) + 1, unit) if whole % n == 0), None)
+    found = " or ".join(str(n) for n in (below, above) if n)
+    return f"The nearest {name} that work: {found}" if found else ""
 
 
 def nearest_multiples(name: str, value: int, unit: int) -> str:

@@ -1,12 +1,20 @@
-"""The tasks that a config names. lm-evaluation-harness is imported where there are some."""
+"""What a config asks of a model beside its loss: tasks, and a sample of text."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.verbs import EvalConfig
+from ngpt_train.data import Tokenizer
 from ngpt_train.distributed import World
+from ngpt_train.evaluation.generation.texts import Texts
+from ngpt_train.evaluation.generation.tokens import row_of
+from ngpt_train.evaluation.validation import evaluating
+from ngpt_train.training import TrainState
 
 if TYPE_CHECKING:
     from ngpt_train.evaluation.tasks import Tasks
@@ -16,9 +24,37 @@ def tasks_of(validation: EvalConfig, model: ModelConfig, world: World) -> Tasks 
     """The tasks of eval.tasks with their data, for a model of these keys; None where there are none. A collective call.
 
     Raises ConfigError for what is no task or none of this model, DataError where the data of one cannot be had.
+    lm-evaluation-harness is imported where there are some.
     """
     if validation.tasks is None:
         return None
     from ngpt_train.evaluation.tasks import Tasks
 
     return Tasks(validation, model.source_length(model.context), world)
+
+
+def sampling_of(config: Config, tokenizer: Tokenizer) -> Callable[[TrainState], dict[str, str]] | None:
+    """What continues logging.sample_prompt in training, as {"prompt": ..., "text": ...}; None where there is none.
+
+    Calling it is collective. It changes nothing of the state: the random numbers are the row's own. Where logits
+    are not finite no token is added, and training goes on.
+    """
+    prompt = config.logging.sample_prompt
+    if prompt is None:
+        return None
+    # Kept keys and values would go past the forward pass of the model, in which FSDP2 gathers weights.
+    options = replace(config.generate, cache=False)
+    ids = tokenizer.encode(prompt).tolist()
+
+    def sample(state: TrainState) -> dict[str, str]:
+        with evaluating(state.model, state.world):
+            row = row_of(state.model, Texts(state.model, tokenizer, options).opened(ids), options.seed)
+            # As many passes on every rank, also where its own text has ended: each gathers the weights of all.
+            for _ in range(options.max_new_tokens):
+                logits = state.model.next_token_logits(row.prompt, row.prompt.new_tensor(row.new)).cpu()
+                if row.end is None and logits.isfinite().all():
+                    row.add(logits, options, tokenizer.eos, tokenizer.vocab_size)
+        whole, given = tokenizer.decode([*ids, *row.new]), tokenizer.decode(ids)
+        return {"prompt": given, "text": whole.removeprefix(given)}
+
+    return sample

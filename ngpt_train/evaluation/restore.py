@@ -7,17 +7,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ngpt_train.config import read_yaml
+from ngpt_train.config.architectures import all_keys, build
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config, TrainConfig
+from ngpt_train.config.sections.verbs import GenerateConfig
+from ngpt_train.config.texts import check_texts
+from ngpt_train.config.validate import check_leaf, check_leaves
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.data import Tokenizer, read_tokenizer
-from ngpt_train.distributed import World, resolve_precision
+from ngpt_train.distributed import World, resolve_device, resolve_precision
 from ngpt_train.distributed.layouts import choose_kernels
 from ngpt_train.evaluation.averaging import load_mean, newest
+from ngpt_train.evaluation.generation.texts import Texts
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.report.enough_memory import check_weights_fit
 from ngpt_train.training.checkpoint import find_checkpoint, load_model, read_progress, step_of
@@ -30,6 +36,16 @@ logger = logging.getLogger(__name__)
 DECIDED_BY_CHECKPOINT = {"model": "name", "scale": "name", "tokenizer": "kind", "optim": "name", "schedule": "kind"}
 # The keys and sections that every verb that restores a model reads, beside its own section.
 USED = ("train.device", "train.precision", "kernels")
+
+
+# The keys of `generate` that say how a text is sampled.
+OPTIONS = {
+    f"generate.{name}"
+    for name in (
+        *("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"),
+        *("no_repeat_ngram_size", "stop", "seed", "cache", "overflow"),
+    )
+}
 
 
 @dataclass(frozen=True)
@@ -60,6 +76,22 @@ class Restored:
         if self.averaged_steps:
             return f"mean of the weights at steps {', '.join(map(str, self.averaged_steps))}"
         return "moving average of the weights" if self.weights == "ema" else ""
+
+    def tokens(self, text: str) -> Tensor:
+        """The ids `(T,)` that the model reads of a text, the eos before it included; `model(tokens[None])` gives the
+        logits `(1, T, V)` of a decoder."""
+        return Texts(self.model, self.tokenizer, GenerateConfig()).opened(self.tokenizer.encode(text).tolist())
+
+    def generate(self, prompt: str, **options: Any) -> str:
+        """The text with which the model continues a prompt. options: of the keys of `generate`, those in OPTIONS, such
+        as max_new_tokens=50, temperature=0. Raises ConfigError for any other, and for a wrong value."""
+        keys = {name: key for name, key in all_keys().items() if name in OPTIONS}
+        values = {f"generate.{name}": value for name, value in options.items()}
+        check_leaves(values, keys)
+        config = build(values, type(self.config.model)).generate
+        check_texts(config)
+        (text,) = Texts(self.model, self.tokenizer, config).of([prompt])
+        return text.text
 
 
 def check_size(checkpoint: Path, model: ModelConfig) -> None:
@@ -144,6 +176,17 @@ def _value(config: Config, key: str) -> Any:
     for name in key.split("."):
         value = getattr(value, name, None)
     return value
+
+
+def restore_here(run: str | Path, device: str) -> Restored:
+    """The newest checkpoint of a run, or the checkpoint, that `run` names, for evaluation in this process."""
+    check_leaf("train.device", device, all_keys())
+    path = find_checkpoint("load", str(run))
+    stored = read_yaml(path / "config.yaml")
+    config = Config(model=stored.model, train=TrainConfig(device=device))
+    restored = restore(Trained(path, stored), config, World(0, 1, 0, resolve_device(device, local_rank=0)))
+    restored.model.eval()
+    return restored
 
 
 def restore(trained: Trained, config: Config, world: World) -> Restored:

@@ -4,6 +4,7 @@ import hashlib
 import io
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,16 +109,13 @@ class Validation:
 
     def _token_losses(self, model: Decoder, world: World) -> Iterator[tuple[int, Tensor]]:
         """The number of each of this rank's chunks, and the losses `(chunk, targets)` of its targets."""
-        was_training = model.training
-        model.eval()
         # FSDP2 gathers weights in every forward pass, so all ranks make the same number of forward passes.
-        with averaged_statistics(model, world):
+        with not_training(model, world):
             for first in range(0, self._n_chunks, world.size):
                 index = first + world.rank
                 losses = model(*self._chunk(index, world.device)).by_token
                 if index < self._n_chunks:
                     yield index, losses
-        model.train(was_training)
 
     def _chunk(self, index: int, device: torch.device) -> list[Tensor]:
         """Tokens, targets and document ids of a chunk, each `(chunk, context)` int64.
@@ -131,6 +129,26 @@ class Validation:
             rows[: len(own)] = own
             filled.append(rows.to(device))
         return filled
+
+
+@contextmanager
+def not_training(model: Decoder, world: World) -> Iterator[None]:
+    """Inside, the model has no dropout, and the statistics of all ranks; a collective call."""
+    was_training = model.training
+    model.eval()
+    with averaged_statistics(model, world):
+        yield
+    model.train(was_training)
+
+
+@contextmanager
+def evaluating(model: Decoder, world: World) -> Iterator[None]:
+    """The same without gradients, for texts of any length: blocks that are compiled for the rows of training run as
+    they are written, because they would be compiled again for each length."""
+    is_compiled = any(block._compiled_call_impl is not None for block in model.blocks())
+    eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
+    with torch.no_grad(), not_training(model, world), eager:
+        yield
 
 
 def hash_of(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> str:

@@ -1,12 +1,14 @@
 """The display of a run for people: a live bar on a terminal, plain lines elsewhere and in the log file."""
 
+import json
 import os
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-SHOWN = ("train", "eval", "tasks")  # kinds of records; a telemetry record has too many numbers to read as a line
+# Kinds of records; a telemetry record has too many numbers to read as a line.
+SHOWN = ("train", "eval", "tasks", "sample")
 
 
 class Clock:
@@ -90,6 +92,8 @@ def describe(record: dict[str, Any], clock: Clock) -> str:
         return f"eval {progress}  {describe_eval(record)}"
     if record["kind"] == "tasks":
         return f"tasks {progress}  {describe_tasks(record)}"
+    if record["kind"] == "sample":  # on one line, as JSON has it
+        return f"sample {progress}  {json.dumps(record['prompt'] + record['text'], ensure_ascii=False)}"
     return f"step {progress}  {describe_train(record, clock.remaining(record['step'], record['step_time']))}"
 
 

@@ -18,9 +18,9 @@ class Sink(Protocol):
     """Takes the records and messages of the training loop. Only rank 0 has sinks."""
 
     def log(self, record: dict[str, Any]) -> None:
-        """Takes a record {"kind": "train" | "eval" | "tasks" | "telemetry" | "rollback", "step": n, "tokens": n, ...}.
+        """Takes a record {"kind": "train" | "eval" | "tasks" | "sample" | "telemetry" | "rollback", "step": n, ...}.
 
-        Its other values are numbers or None.
+        Its other values are numbers or None; of a sample also text.
         """
 
     def message(self, text: str) -> None:
@@ -131,6 +131,8 @@ class TensorboardSink:
         for name, value in record.items():
             if isinstance(value, (int, float)) and name != "step":
                 self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
+            elif name in ("prompt", "text"):  # of a sample
+                self._writer.add_text(f"{record['kind']}/{name}", value, record["step"])
 
     def message(self, text: str) -> None:
         pass

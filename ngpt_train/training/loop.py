@@ -60,6 +60,7 @@ class Parts:
     # Of (what, step): inside, the watchdog knows what this rank does.
     during: Callable[[str, int], AbstractContextManager[None]] = lambda doing, step: nullcontext()
     evaluate_tasks: Callable[[TrainState], Record] | None = None  # with eval.tasks; collective
+    sample: Callable[[TrainState], Record] | None = None  # of text, with logging.sample_prompt; collective
 
 
 def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
@@ -126,7 +127,10 @@ def train(state: TrainState, parts: Parts, stop: StopRequest) -> str | None:
     def evaluate() -> None:
         with explain_out_of_memory(state.micro_rows), parts.during("the validation at step", state.step):
             metrics = parts.evaluate(state)
+            sample = parts.sample(state) if parts.sample is not None else None
         log({"kind": "eval", "step": state.step, "tokens": int(state.tokens), **spent(state), **metrics})
+        if sample is not None:
+            log({"kind": "sample", "step": state.step, "tokens": int(state.tokens), **spent(state), **sample})
 
     def evaluate_tasks() -> None:
         every = config.eval.every if config.eval.tasks_every is None else config.eval.tasks_every

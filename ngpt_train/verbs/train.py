@@ -31,7 +31,7 @@ from ngpt_train.data import (
 )
 from ngpt_train.distributed import PRECISIONS, World, join_world, resolve_device, resolve_precision
 from ngpt_train.evaluation import Evaluations, RowFiles
-from ngpt_train.evaluation.asked import tasks_of
+from ngpt_train.evaluation.asked import sampling_of, tasks_of
 from ngpt_train.evaluation.trust import note_names
 from ngpt_train.observe import Sink, build_sinks
 from ngpt_train.observe.meters import Meter
@@ -294,6 +294,7 @@ def train_in(
             parts.during = watchdog.during
             if asked is not None:
                 parts.evaluate_tasks = lambda state: asked(state.model, data.tokenizer, world).metrics()
+            parts.sample = sampling_of(config, data.tokenizer)
             parts.settle, parts.save_has_failed = saves.settle, saves.has_failed
             try:
                 with watchdog.naming_the_lost():

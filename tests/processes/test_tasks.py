@@ -31,9 +31,11 @@ def records(path: Path) -> list[dict[str, Any]]:
 def test_in_training_and_afterwards(tmp_path: Path, corpus: Path, tasks: Path) -> None:
     """The ranks share the forward passes, also of a sharded model, and the scores are those of one process; what the
     last record says, `evaluate` finds on the checkpoint. Caught: a rank's share counted as all, a record at the start,
-    a record twice after a resume, training that goes on with other random numbers or another mode."""
+    a record twice after a resume, training that goes on with other random numbers or another mode. The same of a sample
+    of text."""
     asked = ["tasks=[words,last]", f"eval.tasks_path={tasks}", "eval.tasks_every=4", "run.root=" + str(tmp_path)]
-    options = [*asked, "logging.tensorboard=true", "train.steps=10"]
+    sampled = ["logging.sample_prompt=the model", "generate.max_new_tokens=6", "generate.temperature=1"]
+    options = [*asked, *sampled, "logging.tensorboard=true", "train.steps=10"]
     train(arguments(tmp_path, corpus, *options, "run.name=alone", "train.stop_at=6", "checkpoint.every=3"))
     train(arguments(tmp_path, corpus, *options, "run.name=alone", "checkpoint.every=3"))
     train(arguments(tmp_path, corpus, *options, "run.name=sharded", "parallel=fsdp"), ranks=2)
@@ -52,6 +54,13 @@ def test_in_training_and_afterwards(tmp_path: Path, corpus: Path, tasks: Path) -
         for name, value in here.items():
             if "/" in name or name.startswith("mean"):
                 assert there[name] == pytest.approx(value, rel=1e-3), name
+    samples = [[x for x in records(tmp_path / name) if x["kind"] == "sample"] for name in ("alone", "sharded")]
+    assert [[x["step"] for x in of_run] for of_run in samples] == [[0, 6, 10], [0, 10]]
+    first, last_text = ({name: x[name] for name in ("prompt", "text")} for x in (samples[0][0], samples[0][-1]))
+    assert [first, last_text] == [{name: x[name] for name in first} for x in samples[1]]
+    assert first["prompt"] == "the model"
+    assert first["text"] != last_text["text"]
+    assert f'"the model{last_text["text"]}"' in (tmp_path / "alone/logs/rank_0.log").read_text()
     losses = [record["loss"] for record in found if record["kind"] == "train"]
     assert losses == [x["loss"] for x in records(tmp_path / "without") if x["kind"] == "train"]
     assert losses[-1] < 0.95 * losses[0]
@@ -61,6 +70,7 @@ def test_in_training_and_afterwards(tmp_path: Path, corpus: Path, tasks: Path) -
     events = EventAccumulator(str(tmp_path / "alone/tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("tasks/words/acc_stderr")][-1] == 10
+    assert [event.step for event in events.Tensors("sample/text/text_summary")] == [0, 6, 10]
 
     given = [f"evaluate.checkpoint={tmp_path / 'alone'}", *asked[:2], "train.device=cpu"]
     results = []

@@ -168,7 +168,9 @@ def _split(argument: str, groups: Mapping[str, Sequence[str]]) -> tuple[str, str
         options = "Options: --help, --cfg job, --config-dir DIR, --plugin DIR, -m"
         raise mistake(f"{argument}: no such option; {fix}", options)
     if argument.startswith(("+", "~")):
-        removing = argument.startswith("~")
+        bare, removing = name.lstrip("+~"), argument.startswith("~")
+        if bare not in groups and bare not in all_keys():
+            raise unknown_key(bare, raw or "VALUE", all_keys(), list(groups))
         why = "no key can be removed, but each can be set" if removing else "every key exists already"
         fix = argument.lstrip("+~") + ("" if equals else "=VALUE")
         raise mistake(f"{argument}: '{argument[0]}' is not understood: {why}", f"Write {fix}")

@@ -87,5 +87,10 @@ class LoggingConfig:
         "none. 100 costs less than 1 % of the time.",
         **COUNT_OR_0,
     )
+    sample_prompt: Union[str, None] = key(
+        None,
+        "A prompt that the model continues at each validation, by generate.max_new_tokens, temperature and their like; "
+        "the text goes into the log and metrics.jsonl. null: none.",
+    )
     tensorboard: bool = key(False, "Write TensorBoard event files into the run directory as well.")
     wandb: WandbConfig = field(default_factory=WandbConfig)

@@ -19,7 +19,8 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data import Tokenizer
 from ngpt_train.distributed import World
-from ngpt_train.evaluation.tasks.scoring import Scored, evaluating, log_likelihoods
+from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
+from ngpt_train.evaluation.validation import evaluating
 from ngpt_train.models import Decoder
 
 MOST_NEW_TOKENS = 256  # of a task that does not say; the harness's own default

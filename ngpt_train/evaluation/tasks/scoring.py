@@ -9,7 +9,6 @@ the `source_context` ids before that one, as in training (data/rows.py: PrefixCo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ngpt_train.core.constants import PADDING
-from ngpt_train.distributed import World, averaged_statistics
+from ngpt_train.distributed import World
+from ngpt_train.evaluation.validation import evaluating
 from ngpt_train.models import Decoder
 
 # Of one forward pass: ids that are read, and numbers among its logits. Both are the same for any number of ranks,
@@ -88,25 +88,6 @@ def log_likelihoods(
     np.add.at(sums, of, log_p_of_windows)
     np.logical_and.at(greedy, of, all_best > 0)
     return sums, greedy
-
-
-@contextmanager
-def evaluating(model: Decoder, world: World) -> Iterator[None]:
-    """Inside, the model is as in a validation: without gradients and dropout, with the statistics of all ranks.
-
-    Blocks that are compiled for the rows of training run as they are written: they would be compiled again for each
-    length.
-    """
-    was_training = model.training
-    is_compiled = any(block._compiled_call_impl is not None for block in model.blocks())
-    model.eval()
-    with ExitStack() as stack:
-        stack.enter_context(torch.no_grad())
-        stack.enter_context(averaged_statistics(model, world))
-        if is_compiled:
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        yield
-    model.train(was_training)
 
 
 def _batches(cut: Sequence[Window], source: int, vocab_size: int) -> Iterator[list[int]]:

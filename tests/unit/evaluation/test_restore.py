@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
+import ngpt_train
 from ngpt_train.__main__ import main
+from ngpt_train.config import ConfigError, DataError
 from ngpt_train.kernels import attention, dispatch
 from tests.processes.runs import arguments, write_corpus
 
@@ -91,3 +93,22 @@ def test_kernels_are_the_command_lines(
     assert (dispatch._choice, attention._choice) == ("torch", "sdpa")
     assert start(verb, checkpoint, "kernels.attention=flash_attn") == 2
     assert "kernels.attention=flash_attn" in capsys.readouterr().err
+
+
+def test_load(checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In Python as on the command line: the same text, and the logits that its most likely token comes from. Caught:
+    dropout, an option that is taken and makes no difference."""
+    given = [f"generate.checkpoint={checkpoint}", "train.device=cpu", "generate.max_new_tokens=5", "generate.seed=3"]
+    assert main(["generate", *given, "generate.prompt=the"]) == 0
+    loaded = ngpt_train.load(checkpoint, device="cpu")
+    text = loaded.generate("the", max_new_tokens=5, seed=3)
+    assert capsys.readouterr().out == f"the{text}\n"
+    logits = loaded.model(loaded.tokens("the")[None])[0]
+    assert logits.shape[0] == len("the") + 1
+    likeliest = loaded.tokenizer.decode([int(logits[-1].argmax())])
+    assert loaded.generate("the", max_new_tokens=1, temperature=0) == likeliest
+    for wrong in ({"max_tokens": 5}, {"max_new_tokens": 0}):
+        with pytest.raises(ConfigError, match=r"generate\.max_new_tokens"):
+            loaded.generate("the", **wrong)
+    with pytest.raises(DataError, match="nowhere: does not exist"):
+        ngpt_train.load("nowhere")
