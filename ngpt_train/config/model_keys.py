@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union
 
-from ngpt_train.config import init_keys
-from ngpt_train.config.init_keys import KINDS, InitConfig
 from ngpt_train.config.keys import AUTO, Conflict, IntOrAuto, Table, key
+from ngpt_train.config.sections.starts import KINDS, InitConfig, problem_of
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
@@ -68,7 +67,7 @@ class ModelConfig:
     init_table: dict[str, Any] = key(
         {},
         "Starts by scale, for keys that are auto: model.init.*, and of nGPT the init and scale of its scale vectors.",
-        table=Table(init_keys.problem_of, "{tiny: {init.embedding: 1.0}}", "Set the keys, or write a recipe in YAML"),
+        table=Table(problem_of, "{tiny: {init.embedding: 1.0}}", "Set the keys, or write a recipe in YAML"),
     )
 
     # What the rest of the house asks an architecture before there is a model. A subclass may answer otherwise.

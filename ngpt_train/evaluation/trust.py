@@ -47,6 +47,7 @@ RULES = {
     "eval.tasks": OWN,  # whose YAML files run Python
     "eval.tasks_path": OWN,
     "logging.wandb": OWN,
+    "logging.sample_prompt": OWN,
     # Of the verbs, each of which has its own from the command line.
     **dict.fromkeys(("generate", "evaluate", "analyze", "probe", "export", "import", "plan", "bench", "doctor"), OWN),
     **dict.fromkeys(("study", "compare", "audit", "transfer"), OWN),

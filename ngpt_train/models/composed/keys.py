@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Union
 
-from ngpt_train.config.init_keys import InitConfig
 from ngpt_train.config.keys import AUTO, Conflict, key, nearest_multiples
+from ngpt_train.config.sections.starts import InitConfig
 from ngpt_train.models.position_keys import PositionKeys
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 

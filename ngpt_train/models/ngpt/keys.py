@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Union
 
-from ngpt_train.config.init_keys import KINDS, InitConfig
 from ngpt_train.config.keys import AUTO, COUNT, Conflict, FloatOrAuto, key
 from ngpt_train.config.model_keys import LrFactors, ModelConfig
+from ngpt_train.config.sections.starts import KINDS, InitConfig
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ngpt_train.config.init_keys import InitConfig
 from ngpt_train.config.keys import key
+from ngpt_train.config.sections.starts import InitConfig
 from ngpt_train.models.position_keys import PositionKeys
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ngpt_train.__main__ import main
-from ngpt_train.config import load_config
+from ngpt_train.config import Config, load_config
 from ngpt_train.study.compare import step_times
 from ngpt_train.study.compare.output.document import document
 from ngpt_train.study.compare.output.first_page import cautions
@@ -219,7 +219,7 @@ def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
     which the others are timed again; a new arm without a time."""
     taken: list[set[str]] = []
 
-    def measure(runs: Mapping[str, Run]) -> step_times.Times:
+    def measure(runs: Mapping[str, Run], own: Config) -> step_times.Times:
         taken.append(set(runs))
         of = {name: {"of": step_times.fingerprint(run)} for name, run in runs.items()}
         of["gpt"] |= {"step_time": 1.0 + len(taken), "seconds_per_token": [1.0, 1.1 + len(taken)], "device": "cpu"}
