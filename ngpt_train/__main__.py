@@ -31,7 +31,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.study import STUDY_VERBS, put_directories, without_directories
 from ngpt_train.core.errors import is_told_here, same_on_host
 from ngpt_train.core.launcher import check_ranks, remember_end, remembered_end
-from ngpt_train.core.secrets import without_variables
+from ngpt_train.core.secrets import guard_streams, without_variables
 
 VERBS = {
     "train": "Train a model; continues the run if its directory holds a checkpoint.",
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if code is None:
             raise
         if code in ENDS_FOR_GOOD:
-            remember_end(code, str(error))
+            remember_end(code, without_variables(str(error)))
         if is_told_here(error):
             by = "" if rank == "0" else f" (rank {rank}, {socket.gethostname()})"
             print(f"error{by}: {_shortened(without_variables(str(error)))}", file=sys.stderr)
@@ -330,6 +330,7 @@ def _unknown_verb(verb: str) -> str:
 def run() -> NoReturn:
     """The process of the command line: `main`, then the exit with its code."""
     code = 1
+    guard_streams()
     try:
         code = main()
     except Exception as error:
@@ -339,8 +340,7 @@ def run() -> NoReturn:
             traceback.print_exc()
     if not _flushed():
         code = code or NO_READER
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_initialized():
+    if (distributed := sys.modules.get("torch.distributed")) and distributed.is_initialized():
         # Not by way of the interpreter's end, which gloo's threads may hang or abort: see distributed/world.py.
         os._exit(code)
     sys.exit(code)

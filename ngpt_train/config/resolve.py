@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from ngpt_train.config.keys import AUTO, nearest_multiples
 from ngpt_train.config.lr_table import Run, look_up
 from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.records import WandbConfig
 from ngpt_train.config.validate import Origin, mistake, report_together
 
 
@@ -115,6 +117,16 @@ def _resolve_validation(config: Config, origins: Mapping[str, Origin]) -> None:
             config.eval.tokens = None
         else:
             config.eval.rows = None
+
+
+def wandb_mode(wandb: WandbConfig) -> str:
+    """online, offline or disabled. What leaves the machine leaves it because somebody asked for it: `auto` is online
+    only where the environment has WANDB_MODE, or a project or a team is named; a key alone asks for nothing."""
+    if wandb.mode != AUTO:
+        return wandb.mode
+    if asked := os.environ.get("WANDB_MODE"):
+        return {"disabled": "disabled", "offline": "offline", "dryrun": "offline"}.get(asked, "online")
+    return "online" if wandb.project or wandb.entity else "disabled"
 
 
 def _resolve_wandb(config: Config, experiment: str | None) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.secrets import redacted
 
 # What JSON may be: far above anything that this program writes, and read in seconds with less than 1 GB of memory.
 MOST_BYTES = 1 << 27
@@ -69,8 +70,8 @@ def remove(path: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Writes `content` to `path` as JSON, atomically (see `write_atomically`)."""
-    write_atomically(path, (json.dumps(content, indent=2) + "\n").encode())
+    """Writes `content` to `path` as JSON, secrets redacted, atomically (see `write_atomically`)."""
+    write_atomically(path, (json.dumps(redacted(content), indent=2) + "\n").encode())
 
 
 def read_whole(path: Path, most: int = MOST_BYTES) -> bytes:

@@ -1,16 +1,21 @@
-"""Removes secrets from what is written into files that others may read."""
+"""Removes secrets from what leaves: files that others may read, services, the standard streams."""
 
 from __future__ import annotations
 
+import io
 import os
 import re
-from collections.abc import Container, Mapping
+import shlex
+import sys
+from collections.abc import Container, Iterable, Mapping
 from typing import Any
 
 REDACTED = "<redacted>"
-_SECRET_VARIABLE = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-_SECRET_KEY = re.compile(r"(^|_)(api_?key|access_?key|password|passwd|secret|token|credentials?)$", re.IGNORECASE)
+# What is named so, an environment variable or a part of a URL's query, holds a secret. PWD is the current directory.
+_NAME = r"KEY|TOKEN(?!IZ)|SECRET|PASS|CREDENTIAL|COOKIE|SIGNATURE|(^|_)(PW|PAT|AUTH|SIG)$|_PWD$"
+_SECRET_VARIABLE = re.compile(_NAME, re.IGNORECASE)
 _URL_LOGIN = re.compile(r"(?<=://)[^/\s]+@")
+_URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s]+)")
 # In characters. A shorter value of an environment variable (1, true, debug) would redact ordinary words.
 _SHORTEST_SECRET = 6
 
@@ -27,33 +32,57 @@ def note_variables(text: str) -> None:
 
 
 def without_variables(message: str) -> str:
-    """The message with the names of noted environment variables in the place of what they hold."""
+    """The message of an error without secrets, and with the names of noted environment variables in the place of what
+    they hold."""
     for held in sorted(_variables, key=len, reverse=True):
         message = message.replace(held, f"${_variables[held]}")
-    return message
+    return str(redacted(message))
 
 
-def redacted(tree: Mapping[str, Any], harmless: Container[str] = ()) -> dict[str, Any]:
-    """A copy of `tree` with REDACTED in the place of secrets.
+def redacted(value: Any, harmless: Container[str] = ()) -> Any:
+    """A copy of `value`, a text or a tree of texts and numbers, with REDACTED in the place of secrets.
 
-    Secrets are: the value of a key that is named like a secret (api_key, password); the value of an environment
-    variable that is named like one (HF_TOKEN), wherever it stands in a text, unless it is in `harmless`; and the login
-    in a URL.
+    Secrets are: what an environment variable holds that is named like one (HF_TOKEN), wherever it stands in a text,
+    unless it is in `harmless`; the login in a URL; and a part of its query that is named like one.
     """
-    values = {value for name, value in os.environ.items() if _SECRET_VARIABLE.search(name) and value not in harmless}
-    secrets = sorted((value for value in values if len(value) >= _SHORTEST_SECRET), key=len, reverse=True)
+    found = {held for name, held in os.environ.items() if _SECRET_VARIABLE.search(name) and held not in harmless}
+    # A proxy may be named without http://, by which _URL_LOGIN knows a login.
+    found |= {held.rpartition("@")[0] for name, held in os.environ.items() if name.lower().endswith("_proxy")}
+    secrets = sorted((held for held in found if len(held) >= _SHORTEST_SECRET), key=len, reverse=True)
 
-    def clean(name: str, value: Any) -> Any:
+    def clean(value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {inner: clean(str(inner), x) for inner, x in value.items()}
+            return {name: clean(inner) for name, inner in value.items()}
         if isinstance(value, (list, tuple)):
-            return [clean(name, x) for x in value]
-        if not isinstance(value, str) or not value:
+            return [clean(inner) for inner in value]
+        if not isinstance(value, str):
             return value
-        if _SECRET_KEY.search(name):
-            return REDACTED
         for secret in secrets:
             value = value.replace(secret, REDACTED)
-        return _URL_LOGIN.sub(f"{REDACTED}@", value)
+        return _URL_QUERY.sub(_query, _URL_LOGIN.sub(f"{REDACTED}@", value)) if "/" in value else value
 
-    return {name: clean(str(name), value) for name, value in tree.items()}
+    return clean(value)
+
+
+def _query(part: re.Match[str]) -> str:
+    name, value = part.groups()
+    return f"{name}={REDACTED if _SECRET_VARIABLE.search(name.replace('-', '_')) else value}"
+
+
+def command_of(verb: str, arguments: Iterable[str]) -> str:
+    """The command line of a verb, which can be pasted, without the secrets in its words."""
+    return shlex.join(["python", "-m", "ngpt_train", verb, *map(redacted, arguments)])
+
+
+class _Guarded(io.TextIOWrapper):
+    def write(self, text: str) -> int:
+        return super().write(redacted(text))
+
+
+def guard_streams() -> None:
+    """Redacts all that this process prints from now on, tracebacks and the log included."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if isinstance(stream, io.TextIOWrapper):  # None where the shell has closed it: `>&-`
+            encoding, errors, by_line = stream.encoding, stream.errors, stream.line_buffering
+            setattr(sys, name, _Guarded(stream.detach(), encoding, errors, line_buffering=by_line))

@@ -16,6 +16,7 @@ from ngpt_train.config import write_yaml
 from ngpt_train.config.sections.exchange import ExportConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import sync, write_json
+from ngpt_train.core.secrets import redacted
 from ngpt_train.evaluation.restore import Restored
 from ngpt_train.interop.card import Reader, card
 from ngpt_train.interop.layouts.layout import Layout
@@ -46,7 +47,7 @@ def export(restored: Restored, own: ExportConfig, layout: Layout, say: Callable[
             said.append(sentence)
             say(sentence)
         reader = Reader(layout.name != "safetensors", bool(layout.files()), (work / "tokenizer.json").exists())
-        (work / "README.md").write_text(card(restored, layout.name, own.dtype, said, reader))
+        (work / "README.md").write_text(redacted(card(restored, layout.name, own.dtype, said, reader)))
         mode = (work / "config.json").stat().st_mode
         for path in work.rglob("*"):
             if path.is_file():

@@ -4,6 +4,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.config import to_dict
+from ngpt_train.config.keys import AUTO
+from ngpt_train.config.resolve import wandb_mode
 from ngpt_train.config.schema import Config
 from ngpt_train.observe.console import LogFile, console_sink
 from ngpt_train.observe.sinks import JsonlSink, Sink, TensorboardSink
@@ -40,10 +43,9 @@ def build_sinks(
     sinks: list[Sink] = [metrics]
     if config.logging.tensorboard:
         sinks.append(TensorboardSink(run_dir / "tensorboard", resume_step))
-    if config.logging.wandb.mode != "disabled":
-        from ngpt_train.config import redact, to_dict
-
-        shown = {**redact(to_dict(config)), "run_info": run_info}
+    mode = wandb_mode(config.logging.wandb)
+    if mode != "disabled":
+        shown = {**to_dict(config), "run_info": run_info}
         summary: dict[str, Any] = {}
         if rollbacks:
             shown["rollbacks"] = list(rollbacks)
@@ -51,5 +53,7 @@ def build_sinks(
         if damaged := run_info.get("damaged"):
             problems = "; ".join(f"{name}: {problem}" for name, problem in damaged.items())
             summary["fallback"] = f"the run goes on from step {run_info['step']}; {problems}"
-        sinks.append(WandbSink(config.logging.wandb, run_dir, metrics.path, shown, say, summary))
+        sinks.append(WandbSink(config.logging.wandb, mode == "online", run_dir, metrics.path, shown, say, summary))
+    elif config.logging.wandb.mode == AUTO:
+        say("wandb: off (logging.wandb.mode=online, logging.wandb.project=NAME or WANDB_MODE=online turn it on)")
     return [*sinks, *people]

@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.core.secrets import redacted
+
 # Kinds of records; a telemetry record has too many numbers to read as a line.
 SHOWN = ("train", "eval", "tasks", "sample")
 
@@ -172,7 +174,7 @@ class LogFile:
 
     def message(self, text: str) -> None:
         try:
-            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+            self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {redacted(text)}\n")
             self._file.flush()
         except OSError as error:  # no reason to stop: if the disk is full, metrics.jsonl and checkpoints will say so
             print(f"warning: {self._file.name}: {error.strerror}: {text}", file=sys.stderr)

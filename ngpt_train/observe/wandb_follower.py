@@ -127,7 +127,8 @@ def main() -> None:
         print("started", run.url if job["online"] else "", file=channel, flush=True)
         follow(job, run, control)
     except BaseException as error:
-        traceback.print_exc()
+        if not type(error).__module__.startswith("wandb"):  # its own errors, such as no key, say all in a sentence
+            traceback.print_exc()
         reason = (str(error).strip().splitlines() or [""])[0]
         print("failed", f"{type(error).__name__}: {reason}", file=channel, flush=True)
         os._exit(1)  # wandb's exit hooks may wait for a server

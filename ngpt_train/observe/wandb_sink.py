@@ -19,21 +19,24 @@ from typing import Any
 
 from ngpt_train.config.sections.records import WandbConfig
 from ngpt_train.core.constants import ALARM
+from ngpt_train.core.secrets import redacted
 
+PROJECT = "ngpt-train"
 OFFLINE_START_SECONDS = 30.0  # without the network, only a broken installation or disk takes this long
 
 
 class WandbSink:
     """Starts a follower, which logs to wandb the lines that are appended to the file `metrics` from now on.
 
-    config: the config that wandb shows; it must be without secrets. summary: what wandb shows beside the last values.
-    say: takes one line for people.
+    config: the config that wandb shows. summary: what wandb shows beside the last values. Secrets in them, and in the
+    settings, are redacted. online: whether wandb talks to its server. say: takes one line for people.
     All files are below run_dir. Prints of wandb, and the traceback if it fails, are in logs/wandb.log.
     """
 
     def __init__(
         self,
         settings: WandbConfig,
+        online: bool,
         run_dir: Path,
         metrics: Path,
         config: dict[str, Any],
@@ -45,24 +48,27 @@ class WandbSink:
         self._log_path = run_dir / "logs" / "wandb.log"
         self._log_path.parent.mkdir(parents=True, exist_ok=True)
         self._sync_command = f"wandb sync {run_dir}/wandb/*run-*"
-        self._job = {
-            "id": _run_id(run_dir),
+        shown = {
             "name": settings.name or run_dir.name,
             "group": settings.group,
             "tags": settings.tags,
             "notes": settings.notes,
-            "project": settings.project,
+            "project": settings.project or PROJECT,
             "entity": settings.entity,
-            "run_dir": str(run_dir),
             "config": config,
             "summary": dict(summary or {}),
+        }
+        self._job = {
+            **redacted(shown),
+            "id": _run_id(run_dir),
+            "run_dir": str(run_dir),
             "trainer_pid": os.getpid(),
             "metrics": str(metrics),
             "offset": metrics.stat().st_size,
             "finish_timeout": settings.timeout,
         }
         self._end: str | None = None
-        self._start(online=settings.mode != "offline")
+        self._start(online)
 
     def _start(self, online: bool, why_offline: str = "") -> None:
         self._online = online
@@ -142,11 +148,11 @@ class WandbSink:
     def message(self, text: str) -> None:
         """Makes an alert of an alarm."""
         if text.startswith(ALARM) and self._process is not None:
-            self._send(json.dumps({"alert": text.removeprefix(ALARM)}))
+            self._send(json.dumps({"alert": redacted(text.removeprefix(ALARM))}))
 
     def close(self, reason: str) -> None:
         """Waits until the follower has logged the rest: at most two timeouts and an offline start."""
-        self._end = json.dumps(reason)
+        self._end = json.dumps(redacted(reason))
         self._check_follower()
         if self._process is not None:
             self._send(self._end)

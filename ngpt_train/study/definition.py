@@ -6,7 +6,6 @@ Nothing heavy is imported here, so that a mistake is reported at once.
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,6 +17,7 @@ from ngpt_train.config.composition.files import Files
 from ngpt_train.config.composition.overrides import parse_row
 from ngpt_train.config.sections.study import StudyConfig, is_of_study
 from ngpt_train.config.validate import check_leaf, did_you_mean, mistake, nearest, show
+from ngpt_train.core.secrets import command_of
 
 Value = float | int | str | bool | None  # of a tuned key
 
@@ -139,7 +139,7 @@ def read_study(
         confidence=config.confidence,
         max_points=config.max_points,
         options=tuple(options),
-        command=shlex.join(["python", "-m", "ngpt_train", verb, *arguments, *options]),
+        command=command_of(verb, [*arguments, *options]),
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import shlex
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.study import CompareConfig
 from ngpt_train.config.validate import did_you_mean, mistake, show, similar_keys
 from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.secrets import command_of
 from ngpt_train.study.audit import read_certificates
 from ngpt_train.study.compare import step_times
 from ngpt_train.study.compare.gather import check_out, gather, make_directory
@@ -75,7 +75,7 @@ def compared(
         failures=found.failures,
         step_times={name: of for name, of in times.items() if "untimed" not in of},
         audits=read_certificates(found.runs),
-        commands=[*found.commands, shlex.join(["python", "-m", "ngpt_train", "compare", *compare.runs, *overrides])],
+        commands=[*found.commands, command_of("compare", [*compare.runs, *overrides])],
         notes=[*found.notes, *notes, *(of["untimed"] for of in times.values() if "untimed" in of)],
     )
     return report, times

@@ -3,7 +3,6 @@ from studies that are finished."""
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,6 +12,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.study import StudyConfig, TransferConfig, is_of_study
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.files import write_atomically
+from ngpt_train.core.secrets import command_of
 from ngpt_train.study.definition import Study, config_dir_of, merged, name_of, read_study
 from ngpt_train.study.points import Point, Result
 from ngpt_train.study.transfer.optima import Optima, read_optima
@@ -58,9 +58,7 @@ def say_and_write(
     """Prints a sentence for each axis and what was left out; writes transfer.json and the figures into `out`, the patch
     into `patch`. arguments: of the command line, which the report has."""
     axes = axes_of(optima, transfer.within)
-    report = report_of(
-        optima, axes, transfer.within, [shlex.join(["python", "-m", "ngpt_train", "transfer", *arguments])]
-    )
+    report = report_of(optima, axes, transfer.within, [command_of("transfer", arguments)])
     for line in [axis.sentence for axis in axes] or ["no axis: no two optima differ in one size alone"]:
         print(line)
     for line in left_out(optima):

@@ -60,8 +60,13 @@ class GuardsConfig:
 class WandbConfig:
     """Weights & Biases. A failure here never stops a run."""
 
-    mode: str = key(AUTO, "auto: online with a key, else offline.", choices=(AUTO, "online", "offline", "disabled"))
-    project: str = key("ngpt-train", "wandb project.")
+    mode: str = key(
+        AUTO,
+        "auto: as WANDB_MODE in the environment says; else online where a project or entity is named, and off where "
+        "none is. Online without a key is offline.",
+        choices=(AUTO, "online", "offline", "disabled"),
+    )
+    project: Union[str, None] = key(None, "wandb project; null is ngpt-train.")
     entity: Union[str, None] = key(None, "wandb team or user; null is the account's default.")
     name: Union[str, None] = key(None, "Name of the run in wandb; null is run.name.")
     group: Union[str, None] = key(None, "Runs that wandb shows together; null is the experiment, or else the scale.")

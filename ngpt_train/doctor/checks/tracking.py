@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from ngpt_train.config.resolve import wandb_mode
 from ngpt_train.config.schema import Config
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.findings import WARNING, Answer, Finding, of_each, unchecked
@@ -25,13 +26,14 @@ LATER = "or set logging.wandb.mode=offline, and `wandb sync` later"
 
 def look(config: Config, report: Report) -> None:
     """Asks wandb's server whose the key is. On the first rank alone, which is the one that logs."""
-    if config.logging.wandb.mode == "disabled":
+    mode = wandb_mode(config.logging.wandb)
+    if mode == "disabled":
         return
     server = os.environ.get("WANDB_BASE_URL", SERVER).rstrip("/")
     report(installed=find_spec("wandb") is not None, server=server)
     key = key_for(server)
     report(key=key is not None)
-    if config.logging.wandb.mode == "offline" or key is None:
+    if mode == "offline" or key is None:
         return
     login = base64.b64encode(f"api:{key}".encode()).decode()
     headers = {"Content-Type": "application/json", "Authorization": f"Basic {login}"}
@@ -66,20 +68,18 @@ def judge(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _wandb(config: Config, answer: Answer) -> Iterator[Finding]:
-    facts, mode = answer.facts, config.logging.wandb.mode
+    facts, mode = answer.facts, wandb_mode(config.logging.wandb)
     if answer.problem:
         yield unchecked("wandb", answer.problem, f"look whether its server answers, {LATER}")
     elif mode == "disabled":
-        yield Finding("wandb", "off (logging.wandb.mode=disabled)")
+        yield Finding("wandb", f"off (logging.wandb.mode={config.logging.wandb.mode})")
     elif not facts["installed"]:
         yield Finding("wandb", "the package is not installed", WARNING, "pip install wandb")
     elif mode == "offline":
-        yield Finding("wandb", "offline, as logging.wandb.mode says")
+        yield Finding("wandb", "offline, as logging.wandb.mode or WANDB_MODE says")
     elif not facts["key"]:
         found = f"mode {mode}, and there is no key, so the run logs offline"
-        grave = mode == "online"
-        remedy = f"`wandb login`, or set WANDB_API_KEY on the host of rank 0, {LATER}" if grave else ""
-        yield Finding("wandb", found, WARNING if grave else "ok", remedy)
+        yield Finding("wandb", found, WARNING, f"`wandb login`, or set WANDB_API_KEY on the host of rank 0, {LATER}")
     elif "unreachable" in facts:
         found = f"mode {mode}, and {facts['server']} does not answer ({facts['unreachable']}), so the run logs offline"
         yield Finding("wandb", found, WARNING, f"open the way to it (a proxy: https_proxy), {LATER}")

@@ -9,6 +9,7 @@ from typing import Any
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
+from ngpt_train.core.secrets import redacted
 from ngpt_train.study.compare import clocks, entries
 from ngpt_train.study.compare.arms import LR, Arms, choose_baseline, found_arms, named_arms
 from ngpt_train.study.compare.referee import check_comparable, examine, looked_at
@@ -151,6 +152,7 @@ def write_reports(report: Mapping[str, Any], out: Path, step_times: StepTimes | 
     from ngpt_train.study.compare.output.figures import CAPTIONS, FIGURES, write_figures
     from ngpt_train.study.compare.output.page import write_page
 
+    report = redacted(report)  # for the page and the document, too
     write_json(out / "report.json", report)
     if step_times:
         write_json(out / STEP_TIMES, {"arms": step_times})

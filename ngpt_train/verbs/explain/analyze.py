@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from ngpt_train.analysis.output.pictures import write_pictures
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
 from ngpt_train.distributed import World, join_world
 from ngpt_train.evaluation import Evaluations
@@ -44,7 +44,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     said: list[Said] = []
     runs = _live(config, said) if needs == {"telemetry"} else _restored(config, overrides, needs, said)
     measured = measure(runs, names)
-    content = as_json(measured, said, shlex.join(["python", "-m", "ngpt_train", "analyze", *overrides]))
+    content = redacted(as_json(measured, said, command_of("analyze", overrides)))
     print(summary(measured))
     if not measured.curves:
         raise DataError("analyze: none of the figures can be shown, for the reasons above")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
+from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import Dataset, Tokens, chosen_rows, open_dataset, rows_of
 from ngpt_train.data.tokenizers import tokenizer_identity
 from ngpt_train.distributed import World, join_world
@@ -74,8 +74,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         pieces,
         own.show,
         {
-            "command": shlex.join(["python", "-m", "ngpt_train", "probe", *overrides]),
-            "data": combined.data.path or combined.data.kind,
+            "command": command_of("probe", overrides),
+            "data": redacted(combined.data.path or combined.data.kind),
             "data_fingerprint": dataset.fingerprint,
             "rows_hash": validation.rows_hash,
             "rows_evaluated": validation.n_rows,

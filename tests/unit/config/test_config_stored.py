@@ -12,7 +12,6 @@ from ngpt_train.config import (
     check_resume,
     load_config,
     read_yaml,
-    redact,
     to_dict,
     to_yaml,
     write_yaml,
@@ -83,28 +82,24 @@ def test_unreadable_stored_config(content: bytes | None, tmp_path: Path) -> None
 
 
 def test_secrets_are_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0123abcd0123abcd")
     monkeypatch.setenv("PGPASSWORD", "hunter2")
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "sentencepiece")
     monkeypatch.setenv("USE_KEY", "1")
     config = load_config(
-        ["data=local", "data.path=s3://me:p@ss@host/x?key=0123abcd0123abcd", "run.name=x_hunter2", "run.root=a@b/c"]
+        ["data=local", "data.path=s3://me:p@ss@host/x?key=a1&n=2", "run.name=x_hunter2", "run.root=a@b/c"]
     )
     text = to_yaml(config)
-    for secret in ("0123abcd0123abcd", "hunter2", "p@ss"):
+    for secret in ("a1", "hunter2", "p@ss"):
         assert secret not in text
-    for harmless in ("sentencepiece", "s3://<redacted>@host/x", "a@b/c", "max_new_tokens: 200", "1/sqrt(d)"):
+    for harmless in (
+        "sentencepiece",
+        "s3://<redacted>@host/x?key=<redacted>&n=2",
+        "a@b/c",
+        "max_new_tokens: 200",
+        "1/sqrt(d)",
+    ):
         assert harmless in text
     assert config.run.name == "x_hunter2"
-
-    tree = {"api_key": "a", "db": {"password": "b", "hf_token": "c", "secret": None}, "tokenizer": "d", "tokens": "e"}
-    assert redact(tree) == {
-        "api_key": "<redacted>",
-        "db": {"password": "<redacted>", "hf_token": "<redacted>", "secret": None},
-        "tokenizer": "d",
-        "tokens": "e",
-    }
-    assert tree["api_key"] == "a"
 
 
 def resumed(*changes: str) -> Config:
