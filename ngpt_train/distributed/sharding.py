@@ -33,9 +33,21 @@ def first_row(tensor: Tensor) -> int:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The sum of the bits of what this rank holds, as whole numbers; 0-dim int64. Without rounding, so that one changed
-    element shows."""
-    return held(tensor).contiguous().view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64)
+    """The bits of each element of what this rank holds, as a whole number, times an odd factor of its place, summed
+    modulo 2^64; 0-dim int64. Without rounding: one element that has changed shows, and so do two that have changed
+    places.
+
+    On the tensor's device, with memory for PART elements.
+    """
+    bits = held(tensor).contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
+    factors = torch.arange(1, min(PART, len(bits)) + 1, device=bits.device) * _ODD
+    factors = (factors ^ (factors >> 32)) | 1  # no longer evenly spaced, so that two exchanges do not cancel
+    total = torch.zeros((), dtype=torch.int64, device=bits.device)
+    for part in bits.split(PART):
+        total = total * _ODD + (part * factors[: len(part)]).sum()
+    return total
 
 
+PART = 1 << 20
+_ODD = 0x1E3779B97F4A7C15
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element

@@ -36,6 +36,19 @@ def main(out: str, parallel: str) -> None:
         except ReplicaError as error:
             found[name] = str(error)
         element.copy_(before)
+    flat = {name: (x.to_local() if hasattr(x, "to_local") else x).view(-1) for name, x in places.items()}
+    swaps = {"swapped": (flat["vector"][0:1], flat["vector"][2:3])}
+    swaps["swapped with another tensor"] = (flat["vector"][1:2], flat["moment"][1:2])
+    for name, (one, other) in swaps.items():
+        both = torch.cat([one, other])
+        assert both[0] != both[1], "equal ones would change nothing"
+        if rank == 1:
+            one.copy_(both[1:]), other.copy_(both[:1])
+        try:
+            check_replicas(state)
+        except ReplicaError as error:
+            found[name] = str(error)
+        one.copy_(both[:1]), other.copy_(both[1:])
     check_replicas(state)
     torch.save({"found": found, "vector": vector, "matrix": matrix}, f"{out}.{rank}")
 

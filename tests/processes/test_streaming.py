@@ -90,7 +90,7 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, text: Path, whole: Pa
 @pytest.mark.parametrize("victim", ["rank", "worker"])
 def test_one_process_is_killed(tmp_path: Path, text: Path, whole: Path, victim: str) -> None:
     """kill -9, as a lack of memory does. Caught: a trainer that waits for its worker for ever; workers that live on
-    without their trainer."""
+    without their trainer, even one that is stopped and hears nothing."""
     ranks = 2 if victim == "rank" else 1
     given = arguments(tmp_path, text, *STREAMED, "train.steps=24", "checkpoint.every=5", "data.workers=1")
     # Steps that are slow enough, and few enough blocks made ahead, for the loss of a process to be felt.
@@ -101,6 +101,7 @@ def test_one_process_is_killed(tmp_path: Path, text: Path, whole: Path, victim: 
     assert len(workers) == ranks
     killed = workers[0]
     if victim == "rank":
+        os.kill(killed, signal.SIGSTOP)
         stat = Path(f"/proc/{killed}/stat").read_text()
         killed = int(stat.rsplit(")", 1)[1].split()[1])  # its parent
     os.kill(killed, signal.SIGKILL)

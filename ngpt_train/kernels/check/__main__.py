@@ -10,20 +10,18 @@ import contextlib
 import json
 import logging
 import os
-import signal
 import sys
 import time
 from typing import Any
 
 import torch
 
+from ngpt_train.core.processes import die_with_parent
 from ngpt_train.kernels import attention, dispatch
 from ngpt_train.kernels.check.calls import Call
 from ngpt_train.kernels.check.cases import OF_ATTENTION, errors_of_call
 from ngpt_train.kernels.check.children import UNUSABLE
 from ngpt_train.kernels.check.timing import times_of_call
-
-PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -107,14 +105,6 @@ def unusable(device: torch.device) -> bool:
     except RuntimeError:
         return True
     return False
-
-
-def die_with_parent() -> None:
-    """Has Linux end this process when its parent ends, however that happens."""
-    import ctypes
-
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 if __name__ == "__main__":
