@@ -92,6 +92,10 @@ def write_run(
         "data_fingerprint": "d" * 64,
     }
     (path / "run.json").write_text(json.dumps({"starts": [facts | {"tokenizer_fingerprint": "a" * 64}]}))
+    n_targets = np.full(0 if rows is None else len(rows), CONTEXT)
+    loss_sum = n_targets * 0.0 if rows is None else (loss + rows) * n_targets
+    if rows is not None:  # a record is what its rows give, to the bit
+        loss = float(loss_sum.sum()) / int(n_targets.sum())
     records = []
     for step in sorted({round(steps * share) for share in np.linspace(0, 1, 21)}):
         left = 1 - step / steps
@@ -102,7 +106,8 @@ def write_run(
             "flops": 1e6 * step * tokens,
         }
         at = loss + 1.5 * left + 0.2 * left * math.log(ratio) if step < steps else loss
-        hashed = {"rows_hash": "95a65f937612a073", "bits_per_byte": at / 2}
+        bits = loss_sum.sum() / math.log(2) / round(2 * n_targets.sum() / math.log(2)) if len(loss_sum) else at / 2
+        hashed = {"rows_hash": "95a65f937612a073", "bits_per_byte": float(bits) if step == steps else at / 2}
         records.append({"kind": "eval", "loss": at, "ppl": math.exp(at), **hashed, **so_far})
         if step:
             of_step = {"lr": lr * left, "grad_norm": 1.0, "clipped": 0.1, "memory_gb": 0.4, "step_time": step_time}
@@ -111,9 +116,8 @@ def write_run(
     (path / "exit.json").write_text(json.dumps({"code": 0, "reason": "done", "step": steps}))
     if rows is not None:
         (path / "evals").mkdir()
-        n_targets = np.full(len(rows), CONTEXT)
         with (path / f"evals/step_{steps:08d}.npz").open("wb") as file:
-            np.savez(file, loss_sum=(loss + rows) * n_targets, n_targets=n_targets, rows_hash="95a65f937612a073")
+            np.savez(file, loss_sum=loss_sum, n_targets=n_targets, rows_hash="95a65f937612a073")
     return path
 
 

@@ -8,6 +8,7 @@ import shutil
 import stat
 from collections.abc import Container, Iterable, Iterator
 from functools import partial
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from ngpt_train.core.secrets import redacted
 MOST_BYTES = 1 << 27
 MOST_VALUES = 2_000_000
 MOST_LINE_BYTES = 1 << 20
+MOST_LINES_BYTES = 1 << 32  # of a file of many lines, which is read one after the other
+MOST_DAMAGED_LINES = 10_000
 # What YAML may be, which people write: aliases count as what they stand for.
 MOST_YAML_BYTES = 1 << 20
 MOST_YAML_VALUES = 20_000
@@ -74,18 +77,25 @@ def write_json(path: Path, content: Any) -> None:
     write_atomically(path, (json.dumps(redacted(content), indent=2) + "\n").encode())
 
 
-def read_whole(path: Path, most: int = MOST_BYTES) -> bytes:
-    """The content of a file. Raises OSError, also where it is no file (a pipe would be waited for, a device may have no
-    end) or has more than `most` bytes."""
+def open_file(path: Path, most: int) -> BufferedReader:
+    """Opens a file of at most `most` bytes that others may have put there. Raises OSError, also where it is no file (a
+    pipe would be waited for, a device may have no end) or is larger."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(handle, "rb") as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise OSError(0, "it is no file", str(path))
-        content = b"" if status.st_size > most else file.read(most + 1)
-        if max(status.st_size, len(content)) > most:
-            raise OSError(0, f"it has more than {most >> 20} MB", str(path))
-        return content
+    status = os.fstat(handle)
+    problem = f"it has more than {most >> 20} MB" if status.st_size > most else ""
+    if problem := problem if stat.S_ISREG(status.st_mode) else "it is no file":
+        os.close(handle)
+        raise OSError(0, problem, str(path))
+    return open(handle, "rb")
+
+
+def read_whole(path: Path, most: int = MOST_BYTES) -> bytes:
+    """The content of a file of at most `most` bytes. Raises OSError as `open_file`."""
+    with open_file(path, most) as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise OSError(0, f"it has more than {most >> 20} MB", str(path))
+    return content
 
 
 def check_kinds(paths: Iterable[Path], directories: Container[str]) -> None:
@@ -102,11 +112,11 @@ def check_kinds(paths: Iterable[Path], directories: Container[str]) -> None:
 
 def parse_json(content: bytes, most: int = MOST_VALUES) -> Any:
     """The value of a text in JSON. Raises ValueError for anything else, for more than `most` values, for nesting
-    without end and for an object with the same name twice."""
+    without end and for an object with the same name twice. A whole number that no float can hold is infinite."""
     if content.count(b",") + content.count(b"[") + content.count(b"{") > most:
         raise ValueError(f"more than {most:,} values")
     try:
-        return json.loads(content.decode("utf-8"), object_pairs_hook=_object)
+        return json.loads(content.decode("utf-8"), object_pairs_hook=_object, parse_int=_whole_number)
     except RecursionError:
         raise ValueError("nested without end") from None
 
@@ -116,6 +126,10 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(found) < len(pairs):
         raise ValueError("an object has a name twice")
     return found
+
+
+def _whole_number(text: str) -> int | float:
+    return int(text) if len(text) <= 300 else float(text)
 
 
 def read_json(path: Path) -> Any:
@@ -130,14 +144,22 @@ def read_json(path: Path) -> Any:
 
 def json_lines(path: Path) -> Iterator[tuple[bytes, Any]]:
     """The lines of a file of JSON objects, each with its object: None for one that is cut, damaged or larger than
-    MOST_LINE_BYTES. Raises OSError."""
-    with path.open("rb") as file:
-        for line in iter(partial(file.readline, MOST_LINE_BYTES), b""):
-            record = None
-            if line.endswith(b"\n"):
-                with contextlib.suppress(ValueError):
-                    record = parse_json(line)
-            yield line, record if isinstance(record, dict) else None
+    MOST_LINE_BYTES. Raises DataError where the file cannot be read, or is no such file."""
+    damaged = 0
+    try:
+        with open_file(path, MOST_LINES_BYTES) as file:
+            for line in iter(partial(file.readline, MOST_LINE_BYTES), b""):
+                record = None
+                if line.endswith(b"\n"):
+                    with contextlib.suppress(ValueError):
+                        record = parse_json(line)
+                record = record if isinstance(record, dict) else None
+                damaged += record is None
+                if damaged > MOST_DAMAGED_LINES:
+                    raise OSError(0, f"more than {MOST_DAMAGED_LINES:,} of its lines are no JSON objects")
+                yield line, record
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}. Restore it, or leave it out.") from None
 
 
 def read_yaml_text(path: Path) -> str:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import json_lines, read_json
+from ngpt_train.core.files import read_json
+from ngpt_train.core.recorded import TEXT, Record, checked, read_end, read_records
 from ngpt_train.study.definition import Study, Value, text_of
 
 DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
@@ -71,18 +70,18 @@ def result_of(point: Point, run: Path, steps: int, metric: str) -> Result:
     if not (run / "config.yaml").is_file():
         state = WAITING
     else:
-        end = read_json(run / "exit.json") if (run / "exit.json").exists() else {}
-        if failure := _failure(end, run):
+        end = read_end(run)
+        if end is not None and (failure := _failure(end)):
             return Result(point, FAILED, None, failure, run)
-        if end.get("reason") == ENDED and end.get("step") == steps:
+        if end is not None and end["reason"] == ENDED and end["step"] == steps:
             loss = _end_loss(run, steps, metric)
-            if loss is not None and math.isfinite(loss):
+            if loss is not None:
                 return Result(point, DONE, loss, "", run)
             return Result(point, FAILED, None, f"its validation loss at step {steps} is {loss}", run)
         state = UNFINISHED
     record = failure_record(run)
     if record.exists():
-        return Result(point, FAILED, None, str(read_json(record).get("reason", "it crashed")), run)
+        return Result(point, FAILED, None, reason_of(record), run)
     return Result(point, state, None, "", run)
 
 
@@ -91,13 +90,16 @@ def failure_record(run: Path) -> Path:
     return run.parent.parent / FAILURES / f"{run.name}.json"
 
 
-def _failure(end: Any, run: Path) -> str | None:
+def reason_of(record: Path) -> str:
+    """What the record of a run that crashed too often says. Raises DataError."""
+    return str(checked(read_json(record), {"reason": TEXT}, str(record)).get("reason") or "it crashed")
+
+
+def _failure(end: Record) -> str | None:
     """Why a run that has ended so would only end so again; None where it may go on."""
-    if not isinstance(end, dict):
-        raise DataError(f"{run / 'exit.json'} is damaged: it does not say how the run ended. Delete it.")
-    reason = str(end.get("reason", ""))
-    if end.get("code") == DIVERGED:
-        return f"diverged at step {end.get('step')}: {reason.partition(': ')[2] or reason}"
+    reason = end["reason"]
+    if end["code"] == DIVERGED:
+        return f"diverged at step {end['step']}: {reason.partition(': ')[2] or reason}"
     if reason.startswith(_OUT_OF_MEMORY):
         return f"out of memory: {reason.partition(': ')[2]}"
     return None
@@ -105,11 +107,8 @@ def _failure(end: Any, run: Path) -> str | None:
 
 def _end_loss(run: Path, steps: int, metric: str) -> float | None:
     """The metric of the validation after the last step; None where there is none. Raises DataError."""
-    path = run / "metrics.jsonl"
     try:
-        records = [record for _, record in json_lines(path) if record is not None]
-    except OSError as error:
-        fix = "Restore it, or delete the directory of this run to have it made again."
-        raise DataError(f"{path} cannot be read, and the run has ended: {error.strerror}. {fix}") from None
-    losses = [x.get(metric) for x in records if x.get("kind") == "eval" and x.get("step") == steps]
-    return None if not losses or not isinstance(losses[-1], (int, float)) else float(losses[-1])
+        records, _ = read_records(run / "metrics.jsonl", ["eval"])
+    except DataError as error:
+        raise DataError(f"{error} Or delete the directory of this run to have it made again.") from None
+    return next((record.get(metric) for record in records["eval"] if record["step"] == steps), None)

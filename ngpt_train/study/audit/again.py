@@ -14,14 +14,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ngpt_train.config import write_yaml
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.study.audit.certificate import Finding
-from ngpt_train.study.audit.records import METRICS, losses_of
+from ngpt_train.study.audit.records import METRICS
 from ngpt_train.study.audit.windows import Window
 from ngpt_train.study.compare.runs import Run, read_run
+from ngpt_train.study.compare.statistics.row_losses import read_rows
 from ngpt_train.study.engines import child
 from ngpt_train.study.points import DIVERGED
 from ngpt_train.training.checkpoint.files import MANIFEST, STATE, has_tensors, read_manifest
@@ -79,8 +82,8 @@ def train_again(
         write_json(directory / "run.json", {"starts": [dict(facts)], "saved": window.start})
     write_yaml(config, place / "config.yaml")
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
-    if type(threads := facts.get("threads")) is int:
-        environment["OMP_NUM_THREADS"] = str(threads)
+    if facts.get("threads") is not None:
+        environment["OMP_NUM_THREADS"] = str(facts["threads"])
     with (place / "log").open("wb") as log:
         process = subprocess.Popen(
             [*child.ending_with_us(), *command, str(place / "config.yaml")],
@@ -94,7 +97,7 @@ def train_again(
             if process.poll() is None:
                 process.terminate()
                 process.wait()
-    if code and not (code == DIVERGED and run.end is not None and run.end.get("code") == DIVERGED):
+    if code and not (code == DIVERGED and run.end is not None and run.end["code"] == DIVERGED):
         return None, _last_error((place / "log").read_text(errors="replace")) or f"exit code {code}"
     return read_run(directory), ""
 
@@ -236,11 +239,11 @@ def _compare_rows(run: Run, again: Run, step: int, exactness: Exactness, compare
     """The losses of single rows; where the run has no such file, `records.py` says so."""
     for path in sorted((again.path / "evals").glob(f"step_{step:08d}*.npz")):
         try:
-            one, other = losses_of(run.path / "evals" / path.name), losses_of(path)
-        except (OSError, ValueError, KeyError):
+            one, other = read_rows(run.path / "evals" / path.name), read_rows(path)
+        except DataError:
             continue
-        same = one["rows_hash"] == other["rows_hash"] and one["n_targets"] == other["n_targets"]
-        pairs = zip(one["loss_sum"], other["loss_sum"], strict=False)
+        same = one.rows_hash == other.rows_hash and np.array_equal(one.n_targets, other.n_targets)
+        pairs = zip(one.loss_sum.tolist(), other.loss_sum.tolist(), strict=False)
         agree = [_agree(a, b, exactness, compared) for a, b in pairs]  # all of them, for the largest difference
         if not same or not all(agree):
             says = f"evals/{path.name} has other losses of rows than training again"

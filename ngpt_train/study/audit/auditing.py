@@ -56,9 +56,10 @@ def audit(
     DataError where `path` cannot be read as a run, and what `taken` raises.
     """
     run, config = read_run(path), read_yaml(path / "config.yaml")
-    of_last = taken(config)
-    starts, rollbacks = _history(path)
-    _check_end(run)
+    of_last, starts = taken(config), run.starts
+    if not starts or any(start.get("step") is None for start in starts):
+        raise DataError(f"{path / 'run.json'} is damaged: it does not say how the run began")
+    _check_room(path, starts)
     sums = sums_of(path)
     checkpoints = list_checkpoints(path / "checkpoints")
     begun = sorted({start["step"] for start in starts} - {0})
@@ -77,7 +78,7 @@ def audit(
         say(f"found: {finding.says}")
 
     seed = secrets.randbits(32) if options.seed is None else options.seed
-    cuts = [*begun, *(rollback["step"] for rollback in rollbacks)]
+    cuts = [*begun, *(rollback["step"] for rollback in run.rollbacks)]
     chosen = choose(sorted(sound), last, options.windows, options.steps, seed, cuts)
     windows: list[Compared] = []
     with tempfile.TemporaryDirectory(prefix="ngpt-train-audit-") as place:
@@ -106,7 +107,7 @@ def _window(
     facts: Mapping[str, Any],
     exactness: Exactness,
 ) -> Compared:
-    command = command_on(int(facts.get("world_size", 1)))
+    command = command_on(facts.get("world_size") or 1)
     again, problem = train_again(run, config, window, command, place, facts)
     if again is None:
         says = f"steps {window.start + 1} to {window.end} cannot be trained again: {problem}"
@@ -114,28 +115,13 @@ def _window(
     return compare(run, again, window, config, facts, exactness)
 
 
-def _history(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The starts and rollbacks that run.json notes. Raises DataError where it notes none."""
-    record = read_json(path / "run.json")
-    starts = record.get("starts") if isinstance(record, dict) else None
-    if not isinstance(starts, list) or not starts or not all(isinstance(x.get("step"), int) for x in starts):
-        raise DataError(f"{path / 'run.json'} is damaged: it does not say how the run began")
+def _check_room(path: Path, starts: Sequence[Mapping[str, Any]]) -> None:
+    """Raises DataError for a run whose ranks or threads are more than this machine has room for."""
     most = {"threads": MOST_THREADS, "world_size": RANKS_A_CORE * (os.cpu_count() or 1)}
-    for name in most:
-        if wrong := [x[name] for x in starts if name in x and not (type(x[name]) is int and x[name] > 0)]:
-            raise DataError(f"{path / 'run.json'} is damaged: no run has {name} {wrong[0]!r}")
-        if (asked := max(x.get(name, 1) for x in starts)) > most[name]:
-            problem = f"{path / 'run.json'} says {name} {asked:,}; this machine has room for {most[name]:,} at most"
+    for name, number in most.items():
+        if (asked := max(start.get(name) or 1 for start in starts)) > number:
+            problem = f"{path / 'run.json'} says {name} {asked:,}; this machine has room for {number:,} at most"
             raise DataError(f"{problem}. Audit the run where it was trained.")
-    return starts, record.get("rollbacks", [])
-
-
-def _check_end(run: Run) -> None:
-    """Raises DataError where exit.json is there and does not say how the run ended."""
-    said = run.end if isinstance(run.end, Mapping) else {}
-    kinds = {"code": int, "step": int, "reason": str}
-    if run.end is not None and any(type(said.get(name)) is not kind for name, kind in kinds.items()):
-        raise DataError(f"{run.path / 'exit.json'} is damaged: it does not say how the run ended")
 
 
 def _other_machine(facts: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -145,7 +131,7 @@ def _other_machine(facts: Mapping[str, Any], here: Mapping[str, Any]) -> list[st
     for name in OF_THE_MACHINE:
         if name in here and name in facts and facts[name] != here[name]:
             found.append(f"{name}: {facts[name]}, here {here[name]}")
-    torch, torch_here = (of.get("versions", {}).get("torch") for of in (facts, here))
+    torch, torch_here = ((of.get("versions") or {}).get("torch") for of in (facts, here))
     if torch != torch_here:
         found.append(f"torch: {torch}, here {torch_here}")
     if here.get("repeats_bits") is False:
@@ -179,7 +165,7 @@ def _checkpoint(
         return [Finding(name, f"checkpoint {name}: {'; '.join(problems)}", step)]
     found = []
     last_start = max((start.get("step", 0) for start in starts), default=0)
-    changed = {x.get("key") for start in starts for x in start.get("changed", [])}
+    changed = {x.get("key") for start in starts for x in start.get("changed") or []}
     if newest and step > last_start and (path / "config.yaml").read_bytes() != (run.path / "config.yaml").read_bytes():
         changed = set()
         keys_then, keys_now = (dict(flatten(to_dict(each), TABLES)) for each in (stored, config))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
@@ -9,11 +10,16 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import read_json
+from ngpt_train.core.files import MOST_LINES_BYTES, open_file, read_json
+from ngpt_train.core.recorded import COUNT, FLAG, LIST, TABLE, TEXT, all_checked, checked
 from ngpt_train.study.compare.runs import Run
 
 CERTIFICATE = "audit.json"
 FORMAT = 1
+FIELDS = {"format": COUNT, "equal": FLAG, "how": TEXT, "steps_compared": COUNT, "steps": COUNT, "windows": LIST}
+FIELDS |= {"found": LIST, "sha256": TABLE, "commit": TEXT, "device": TEXT, "time": TEXT}
+UNKNOWN = {"commit", "device"}  # which not every run says
+WINDOW = {"start": COUNT, "end": COUNT}
 SUMMED = ("metrics.jsonl", "config.yaml")  # the files whose checksums say whether a certificate is of these records
 
 
@@ -33,9 +39,12 @@ class Finding:
 
 
 def sums_of(run: Path) -> dict[str, str]:
-    """sha256 of the files that a certificate is about, as they are now."""
-    paths = {name: run / name for name in SUMMED}
-    return {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in paths.items() if path.is_file()}
+    """sha256 of the files that a certificate is about, as they are now, of those that are there."""
+    found = {}
+    for name in SUMMED:
+        with contextlib.suppress(OSError), open_file(run / name, MOST_LINES_BYTES) as file:
+            found[name] = hashlib.file_digest(file, "sha256").hexdigest()
+    return found
 
 
 def read_certificates(runs: Iterable[Run]) -> list[dict[str, Any]]:
@@ -47,15 +56,15 @@ def read_certificates(runs: Iterable[Run]) -> list[dict[str, Any]]:
 
 def _summary(run: Path) -> dict[str, Any]:
     try:
-        stored = read_json(run / CERTIFICATE)
-        if not isinstance(stored, dict) or stored.get("format") != FORMAT:
+        stored = checked(read_json(run / CERTIFICATE), FIELDS, str(run / CERTIFICATE), FIELDS.keys() - UNKNOWN)
+        if stored["format"] != FORMAT:
             raise DataError(f"{run / CERTIFICATE} is none of this version")
         names = ("equal", "how", "steps_compared", "steps", "commit", "device", "time")
-        found = {name: stored[name] for name in names}
-        windows = [[window["start"], window["end"]] for window in stored["windows"]]
-        counts = {"windows": windows, "found": len(stored["found"])}
+        found = {name: stored.get(name) for name in names}
+        windows = all_checked(stored["windows"], WINDOW, f"{run / CERTIFICATE}: windows", tuple(WINDOW))
+        counts = {"windows": [[window["start"], window["end"]] for window in windows], "found": len(stored["found"])}
         return {"run": str(run), **found, **counts, "valid": stored["sha256"] == sums_of(run), "note": ""}
-    except (DataError, KeyError, TypeError, OSError) as error:
+    except DataError as error:
         unknown = dict.fromkeys(("how", "steps_compared", "steps", "commit", "device", "time"))
         problem = f"{run / CERTIFICATE} cannot be read: {error}"
         return {"run": str(run), "equal": False, **unknown, "windows": [], "found": 0, "valid": False, "note": problem}

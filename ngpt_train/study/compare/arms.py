@@ -12,9 +12,10 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
 from ngpt_train.study.compare.key_kinds import HARDWARE, OF_THE_BUDGET, covers, is_harmless
-from ngpt_train.study.compare.runs import Run, budget_of, is_number
+from ngpt_train.study.compare.runs import Run, budget_of
 
 LR = "optim.lr"
 # What may differ between runs of an arm: it is looked at only where it alone tells two runs apart.
@@ -188,6 +189,6 @@ Values = tuple[tuple[str, Any], ...]
 def values_of(run: Run, tuned: Collection[str]) -> Values:
     """Tuned key -> value, sorted by key, hashable."""
     values = {key: run.config.get(key) for key in sorted(tuned)}
-    if LR in values and not is_number(values[LR]):
+    if values.get(LR) == AUTO:
         values[LR] = None
     return tuple((key, json.dumps(v) if isinstance(v, (list, dict)) else v) for key, v in values.items())

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ngpt_train.study.compare.observed import flops_per_token, n_params, n_params_without_embeddings
-from ngpt_train.study.compare.runs import Run, is_number
+from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.compare.statistics.intervals import t_quantile
 from ngpt_train.study.compare.statistics.matched import Ratio
 
@@ -31,7 +31,7 @@ def seconds_of(run: Run) -> float | None:
     """Seconds in steps for a token, by the run's own clock."""
     for record in reversed([*run.train, *run.evals]):
         seconds, tokens = record.get("train_seconds"), record.get("tokens")
-        if is_number(seconds) and is_number(tokens) and tokens > 0 and seconds > 0:
+        if seconds and tokens:
             return float(seconds / tokens)
     return None
 
@@ -77,8 +77,8 @@ def in_units(ratio: Ratio, cost: Cost, confidence: float) -> Ratio:
 
 def costs_of(name: str, runs: Sequence[Run], step_times: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The entry of report.json."""
-    memory = [x["memory_gb"] for run in runs for x in run.train if is_number(x.get("memory_gb"))]
-    own = [x["step_time"] for run in runs for x in run.train if is_number(x.get("step_time"))]
+    memory = [x["memory_gb"] for run in runs for x in run.train if x.get("memory_gb") is not None]
+    own = [x["step_time"] for run in runs for x in run.train if x.get("step_time") is not None]
     of_own = statistics.median(own) if own else None
     in_turn = step_times.get(name)
     return {

@@ -10,7 +10,7 @@ import numpy as np
 
 from ngpt_train.study.compare.key_kinds import Absent, brought, compared_keys, is_of_training, value_of
 from ngpt_train.study.compare.observed import same
-from ngpt_train.study.compare.runs import Run, is_number
+from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.compare.trials import Arm, Trial
 from ngpt_train.study.definition import name_of
 
@@ -95,8 +95,8 @@ def tunings(arm: Arm) -> list[dict[str, Any]]:
 def curves(arm: Arm, metric: str) -> list[dict[str, Any]]:
     entries = []
     for trial in arm.trials:
-        evals = [record for record in trial.run.evals if is_number(record.get(metric))]
-        train = [x for x in trial.run.train if is_number(x.get("loss")) and is_number(x.get("tokens"))]
+        evals = [record for record in trial.run.evals if record.get(metric) is not None]
+        train = [x for x in trial.run.train if None not in (x.get("loss"), x.get("tokens"))]
         train = train[:: max(1, math.ceil(len(train) / MOST_POINTS))]
         columns = {name: [record.get(key) for record in evals] for name, key in {**CURVE, "loss": metric}.items()}
         entries.append(

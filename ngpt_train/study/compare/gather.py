@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,9 +11,10 @@ from typing import Any
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
-from ngpt_train.study.compare.runs import Run, read_run
+from ngpt_train.study.compare.runs import Run, contradicted, read_run
+from ngpt_train.study.compare.statistics.row_losses import n_bytes
 from ngpt_train.study.definition import Study, name_of
-from ngpt_train.study.points import FAILURES
+from ngpt_train.study.points import FAILURES, reason_of
 from ngpt_train.study.stored import FILE, read_stored
 
 # What a comparison writes into its directory.
@@ -58,6 +59,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
         seen.add(path.resolve())
     if paths and len(paths) == 1:
         found.title = paths[0].resolve().name
+    check_evals(found.runs)
     return found
 
 
@@ -91,12 +93,33 @@ def of_study(study: Study) -> Gathered:
     if not found.runs:
         raise DataError(f"{study.runs} holds no run of the study yet")
     found.arms = arms
+    check_evals(found.runs)
     for record in sorted((study.path / FAILURES).glob("*.json")):
         arm = next((name for name in names if record.stem.startswith(f"{name}-")), None)
         if arm is not None:
-            why = {"reason": str(read_json(record).get("reason", "it crashed")), "run": str(study.runs / record.stem)}
+            why = {"reason": reason_of(record), "run": str(study.runs / record.stem)}
             found.failures.append({"arm": arm, "budget": None, "seed": None, "values": {}, **why})
     return found
+
+
+def check_evals(runs: Iterable[Run]) -> None:
+    """Raises DataError, which names file and step, where a validation contradicts the losses of its rows, or another
+    one of the same rows."""
+    of_rows: dict[Any, tuple[int, Run, int]] = {}
+    for run in runs:
+        for record in run.evals:
+            why = next((says for *_, says in contradicted(run, record)), "")
+            loss, n, bits = (record.get(name) for name in ("loss", "n_targets", "bits_per_byte"))
+            if not why and loss is not None and n and bits and record.get("rows_hash"):
+                rows = (record["rows_hash"], run.facts.get("tokenizer_fingerprint"))
+                text, other, step = of_rows.setdefault(rows, (n_bytes(loss * n, bits), run, record["step"]))
+                if text != n_bytes(loss * n, bits):
+                    why = f"the eval record of step {record['step']} says bits_per_byte {bits} of another text than "
+                    why += f"that of step {step} of {other.path}, whose rows are the same"
+            if why:
+                raise DataError(
+                    f"{run.path / 'metrics.jsonl'}: {why}. Restore the file that is wrong, or leave it out."
+                )
 
 
 def check_out(out: Path) -> None:

@@ -11,10 +11,8 @@ from typing import Any
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import show
-from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import read_json
 from ngpt_train.study.compare.key_kinds import UNKNOWN, Absent, brought, is_harmless, value_of
-from ngpt_train.study.compare.runs import Run, common_budgets, is_number
+from ngpt_train.study.compare.runs import Run, common_budgets
 
 Arms = Mapping[str, Sequence[Run]]
 
@@ -106,8 +104,7 @@ def tokens_per_step(run: Run) -> int | None:
 
 
 def n_params(run: Run) -> int | None:
-    found = run.facts.get("n_params")
-    return found if isinstance(found, int) else None
+    return run.facts.get("n_params")
 
 
 def n_params_without_embeddings(run: Run) -> int | None:
@@ -125,7 +122,7 @@ def flops_per_token(run: Run) -> float | None:
     tokens = tokens_per_step(run)
     for record in reversed([*run.train, *run.evals]):
         flops, step = record.get("flops"), record.get("step")
-        if isinstance(flops, (int, float)) and tokens and step:
+        if flops is not None and tokens and step:
             return float(round(flops / (step * tokens)))
     return None
 
@@ -133,7 +130,6 @@ def flops_per_token(run: Run) -> float | None:
 def clipped_share(run: Run) -> float | None:
     """Share of all steps whose gradient was clipped, 0 without clipping; None where no record says it."""
     shares = [record["clipped"] or 0.0 for record in run.train if "clipped" in record]
-    shares = [share for share in shares if is_number(share)]
     return sum(shares) / len(shares) if shares else None
 
 
@@ -147,7 +143,7 @@ def rows_hash(run: Run) -> str | None:
 
 def data_hashes(run: Run) -> dict[int, str]:
     """Which rows a run has read, by the tokens in them."""
-    return {x["tokens"]: x["data_hash"] for x in run.train if type(x.get("tokens")) is int and x.get("data_hash")}
+    return {x["tokens"]: x["data_hash"] for x in run.train if x.get("tokens") is not None and x.get("data_hash")}
 
 
 def first_differences(arms: Arms) -> Iterator[tuple[int, Run, Run, int, list[Any]]]:
@@ -179,41 +175,24 @@ def deviations(key: str, arms: Arms) -> str:
 def facts_of(run: Run) -> dict[str, list[Any]]:
     """Code, versions, machine and data of the starts whose steps are part of the run, by name."""
     found: dict[str, list[Any]] = {}
-    for start in _starts(run):
+    starts = _starts(run)
+    for start in starts:
         flat = {name: value for name, value in start.items() if name not in _OF_THE_START}
-        flat |= {f"versions.{name}": version for name, version in _table(flat.pop("versions", None)).items()}
+        flat |= {f"versions.{name}": version for name, version in (flat.pop("versions", None) or {}).items()}
         for name, value in flat.items():
             if value not in found.setdefault(name, []):
                 found[name].append(value)
-    changed = [start.get("changed") for start in _starts(run)]
-    changes = [change for of_start in changed if isinstance(of_start, list) for change in of_start]
-    found["allowed_changes"] = [sorted({str(_table(change).get("key")) for change in changes})]
-    found["rollbacks"] = [len(_noted(run).get("rollbacks") or [])]
+    changes = [change for start in starts for change in start.get("changed") or []]
+    found["allowed_changes"] = [sorted({str(change.get("key")) for change in changes})]
+    found["rollbacks"] = [len(run.rollbacks)]
     return found
-
-
-def _noted(run: Run) -> dict[str, Any]:
-    """run.json; empty where there is none."""
-    try:
-        return _table(read_json(run.path / "run.json"))
-    except DataError:
-        return {}
-
-
-def _table(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
 
 
 def _starts(run: Run) -> list[dict[str, Any]]:
     """Without those whose steps were all taken again by a later one."""
-    starts = _noted(run).get("starts") or []
-    starts = [start for start in starts if isinstance(start, dict)] or [dict(run.facts)]
-    later = [start.get("step", 0) for start in starts[1:]]
-    return [start for start, next_step in zip(starts, [*later, None], strict=True) if _counts(start, next_step)]
-
-
-def _counts(start: dict[str, Any], next_step: int | None) -> bool:
-    return next_step is None or next_step > start.get("step", 0)
+    steps = [start.get("step") or 0 for start in run.starts]
+    later = [*steps, math.inf][1:]
+    return [start for start, step, next_step in zip(run.starts, steps, later, strict=True) if next_step > step]
 
 
 def identity(value: Any) -> Any:
@@ -236,7 +215,7 @@ def distinct(values: Iterable[Any]) -> list[Any]:
 
 def ordered(values: list[Any]) -> list[Any]:
     """By size, where all are numbers."""
-    return sorted(values) if all(map(is_number, values)) else values
+    return sorted(values) if all(type(value) in (int, float) for value in values) else values
 
 
 def plain(value: Any) -> Any:

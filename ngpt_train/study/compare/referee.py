@@ -131,7 +131,7 @@ def check_comparable(runs: Iterable[Run]) -> str:
     if not any(other_tokenizer(first, run) for run in others):
         return "loss"
     for run in validated:
-        if not isinstance(run.evals[-1].get("bits_per_byte"), (int, float)):
+        if run.evals[-1].get("bits_per_byte") is None:
             raise DataError(
                 f"{run.path} has another tokenizer than others, so that a loss per token means something else, and no "
                 "bits_per_byte in its eval records. Leave it out, or `evaluate` its checkpoint with this version."

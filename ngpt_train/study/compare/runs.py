@@ -2,44 +2,50 @@
 
 from __future__ import annotations
 
-import math
-import sys
-import zipfile
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ngpt_train.config.keys import TABLES
+from ngpt_train.config.keys import AUTO, TABLES
 from ngpt_train.config.validate import flatten
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import json_lines, read_json, read_yaml_text
+from ngpt_train.core.files import parse_json, read_yaml_text
+from ngpt_train.core.recorded import ABOVE_0, COUNT, FLAG, POSITIVE, TEXT, Record, checked, read_end, read_records
+from ngpt_train.core.recorded import read_starts as starts_of
+from ngpt_train.study.compare.statistics.row_losses import Rows, contradictions, read_rows
 from ngpt_train.study.definition import SAME_BUDGET
 
-
-@dataclass(frozen=True)
-class Rows:
-    """The loss of each fixed validation row after a step."""
-
-    loss_sum: np.ndarray  # (R,) fp64, nats
-    n_targets: np.ndarray  # (R,) int64
-    rows_hash: str  # which rows they are
+# Keys of a config with which runs are counted and grouped. All others are compared, shown, and no more.
+KEYS = {
+    **{"train.steps": POSITIVE, "run.seed": COUNT, "run.name": TEXT, "optim.lr": ABOVE_0},
+    **{"train.batch_rows": POSITIVE, "train.batch_tokens": POSITIVE},
+    **{"scale.name": TEXT, "model.name": TEXT, "model.tied_embeddings": FLAG},
+    **dict.fromkeys(("model.context", "model.d_model", "model.n_layers", "model.vocab_size"), POSITIVE),
+}
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run directory. A run of which nothing is known yet has empty records."""
+    """One run directory. A run of which nothing is known yet has empty records. Each field of a record, a start and the
+    end is of its kind (core/recorded.py), or null where that is not known."""
 
     path: Path
     config: Mapping[str, Any]  # dotted key -> value, as config.yaml has it; keys of older versions may be missing
-    facts: Mapping[str, Any]  # the newest start in run.json: git_commit, versions, device, world_size, n_params, ...
-    train: list[dict[str, Any]]  # the records of metrics.jsonl by step, of kind train
-    evals: list[dict[str, Any]]  # and of kind eval
-    end: Mapping[str, Any] | None  # exit.json: code, reason, step; None where the run has not ended by itself
+    starts: list[Record]  # as run.json has them: git_commit, versions, device, world_size, n_params, ...
+    rollbacks: list[Record]  # and these
+    train: list[Record]  # the records of metrics.jsonl by step, of kind train
+    evals: list[Record]  # and of kind eval
+    end: Record | None  # exit.json: code, reason, step; None where the run has not ended by itself
     damaged: int = 0  # lines of metrics.jsonl that are no records, such as one that a kill has cut
+
+    @property
+    def facts(self) -> Record:
+        """The newest start."""
+        return self.starts[-1] if self.starts else {}
 
     @property
     def seed(self) -> int:
@@ -60,71 +66,56 @@ class Run:
         """Those of the last validation; None where its file is missing. Raises DataError where it is damaged."""
         return self.rows_at(self.evals[-1]["step"]) if self.evals else None
 
-    def rows_at(self, step: int) -> Rows | None:
-        path = self.path / "evals" / f"step_{step:08d}.npz"
-        if not path.exists():
-            return None
-        try:
-            with np.load(path, allow_pickle=False) as file:
-                rows = Rows(
-                    file["loss_sum"].astype(np.float64), file["n_targets"].astype(np.int64), str(file["rows_hash"])
-                )
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
-            # numpy's ValueError tells how to load what may execute.
-            why = "it holds no arrays" if isinstance(error, ValueError) else str(error)
-            raise DataError(
-                f"{path} is damaged: {why}. Leave this run out, or evaluate its checkpoint again."
-            ) from None
-        if rows.loss_sum.ndim != 1 or rows.loss_sum.shape != rows.n_targets.shape:
-            raise DataError(f"{path} is damaged: loss_sum and n_targets are not of the same rows")
-        return rows
+    def rows_at(self, step: int, of: str = "") -> Rows | None:
+        path = self.path / "evals" / f"step_{step:08d}{of}.npz"
+        return read_rows(path) if path.exists() else None
 
 
 def read_run(path: Path) -> Run:
     """The run in the directory `path`. Raises DataError where it is none, or where a file of it cannot be read."""
-    import yaml
-
     if not (path / "config.yaml").is_file():
         raise DataError(f"{path} is not a run directory: it has no config.yaml. Name directories such as runs/NAME.")
-    try:
-        tree = yaml.safe_load(read_yaml_text(path / "config.yaml"))
-    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise DataError(f"{path / 'config.yaml'}: not a readable config: {' '.join(str(error).split())}") from None
-    config = dict(flatten(tree, TABLES)) if isinstance(tree, dict) else {}
-    for key, least in (("train.steps", 1), ("run.seed", 0)):
-        value = config.get(key, None if key == "train.steps" else 0)
-        if type(value) is not int or value < least:
-            problem = "it has no train.steps" if value is None else f"{key} is {value!r}, and no whole number"
-            raise DataError(f"{path / 'config.yaml'}: not the config of a run: {problem}")
-    if config.get("schedule.final_share") is not None:
-        config.pop("schedule.final_lr", None)  # it follows optim.lr
-    lines: list[Any] = []
-    if (path / "metrics.jsonl").exists():
-        try:
-            lines = [record for _, record in json_lines(path / "metrics.jsonl")]
-        except OSError as error:
-            why = f"{path / 'metrics.jsonl'} cannot be read: {error.strerror}. Mend it, or leave this run out."
-            raise DataError(why) from None
-    records = [record for record in lines if record is not None]
-    facts = read_json(path / "run.json") if (path / "run.json").exists() else {"starts": []}
-    starts = facts.get("starts") if isinstance(facts, dict) else None
-    if not isinstance(starts, list) or not all(isinstance(start, dict) for start in starts):
-        raise DataError(f"{path / 'run.json'} is damaged: it does not list the starts of a run")
+    metrics = path / "metrics.jsonl"
+    records, damaged = read_records(metrics, ("train", "eval")) if metrics.exists() else ({"train": [], "eval": []}, 0)
+    starts, rollbacks = starts_of(path)
     return Run(
         path=path,
-        config=config,
-        facts=starts[-1] if starts else {},
-        train=_of_kind(records, "train"),
-        evals=_of_kind(records, "eval"),
-        end=read_json(path / "exit.json") if (path / "exit.json").exists() else None,
-        damaged=len(lines) - len(records),
+        config=_config(path / "config.yaml"),
+        starts=starts,
+        rollbacks=rollbacks,
+        train=records["train"],
+        evals=records["eval"],
+        end=read_end(path),
+        damaged=damaged,
     )
 
 
-def _of_kind(records: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    """By step; of two records of a step, which a run that was killed may leave, the later."""
-    by_step = {r["step"]: r for r in records if r.get("kind") == kind and type(r.get("step")) is int}
-    return [by_step[step] for step in sorted(by_step)]
+def _config(path: Path) -> Record:
+    """The keys of a config.yaml by dotted name, with values as JSON has them. Raises DataError."""
+    import yaml
+
+    try:
+        tree = parse_json(json.dumps(yaml.safe_load(read_yaml_text(path))).encode())  # no dates, no sets
+    except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
+        raise DataError(f"{path}: not a readable config: {' '.join(str(error).split())}") from None
+    config = dict(flatten(tree, TABLES)) if isinstance(tree, dict) else {}
+    known = {key: kind for key, kind in KEYS.items() if config.get(key) != AUTO}
+    checked(config, known, f"{path}: not the config of a run", ("train.steps",))
+    if config.get("schedule.final_share") is not None:
+        config.pop("schedule.final_lr", None)  # it follows optim.lr
+    return config
+
+
+def contradicted(run: Run, record: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any, str]]:
+    """Each metric of an eval record that the losses of its rows contradict, at every context: its name, the recorded
+    value, the one that they give, and a sentence. Raises DataError where a file of evals/ is damaged."""
+    for of in dict.fromkeys(found[0] if (found := re.search(r"_ctx\d+$", name)) else "" for name in record):
+        metrics = {name.removesuffix(of): value for name, value in record.items() if name.endswith(of)}
+        rows = run.rows_at(record["step"], of.replace("_ctx", "_context_"))
+        for name, recorded, value in contradictions(metrics, rows):
+            what = "its rows give" if rows else "its other metrics give"
+            says = f"the eval record of step {record['step']} says {name}{of} {recorded}, {what} {value}"
+            yield f"{name}{of}", recorded, value, says
 
 
 def budget_of(run: Run) -> float:
@@ -144,7 +135,7 @@ def _counted(run: Run) -> float | None:
     """The targets that a run was trained on, as its last records count them, at the end of its schedule."""
     for record in reversed([*run.train, *run.evals]):
         tokens, step = record.get("tokens"), record.get("step")
-        if isinstance(tokens, (int, float)) and tokens > 0 and step:
+        if tokens and step:
             return float(tokens) * run.steps / step
     return None
 
@@ -159,10 +150,3 @@ def common_budgets(arms: Mapping[str, Sequence[Run]], tolerance: float = SAME_BU
             first = budget
         found[path] = round(first)
     return found
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value of a record is a finite number, and not larger than any float."""
-    if isinstance(value, int):
-        return not isinstance(value, bool) and abs(value) <= sys.float_info.max
-    return isinstance(value, float) and math.isfinite(value)

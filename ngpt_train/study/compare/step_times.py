@@ -16,6 +16,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import read_yaml
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
+from ngpt_train.core.recorded import ABOVE_0, LIST, TABLE, TEXT, checked
 from ngpt_train.study.compare.runs import Run
 
 FILE = "step_times.json"
@@ -37,15 +38,18 @@ def stored(out: Path, runs: Mapping[str, Run]) -> Times:
     """What an earlier comparison has left in `out` of these arms, each given by one of its runs."""
     if not (out / FILE).exists():
         return {}
-    found = read_json(out / FILE)
-    times = found.get("arms") if isinstance(found, dict) else None
-    if not isinstance(times, dict):
-        raise DataError(f"{out / FILE} is damaged: it does not say the times of the arms. Delete it.")
-    return {
-        name: times[name]
-        for name, run in runs.items()
-        if isinstance(times.get(name), dict) and times[name].get("of") == fingerprint(run)
-    }
+    of_arms = checked(read_json(out / FILE), {"arms": TABLE}, str(out / FILE), ["arms"])["arms"]
+    times = checked(of_arms, {"": TABLE}, f"{out / FILE}: arms")
+    found = {name: times[name] for name, run in runs.items() if (times.get(name) or {}).get("of") == fingerprint(run)}
+    for name, of_arm in found.items():
+        where = f"{out / FILE}: {name}"
+        if checked(of_arm, {"untimed": TEXT}, where).get("untimed") is None:
+            checked(
+                of_arm, {"seconds_per_token": LIST, "step_time": ABOVE_0}, where, ("seconds_per_token", "step_time")
+            )
+            of_rounds = {f"seconds_per_token[{n}]": seconds for n, seconds in enumerate(of_arm["seconds_per_token"])}
+            checked(of_rounds, {"": ABOVE_0}, where, tuple(of_rounds))
+    return found
 
 
 def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> Times:

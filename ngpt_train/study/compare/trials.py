@@ -11,8 +11,9 @@ import numpy as np
 
 from ngpt_train.config.validate import show
 from ngpt_train.study.compare.arms import LR, Values, seed_of, values_of
-from ngpt_train.study.compare.runs import Rows, Run, is_number
+from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.compare.statistics.intervals import Further, Pair
+from ngpt_train.study.compare.statistics.row_losses import Rows
 from ngpt_train.study.tuning import Tuning, best_values, tunings
 
 
@@ -71,13 +72,12 @@ def unfinished(run: Run) -> str | None:
 
 def failure(run: Run) -> str | None:
     """Why a run has no loss and will have none."""
-    end = run.end if isinstance(run.end, Mapping) else {}
-    if end.get("code") == 4:
-        return f"diverged at step {end.get('step')}: {end.get('reason')}"
-    if str(end.get("reason", "")).startswith("DeviceMemoryError"):
-        return f"out of memory: {end.get('reason')}"
-    if run.is_annealed and not is_number(run.evals[-1].get("loss")):
-        return f"its validation loss at step {run.steps} is {run.evals[-1].get('loss')}"
+    if run.end is not None and run.end["code"] == 4:
+        return f"diverged at step {run.end['step']}: {run.end['reason']}"
+    if run.end is not None and run.end["reason"].startswith("DeviceMemoryError"):
+        return f"out of memory: {run.end['reason']}"
+    if run.is_annealed and run.evals[-1].get("loss") is None:
+        return f"its validation loss at step {run.steps} is not known, or not finite"
     return None
 
 
@@ -91,7 +91,7 @@ def read_arm(
         budget, values, seed = budgets[run.path], values_of(run, tuned), seed_of(run)
         reason = failure(run)
         loss = None if reason else run.evals[-1].get(metric)
-        if reason is None and not is_number(loss):
+        if reason is None and loss is None:
             reason, loss = f"its validation has no {metric}", None
         trial = Trial(name, run, budget, values, seed, loss, reason or "")
         if (first := trials.setdefault((budget, values, seed), trial)) is not trial:

@@ -59,6 +59,9 @@ def plant(
         so_far: dict[str, Any] = {"step": step, "tokens": step * tokens, "flops": 1e6 * step * tokens}
         so_far["data_hash"] = f"{read} {step * tokens}"
         lines.append({"kind": "train", "loss": loss, "clipped": clipped, **so_far})
+    if bits_per_byte is not None:  # a text has a whole number of bytes
+        nats = 4 * (25 * loss)
+        bits_per_byte = nats / math.log(2) / round(nats / math.log(2) / bits_per_byte)
     end = {"kind": "eval", "step": steps, "tokens": steps * tokens, "loss": loss, "ppl": math.exp(loss)}
     lines.append(end | {"rows_hash": rows, "n_targets": 100, "bits_per_byte": bits_per_byte})
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

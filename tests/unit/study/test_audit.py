@@ -254,8 +254,8 @@ def test_tampering_is_named(run: Path, honest: Path, tamper: Callable[[Path], No
 def test_a_start_that_no_run_has(run: Path, honest: Path, changed: dict[str, Any]) -> None:
     """Caught: an edit that ends the audit without a sentence."""
     facts(**changed)(run)
-    ((name, value),) = changed.items()
-    with pytest.raises(DataError, match=f"run.json is damaged: no run has {name} {value!r}"):
+    (name,) = changed
+    with pytest.raises(DataError, match=rf"run\.json: starts\[0\]: {name}="):
         audited(run, honest)
 
 
@@ -263,7 +263,7 @@ def test_a_start_that_no_run_has(run: Path, honest: Path, changed: dict[str, Any
 def test_an_end_that_no_run_has(run: Path, honest: Path, said: str) -> None:
     """Caught: an edit that ends the audit with a traceback."""
     (run / "exit.json").write_text(said)
-    with pytest.raises(DataError, match=r"exit\.json is damaged: it does not say how the run ended"):
+    with pytest.raises(DataError, match=r"exit\.json: "):
         audited(run, honest)
 
 

@@ -278,10 +278,10 @@ def test_a_finished_run_without_records(tmp_path: Path) -> None:
     assert runner_of(study, good(runs)).complete()
     run = study.runs / "gpt-5120-lr0.004-seed0"
     (run / "metrics.jsonl").unlink()
-    with pytest.raises(DataError, match=r"gpt-5120-lr0.004-seed0/metrics.jsonl cannot be read, and the run has ended"):
+    with pytest.raises(DataError, match=r"gpt-5120-lr0.004-seed0/metrics.jsonl cannot be read.*delete the directory"):
         runner_of(study, good(runs)).complete()
     (run / "exit.json").write_text("[]")
-    with pytest.raises(DataError, match=r"gpt-5120-lr0.004-seed0/exit.json is damaged"):
+    with pytest.raises(DataError, match=r"gpt-5120-lr0.004-seed0/exit.json: "):
         runner_of(study, good(runs)).complete()
 
 

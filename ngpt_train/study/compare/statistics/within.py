@@ -10,7 +10,6 @@ import numpy as np
 from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq
 
-from ngpt_train.study.compare.runs import is_number
 from ngpt_train.study.compare.statistics.intervals import t_quantile
 from ngpt_train.study.compare.statistics.matched import Ratio
 
@@ -54,9 +53,7 @@ def log_ratio(arm: Records, baseline: Records, metric: str) -> float | None:
 def curve(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and the lowest loss so far of each validation after the first step; fp64, `(n,)`."""
     known: dict[float, float] = {
-        x["tokens"]: x[metric]
-        for x in records
-        if is_number(x.get("tokens")) and x["tokens"] > 0 and is_number(x.get(metric))
+        x["tokens"]: x[metric] for x in records if x.get("tokens") and x.get(metric) is not None
     }
     tokens = np.array(sorted(known), dtype=float)
     return tokens, np.minimum.accumulate(np.array([known[t] for t in tokens], dtype=float))
