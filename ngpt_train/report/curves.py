@@ -33,7 +33,8 @@ def plot_run(run_dir: Path) -> Path:
     figure = Figure(figsize=(9, 6.5), dpi=120, layout="constrained")
     axes = figure.subplot_mosaic([["loss", "loss"], ["lr", "grad_norm"]], height_ratios=[1.7, 1])
 
-    _draw(axes["loss"], tokens, _column(train, "loss"), label="training")
+    steps, means = _column(train, "loss"), _column(train, "loss_mean")  # older runs have no means
+    _draw(axes["loss"], tokens, np.where(np.isnan(means), steps, means), label="training")
     if evals:
         eval_loss = _column(evals, "loss")
         label = f"validation, last {eval_loss[-1]:.4f}"
