@@ -355,7 +355,7 @@ def test_a_defaults_list_that_has_no_order(defaults: str, tmp_path: Path, capsys
 def test_an_option_that_is_no_file(group: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / group / "directory.yaml").mkdir(parents=True)
     (tmp_path / group / "link.yaml").symlink_to("/nowhere")
-    for name, reason in {"directory": "Is a directory", "link": "links to /nowhere"}.items():
+    for name, reason in {"directory": "it is no file", "link": "links to /nowhere"}.items():
         message = message_of([f"{group}={name}", "--config-dir", str(tmp_path)], capsys)
         assert f"{tmp_path}/{group}/{name}.yaml: cannot be read: " in message
         assert reason in message
