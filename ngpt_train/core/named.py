@@ -25,4 +25,4 @@ def is_known(name: str) -> bool:
 
 def _file(name: str) -> Path:
     state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser()
-    return state / "ngpt_train" / "named" / hashlib.sha256(name.encode()).hexdigest()
+    return state / "ngpt_train" / "named" / hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()

@@ -19,9 +19,8 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import Key, flatten, show
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.log import say_once
 from ngpt_train.core.named import is_known, note
-
-logger = logging.getLogger(__name__)
 
 TAKEN = "taken"  # names nothing but a part of the run, or of what a key that is NAMED stands for
 NAMED = "named"  # what is read: where this command line or a training of ours names it too
@@ -82,7 +81,8 @@ def taken(stored: Config, own: Config, overrides: Sequence[str], opens: Collecti
         if is_read or (rule == PLACE and key not in given and all(map(is_known, named[key]))):
             continue
         if rule == PLACE and not here.issuperset(named[key]):
-            logger.info("%s=%s: not the run's %s, which no training of yours has used", key, ours[key], values[key])
+            line = f"{key}={ours[key]}: not the run's {values[key]}, which no training of yours has used"
+            say_once(logging.INFO, _printable(line))
         values[key] = ours[key]
     if unknown:
         raise DataError(_refusal(stored, unknown))
@@ -117,7 +117,8 @@ def names_of(config: Config) -> dict[str, list[str]]:
 
 
 def _paths(path: str | None) -> list[str]:
-    return [] if path is None else [os.path.abspath(Path(path).expanduser())]
+    # With its `..`, which may come after a forger's link. Path.expanduser raises for an unknown user.
+    return [] if path is None else [str(Path.cwd() / os.path.expanduser(path))]
 
 
 def _sets(repo: str | None) -> list[str]:
@@ -131,5 +132,10 @@ def _refusal(stored: Config, unknown: Sequence[str]) -> str:
     add = [f"{section}={getattr(stored, section).kind}" for section in sections if section != "run"]
     add += [f"{key}={show(value)}" for key, value in named.items() if key.partition(".")[0] in sections]
     what = ", ".join(f"{key}={show(named[key])}" for key in unknown)
-    said = f"{what}: the config of the run names it, and no command of yours has. To read it add {shlex.join(add)}"
-    return "".join(x if x.isprintable() else "?" for x in said)  # a forger's line break would be read as ours
+    said = f"{what}: the config of the run names it, and no training of yours has. To read it add {shlex.join(add)}"
+    return _printable(said)
+
+
+def _printable(line: str) -> str:
+    """Without a forger's line breaks, which would be read as ours."""
+    return "".join(x if x.isprintable() else "?" for x in line)

@@ -125,8 +125,10 @@ def test_compiled_code_is_not_where_a_run_says(tmp_path: Path, monkeypatch: pyte
     assert [(x.data.cache, x.model.d_model) for x in built] == [("ours", stored.model.d_model)]
 
 
-def test_a_message_has_no_lines_of_a_forger() -> None:
-    stored = forged(data__kind="local", data__path="x\nerror: run\x1b[2J this")
+@pytest.mark.parametrize("path", ["x\nerror: run\x1b[2J this", "~nobody-of-this-name/x", "\ud800", "link/../known.txt"])
+def test_strange_paths_are_refused(path: str) -> None:
+    """Caught: lines of a forger in our message, a traceback, a path that leads elsewhere than a known one by a link."""
+    note_names(forged(data__kind="local", data__path="known.txt"))
     with pytest.raises(DataError) as refused:
-        taken(stored, load_config([]), [], ("data",))
+        taken(forged(data__kind="local", data__path=path), load_config([]), [], ("data",))
     assert str(refused.value).isprintable()
