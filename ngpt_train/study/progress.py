@@ -7,7 +7,6 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -21,62 +20,71 @@ LINE_SECONDS = 60.0  # between two lines of how far it is, where nothing else is
 _TABLE_SECONDS = 0.5  # between two drawings of the table
 
 
-@dataclass
 class TimeLeft:
-    """Estimates the time that a study still takes: by the runs that have ended since this start, before by the table of
-    costs."""
+    """Estimates the time that a study still takes: by the seconds of the runs that have ended since this start, before
+    by the table of costs, and by how many runs went side by side. Both are means over all of this start, so that no
+    single run, and no moment with jobs to spare, moves the estimate far."""
 
-    expected: Sequence[Cost]
-    jobs: int
-    _began: dict[Point, float] = field(default_factory=dict)
-    _seconds: float = 0.0  # of the runs that began and ended since this start
-    _flops: float = 0.0
+    def __init__(self, expected: Sequence[Cost], jobs: int) -> None:
+        self._expected, self._jobs = expected, jobs
+        self._by_table = all(cost.hours is not None for cost in expected)
+        # Of a run: its seconds by the table, whose arms differ in speed, or else its FLOPs.
+        self._work = {
+            (cost.arm, cost.budget): 3600 * (cost.hours or 0.0) if self._by_table else cost.flops / cost.runs
+            for cost in expected
+        }
+        self._start: float | None = None
+        self._began: dict[Point, float] = {}
+        self._seconds = 0.0  # of the runs that began and ended since this start
+        self._done = 0.0  # their work
 
     def update(self, results: Mapping[Point, Result], running: Sequence[Point], now: float) -> None:
+        self._start = now if self._start is None else self._start
         for point in running:
             self._began.setdefault(point, now)
         for point in [point for point in self._began if point not in running]:
             began = self._began.pop(point)
             if point in results and results[point].state != FAILED:  # a failed one ended early
                 self._seconds += now - began
-                self._flops += self._flops_of(point.arm, point.budget)
+                self._done += self._work[point.arm, point.budget]
 
     def seconds(
         self, results: Mapping[Point, Result], running: Sequence[Point], waiting: Sequence[Point], now: float
     ) -> float | None:
         """None: not known. Of an arm and budget as many runs are expected as the table of costs says, or more if more
         are wanted."""
+        if not (self._done or self._by_table):
+            return None
+        of_work = self._seconds / self._done if self._done else 1.0
         ended = Counter((point.arm, point.budget) for point in results)
         wanted = Counter((point.arm, point.budget) for point in [*running, *waiting])
-        left = 0.0
-        for cost in self.expected:
-            at = cost.arm, cost.budget
-            of_one = self._seconds_of(cost)
-            if of_one is None:
-                return None
-            left += of_one * max(wanted[at], cost.runs - ended[at])
-            left -= sum(min(of_one, now - self._began.get(p, now)) for p in running if (p.arm, p.budget) == at)
-        return left / max(1, min(self.jobs, len(running) + len(waiting)))
+        left = sum(
+            of_work * self._work[at] * max(wanted[at], cost.runs - ended[at])
+            for cost in self._expected
+            for at in [(cost.arm, cost.budget)]
+        )
+        of_running = [(of_work * self._work[p.arm, p.budget], now - self._began.get(p, now)) for p in running]
+        left -= sum(min(of_one, so_far) for of_one, so_far in of_running)
+        longest = max((of_one - so_far for of_one, so_far in of_running), default=0.0)
+        return max(left / self._side_by_side(now), longest)
 
-    def _seconds_of(self, cost: Cost) -> float | None:
-        if self._flops:
-            return self._seconds / self._flops * self._flops_of(cost.arm, cost.budget)
-        return None if cost.hours is None else 3600 * cost.hours
-
-    def _flops_of(self, arm: str, budget: int) -> float:
-        """Of one run."""
-        return next(cost.flops / cost.runs for cost in self.expected if (cost.arm, cost.budget) == (arm, budget))
+    def _side_by_side(self, now: float) -> float:
+        """Runs at once, so far: where a search waits for its last run, jobs are idle, and will be again."""
+        elapsed = now - (now if self._start is None else self._start)
+        busy = self._seconds + sum(now - began for began in self._began.values())
+        return min(max(busy / elapsed, 1.0), self._jobs) if elapsed else self._jobs
 
 
 class Lines:
-    """A line for each thing that happens, and one a minute that says how far the study is."""
+    """A line for each thing that happens, and once a minute one of how far the study is, where that has changed."""
 
     def __init__(self, study: Study, expected: Sequence[Cost], jobs: int) -> None:
         self._study, self._left = study, TimeLeft(expected, jobs)
         self._n_expected = sum(cost.runs for cost in expected)
         self._console = PlainConsole(0)
         self._said = time.monotonic()
-        self._counts = self._counts_said = ""
+        self._counts = ""  # with the time that is left
+        self._news = self._news_said = ""  # without it
         self._bests: list[str] = []
         self._lines: list[str] = []  # still to be printed
 
@@ -93,10 +101,13 @@ class Lines:
         self._left.update(results, running, now)
         left = self._left.seconds(results, running, waiting, now)
         self._counts = summary(results, running, waiting, self._n_expected, left)
+        self._news = summary(results, running, waiting, self._n_expected, None)
         self._print()
         if now - self._said >= LINE_SECONDS:
             self._said = now
-            self._console.message(self._counts)
+            if self._news != self._news_said:
+                self._console.message(self._counts)
+                self._news_said = self._news
             bests = [f"  {arm}: {text}" for arm in self._study.arms if (text := best_so_far(self._study, arm, results))]
             if bests != self._bests:
                 self._bests = bests
@@ -108,8 +119,8 @@ class Lines:
 
     def _print(self) -> None:
         for line in self._lines:
-            self._console.message(f"{line}  ({self._counts})" if self._counts != self._counts_said else line)
-            self._counts_said = self._counts
+            self._console.message(f"{line}  ({self._counts})" if self._news != self._news_said else line)
+            self._news_said = self._news
         self._lines.clear()
 
 

@@ -76,7 +76,8 @@ def _plot(panel: str, of: Panel, curves: Mapping[str, list[Curve]], looks: Mappi
             positive |= bool((curve.y > 0).any())
     axis: dict[str, Any] = {"title": {"text": escaped(of.y)}, "automargin": True}
     if of.log and positive:
-        axis |= {"type": "log", "exponentformat": "power", "dtick": None}
+        # Of more ticks plotly names all nine digits between powers of ten, which then lie over each other.
+        axis |= {"type": "log", "exponentformat": "power", "nticks": 3}
     shape = layout(xaxis={"title": {"text": escaped(of.x)}, "automargin": True}, yaxis=axis)
     return Plot(of.title, traces, shape, height=330)
 

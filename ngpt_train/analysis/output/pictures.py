@@ -97,13 +97,13 @@ def _draw(axes: Axes, curve: Curve, look: Style, faint: bool) -> None:
 
 def _logarithmic(axes: Axes) -> None:
     """Ticks as plain numbers: powers would be formulas, which SETTINGS leave as text."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+    from matplotlib.ticker import AutoLocator, FuncFormatter, LogLocator, NullFormatter
 
     axes.set_yscale("log")
     low, high = axes.get_ylim()
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     if high / low < 100:
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high / low > 8 else AutoLocator())
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 

@@ -17,12 +17,6 @@ TITLE = "Where the loss is"
 FULL = 3.0  # nats: a loss, or a difference of losses, from which on a token has the full colour
 
 
-def styles_of(names: Sequence[str]) -> dict[str, Style]:
-    """Without the grey of a baseline, which is no colour behind a text."""
-    _, *looks = styles([str(k) for k in range(len(names) + 1)], "0").values()
-    return dict(zip(names, looks, strict=True))
-
-
 def write_page(report: Mapping[str, Any], path: Path) -> None:
     """report: the content of probe.json."""
     write_atomically(path, html(report).encode())
@@ -30,7 +24,7 @@ def write_page(report: Mapping[str, Any], path: Path) -> None:
 
 def html(report: Mapping[str, Any]) -> str:
     names = [model["name"] for model in report["models"]]
-    looks = styles_of(names)
+    looks = styles(names, names[0])
     charts = [_chart(each, names, looks) for each in report["classes"]] + [_positions(report, names, looks)]
     nav = "".join(f'<a href="#{chart.name}">{escape(chart.title)}</a> ' for chart in charts)
     body = [
@@ -39,7 +33,8 @@ def html(report: Mapping[str, Any]) -> str:
         f'<nav aria-label="Sections">{nav}<a href="#rows">Rows</a></nav>',
     ]
     for chart, each in zip(charts, report["classes"], strict=False):
-        lines = table(class_rows(each, names))
+        says = f'<p class="note">{escape(sign(names))}</p>' if len(names) == 2 else ""
+        lines = says + table(class_rows(each, names))
         body.append(section(chart.name, chart.title, figure_of(chart, lambda plot: "") + lines))
     body.append(section(charts[-1].name, charts[-1].title, figure_of(charts[-1], lambda plot: "")))
     body.append(
@@ -55,7 +50,7 @@ def _facts(report: Mapping[str, Any]) -> str:
 
 def class_rows(each: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
     """Lines of a table: for each class its targets, and of each model its mean loss and the share of its summed loss;
-    for two models the difference."""
+    of two models also the second one's loss minus the first one's, as `compare` has an arm minus the baseline."""
     total = {name: sum(of["loss_sum"][name] for of in each["classes"]) or 1.0 for name in names}
     targets = sum(of["targets"] for of in each["classes"])
     lines = []
@@ -66,9 +61,15 @@ def class_rows(each: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, 
             line[f"loss, {name}"] = f"{of['loss'][name]:.4f}"
             line[f"of its loss, {name}"] = f"{of['loss_sum'][name] / total[name]:.1%}"
         if len(names) == 2:
-            line["difference"] = f"{of['loss'][names[0]] - of['loss'][names[1]]:+.4f}"
+            first, second = names
+            line[f"{second} minus {first}"] = f"{of['loss'][second] - of['loss'][first]:+.4f}"
         lines.append(line)
     return lines
+
+
+def sign(names: Sequence[str]) -> str:
+    """What the sign of the difference of two models means."""
+    return f"{names[1]} minus {names[0]}: where it is negative, {names[1]} is better."
 
 
 def _chart(each: Mapping[str, Any], names: Sequence[str], looks: Mapping[str, Style]) -> Chart:

@@ -11,14 +11,18 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
     """A table of rows with the same keys, which its first line names."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
-    lines = "".join(
-        "<tr>" + "".join(f'<td class="wrap">{escape(_said(row.get(column)))}</td>' for column in columns) + "</tr>"
-        for row in rows
-    )
+    lines = "".join("<tr>" + "".join(_cell(_said(row.get(column))) for column in columns) + "</tr>" for row in rows)
     return (
         f'<div class="scroll" tabindex="0" role="region" aria-label="Table"><table><thead><tr>{head}</tr></thead>'
         f"<tbody>{lines}</tbody></table></div>"
     )
+
+
+SHORT = 20  # letters that no cell needs to break
+
+
+def _cell(text: str) -> str:
+    return f"<td class={'wrap' if len(text) > SHORT else 'short'}>{escape(text)}</td>"
 
 
 def _said(value: Any) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.files import write_json
+from ngpt_train.observe.console import format_count
+from ngpt_train.report.page.style import styles
 from ngpt_train.study.transfer.drift import At, Drift, fit_drift
 from ngpt_train.study.transfer.optima import Optima, Optimum
 
@@ -130,19 +132,25 @@ def draw(axes: Sequence[Axis], out: Path) -> None:
     FigureCanvasAgg(figure)
     panels = figure.subplots(1, len(names), squeeze=False)[0]
     for panel, name in zip(panels, names, strict=True):
-        for axis in (axis for axis in axes if axis.name == name):
+        here = {f"{axis.architecture}, {_place(axis.at)}": axis for axis in axes if axis.name == name}
+        looks = styles(here, next(iter(here)))
+        for label, axis in here.items():
             sizes, rates = [axis.size(one) for one in axis.points], [_rates(one) for one in axis.points]
             down = [lr - (lr if low is None else low) for lr, low, _ in rates]
             up = [(lr if high is None else high) - lr for lr, _, high in rates]
-            label = f"{axis.architecture}, {_place(axis.at)}"
-            drawn = panel.errorbar(sizes, [lr for lr, _, _ in rates], yerr=[down, up], fmt="o", capsize=3)
+            look = {"color": looks[label].colour, "marker": looks[label].marker}
+            drawn = panel.errorbar(sizes, [lr for lr, _, _ in rates], yerr=[down, up], ls="", capsize=3, **look)
+            said = label
             if axis.drift is not None:
-                label += f": {axis.drift.octaves:+.2f} octaves, {axis.drift.verdict}"
+                said += f": {axis.drift.octaves:+.2f} octaves, {axis.drift.verdict}"
                 ends = [sizes[0], sizes[-1]]
                 line = [2 ** (axis.drift.intercept + axis.drift.slope * math.log2(size)) for size in ends]
-                panel.plot(ends, line, color=drawn.lines[0].get_color(), linewidth=1)
-            drawn.set_label(label)
+                panel.plot(ends, line, color=looks[label].colour, linewidth=1)
+            drawn.set_label(said)
         panel.set(xscale="log", yscale="log", xlabel={"horizon": "tokens"}.get(name, name), ylabel="best learning rate")
+        ticks = sorted({axis.size(one) for axis in here.values() for one in axis.points})
+        panel.set_xticks(ticks, [format_count(tick) for tick in ticks])
+        panel.set_xticks([], minor=True)
         panel.legend(fontsize=7)
     for kind in ("png", "svg"):
         figure.savefig(out / f"{FIGURE}.{kind}", dpi=150, metadata={"Date": None} if kind == "svg" else None)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.analysis.gather import names_of
 from ngpt_train.analysis.probe import classes
-from ngpt_train.analysis.probe.page import class_rows, write_page
+from ngpt_train.analysis.probe.page import class_rows, sign, write_page
 from ngpt_train.analysis.probe.pieces import pieces_of
 from ngpt_train.analysis.probe.report import report
 from ngpt_train.config.conflicts import check_contexts
@@ -159,6 +159,7 @@ def summary(content: Mapping[str, Any]) -> str:
     lines = [
         f"{model['name']}: loss {model['loss']:.6f} on {model['targets']:,} targets" for model in content["models"]
     ]
+    lines += [sign(names)] if len(names) == 2 else []
     for each in content["classes"]:
         rows = class_rows(each, names)
         columns = list(rows[0])

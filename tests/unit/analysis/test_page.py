@@ -2,6 +2,7 @@
 
 import json
 import re
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from ngpt_train.analysis.output.pictures import MOST_POINTS, thinned, write_pict
 from ngpt_train.analysis.probe import page as probe_page
 from ngpt_train.analysis.probe.classes import of_position
 from ngpt_train.analysis.probe.report import report
+from ngpt_train.report.page.style import styles
+from ngpt_train.report.page.table import table
 
 HOSTILE = "<img src=x onerror=\"document.title='bad'\"></script><b>$x$"
 RUNS = ["gpt", HOSTILE]
@@ -105,6 +108,21 @@ def test_pages_hold_text_as_text() -> None:
         charts = re.search(r'id="charts">(.*?)</script>', page, flags=re.DOTALL)
         assert charts
         assert json.loads(charts[1])
+
+
+def test_probe_s_differences_and_colours_are_those_of_compare() -> None:
+    """Caught: a difference with compare's sign turned, or without a word on its sign; a model in another colour than
+    the arm has in a comparison; a table whose last head is cut on a screen."""
+    found = probed()
+    names = [model["name"] for model in found["models"]]
+    (each,) = found["classes"]
+    for line, of in zip(probe_page.class_rows(each, names), each["classes"], strict=True):
+        assert float(line[f"{HOSTILE} minus gpt"]) == pytest.approx(of["loss"][HOSTILE] - of["loss"]["gpt"], abs=1e-4)
+    page = probe_page.html(found)
+    assert f"where it is negative, {escape(HOSTILE)} is better" in page
+    looks = styles(["gpt", HOSTILE], "gpt")
+    assert f'color:{looks["gpt"].colour}" aria-hidden="true">{looks["gpt"].glyph}' in page
+    assert "wrap" not in table([{"step": 7, "loss": 3.14159}])
 
 
 @pytest.mark.parametrize("which", ["analyze", "probe"])

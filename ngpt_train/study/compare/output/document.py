@@ -16,7 +16,6 @@ from ngpt_train.study.compare.output.first_page import (
     confounds,
     facts,
     looked_at,
-    untuned_keys,
 )
 from ngpt_train.study.compare.output.tables import Cell, Table
 from ngpt_train.study.compare.output.wording import Report, finding, label
@@ -68,7 +67,7 @@ def console(report: Report) -> str:
         "  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in [table.columns, *texts]
     ]
     found = [f"confound: {entry['key']} {confound(entry)}" for entry in confounds(report)]
-    sentences = [*(found or [NO_CONFOUNDS]), *looked_at(report), untuned_keys(report), *cautions(report)]
+    sentences = [*(found or [NO_CONFOUNDS]), *looked_at(report), *cautions(report)]
     title = f"{report['title']}: {' · '.join(facts(report))}"
     return "\n".join([title, "", *lines, "", *sentences, *report["notes"]])
 

@@ -97,7 +97,7 @@ def confounds(report: Report) -> list[Mapping[str, Any]]:
 
 
 def looked_at(report: Report) -> list[str]:
-    """What the referee compared, what differs without being a confound, and what it cannot see."""
+    """What the referee compared, what differs without being a confound, what it cannot see, and what was not tuned."""
     seen = report["looked_at"]
     follows = [entry for entry in report["referee"] if entry["kind"] == "follows"]
     brought = _keys([entry for entry in follows if entry["note"] == BROUGHT])
@@ -112,15 +112,14 @@ def looked_at(report: Report) -> list[str]:
         said.append(f"With the architectures and their recipes come {' and '.join(filter(None, [keys, options]))}.")
     if others:
         said.append(f"What else differs and is no confound: {', '.join(others)}.")
-    return said
+    return [*said, _untuned_keys(report)]
 
 
 def _keys(entries: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(entry["key"] for entry in entries))
 
 
-def untuned_keys(report: Report) -> str:
-    """How much the tuning leaves open."""
+def _untuned_keys(report: Report) -> str:
     baseline = report["baseline"]
     of_baseline = report["tuning_of_keys"][baseline]
     tuned = ", ".join(of_baseline["tuned"]) or "no key"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from ngpt_train.study.compare.output.first_page import untuned_keys
 from ngpt_train.study.compare.output.series import end_losses
 from ngpt_train.study.compare.output.tables import Cell, Table, arm_cell, minus, number_cell
 from ngpt_train.study.compare.output.wording import (
@@ -101,7 +100,7 @@ def tuning_of_keys(report: Report) -> Table:
         rows.append([arm_cell(arm), *(Cell(text or DASH, kind="code" if text else "") for text in texts)])
     columns = ["Arm", "Tuned here: the values tried", "Chosen beforehand, by hand", "Not tuned"]
     note = (
-        f"{untuned_keys(report)} Chosen beforehand: set for the arm, or not what its recipe brings; it may have been "
+        "Chosen beforehand: set for the arm, or not what its recipe brings; it may have been "
         "tuned elsewhere. Not tuned: what the recipe brings, but for keys that are null."
     )
     return Table("tuning_of_keys", "What was tuned, and what was not", columns, rows, note)
