@@ -100,7 +100,7 @@ def _config(path: Path) -> Record:
         raise DataError(f"{path}: not a readable config: {' '.join(str(error).split())}") from None
     config = dict(flatten(tree, TABLES)) if isinstance(tree, dict) else {}
     known = {key: kind for key, kind in KEYS.items() if config.get(key) != AUTO}
-    checked(config, known, f"{path}: not the config of a run", ("train.steps",))
+    checked(config, known, f"{path}: not the config of a run", ("train.steps", *({"run.seed"} & config.keys())))
     if config.get("schedule.final_share") is not None:
         config.pop("schedule.final_lr", None)  # it follows optim.lr
     return config
