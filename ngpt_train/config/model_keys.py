@@ -116,8 +116,10 @@ class ModelConfig:
 
     def measured_starts(self, scale: str) -> dict[str, Any]:
         """The entry of init_table for `scale`, as far as it holds for this model; empty where there is none."""
-        entry: dict[str, Any] = self.init_table.get(scale, {})
-        return {name: x for name, x in entry.items() if name != "init.output"} if self.tied_embeddings else entry
+        entry: dict[str, Any] = dict(self.init_table.get(scale, {}))
+        if self.tied_embeddings and (output := entry.pop("init.output", None)):
+            entry["init.embedding"] = output  # measured for two matrices: with an embedding of 1, logits would be huge
+        return entry
 
     def source_of_starts(self, scale: str) -> str:
         """Who measured the starts; empty unless they are the entry of init_table for `scale`."""

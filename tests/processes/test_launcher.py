@@ -259,5 +259,5 @@ def test_a_change_that_is_allowed_is_recorded(tmp_path: Path, corpus: Path) -> N
     rates = {step: record["lr"] for step, record in records(tmp_path / "runs/test").items()}
     assert rates[4] > 5e-3 > 1e-3 > rates[5] > rates[8] > 0
     _, changed, after = json.loads((tmp_path / "runs/test/run.json").read_text())["starts"]
-    assert changed["changed"] == [{"key": "optim.lr", "from": 0.04, "to": 1e-3}]
+    assert changed["changed"] == [{"key": "optim.lr", "from": 0.02, "to": 1e-3}]
     assert "changed" not in after

@@ -48,7 +48,7 @@ def test_few_epochs(tmp_path: Path, corpus: Path) -> None:
     log = train(tmp_path, corpus, *options)
     assert not any("reads the training text" in line for line in log)
     (said,) = [line for line in log if line.startswith("lr from ")]
-    assert said == "lr from our sweep, docs/benchmarks/lr_sweep.md (25.6 thousand tokens at context 64)"
+    assert said == "lr from our sweep, docs/benchmarks/initialisation.md (25.6 thousand tokens at context 64)"
     finished = run("plan", arguments(tmp_path, corpus, *options, "model.vocab_size=257"))
     assert "reads the training text" not in finished.stdout
     assert said in finished.stdout.splitlines()

@@ -64,7 +64,7 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str]
     """Caught: a run that goes on without the study, that begins anew or is made twice; a second study beside the first;
     a report that depends on kills."""
     root = tmp_path / "studies" / "small"
-    gpt, ngpt = (root / "runs" / name for name in ("gpt-102400-lr0.004-seed0", "ngpt-102400-lr0.04-seed0"))
+    gpt, ngpt = (root / "runs" / name for name in ("gpt-102400-lr0.008-seed0", "ngpt-102400-lr0.02-seed0"))
     given = [*arguments, "study.jobs=1", "study.threads=1"]
     killed = begin("study", given)
     runs.wait_for_step(gpt, 20)
@@ -122,7 +122,7 @@ def test_on_a_cluster_it_ends_as_on_this_machine(arguments: list[str], tmp_path:
     fakes = tmp_path / "fakes"
     variables = fake_slurm.install(fakes)
     root = tmp_path / "studies" / "small"
-    gpt, ngpt = (root / "runs" / name for name in ("gpt-102400-lr0.004-seed0", "ngpt-102400-lr0.04-seed0"))
+    gpt, ngpt = (root / "runs" / name for name in ("gpt-102400-lr0.008-seed0", "ngpt-102400-lr0.02-seed0"))
     given = [*arguments, "study.engine=slurm", "study.slurm.gpus=0", "study.slurm.cpus=1"]
     killed = begin("study", given, **variables)
     runs.wait_for_step(gpt, 20)

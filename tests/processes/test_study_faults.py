@@ -30,7 +30,7 @@ budgets: [5_120, 51_200]  # 10 and 100 steps
 seeds: [0]
 max_points: 1
 """
-SHORT, LONG = "gpt-5120-lr0.004-seed0", "gpt-51200-lr0.004-seed0"
+SHORT, LONG = "gpt-5120-lr0.008-seed0", "gpt-51200-lr0.008-seed0"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="it looks for the processes in /proc"),

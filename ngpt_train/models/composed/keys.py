@@ -97,9 +97,11 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         return own or self.norm_placement
 
     def measured_starts(self, scale: str) -> dict[str, Any]:
-        """Nothing was measured for an embedding that is multiplied where it is read."""
+        """An embedding that is multiplied by sqrt(d_model) takes the start that was measured for NormFormer's."""
         measured = super().measured_starts(scale)
-        return {name: x for name, x in measured.items() if name != "init.embedding" or not self.scaled_embedding}
+        if self.scaled_embedding and "init.embedding" in measured:
+            measured["init.embedding"] = "1/sqrt(d_model)"
+        return measured
 
     def paper_start(self, name: str) -> float | str:
         """An embedding that is multiplied by sqrt(d_model) starts as NormFormer's, see there; all else as GPT's."""

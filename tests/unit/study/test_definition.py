@@ -38,7 +38,7 @@ def test_budgets_are_whole_steps_of_the_arms_own_batch(tmp_path: Path) -> None:
     runs = Runs(study)
     assert (runs.steps("gpt", 20000), runs.steps("ngpt", 20000)) == (39, 10)  # of 8 x 64 and 32 x 64 tokens
     config = runs.config(runs.first_point("gpt", 20000))
-    assert (config.train.steps, config.schedule.warmup_steps, config.optim.lr) == (39, 3, 4e-3)
+    assert (config.train.steps, config.schedule.warmup_steps, config.optim.lr) == (39, 3, 8e-3)
 
 
 def test_a_runs_arguments_and_directory(tmp_path: Path) -> None:
@@ -158,8 +158,8 @@ def test_a_study_that_has_begun_may_only_grow(tmp_path: Path) -> None:
     study = study_of(tmp_path)
     check_stored(study, Runs(study))
     write_study(study)
-    (study.runs / "gpt-5120-lr0.004-seed0").mkdir(parents=True)
-    (study.runs / "gpt-5120-lr0.004-seed0" / "config.yaml").touch()
+    (study.runs / "gpt-5120-lr0.008-seed0").mkdir(parents=True)
+    (study.runs / "gpt-5120-lr0.008-seed0" / "config.yaml").touch()
     assert read_stored(study.path) == replace(study, name=study.name)
 
     def begun(*arguments: str, text: str = YAML) -> None:
@@ -196,8 +196,8 @@ def test_a_definition_that_was_edited_by_hand(tmp_path: Path) -> None:
     (study.path / ".study.yaml.partial").touch()
     check_stored(study, Runs(study))
     write_study(study)
-    (study.runs / "gpt-5120-lr0.004-seed0").mkdir(parents=True)
-    (study.runs / "gpt-5120-lr0.004-seed0" / "config.yaml").touch()
+    (study.runs / "gpt-5120-lr0.008-seed0").mkdir(parents=True)
+    (study.runs / "gpt-5120-lr0.008-seed0" / "config.yaml").touch()
     path = study.path / "study.yaml"
     text = path.read_text()
 

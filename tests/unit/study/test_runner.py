@@ -34,7 +34,7 @@ def test_every_run_is_made_once_and_then_never_again(tmp_path: Path) -> None:
     assert first.complete()
     assert sorted(started(first)) == sorted(
         f"{arm}-{budget}-lr{lr}-seed{seed}"
-        for arm, lr in (("gpt", 0.004), ("ngpt", 0.04))
+        for arm, lr in (("gpt", 0.008), ("ngpt", 0.02))
         for budget in (5120, 25600)
         for seed in (0, 1)
     )
@@ -70,24 +70,24 @@ def test_what_ends_a_run_for_good_and_what_is_tried_again(tmp_path: Path) -> Non
     assert runner.complete()
     attempts = {name: started(runner).count(name) for name in started(runner)}
     assert attempts == {
-        "gpt-5120-lr0.004-seed0": 1,
-        "gpt-5120-lr0.004-seed1": 1,
-        "ngpt-5120-lr0.04-seed0": 3,
-        "ngpt-5120-lr0.04-seed1": 3,
+        "gpt-5120-lr0.008-seed0": 1,
+        "gpt-5120-lr0.008-seed1": 1,
+        "ngpt-5120-lr0.02-seed0": 3,
+        "ngpt-5120-lr0.02-seed1": 3,
     }
     reasons = {p.directory: r.reason for p, r in runner.results.items() if r.state == FAILED}
     assert reasons == {
-        "gpt-5120-lr0.004-seed0": "diverged at step 7: the loss is nan",
-        "gpt-5120-lr0.004-seed1": "out of memory: 81 GB are needed",
-        "ngpt-5120-lr0.04-seed0": "killed by SIGKILL (3 attempts)",
+        "gpt-5120-lr0.008-seed0": "diverged at step 7: the loss is nan",
+        "gpt-5120-lr0.008-seed1": "out of memory: 81 GB are needed",
+        "ngpt-5120-lr0.02-seed0": "killed by SIGKILL (3 attempts)",
     }
-    record = json.loads((study.path / "failures" / "ngpt-5120-lr0.04-seed0.json").read_text())
-    assert (record["arm"], record["budget"], record["seed"], record["values"]) == ("ngpt", 5120, 0, {"optim.lr": 0.04})
+    record = json.loads((study.path / "failures" / "ngpt-5120-lr0.02-seed0.json").read_text())
+    assert (record["arm"], record["budget"], record["seed"], record["values"]) == ("ngpt", 5120, 0, {"optim.lr": 0.02})
 
     # A new start tries what has crashed again, and nothing else.
     again = runner_of(study, good(runs))
     assert again.complete()
-    assert started(again) == ["ngpt-5120-lr0.04-seed0"]
+    assert started(again) == ["ngpt-5120-lr0.02-seed0"]
     assert not list((study.path / "failures").iterdir())
 
 
@@ -100,7 +100,7 @@ def test_a_refused_run_ends_the_study_after_the_others_have_saved(tmp_path: Path
         return Ended(job, 2, "error: train.device=cuda: there is no GPU") if job.point.seed == 1 else good(runs)(job, 1)
 
     runner = runner_of(study, outcome)
-    with pytest.raises(ConfigError, match=r"gpt-5120-lr0.004-seed1 was refused: train.device=cuda: there is no GPU"):
+    with pytest.raises(ConfigError, match=r"gpt-5120-lr0.008-seed1 was refused: train.device=cuda: there is no GPU"):
         runner.complete()
     assert isinstance(runner.engine, FakeEngine)
     assert runner.engine.stopped
@@ -114,12 +114,12 @@ def test_data_that_no_run_can_read_end_the_study(tmp_path: Path) -> None:
     runs = Runs(study)
     missing = "error: data.path=/data/x: no such file"
     runner = runner_of(study, lambda job, attempt: Ended(job, 3, missing))
-    with pytest.raises(DataError, match=r"gpt-5120-lr0.004-seed0 cannot begin: data.path=/data/x: no such file"):
+    with pytest.raises(DataError, match=r"gpt-5120-lr0.008-seed0 cannot begin: data.path=/data/x: no such file"):
         runner.complete()
     assert len(started(runner)) <= 2
 
     def outcome(job: Job, attempt: int) -> Ended:
-        if job.point.directory == "gpt-5120-lr0.004-seed0":
+        if job.point.directory == "gpt-5120-lr0.008-seed0":
             leave(job, runs, None)
             return Ended(job, 3, "error: checkpoint step_00000005 is damaged")
         return good(runs)(job, attempt)
@@ -244,7 +244,7 @@ def test_a_run_that_another_process_was_the_first_to_go_on_with(tmp_path: Path) 
 
     runner = runner_of(study, outcome, retries=0)
     assert runner.complete()
-    assert started(runner).count("gpt-5120-lr0.004-seed0") == 2
+    assert started(runner).count("gpt-5120-lr0.008-seed0") == 2
     assert set(states(runner).values()) == {DONE}
 
 
@@ -261,14 +261,14 @@ def test_a_run_directory_that_is_deleted_while_its_process_trains(tmp_path: Path
             return Ended(job, 0, "")
         return good(runs)(job, attempt)
 
-    said = r"gpt-5120-lr0.004-seed0 has lost its config.yaml.*Delete this directory, and the same command"
+    said = r"gpt-5120-lr0.008-seed0 has lost its config.yaml.*Delete this directory, and the same command"
     for _ in range(2):
         with pytest.raises(DataError, match=said):
             runner_of(study, outcome).complete()
-    shutil.rmtree(study.runs / "gpt-5120-lr0.004-seed0")
+    shutil.rmtree(study.runs / "gpt-5120-lr0.008-seed0")
     again = runner_of(study, good(runs))
     assert again.complete()
-    assert "gpt-5120-lr0.004-seed0" in started(again)
+    assert "gpt-5120-lr0.008-seed0" in started(again)
 
 
 def test_a_finished_run_without_records(tmp_path: Path) -> None:
@@ -276,12 +276,12 @@ def test_a_finished_run_without_records(tmp_path: Path) -> None:
     study = study_of(tmp_path, "study.budgets=[5120]", "study.seeds=[0]")
     runs = Runs(study)
     assert runner_of(study, good(runs)).complete()
-    run = study.runs / "gpt-5120-lr0.004-seed0"
+    run = study.runs / "gpt-5120-lr0.008-seed0"
     (run / "metrics.jsonl").unlink()
-    with pytest.raises(DataError, match=r"gpt-5120-lr0.004-seed0/metrics.jsonl cannot be read.*delete the directory"):
+    with pytest.raises(DataError, match=r"gpt-5120-lr0.008-seed0/metrics.jsonl cannot be read.*delete the directory"):
         runner_of(study, good(runs)).complete()
     (run / "exit.json").write_text("[]")
-    with pytest.raises(DataError, match=r"gpt-5120-lr0.004-seed0/exit.json: "):
+    with pytest.raises(DataError, match=r"gpt-5120-lr0.008-seed0/exit.json: "):
         runner_of(study, good(runs)).complete()
 
 
