@@ -11,67 +11,53 @@ from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.study import StudyConfig, TransferConfig, is_of_study
 from ngpt_train.config.validate import mistake
-from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import command_of
 from ngpt_train.study.definition import Study, config_dir_of, merged, name_of, read_study
 from ngpt_train.study.points import Point, Result
 from ngpt_train.study.transfer.optima import Optima, read_optima
-from ngpt_train.study.transfer.patch import patch_of
-from ngpt_train.study.transfer.report import axes_of, left_out, report_of, write_report
+from ngpt_train.study.transfer.report import axes_of, left_out, report_of, table_entries, write_report
 from ngpt_train.study.transfer.sizes import arms_of_sizes
 from ngpt_train.verbs import study as study_verb
 
 
 def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> int:
-    """Prints a sentence for each axis, and writes transfer.json, the figures and the patch; returns the study's exit
+    """Prints a sentence for each axis and the rates, and writes transfer.json and the figures; returns the study's exit
     code, or 0. Where the study was interrupted it writes nothing: the same command goes on.
 
     overrides: those of the command line, without directories; those that are not the study's are for its runs.
     options: as of `study`. Raises ConfigError for a mistake in the arguments, DataError for runs that cannot be read.
     """
     transfer = config.transfer
-    patch = None if transfer.patch is None else Path(transfer.patch).expanduser()
-    if patch is not None and (patch.is_dir() or not patch.parent.is_dir()):
-        raise mistake(f"transfer.patch={patch}: no file can be there", "Name a file in a directory that exists")
-    if patch is not None and patch.is_file() and patch.read_bytes()[:4] not in (b"", b"--- "):
-        raise mistake(f"transfer.patch={patch}: the file is there, and is no earlier patch", "Name another file")
     if transfer.studies:
         check_reading(transfer, overrides)
         confidence = config.study.confidence if any(name_of(x) == "study.confidence" for x in overrides) else None
         optima = read_optima([Path(path).expanduser() for path in transfer.studies], confidence)
-        say_and_write(optima, transfer, transfer.out, patch, [*transfer.studies, *overrides, *options])
+        say_and_write(optima, transfer, transfer.out, [*transfer.studies, *overrides, *options])
         return 0
 
     def then(config: Config, study: Study, results: Mapping[Point, Result]) -> int:
         _, code = study_verb.ended(study, results)
         out = transfer.out or str(study.path / "transfer")
-        say_and_write(read_optima([study.path]), transfer, out, patch, [*overrides, *options])
+        say_and_write(read_optima([study.path]), transfer, out, [*overrides, *options])
         return code
 
     config = replace(config, study=study_of_sizes(config.study, transfer, overrides, options))
     return study_verb.make("transfer", config, overrides, options, then)
 
 
-def say_and_write(
-    optima: Optima, transfer: TransferConfig, out: str | None, patch: Path | None, arguments: Sequence[str]
-) -> None:
-    """Prints a sentence for each axis and what was left out; writes transfer.json and the figures into `out`, the patch
-    into `patch`. arguments: of the command line, which the report has."""
+def say_and_write(optima: Optima, transfer: TransferConfig, out: str | None, arguments: Sequence[str]) -> None:
+    """Prints a sentence for each axis, what was left out and the rates; writes transfer.json and figures into `out`.
+
+    arguments: of the command line, which the report has."""
     axes = axes_of(optima, transfer.within)
     report = report_of(optima, axes, transfer.within, [command_of("transfer", arguments)])
     for line in [axis.sentence for axis in axes] or ["no axis: no two optima differ in one size alone"]:
         print(line)
-    for line in left_out(optima):
+    for line in [*left_out(optima), *table_entries(optima)]:
         print(line)
     if out is not None:
         write_report(report, axes, Path(out).expanduser())
         print(f"written to {out}")
-    if patch is not None:
-        text, said = patch_of(optima.found, config_dir_of(arguments))
-        for line in said:
-            print(line)
-        write_atomically(patch, text.encode())
-        print(f"{patch}: for `git apply`" if text else f"{patch}: empty, there is no entry to add")
 
 
 def check_reading(transfer: TransferConfig, overrides: Sequence[str]) -> None:

@@ -232,4 +232,3 @@ class TransferConfig:
     depths: list[int] = key([], "n_layers of the arms, such as [2,4,8].", **COUNT)
     within: float = key(0.5, "Octaves of drift, +-, within which a rate transfers.", above=0, maximum=10)
     out: Union[str, None] = key(None, "Directory for transfer.json and figure; null: transfer/ in that of the study.")
-    patch: Union[str, None] = key(None, "File for a diff of recipes' optim.lr_table, for `git apply`.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,7 @@ from ngpt_train.study.compare.arms import found_arms
 from ngpt_train.study.compare.gather import gather
 from ngpt_train.study.compare.runs import Run, common_budgets
 from ngpt_train.study.compare.trials import read_arm, unfinished
-from ngpt_train.study.definition import LR, merged
-from ngpt_train.study.stored import FILE, read_stored
+from ngpt_train.study.definition import LR
 from ngpt_train.study.tuning import Tuning
 
 # What the width, depth and length of a run may change in its configuration.
@@ -22,15 +21,6 @@ SIZES = {
     *(f"model.{name}" for name in ("d_model", "n_layers", "n_heads", "n_kv_heads", "d_mlp", "n_encoder_layers")),
     "train.steps",
 }
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a run is from, which alone knows its recipe: the arguments of its arm, and the user's directory."""
-
-    study: str
-    arguments: tuple[str, ...]
-    config_dir: str | None
 
 
 @dataclass(frozen=True)
@@ -43,8 +33,7 @@ class Optimum:
     tokens: int
     tuning: Tuning
     n_seeds: int  # at the best value that was tried
-    run: Run  # one of its runs
-    source: Source | None
+    model: str  # model.name of its runs
 
     @property
     def is_tuned(self) -> bool:
@@ -65,7 +54,6 @@ def read_optima(paths: Sequence[Path], confidence: float | None = None) -> Optim
     """Of studies, runs, and directories of runs. Raises DataError where one holds no run, or where none has ended."""
     runs: list[Run] = []
     tuned, metrics, confidences = {LR}, set[str](), list[float]()
-    sources: dict[Path, Source] = {}
     for path in paths:
         gathered = gather([path])
         tuned |= set(gathered.tuned or ())
@@ -73,7 +61,6 @@ def read_optima(paths: Sequence[Path], confidence: float | None = None) -> Optim
         confidences.append(gathered.confidence)
         seen = {run.path.resolve() for run in runs}
         runs += [run for run in gathered.runs if run.path.resolve() not in seen]
-        sources |= _sources(path, gathered.arms or {})
     if len(metrics) > 1:
         raise DataError("the studies have different metrics: loss, and bits per byte. Name those of one metric.")
     reasons = {run.path: reason for run in runs if (reason := unfinished(run))}
@@ -90,19 +77,9 @@ def read_optima(paths: Sequence[Path], confidence: float | None = None) -> Optim
             arm = read_arm(name, of_size, budgets, tuned, metric, confidence)
             for (budget, key), tuning in sorted(arm.tunings.items()):
                 if key == LR:
-                    run = next(run for run in of_size if budgets[run.path] == budget)
-                    source = sources.get(run.path)
-                    n_seeds = len(arm.at_best(budget))
-                    found.append(Optimum(name, width, depth, budget, tuning, n_seeds, run, source))
+                    model = str(of_size[0].config["model.name"])
+                    found.append(Optimum(name, width, depth, budget, tuning, len(arm.at_best(budget)), model))
     return Optima(found, metric, confidence, notes)
-
-
-def _sources(path: Path, arms: Mapping[str, Sequence[Run]]) -> dict[Path, Source]:
-    if not (path / FILE).is_file():
-        return {}
-    study = read_stored(path)
-    of_arm = {arm: Source(study.name, merged(study.shared, row), study.config_dir) for arm, row in study.arms.items()}
-    return {run.path: of_arm[arm] for arm, runs in arms.items() for run in runs}
 
 
 def _by_size(runs: Sequence[Run]) -> dict[tuple[int, int], list[Run]]:

@@ -71,6 +71,20 @@ def left_out(optima: Optima) -> list[str]:
     return [*lines, *optima.notes]
 
 
+def table_entries(optima: Optima) -> list[str]:
+    """The tuned rates in YAML, for optim.lr_table of a recipe, under the scale and the context of their runs."""
+    lines = []
+    for one in optima.found:
+        if one.is_tuned:
+            lr, low, high = _rates(one)
+            source = f"transfer, {one.n_seeds} seed" + "s" * (one.n_seeds != 1)
+            if low is not None and high is not None:
+                source += f", {low:.3g} to {high:.3g}"
+            about = f"{one.architecture}, width {one.width:,}, {one.depth:,} layers"
+            lines.append(f'- {{tokens: {one.tokens}, lr: {lr:.3g}, model: {one.model}, source: "{source}"}}  # {about}')
+    return ["entries for optim.lr_table:", *lines] if lines else []
+
+
 def report_of(optima: Optima, axes: Sequence[Axis], within: float, commands: Iterable[str]) -> dict[str, Any]:
     """transfer.json: all numbers are finite or null."""
     return {

@@ -46,7 +46,6 @@ def test_names(arguments: list[str], says: str, capsys: pytest.CaptureFixture[st
         ["plan", "plan.out=notes.txt"],
         ["evaluate", "evaluate.checkpoint=runs/a", "evaluate.out=notes.txt"],
         ["audit", "runs/a", "audit.out=notes.txt"],
-        ["transfer", "runs/a", "transfer.patch=notes.txt"],
         ["transfer", "runs/a", "transfer.out=notes.txt"],
         ["analyze", "analyze.checkpoints=[runs/a]", "analyze.out=site"],
         ["probe", "probe.checkpoints=[runs/a]", "probe.out=site"],

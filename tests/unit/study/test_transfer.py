@@ -1,4 +1,4 @@
-"""`transfer` on a finished study whose optima are planted: sentences, transfer.json, figure, patch."""
+"""`transfer` on a finished study whose optima are planted: sentences, transfer.json, figure, entries."""
 
 import json
 import math
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from ngpt_train.__main__ import main
-from ngpt_train.config import ConfigError, load_config, to_dict
-from ngpt_train.config.composition.files import config_dir
+from ngpt_train.config import ConfigError, load_config, lr_table, to_dict
+from ngpt_train.config.composition.reading import parse
 from ngpt_train.config.keys import TABLES
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.validate import flatten
@@ -19,7 +19,7 @@ from ngpt_train.study.definition import Study, Tuned
 from ngpt_train.study.runner import Runner
 from ngpt_train.study.stored import read_stored, write_study
 from ngpt_train.study.transfer.optima import read_optima
-from ngpt_train.study.transfer.report import axes_of
+from ngpt_train.study.transfer.report import axes_of, table_entries
 from ngpt_train.study.transfer.sizes import arms_of_sizes
 from ngpt_train.verbs import study as study_verb
 from tests.planted_runs import write_run
@@ -60,9 +60,9 @@ def planted(root: Path, edge: int | None = None) -> Path:
 
 
 def test_a_planted_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Caught: an axis that mixes budgets, a patch for sizes that the scale does not have."""
+    """Caught: an axis that mixes budgets, entries that a recipe does not take."""
     path = planted(tmp_path)
-    assert main(["transfer", str(path), f"transfer.out={tmp_path / 'out'}", f"transfer.patch={tmp_path / 'p'}"]) == 0
+    assert main(["transfer", str(path), f"transfer.out={tmp_path / 'out'}"]) == 0
     said = capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "transfer.json").read_text())
     axes = {(axis["axis"], *axis["at"].values()): axis for axis in report["axes"]}
@@ -80,23 +80,22 @@ def test_a_planted_drift(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert report["left_out"] == []
     for kind in ("png", "svg"):
         assert (tmp_path / "out" / f"transfer.{kind}").stat().st_size > 5000
-    patch = (tmp_path / "p").read_text()
-    added = [line for line in patch.splitlines() if line.startswith("+ ")]
-    assert ["tokens: 25600" in patch, "tokens: 51200" in patch, len(added)] == [True, True, 2]
-    assert "configs/recipe/ngpt.yaml" in patch
-    assert said.count("it is not what scale=debug and recipe=ngpt stand for: model.d_model=") == 4
-    assert "transfer, study planted: optimum with 2 seeds" in patch
-    assert "51200" not in (config_dir() / "recipe/ngpt.yaml").read_text()  # never a silent change
+    entries = parse("\n".join(line for line in said.splitlines() if line.startswith("- {")))
+    assert lr_table.problem_of({"debug": {64: entries[:2]}}) is None
+    rates = [(float(f"{one['lr']:.3g}"), one["tokens"], "ngpt") for one in report["optima"]]
+    assert [(one["lr"], one["tokens"], one["model"]) for one in entries] == rates
+    assert entries[0]["source"].startswith("transfer, 2 seeds, 0.05")
 
 
 def test_an_untuned_size_is_left_out_and_said(tmp_path: Path) -> None:
-    """Caught: a best value at the edge of its grid in the fit."""
+    """Caught: a best value at the edge of its grid in the fit, or as an entry of a table."""
     optima = read_optima([planted(tmp_path, edge=128)])
     for axis in axes_of(optima, 0.5)[:2]:
         assert [one.width for one in axis.points] == [32, 64]
         assert axis.drift is not None
         assert axis.drift.octaves == pytest.approx(-0.5, abs=0.1)
     assert [one.tuning.state for one in optima.found if one.width == 128] == ["edge", "edge"]
+    assert not any("width 128" in entry for entry in table_entries(optima))
 
 
 def test_arms_of_sizes() -> None:
@@ -121,7 +120,6 @@ def test_arms_of_sizes() -> None:
         (["model=ngpt", "transfer.widths=[64,72]", "scale=debug"], ["transfer.widths=[72]", "head"]),
         (["studies/x", "transfer.widths=[64,128]"], ["transfer.widths", "no run is made"]),
         (["studies/x", "model=gpt"], ["model", "no run is made"]),
-        (["model=ngpt", "transfer.widths=[64,128]", "transfer.patch=/no/where"], ["transfer.patch=/no/where"]),
     ],
 )
 def test_mistakes(arguments: list[str], words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,10 +135,9 @@ def test_a_transfer_that_is_interrupted_writes_nothing(
     monkeypatch.setattr(study_verb, "measure", lambda configs, *_: dict.fromkeys(configs, ArmSize(1, 1, None, "")))
     monkeypatch.setattr(Runner, "complete", lambda runner: False)
     given = ["model=ngpt", "scale=debug", "data=embedded", "tokenizer=bytes", "study.budgets=[51200]"]
-    given += ["transfer.widths=[32,64]", f"study.root={tmp_path}", f"transfer.patch={tmp_path / 'p'}"]
+    given += ["transfer.widths=[32,64]", f"study.root={tmp_path}"]
     assert main(["transfer", *given]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("interrupted: 0 runs have ended")
     assert sorted(x.name for x in (tmp_path / "transfer-ngpt-debug").iterdir()) == ["lock", "study.yaml"]
-    assert not (tmp_path / "p").exists()
     stored = shlex.split(read_stored(tmp_path / "transfer-ngpt-debug").command)
     assert stored == ["python", "-m", "ngpt_train", "transfer", *given]
