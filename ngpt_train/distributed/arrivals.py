@@ -17,14 +17,18 @@ class Arrivals:
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
-        self._store, self._rank, self._size, self._number = store, rank, size, 0
+        self._store: dist.Store | None = store
+        self._rank, self._size, self._number = rank, size, 0
 
     @contextmanager
     def noted(self) -> Iterator[None]:
         """Around each collective. Raises RankLostError, with the ranks that have not come, where it fails."""
         self._number += 1
-        with suppress(dist.DistError):
-            self._store.set(str(self._rank), str(self._number))
+        if self._store is not None:
+            try:
+                self._store.set(str(self._rank), str(self._number))
+            except dist.DistError:
+                self._store = None  # torch prints a stack at each try
         try:
             yield
         except RuntimeError as error:
@@ -33,8 +37,10 @@ class Arrivals:
             raise RankLostError(f"{who} has not done its part, it is stopped or stuck ({error})") from error
 
     def _missing(self) -> list[int]:
-        keys = {rank: str(rank) for rank in range(self._size)}
-        with suppress(dist.DistError):
-            come = {rank: int(self._store.get(key)) if self._store.check([key]) else 0 for rank, key in keys.items()}
-            return [rank for rank, number in come.items() if number < self._number]
-        return []
+        store, missing = self._store, []
+        if store is not None:
+            with suppress(dist.DistError):
+                for rank in range(self._size):
+                    if not store.check([str(rank)]) or int(store.get(str(rank))) < self._number:
+                        missing.append(rank)
+        return missing
