@@ -183,7 +183,8 @@ def _command(arguments: list[str]) -> Callable[[], int]:
     check_verb(config, verb)
     if line.print_config:
         return partial(_show, to_yaml(config).rstrip())
-    return partial(_run, verb, config, line.overrides, **({"options": _options(line)} if verb in STUDY_VERBS else {}))
+    options = {"options": _options(line)} if verb in (*STUDY_VERBS, "plan") else {}  # what they start needs them
+    return partial(_run, verb, config, line.overrides, **options)
 
 
 def _run(verb: str, config: Config, overrides: list[str], **more: object) -> int:

@@ -17,7 +17,7 @@ from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import auto_warmup, table_lr
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import any_of, check_leaf, flatten, show
+from ngpt_train.config.validate import any_of, check_leaf, did_you_mean, flatten, mistake, show, similar_keys
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_yaml_text, write_atomically
 from ngpt_train.core.secrets import redacted
@@ -134,17 +134,25 @@ def differing_weights(stored: ModelConfig, model: ModelConfig) -> list[str]:
     ]
 
 
+def check_allowed(config: Config) -> None:
+    """Raises ConfigError where run.allow_change names what no resume may change, or no key."""
+    for name in config.run.allow_change or []:
+        is_key = name in all_keys()
+        if not is_key or name.partition(".")[0] not in _MAY_BE_ALLOWED:
+            why = "cannot be changed on a resume" if is_key else "is no key"
+            similar = "" if is_key else did_you_mean(similar_keys(name, all_keys()))
+            sections = ", ".join(f"{section}.*" for section in _MAY_BE_ALLOWED)
+            raise mistake(
+                f"run.allow_change={show(config.run.allow_change)}: {name} {why}{similar}",
+                f"Allowed are keys of {sections}; with other data or another model start another run.name",
+            )
+
+
 def check_resume(stored: Config, new: Config) -> None:
     """Raises ConfigError, listing the differences, unless a run that was started with `stored` may go on with
     `new`: with the same mathematics and the same data, but for the keys of run.allow_change. Both are resolved.
     train.steps may only grow."""
     allowed = new.run.allow_change or []
-    if refused := [name for name in allowed if name not in all_keys() or name.partition(".")[0] not in _MAY_BE_ALLOWED]:
-        sections = ", ".join(f"{section}.*" for section in _MAY_BE_ALLOWED)
-        raise ConfigError(
-            f"run.allow_change={show(allowed)}: {refused[0]} cannot be changed on a resume\n"
-            f"  Allowed are keys of {sections}; with other data or another model start another run.name"
-        )
     differences = [difference for difference in what_differs(stored, new) if difference[0] not in allowed]
     if not differences:
         return

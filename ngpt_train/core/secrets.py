@@ -14,7 +14,7 @@ REDACTED = "<redacted>"
 # What is named so, an environment variable or a part of a URL's query, holds a secret. PWD is the current directory.
 _NAME = r"KEY|TOKEN(?!IZ)|SECRET|PASS|CREDENTIAL|COOKIE|SIGNATURE|(^|_)(PW|PAT|AUTH|SIG)$|_PWD$"
 _SECRET_VARIABLE = re.compile(_NAME, re.IGNORECASE)
-_URL_LOGIN = re.compile(r"(?<=://)[^/\s]+@")
+_URL_LOGIN = re.compile(r"(?<=:/)(/?)[^/\s]+@")  # pathlib leaves one slash
 _URL_QUERY = re.compile(r"(?<=[?&])([\w.-]+)=([^&#\s]+)")
 # In characters. A shorter value of an environment variable (1, true, debug) would redact ordinary words.
 _SHORTEST_SECRET = 6
@@ -59,7 +59,7 @@ def redacted(value: Any, harmless: Container[str] = ()) -> Any:
             return value
         for secret in secrets:
             value = value.replace(secret, REDACTED)
-        return _URL_QUERY.sub(_query, _URL_LOGIN.sub(f"{REDACTED}@", value)) if "/" in value else value
+        return _URL_QUERY.sub(_query, _URL_LOGIN.sub(rf"\1{REDACTED}@", value)) if "/" in value else value
 
     return clean(value)
 

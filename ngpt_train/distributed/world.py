@@ -6,7 +6,9 @@ import functools
 import logging
 import os
 import time
+import uuid
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -19,6 +21,7 @@ from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.launcher import check_address
+from ngpt_train.distributed.arrivals import Arrivals
 from ngpt_train.distributed.long_work import LongWork
 
 T = TypeVar("T")
@@ -38,6 +41,7 @@ class World:
     local_size: int = 1  # ranks of this host
     timeout: float = 600.0  # parallel.timeout: seconds that ranks wait for a rank without a sign of life
     group: dist.ProcessGroup | None = None  # None: the group of training
+    arrivals: Arrivals | None = None  # with a group of its own: who is missing in `gather` and `on_main`
 
     @property
     def is_main(self) -> bool:
@@ -50,7 +54,10 @@ class World:
             return self
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         _never_release(group)
-        return replace(self, group=group)
+        # A connection of its own, as the watchdog's.
+        store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        store = dist.PrefixStore(f"ngpt_train/arrivals/{self.on_main(lambda: uuid.uuid4().hex)}", store)
+        return replace(self, group=group, arrivals=Arrivals(store, self.rank, self.size))
 
     def sum_(self, tensor: Tensor) -> Tensor:
         """Sums `tensor` over all ranks, in place, and returns it; every rank must call it."""
@@ -85,7 +92,8 @@ class World:
         if self.size == 1:
             return [item]
         items: list[T] = [item] * self.size
-        dist.all_gather_object(items, item, group=self.group)
+        with self._noted():
+            dist.all_gather_object(items, item, group=self.group)
         return items
 
     def on_main(self, function: Callable[[], T]) -> T:
@@ -95,7 +103,7 @@ class World:
         """
         if self.size == 1:
             return function()
-        return _share_outcome_of_main(_outcome(function) if self.is_main else (None, None), self.group)
+        return self._share_outcome_of_main(_outcome(function) if self.is_main else (None, None))
 
     def on_main_without_timeout(self, function: Callable[[], T]) -> T:
         """As `on_main`, for a function that may take hours, such as a download.
@@ -111,7 +119,7 @@ class World:
                 outcome = _outcome(function)
         else:
             work.wait_for_rank(0)
-        return _share_outcome_of_main(outcome, self.group)
+        return self._share_outcome_of_main(outcome)
 
     def on_all_without_timeout(self, function: Callable[[], T]) -> T:
         """Runs `function` on every rank and returns this rank's result when all ranks are done. A rank may take hours.
@@ -127,6 +135,19 @@ class World:
         work.wait_for_all(self.size)
         return result
 
+    def _share_outcome_of_main(self, outcome: tuple[T | None, Exception | None]) -> T:
+        """Returns rank 0's result on every rank, or raises its exception. A collective call."""
+        box = list(outcome)
+        with self._noted():
+            dist.broadcast_object_list(box, src=0, group=self.group, device=torch.device("cpu"))
+        result, failure = cast(T | None, box[0]), cast(Exception | None, box[1])
+        if failure is not None:
+            raise told_by_rank_0(failure)
+        return cast(T, result)
+
+    def _noted(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.arrivals is None else self.arrivals.noted()
+
     def _long_work(self) -> LongWork:
         store = dist.distributed_c10d._get_default_store()
         # Each rank counts its own pieces of long work. The numbers agree, because ranks do them in the same order.
@@ -139,16 +160,6 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
         return function(), None
     except Exception as error:
         return None, error
-
-
-def _share_outcome_of_main(outcome: tuple[T | None, Exception | None], group: dist.ProcessGroup | None) -> T:
-    """Returns rank 0's result on every rank, or raises its exception. A collective call."""
-    box = list(outcome)
-    dist.broadcast_object_list(box, src=0, group=group, device=torch.device("cpu"))
-    result, failure = cast(T | None, box[0]), cast(Exception | None, box[1])
-    if failure is not None:
-        raise told_by_rank_0(failure)
-    return cast(T, result)
 
 
 def join_world(config: Config) -> World:

@@ -13,6 +13,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.starts import KINDS
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.log import saying_nothing
+from ngpt_train.core.secrets import redacted
 from ngpt_train.data import load_tokenizer, many_epochs, planned_rows
 from ngpt_train.data.prepared.shards import MANIFEST, read_manifest
 from ngpt_train.data.tokenizers import known_vocabulary
@@ -22,11 +23,15 @@ from ngpt_train.report.choice import choose, planned_layout
 from ngpt_train.report.memory import MemoryItem, copies_to_save, memory_per_rank
 
 
-def launch_line(config: Config, overrides: Sequence[str]) -> str:
-    """The command that starts the planned run, with the user's arguments: for one process, for the ranks of a host, or
-    under Slurm for several hosts. Raises ConfigError for ranks that several hosts cannot share equally."""
+def launch_line(config: Config, given: Sequence[str]) -> str:
+    """The command that starts the planned run, with the user's arguments, secrets redacted: for one process, for the
+    ranks of a host, or under Slurm for several hosts. Raises ConfigError for ranks that several hosts cannot share
+    equally."""
     ranks, per_host = config.plan.world_size, config.plan.ranks_per_host
-    arguments = shlex.join(one for one in overrides if not one.startswith("plan."))
+    words = [redacted(one) for one in given if not one.startswith("plan.")]
+    # The embedded text is for first steps. A run that would read it many times needs a text that is not chosen yet.
+    text = [] if _is_text_chosen(config, words) or not [*many_epochs(planned_rows(config), config)] else ["data=..."]
+    arguments = " ".join([shlex.join(words), *text]).strip()
     if ranks == 1:
         return f"python -m ngpt_train train {arguments}".rstrip()
     if ranks <= per_host:
@@ -43,8 +48,16 @@ def launch_line(config: Config, overrides: Sequence[str]) -> str:
     return f"sbatch {where} scripts/slurm/train.sh {arguments}".rstrip() + run
 
 
-def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The plan of a resolved config whose `model.vocab_size` is a number, as JSON can hold it.
+def _is_text_chosen(config: Config, arguments: Sequence[str]) -> bool:
+    names = [one.partition("=")[0].strip() for one in arguments]
+    return config.data.kind != "embedded" or any(
+        name in ("data", "experiment") or name.startswith("data.") for name in names
+    )
+
+
+def make_plan(config: Config, overrides: Sequence[str] = (), options: Sequence[str] = ()) -> dict[str, Any]:
+    """The plan of a resolved config whose `model.vocab_size` is a number, as JSON can hold it. options: the words of
+    the command line that are no overrides, such as --config-dir.
 
     Memory is in bytes. The plan is for GPUs unless train.device=cpu, because most plans are made on another machine
     than the run's. With plan.device it is the plan of what `choose` chooses, and the launch line says so. Raises
@@ -68,7 +81,7 @@ def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
     flops_per_token = model.flops_per_token(context)
     steps = config.train.stop_at or config.train.steps
     total_tokens = steps * rows * context
-    sizes = planned_rows(config)
+    sizes = planned_rows(config) if _is_text_chosen(config, overrides) else {}
     source = config.model.source_of_starts(config.scale.name)
     rules = dict.fromkeys(KINDS, "each row is then brought to length 1") if model.projects else vars(config.model.init)
     plan: dict[str, Any] = {
@@ -106,7 +119,7 @@ def make_plan(config: Config, overrides: Sequence[str] = ()) -> dict[str, Any]:
         "device": "cuda" if layout.on_gpu else "cpu",
         "precision": str(layout.dtype).removeprefix("torch."),
         "compiled": layout.compiled,
-        "launch": launch_line(config, overrides),
+        "launch": launch_line(config, [*options, *overrides]),
         "memory_per_rank": {
             "total": sum(item.bytes for item in memory),
             "items": [asdict(item) for item in memory],

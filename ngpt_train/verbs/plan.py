@@ -11,7 +11,7 @@ from ngpt_train.core.files import write_json
 from ngpt_train.report.plan import describe_plan, make_plan, planned_vocabulary
 
 
-def main(config: Config, overrides: Sequence[str]) -> int:
+def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> int:
     """Prints the plan, and writes it to plan.out as JSON; returns 0. Under torchrun rank 0 alone does so.
 
     Raises ConfigError for what does not fit plan.world_size ranks, DataError where a tokenizer's file is missing.
@@ -20,7 +20,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         return 0
     if config.model.vocab_size == AUTO:
         config = replace(config, model=replace(config.model, vocab_size=planned_vocabulary(config)))
-    plan = make_plan(config, overrides)
+    plan = make_plan(config, overrides, options)
     print(describe_plan(plan))
     if config.plan.out is not None:
         out = Path(config.plan.out).expanduser()

@@ -1,7 +1,7 @@
 """`python -m tests.processes.save_worker ACTION POINT STEPS RANK train ...`: the trainer, with a fault in its saves.
 
 ACTION, on rank RANK, at POINT of the saves of STEPS (`4` or `4,5,6`; `all`): `kill` the process, `fail` as a full disk
-does, or `sleep` for two seconds. Nothing happens once torchrun has started the processes again.
+does, `sleep` for two seconds, or `hang`. Nothing happens once torchrun has started the processes again.
 """
 
 import errno
@@ -34,8 +34,8 @@ def main() -> None:
             return
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
-        elif action == "sleep":
-            time.sleep(SLEEP)
+        elif action in ("sleep", "hang"):
+            time.sleep(SLEEP if action == "sleep" else 10_000)
         else:
             raise OSError(errno.ENOSPC, "no room, says the test")
 

@@ -189,3 +189,18 @@ def test_torchrun_killed_while_a_save_is_written(tmp_path: Path, corpus: Path) -
     assert names[0] == "step_00000004"
     assert names[-1] == f"step_{end['step']:08d}"
     check_all_complete(directory)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("point", "rank"), [("writing", "1"), ("before-rename", "0")])
+def test_a_save_that_hangs_names_rank_and_checkpoint(tmp_path: Path, corpus: Path, point: str, rank: str) -> None:
+    """Caught: an end in gloo's words, which name neither."""
+    given = arguments(
+        *(tmp_path, corpus, "train.steps=100000", "checkpoint.every=4", "parallel=ddp", "parallel.timeout=20"),
+        "checkpoint.async=true",
+    )
+    process = started(given, "hang", point, "4", rank, ranks=RANKS)
+    output = output_of(process)
+    assert process.returncode != 0
+    path = tmp_path / "runs/test/checkpoints/step_00000004"
+    assert f"The checkpoint {path} could not be written: rank {rank} has not done its part" in output, output[-4000:]

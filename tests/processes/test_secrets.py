@@ -24,7 +24,8 @@ def test_no_secret_leaves_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
     trained, planned = run("train", given), run("plan", [*given, f"plan.out={tmp_path / 'runs' / 'plan.json'}"])
     ends_badly = [f"data.val_files={tmp_path}/{PLANTED}", "run.name=bad"]
-    refused = [run("train", [*given, *ends_badly]), run("train", [*given, f"optim.lr={PLANTED}"])]
+    no_file = [f"data.path=https://me:{LOGIN}@host/x", "run.name=none"]  # pathlib makes https:/me of it
+    refused = [run("train", [*given, *each]) for each in (ends_badly, no_file, [f"optim.lr={PLANTED}"])]
 
     assert [trained.returncode, planned.returncode] == [0, 0], trained.stderr + planned.stderr
     assert all(one.returncode in (2, 3) for one in refused)

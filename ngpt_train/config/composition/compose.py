@@ -23,6 +23,7 @@ from ngpt_train.config.conflicts import check
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.resolve import resolve
 from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import check_allowed
 from ngpt_train.config.validate import Key, Origin, check_leaf, flatten, is_interpolation, mistake, nested, show
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.secrets import note_variables, without_variables
@@ -52,6 +53,7 @@ def load_config(overrides: Sequence[str] = (), config_dir: str | None = None, wo
     composition = compose(overrides, config_dir)
     resolve(composition.config, composition.origins, composition.choices.get("experiment"))
     check(composition.config, world_size, composition.origins)
+    check_allowed(composition.config)
     return composition.config
 
 

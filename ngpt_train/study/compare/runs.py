@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.keys import AUTO, TABLES
-from ngpt_train.config.validate import flatten
+from ngpt_train.config.validate import flatten, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json, read_yaml_text
 from ngpt_train.core.recorded import ABOVE_0, COUNT, FLAG, POSITIVE, TEXT, Record, checked, read_end, read_records
@@ -67,8 +67,12 @@ class Run:
         return self.rows_at(self.evals[-1]["step"]) if self.evals else None
 
     def rows_at(self, step: int, of: str = "") -> Rows | None:
-        path = self.path / "evals" / f"step_{step:08d}{of}.npz"
+        path = self.path / rows_file(step, of)
         return read_rows(path) if path.exists() else None
+
+
+def rows_file(step: int, of: str = "") -> str:
+    return f"evals/step_{step:08d}{of}.npz"
 
 
 def read_run(path: Path) -> Run:
@@ -111,10 +115,11 @@ def contradicted(run: Run, record: Mapping[str, Any]) -> Iterator[tuple[str, Any
     value, the one that they give, and a sentence. Raises DataError where a file of evals/ is damaged."""
     for of in dict.fromkeys(found[0] if (found := re.search(r"_ctx\d+$", name)) else "" for name in record):
         metrics = {name.removesuffix(of): value for name, value in record.items() if name.endswith(of)}
-        rows = run.rows_at(record["step"], of.replace("_ctx", "_context_"))
+        of_rows = of.replace("_ctx", "_context_")
+        rows = run.rows_at(record["step"], of_rows)
         for name, recorded, value in contradictions(metrics, rows):
-            what = "its rows give" if rows else "its other metrics give"
-            says = f"the eval record of step {record['step']} says {name}{of} {recorded}, {what} {value}"
+            what = f"its rows in {rows_file(record['step'], of_rows)} give" if rows else "its other metrics give"
+            says = f"the eval record of step {record['step']} says {name}{of} {show(recorded)}, {what} {show(value)}"
             yield f"{name}{of}", recorded, value, says
 
 

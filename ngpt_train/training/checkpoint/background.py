@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.distributed.long_work import RankLostError
 from ngpt_train.training.checkpoint.save import Checkpoints, Snapshot
 from ngpt_train.training.checkpoint.staging import Staging, resolve_asynchronous
 from ngpt_train.training.checkpoint.tensors import describe_error
@@ -106,6 +107,11 @@ class Saves:
         try:
             self._staging.wait()
             self._write(snapshot)
+        except RankLostError as error:
+            path = self._checkpoints.directory / f"step_{snapshot.step:08d}"
+            self._error = RankLostError(
+                f"The checkpoint {path} could not be written: {error}. The same command goes on from the last one"
+            )
         except Exception as error:
             self._error = error
 

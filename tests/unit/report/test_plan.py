@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ngpt_train.__main__ import main as command
 from ngpt_train.config import Config, ConfigError, DataError, load_config
 from ngpt_train.models import build_model
 from ngpt_train.report.plan import describe_plan, make_plan
@@ -202,9 +203,12 @@ def test_vocabulary_of_tokens_that_are_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("ranks", "line"),
     [
-        (1, "python -m ngpt_train train model=ngpt 'run.name=a b'"),
-        (8, "torchrun --standalone --nproc-per-node 8 -m ngpt_train train model=ngpt 'run.name=a b'"),
-        (64, "sbatch --nodes=8 --gpus-per-node=8 scripts/slurm/train.sh model=ngpt 'run.name=a b' run.root=..."),
+        (1, "python -m ngpt_train train model=ngpt 'run.name=a b' data=..."),
+        (8, "torchrun --standalone --nproc-per-node 8 -m ngpt_train train model=ngpt 'run.name=a b' data=..."),
+        (
+            64,
+            "sbatch --nodes=8 --gpus-per-node=8 scripts/slurm/train.sh model=ngpt 'run.name=a b' data=... run.root=...",
+        ),
     ],
 )
 def test_the_line_that_starts_it(ranks: int, line: str) -> None:
@@ -213,6 +217,29 @@ def test_the_line_that_starts_it(ranks: int, line: str) -> None:
     config = load_config([*HALF_B, f"plan.world_size={ranks}"])
     assert make_plan(config, overrides)["launch"] == line
     assert f"  {line}" in describe_plan(make_plan(config, overrides))
+
+
+@pytest.mark.parametrize(
+    ("chosen", "is_read"),
+    [(["data=embedded"], True), (["data.text_gb=0.01"], True), (["train.steps=1"], False), ([], False)],
+)
+def test_the_text_of_a_plan(chosen: list[str], is_read: bool) -> None:
+    """Caught: a warning that a text is read 18,544 times which nobody chose; a line that trains a large run on it."""
+    made = make_plan(load_config([*HALF_B, *chosen]), chosen)
+    assert bool(made["epochs"]) == is_read == any("reads the training text" in note for note in made["notes"])
+    assert made["launch"].endswith("data=...") == (chosen == [])
+    assert ("epochs" in describe_plan(made)) == is_read
+
+
+def test_the_line_has_the_options(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Caught: a line without the directory whose file it names, or with a password."""
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/mine.yaml").write_text("kind: embedded\n")
+    url = "https://me:pa55word@host/x"
+    assert command(["plan", "--config-dir", str(tmp_path), "data=mine", "scale=debug", f"generate.prompts={url}"]) == 0
+    printed = capsys.readouterr().out
+    assert f"train --config-dir {tmp_path} data=mine scale=debug" in printed
+    assert "pa55word" not in printed
 
 
 def test_refuses_ranks_that_hosts_do_not_share() -> None:

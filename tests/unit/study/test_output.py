@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from markdown_it import MarkdownIt  # rich needs it
+from markdown_it.token import Token
 
 from ngpt_train.report.page.style import styles
 from ngpt_train.study.compare.output import first_page, series, tables, verdicts, wording
@@ -318,6 +320,34 @@ def test_text_in_markdown() -> None:
     assert escaped("gpt_qk a|b *c* `d` _e_") == "gpt_qk a\\|b \\*c\\* \\`d\\` \\_e\\_"
     assert code("optim.lr") == "`optim.lr`"
     assert "|" not in code("a | b").replace("\\|", "")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "# <b> a|b `c` [d](http:e) ![f](g)\n\n# h",
+        "> __a__ _b_ *c* ~~d~~ &lt;",
+        "1. a <!-- b",
+        "- a\n|---|",
+        "+ \\_a",
+        "---",
+        "``` a\n```\n<script>",
+    ],
+)
+def test_names_are_no_markdown(name: str) -> None:
+    """Caught: a name that makes a heading, list, quotation, link, cell or emphasis, or ends one of ours; HTML."""
+    markdown = MarkdownIt("commonmark").enable(["table", "strikethrough"])
+
+    def read(name: str) -> list[Token]:
+        report = example(arms=("gpt", name), untuned=(name,)) | {"title": name, "notes": [name]}
+        blocks = markdown.parse(document(report, {}))
+        return [*blocks, *(token for block in blocks for token in block.children or ())]
+
+    # A bar or a backtick cannot stand in code, which is then text.
+    kinds, others = ([x.type for x in read(y) if x.type not in ("text", "code_inline")] for y in (name, "other"))
+    assert kinds == others
+    texts = [token.content for token in read(name) if token.type == "text"]
+    assert texts.count(" ".join(name.split())) >= 2  # the title and the note
 
 
 def test_the_console_s_table() -> None:

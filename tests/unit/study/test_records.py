@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import zipfile
 from pathlib import Path
@@ -78,7 +79,7 @@ def archive(path: Path, compression: int = zipfile.ZIP_STORED, **members: bytes)
             file.writestr(f"{name}.npy", content)
 
 
-@pytest.mark.parametrize("attack", ["header", "bomb", "pickle", "no array", "more", "fewer", "negative", "cut"])
+@pytest.mark.parametrize("attack", ["header", "bomb", "pickle", "no array", "more", "fewer", "negative", "loss", "cut"])
 def test_a_forged_file_of_rows(run: Run, attack: str) -> None:
     """One sentence, within a moment and little memory. Caught: 10^12 rows that a header promises, 800 MB in 800 KB,
     objects, members that are no arrays."""
@@ -98,25 +99,42 @@ def test_a_forged_file_of_rows(run: Run, attack: str) -> None:
         archive(path, **ok | {"n_targets": array(np.ones(3, np.int64))})
     elif attack == "negative":
         archive(path, **ok | {"n_targets": array(np.array([-5, 7]))})
+    elif attack == "loss":
+        archive(path, **ok | {"loss_sum": array(np.array([-1.0, 9.0]))})
     else:
         path.write_bytes(path.read_bytes()[:200])
     with pytest.raises(DataError, match=path.name):
         check_evals([read_run(run.path)])
 
 
-@pytest.mark.parametrize("forged", ["loss", "n_targets", "rows_hash", "ppl", "bits_per_byte", "rows"])
+def with_losses(run: Run, factor: float) -> None:
+    with np.load(rows_file(run)) as file:
+        kept = {name: file[name] for name in file.files}
+    np.savez(rows_file(run), **kept | {"loss_sum": kept["loss_sum"] * factor})
+
+
+@pytest.mark.parametrize("factor", [math.nan, math.inf])
+def test_the_rows_of_a_run_that_diverged(run: Run, factor: float) -> None:
+    """Caught: such rows refused beside the record that training writes of them, or a traceback at the sum of them."""
+    with_losses(run, factor)
+    metrics = {"loss": None, "ppl": None if math.isnan(factor) else math.exp(700), "bits_per_byte": None}
+    for name, value in metrics.items():
+        with_value(run.path / "metrics.jsonl", name, value)
+    check_evals([read_run(run.path)])
+
+
+@pytest.mark.parametrize("forged", ["loss", "n_targets", "rows_hash", "ppl", "bits_per_byte", "rows", "nan", "-inf"])
 def test_records_and_rows_contradict_each_other(run: Run, forged: str) -> None:
     """Caught: a loss that nobody measured, or rows of another validation: a table with an interval came of both."""
     check_evals([run])
-    if forged == "rows":
-        with np.load(rows_file(run)) as file:
-            kept = {name: file[name] for name in file.files}
-        np.savez(rows_file(run), **kept | {"loss_sum": kept["loss_sum"] / 2})
+    if forged in ("rows", "nan", "-inf"):
+        with_losses(run, 0.5 if forged == "rows" else float(forged))
     else:
         value = run.evals[-1].get(forged, 20.0)
         other = f"{value}0" if isinstance(value, str) else type(value)(value + 1)
         with_value(run.path / "metrics.jsonl", forged, other)
-    with pytest.raises(DataError, match=r"step 4 says"):
+    problem = r"losses cannot be" if forged == "-inf" else r"step 4 says .*step_00000004\.npz give"
+    with pytest.raises(DataError, match=problem):
         check_evals([read_run(run.path)])
 
 

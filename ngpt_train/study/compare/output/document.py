@@ -75,14 +75,17 @@ def console(report: Report) -> str:
 def escaped(text: str) -> str:
     """Text that Markdown and the HTML in it leave as it is, also inside a table."""
     plain = " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;")
-    return re.sub(r"([\\`*\[\]|~]|(?<!\w)_|_(?!\w))", r"\\\1", plain)
+    plain = re.sub(r"([\\`*\[\]|~]|(?<![^\W_])_|_(?![^\W_]))", r"\\\1", plain)
+    # At the beginning of a sentence: a heading, an item or a rule, a quotation.
+    return re.sub(r"^(\d*)(?=[#.)+-]+( |$)|>)", r"\1\\", plain)
 
 
 def code(text: str) -> str:
     """As code, whatever it holds; a bar would end the cell of a table even so."""
+    text = " ".join(text.split())
     if "`" in text or "|" in text:
         return escaped(text)
-    return f"`{text}`" if text.strip() else ""
+    return f"`{text}`" if text else ""
 
 
 def _list(sentences: Iterable[str]) -> str:

@@ -18,6 +18,7 @@ from ngpt_train.core.files import read_whole
 
 MOST_BYTES = 1 << 26  # of a file: 4 million rows
 MOST_TARGETS = 1 << 40  # of a row, so that their sum is no more than int64 holds
+MOST_LOSS = 2.0**129 * MOST_TARGETS  # of a row: each target's is of fp32 logits
 ARRAYS = {"loss_sum": "<f8", "n_targets": "<i8", "rows_hash": "<U"}
 
 
@@ -46,6 +47,9 @@ def read_rows(path: Path) -> Rows:
             raise ValueError("loss_sum and n_targets are not of the same rows")
         if rows.n_targets.min() < 0 or not 0 < rows.n_targets.max() < MOST_TARGETS:
             raise ValueError("its numbers of targets cannot be")
+        ends = rows.loss_sum[np.isfinite(rows.loss_sum)]  # NaN and infinite are those of a run that diverged
+        if (rows.loss_sum < 0).any() or (ends > MOST_LOSS).any():
+            raise ValueError("its losses cannot be")
     except (OSError, ValueError, RuntimeError, EOFError, struct.error, zipfile.BadZipFile) as error:
         why = getattr(error, "strerror", None) or str(error)
         raise DataError(
@@ -79,13 +83,16 @@ def contradictions(record: Mapping[str, Any], rows: Rows | None) -> Iterator[tup
     total = None if loss is None or n_targets is None else loss * n_targets
     if rows is not None:
         total, n_targets = float(rows.loss_sum.sum()), int(rows.n_targets.sum())
-        loss = total / n_targets if math.isfinite(total) else None
+        loss = total / n_targets
         expected = {"loss": loss, "n_targets": n_targets, "rows": len(rows.loss_sum), "rows_hash": rows.rows_hash}
     if loss is not None:
         expected["ppl"] = math.exp(min(loss, 700.0))
     if total is not None and bits:
-        expected["bits_per_byte"] = total / math.log(2) / max(1, n_bytes(total, bits))
+        expected["bits_per_byte"] = total / math.log(2) / max(1, n_bytes(total, bits)) if math.isfinite(total) else None
     close = {"ppl": 1e-14, "bits_per_byte": 0.0 if rows else 1e-14}
+    # Records have what is not finite as null.
+    endless = [name for name, value in expected.items() if isinstance(value, float) and not math.isfinite(value)]
+    expected |= dict.fromkeys(endless)
     for name, value in expected.items():
         if name in record and record[name] != value:
             floats = type(record[name]) is type(value) is float
