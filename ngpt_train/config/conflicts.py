@@ -323,6 +323,11 @@ def _checkpoints(checkpoint: CheckpointConfig, validation: EvalConfig) -> Iterat
 def _tasks(validation: EvalConfig) -> Iterator[Conflict]:
     if validation.tasks == []:
         yield "eval.tasks", "no task", "Name one, as in tasks=[arc_easy], or leave it out"
+    if any("/" in name or name in (".", "..") for name in validation.tasks or []):
+        fix = (
+            "Name the directory with eval.tasks_path=DIR, and here its files without their endings, as in tasks=[NAME]"
+        )
+        yield "eval.tasks", "a path where names stand", fix
     if validation.tasks and find_spec("lm_eval") is None:
         yield "eval.tasks", "the package lm-eval is not installed", "pip install 'ngpt-train[eval]'"
     elif validation.tasks and tuple(map(int, re.findall(r"\d+", found := version("lm_eval"))[:3])) < (0, 4, 12):
