@@ -103,6 +103,9 @@ def check_verb(config: Config, verb: str) -> None:
         check_directory(f"{verb}.out={section.out}", Path(section.out).expanduser())
     if verb == "generate":
         check_texts(config.generate)
+    if verb != "evaluate" and config.data.val_fraction == 1:
+        problem = "data.val_fraction=1: all of the text would validate, and none is left to train on"
+        raise mistake(problem, "Set it below 1; `evaluate` alone takes 1, for the loss on all of a text")
     if verb == "prepare" and config.data.kind in ("tokens", "mixture"):
         problem = "nothing to prepare" if config.data.kind == "tokens" else "one source at a time is prepared"
         raise mistake(f"data.kind={config.data.kind}: {problem}", "Choose text: data=embedded, local or hf")
@@ -320,6 +323,11 @@ def _checkpoints(checkpoint: CheckpointConfig, validation: EvalConfig) -> Iterat
 def _tasks(validation: EvalConfig) -> Iterator[Conflict]:
     if validation.tasks == []:
         yield "eval.tasks", "no task", "Name one, as in tasks=[arc_easy], or leave it out"
+    if any("/" in name or name in (".", "..") for name in validation.tasks or []):
+        fix = (
+            "Name the directory with eval.tasks_path=DIR, and here its files without their endings, as in tasks=[NAME]"
+        )
+        yield "eval.tasks", "a path where names stand", fix
     if validation.tasks and find_spec("lm_eval") is None:
         yield "eval.tasks", "the package lm-eval is not installed", "pip install 'ngpt-train[eval]'"
     elif validation.tasks and tuple(map(int, re.findall(r"\d+", found := version("lm_eval"))[:3])) < (0, 4, 12):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -89,9 +90,12 @@ def open_dataset(
     on_main: where several processes open streamed text, runs a function on one of them and returns its result on all.
     The function may list, download and tokenize for hours: no collective with a time limit may wait for it.
     Without streamed text no process group is needed; of several processes that call it, one prepares, the others wait.
+    data.val_fraction=1: nothing is left to train on, and nothing is prepared.
     Raises ConfigError without `data.path`, DataError if anything is wrong with the text, the files or the
     tokenizer, or if a split is shorter than a row.
     """
+    if config.data.val_fraction == 1:
+        return _open_whole(config, tokenizer, on_main)
     if config.data.kind == "mixture":
         return _open_mixture(config, tokenizer, on_main)
     if config.data.streamed:
@@ -226,11 +230,13 @@ def _corpus(text: OpenShards, shards: Sequence[Shard]) -> Iterator[str]:
 def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -> Tokens:
     """Held-out documents of the first shards until they make eval.rows rows, or have eval.tokens targets.
 
-    For rows, no more than data.open_shards shards are read, unless these make none; for eval.tokens all, if need be.
+    For rows, no more than data.open_shards shards are read, unless these make none; for eval.tokens all, if need be,
+    and where both are None.
     eval.contexts has no part in it: the rows are drawn from these documents, so a longer text would have other rows.
     """
     form = row_format(config, tokenizer.eos)
     rows, wanted = config.eval.rows, config.eval.tokens
+    takes_all = rows is None and wanted is None
     ids: list[NDArray[np.integer]] = []
     n_tokens = n_documents = n_targets = full = 0
     enough = False
@@ -245,7 +251,7 @@ def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -
             n_targets += int(form.targets_of(np.array(len(ids[-1]))))
             full = (n_tokens - 1) // form.context if form.source_context is None else n_documents
             asked_for = (rows is None or full >= rows) and n_targets >= (wanted or 0)
-            enough = asked_for and n_tokens > config.model.context
+            enough = asked_for and n_tokens > config.model.context and not takes_all
             if enough:
                 break
         if enough or (rows is not None and full and shard + 1 >= config.data.open_shards):
@@ -264,6 +270,39 @@ def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -
 
 def _path(config: Config) -> Path:
     return Path(config.data.path or config.data.repo or config.data.kind)
+
+
+# --- all of a text
+
+
+def _open_whole(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -> Dataset:
+    """All of the text that `config.data` names as the validation split. Text that is not streamed is tokenized in
+    memory: to evaluate it takes far longer.
+
+    Raises ConfigError where the data is no text or has files that validate, DataError where the text cannot be read or
+    is shorter than a row.
+    """
+    data, path = config.data, _path(config)
+    if data.kind in ("tokens", "mixture") or data.val_files is not None:
+        named, fix = f"data.kind={data.kind}", "Name the text with data=local data.path=FILE"
+        if data.val_files is not None:
+            named, fix = f"data.val_files={data.val_files}", "Set data.val_files=null, or leave data.val_fraction out"
+        raise ConfigError(f"data.val_fraction=1, {named}: has a validation split of its own\n  {fix}")
+    if data.streamed:
+        return _open_streamed(config, tokenizer, on_main)
+    tokenizer = tokenizer or load_tokenizer(config.tokenizer)
+    documents = [with_eos(tokenizer, text) for text in open_source(data).documents() if text or data.keep_empty]
+    offsets = np.cumsum([0, *map(len, documents)])
+    context = config.model.context
+    if offsets[-1] <= context and not config.model.source_length(context):
+        raise DataError(
+            f"{path}: has {offsets[-1]} tokens, less than one row (model.context + 1 = {context + 1}); add text, or "
+            f"take documents of any length with evaluate.length.contexts=[{context}]"
+        )
+    ids = np.concatenate(documents)
+    found = canonical_hash([tokenizer.fingerprint, hashlib.sha256(ids.tobytes()).hexdigest()])
+    validation = Tokens("validation", path, [ids], tokenizer.eos, [offsets])
+    return Dataset(Tokens("train", path, [], tokenizer.eos), validation, tokenizer, found, path, {})
 
 
 # --- mixtures

@@ -23,15 +23,15 @@ COUNTED_TOGETHER = 1024  # rows
 
 
 def chosen_rows(rows: Rows, config: Config) -> NDArray[np.int64]:
-    """eval.rows rows, each drawn by itself, or as many rows as have eval.tokens targets; all where there are fewer.
+    """eval.rows rows, each drawn by itself, or as many rows as have eval.tokens targets; all where there are fewer, and
+    where both are None.
 
     With eval.tokens, rows that follow each other in the text are drawn in blocks of BLOCK_TOKENS; rows of documents one
     by one.
     """
     total = len(rows)
     if config.eval.tokens is None:
-        assert config.eval.rows is not None
-        return permuted(np.arange(min(config.eval.rows, total)), total, SEED)
+        return permuted(np.arange(min(config.eval.rows or total, total)), total, SEED)
     block = max(1, BLOCK_TOKENS // config.model.context) if isinstance(rows, NextToken) else 1
     n_blocks = -(-total // block)
     firsts = permuted(np.arange(n_blocks), n_blocks, SEED) * block

@@ -13,7 +13,6 @@ from ngpt_train.config.conflicts import check_contexts
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.places import check_beside
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.data import DataConfig
 from ngpt_train.config.validate import mistake, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
@@ -64,8 +63,9 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     validation = Evaluations(dataset.validation, dataset.tokenizer.n_bytes, combined)
     for note in validation.notes():
         logger.info(note)
-    if combined.data is config.data and config.data.kind in ("local", "hf", "openwebtext"):
-        logger.info(of_text(config.data))
+    is_other_text = combined.data is config.data and config.data.kind in ("local", "hf", "openwebtext")
+    if is_other_text or combined.data.val_fraction == 1:
+        logger.info(of_text(combined))
     losses = validation.row_losses(restored.model, world)
     result = {
         **identity(restored),
@@ -198,12 +198,16 @@ def check_lengths(config: Config, model: ModelConfig, overrides: Sequence[str]) 
         raise mistake(problem, "For example data=local data.path=books.jsonl, or data=hf data.repo=emozilla/pg19-test")
 
 
-def of_text(data: DataConfig) -> str:
+def of_text(config: Config) -> str:
     """Which part of another text than the run's own is evaluated: not all of it, as who names a file may expect."""
+    data, rows = config.data, config.eval
     if data.val_files is not None:
         return f"data.val_files={data.val_files} is evaluated"
+    if data.val_fraction == 1:
+        limit = f"eval.rows={rows.rows}" if rows.tokens is None else f"eval.tokens={rows.tokens}"
+        return "all of the text is evaluated" + ("" if rows.rows == rows.tokens else f", and of it {limit}")
     share = f"data.val_fraction={data.val_fraction:g}"
-    return f"the part that training would hold out of this text is evaluated, {share}; with 0.99 it is nearly all"
+    return f"the part that training would hold out of this text is evaluated, {share}; 1 takes all of it"
 
 
 def identity(restored: Restored) -> dict[str, Any]:
@@ -232,7 +236,10 @@ def combine(config: Config, of_run: Config, overrides: Sequence[str]) -> Config:
     else:
         own_text = taken(of_run, config, overrides, opens=("data",)).data
         data = replace(own_text, **changes(config.data, "data", overridden))
-    chosen = config.eval if overridden.intersection(ROWS) else of_run.eval
+    if overridden.intersection(ROWS):
+        chosen = config.eval
+    else:
+        chosen = replace(of_run.eval, rows=None, tokens=None) if data.val_fraction == 1 else of_run.eval
     contexts = config.eval.contexts if "eval.contexts" in overridden else of_run.eval.contexts
     validation = replace(config.eval, rows=chosen.rows, tokens=chosen.tokens, contexts=contexts)
     return replace(config, model=of_run.model, data=data, eval=validation)

@@ -13,7 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from ngpt_train import load
 from ngpt_train.__main__ import main
 from ngpt_train.core import log
 from ngpt_train.training.checkpoint import list_checkpoints, save
@@ -114,11 +116,65 @@ def test_another_text_is_evaluated_in_part(
     with caplog.at_level("INFO", "ngpt_train"):
         assert main(["evaluate", *given]) == 0
         assert "hold out of this text is evaluated, data.val_fraction=0.02;" in caplog.text
-        assert main(["evaluate", *given, "data.val_fraction=0.99", "eval.rows=1000"]) == 0
-    *_, first, last = re.findall(r"rows with ([\d,]+) targets", caplog.text)
+    (targets,) = re.findall(r"rows with ([\d,]+) targets", caplog.text)
     bytes_of_text = len(text.read_bytes())
-    assert 0.01 * bytes_of_text < int(first.replace(",", "")) < 0.03 * bytes_of_text
-    assert int(last.replace(",", "")) > 0.97 * bytes_of_text
+    assert 0.01 * bytes_of_text < int(targets.replace(",", "")) < 0.03 * bytes_of_text
+
+
+def test_all_of_a_text_is_evaluated(
+    directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loss on all documents against one forward pass after the other. Caught: a document left out, the end of the
+    text left out or counted twice, the rows of training alone, the first shards of streamed text alone."""
+    documents = [f"line {n} of this text is read" + " once more" * (n % 7) for n in range(121)]
+    text = tmp_path / "other.jsonl"
+    text.write_text("".join(json.dumps({"text": x}) + "\n" for x in ["", *documents]))
+    given = [f"evaluate.checkpoint={directory}", "data=local", f"data.path={text}", f"data.cache={tmp_path / 'cache'}"]
+    given = ["evaluate", *given, f"evaluate.out={tmp_path / 'loss.json'}"]
+    assert main([*given, "data.val_fraction=0.001"]) == 3
+    assert "to `evaluate` all of a text, set it to 1" in capsys.readouterr().err
+
+    def found(*overrides: str) -> dict[str, Any]:
+        assert main([*given, "data.val_fraction=1", *overrides]) == 0
+        return json.loads((tmp_path / "loss.json").read_text())
+
+    with caplog.at_level("INFO", "ngpt_train"):
+        result = found()
+        assert "all of the text is evaluated" in caplog.text
+    trained = load(directory)
+    eos, context = trained.tokenizer.eos, trained.config.model.context
+    ids = torch.tensor([eos, *(i for x in documents for i in [*x.encode(), eos])])
+    n = len(ids) - 1
+    total = 0.0
+    for first in range(0, n, context):
+        start = min(first, n - context)  # the last row reads what the one before has read
+        with torch.no_grad():
+            log_p = trained.model(ids[None, start : start + context])[0].double().log_softmax(-1)
+        total -= sum(float(log_p[i - start, ids[i + 1]]) for i in range(first, min(first + context, n)))
+    assert n > 64 * context, "more than eval.rows of the run"
+    assert result["n_targets"] == n
+    assert result["loss"] == pytest.approx(total / n, rel=1e-5)
+    assert result["bits_per_byte"] == pytest.approx(total / math.log(2) / sum(map(len, documents)), rel=1e-5)
+    assert found("data.streaming=true")["rows_hash"] == result["rows_hash"]
+    assert found("eval.rows=3")["rows"] == 3
+    assert "and of it eval.rows=3" in caplog.text
+
+    text.write_text(json.dumps({"text": documents[0] * 9}) + "\n")
+    assert found()["n_targets"] == 9 * len(documents[0]) + 1, "all of a single document"
+    text.write_text(json.dumps({"text": "too short"}) + "\n")
+    assert main([*given, "data.val_fraction=1"]) == 3
+    assert "has 10 tokens, less than one row" in capsys.readouterr().err
+
+
+def test_no_text_is_left_to_train_on(
+    directory: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Caught: a run that waits for rows, or an error about an empty split; a file whose own split is ignored."""
+    assert main(["train", *arguments(tmp_path, corpus, "data.val_fraction=1")]) == 2
+    assert "data.val_fraction=1: all of the text would validate, and none is left to" in capsys.readouterr().err
+    given = ["evaluate", f"evaluate.checkpoint={directory}", "data.val_fraction=1", "data=local", f"data.path={corpus}"]
+    assert main([*given, f"data.val_files={corpus}"]) == 2
+    assert "has a validation split of its own" in capsys.readouterr().err
 
 
 def test_generate_from_a_file_and_from_stdin(

@@ -45,7 +45,11 @@ class DataConfig:
     )
     text_field: str = key("text", "Field of a jsonl line, or column of a parquet file, that holds the text.")
     val_fraction: float = key(
-        0.02, "Share of the documents held out for validation, chosen by a hash of the document.", above=0, below=1
+        0.02,
+        "Share of the documents held out for validation, chosen by a hash of the document. `evaluate` alone takes 1: "
+        "all of the text.",
+        above=0,
+        maximum=1,
     )
     val_files: Union[str, None] = key(
         None,

@@ -292,5 +292,5 @@ def check_splits(counts: Counts, where: str, val_fraction: float) -> None:
         split, bound, fraction = "training", "at most", math.floor(counts.largest * 1e4) / 1e4
     raise DataError(
         f"{where}: data.val_fraction={val_fraction} leaves none of {counts.documents} documents for {split}; "
-        f"set data.val_fraction to {bound} {fraction:g}, or add documents"
+        f"set data.val_fraction to {bound} {fraction:g}, or add documents; to `evaluate` all of a text, set it to 1"
     )

@@ -49,6 +49,8 @@ def list_files(path: str, key: str = "data.path") -> list[Path]:
         if not extension(given):
             raise DataError(f"{key}={path}: unknown kind of file; known are {allowed}")
         return [given]
+    if given.exists() and not given.is_dir():
+        raise DataError(f"{key}={path}: a pipe or a device; text is read from files")
     if given.is_dir():
         found = [given]
     else:

@@ -13,10 +13,13 @@ Between what stands before and the continuation is one space.
 
 from __future__ import annotations
 
+import functools
 import glob
 import json
 import logging
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -50,26 +53,28 @@ def load_tasks(names: Sequence[str], directory: str | None) -> Loaded:
     Raises ConfigError for a name that is no task, DataError for one whose data cannot be had or whose files are faulty.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it logs each task and its every default
+    for library in ("huggingface_hub", "datasets"):  # what they hand on to the root logger would be printed twice
+        logging.getLogger(library).handlers.clear()
     found: list[Task | Group] = []
     left_out: dict[str, str] = {}
     own = OwnTasks(Path(directory).expanduser()) if directory is not None else None
-    manager: TaskManager | None = None
-    for name in names:
-        if own is not None and name in own:
-            found += _built(own.manager, own.task(name), f"{directory}, task {name}: ", "")
-            continue
-        near = _manager_near(name)
-        if name not in near.all_subtasks and manager is None:
-            logger.info("looking %s up among all tasks of lm-evaluation-harness", name)
-            manager = TaskManager()  # reads thousands of files, which takes many seconds
-        theirs = manager if manager is not None else near
-        if name not in theirs.all_tasks:
-            known = [*theirs.all_tasks, *(own or ())]
+    harness = Harness()
+    # A name that is no task is refused before the data of another is fetched.
+    managers = {name: harness.manager_of(name) for name in names if own is None or name not in own}
+    for name, manager in managers.items():
+        if manager is None:
+            known = [*harness.folders_by_name, *(own or ())]
             where = f", nor is there a file of that name in {directory}" if own is not None else ""
             raise ConfigError(
                 f"tasks=[{','.join(names)}]: lm-evaluation-harness has no {name}{where}"
                 f"{did_you_mean(nearest(name, known))}\n  `lm-eval ls tasks` lists those that it has"
             )
+    for name in names:
+        theirs = managers.get(name)
+        if theirs is None:
+            assert own is not None
+            found += _built(own.manager, own.task(name), f"{directory}, task {name}: ", "")
+            continue
         offline = (
             "On a machine with a network run the same command once and copy its HF_HOME here; or name a directory of "
             "task files with eval.tasks_path=DIR (docs/evaluation.md)"
@@ -81,7 +86,10 @@ def load_tasks(names: Sequence[str], directory: str | None) -> Loaded:
                 raise
             left_out[name] = f"its authors hand it out on application ({BY_APPLICATION[name]})"
             logger.warning("%s is left out: %s; there is no copy here: %s", name, left_out[name], error)
-    loaded = _manager_of_none().load(found)
+    try:
+        loaded = _manager_of_none().load(found)
+    except ValueError as error:  # such as a group and a task of it
+        raise ConfigError(f"tasks=[{','.join(names)}]: {error}\n  Leave one of them out") from None
     for task in loaded["tasks"].values():
         # As simple_evaluate does, which sets the seeds of the whole process as well.
         if task.get_config("num_fewshot") is None:
@@ -90,12 +98,67 @@ def load_tasks(names: Sequence[str], directory: str | None) -> Loaded:
     return Loaded(dict(loaded), left_out)
 
 
+# A line of a YAML file that may name a task, group or tag: the values of these keys, and the items of a list.
+NAMING = re.compile(
+    rb"""^[ \t]*(?:(?:-[ \t]+)?["']?(?:task|group|tag)["']?[ \t]*:(.*)|-[ \t]+(\S+)[ \t]*(?:\#.*)?)$""", re.MULTILINE
+)
+NAME = re.compile(r"""[^\s,"'\[\]]+""")
+
+
+class Harness:
+    """The tasks that come with lm-evaluation-harness. Its index of all of them takes half a minute, so it is made for
+    a group or a tag alone."""
+
+    root = Path(lm_eval.tasks.__file__).parent
+
+    def manager_of(self, name: str) -> TaskManager | None:
+        """A manager that knows the task, group or tag; None where there is none of this name."""
+        file = glob.escape(name)
+        near = self._manager({path.parent for path in [*self.root.rglob(f"{file}.yaml"), *self.root.glob(f"{file}/*")]})
+        if name not in near.all_subtasks:
+            if name not in self.folders_by_name:
+                return None
+            near = self._manager(self.folders_by_name[name])
+        if name in near.all_subtasks:
+            return near
+        return self._of_all if name in self._of_all.all_tasks else None
+
+    @functools.cached_property
+    def folders_by_name(self) -> dict[str, set[Path]]:
+        """The folders of the files that name a task, group or tag, by its name; and some words that are no names. The
+        files are read as text, which takes two seconds."""
+        found: dict[str, set[Path]] = {}
+        # Templates, which have tags as well, have no ending, or one such as template_yaml.
+        for folder, _, files in os.walk(self.root):
+            for file in files:
+                if file.endswith("yaml") or "." not in file:
+                    for line in NAMING.findall(Path(folder, file).read_bytes()):
+                        for name in NAME.findall(b"".join(line).decode(errors="replace")):
+                            found.setdefault(name, set()).add(Path(folder))
+        return found
+
+    @functools.cached_property
+    def _of_all(self) -> TaskManager:
+        logger.info("reading all tasks of lm-evaluation-harness")
+        return TaskManager()
+
+    @staticmethod
+    def _manager(folders: Iterable[Path]) -> TaskManager:
+        return TaskManager(include_path=sorted(map(str, folders)), include_defaults=False)
+
+
 class OwnTasks:
     """The tasks of a directory of YAML and JSONL files. Raises DataError where it is none."""
 
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
             raise DataError(f"eval.tasks_path={directory}: no such directory")
+        for path in directory.rglob("*"):
+            if path.exists() and not (path.is_file() or path.is_dir()):
+                raise DataError(
+                    f"eval.tasks_path={directory}: {path} is a pipe, a socket or a device, which would be waited for; "
+                    "remove it, or name another directory"
+                )
         try:
             self.manager = TaskManager(include_path=str(directory), include_defaults=False)
         except Exception as error:  # whatever a YAML file makes the harness raise
@@ -235,13 +298,6 @@ def _built(manager: TaskManager, spec: str | dict[str, Any], where: str, fix: st
 def _said(error: Exception) -> str:
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:500]}"
-
-
-def _manager_near(name: str) -> TaskManager:
-    """The tasks of the harness's files that are called `name` and of those in a folder of that name: read at once."""
-    root = Path(lm_eval.tasks.__file__).parent
-    folders = {path.parent for path in [*root.rglob(f"{glob.escape(name)}.yaml"), *root.glob(f"{glob.escape(name)}/*")]}
-    return TaskManager(include_path=sorted(map(str, folders)), include_defaults=False)
 
 
 def _manager_of_none() -> TaskManager:

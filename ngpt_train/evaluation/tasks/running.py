@@ -8,9 +8,10 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -22,6 +23,7 @@ import numpy as np
 from lm_eval.evaluator import evaluate
 
 from ngpt_train.config.sections.verbs import EvalConfig
+from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.data import Tokenizer
 from ngpt_train.distributed import World
@@ -38,8 +40,9 @@ BOOTSTRAP = 1_000
 
 @dataclass(frozen=True)
 class TaskResults:
-    """tasks: of each task or group its metrics, their standard errors as NAME_stderr, and n, its documents. items: what
-    the harness keeps of each document. left_out: why, of each task that is left out."""
+    """tasks: of each task or group its metrics, their standard errors as NAME_stderr, chance, the accuracy of guessing
+    where it is known, and n, its documents. items: what the harness keeps of each document. left_out: why, of each task
+    that is left out."""
 
     tasks: dict[str, dict[str, float]]
     items: dict[str, list[dict[str, Any]]]
@@ -47,7 +50,8 @@ class TaskResults:
 
     def mean(self) -> dict[str, float]:
         """The mean that the papers report: of the accuracy over the tasks that have one; the same of acc_norm, where a
-        task without it counts with its acc; and their standard errors, those of independent tasks.
+        task without it counts with its acc; and their standard errors, those of independent tasks. Of chance, where all
+        of these tasks have one.
 
         se(mean) = sqrt(sum of se^2) / n. Nothing where no task has an accuracy.
         """
@@ -59,6 +63,9 @@ class TaskResults:
                 found[name] = math.fsum(task[m] for task, m in pairs) / len(pairs)
                 errors = [task.get(f"{m}_stderr", math.nan) for task, m in pairs]
                 found[f"{name}_stderr"] = math.sqrt(math.fsum(error**2 for error in errors)) / len(pairs)
+        chances = [task.get("chance", math.nan) for task in self.tasks.values() if "acc" in task]
+        if chances and not math.isnan(mean := math.fsum(chances) / len(chances)):
+            found["mean_chance"] = mean
         return found
 
     def metrics(self) -> dict[str, float]:
@@ -102,8 +109,8 @@ class TaskResults:
 
 
 def _renamed_mean(mean: Mapping[str, float]) -> dict[str, float]:
-    """`mean` as `acc` and `mean_acc_norm` as `acc_norm`, for a line that says that it is a mean."""
-    return {name.replace("mean_acc_norm", "acc_norm").replace("mean", "acc"): value for name, value in mean.items()}
+    """`mean` as `acc` and `mean_NAME` as NAME, for a line that says that it is a mean."""
+    return {re.sub("^mean(?=$|_stderr)", "acc", name).removeprefix("mean_"): value for name, value in mean.items()}
 
 
 class Tasks:
@@ -127,6 +134,10 @@ class Tasks:
         whole = [name for name, task in tasks if task.OUTPUT_TYPE == "loglikelihood_rolling"]
         if source_context and whole:
             raise no_whole_texts(whole)
+        for name in whole:
+            task = self._loaded["tasks"][name]
+            if not any(map(task.doc_to_target, task.eval_docs)):
+                raise DataError(f"tasks: all texts of {name} are empty; give it text, or leave it out")
 
     @property
     def n_documents(self) -> int:
@@ -151,9 +162,36 @@ class Tasks:
         top = [name for name in [*self._loaded["groups"], *self._loaded["tasks"]] if name not in members]
         tasks = {name: _numbers(raw["results"][name]) for name in top if name in raw["results"]}
         for name, of_task in tasks.items():
+            if "acc" in of_task and (chance := self._chance(name)) is not None:
+                of_task["chance"] = chance
             if name in raw["n-samples"]:
                 of_task["n"] = raw["n-samples"][name]["effective"]
         return TaskResults(tasks, raw["samples"], self.left_out)
+
+    def _chance(self, name: str) -> float | None:
+        """The accuracy of guessing in a task, or in a group as its accuracy is the mean of those of its tasks."""
+        group = self._loaded["groups"].get(name)
+        if group is None:
+            return _mean_of(_chances(self._loaded["tasks"][name]))
+        by_task = [_chances(task) for task in group.get_all_tasks()]
+        if not all(by_task):
+            return None
+        by_size = any(each.metric == "acc" and each.weight_by_size for each in group.aggregate_metric_list or [])
+        return _mean_of(
+            [x for task in by_task for x in task] if by_size else [sum(task) / len(task) for task in by_task]
+        )
+
+
+def _chances(task: Any) -> list[float]:
+    """Of each document the probability that a guess is right: 1 / n of n choices. Nothing of a task that is no choice,
+    has several right answers or computes its accuracy in a way of its own."""
+    if task.OUTPUT_TYPE != "multiple_choice" or getattr(task, "multiple_target", 1) or task.config.process_results:
+        return []
+    return [1 / len(task.doc_to_choice(document)) for document in task.eval_docs]
+
+
+def _mean_of(values: Sequence[float]) -> float | None:
+    return math.fsum(values) / len(values) if values else None
 
 
 def _numbers(results: Mapping[str, Any]) -> dict[str, float]:

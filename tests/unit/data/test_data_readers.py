@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -121,6 +122,9 @@ def test_nothing_to_read(tmp_path: Path) -> None:
     (tmp_path / "a.md").write_text("x")
     with pytest.raises(DataError, match="holds no text"):
         read(tmp_path)
+    os.mkfifo(tmp_path / "a.jsonl")
+    with pytest.raises(DataError, match=r"a\.jsonl: a pipe or a device"):
+        read(tmp_path / "a.jsonl")
     with pytest.raises(ConfigError, match=r"data\.path"):
         open_source(DataConfig(kind="local"))
 

@@ -1,20 +1,24 @@
 """Tasks of the user's own files, which need no network, and the metrics that come out."""
 
+import io
 import json
+import logging
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lm_eval.tasks import TaskManager
 
 from ngpt_train.config import load_config
 from ngpt_train.config.sections.verbs import EvalConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.tokenizers.interface import BytesTokenizer
 from ngpt_train.distributed import World
-from ngpt_train.evaluation.tasks import TaskResults, Tasks
+from ngpt_train.evaluation.tasks import TaskResults, Tasks, files
 from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.gpt.keys import GPTConfig
@@ -109,6 +113,11 @@ def test_own_files(directory: Path, tmp_path: Path) -> None:
     assert tasks["choices"]["acc_norm"] == sum(best(row, True) == row["gold"] for row in CHOICES) / n
     assert tasks["choices"]["n"] == n
     question = "Question: {}\nAnswer:"
+    assert tasks["choices"]["chance"] == tasks["mine"]["chance"] == pytest.approx((1 / 3 + 1 / 2 + 1 / 2) / 3)
+    assert tasks["options"]["chance"] == 0.5
+    assert "chance" not in {*tasks["last_words"], *tasks["texts"], *tasks["written"]}
+    assert "mean_chance" not in results.mean(), "last_words has none"
+    assert "chance 0.4444  (3 documents)" in results.lines()[0]
     assert tasks["mine"]["acc"] == sum(best(row, False, question) == row["gold"] for row in CHOICES) / n
 
     of_options = [[log_p(model, x, f" {row['continuation']}") for x in row["context_options"]] for row in OPTIONS]
@@ -162,12 +171,26 @@ def test_perplexities_beyond_a_float(directory: Path) -> None:
 
 
 def test_groups_of_own_files(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: a group's files looked for in the current directory; a group in the mean beside its tasks."""
+    """Caught: a group's files looked for in the current directory; a group in the mean beside its tasks, or
+    a traceback for both; the chance of a group from its documents, where its tasks count the same, and the reverse."""
     monkeypatch.chdir("/")
     (directory / "other.yaml").write_text(YAML.replace("task: mine", "task: other\ntag: tagged"))
-    aggregate = "[{metric: acc, aggregation: mean, weight_by_size: true}]"
-    (directory / "both.yaml").write_text(f"group: both\ntask: [mine, other]\naggregate_metric_list: {aggregate}\n")
+    of_two = YAML.replace("mine", "two").replace("choices.jsonl", "two.jsonl")
+    (directory / "two.yaml").write_text(of_two)
+    (directory / "two.jsonl").write_text(json.dumps(CHOICES[1]) + "\n")
+
+    def group(name: str, tasks: str, by_size: str = "true") -> None:
+        aggregate = f"[{{metric: acc, aggregation: mean, weight_by_size: {by_size}}}]"
+        (directory / f"{name}.yaml").write_text(f"group: {name}\ntask: {tasks}\naggregate_metric_list: {aggregate}\n")
+
+    group("both", "[mine, other]")
+    group("by_document", "[mine, two]")
+    group("by_task", "[mine, two]", "false")
     model = gpt()
+    for name, chance in {"by_document": (4 / 3 + 1 / 2) / 4, "by_task": (4 / 9 + 1 / 2) / 2}.items():
+        assert asked(directory, name)(model, BytesTokenizer(), ALONE).tasks[name]["chance"] == pytest.approx(chance)
+    with pytest.raises(ConfigError, match=r"tasks=\[both,mine\]: Duplicate task 'mine'"):
+        asked(directory, "both", "mine")
     results = asked(directory, "both", "choices")(model, BytesTokenizer(), ALONE)
     assert [*results.tasks] == ["both", "choices"]
     assert [*results.items] == ["mine", "other", "choices"]
@@ -185,6 +208,12 @@ def test_mean() -> None:
     errors = {"mean_stderr": 0.25, "mean_acc_norm_stderr": math.hypot(0.1, 0.4) / 2}
     assert found == pytest.approx({"mean": 0.3, "mean_acc_norm": 0.4, **errors})
     assert TaskResults({"b": {"ppl": 3.0}}, {}).metrics() == {"b/ppl": 3.0}
+    tasks = {"a": {"acc": 0.5, "acc_stderr": 0.3, "chance": 0.25}, "c": {"acc": 0.1, "acc_stderr": 0.4, "chance": 0.5}}
+    found = TaskResults(tasks, {})
+    assert found.mean()["mean_chance"] == 0.375
+    assert re.sub(" +", " ", found.lines()[-1]) == (
+        "mean of 2 tasks acc 0.3000 ± 0.2500 acc_norm 0.3000 ± 0.2500 chance 0.3750"
+    )
 
 
 def test_what_is_no_task(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,6 +227,78 @@ def test_what_is_no_task(directory: Path, monkeypatch: pytest.MonkeyPatch) -> No
         asked(directory / "x", "odd")
     with pytest.raises(ConfigError, match="gives none to the beginning"):
         Tasks(EvalConfig(tasks=["texts"], tasks_path=str(directory)), 8, ALONE)
+
+
+def test_an_unknown_name_is_refused_before_all_tasks_are_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: half a minute in which the harness makes its index; the data of another task fetched first."""
+
+    def never(*args: object) -> None:
+        raise AssertionError("reads all tasks, or data")
+
+    monkeypatch.setattr(files.Harness, "_of_all", property(never))
+    monkeypatch.setattr(files, "_built", never)
+    with pytest.raises(ConfigError, match=r"has no piqaa, nor is there a file of that name .*; did you mean piqa"):
+        asked(directory, "choices", "arc_easy", "piqaa")
+
+
+@pytest.mark.slow
+def test_every_name_of_the_harness_is_found_in_its_files() -> None:
+    """Caught: a task, a group or a tag of a template that is refused as unknown."""
+    assert set(TaskManager().all_tasks) <= files.Harness().folders_by_name.keys()
+
+
+def test_messages_of_libraries_are_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: the hub's retries by a handler of its own and by ours."""
+    import lm_eval.api.task
+
+    printed = io.StringIO()
+    hub = logging.getLogger("huggingface_hub")
+    monkeypatch.setattr(hub, "handlers", [logging.StreamHandler(printed)])
+    monkeypatch.setattr(logging.getLogger(), "handlers", [logging.StreamHandler(printed)])
+
+    def unreachable(*args: object, **kwargs: object) -> None:
+        hub.warning("Retrying in 1s")
+        raise ConnectionError("no hub")
+
+    monkeypatch.setattr(lm_eval.api.task.datasets, "load_dataset", unreachable)
+    with pytest.raises(DataError, match="wsc273"):
+        asked(None, "wsc273")
+    assert printed.getvalue().count("Retrying") == 1
+
+
+@pytest.mark.parametrize("name", ["x.jsonl", "x.yaml", "template", "rows.parquet"])
+def test_a_pipe_among_task_files(directory: Path, name: str) -> None:
+    """Caught: the harness, or the reader of a task's data, waits for a writer; a device without an end."""
+    os.mkfifo(directory / name)
+    with pytest.raises(DataError, match=re.escape(f"{directory / name} is a pipe, a socket or a device")):
+        asked(directory, "x")
+    (directory / name).unlink()
+    (directory / name).symlink_to("/dev/zero")
+    with pytest.raises(DataError, match=re.escape(f"{directory / name} is a pipe, a socket or a device")):
+        asked(directory, "x")
+
+
+def test_a_directory_in_the_place_of_a_task_file(directory: Path) -> None:
+    """Caught: an IsADirectoryError."""
+    (directory / "x.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"x\.jsonl cannot be read: it is no file"):
+        asked(directory, "x")
+
+
+def test_no_text_at_all(directory: Path) -> None:
+    """Caught: a ZeroDivisionError of the harness, after the model has been asked. An empty text among others counts."""
+    (directory / "empty.jsonl").write_text('{"text": ""}\n')
+    with pytest.raises(DataError, match="all texts of empty are empty"):
+        asked(directory, "empty")
+    (directory / "some.jsonl").write_text('{"text": ""}\n{"text": "one"}\n')
+    assert asked(directory, "some")(gpt(), BytesTokenizer(), ALONE).tasks["some"]["n"] == 2
+
+
+@pytest.mark.parametrize("name", ["tasks/x.yaml", "/tasks/x", "..", "."])
+def test_a_path_is_no_name_of_a_task(name: str) -> None:
+    """Caught: a NotImplementedError of glob, or a search through all of the harness."""
+    with pytest.raises(ConfigError, match="a path where names stand"):
+        load_config([f"tasks=[{name}]"])
 
 
 @pytest.mark.parametrize(
