@@ -251,9 +251,9 @@ def _source(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
         yield path, "no data is named", "Set data.path=PATH"
     if data.kind == "mixture":
         texts = all(source.data.kind != "tokens" for source in mixture_of(data))
-        if tokenizer.from_text and texts:
-            fix = "Name one that was trained before, or choose another tokenizer"
-            yield "tokenizer.path data.kind", "no model is trained from a mixture", fix
+        if tokenizer.kind == "words" and tokenizer.from_text and texts:
+            fix = "Name a vocabulary with tokenizer.path=FILE, or choose another tokenizer"
+            yield "tokenizer.kind data.kind", "the words of a mixture are not counted", fix
     elif data.mixture is not None:
         yield "data.mixture data.kind", "the text is no mixture", "Choose data=mixture, or leave data.mixture out"
     if data.kind == "mixture" and data.path is not None:
