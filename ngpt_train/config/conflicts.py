@@ -16,7 +16,7 @@ from ngpt_train.config.analysis import check_analysis
 from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_multiples
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.places import check_directory, check_file, check_paths, check_read
+from ngpt_train.config.places import check_directory, check_file, check_paths, check_read, example_run
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.analysis import AnalyzeConfig, ProbeConfig
@@ -90,7 +90,7 @@ def check_verb(config: Config, verb: str) -> None:
     """Raises ConfigError for what `verb` cannot do without, or cannot write to."""
     section = getattr(config, verb, None)
     if getattr(section, "checkpoint", "") is None:
-        fix = f"For example {verb}.checkpoint=runs/quickstart"
+        fix = f"For example {verb}.checkpoint={example_run(config)}"
         raise mistake(f"{verb}.checkpoint=null: no checkpoint is named", fix)
     averaging = section if verb in ("generate", "evaluate", "export") else None
     if averaging is not None and averaging.average > 1 and averaging.weights == "ema":
