@@ -16,7 +16,7 @@ def results(jobs: Sequence[Sequence[str]], runs: Sequence[Path], codes: Sequence
     runs: their directories. codes: the exit codes of those that were started.
     """
     common = set.intersection(*map(set, jobs))
-    lines = [("job", "training loss", "validation loss", "tokens", "state", "overrides")]
+    lines: list[tuple[str, ...]] = [("job", "training loss", "validation loss", "tokens", "state", "overrides")]
     for number, (job, run) in enumerate(zip(jobs, runs, strict=True)):
         own = [word for word in job if word not in common and not word.startswith("run.name=")]
         lines.append((str(number), *_end(run, codes[number] if number < len(codes) else None), " ".join(own)))
