@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
@@ -230,7 +231,7 @@ def _options(line: CommandLine) -> list[str]:
 
 def _multirun(verb: str, line: CommandLine) -> int:
     """Runs the jobs of a sweep one after the other, each in a process of its own, so that neither a crash nor a
-    process group reaches the next. The exit code is the first that is not 0."""
+    process group reaches the next, and says of trainings how they ended. The exit code is the first that is not 0."""
     from ngpt_train.config.composition.overrides import expand
 
     jobs, configs = [], []
@@ -253,6 +254,11 @@ def _multirun(verb: str, line: CommandLine) -> int:
         if interrupted:
             print(f"interrupted: {len(jobs) - len(codes)} of {len(jobs)} jobs not started", file=sys.stderr)
             break
+    if verb == "train":
+        from ngpt_train.verbs.of_train.sweep import results
+
+        runs = [Path(config.run.root).expanduser() / config.run.name for config in configs]
+        print(results(jobs, runs, codes), flush=True)
     failed = [number for number, code in enumerate(codes) if code]
     if failed:
         print(f"error: jobs {failed} of {len(jobs)} failed", file=sys.stderr)

@@ -16,7 +16,7 @@ from ngpt_train.config.analysis import check_analysis
 from ngpt_train.config.keys import AUTO, Conflict, nearest_divisors, nearest_multiples
 from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.places import check_directory, check_file, check_paths, check_read
+from ngpt_train.config.places import check_directory, check_file, check_paths, check_read, example_run
 from ngpt_train.config.resolve import auto_warmup
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.analysis import AnalyzeConfig, ProbeConfig
@@ -90,7 +90,7 @@ def check_verb(config: Config, verb: str) -> None:
     """Raises ConfigError for what `verb` cannot do without, or cannot write to."""
     section = getattr(config, verb, None)
     if getattr(section, "checkpoint", "") is None:
-        fix = f"For example {verb}.checkpoint=runs/quickstart"
+        fix = f"For example {verb}.checkpoint={example_run(config)}"
         raise mistake(f"{verb}.checkpoint=null: no checkpoint is named", fix)
     averaging = section if verb in ("generate", "evaluate", "export") else None
     if averaging is not None and averaging.average > 1 and averaging.weights == "ema":
@@ -254,9 +254,9 @@ def _source(data: DataConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
         yield path, "no data is named", "Set data.path=PATH"
     if data.kind == "mixture":
         texts = all(source.data.kind != "tokens" for source in mixture_of(data))
-        if tokenizer.from_text and texts:
-            fix = "Name one that was trained before, or choose another tokenizer"
-            yield "tokenizer.path data.kind", "no model is trained from a mixture", fix
+        if tokenizer.kind == "words" and tokenizer.from_text and texts:
+            fix = "Name a vocabulary with tokenizer.path=FILE, or choose another tokenizer"
+            yield "tokenizer.kind data.kind", "the words of a mixture are not counted", fix
     elif data.mixture is not None:
         yield "data.mixture data.kind", "the text is no mixture", "Choose data=mixture, or leave data.mixture out"
     if data.kind == "mixture" and data.path is not None:

@@ -30,10 +30,17 @@ def check_paths(verb: str, overrides: Sequence[str]) -> None:
             raise mistake(f"{override}: a path without its key", f"Write {READ[verb].format(path)}")
 
 
+def example_run(config: Config) -> str:
+    """The newest run below run.root, for hints; a name to be filled in where there is none."""
+    root = Path(config.run.root).expanduser()
+    found = [path for pattern in ("*/run.json", "*/*/run.json") for path in root.glob(pattern)]
+    return str(max(found, key=lambda path: path.stat().st_mtime).parent) if found else f"{root}/NAME"
+
+
 def check_read(config: Config, verb: str) -> None:
     """Raises ConfigError where `audit`, `export` or `import` has no name for what it reads or writes."""
     if verb == "audit" and config.audit.run is None:
-        raise mistake("audit.run=null: no run is named", "For example: ngpt-train audit runs/quickstart")
+        raise mistake("audit.run=null: no run is named", f"For example: ngpt-train audit {example_run(config)}")
     if verb == "import" and config.import_.source is None:
         fix = "For example import.source=exported/model, or import.source=HuggingFaceTB/SmolLM2-135M"
         raise mistake("import.source=null: no model is named", fix)

@@ -68,7 +68,7 @@ class Progress:
     def _report(self) -> None:
         seconds = max(1e-9, time.monotonic() - self._start)
         fraction = self.fraction()
-        left = None if fraction is None else seconds * (1 - fraction) / fraction
+        left = seconds * (1 - fraction) / fraction if fraction else None  # documents may be empty
         whole = None if fraction is None else self._share_done_before + (1 - self._share_done_before) * fraction
         words = f"{self.documents:,} documents, {self.bytes / 1e6:,.1f} MB, {self.bytes / 1e6 / seconds:.1f} MB/s"
         if left is not None:

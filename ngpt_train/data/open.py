@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.mixture import mixture_of
+from ngpt_train.config.mixture import SourceConfig, mixture_of
 from ngpt_train.config.schema import Config, TokenizerConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
@@ -193,10 +193,7 @@ def _open_streamed(config: Config, tokenizer: Tokenizer | None, on_main: OnMain)
     data = config.data
     source = on_main(lambda: _list_shards(config))
     shards = source.shards
-    directory = cache_directory(config) / "documents"
-    skip_bad = data.on_bad_shard == "skip"
-    cache = ShardCache(directory, data.cache_gb * 1e9, source.reader, data.text_field, skip_bad)
-    text = OpenShards(cache, shards, data.val_fraction, data.open_shards, skipped={})
+    cache, text = _open_text(config, source)
     if tokenizer is None:
         tokenizer = on_main(lambda: load_tokenizer(config.tokenizer, corpus=_corpus(text, shards)))
         assert tokenizer is not None
@@ -222,9 +219,15 @@ def _list_shards(config: Config) -> Source:
     return source
 
 
-def _corpus(text: OpenShards, shards: Sequence[Shard]) -> Iterator[str]:
-    """What a tokenizer is trained from; drawn only if one is."""
-    yield from draw_sample(shards, lambda number: iter(text.documents(number)), text.val_fraction)[0]
+def _open_text(config: Config, source: Source) -> tuple[ShardCache, OpenShards]:
+    data, directory = config.data, cache_directory(config) / "documents"
+    cache = ShardCache(directory, data.cache_gb * 1e9, source.reader, data.text_field, data.on_bad_shard == "skip")
+    return cache, OpenShards(cache, source.shards, data.val_fraction, data.open_shards, skipped={})
+
+
+def _corpus(text: OpenShards, shards: Sequence[Shard], share: float = 1.0) -> Iterator[str]:
+    """What a tokenizer is trained from, a share of the usual sample; drawn only if one is."""
+    yield from draw_sample(shards, lambda number: iter(text.documents(number)), text.val_fraction, share=share)[0]
 
 
 def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -> Tokens:
@@ -309,9 +312,12 @@ def _open_whole(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) ->
 
 
 def _open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -> Dataset:
-    """Every source with one tokenizer: that of the prepared shards among them, else the config's."""
+    """Every source with one tokenizer: that of the prepared shards among them, else the config's, which may be trained
+    on all sources."""
     sources = mixture_of(config.data)
     opened: dict[str, Dataset] = {}
+    if tokenizer is None and config.tokenizer.from_text and all(source.data.kind != "tokens" for source in sources):
+        tokenizer = on_main(lambda: load_tokenizer(config.tokenizer, corpus=_mixed_corpus(config, sources)))
     for source in sorted(sources, key=lambda source: source.data.kind != "tokens"):
         try:
             data = open_dataset(replace(config, data=source.data), tokenizer, on_main)
@@ -335,6 +341,15 @@ def _open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) 
     manifest = {"source": {"kind": "mixture", "sources": described}}
     mixed = Mixed(mixture, tuple(opened[name] for name in mixture.names))
     return Dataset(mixed, validation, tokenizer, found, path, manifest)
+
+
+def _mixed_corpus(config: Config, sources: Sequence[SourceConfig]) -> Iterator[str]:
+    """What a tokenizer is trained from, in the sources' shares."""
+    logger.info("training a SentencePiece model of %d pieces on all sources", config.tokenizer.vocab_size)
+    for source in sources:
+        own = replace(config, data=source.data)
+        listed = _list_shards(own)
+        yield from _corpus(_open_text(own, listed)[1], listed.shards, source.share)
 
 
 def _beginning(tokens: Tokens, config: Config, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

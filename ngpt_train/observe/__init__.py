@@ -1,6 +1,7 @@
 """Observing a run: the meter of its speed, and the sinks that its records go to."""
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from ngpt_train.config import to_dict
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.resolve import wandb_mode
 from ngpt_train.config.schema import Config
-from ngpt_train.observe.console import LogFile, console_sink
+from ngpt_train.observe.console import Clock, LogFile, console_sink
 from ngpt_train.observe.sinks import JsonlSink, Sink, TensorboardSink
 from ngpt_train.observe.wandb_sink import WandbSink
 
@@ -19,18 +20,17 @@ def build_sinks(
     config: Config,
     run_dir: Path,
     run_info: dict[str, Any],
-    total_steps: int,
     resume_step: int | None,
     rollbacks: Sequence[Mapping[str, Any]] = (),
 ) -> list[Sink]:
     """The sinks of a run, for rank 0, in the order in which they are to be called and closed.
 
-    run_info: the entry of run.json, which wandb shows beside the config. total_steps: the last step of the run.
-    resume_step: completed steps of the checkpoint that the run resumes from; None if it starts anew. rollbacks: the
-    run's, as run.json has them.
+    run_info: the entry of run.json, which wandb shows beside the config. resume_step: completed steps of the checkpoint
+    that the run resumes from; None if it starts anew. rollbacks: the run's, as run.json has them.
     """
     metrics = JsonlSink(run_dir / "metrics.jsonl", resume_step, len(rollbacks))
-    people: list[Sink] = [console_sink(total_steps, resume_step), LogFile(run_dir / "logs" / "rank_0.log", total_steps)]
+    clock = partial(Clock, config.train.steps, config.train.stop_at)  # a clock of its own for each
+    people: list[Sink] = [console_sink(clock(), resume_step), LogFile(run_dir / "logs" / "rank_0.log", clock())]
 
     def say(text: str) -> None:
         for sink in people:

@@ -14,17 +14,21 @@ SHOWN = ("train", "eval", "tasks", "sample")
 
 
 class Clock:
-    """Estimates the seconds that the rest of the run takes, from recent step times."""
+    """Estimates the seconds that the rest of the run takes, from recent step times.
 
-    def __init__(self, total_steps: int) -> None:
+    stop_at: the step before total_steps at which this start ends; None where it goes to the end.
+    """
+
+    def __init__(self, total_steps: int, stop_at: int | None = None) -> None:
         self.total_steps = total_steps
+        self._last = stop_at or total_steps
         self._step_time: float | None = None
 
     def remaining(self, step: int, step_time: float) -> float:
         """Seconds left after `step`; step_time is the seconds per step since the last call."""
         # Recent step times have most weight, so that those of the first steps, with compilation, are soon forgotten.
         self._step_time = step_time if self._step_time is None else 0.7 * step_time + 0.3 * self._step_time
-        return max(self.total_steps - step, 0) * self._step_time
+        return max(self._last - step, 0) * self._step_time
 
 
 def format_count(value: float) -> str:
@@ -102,8 +106,8 @@ def describe(record: dict[str, Any], clock: Clock) -> str:
 class PlainConsole:
     """One line per record on the standard output, for pipes and CI."""
 
-    def __init__(self, total_steps: int) -> None:
-        self.clock = Clock(total_steps)
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
 
     def log(self, record: dict[str, Any]) -> None:
         if record["kind"] in SHOWN:
@@ -123,11 +127,11 @@ class PlainConsole:
 class LiveConsole:
     """A progress bar at the foot of the terminal; validations and messages scroll above it."""
 
-    def __init__(self, total_steps: int, resume_step: int) -> None:
+    def __init__(self, clock: Clock, resume_step: int) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, Progress, TextColumn
 
-        self.clock = Clock(total_steps)
+        self.clock = clock
         # The bar is drawn with each record, not by a thread, which would take time from training.
         self._progress = Progress(
             TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
@@ -137,7 +141,7 @@ class LiveConsole:
             auto_refresh=False,
             expand=True,
         )
-        self._task = self._progress.add_task("starting", total=total_steps, completed=resume_step)
+        self._task = self._progress.add_task("starting", total=clock.total_steps, completed=resume_step)
         self._progress.start()
         self._progress.refresh()
 
@@ -163,8 +167,8 @@ class LiveConsole:
 class LogFile:
     """Plain lines in a file, each with the time before it. Lines are appended to those of earlier starts."""
 
-    def __init__(self, path: Path, total_steps: int) -> None:
-        self.clock = Clock(total_steps)
+    def __init__(self, path: Path, clock: Clock) -> None:
+        self.clock = clock
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
 
@@ -184,10 +188,10 @@ class LogFile:
         self._file.close()
 
 
-def console_sink(total_steps: int, resume_step: int | None) -> PlainConsole | LiveConsole:
+def console_sink(clock: Clock, resume_step: int | None) -> PlainConsole | LiveConsole:
     """The live console if standard output is a terminal that can redraw a line, else the plain one."""
     from rich.console import Console
 
     if sys.stdout.isatty() and not Console().is_dumb_terminal:
-        return LiveConsole(total_steps, resume_step or 0)
-    return PlainConsole(total_steps)
+        return LiveConsole(clock, resume_step or 0)
+    return PlainConsole(clock)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
-from ngpt_train.observe.console import PlainConsole, format_count, format_seconds
+from ngpt_train.observe.console import Clock, PlainConsole, format_count, format_seconds
 from ngpt_train.study.cost import Cost
 from ngpt_train.study.definition import Study, text_of
 from ngpt_train.study.points import FAILED, Point, Result
@@ -81,7 +81,7 @@ class Lines:
     def __init__(self, study: Study, expected: Sequence[Cost], jobs: int) -> None:
         self._study, self._left = study, TimeLeft(expected, jobs)
         self._n_expected = sum(cost.runs for cost in expected)
-        self._console = PlainConsole(0)
+        self._console = PlainConsole(Clock(0))
         self._said = time.monotonic()
         self._counts = ""  # with the time that is left
         self._news = self._news_said = ""  # without it

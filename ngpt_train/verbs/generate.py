@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -12,6 +13,7 @@ from ngpt_train.config.sections.verbs import GenerateConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.log import saying_nothing
+from ngpt_train.data import Tokenizer
 from ngpt_train.distributed import World, resolve_device
 from ngpt_train.distributed.compile_cache import keep_compiled
 from ngpt_train.distributed.layouts import resolve_compile
@@ -40,6 +42,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         for block in restored.model.layers:
             block.compile(dynamic=False)
     texts = Texts(restored.model, restored.tokenizer, wanted, compiled)
+    if not wanted.interactive:
+        note_spaces(prompts, restored.tokenizer)
     if wanted.interactive:
         converse(texts)
     elif wanted.out is not None:
@@ -54,6 +58,14 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     return 0
 
 
+def note_spaces(prompts: Sequence[str], tokenizer: Tokenizer) -> None:
+    """Says on stderr how many prompts end in the space that the next word's piece would begin with."""
+    n = sum(re.search(r"\S $", prompt) is not None for prompt in prompts)  # indentation is a piece by itself
+    if n and tokenizer.kind not in ("bytes", "words"):
+        which = "the prompt ends" if len(prompts) == 1 else f"{n} of {len(prompts)} prompts end"
+        print(f"note: {which} in a space, where the model has hardly seen text cut: leave it out", file=sys.stderr)
+
+
 def line_of(text: Text, config: GenerateConfig) -> str:
     """The line of generate.out for a text."""
     return json.dumps(text.json(config), ensure_ascii=False) + "\n"
@@ -63,6 +75,7 @@ def converse(texts: Texts) -> None:
     """Continues each line of stdin, until it ends or Ctrl-C."""
     try:
         for prompt in typed_prompts():
+            note_spaces([prompt], texts.tokenizer)
             try:
                 show(texts, prompt)
             except ConfigError as error:  # generate.overflow refuses this prompt; the next may be shorter

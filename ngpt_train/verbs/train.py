@@ -107,7 +107,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     last = config.train.stop_at or config.train.steps
     if checkpoint and step_of(checkpoint) >= last and run.done:
         if world.is_main:
-            print(f"{run.path}: nothing to do, the run is at step {step_of(checkpoint)} and would end at {last}.")
+            by = "" if last == config.train.steps else f", by train.stop_at, of {config.train.steps}"
+            print(f"{run.path}: nothing to do, the run is at step {step_of(checkpoint)} and would end at {last}{by}.")
         return 0
     with stop:  # until everything is written, the curves too
         feed: Feed | None
@@ -265,10 +266,11 @@ def train_in(
         world, config.parallel.hang_seconds, lambda reason: run.finish(1, f"hung: {reason}", state.step, world.rank)
     )
     code, reason, told = 1, "failed", True
+    stopped = "" if last == config.train.steps else f"stopped by train.stop_at={last}"
     again: Feed | None = None
     try:
         if world.is_main:
-            sinks += build_sinks(config, run.path, start, last, resumed, state.rollbacks)
+            sinks += build_sinks(config, run.path, start, resumed, state.rollbacks)
             row_files = RowFiles(run.path / "evals", run.path / "metrics.jsonl", config.model.context)
         say_what_starts(say, run, state, start, resumed)
         if (went_back := rollback.record_of(state)) is not None:
@@ -310,6 +312,9 @@ def train_in(
             say(f"{interruption}: {where_it_goes_on(run, state.step)}")
         else:
             say("; ".join(filter(None, [f"validation loss {last_evaluation['loss']:.4f}", unigram])))
+            if stopped:
+                goes_on = where_it_goes_on(run, state.step, without="train.stop_at and run.overwrite")
+                say(f"{stopped}, before the last of {config.train.steps} steps: {goes_on}")
     except BaseException as error:
         code = getattr(error, "exit_code", 1)
         reason = f"{type(error).__name__}: {error}"
@@ -323,7 +328,7 @@ def train_in(
             saves.close()
         watchdog.close()
         feed.close()
-        close(sinks, reason)
+        close(sinks, stopped if stopped and reason == DONE else reason)
         if again is None:
             run.release()
     if world.is_main:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -191,6 +192,36 @@ def test_multirun_goes_on_after_a_failed_job(tmp_path: Path) -> None:
     assert done.returncode == 2
     assert "jobs [0] of 2 failed" in done.stderr
     assert (tmp_path / "plan.json").is_file()
+
+
+def test_the_table_of_a_multirun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Jobs that end, diverge, are refused over an earlier run, and are not started. Caught: the first records in the
+    place of the last; losses of another start; a job that is left out of the table; overrides that all jobs have."""
+    monkeypatch.chdir(tmp_path)
+    ends = iter([(0, "done"), (4, "NumericalError: nan"), (2, "done"), (0, "stopped by SIGINT")])
+
+    def job(command: list[str]) -> tuple[int, bool]:
+        code, reason = next(ends)
+        run = tmp_path / "runs" / command[-1].removeprefix("run.name=")
+        run.mkdir(parents=True)
+        records = [{"kind": "train", "step": n, "tokens": 4096 * n, "loss_mean": 8.0 / n} for n in (1, 2)]
+        records += [{"kind": "eval", "step": 2, "loss": 5.0}] if code == 0 else []
+        (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (run / "exit.json").write_text(json.dumps({"code": code, "reason": reason, "step": 2}))
+        return code, "SIGINT" in reason
+
+    monkeypatch.setattr("ngpt_train.__main__._run_job", job)
+    assert main(["train", "-m", "scale=debug", "model=gpt", "optim.lr=1,2,3,4,5", "run.name=s"]) == 4
+    table = [re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines()[-5:]]
+    assert table == [
+        ["0", "4.0000", "5.0000", "8.19k", "done", "optim.lr=1"],
+        ["1", "4.0000", "-", "8.19k", "failed, exit code 4", "optim.lr=2"],
+        ["2", "-", "-", "-", "failed, exit code 2", "optim.lr=3"],
+        ["3", "4.0000", "5.0000", "8.19k", "stopped by SIGINT", "optim.lr=4"],
+        ["4", "-", "-", "-", "not started", "optim.lr=5"],
+    ]
 
 
 def test_interrupted_multirun_lets_its_job_save(tmp_path: Path) -> None:

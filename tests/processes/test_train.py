@@ -360,12 +360,22 @@ def test_a_learned_position_is_not_evaluated_beyond(
     assert "at context 32 (16 rows): loss" in capsys.readouterr().out
 
 
-def test_the_best_checkpoint_is_kept_and_evaluated(tmp_path: Path, corpus: Path) -> None:
+def test_the_best_checkpoint_is_kept_and_evaluated(
+    tmp_path: Path, corpus: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The loss rises after step 2, because of another learning rate. Caught: one that is deleted as too old; `best`
-    that stands for the newest, or for another loss than its record's."""
+    that stands for the newest, or for another loss than its record's; a stop by train.stop_at that looks like the end
+    of the schedule."""
     kept = ("checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.keep_best=1", "eval.every=2")
     given = arguments(tmp_path, corpus, "model=gpt", "train.steps=6", *kept)
     assert main(["train", *given, "train.stop_at=2"]) == 0
+    said = capsys.readouterr().out
+    for line in (
+        "eval 2/6 ",
+        "stopped by train.stop_at=2, before the last of 6 steps: ",
+        "end: stopped by train.stop_at",
+    ):
+        assert f"\n{line}" in said
     assert main(["train", *given, "optim.lr=3", "run.allow_change=[optim.lr]"]) == 0
     run = tmp_path / "runs/test"
     losses = {step: record["loss"] for step, record in records(run, "eval").items() if step}

@@ -8,12 +8,13 @@ holds it.
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, cast
 
 from ngpt_train.config.architectures import architectures, build, schema_keys
@@ -68,6 +69,9 @@ def compose(arguments: Sequence[str], user_dir: str | None = None) -> Compositio
     chosen = tuple(f"~{group}" if name == "null" else f"{group}={name}" for group, name in overrides.choices.items())
     packages = _in_order(chosen, json.dumps(lists))
     choices = {group: name for group, _, name in (path.partition("/") for path in packages) if group in GROUPS}
+    layout_of = re.sub(r"_\d+k$", "", choices.get("hardware", "").rpartition("/")[2])  # a100_80gb/1b_4k is 1b's
+    if layout_of in files.options["scale"] and f"scale/{layout_of}" not in packages:
+        _warn_of_layout(choices["hardware"], layout_of, choices["scale"])
 
     architecture = _architecture(files, packages, choices["model"])
     schema = architectures()[architecture]
@@ -91,6 +95,13 @@ def compose(arguments: Sequence[str], user_dir: str | None = None) -> Compositio
         fix = f"Choose it with model=NAME: {', '.join(architectures())}"
         raise mistake(problem, fix, place=origins["model.name"].place)
     return Composition(config, keys, choices, origins, files)
+
+
+@cache  # a study composes often
+def _warn_of_layout(hardware: str, layout_of: str, scale: str) -> None:
+    if os.environ.get("RANK", "0") == "0":
+        fix = f"choose scale={layout_of}, or leave hardware out"
+        print(f"warning: hardware={hardware} is a layout for scale={layout_of}, not {scale}; {fix}", file=sys.stderr)
 
 
 @lru_cache(maxsize=256)  # Hydra takes ten times as long as all the rest

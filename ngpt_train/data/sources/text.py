@@ -164,20 +164,23 @@ def draw_sample(
     documents: Callable[[int], Iterable[str]],
     val_fraction: float,
     progress: Callable[[int, int], None] = lambda documents, n_bytes: None,
+    share: float = 1.0,
 ) -> tuple[list[str], Counts | None]:
     """Pieces of the training documents, in the order of the text; of a single document, pieces of its training part.
 
     documents: those of a shard, by its number. Shards are read in an order that follows from their content, at least
-    SAMPLE_SHARDS of them, and more until they have SAMPLE_CHARACTERS of training text. progress: told of documents and
-    bytes. Also returns the counts, if all text was read. Raises DataError where text cannot be read.
+    SAMPLE_SHARDS of them, and more until they have SAMPLE_CHARACTERS of training text, or the `share` of it that is
+    asked for. progress: told of documents and bytes. Also returns the counts, if all text was read. Raises DataError
+    where text cannot be read.
     """
-    sample = Sample(SAMPLE_CHARACTERS)
+    characters = round(share * SAMPLE_CHARACTERS)
+    sample = Sample(characters)
     counts = Counts()
     only = ""
     seen = 0
     order = sorted(range(len(shards)), key=lambda number: place_of(shards[number].identity.encode()))
     for n_read, number in enumerate(order):
-        if n_read >= SAMPLE_SHARDS and seen >= SAMPLE_CHARACTERS:
+        if n_read >= SAMPLE_SHARDS and seen >= characters:
             return sample.texts(), None
         for text in documents(number):
             if not text:
@@ -192,7 +195,7 @@ def draw_sample(
                 sample.add(text, place, number)
                 seen += len(text)
     if only and val_fraction > 0:
-        sample = Sample(SAMPLE_CHARACTERS)
+        sample = Sample(characters)
         sample.add(halves(only, val_fraction)[0], 0.0)
     return sample.texts(), counts
 

@@ -97,8 +97,11 @@ def _download(kind: str, copy: tuple[str, str, str], otherwise: str) -> bytes:
     repository, name, revision = copy
 
     def download() -> bytes:
-        from huggingface_hub import hf_hub_download
+        from huggingface_hub import get_session, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
+        if not isinstance(try_to_load_from_cache(repository, name, revision=revision), str):
+            # Fails at once without a network, where hf_hub_download tries again and again.
+            get_session().head(hf_hub_url(repository, name, revision=revision))
         return Path(hf_hub_download(repository, name, revision=revision)).read_bytes()
 
     try:
@@ -111,7 +114,9 @@ def _download(kind: str, copy: tuple[str, str, str], otherwise: str) -> bytes:
 
 
 def _llama2() -> bytes:
-    return _download("llama2", LLAMA2_COPY, "tokenizer=mistral32k, which needs no network, or another tokenizer")
+    return _download(
+        "llama2", LLAMA2_COPY, "tokenizer=mistral32k, or tokenizer=sentencepiece, which is trained on your text"
+    )
 
 
 def _t5() -> bytes:

@@ -48,7 +48,7 @@ def find_checkpoint(key: str, value: str | None) -> Path:
     Raises DataError if there is none.
     """
     if not value:
-        raise DataError(f"{key} is not set: name a run directory or a checkpoint, for example {key}=runs/quickstart")
+        raise DataError(f"{key} is not set: name a run directory or a checkpoint, for example {key}=runs/NAME")
     path = Path(value).expanduser()
     if (path / MANIFEST).is_file():
         return path

@@ -49,12 +49,12 @@ def say_what_starts(
         say(f"initialisation from {source}")
 
 
-def where_it_goes_on(run: RunDirectory, step: int) -> str:
+def where_it_goes_on(run: RunDirectory, step: int, without: str = "run.overwrite") -> str:
     """What becomes of a run that was stopped after `step`, whose last steps may have been too bad to save."""
     saved = list_checkpoints(run.checkpoints)
     at = step_of(saved[-1]) if saved else 0
     told = f"saved at step {step}" if at == step else f"step {step} is not saved, the last checkpoint is of step {at}"
-    return f"{told}; run the same command, without run.overwrite, to continue"
+    return f"{told}; run the same command, without {without}, to continue"
 
 
 def unigram_note(data: Dataset, validation: Evaluations, config: Config) -> str:

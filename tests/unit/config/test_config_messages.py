@@ -1,5 +1,6 @@
 """Every mistake of a user ends in one message that names the key, the value and the way out, and in exit code 2."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -362,6 +363,16 @@ def test_an_option_that_is_no_file(group: str, tmp_path: Path, capsys: pytest.Ca
     assert main(["train", "--config-dir", str(tmp_path), "--cfg", "job"]) == 0  # the others are none the worse
 
 
+def test_the_example_of_a_checkpoint_is_the_newest_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also one of a sweep. Caught: a hint that names a run which is not there."""
+    for time, name in enumerate(("old", "sweep/0", "older")):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "run.json").touch()
+        os.utime(tmp_path / name / "run.json", (9 - abs(time - 1), 9 - abs(time - 1)))
+    assert main(["generate", f"run.root={tmp_path}"]) == 2
+    assert f"For example generate.checkpoint={tmp_path}/sweep/0\n" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -369,7 +380,7 @@ def test_an_option_that_is_no_file(group: str, tmp_path: Path, capsys: pytest.Ca
         (["model=ngpt"], ["model=ngpt", "train model=ngpt"]),
         (["train", "--cfg", "all"], ["--cfg all", "--cfg job"]),
         (["train", "--cfg=all"], ["--cfg all", "--cfg job"]),
-        (["generate"], ["generate.checkpoint=null", "generate.checkpoint=runs/"]),
+        (["generate"], ["generate.checkpoint=null", "generate.checkpoint=runs/NAME"]),
         (["evaluate", "evaluate.checkpoint=x", "evaluate.out=/no/such/x.json"], ["evaluate.out=", "/no/such"]),
         (["evaluate", "evaluate.checkpoint=x", "evaluate.out=x.npz"], ["losses of rows", "evaluate.out=x.json"]),
         (["plan", "plan.out=/"], ["plan.out=/", "is a directory"]),

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from ngpt_train.config import Config, ConfigError, check_resume, list_experiments, load_config, to_dict
+from ngpt_train.config.composition.compose import compose
+from ngpt_train.config.composition.files import config_dir
 from ngpt_train.config.lr_table import Run, look_up, problem_of
 from ngpt_train.config.stored import with_first_values
 
@@ -153,13 +155,19 @@ def test_learning_rates_of_the_ngpt_paper() -> None:
     assert "500 billion tokens" in longest.lr_source
 
 
-def test_every_entry_has_a_source() -> None:
-    """Of every recipe, also a new one: who found the rate, and how."""
-    tables = [load_config([f"model={name}"]).optim.lr_table for name in ("gpt", "ngpt", "normformer", "ntransformer")]
-    for table in tables:
+def test_every_entry_has_a_source_and_its_model() -> None:
+    """Of every recipe, also a new one: who found the rate, how, and for which architecture. Caught: an architecture
+    that takes another's rate at a scale without a word."""
+    names = [path.stem for path in (config_dir() / "recipe").glob("*.yaml")]
+    tables = {name: compose([f"recipe={name}"]).config.optim.lr_table for name in names}
+    for name, table in tables.items():
         for scale, row in table.items():
             for entries in row.values():
-                assert all(entry["source"] for entry in entries), scale
+                assert all(entry["source"] and entry["model"] for entry in entries), (name, scale)
+    for scale in ("debug", "tiny", "8m"):
+        source = load_config(["model=composed", f"scale={scale}"]).optim.lr_source
+        assert source.startswith("an extrapolation: "), scale
+        assert "; it is gpt's" in source, scale
 
 
 def test_a_rate_that_is_set_is_from_nowhere() -> None:

@@ -348,11 +348,15 @@ def test_the_datasets_library_goes_on_in_order(tmp_path: Path) -> None:
 
 
 def test_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a division by no text, where the first documents are empty."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("ngpt_train.core.progress.LINE_SECONDS", 0.0)
     with Progress("preparing", [1, 1]) as unknown:
         unknown.heard(0, 1, 4)
         assert unknown.fraction() is None
+    with Progress("preparing", [10_000_000]) as empty:
+        empty.heard(0, 1, 0)
+    assert caplog.text.rstrip().endswith("preparing: 0 %, 1 documents, 0.0 MB, 0.0 MB/s")
     with Progress("preparing", [10_000_000, 20_000_000, 30_000_000, 40_000_000], done=1) as progress:
         progress.heard(1, 3, 4_000_000)
         assert progress.fraction() == pytest.approx(4 / 90)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from ngpt_train.config import load_config
+from ngpt_train.config import check, load_config
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.data import open_dataset, prepare_dataset
+from ngpt_train.data import open_dataset, prepare_dataset, tokenizers
 from ngpt_train.data.mixture import Mixture
 from tests.processes.runs import write_parquet_shards
 from tests.unit.data.test_streams import ROWS, SHARDS, STREAMS, batches, streamed
@@ -74,6 +75,37 @@ def test_a_shard_that_one_source_skips_stays_in_the_others(text: Path) -> None:
     found, state = batches(config, [(7, 2, 0), (13, 1, 0)])
     np.testing.assert_array_equal(np.stack(found), np.stack(expected))
     assert state == end
+
+
+def test_a_tokenizer_of_all_sources(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prepared and streamed. Caught: one that is trained on the first source alone; shares that are not the rows'; text
+    that validates in the sample; another tokenizer than the one that a resume hands down."""
+    monkeypatch.setattr("ngpt_train.data.sources.text.SAMPLE_CHARACTERS", 40_000)
+    letters = {"web": "abcd", "other": "wxyz"}
+    for name, alphabet in letters.items():
+        lines = [" ".join(alphabet[n % 4] * (1 + (n * k) % 7) for k in range(60)) for n in range(400)]
+        (text.parent / f"{name}.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    paths = {name: text.parent / f"{name}.jsonl" for name in letters}
+    mixture = f"web 3 local {paths['web']}; other 1 local {paths['other']}"
+    drawn: list[str] = []
+    train = tokenizers.train_sentencepiece
+    monkeypatch.setattr(tokenizers, "train_sentencepiece", lambda c, n: train(drawn.extend(c) or drawn, n))  # type: ignore[func-returns-value]
+    alone = streamed(text)
+    for streaming in ("auto", True):
+        drawn.clear()
+        data = replace(alone.data, kind="mixture", path=None, mixture=mixture, streaming=streaming)
+        tokenizer = replace(alone.tokenizer, kind="sentencepiece", vocab_size=310)
+        config = replace(alone, data=data, tokenizer=tokenizer)
+        check(config)
+        found = open_dataset(config)
+        sizes = [sum(len(piece) for piece in drawn if piece[0] in alphabet) for alphabet in letters.values()]
+        assert 12_000 < sizes[0] <= 30_000, streaming
+        assert 3_000 < sizes[1] <= 10_000, streaming
+        held_out = found.tokenizer.decode(found.validation._shards[0][:40].tolist())
+        assert not any(held_out in piece for piece in drawn)
+        drawn.clear()
+        assert open_dataset(config, found.tokenizer).fingerprint == found.fingerprint
+        assert not drawn
 
 
 def test_sources_with_other_tokenizers(text: Path) -> None:

@@ -335,6 +335,7 @@ def test_llama2_from_the_hub_or_a_file(tmp_path: Path, monkeypatch: pytest.Monke
         return str(file)
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", hub)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: str(file))
     tokenizers_found = [load_tokenizer(TokenizerConfig(kind="llama2", path=path)) for path in (str(file), None)]
     assert [found.fingerprint for found in tokenizers_found] == [ours.sha256] * 2
     assert tokenizers_found[0].name == "llama2"
@@ -352,6 +353,21 @@ def test_llama2_from_the_hub_or_a_file(tmp_path: Path, monkeypatch: pytest.Monke
     with pytest.raises(DataError, match=r"no answer in 0\.2 s"):
         load_tokenizer(TokenizerConfig(kind="llama2"))
     assert time.monotonic() - start < 2
+
+
+def test_a_tokenizer_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caught: a download that huggingface_hub repeats for half a minute where the first request finds no network; a
+    message that does not name the tokenizers that need none."""
+
+    class Nowhere:
+        def head(self, url: str) -> None:
+            raise ConnectionError(url)
+
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda *_, **__: None)
+    monkeypatch.setattr(huggingface_hub, "get_session", Nowhere)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda *_, **__: pytest.fail("not reachable"))
+    with pytest.raises(DataError, match=r"ConnectionError.*tokenizer\.path=FILE.*mistral32k.*=sentencepiece"):
+        load_tokenizer(TokenizerConfig(kind="llama2"))
 
 
 def test_hugging_face_of_llamas_kind(tmp_path: Path) -> None:

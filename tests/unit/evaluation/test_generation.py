@@ -3,6 +3,8 @@
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 import torch
@@ -21,6 +23,7 @@ from ngpt_train.evaluation.generation.texts import Texts
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
+from ngpt_train.verbs.generate import note_spaces
 
 BYTES = BytesTokenizer()
 EOS = BYTES.eos
@@ -196,6 +199,21 @@ def test_overflow(encoder: bool, prompt: int, new: int, fits: bool, caplog: pyte
     else:
         with pytest.raises(ConfigError, match=r"overflow=refuse: the prompt has \d+ tokens"):
             texts_of(["y" * prompt], encoder, overflow="refuse", **options)
+
+
+def test_a_prompt_that_ends_in_a_space_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    """Caught: a hint where the space does no harm, as indentation or a token by itself; none where it does."""
+    prompts = ["import ", "if x:\n    ", "import", "", "x "]
+
+    def said(kind: str, prompts: list[str]) -> str:
+        note_spaces(prompts, cast(Tokenizer, SimpleNamespace(kind=kind)))
+        return capsys.readouterr().err
+
+    for kind in ("sentencepiece", "gpt2", "hf"):
+        assert said(kind, prompts).startswith("note: 2 of 5 prompts end in a space")
+        assert said(kind, prompts[:1]).startswith("note: the prompt ends in a space")
+        assert said(kind, prompts[1:4]) == ""
+    assert said("bytes", prompts) == said("words", prompts) == ""
 
 
 def test_files_of_prompts(tmp_path: Path) -> None:

@@ -201,7 +201,8 @@ def test_lines() -> None:
 
 
 def test_eta_follows_recent_step_times() -> None:
-    clock = Clock(total_steps=100)
+    """Caught: one to the end of the schedule, where train.stop_at ends the run before."""
+    clock = Clock(total_steps=1000, stop_at=100)
     clock.remaining(10, step_time=60.0)  # compilation
     for step in range(20, 90, 10):
         eta = clock.remaining(step, step_time=1.0)
@@ -217,10 +218,10 @@ def test_numbers_for_people() -> None:
 
 CONSOLE = """
 import sys
-from ngpt_train.observe.console import console_sink
+from ngpt_train.observe.console import Clock, console_sink
 loss = dict(loss=4.0, loss_mean=4.5)
 train = dict(kind="train", lr=0.01, grad_norm=1.0, tokens_per_s=1e4, mfu=None, step_time=1.0, skipped=0) | loss
-sink = console_sink(total_steps=30, resume_step=None)
+sink = console_sink(Clock(30), resume_step=None)
 sink.log(dict(kind="eval", step=0, loss=8.0, ppl=2981.0, bits_per_byte=3.0))
 for step in (10, 20, 30):
     sink.log(train | dict(step=step))
@@ -295,7 +296,7 @@ def config(**logging: Any) -> Config:
 
 def test_build_sinks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for resume_step in (None, 10):
-        sinks = build_sinks(config(), tmp_path, {}, total_steps=20, resume_step=resume_step)
+        sinks = build_sinks(config(), tmp_path, {}, resume_step=resume_step)
         for sink in sinks:
             sink.log(eval_record(resume_step or 0))
             sink.log(train_record(10))
@@ -312,7 +313,7 @@ def test_build_sinks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full on this system")
 def test_a_full_disk(tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
-    sinks = build_sinks(config(), tmp_path, {}, total_steps=20, resume_step=None)
+    sinks = build_sinks(config(), tmp_path, {}, resume_step=None)
     for sink in sinks:
         if isinstance(sink, JsonlSink):
             sink._file = open("/dev/full", "ab", buffering=0)  # noqa: SIM115
@@ -352,7 +353,7 @@ def test_records_wait_for_room(tmp_path: Path) -> None:
 def test_tensorboard(tmp_path: Path) -> None:
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     for resume_step, steps in ((None, (10, 20)), (10, (20, 30))):
-        for sink in build_sinks(config(tensorboard=True), tmp_path, {}, total_steps=30, resume_step=resume_step):
+        for sink in build_sinks(config(tensorboard=True), tmp_path, {}, resume_step=resume_step):
             for step in steps:
                 sink.log(train_record(step, loss=float(step), mfu=None))
             sink.close("done")

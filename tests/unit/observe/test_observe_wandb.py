@@ -262,7 +262,7 @@ def test_follower_ends_with_a_killed_run(tmp_path: Path, fake: Path) -> None:
 def test_the_run_is_described(tmp_path: Path, fake: Path) -> None:
     cfg = Config()
     cfg.logging.wandb = WandbConfig(mode="online", name="a", group="b", tags=["c", "d"], notes="e")
-    for sink in build_sinks(cfg, tmp_path, {"world_size": 8}, total_steps=1, resume_step=None):
+    for sink in build_sinks(cfg, tmp_path, {"world_size": 8}, resume_step=None):
         sink.close("done")
     (init,) = events(fake, "init")
     assert init["config"]["run_info"] == {"world_size": 8}
@@ -296,7 +296,7 @@ def test_wandb_is_off_unless_asked(
         monkeypatch.setenv("WANDB_MODE", asked)
     cfg = Config()
     cfg.logging.wandb = WandbConfig(mode=mode, project=project)
-    for sink in build_sinks(cfg, tmp_path, {}, total_steps=1, resume_step=None):
+    for sink in build_sinks(cfg, tmp_path, {}, resume_step=None):
         sink.close("done")
     assert [init["mode"] for init in events(fake, "init")] == ([] if means == "disabled" else [means])
     told = "wandb: off (logging.wandb.mode=online" in (tmp_path / "logs" / "rank_0.log").read_text()
@@ -309,7 +309,7 @@ def test_rollbacks_and_a_fallback_are_told(tmp_path: Path, fake: Path) -> None:
     cfg.logging.wandb = WandbConfig(mode="online")
     info = {"step": 4, "damaged": {"step_00000006": "state.json is missing"}}
     rollbacks = [{"number": 1, "step": 4, "why": "the loss of step 6 is 9, after a median of 2"}]
-    for sink in build_sinks(cfg, tmp_path, info, total_steps=8, resume_step=4, rollbacks=rollbacks):
+    for sink in build_sinks(cfg, tmp_path, info, resume_step=4, rollbacks=rollbacks):
         sink.close("done")
     (init,), (finish,) = events(fake, "init"), events(fake, "finish")
     assert init["config"]["rollbacks"] == rollbacks

@@ -3,6 +3,7 @@
 import itertools
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -98,8 +99,9 @@ def test_what_fits_nowhere_is_refused() -> None:
         choose(of("plan.device=a100_40gb", "train.device=cpu"))
 
 
-def test_hardware_files() -> None:
-    """Each composes, gives way to the command line, and is in the list. Caught: a file nobody chooses."""
+def test_hardware_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each composes, gives way to the command line, and is in the list. Caught: a file nobody chooses; a layout that
+    another scale takes without a word; one that a scale built upon its own is warned of."""
     folder = config_dir() / "hardware"
     assert {path.relative_to(folder).with_suffix("").as_posix() for path in folder.rglob("*.yaml")} == set(FILES)
     for name in FILES:
@@ -110,6 +112,15 @@ def test_hardware_files() -> None:
     config = load_config([*overrides, "parallel=fsdp", "train.micro_rows=1"], None, 64)
     assert (config.parallel.kind, config.train.micro_rows) == ("fsdp", 1)
     assert load_config(["hardware=null"]) == load_config([])
+    (tmp_path / "scale").mkdir()
+    (tmp_path / "scale/my.yaml").write_text("# @package _global_\ndefaults: [1b]\nmodel: {context: 512}\n")
+    load_config(["hardware=a100_80gb/1b_4k", "scale=my"], str(tmp_path), 64)
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        load_config(["hardware=a100_80gb/1b_4k", "train.batch_rows=256"], None, 64)
+    assert capsys.readouterr().err == (
+        "warning: hardware=a100_80gb/1b_4k is a layout for scale=1b, not tiny; choose scale=1b, or leave hardware out\n"
+    )
 
 
 @pytest.mark.parametrize(

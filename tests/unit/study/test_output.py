@@ -360,9 +360,11 @@ def test_the_console_s_table() -> None:
 
 
 def test_all_is_written(tmp_path: Path) -> None:
+    """Caught: a picture that is not there; a CPU's peak memory that looks like that of the training alone."""
     write_reports(example(**SMALLEST), tmp_path)
     assert json.loads((tmp_path / "report.json").read_text())["format"] == 1
     text = (tmp_path / "report.md").read_text()
+    assert "on a CPU it is of the whole process" in text
     pictures = [line.partition("(")[2].rstrip(")") for line in text.splitlines() if line.startswith("![")]
     assert pictures
     assert all((tmp_path / picture).is_file() for picture in pictures)

@@ -194,7 +194,10 @@ def costs(report: Report) -> Table:
         "Step time (ms)",
         "By its own clock (ms)",
     ]
-    return Table("costs", "Memory and step time", columns, rows, empty="No costs are known.")
+    note = (
+        "Peak memory is of a GPU's tensors; on a CPU it is of the whole process, the preparation of its data included."
+    )
+    return Table("costs", "Memory and step time", columns, rows, note, "No costs are known.")
 
 
 def _ms(seconds: float | None) -> str:
