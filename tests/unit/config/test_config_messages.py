@@ -373,7 +373,8 @@ def test_an_option_that_is_no_file(group: str, tmp_path: Path, capsys: pytest.Ca
         (["evaluate", "evaluate.checkpoint=x", "evaluate.out=/no/such/x.json"], ["evaluate.out=", "/no/such"]),
         (["evaluate", "evaluate.checkpoint=x", "evaluate.out=x.npz"], ["losses of rows", "evaluate.out=x.json"]),
         (["plan", "plan.out=/"], ["plan.out=/", "is a directory"]),
-        (["bench", "bench.out=/proc/x.json"], ["bench.out=/proc/x.json", "cannot be written"]),
+        (["plan", "plan.out=/proc/x.json"], ["plan.out=/proc/x.json", "cannot be written"]),
+        (["bench", "step"], ["no verb any more", "`python -m benchmarks.NAME`"]),
         (["plan", "scale=debug", "plan.world_size=3"], ["train.batch_rows=8", "3 ranks", "6 or 9"]),
         (["prepare", "data=tokens", "data.path=x"], ["data.kind=tokens", "nothing to prepare"]),
         (
