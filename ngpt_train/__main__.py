@@ -43,7 +43,6 @@ VERBS = {
     "probe": "Where the loss of one or two checkpoints is: by frequency, position, source and type of token; by row.",
     "export": "Write a checkpoint for other programs: transformers, or any reader of safetensors.",
     "import": "Make a run of a model that `export` wrote, or of a Llama-like model of the hub.",
-    "bench": "Measure the parts of a run: `bench data`, `step`, `kernels`, `attention`, ...",
     "doctor": "Whether a training run would work here: machine, network, disks, data; with the overrides of train.",
     "plan": "Parameters, memory, FLOPs and hours of a run, without running it.",
     "audit": "Train parts of a run again and compare: whether its records are what config, code and data give.",
@@ -150,12 +149,6 @@ def _command(arguments: list[str]) -> Callable[[], int]:
     verb, *rest = arguments
     if verb not in VERBS:
         raise ConfigError(_unknown_verb(verb))
-    if verb == "bench" and rest[:1] == ["gpu"]:  # it has options of its own, and needs no configuration
-        from ngpt_train.bench.gpu import protocol
-
-        return partial(protocol.main, rest[1:])
-    if verb == "bench" and rest and "=" not in rest[0] and not rest[0].startswith("-"):
-        rest = [f"bench.what={rest[0]}", *rest[1:]]
     line = _parse(rest)
     line.overrides, directories = without_directories(verb, line.overrides)
     use_plugins(line.plugins)
@@ -327,7 +320,9 @@ def _overview() -> str:
 
 def _unknown_verb(verb: str) -> str:
     close = difflib.get_close_matches(verb, VERBS, n=1)
-    if "=" in verb or verb.startswith("-"):
+    if verb == "bench":
+        problem = "no verb any more; in a clone of the repository each benchmark is `python -m benchmarks.NAME`"
+    elif "=" in verb or verb.startswith("-"):
         problem = "the verb comes first, for example: ngpt-train train " + verb
     else:
         problem = "no such verb" + (f"; did you mean {close[0]}?" if close else "")

@@ -21,14 +21,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # from a checkout, without installing
 
-from ngpt_train.bench.gpu.steps import drawn_on
-from ngpt_train.bench.step import tokens_of
+from benchmarks.paper_steps import drawn_on
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.models import build_model
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
 from ngpt_train.report.memory import Layout, memory_per_rank
+from ngpt_train.study.random_steps import tokens_of
 from ngpt_train.training import build_state, train_step
 
 # (d_model, n_layers, n_heads, d_mlp)

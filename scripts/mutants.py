@@ -91,7 +91,7 @@ def copy_tree(to: Path) -> None:
             (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, to / name)
     by_content = py_compile.PycInvalidationMode.CHECKED_HASH
-    for package in ("ngpt_train", "tests"):
+    for package in ("ngpt_train", "benchmarks", "tests"):
         compileall.compile_dir(str(to / package), quiet=2, invalidation_mode=by_content)
 
 

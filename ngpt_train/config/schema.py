@@ -28,7 +28,6 @@ from ngpt_train.config.sections.parallel import ParallelConfig
 from ngpt_train.config.sections.records import CheckpointConfig, GuardsConfig, LoggingConfig
 from ngpt_train.config.sections.study import AuditConfig, CompareConfig, StudyConfig, TransferConfig
 from ngpt_train.config.sections.verbs import (
-    BenchConfig,
     DoctorConfig,
     EvalConfig,
     EvaluateConfig,
@@ -173,7 +172,6 @@ class Config:
     generate: GenerateConfig = field(default_factory=GenerateConfig)
     evaluate: EvaluateConfig = field(default_factory=EvaluateConfig)
     plan: PlanConfig = field(default_factory=PlanConfig)
-    bench: BenchConfig = field(default_factory=BenchConfig)
     doctor: DoctorConfig = field(default_factory=DoctorConfig)
     study: StudyConfig = field(default_factory=StudyConfig)
     compare: CompareConfig = field(default_factory=CompareConfig)

@@ -24,7 +24,7 @@ from ngpt_train.core.secrets import redacted
 
 # What a resumed run may change: it alters neither a weight nor the order of the data. data.path, data.val_files and
 # tokenizer.path may move, because their content is compared by fingerprint. run.init_from counts at step 0 alone.
-_OF_VERBS = ("generate", "evaluate", "analyze", "probe", "export", "import", "plan", "bench", "doctor")
+_OF_VERBS = ("generate", "evaluate", "analyze", "probe", "export", "import", "plan", "doctor")
 _OF_STUDIES = ("study", "compare", "audit", "transfer")
 _HARMLESS_SECTIONS = ("parallel", "kernels", "checkpoint", "logging", *_OF_VERBS, *_OF_STUDIES)
 _HARMLESS = {
@@ -40,7 +40,7 @@ _HARMLESS = {
 }
 
 # Keys that earlier versions stored with every run, and that changed no bit of one: they are not read.
-_GONE = ("transfer.patch",)
+_GONE = ("bench.", "transfer.patch")
 
 # What run.allow_change may let through: with it the checkpoint still fits the model and the position in the data.
 _MAY_BE_ALLOWED = ("optim", "schedule", "train", "guards")

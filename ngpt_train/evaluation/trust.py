@@ -48,7 +48,7 @@ RULES = {
     "logging.wandb": OWN,
     "logging.sample_prompt": OWN,
     # Of the verbs, each of which has its own from the command line.
-    **dict.fromkeys(("generate", "evaluate", "analyze", "probe", "export", "import", "plan", "bench", "doctor"), OWN),
+    **dict.fromkeys(("generate", "evaluate", "analyze", "probe", "export", "import", "plan", "doctor"), OWN),
     **dict.fromkeys(("study", "compare", "audit", "transfer"), OWN),
 }
 

@@ -149,8 +149,8 @@ def _measure(configs: Mapping[str, Config], threads: int, here: bool, answers: C
 
 def _measured(config: Config, size: ArmSize) -> ArmSize:
     """`size` with the seconds per token of a step of as many rows as a micro batch has, or fewer."""
-    from ngpt_train.bench.step import steps_of
     from ngpt_train.distributed import resolve_device
+    from ngpt_train.study.random_steps import steps_of
     from ngpt_train.training import build_state
 
     device = resolve_device(config.train.device, 0).type

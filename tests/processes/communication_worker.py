@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ngpt_train.bench.communication import Collectives
+from benchmarks.communication import Collectives
 from ngpt_train.distributed.sharding import held
 from ngpt_train.optim import RowAdam
 from ngpt_train.training import TrainState, build_state, train_step

@@ -62,7 +62,7 @@ assert used.ru_utime + used.ru_stime < 2, used
 
 
 def test_verbs_in_processes_of_their_own(tmp_path: Path, corpus: Path) -> None:
-    """Other tests fork them from a process that has imported everything (`plan` is below, `bench` beside its tests).
+    """Other tests fork them from a process that has imported everything (`plan` is below).
     Caught: an import that only another one makes possible, an end that hangs, fails, or loses what was printed."""
     prepared, checkpoint = tmp_path / "prepared", tmp_path / "runs/test"
     given = arguments(tmp_path, corpus, "train.steps=2", "train.batch_rows=2")

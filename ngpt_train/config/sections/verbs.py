@@ -185,19 +185,3 @@ class DoctorConfig:
     """Whether a training run would work here (`doctor`, with the overrides of `train`)."""
 
     out: Union[str, None] = key(None, "JSON file for what was found, without secrets; null prints only.")
-
-
-@dataclass
-class BenchConfig:
-    """Times of the parts of a run, side by side with others' (`bench`)."""
-
-    what: str = key(
-        "data",
-        "What is measured: data (from text to batches), step (an optimizer step, GPT's beside the model's), kernels "
-        "(each fused operation beside plain PyTorch), attention (torch's implementations of it), checkpoint (saving, "
-        "loading), communication (what the ranks of torchrun send each other in a step, in each layout), generation (a "
-        "token after 256, 1,024 and 4,096, with and without kept keys and values, and by transformers). `bench gpu` "
-        "takes options of its own: `bench gpu --help`.",
-        choices=("data", "step", "kernels", "attention", "checkpoint", "communication", "generation"),
-    )
-    out: Union[str, None] = key(None, "JSON file for the entries; null prints only.")

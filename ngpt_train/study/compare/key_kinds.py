@@ -23,7 +23,6 @@ HARMLESS = {
     "generate": "a key of another verb than train",
     "evaluate": "a key of another verb than train",
     "plan": "a key of another verb than train",
-    "bench": "a key of another verb than train",
     "doctor": "a key of another verb than train",
     "study": "a key of another verb than train",
     "compare": "a key of another verb than train",

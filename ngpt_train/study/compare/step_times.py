@@ -56,14 +56,14 @@ def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> Times
     """Times a step of each arm, given by one of its runs, on random tokens and on this machine, once in every round.
     own: the config of the command line, for what a run does not decide here.
 
-    Returns for each arm `seconds_per_token` of the rounds (CPU time on a CPU, as `bench step` counts it, because other
+    Returns for each arm `seconds_per_token` of the rounds (CPU time on a CPU, because other
     processes disturb wall-clock time), `step_time` (wall clock, median, in seconds), `tokens` (of a step), `device`;
     or, of an arm that could not be timed, `untimed`, a sentence. `of` is its fingerprint.
     """
     import torch
 
-    from ngpt_train.bench.step import steps_of, with_vocabulary
     from ngpt_train.evaluation import trust
+    from ngpt_train.study.random_steps import steps_of, with_vocabulary
     from ngpt_train.training import build_state
 
     steps, untimed, on_cpu = {}, {}, not torch.cuda.is_available()

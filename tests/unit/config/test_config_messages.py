@@ -384,7 +384,8 @@ def test_the_example_of_a_checkpoint_is_the_newest_run(tmp_path: Path, capsys: p
         (["evaluate", "evaluate.checkpoint=x", "evaluate.out=/no/such/x.json"], ["evaluate.out=", "/no/such"]),
         (["evaluate", "evaluate.checkpoint=x", "evaluate.out=x.npz"], ["losses of rows", "evaluate.out=x.json"]),
         (["plan", "plan.out=/"], ["plan.out=/", "is a directory"]),
-        (["bench", "bench.out=/proc/x.json"], ["bench.out=/proc/x.json", "cannot be written"]),
+        (["plan", "plan.out=/proc/x.json"], ["plan.out=/proc/x.json", "cannot be written"]),
+        (["bench", "step"], ["no verb any more", "`python -m benchmarks.NAME`"]),
         (["plan", "scale=debug", "plan.world_size=3"], ["train.batch_rows=8", "3 ranks", "6 or 9"]),
         (["prepare", "data=tokens", "data.path=x"], ["data.kind=tokens", "nothing to prepare"]),
         (

@@ -5,7 +5,7 @@ import logging
 import pytest
 import torch
 
-from ngpt_train.bench.step import saved_activations
+from benchmarks.step import saved_activations
 from ngpt_train.core import log
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.dispatch import chosen

@@ -9,9 +9,8 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from ngpt_train.bench.gpu import steps
-from ngpt_train.bench.gpu.predictions import OPERATIONS
-from ngpt_train.bench.gpu.steps import Row, Variant, make_config
+from benchmarks import paper_steps
+from benchmarks.paper_steps import OPERATIONS, Variant, make_config
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.gpu import adam, cross_entropy, rotary, sphere_step, swiglu
 from ngpt_train.optim import RowAdam
@@ -29,7 +28,7 @@ KERNELS = {
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_step_without_one(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A name that no operation has leaves nothing out; another goes with it; the moments are Adam's of before."""
-    monkeypatch.setitem(steps.SIZES, "debug", (16, 1, 1, 32, 48))  # the interpreter is slow
+    monkeypatch.setitem(paper_steps.SIZES, "debug", (16, 1, 1, 32, 48))  # the interpreter is slow
     called = set()
 
     def seen(name: str, run: Any, *given: Any, **more: Any) -> Any:
@@ -40,7 +39,7 @@ def test_a_step_without_one(operation: str, monkeypatch: pytest.MonkeyPatch) -> 
         for module, function in functions:
             monkeypatch.setattr(module, function, partial(seen, name, getattr(module, function)))
     assert set(KERNELS) == set(OPERATIONS)
-    config = make_config("ngpt", Row("debug", 8), "cpu", 1)
+    config = make_config("ngpt", "debug:8", "cpu")
     config.train.batch_rows, config.kernels.kind = 1, "triton"
     before = dispatch._choice
     with dispatch.chosen("triton"):

@@ -1,5 +1,7 @@
 """Times text on its way to batches, beside the `datasets` library with the same tokenizer and beside nanoGPT's reader.
 
+    python -m benchmarks.data [GROUP=OPTION ...] [KEY=VALUE ...] [--out FILE]
+
 Everything runs on one core. Rows have the config's context, batches 8 rows. The text is the config's, by default the
 embedded corpus, written as parquet files into a temporary directory.
 """
@@ -9,9 +11,10 @@ from __future__ import annotations
 import itertools
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,7 +23,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.bench.interleaved import Entry, interleaved, quartiles
+from benchmarks.common import WALL, Entry, Run, interleaved, main, quartiles
+from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.data import TrainLoader, merged, open_dataset, prepare_dataset, reader_of
 from ngpt_train.data.sources import open_source
@@ -36,18 +40,19 @@ PREPARED_TOKENS = 20_000_000  # that a round reads from prepared shards
 ROUNDS = 5
 
 
-def bench(config: Config) -> Iterator[Entry]:
+def bench(overrides: Sequence[str]) -> Iterator[Entry]:
     """Entries of streaming, of reading prepared shards, of the time to the first batch, and of streaming's memory."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
         with tempfile.TemporaryDirectory() as directory:
-            yield from _bench(config, Path(directory))
+            yield from all_of(load_config(overrides, world_size=1), Path(directory))
     finally:
         os.sched_setaffinity(0, cores)
 
 
-def _bench(config: Config, directory: Path) -> Iterator[Entry]:
+def all_of(config: Config, directory: Path) -> Iterator[Entry]:
+    """The entries of `bench`. directory: for files."""
     files = write_parquet(config, directory / "text")
     local = replace(config.data, kind="local", path=str(files), cache=str(directory / "cache"), text_field="text")
     for kind in dict.fromkeys((config.tokenizer.kind, "gpt2")):
@@ -114,7 +119,7 @@ def streaming(config: Config, files: Path) -> Iterator[Entry]:
         return done
 
     beside = f"datasets, {config.tokenizer.kind}"
-    yield from interleaved({beside: datasets_read, name: lambda: read(TOKENS)}, beside, ROUNDS, "tokens")
+    yield from interleaved({beside: datasets_read, name: lambda: read(TOKENS)}, beside, ROUNDS, "tokens", WALL)
 
 
 def datasets_batches(files: Path, tokenizer: Tokenizer, context: int) -> Iterator[tuple[NDArray[np.int64], ...]]:
@@ -181,19 +186,19 @@ def reading(config: Config) -> Iterator[Entry]:
         return done
 
     runs = {"nanoGPT's reader": nanogpt_read, "prepared shards": lambda: read(PREPARED_TOKENS)}
-    yield from interleaved(runs, "nanoGPT's reader", ROUNDS, "tokens")
+    yield from interleaved(runs, "nanoGPT's reader", ROUNDS, "tokens", WALL)
 
 
 def starting(prepared: Config, streamed: Config) -> Iterator[Entry]:
     """The time to open the data and read a batch, at a run's start and after a resume at batch 200; without imports."""
-    runs: dict[str, Callable[[], float]] = {}
+    runs: dict[str, Run] = {}
     for name, config in (("prepared", prepared), ("streamed", streamed)):
         runs[f"{name}: first batch"] = partial(first_batch, config)
         batches = batches_from(config)
         for _ in range(200):
             _, position = next(batches)
         runs[f"{name}: first batch after a resume"] = partial(first_batch, config, merged([position]))
-    yield from interleaved(runs, "prepared: first batch", 3, "batches")
+    yield from interleaved(runs, "prepared: first batch", 3, "batches", WALL)
 
 
 def memory(config: Config) -> Iterator[Entry]:
@@ -220,7 +225,7 @@ def memory(config: Config) -> Iterator[Entry]:
         quartiles(ratios),
         statistics.median(ratios),
         "the first of them",
-        memory_mb=(resident[0], resident[-1]),
+        more={"memory_mb": (resident[0], resident[-1])},
     )
 
 
@@ -238,3 +243,7 @@ def first_batch(config: Config, state: dict[str, Any] | None = None) -> float:
 
 def batches_from(config: Config, state: dict[str, Any] | None = None) -> TrainLoader:
     return TrainLoader(reader_of(open_dataset(config), config, state=state), BATCH_ROWS, BATCH_ROWS, state=state)
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, bench))

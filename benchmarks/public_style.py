@@ -1,4 +1,4 @@
-"""nGPT written as public code writes it: `bench gpu` times our step beside it.
+"""nGPT written as public code writes it: benchmarks/paper_steps.py times our step beside it.
 
 This is our own program in the style of NVIDIA's public code. None of that code is here, and no time of this program is
 a measurement of that code. Both do the same things that cost time:
@@ -12,7 +12,7 @@ a measurement of that code. Both do the same things that cost time:
 Two things are not as in that code: the rotation is a true one, and attention is torch's instead of flash-attn with its
 deterministic backward pass. With weights on the sphere the loss is that of models/ngpt with default keys. So are the
 gradients, except that an embedding's gradient has no part along the embedding
-(tests/unit/bench/test_public_style.py).
+(tests/unit/benchmarks/test_public_style.py).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.common import WrongResultError
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.models.layers.rope import Rope, rope_table, rotate
 
@@ -139,6 +140,11 @@ class PublicSteps:
         self.model.normalize_()
         self.losses.append(total)
         return float(sum(tokens.numel() for tokens, _ in self.micro_batches))
+
+    def check(self) -> None:
+        """Raises WrongResultError where the loss did not fall."""
+        if not self.losses[-1] < self.losses[0]:
+            raise WrongResultError(f"the loss of public code's way did not fall: {[float(x) for x in self.losses]}")
 
 
 def as_public(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

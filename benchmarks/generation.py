@@ -1,63 +1,60 @@
 """Times a generated token at the end of a text of 256, 1,024 and 4,096 tokens.
 
+    python -m benchmarks.generation [GROUP=OPTION ...] [KEY=VALUE ...] [--out FILE]
+
     kept          each token is read once, its keys and values are kept
     recomputed    the whole text is computed again for each token
     transformers  the exported model, in transformers with its DynamicCache
 
 All run in turn in one process, one text, the most likely token each time; what comes before the last tokens is not
-timed. On a GPU the time is wall-clock time and the blocks of `kept` are compiled. On a CPU it is the process's CPU
-time, because other processes disturb wall-clock time.
+timed. On a GPU the blocks of `kept` are compiled.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import time
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ngpt_train.bench.interleaved import Entry, Run, by, interleaved
-from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.core.errors import ConfigError
+from benchmarks.common import Entry, Run, elapsed, interleaved, main
+from ngpt_train.config import ConfigError, load_config
+from ngpt_train.distributed import resolve_device, resolve_precision
+from ngpt_train.distributed.layouts import choose_kernels
+from ngpt_train.interop.exporting import in_transformers
 from ngpt_train.models import Decoder, build_model
+from ngpt_train.study.random_steps import with_vocabulary
 
 LENGTHS = (256, 1024, 4096)
 LAST = 16  # tokens of a run; of `recomputed` one, the last
 ROUNDS = 5
 
 
-def bench(
-    config: ModelConfig,
-    device: torch.device,
-    dtype: torch.dtype,
-    in_transformers: Callable[[Decoder, torch.dtype], Any],
-    lengths: tuple[int, ...] = LENGTHS,
-    say: Callable[[str], None] = print,
-) -> Iterator[Entry]:
-    """For each length the entries of a decoder of `config`, whose context is that length, with random weights.
-
-    dtype: of its activations. in_transformers: a decoder as transformers has it, in this dtype; None if it has not.
-    """
-    if config.source_length(config.context):
-        raise ConfigError(f"model.name={config.name}: bench generation times decoders. Choose model=gpt or another")
+def bench(overrides: Sequence[str]) -> Iterator[Entry]:
+    """For each length the entries of a decoder whose context is that length, with random weights."""
+    config = load_config(overrides, world_size=1)
+    device = resolve_device(config.train.device, 0)
+    precision = resolve_precision(config.train.precision, device.type)
+    choose_kernels(config, device, precision)
+    of = with_vocabulary(config).model
+    if of.source_length(of.context):
+        raise ConfigError(f"model.name={of.name}: only decoders are timed. Choose model=gpt or another")
     has_transformers = importlib.util.find_spec("transformers") is not None
     if not has_transformers:
-        say("transformers is not installed: ngpt-train[hf]")
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
-    for length in lengths:
+        print("transformers is not installed: ngpt-train[hf]", flush=True)
+    for length in LENGTHS:
         with device:
-            model = build_model(replace(config, context=length)).eval()
-        model.compute_dtype = dtype
-        text = torch.randint(int(config.vocab_size), (length,), generator=torch.Generator().manual_seed(0)).to(device)
+            model = build_model(replace(of, context=length)).eval()
+        model.compute_dtype = precision
+        text = torch.randint(int(of.vocab_size), (length,), generator=torch.Generator().manual_seed(0)).to(device)
         runs = {"kept": kept(model, text), "recomputed": recomputed(model, text)}
-        if has_transformers and (exported := in_transformers(model, dtype)) is not None:
+        if has_transformers and (exported := in_transformers(model, precision)) is not None:
             runs["transformers"] = by_transformers(exported.to(device), text)
-        named = {f"{config.name}, {length} tokens: {name}": run for name, run in runs.items()}
-        yield from interleaved(named, next(iter(named)), ROUNDS, "tokens", by(clock))
+        yield from interleaved(runs, "kept", ROUNDS, "tokens", elapsed(device), f"{of.name}, {length} tokens: ")
 
 
 def kept(model: Decoder, text: Tensor) -> Run:
@@ -112,3 +109,7 @@ def by_transformers(model: Any, text: Tensor) -> Run:
         return LAST
 
     return run
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, bench))

@@ -1,18 +1,20 @@
-"""Checks each fused operation against its formula in fp64, then times it beside plain PyTorch.
+"""Checks each fused operation against its formula in fp64, then times it beside plain PyTorch. Needs torch alone.
+
+    python -m benchmarks.kernels [--widths 1024,1280] [--device cpu] [--out FILE]
 
 The check compares outputs and all gradients, over all rows. New memory is filled with NaN, so that an element that the
 operation does not write is noticed. A wrong operation ends the benchmark before anything is timed.
 
 Then three variants take turns: ours, which is what `kernels.dispatch` chooses here; plain PyTorch in eager mode; and,
-on a GPU, plain PyTorch under torch.compile. On a GPU the time is the device's alone (`device_time.on_device`), and sets
-of inputs take turns, so that none is still in the device's cache. GB/s counts the bytes that the operation must at
-least read and write, not those that it does.
+on a GPU, plain PyTorch under torch.compile. On a GPU the time is the device's alone, and sets of inputs take turns, so
+that none is still in the device's cache. GB/s counts the bytes that the operation must at least read and write, not
+those that it does.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,22 +22,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ngpt_train.bench.device_time import copy_ceiling, on_device
-from ngpt_train.bench.interleaved import Entry, Run, by, interleaved
+from benchmarks.common import Entry, Run, WrongResultError, default_device, interleaved, main, on_device
 from ngpt_train.kernels import adam, dispatch
 from ngpt_train.kernels.check.calls import Call, name_of, of_adam
 from ngpt_train.kernels.check.cases import case_of
 from ngpt_train.kernels.check.compare import Comparison, Inputs, Operation, errors_of, gradients_of
 
-Shape = tuple[int, int, int]  # d_model, d_mlp, d_head
-SHAPES: list[Shape] = [(1024, 4096, 64), (1280, 5120, 64)]  # the paper's 0.5B and 1B
+D_HEAD = 64
 INPUT_SETS = 3
-
-
-class KernelError(RuntimeError):
-    """An operation does not compute its formula."""
-
-    exit_code = 4
 
 
 @dataclass(frozen=True)
@@ -64,27 +58,21 @@ class Case(Comparison):
     forward_alone: bool = True  # whether the forward pass is worth timing by itself
 
 
-def bench(
-    device: torch.device, shapes: Sequence[Shape], sizes: Sizes, say: Callable[[str], None] = print
-) -> Iterator[Entry]:
-    """Entries of all operations at each shape. Raises KernelError, before the first entry, where one is wrong.
-
-    say: is given lines for the log.
-    """
-    cases = [case for shape in shapes for case in cases_of(device, shape, sizes)]
-    errors = {case.name: check(case, say) for case in cases}
-    ceiling = copy_ceiling(device) if device.type == "cuda" else None
-    if ceiling is not None:
-        say(f"a copy within the device reaches {ceiling:.0f} GB/s")
+def bench(widths: str, device: str) -> Iterator[Entry]:
+    """Entries of all operations at each d_model of `widths`. Raises WrongResultError before any of them."""
+    on = torch.device(device)
+    sizes = ON_GPU if on.type == "cuda" else ON_CPU
+    cases = [case for width in widths.split(",") for case in cases_of(on, int(width), sizes)]
+    errors = {case.name: check(case) for case in cases}
+    ceiling = copy_ceiling(on) if on.type == "cuda" else None
     for case in cases:
-        yield from times(case, errors[case.name], ceiling, device, sizes.rounds)
+        yield from times(case, errors[case.name], ceiling, on, sizes.rounds)
 
 
-def cases_of(device: torch.device, shape: Shape, sizes: Sizes) -> list[Case]:
-    """All operations at one shape, with activations in bf16 on a GPU and in fp32 on a CPU."""
+def cases_of(device: torch.device, d: int, sizes: Sizes) -> list[Case]:
+    """All operations at one d_model, with activations in bf16 on a GPU and in fp32 on a CPU."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    d, m, d_head = shape
-    B, T, V = sizes.B, sizes.T, sizes.vocab_size
+    m, B, T, V = 4 * d, sizes.B, sizes.T, sizes.vocab_size
     n, element = B * T, dtype.itemsize
     by_kernels = dispatch.runs_on_triton("bench", torch.empty(1, dtype=dtype, device=device))
 
@@ -97,7 +85,7 @@ def cases_of(device: torch.device, shape: Shape, sizes: Sizes) -> list[Case]:
         return Call.of(kernel, torch.empty(shape, dtype=dtype, device="meta"), **options)
 
     row, wide = n * d * element, n * m * element  # bytes of a hidden state and of a half of uv
-    heads = d // d_head
+    heads = d // D_HEAD
     name = name_of(torch.empty(0, dtype=dtype))
     rotary = {"of_rows": False}
     adam_rows = of_adam(2 * m, d, True, False, (0.9, 0.95), 1e-8, 0.0)
@@ -136,8 +124,24 @@ def plain_head(h: Tensor, targets: Tensor, matrix: Tensor, scale: Tensor) -> tup
     return (F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum"),)
 
 
-def check(case: Case, say: Callable[[str], None]) -> float:
-    """The largest relative error of an output or a gradient. Raises KernelError where one exceeds its tolerance."""
+def copy_ceiling(device: torch.device) -> float:
+    """GB/s, reads and writes together, of a large copy within the GPU, which no kernel exceeds by much."""
+    # Random values, because some devices move zeros faster.
+    source = torch.empty(2**31, dtype=torch.bfloat16, device=device).normal_()
+    target = torch.empty_like(source)
+
+    def copy() -> float:
+        target.copy_(source)
+        return 2.0 * source.nbytes
+
+    (entry,) = interleaved({"copy": copy}, "copy", 5, "bytes", on_device(device))
+    assert entry.rate is not None
+    print(f"a copy within the device reaches {entry.rate / 1e9:.0f} GB/s", flush=True)
+    return entry.rate / 1e9
+
+
+def check(case: Case) -> float:
+    """The largest relative error of an output or a gradient. Raises WrongResultError where one is too large."""
     found = errors_of(case, case.draw())
     text = ", ".join(f"{name} {error.relative:.1e}" for name, error in found.items())
     wrong = {name: error for name, error in found.items() if not error.is_small}
@@ -145,8 +149,8 @@ def check(case: Case, say: Callable[[str], None]) -> float:
         limits = ", ".join(
             f"{name} {error.tolerance:.0e}, worst element {error.worst:.1e}" for name, error in wrong.items()
         )
-        raise KernelError(f"{case.name} is wrong: relative errors against fp64: {text}\n  Allowed: {limits}")
-    say(f"{case.name}: relative errors {text}")
+        raise WrongResultError(f"{case.name} is wrong: relative errors against fp64: {text}\n  Allowed: {limits}")
+    print(f"{case.name}: relative errors {text}", flush=True)
     return max(error.relative for error in found.values())
 
 
@@ -170,19 +174,14 @@ def times(case: Case, error: float, ceiling: float | None, device: torch.device,
     for name, backward, n_bytes in passes:
         runs = {who: over_all_sets(case, variant, sets, backward) for who, variant in variants.items()}
         label = f"{case.name}, {name}" if case.bytes_backward else case.name
-        measure = on_device if on_gpu else by(time.process_time)
-        for entry in interleaved(runs, "eager", rounds, "rows", measure):
-            seconds = 1e-3 * entry.median_ms / len(sets)  # of one call
-            gb_per_s = None if n_bytes is None or not on_gpu else n_bytes / seconds / 1e9
-            yield replace(
-                entry,
-                name=f"{label}: {entry.name}",
-                relative_to=f"{label}: eager",
-                median_ms=1e3 * seconds,
-                error=error if entry.name == "ours" else None,
-                gb_per_s=gb_per_s,
-                of_ceiling=None if gb_per_s is None or ceiling is None else gb_per_s / ceiling,
-            )
+        for entry in interleaved(runs, "eager", rounds, "rows", on_device(device), f"{label}: "):
+            one_call = replace(entry, median_ms=entry.median_ms / len(sets))
+            if entry.name == f"{label}: ours":
+                one_call.more["error"] = error
+            if n_bytes is not None and ceiling is not None:
+                gb_per_s = n_bytes / one_call.median_ms / 1e6
+                one_call.more.update(gb_per_s=gb_per_s, of_ceiling=gb_per_s / ceiling)
+            yield one_call
 
 
 def over_all_sets(case: Case, operation: Operation, sets: Sequence[Inputs], backward: bool) -> Run:
@@ -198,3 +197,7 @@ def over_all_sets(case: Case, operation: Operation, sets: Sequence[Inputs], back
         return float(case.tokens * len(sets))
 
     return run
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, bench, overrides=False, widths="1024,1280", device=default_device()))

@@ -1,5 +1,7 @@
 """What the ranks of a run tell each other in a training step, counted call by call, in each layout.
 
+    torchrun --nproc-per-node 4 -m benchmarks.communication [GROUP=OPTION ...] [KEY=VALUE ...] [--out FILE]
+
 Counted are torch's own calls of the backend, with the tensors that they are given. What of it a rank sends follows from
 the algorithm, here rings, which NCCL and gloo use for large tensors: a tensor of n ranks travels in n parts, of which a
 rank sends n - 1, and an all-reduce is a reduce-scatter and an all-gather.
@@ -8,8 +10,9 @@ rank sends n - 1, and an all-reduce is a reduce-scatter and an all-gather.
 from __future__ import annotations
 
 import gc
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,11 +22,12 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ngpt_train.bench.step import tokens_of, with_vocabulary
+from benchmarks.common import main
+from ngpt_train.config import ConfigError, load_config
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
-from ngpt_train.core.errors import ConfigError
 from ngpt_train.distributed import World, join_world
+from ngpt_train.study.random_steps import tokens_of, with_vocabulary
 from ngpt_train.training import build_state, train_step
 
 ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER = "all-reduce", "all-gather", "reduce-scatter"
@@ -92,8 +96,22 @@ class Communication:
         return sum(x.sent for x in self.collectives)
 
     def json(self) -> dict[str, Any]:
-        """All numbers by name, for a JSON file."""
+        """All numbers by name."""
         return asdict(self) | {"sent": self.sent}
+
+    def line(self) -> str:
+        """A line for each kind of collective, and the sum."""
+        lines = []
+        for x in self.collectives:
+            size, sent = f"{x.bytes / 1e6:.3f}", f"{x.sent / 1e6:.3f}"
+            lines.append(row_of(self.layout, self.micro_batches, x.kind, x.ranks, x.calls, size, sent))
+        calls, sent = sum(x.calls for x in self.collectives), f"{self.sent / 1e6:.3f}"
+        written = "" if self.written is None else f", {self.written / 1e6:.3f} written"
+        return "\n".join([*lines, row_of(self.layout, self.micro_batches, "in all", "", calls, "", sent) + written])
+
+
+def row_of(layout: str, n: Any, kind: str, ranks: Any, calls: Any, size: str, sent: str) -> str:
+    return f"{layout:<46} {n:>13}  {kind:<14} {ranks:>5} {calls:>5} {size:>9} {sent:>9}"
 
 
 def layouts(config: Config, n_ranks: int) -> dict[str, Config]:
@@ -118,19 +136,19 @@ def layouts(config: Config, n_ranks: int) -> dict[str, Config]:
     }
 
 
-def bench(config: Config) -> Iterator[Communication]:
+def bench(overrides: Sequence[str]) -> Iterator[Communication]:
     """The second of two steps in each layout, with 1 and with 4 micro batches of train.micro_rows rows; a collective
     call.
 
     Raises ConfigError on one rank.
     """
-    config = with_vocabulary(config)
+    config = with_vocabulary(load_config(overrides, world_size=1))
     micro_rows = 1 if config.train.micro_rows == AUTO else int(config.train.micro_rows)
     world = join_world(config)
     if world.size == 1:
         raise ConfigError(
-            "bench.what=communication: one rank tells nobody anything\n"
-            "  For example torchrun --standalone --nproc-per-node 4 -m ngpt_train bench communication"
+            "one rank tells nobody anything\n"
+            "  For example torchrun --standalone --nproc-per-node 4 -m benchmarks.communication"
         )
     for name, laid_out in layouts(config, world.size).items():
         for n in MICRO_BATCHES:
@@ -160,3 +178,11 @@ def _written() -> int | None:
     if sys.platform != "linux":
         return None
     return next(int(line.split()[1]) for line in Path("/proc/self/io").read_text().splitlines() if "wchar" in line)
+
+
+if __name__ == "__main__":
+    head = row_of("layout", "micro batches", "collective", "ranks", "calls", "MB", "MB sent")
+    code = main(__doc__, bench, head)
+    sys.stdout.flush()
+    # Not by way of the interpreter's end, which gloo's threads may hang or abort: see distributed/world.py.
+    os._exit(code)

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ngpt_train.bench.gpu.comparisons import public_steps
-from ngpt_train.bench.gpu.steps import Place, Row, build
-from ngpt_train.bench.public_style import PublicSteps, PublicStyle, as_public
+from benchmarks.paper_steps import build, public_steps
+from benchmarks.public_style import PublicSteps, PublicStyle, as_public
 from ngpt_train.models import build_model
 from ngpt_train.models.ngpt.keys import NGPTConfig
 from ngpt_train.models.weights import export_gradients, export_weights
@@ -73,10 +72,8 @@ def test_steps_stay_on_the_sphere() -> None:
 
 def test_same_steps() -> None:
     """What is timed learns otherwise: another rate or share of a micro batch, no projection."""
-    row = Row("debug", 32)
-    ngpt = build("ngpt", row, Place("cpu", "CPU", 0, 0), 8)
-    public, problems = public_steps(ngpt, 2, row)
-    assert problems == []
+    ngpt = build("ngpt", "debug:32", "cpu")
+    public = public_steps(ngpt, 2)
     for _ in range(5):
         assert public() == ngpt() == 8 * 32
     assert ngpt.losses[-1] < 0.9 * ngpt.losses[0]

@@ -1,6 +1,8 @@
 """Times saving and loading a checkpoint, beside torch.save and torch.load of the same tensors, and how long training
 waits for a save.
 
+    python -m benchmarks.checkpoint [GROUP=OPTION ...] [KEY=VALUE ...] [--out FILE]
+
 Our checkpoints are synced to the disk and have a checksum of every file, which is verified before loading. torch.save
 leaves its file in the operating system's buffers; "torch.save, synced" waits for the disk as ours does. Times are
 wall-clock times, because waiting for a disk takes no CPU.
@@ -8,31 +10,31 @@ wall-clock times, because waiting for a disk takes no CPU.
 
 from __future__ import annotations
 
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ngpt_train.bench.interleaved import Entry, Run, interleaved
-from ngpt_train.bench.step import steps_of, with_vocabulary
-from ngpt_train.config.schema import Config
+from benchmarks.common import WALL, Entry, Run, interleaved, main
+from ngpt_train.config import load_config
 from ngpt_train.core.files import sync
+from ngpt_train.study.random_steps import steps_of, with_vocabulary
 from ngpt_train.training import TrainState, build_state
 from ngpt_train.training.checkpoint import Checkpoints, load_state
 from ngpt_train.training.checkpoint.background import Saves
 
 ROUNDS = 5
-SAVE, LOAD, STALL, WHOLE = "checkpoint, save", "checkpoint, load", "checkpoint, stall", "checkpoint, and training"
 STEPS = 4  # during which a save beside training is written
 
 
-def bench(config: Config, rounds: int = ROUNDS) -> Iterator[Entry]:
+def bench(overrides: Sequence[str]) -> Iterator[Entry]:
     """Entries of saving and of loading the state after one step, which has Adam's moments, with rates in bytes/s, and
     of how long training waits, in times of a step."""
+    config = load_config(overrides, world_size=1)
     state = build_state(with_vocabulary(config))
     step = steps_of(state)
     step()
@@ -58,14 +60,14 @@ def bench(config: Config, rounds: int = ROUNDS) -> Iterator[Entry]:
             state.optimizer.load_state_dict(read["optimizer"])
 
         saving = {"ours": save, "torch.save": lambda: torch.save(tensors, beside), "torch.save, synced": save_synced}
-        saving_runs = {name: returning(size, function) for name, function in saving.items()}
-        yield from with_prefix(SAVE, interleaved(saving_runs, "torch.save", rounds, "bytes"))
-        loading = {"ours": returning(size, load), "torch.load": returning(size, load_beside)}
-        yield from with_prefix(LOAD, interleaved(loading, "torch.load", rounds, "bytes"))
-        yield from cost_for_training(state, step, checkpoints, rounds)
+        runs = {name: returning(size, function) for name, function in saving.items()}
+        yield from interleaved(runs, "torch.save", ROUNDS, "bytes", WALL, "checkpoint, save: ")
+        runs = {"ours": returning(size, load), "torch.load": returning(size, load_beside)}
+        yield from interleaved(runs, "torch.load", ROUNDS, "bytes", WALL, "checkpoint, load: ")
+        yield from cost_for_training(state, step, checkpoints)
 
 
-def cost_for_training(state: TrainState, step: Run, checkpoints: Checkpoints, rounds: int) -> Iterator[Entry]:
+def cost_for_training(state: TrainState, step: Run, checkpoints: Checkpoints) -> Iterator[Entry]:
     """How long a step waits for a save, and how much longer STEPS steps take with a save in them."""
     with_async = replace(state.config.checkpoint, asynchronous=True)
     in_background = replace(state, config=replace(state.config, checkpoint=with_async))
@@ -78,15 +80,13 @@ def cost_for_training(state: TrainState, step: Run, checkpoints: Checkpoints, ro
         saves.save(state, {}, lambda _: None, None)
 
     def until_it_returns(run: Run) -> tuple[float, float]:
-        began = time.perf_counter()
-        units = run()
-        seconds = time.perf_counter() - began
+        found = WALL(run)
         saves.settle()
-        return seconds, units
+        return found
 
     stalls = {"a step": step, "training waits": wait, "beside training": begin}
     runs = {name: returning(1, function) for name, function in stalls.items()}
-    yield from with_prefix(STALL, interleaved(runs, "a step", rounds, "times", until_it_returns))
+    yield from interleaved(runs, "a step", ROUNDS, "times", until_it_returns, "checkpoint, stall: ")
 
     def steps_with(function: Callable[[], object]) -> Callable[[], None]:
         def run() -> None:
@@ -100,7 +100,7 @@ def cost_for_training(state: TrainState, step: Run, checkpoints: Checkpoints, ro
     base = f"{STEPS} steps"
     whole = {base: lambda: None, f"{base}, training waits": wait, f"{base}, beside training": begin}
     runs = {name: returning(STEPS, steps_with(function)) for name, function in whole.items()}
-    yield from with_prefix(WHOLE, interleaved(runs, base, rounds, "steps"))
+    yield from interleaved(runs, base, ROUNDS, "steps", WALL, "checkpoint, and training: ")
 
 
 def returning(size: float, function: Callable[[], object]) -> Run:
@@ -113,12 +113,6 @@ def returning(size: float, function: Callable[[], object]) -> Run:
     return run
 
 
-def with_prefix(what: str, entries: list[Entry]) -> Iterator[Entry]:
-    """The entries with "WHAT: " before their names."""
-    for entry in entries:
-        yield replace(entry, name=f"{what}: {entry.name}", relative_to=f"{what}: {entry.relative_to}")
-
-
 def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     """The tensors among the values of nested dicts."""
     if isinstance(tree, torch.Tensor):
@@ -126,3 +120,7 @@ def tensors_in(tree: Any) -> Iterator[torch.Tensor]:
     elif isinstance(tree, dict):
         for value in tree.values():
             yield from tensors_in(value)
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, bench))

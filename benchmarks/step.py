@@ -1,0 +1,77 @@
+"""Times the optimizer steps of GPT and of the config's model (or nGPT), in turn in one process, on random tokens.
+
+    python -m benchmarks.step [GROUP=OPTION ...] [KEY=VALUE ...] [--out FILE]
+
+A step is forward, backward, clipping, optimizer and projection.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from benchmarks.common import Entry, elapsed, interleaved, main, peak_memory_gb
+from ngpt_train.config import load_config
+from ngpt_train.observe.meters import Meter
+from ngpt_train.study.random_steps import steps_of, tokens_of, with_vocabulary
+from ngpt_train.training import TrainState, build_state
+from ngpt_train.training.step import dropout_seeds
+
+ROUNDS = 10
+WARM_UP = 3
+
+
+def bench(overrides: Sequence[str]) -> Iterator[Entry]:
+    """An entry for each model. Both have the same batch and context; the ratio is to GPT's time."""
+    other = load_config(overrides, world_size=1).model.name
+    others = [override for override in overrides if not override.startswith("model=")]
+    states = {}
+    for name in ("gpt", other if other != "gpt" else "ngpt"):
+        states[name] = build_state(with_vocabulary(load_config([*others, f"model={name}"], world_size=1)))
+    runs = {name: steps_of(state) for name, state in states.items()}
+    for run in runs.values():
+        for _ in range(WARM_UP):
+            run()
+    for entry in interleaved(runs, "gpt", ROUNDS, "tokens", elapsed(states["gpt"].world.device)):
+        state = states[entry.name]
+        more = {"mfu": mfu(state, entry), "activations_mb": saved_activations(state) / 1e6}
+        yield replace(entry, more=more | {"memory_gb": peak_memory_gb(runs[entry.name])})
+
+
+def saved_activations(state: TrainState) -> int:
+    """Bytes that the forward pass of one micro batch keeps for the backward pass, without the weights."""
+    weights = {p.untyped_storage().data_ptr() for p in state.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        batch = tokens_of(state)[0]
+        (seeds,) = dropout_seeds(state, [len(batch[0])])
+        loss = state.forward(*batch, **seeds).total
+    loss.backward()
+    state.optimizer.zero_grad(set_to_none=True)
+    return sum(kept.values())
+
+
+def mfu(state: TrainState, entry: Entry) -> float | None:
+    """Model FLOPs utilization, 0 to 1, by PaLM's count: (6 weights + 12 L d_model T) tokens/s over the devices' peak.
+
+    None where the peak is not known.
+    """
+    flops = state.model.flops_per_token(state.config.model.context)
+    dtype = state.model.compute_dtype or torch.float32
+    peak = Meter(flops, state.world.size, state.world.device, dtype).peak
+    return None if peak is None or entry.rate is None else flops * entry.rate / peak
+
+
+if __name__ == "__main__":
+    sys.exit(main(__doc__, bench))

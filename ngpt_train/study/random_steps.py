@@ -1,0 +1,43 @@
+"""Optimizer steps on random tokens, to be timed: they need no data and no tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ngpt_train.config.keys import AUTO
+from ngpt_train.config.schema import Config
+from ngpt_train.training import TrainState, train_step
+
+VOCAB_SIZE = 32_000  # the paper's
+
+
+def with_vocabulary(config: Config) -> Config:
+    """`config` with VOCAB_SIZE where model.vocab_size is auto, because there is no tokenizer to ask."""
+    size = VOCAB_SIZE if config.model.vocab_size == AUTO else config.model.vocab_size
+    return replace(config, model=replace(config.model, vocab_size=size))
+
+
+def tokens_of(state: TrainState) -> list[tuple[Tensor, Tensor]]:
+    """This rank's micro batches of a step: random tokens and targets, each `(micro_rows, context)`, on its device."""
+    config, world = state.config, state.world
+    vocab_size = int(config.model.vocab_size)
+    generator = torch.Generator().manual_seed(world.rank)
+    n_micro = config.train.rows_per_step // (state.micro_rows * world.size)
+    rows = torch.randint(vocab_size, (n_micro, state.micro_rows, config.model.context + 1), generator=generator)
+    rows = rows.to(world.device)
+    return [(row[:, :-1].contiguous(), row[:, 1:].contiguous()) for row in rows]
+
+
+def steps_of(state: TrainState) -> Callable[[], float]:
+    """A run that takes one step, on the same tokens each time, and returns the step's tokens over all ranks."""
+    micro_batches = tokens_of(state)
+
+    def run() -> float:
+        result = train_step(state, micro_batches, untouched=True)
+        return float(result.n_tokens)  # reading the number waits for the device
+
+    return run
