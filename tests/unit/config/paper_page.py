@@ -14,26 +14,35 @@ from ngpt_train.models import build_model
 from ngpt_train.verbs.plan import planned_vocabulary
 
 PAGE = Path(__file__).parents[3] / "docs" / "papers.md"
-COLUMNS = ("row", "parameters", "steps", "tokens", "lr", "warm-up", "clip", "dropout")
+COLUMNS = ("parameters", "steps", "tokens", "lr", "warm-up", "clip", "dropout")
 
 
 def tables_of_page() -> dict[str, list[str]]:
     """The lines of each table, by its name."""
-    names = [name for name in list_experiments() if name.startswith("paper/")]
-    found: dict[str, list[str]] = {}
-    for name in names:
-        _, table, row = name.split("/")
-        if table not in found:
-            found[table] = [line(COLUMNS), line("---" for _ in COLUMNS)]
-        found[table].append(line(described(name, row)))
-    return found
+    found: dict[str, dict[tuple[str, ...], list[str]]] = {}
+    for name in list_experiments():
+        if name.startswith("paper/"):
+            _, table, row = name.split("/")
+            found.setdefault(table, {}).setdefault(described(name), []).append(f"`{row}`")
+    return {table: lines_of(rows) for table, rows in found.items()}
+
+
+def lines_of(rows: dict[tuple[str, ...], list[str]]) -> list[str]:
+    """Rows of equal numbers are one line. Numbers that all rows have stand above the table."""
+    columns = list(zip(*rows, strict=True))
+    shared = [f"{name} {cells[0]}" for name, cells in zip(COLUMNS, columns, strict=True) if len(set(cells)) == 1]
+    varied = [(name, cells) for name, cells in zip(COLUMNS, columns, strict=True) if len(set(cells)) > 1]
+    above = [f"All rows: {', '.join(shared)}.", ""] if shared else []
+    cells_by_row = zip((", ".join(names) for names in rows.values()), *(cells for _, cells in varied), strict=True)
+    head = ["row", *(name for name, _ in varied)]
+    return [*above, line(head), line("---" for _ in head), *map(line, cells_by_row)]
 
 
 def line(cells: Any) -> str:
     return f"| {' | '.join(cells)} |"
 
 
-def described(name: str, row: str) -> tuple[str, ...]:
+def described(name: str) -> tuple[str, ...]:
     config = load_config([f"experiment={name}"])
     model: Any = config.model
     if model.vocab_size == AUTO:
@@ -42,18 +51,16 @@ def described(name: str, row: str) -> tuple[str, ...]:
         parameters = build_model(model).n_params()
     tokens = config.train.steps * config.train.rows_per_step * model.context
     # A recipe's table of learning rates has sources of its own.
-    tables = ("ngpt_runs",)
-    lr = "recipe" if name.split("/")[1] in tables else f"{config.optim.lr:g}"
+    lr = "recipe" if name.split("/")[1] == "ngpt_runs" else f"{config.optim.lr:g}"
     dropout = (model.embedding_dropout, model.residual_dropout, model.attention_dropout)
     return (
-        f"`{row}`",
         f"{parameters:,}",
         f"{config.train.steps:,}",
         f"{tokens / 1e9:.3g}e9",
         lr,
         f"{config.schedule.warmup_steps:,}",
         "-" if config.optim.clip_norm is None else f"{config.optim.clip_norm:g}",
-        "-" if not any(dropout) else " / ".join(f"{p:g}" for p in dropout),
+        "-" if not any(dropout) else "/".join(f"{p:g}" for p in dropout),
     )
 
 
