@@ -37,8 +37,8 @@ class Arrivals:
             raise RankLostError(f"{who} has not done its part, it is stopped or stuck ({error})") from error
 
     def _missing(self) -> list[int]:
-        store, missing = self._store, []
-        if store is not None:
+        missing: list[int] = []
+        if (store := self._store) is not None:
             with suppress(dist.DistError):
                 for rank in range(self._size):
                     if not store.check([str(rank)]) or int(store.get(str(rank))) < self._number:
