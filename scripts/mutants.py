@@ -35,7 +35,7 @@ from pathlib import Path
 from queue import Queue
 
 ROOT = Path(__file__).resolve().parents[1]
-SECONDS = 240  # a test that takes longer hangs
+SECONDS = 600  # a test that takes longer hangs
 PASSED, FAILED = 0, 1  # pytest's exit codes; a negative one is of a test that took pytest down with it
 
 
@@ -124,7 +124,8 @@ def main() -> int:
             caught = code is not None and (code == FAILED or code < 0)
             print(f"{'caught' if caught else 'SURVIVES'}  {mutant.name}", flush=True)
             if not caught:
-                print(f"{mutant.says}\n{'' if code == PASSED else said}")
+                why = {PASSED: "its test passes", None: f"no end after {SECONDS} s:\n{said}"}
+                print(mutant.says, why.get(code, f"pytest ended with {code}:\n{said}"))
             return caught
 
         with ThreadPoolExecutor(given.jobs) as pool:
