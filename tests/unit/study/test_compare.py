@@ -197,7 +197,7 @@ def test_what_was_tuned_and_what_was_chosen(tmp_path: Path) -> None:
         config = yaml.safe_load(path.read_text())
         is_ngpt = run.name.startswith("ngpt")
         config["optim"] |= {"clip_norm": 0.3 if is_ngpt else 1.0, "weight_decay": 0.0 if is_ngpt else 0.1}
-        config["model"] |= {"s_z": {"init": 1.0}} if is_ngpt else {}
+        config["model"] |= {"s_z": {"init": "sqrt(d)"}} if is_ngpt else {}
         if "204800-lr0.008" in run.name:
             shutil.rmtree(run)
         else:
@@ -207,7 +207,7 @@ def test_what_was_tuned_and_what_was_chosen(tmp_path: Path) -> None:
     assert ngpt["budget"] == 1_638_400
     assert ngpt["tuned"] == {"optim.lr": list(lrs)}
     assert ngpt["chosen"] == {"optim.clip_norm": 0.3}
-    assert ngpt["not_tuned"].items() >= {"optim.weight_decay": 0.0, "model.s_z.init": 1.0}.items()
+    assert ngpt["not_tuned"].items() >= {"optim.weight_decay": 0.0, "model.s_z.init": "sqrt(d)"}.items()
     assert (gpt["not_tuned"] | gpt["chosen"])["model.init.embedding"] == 0.02
     assert report["looked_at"]["keys"] > 10
     assert "git_commit" in report["looked_at"]["facts"]
