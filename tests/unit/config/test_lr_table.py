@@ -127,16 +127,17 @@ def test_the_small_scales_are_as_measured() -> None:
     rates = {
         "gpt": (8e-3, 8e-3),
         "ngpt": (2e-2, 2e-2),
-        "normformer": (8e-3, 4e-3),
+        "normformer": (8e-3, 8e-3),
         "powernorm": (8e-3, 8e-3),
-        "gpt_encoder_decoder": (4e-3, 2e-3),
-        "ntransformer": (1e-2, 2e-2),
+        "gpt_encoder_decoder": (4e-3, 4e-3),
+        "ntransformer": (1e-2, 1e-2),
     }
     for model, expected in rates.items():
         for scale, lr in zip(("debug", "tiny"), expected, strict=True):
             optim = load_config([f"model={model}", f"scale={scale}"]).optim
             assert optim.lr == lr
-            assert optim.lr_source.startswith(("our sweep, docs/benchmarks/", "our study, docs/studies/"))
+            sources = ("docs/benchmarks/initialisation.md", "docs/studies/gpt_vs_ngpt", "debug's best, halved")
+            assert any(source in optim.lr_source for source in sources)
 
 
 def test_learning_rates_of_the_ngpt_paper() -> None:
