@@ -4,14 +4,12 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 from scripts.mutants import read
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ngpt_train"
-ROOMS = sorted({path.parent for path in PACKAGE.rglob("*.py")})
 # A part may import from parts of its own floor and of those below.
 FLOORS = [
     {"core"},
@@ -52,21 +50,6 @@ def imports(path: Path) -> set[str]:
     return {name.split(".")[1] for name in names if name.startswith("ngpt_train.")} & set(FLOOR)
 
 
-def tower(room: Path, root: Path = ROOT) -> list[str]:
-    """The longest chain of files of a room of which each imports the next as it is imported. A room inside has its
-    own."""
-    files = {path.stem: path for path in room.glob("*.py") if path.stem != "__init__"}
-    prefix = ".".join(room.relative_to(root).parts) + "."
-
-    @cache
-    def chain(name: str) -> list[str]:
-        names = imported(files[name], ast.parse(files[name].read_text()).body)
-        below = {found.removeprefix(prefix).split(".")[0] for found in names if found.startswith(prefix)}
-        return [name, *max(map(chain, sorted(below & set(files))), key=len, default=[])]
-
-    return max(map(chain, sorted(files)), key=len, default=[])
-
-
 def test_imports_point_one_way() -> None:
     upward = []
     for path in PACKAGE.rglob("*.py"):
@@ -96,33 +79,8 @@ def test_torch_alone() -> None:
 
 
 def test_files_are_short() -> None:
-    long = {path.name: n for path in PACKAGE.rglob("*.py") if (n := len(path.read_text().splitlines())) > 350}
+    long = {path.name: n for path in PACKAGE.rglob("*.py") if (n := len(path.read_text().splitlines())) > 400}
     assert not long
-
-
-def test_a_room_has_five_floors() -> None:
-    towers = {room.relative_to(PACKAGE).as_posix(): tower(room) for room in ROOMS}
-    assert not {room: chain for room, chain in towers.items() if len(chain) > 5}
-
-
-def test_a_tower_is_seen(tmp_path: Path) -> None:
-    room = tmp_path / "ngpt_train/data"
-    (room / "inside").mkdir(parents=True)
-    for name, below in zip("abcdef", ["b", "c", "d", "e", "f", "inside.a"], strict=True):
-        (room / f"{name}.py").write_text(
-            f"from ngpt_train.data.{below} import x\n\ndef late():\n    import ngpt_train.data.z\n"
-        )
-    (room / "z.py").write_text(
-        "if TYPE_CHECKING:\n    from ngpt_train.data.a import x\n\nfrom ngpt_train.data import a"
-    )
-    assert tower(room, tmp_path) == list("zabcdef")
-
-
-def test_rooms_are_not_crowded() -> None:
-    files = {
-        room.relative_to(PACKAGE).as_posix(): {x.name for x in room.glob("*.py")} - {"__init__.py"} for room in ROOMS
-    }
-    assert not {room: sorted(names) for room, names in files.items() if len(names) > 13}
 
 
 def test_mutants_are_of_this_code() -> None:

@@ -221,7 +221,12 @@ def test_the_line_that_starts_it(ranks: int, line: str) -> None:
 
 @pytest.mark.parametrize(
     ("chosen", "is_read"),
-    [(["data=embedded"], True), (["data=openwebtext", "data.text_gb=0.01"], True), (["train.steps=1"], False), ([], False)],
+    [
+        (["data=embedded"], True),
+        (["data=openwebtext", "data.text_gb=0.01"], True),
+        (["train.steps=1"], False),
+        ([], False),
+    ],
 )
 def test_the_text_of_a_plan(chosen: list[str], is_read: bool) -> None:
     """Caught: a warning that a text is read 18,544 times which nobody chose; a line that trains a large run on it."""
