@@ -116,7 +116,7 @@ class ModelConfig:
 
     def measured_starts(self, scale: str) -> dict[str, Any]:
         """The entry of init_table for `scale`, as far as it holds for this model; empty where there is none."""
-        entry: dict[str, Any] = dict(self.init_table.get(scale, {}))
+        entry = {name: x for name, x in self.init_table.get(scale, {}).items() if name in (*self.starts, "source")}
         if self.tied_embeddings and (output := entry.pop("init.output", None)):
             entry["init.embedding"] = output  # measured for two matrices: with an embedding of 1, logits would be huge
         return entry
@@ -125,7 +125,7 @@ class ModelConfig:
         """Who measured the starts; empty unless they are the entry of init_table for `scale`."""
         measured = self.measured_starts(scale)
         follows = all(attrgetter(name)(self) == value for name, value in measured.items() if name in self.starts)
-        return str(measured.get("source", "model.init_table")) if measured and follows else ""
+        return str(measured.get("source", "model.init_table")) if measured.keys() - {"source"} and follows else ""
 
     def paper_start(self, name: str) -> float | str:
         """What auto stands for in one of `starts` where nothing was measured."""

@@ -185,7 +185,9 @@ class Files:
             fix = "Write " + ", ".join(f"{name}: {show(value)}" for name, value in tree.items())
             problem = f"{', '.join(x.removeprefix(section) for x in dotted)}: only the rows of a table have dotted keys"
             raise mistake(problem, fix, place=place)
-        values = dict(flatten(tree, keys, section))
+        # A recipe leaves its architecture's starts to init_table by `auto`, which says nothing to another architecture.
+        leaves = flatten(tree, keys, section)
+        values = {x: value for x, value in leaves if x in keys or (option.group, value) != ("recipe", AUTO)}
         for name, value in values.items():
             bare = name.removeprefix(section)
             if name not in keys and bare in keys:

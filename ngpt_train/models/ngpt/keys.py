@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from ngpt_train.config.keys import AUTO, COUNT, Conflict, FloatOrAuto, key
 from ngpt_train.config.model_keys import LrFactors, ModelConfig
@@ -140,6 +140,12 @@ class NGPTConfig(ModelConfig):
     activation: str = key("silu", "Gate of the MLP; gelu is the exact one.", choices=("silu", "gelu"))
 
     starts = (*ModelConfig.starts, *(f"{vector}.{key}" for vector in VECTORS for key in ("init", "scale")))
+
+    def measured_starts(self, scale: str) -> dict[str, Any]:
+        """Rows on the sphere are directions: standard deviations of another architecture's recipe say nothing there."""
+        measured = super().measured_starts(scale)
+        on_sphere = self.constraint == "projection"
+        return {name: x for name, x in measured.items() if not (on_sphere and name.startswith("init."))}
 
     def lr_factors(self, steps: int) -> LrFactors | None:
         if self.lr_rule == "none":

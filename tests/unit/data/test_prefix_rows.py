@@ -244,7 +244,7 @@ def test_run(directory: Path, corpus: Path) -> None:
     assert sorted(evaluations) == [0, 12]
     assert evaluations[12]["loss"] < 0.9 * evaluations[0]["loss"]
     assert evaluations[12]["ppl"] == pytest.approx(math.exp(evaluations[12]["loss"]))
-    assert evaluations[0]["loss"] == pytest.approx(math.log(257), abs=0.4)
+    assert evaluations[0]["loss"] == pytest.approx(math.log(257), abs=0.7)  # logits of variance 1 add half a nat
     # What counts as a token is a target: at most the 96 of a row's continuation.
     data = dataset(directory, corpus)
     assert isinstance(data.train, Tokens)

