@@ -17,7 +17,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.architectures import architectures, plugins
+from ngpt_train.config.architectures import all_keys, architectures, plugins
 from ngpt_train.config.composition.overrides import Overrides, check_option, parse_row
 from ngpt_train.config.composition.reading import read_mapping
 from ngpt_train.config.keys import AUTO
@@ -186,8 +186,9 @@ class Files:
             problem = f"{', '.join(x.removeprefix(section) for x in dotted)}: only the rows of a table have dotted keys"
             raise mistake(problem, fix, place=place)
         # A recipe leaves its architecture's starts to init_table by `auto`, which says nothing to another architecture.
+        others = all_keys() if option.group == "recipe" else {}
         leaves = flatten(tree, keys, section)
-        values = {x: value for x, value in leaves if x in keys or (option.group, value) != ("recipe", AUTO)}
+        values = {x: value for x, value in leaves if x in keys or x not in others or value != AUTO}
         for name, value in values.items():
             bare = name.removeprefix(section)
             if name not in keys and bare in keys:

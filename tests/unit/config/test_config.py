@@ -28,6 +28,16 @@ def test_recipe_follows_the_model_unless_given() -> None:
     assert given.optim == replace(ngpt.optim, lr_source=given.optim.lr_source)  # which says that it is ngpt's
 
 
+def test_a_recipes_auto_for_another_architecture(tmp_path: Path) -> None:
+    """Caught: a misspelt key that is dropped with it; a value that is no `auto`, which would be lost without a word."""
+    (tmp_path / "recipe").mkdir()
+    recipe = tmp_path / "recipe/mine.yaml"
+    for wrong in ("s_z: {inti: auto}", "s_z: {init: 2}"):
+        recipe.write_text(f"# @package _global_\ndefaults: [ngpt, _self_]\nmodel:\n  {wrong}\n")
+        with pytest.raises(ConfigError, match=r"(?s)model\.s_z\.in.*no such key.*mine\.yaml"):
+            load_config(["model=gpt", "recipe=mine"], str(tmp_path))
+
+
 def test_tokenizer_given_wins_over_the_data() -> None:
     assert load_config(["data=local", "data.path=x", "tokenizer=bytes"]).tokenizer.kind == "bytes"
     assert load_config(["data=local", "data.path=x"]).tokenizer.kind == "sentencepiece"
