@@ -30,6 +30,7 @@ from ngpt_train.kernels.attention import Mask, attention, sdpa, torch_varlen
 from ngpt_train.models.layers.documents import document_blocks, packed
 
 Implementation = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v (B, T, H, D) -> y (B, T, H, D)
+TOKENS = {"cuda": "4096,1024,8192", "cpu": "256"}
 SHAPES = {"cuda": (8, 16, 64), "cpu": (2, 6, 64)}  # rows B, heads H, size D of a head
 ROUNDS = 10
 PICKED = "as torch picks"  # names of implementations
@@ -48,7 +49,7 @@ def bench(tokens: str, device: str) -> Iterator[Entry]:
     on = torch.device(device)
     dtype = torch.bfloat16 if on.type == "cuda" else torch.float32
     B, H, D = SHAPES[on.type]
-    for T in map(int, tokens.split(",")):
+    for T in map(int, (tokens or TOKENS[on.type]).split(",")):
         q, k, v, dy = (torch.randn(B, T, H, D, device=on).to(dtype) for _ in range(4))
         qkv = [F.normalize(q, dim=-1).requires_grad_(), F.normalize(k, dim=-1).requires_grad_(), v.requires_grad_()]
         print(f"attention, {T} tokens: torch picks {torch_choice(*qkv)}", flush=True)
@@ -154,6 +155,4 @@ def call(implementation: Implementation, qkv: Sequence[Tensor], gradient: Tensor
 
 
 if __name__ == "__main__":
-    device = default_device()
-    tokens = "4096,1024,8192" if device == "cuda" else "256"
-    sys.exit(main(__doc__, bench, overrides=False, tokens=tokens, device=device))
+    sys.exit(main(__doc__, bench, overrides=False, tokens="", device=default_device()))

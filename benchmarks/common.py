@@ -4,6 +4,7 @@ each result is a line and, with `--out FILE`, JSON. It needs torch alone."""
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import platform
@@ -19,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ngpt_train.config.places import check_file
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.files import write_json
 from ngpt_train.kernels.check import timing
@@ -67,7 +69,7 @@ class Entry:
     relative_to: str  # the name of another entry
     rate: float | None = None  # units per second
     unit: str | None = None  # of the rate, "tokens/s" for example
-    more: dict[str, Any] = field(default_factory=dict)  # by the names of SAID; None where it could not be measured
+    more: dict[str, Any] = field(default_factory=dict)  # also printed: SAID's. None where it could not be measured
 
     def json(self) -> dict[str, Any]:
         """All numbers by name."""
@@ -151,25 +153,28 @@ def quartiles(values: list[float]) -> tuple[float, float]:
     return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
 
 
-def peak_memory_gb(run: Run) -> float | None:
-    """The most GB of tensors on the GPU during `run`, also of what it does not use; None without a GPU."""
-    if not torch.cuda.is_available():
+def peak_memory_gb(run: Run, device: torch.device) -> float | None:
+    """The most GB of tensors on the GPU during `run`, also of what it does not use; None on a CPU."""
+    if device.type == "cpu":
         return None
     torch.cuda.reset_peak_memory_stats()
     run()
     return torch.cuda.max_memory_allocated() / 1e9
 
 
-def facts() -> dict[str, str | None]:
+def facts() -> dict[str, str]:
     """The machine and the versions that times depend on."""
     found = {"machine": platform.machine(), "python": platform.python_version(), "torch": torch.__version__}
     found["commit"] = git_commit() or "unknown"
     if torch.cuda.is_available():
+        found |= {"device": torch.cuda.get_device_name(), "cudnn": str(torch.backends.cudnn.version())}
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        said = subprocess.run(query, capture_output=True, text=True, check=False)
-        found |= {"device": torch.cuda.get_device_name(), "driver": said.stdout.strip()}
-        found |= {"triton": metadata.version("triton"), "cudnn": str(torch.backends.cudnn.version())}
-    return dict(found)
+        with contextlib.suppress(OSError, subprocess.TimeoutExpired, IndexError):
+            said = subprocess.run(query, capture_output=True, text=True, check=False, timeout=60)
+            found["driver"] = said.stdout.split()[0]
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found["triton"] = metadata.version("triton")
+    return found
 
 
 def main(
@@ -187,23 +192,28 @@ def main(
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help="JSON file for the results")
     for name, default in options.items():
-        parser.add_argument(f"--{name}", default=default, help=f"default: {default}")
+        choices = ("cpu", "cuda") if name == "device" else None
+        parser.add_argument(f"--{name}", default=default, choices=choices, help=f"default: {default}")
     arguments, given = parser.parse_known_args()
     wrong = [argument for argument in given if argument.startswith("-") or not overrides]
     if wrong:
         parser.error(f"unrecognized arguments: {' '.join(wrong)}")
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     is_first = os.environ.get("RANK", "0") == "0"
+    out = None if arguments.out is None or not is_first else arguments.out.expanduser()
     found: list[dict[str, Any]] = []
     try:
+        if out is not None:
+            check_file(f"--out={out}", out)
+            described = facts()  # at the start: the code may be edited while it is measured
         for result in bench(*([given] if overrides else []), **{name: getattr(arguments, name) for name in options}):
             if is_first and not found:
                 print(head)
             found.append(result.json())
             if is_first:
                 print(result.line(), flush=True)
-            if is_first and arguments.out is not None:  # after each: a later failure loses nothing
-                write_json(arguments.out, {**facts(), "entries": found})
+            if out is not None:  # after each: a later failure loses nothing
+                write_json(out, {**described, "entries": found})
     except Exception as error:
         if (code := getattr(error, "exit_code", None)) is None:
             raise

@@ -139,18 +139,19 @@ def times(row: str, runs: Mapping[str, Variant | PublicSteps], relative_to: str,
             run()
     base, of = runs[relative_to], row.replace(":", ", ") + " tokens: "
     assert isinstance(base, Variant)
-    for entry in interleaved(runs, relative_to, rounds, "tokens", elapsed(base.state.world.device), of):
+    device = base.state.world.device
+    for entry in interleaved(runs, relative_to, rounds, "tokens", elapsed(device), of):
         run = runs[entry.name.removeprefix(of)]
         run.check()
         model = run.state.model if isinstance(run, Variant) else base.state.model
-        name = torch.cuda.get_device_name() if base.state.world.device.type == "cuda" else "CPU"
+        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
         peak = peak_flops(name, model.compute_dtype or torch.float32)
         assert entry.rate is not None
         of_peak = [
             None if peak is None else model.flops_per_token(model.config.context, causal) * entry.rate / peak
             for causal in (False, True)
         ]
-        more: dict[str, Any] = {"mfu": of_peak[0], "mfu_causal": of_peak[1], "memory_gb": peak_memory_gb(run)}
+        more: dict[str, Any] = {"mfu": of_peak[0], "mfu_causal": of_peak[1], "memory_gb": peak_memory_gb(run, device)}
         more |= {"micro_rows": len(run.micro_batches[0][0]), "losses": [float(run.losses[n]) for n in (0, -1)]}
         found.append(replace(entry, more=more))
     return found

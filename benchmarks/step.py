@@ -39,7 +39,7 @@ def bench(overrides: Sequence[str]) -> Iterator[Entry]:
     for entry in interleaved(runs, "gpt", ROUNDS, "tokens", elapsed(states["gpt"].world.device)):
         state = states[entry.name]
         more = {"mfu": mfu(state, entry), "activations_mb": saved_activations(state) / 1e6}
-        yield replace(entry, more=more | {"memory_gb": peak_memory_gb(runs[entry.name])})
+        yield replace(entry, more=more | {"memory_gb": peak_memory_gb(runs[entry.name], state.world.device)})
 
 
 def saved_activations(state: TrainState) -> int:

@@ -36,7 +36,8 @@ from queue import Queue
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS = 600  # a test that takes longer hangs
-PASSED, FAILED = 0, 1  # pytest's exit codes; a negative one is of a test that took pytest down with it
+PASSED, FAILED = 0, 1  # pytest's exit codes
+CRASHES = {-signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE, -signal.SIGBUS}  # of a test that took pytest down with it
 
 
 @dataclass(frozen=True)
@@ -121,7 +122,7 @@ def main() -> int:
             finally:
                 path.write_text(text)
                 trees.put(tree)
-            caught = code is not None and (code == FAILED or code < 0)
+            caught = code == FAILED or code in CRASHES
             print(f"{'caught' if caught else 'SURVIVES'}  {mutant.name}", flush=True)
             if not caught:
                 why = {PASSED: "its test passes", None: f"no end after {SECONDS} s:\n{said}"}

@@ -323,7 +323,7 @@ def _checkpoints(checkpoint: CheckpointConfig, validation: EvalConfig) -> Iterat
 def _tasks(validation: EvalConfig) -> Iterator[Conflict]:
     if validation.tasks == []:
         yield "eval.tasks", "no task", "Name one, as in tasks=[arc_easy], or leave it out"
-    if any("/" in name or name in (".", "..") for name in validation.tasks or []):
+    if any("/" in name or name in ("", ".", "..") for name in validation.tasks or []):
         fix = (
             "Name the directory with eval.tasks_path=DIR, and here its files without their endings, as in tasks=[NAME]"
         )

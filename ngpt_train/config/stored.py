@@ -40,7 +40,7 @@ _HARMLESS = {
 }
 
 # Keys that earlier versions stored with every run, and that changed no bit of one: they are not read.
-_GONE = ("bench.", "transfer.patch")
+GONE = ("bench.", "transfer.patch")
 
 # What run.allow_change may let through: with it the checkpoint still fits the model and the position in the data.
 _MAY_BE_ALLOWED = ("optim", "schedule", "train", "guards")
@@ -91,7 +91,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Config:
         raise DataError(problem)
     schema = architectures()[name]
     keys = schema_keys(schema)
-    values = {key: value for key, value in flatten(tree, keys) if not key.startswith(_GONE)}
+    values = {key: value for key, value in flatten(tree, keys) if not key.startswith(GONE)}
     try:
         for key, value in values.items():
             check_leaf(key, value, keys)

@@ -43,11 +43,6 @@ def switch_off(reasons: Mapping[str, str]) -> None:
     _off = dict(reasons)
 
 
-def switched_off() -> dict[str, str]:
-    """The names that `switch_off` was given, and why."""
-    return dict(_off)
-
-
 def is_off(operation: str) -> bool:
     """Whether `switch_off` was given this name."""
     return operation in _off

@@ -23,14 +23,15 @@ from ngpt_train.report.choice import choose, planned_layout
 from ngpt_train.report.memory import MemoryItem, copies_to_save, memory_per_rank
 
 
-def launch_line(config: Config, given: Sequence[str]) -> str:
-    """The command that starts the planned run, with the user's arguments, secrets redacted: for one process, for the
-    ranks of a host, or under Slurm for several hosts. Raises ConfigError for ranks that several hosts cannot share
-    equally."""
+def launch_line(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> str:
+    """The command that starts the planned run, with the user's overrides and options, secrets redacted: for one
+    process, for the ranks of a host, or under Slurm for several hosts. Raises ConfigError for ranks that several hosts
+    cannot share equally."""
     ranks, per_host = config.plan.world_size, config.plan.ranks_per_host
-    words = [redacted(one) for one in given if not one.startswith("plan.")]
+    kept = [one for one in overrides if not one.startswith("plan.")]
+    words = [redacted(one) for one in [*options, *kept]]
     # The embedded text is for first steps. A run that would read it many times needs a text that is not chosen yet.
-    text = [] if _is_text_chosen(config, words) or not [*many_epochs(planned_rows(config), config)] else ["data=..."]
+    text = [] if _is_text_chosen(config, kept) or not [*many_epochs(planned_rows(config), config)] else ["data=..."]
     arguments = " ".join([shlex.join(words), *text]).strip()
     if ranks == 1:
         return f"python -m ngpt_train train {arguments}".rstrip()
@@ -119,7 +120,7 @@ def make_plan(config: Config, overrides: Sequence[str] = (), options: Sequence[s
         "device": "cuda" if layout.on_gpu else "cpu",
         "precision": str(layout.dtype).removeprefix("torch."),
         "compiled": layout.compiled,
-        "launch": launch_line(config, [*options, *overrides]),
+        "launch": launch_line(config, overrides, options),
         "memory_per_rank": {
             "total": sum(item.bytes for item in memory),
             "items": [asdict(item) for item in memory],

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.keys import AUTO, TABLES
+from ngpt_train.config.stored import GONE
 from ngpt_train.config.validate import flatten, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json, read_yaml_text
@@ -102,7 +103,8 @@ def _config(path: Path) -> Record:
         tree = parse_json(json.dumps(yaml.safe_load(read_yaml_text(path))).encode())  # no dates, no sets
     except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
         raise DataError(f"{path}: not a readable config: {' '.join(str(error).split())}") from None
-    config = dict(flatten(tree, TABLES)) if isinstance(tree, dict) else {}
+    leaves = flatten(tree, TABLES) if isinstance(tree, dict) else ()
+    config = {key: value for key, value in leaves if not key.startswith(GONE)}
     known = {key: kind for key, kind in KEYS.items() if config.get(key) != AUTO}
     checked(config, known, f"{path}: not the config of a run", ("train.steps", *({"run.seed"} & config.keys())))
     if config.get("schedule.final_share") is not None:

@@ -34,6 +34,7 @@ class Optimum:
     tuning: Tuning
     n_seeds: int  # at the best value that was tried
     model: str  # model.name of its runs
+    context: int
 
     @property
     def is_tuned(self) -> bool:
@@ -77,8 +78,9 @@ def read_optima(paths: Sequence[Path], confidence: float | None = None) -> Optim
             arm = read_arm(name, of_size, budgets, tuned, metric, confidence)
             for (budget, key), tuning in sorted(arm.tunings.items()):
                 if key == LR:
-                    model = str(of_size[0].config["model.name"])
-                    found.append(Optimum(name, width, depth, budget, tuning, len(arm.at_best(budget)), model))
+                    model, n_seeds = str(of_size[0].config["model.name"]), len(arm.at_best(budget))
+                    context = _size(of_size[0], "context")
+                    found.append(Optimum(name, width, depth, budget, tuning, n_seeds, model, context))
     return Optima(found, metric, confidence, notes)
 
 

@@ -72,7 +72,7 @@ def left_out(optima: Optima) -> list[str]:
 
 
 def table_entries(optima: Optima) -> list[str]:
-    """The tuned rates in YAML, for optim.lr_table of a recipe, under the scale and the context of their runs."""
+    """The tuned rates in YAML for optim.lr_table: each belongs under a scale of its width and depth, and its context."""
     lines = []
     for one in optima.found:
         if one.is_tuned:
@@ -80,7 +80,7 @@ def table_entries(optima: Optima) -> list[str]:
             source = f"transfer, {one.n_seeds} seed" + "s" * (one.n_seeds != 1)
             if low is not None and high is not None:
                 source += f", {low:.3g} to {high:.3g}"
-            about = f"{one.architecture}, width {one.width:,}, {one.depth:,} layers"
+            about = f"{one.architecture}, width {one.width:,}, {one.depth:,} layers, context {one.context:,}"
             lines.append(f'- {{tokens: {one.tokens}, lr: {lr:.3g}, model: {one.model}, source: "{source}"}}  # {about}')
     return ["entries for optim.lr_table:", *lines] if lines else []
 

@@ -146,3 +146,12 @@ def test_what_is_no_file_is_not_waited_for(run: Run, file: str, kind: str) -> No
     os.mkfifo(path) if kind == "pipe" else path.symlink_to("/dev/zero")
     with pytest.raises(DataError, match=path.name):
         check_evals([read_run(run.path)])
+
+
+def test_keys_that_are_gone_make_no_difference(tmp_path: Path) -> None:
+    """Caught: runs of an earlier version beside new ones, which differ in the keys of a verb that is gone."""
+    planted = plant(tmp_path / "run", config_of("model=gpt", "train.steps=4"))
+    new = read_run(planted.path).config
+    path = planted.path / "config.yaml"
+    path.write_text(path.read_text() + "\nbench: {what: data, out: null}\n")
+    assert read_run(planted.path).config == new
