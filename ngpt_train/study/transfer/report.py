@@ -72,7 +72,7 @@ def left_out(optima: Optima) -> list[str]:
 
 
 def table_entries(optima: Optima) -> list[str]:
-    """The tuned rates in YAML for optim.lr_table: each belongs under a scale of its width and depth, and its context."""
+    """The tuned rates in YAML for optim.lr_table: each belongs under a scale of its width and depth and its context."""
     lines = []
     for one in optima.found:
         if one.is_tuned:
