@@ -14,7 +14,7 @@ from ngpt_train.models import build_model
 from ngpt_train.verbs.plan import planned_vocabulary
 
 PAGE = Path(__file__).parents[3] / "docs" / "papers.md"
-COLUMNS = ("parameters", "steps", "tokens", "lr", "warm-up", "clip", "dropout")
+COLUMNS = ("parameters", "steps", "lr")
 
 
 def tables_of_page() -> dict[str, list[str]]:
@@ -49,19 +49,9 @@ def described(name: str) -> tuple[str, ...]:
         model.vocab_size = planned_vocabulary(config)
     with torch.device("meta"):
         parameters = build_model(model).n_params()
-    tokens = config.train.steps * config.train.rows_per_step * model.context
     # A recipe's table of learning rates has sources of its own.
     lr = "recipe" if name.split("/")[1] == "ngpt_runs" else f"{config.optim.lr:g}"
-    dropout = (model.embedding_dropout, model.residual_dropout, model.attention_dropout)
-    return (
-        f"{parameters:,}",
-        f"{config.train.steps:,}",
-        f"{tokens / 1e9:.3g}e9",
-        lr,
-        f"{config.schedule.warmup_steps:,}",
-        "-" if config.optim.clip_norm is None else f"{config.optim.clip_norm:g}",
-        "-" if not any(dropout) else "/".join(f"{p:g}" for p in dropout),
-    )
+    return f"{parameters:,}", f"{config.train.steps:,}", lr
 
 
 def main() -> None:
