@@ -28,18 +28,19 @@ import torch.distributed as dist
 
 from ngpt_train.distributed import World
 from ngpt_train.distributed.long_work import RankLostError
+from ngpt_train.training.hooks.hook import STEP, Hook, TrainingRun
 
 BEATS = 10  # within parallel.hang_seconds
 # A step that takes so many times the longest of this start hangs. The first ones compile, and do not count.
 TIMES_THE_LONGEST, FIRST_STEPS = 20.0, 3
 # So that a rank without a sign of life is found before the ranks that wait for it.
 LONGER = 1.5
-STEP, BETWEEN = "step", "what follows step"  # other work, such as a validation, may take its time
+BETWEEN = "what follows step"  # as a step; other work, such as a validation, may take its time
 FRAMES = 8  # of a stack, the innermost ones
 EXIT_CODE = 1  # which torchrun starts again
 
 
-class Watchdog:
+class Watchdog(Hook):
     """The beats of this rank, and its look at the next one. Without other ranks, or with no seconds, it does nothing.
 
     seconds: without a beat, and LONGER times as many of a step at least, before a rank counts as hung. on_end: called
@@ -76,7 +77,7 @@ class Watchdog:
                 self._longest = max(self._longest, time.monotonic() - self._since)
         self._doing, self._since = BETWEEN, time.monotonic()
 
-    def close(self) -> None:
+    def close(self, run: TrainingRun) -> None:
         """Ends the beats. The other ranks are told, so that they do not miss them."""
         if self._thread is not None and not self._ended.is_set():
             self._ended.set()
@@ -119,14 +120,14 @@ class Watchdog:
                 os._exit(EXIT_CODE)
 
     def _is_stuck(self, seconds: float) -> bool:
-        """Whether the main thread, which has done the same for so long, waits for others. A step that goes on needs no
+        """True if the main thread, which has done the same for so long, waits for others. A step that goes on needs no
         store: a torchrun that is stopped for a while ends nothing."""
         if seconds < LONGER * max(self._seconds, self._longest):
             return False
         return self._doing in (STEP, BETWEEN) or _waits_for_others(self._stack())
 
     @contextmanager
-    def naming_the_lost(self) -> Iterator[None]:
+    def around(self, run: TrainingRun) -> Iterator[None]:
         """Inside, a collective that fails on one of several hosts, because others are gone, says who. Raises
         RankLostError. It takes two beats to tell who is gone."""
         try:
@@ -140,7 +141,7 @@ class Watchdog:
             ) from error
 
     def _who_is_gone(self) -> str:
-        """Who gives no sign of life within two beats, in words; empty if all do."""
+        """The ranks that give no sign of life within two beats, in words; empty if all do."""
         try:
             before = [self._beat(rank) for rank in range(self._world.size)]
             time.sleep(2 * self._seconds / BEATS)
@@ -161,7 +162,7 @@ class Watchdog:
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _hangs(self, now: float) -> bool:
-        """Whether the step takes too long, and no rank has other work to do, for which the others have to wait."""
+        """True if the step takes too long, and no rank has other work, for which the others have to wait."""
         if self._doing not in (STEP, BETWEEN) or self._longest == 0:
             return False
         if now - self._since < max(LONGER * self._seconds, TIMES_THE_LONGEST * self._longest):
@@ -233,6 +234,6 @@ def _who(rank: int, state: dict[str, Any]) -> str:
 
 
 def _waits_for_others(stack: str) -> bool:
-    """Whether the innermost frame is in a collective, or in the backward pass, which calls them."""
+    """True if the innermost frame is in a collective, or in the backward pass, which calls them."""
     innermost = [line for line in stack.splitlines() if line.lstrip().startswith("File ")][-1:]
     return any(part in line for line in innermost for part in ("torch/distributed/", "torch/autograd/"))

@@ -1,36 +1,77 @@
 """Takes a run back to its last good checkpoint, past the rows that made its loss spike (guards.rollback)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.files import read_json, remove, write_json
-from ngpt_train.data import merged
-from ngpt_train.training import TrainState
+from ngpt_train.data import Position, merged
 from ngpt_train.training.checkpoint import last_good, list_checkpoints, load_state, step_of
-from ngpt_train.training.checkpoint.files import UNFINISHED
-from ngpt_train.training.guards import GoBack, NumericalError
+from ngpt_train.training.checkpoint.catalogue import UNFINISHED
+from ngpt_train.training.guards import NumericalError
+from ngpt_train.training.hooks.hook import Hook, TrainingRun
+from ngpt_train.training.hooks.saving import SaveCheckpoints
 from ngpt_train.training.run_directory import RunDirectory
+from ngpt_train.training.state import TrainState
 
 
-def every(config: Config) -> int:
+class GoBack(Exception):
+    """The run is to go on from its last good checkpoint, with the rows after `position`.
+
+    bad_step: the last step whose rows are left out. position: this rank's after that step. why: in words. facts: in
+    numbers.
+    """
+
+    def __init__(self, bad_step: int, position: Position, why: str, facts: Mapping[str, float | None]) -> None:
+        super().__init__(why)
+        self.bad_step, self.position, self.why, self.facts = bad_step, position, why, dict(facts)
+
+
+class Rollback(Hook):
+    """Raises GoBack once the guards have seen a bad step, if there is a checkpoint to go back to.
+
+    advice: what to do once the run has gone back too often, in words.
+    """
+
+    def __init__(self, directory: RunDirectory, saves: SaveCheckpoints, advice: Callable[[], str]) -> None:
+        self._directory, self._saves, self._advice = directory, saves, advice
+        self._after: dict[int, Position] = {}  # the positions after the steps since the guards were last asked
+
+    def after_step(self, run: TrainingRun) -> None:
+        assert run.position is not None
+        self._after[run.step] = run.position
+
+    def check(self, run: TrainingRun) -> None:
+        if not run.rests:
+            return
+        guards = run.state.guards
+        if bad_step := guards.bad_step():
+            self._saves.settle(run, "the way back")
+            if may_go_back(self._directory, run.state, guards.why(), self._advice()):
+                raise GoBack(bad_step, self._after[bad_step], guards.why(), guards.facts())
+            run.warn(f"{guards.why()}, and there is no good checkpoint to go back to.")
+            guards.forget()
+        self._after.clear()
+
+
+def go_back_every(config: Config) -> int:
     """The run goes back to checkpoints at multiples of this step."""
     return config.checkpoint.every or 1
 
 
-def target(run: RunDirectory, config: Config) -> Path | None:
+def target(directory: RunDirectory, config: Config) -> Path | None:
     """The checkpoint to go back to, if there is one. A checkpoint that an interrupted run left between those that were
     planned is none, so that an interruption does not change which rows are left out."""
-    return last_good(run.checkpoints, every(config))
+    return last_good(directory.checkpoints, go_back_every(config))
 
 
-def may_go_back(run: RunDirectory, state: TrainState, why: str, advice: str) -> bool:
-    """Whether there is a good checkpoint to go back to. A collective call.
+def may_go_back(directory: RunDirectory, state: TrainState, why: str, advice: str) -> bool:
+    """True if there is a good checkpoint to go back to. A collective call.
 
     Raises NumericalError if the run has gone back to that one guards.most_rollbacks times already.
     """
-    good = state.world.on_main(lambda: target(run, state.config))
+    good = state.world.on_main(lambda: target(directory, state.config))
     if good is None:
         return False
     in_a_row = sum(rollback["step"] == step_of(good) for rollback in state.rollbacks)
@@ -42,7 +83,7 @@ def may_go_back(run: RunDirectory, state: TrainState, why: str, advice: str) -> 
     return True
 
 
-def go_back(run: RunDirectory, state: TrainState, back: GoBack) -> dict[str, Any]:
+def go_back(directory: RunDirectory, state: TrainState, back: GoBack) -> dict[str, Any]:
     """Loads the last good checkpoint into `state`, and returns the position in the data from which the run goes on: the
     one after the bad step. Notes it in run.json, and deletes the checkpoints of what is left out. A collective call.
 
@@ -50,7 +91,7 @@ def go_back(run: RunDirectory, state: TrainState, back: GoBack) -> dict[str, Any
     """
     world, rollbacks = state.world, state.rollbacks
     after = merged(world.gather(back.position))
-    checkpoint = world.on_main(lambda: target(run, state.config))
+    checkpoint = world.on_main(lambda: target(directory, state.config))
     assert checkpoint is not None  # may_go_back has seen it
     before = load_state(checkpoint, state)
     rollback = {
@@ -63,7 +104,7 @@ def go_back(run: RunDirectory, state: TrainState, back: GoBack) -> dict[str, Any
         "last_row": after["rows"] - 1,
     }
     state.rollbacks = [*rollbacks, rollback]
-    world.on_main(lambda: _note(run, state))
+    world.on_main(lambda: _note(directory, state))
     # The sum over the rows that the weights have seen; `rows` counts those that are left out, too.
     return after | {"data_hash": before["data_hash"]}
 
@@ -85,12 +126,12 @@ def describe(rollback: Mapping[str, Any]) -> str:
     )
 
 
-def _note(run: RunDirectory, state: TrainState) -> None:
-    for path in list_checkpoints(run.checkpoints):
+def _note(directory: RunDirectory, state: TrainState) -> None:
+    for path in list_checkpoints(directory.checkpoints):
         if step_of(path) > state.step:
             # Renamed first, as by a save, which deletes what a kill leaves of it.
             doomed = path.with_name(f"{UNFINISHED}deleting-{path.name}")
             path.rename(doomed)
             remove(doomed)
-    path = run.path / "run.json"
+    path = directory.path / "run.json"
     write_json(path, read_json(path) | {"saved": state.step, "rollbacks": state.rollbacks})
