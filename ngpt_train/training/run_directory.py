@@ -29,22 +29,9 @@ DONE = "done"  # the reason in exit.json of a run that reached its planned end
 _LEFT_BY_A_KILLED_START = ("lock", "run.json", ".run.json.partial", ".config.yaml.partial")
 # The files that run.overwrite deletes, in this order. config.yaml is last, because it marks a run directory.
 _RUN_FILES = (
-    *(
-        "checkpoints",
-        "metrics.jsonl",
-        ".metrics.jsonl.partial",
-        "evals",
-        "curves.png",
-        "logs",
-        "wandb",
-        "wandb_id",
-        "tensorboard",
-        "profile",
-    ),
-    *("audit.json", "exit.json", "run.json", "config.yaml"),
+    *("checkpoints", "metrics.jsonl", ".metrics.jsonl.partial", "evals", "curves.png", "logs"),
+    *("wandb", "wandb_id", "tensorboard", "profile", "audit.json", "exit.json", "run.json", "config.yaml"),
 )
-
-
 _IDENTITY = ("tokenizer", "tokenizer_fingerprint", "data_fingerprint")
 _RUN_DIRECTORIES = ("checkpoints", "evals", "logs", "wandb", "tensorboard", "profile")
 

@@ -48,11 +48,27 @@ class Rollback(Hook):
         guards = run.state.guards
         if bad_step := guards.bad_step():
             self._saves.settle(run, "the way back")
-            if may_go_back(self._directory, run.state, guards.why(), self._advice()):
+            if self._may_go_back(run.state):
                 raise GoBack(bad_step, self._after[bad_step], guards.why(), guards.facts())
             run.warn(f"{guards.why()}, and there is no good checkpoint to go back to.")
             guards.forget()
         self._after.clear()
+
+    def _may_go_back(self, state: TrainState) -> bool:
+        """True if there is a good checkpoint to go back to. A collective call.
+
+        Raises NumericalError if the run has gone back to that one guards.most_rollbacks times already.
+        """
+        good = state.world.on_main(lambda: target(self._directory, state.config))
+        if good is None:
+            return False
+        in_a_row = sum(rollback["step"] == step_of(good) for rollback in state.rollbacks)
+        if in_a_row >= state.config.guards.most_rollbacks:
+            raise NumericalError(
+                f"{state.guards.why()}, and the run has gone back to step {step_of(good)} {in_a_row} times already "
+                f"(guards.most_rollbacks). {self._advice()}."
+            )
+        return True
 
 
 def go_back_every(config: Config) -> int:
@@ -66,23 +82,6 @@ def target(directory: RunDirectory, config: Config) -> Path | None:
     return last_good(directory.checkpoints, go_back_every(config))
 
 
-def may_go_back(directory: RunDirectory, state: TrainState, why: str, advice: str) -> bool:
-    """True if there is a good checkpoint to go back to. A collective call.
-
-    Raises NumericalError if the run has gone back to that one guards.most_rollbacks times already.
-    """
-    good = state.world.on_main(lambda: target(directory, state.config))
-    if good is None:
-        return False
-    in_a_row = sum(rollback["step"] == step_of(good) for rollback in state.rollbacks)
-    if in_a_row >= state.config.guards.most_rollbacks:
-        raise NumericalError(
-            f"{why}, and the run has gone back to step {step_of(good)} {in_a_row} times already "
-            f"(guards.most_rollbacks). {advice}."
-        )
-    return True
-
-
 def go_back(directory: RunDirectory, state: TrainState, back: GoBack) -> dict[str, Any]:
     """Loads the last good checkpoint into `state`, and returns the position in the data from which the run goes on: the
     one after the bad step. Notes it in run.json, and deletes the checkpoints of what is left out. A collective call.
@@ -92,7 +91,7 @@ def go_back(directory: RunDirectory, state: TrainState, back: GoBack) -> dict[st
     world, rollbacks = state.world, state.rollbacks
     after = merged(world.gather(back.position))
     checkpoint = world.on_main(lambda: target(directory, state.config))
-    assert checkpoint is not None  # may_go_back has seen it
+    assert checkpoint is not None  # the hook has seen it
     before = load_state(checkpoint, state)
     rollback = {
         "number": len(rollbacks) + 1,

@@ -103,7 +103,7 @@ class Watchdog(Hook):
                     waited = f"{self._doing} {self._step} has taken {now - self._since:.0f} s"
                     self._declare(f"{waited}, the steps before {self._longest:.1f} s at most")
                 self._looks += 1
-            self._store.set(_beat_of(self._world.rank), json.dumps(self._state() | {"closed": True}))
+            self._store.set(f"beat/{self._world.rank}", json.dumps(self._state() | {"closed": True}))
         except dist.DistError:  # the store is gone, which `_watch_store` notices
             return
 
@@ -152,13 +152,13 @@ class Watchdog(Hook):
 
     def _give_sign(self) -> None:
         self._beat_number += 1
-        self._store.set(_beat_of(self._world.rank), json.dumps(self._state() | {"beat": self._beat_number}))
+        self._store.set(f"beat/{self._world.rank}", json.dumps(self._state() | {"beat": self._beat_number}))
 
     def _state(self) -> dict[str, Any]:
         return {"doing": self._doing, "step": self._step, "host": socket.gethostname(), "pid": os.getpid()}
 
     def _beat(self, rank: int) -> dict[str, Any] | None:
-        key = _beat_of(rank)
+        key = f"beat/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _hangs(self, now: float) -> bool:
@@ -181,7 +181,7 @@ class Watchdog(Hook):
 
     def _end(self, reason: str) -> None:
         rank = self._world.rank
-        self._store.set(_stack_of(rank), json.dumps(self._state() | {"stack": self._stack()}))
+        self._store.set(f"stack/{rank}", json.dumps(self._state() | {"stack": self._stack()}))
         pause = 2 * self._seconds / BEATS  # in which all have looked
         # The first that comes prints for all.
         if self._store.add(_PRINTER, 1) == 1:
@@ -199,8 +199,8 @@ class Watchdog(Hook):
         """The reason, and the stacks of all ranks, those of ranks that do not wait for others first."""
         stacks: dict[str, list[str]] = {}
         for rank in range(self._world.size):
-            if self._store.check([_stack_of(rank)]):
-                found = json.loads(self._store.get(_stack_of(rank)))
+            if self._store.check([f"stack/{rank}"]):
+                found = json.loads(self._store.get(f"stack/{rank}"))
                 stacks.setdefault(found["stack"], []).append(_who(rank, found))
             else:
                 beat = self._beat(rank)
@@ -215,14 +215,6 @@ class Watchdog(Hook):
 
 
 _END, _PRINTER = "end", "printer"
-
-
-def _beat_of(rank: int) -> str:
-    return f"beat/{rank}"
-
-
-def _stack_of(rank: int) -> str:
-    return f"stack/{rank}"
 
 
 def _store() -> str:
