@@ -223,37 +223,6 @@ def test_what_a_run_has_spent_goes_on_after_a_resume(results: list[StepResult], 
     }
 
 
-def clipped(records: Records) -> dict[int, float | None]:
-    return {record["step"]: record["clipped"] for record in records if record["kind"] == "train"}
-
-
-def test_clipped_is_the_share_of_the_steps_of_the_interval(results: list[StepResult], tmp_path: Path) -> None:
-    """Caught: a share of all steps so far, a skipped step that counts as clipped, an interval that a resume cuts."""
-    run(build_state(loop_config(8)))
-    norms = [float(r.grad_norm) for r in results]
-    good = [norm for norm in norms if math.isfinite(norm)]
-    limit = sorted(good)[3]  # and clipping changes the norms of the steps that follow
-
-    def limited(steps: int, limit: float | None) -> TrainState:
-        given = loop_config(steps, "logging.every=3")
-        return build_state(replace(given, optim=replace(given.optim, clip_norm=limit)))
-
-    results.clear()
-    whole = clipped(run(limited(8, limit)))
-    above = [bool(r.grad_norm > limit) and not bool(r.skipped) for r in results]
-    assert bool(results[BAD_STEP].skipped)
-    assert whole == {last: sum(above[last - 3 : last]) / 3 for last in (3, 6)}
-    assert 0 < sum(whole.values()) < 2  # type: ignore[arg-type]
-
-    first = limited(5, limit)
-    kept = Checkpoints(tmp_path, first.world, keep_last=1, keep_every=None)
-    parts = clipped(run(first, save=lambda state: kept.save(state, {}, lambda path: None)))
-    again = limited(8, limit)
-    load_state(tmp_path / "step_00000005", again)
-    assert parts | clipped(run(again)) == whole
-    assert clipped(run(limited(3, None))) == {3: None}
-
-
 def test_an_interval_counts_clipped_steps() -> None:
     """Caught: an infinite norm, whose step is skipped, taken for a clipped one; a resume that forgets clipped steps."""
 
