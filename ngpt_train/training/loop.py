@@ -49,13 +49,13 @@ def take_step(run: TrainingRun) -> bool:
             raise
         return False
     fetched = time.perf_counter()
-    run.observer, run.saving = NOBODY, False
+    run.observer, run.saving = None, False
     run.at("before_step")
     # As data/loader.py deals them.
     rows = torch.arange(state.world.rank, state.config.train.rows_per_step, state.world.size)
     with explain_out_of_memory(state.micro_rows), run.during(STEP, run.step + 1):
         untouched = run.result is not None  # before the first step, the weights may have been loaded
-        run.result = train_step(state, micro_batches, untouched=untouched, rows=rows, observer=run.observer)
+        run.result = train_step(state, micro_batches, untouched=untouched, rows=rows, observer=run.observer or NOBODY)
     state.interval.add(run.result)
     state.guards.add(run.result, run.step)
     # Reading the loss waits for the device, so that the seconds below are those that the steps took. A checkpoint or a

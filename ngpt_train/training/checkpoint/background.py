@@ -4,12 +4,14 @@ Beside training, a step waits only until the state is copied. A thread then writ
 its own. It ends with one outcome for all ranks, which is told when they next meet.
 """
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,7 +20,9 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.distributed.long_work import RankLostError
 from ngpt_train.training.checkpoint.save import Checkpoints, Snapshot, gb
 from ngpt_train.training.checkpoint.tensor_files import Piece, Place, in_one_line
-from ngpt_train.training.state import TrainState
+
+if TYPE_CHECKING:
+    from ngpt_train.training.state import TrainState
 
 MOST = 0.5  # of a host's free memory that the copies may take: data workers and the system need some, too
 

@@ -1,5 +1,7 @@
 """Compares the files of a checkpoint with its manifest, and checks its counters. Executes nothing."""
 
+from __future__ import annotations
+
 import contextlib
 import hashlib
 import os
@@ -7,12 +9,14 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
-from ngpt_train.distributed import World
 from ngpt_train.training.checkpoint.catalogue import MANIFEST, NAME, step_of
+
+if TYPE_CHECKING:
+    from ngpt_train.distributed import World
 
 FORMAT = 2  # tensors in safetensors; 1: in torch's own files, whose index is a pickle
 STATE = "state.json"

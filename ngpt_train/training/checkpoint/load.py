@@ -1,8 +1,10 @@
 """From a checkpoint to a training state, on any number of ranks and with any layout."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
@@ -14,8 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import check_kinds
-from ngpt_train.distributed import World
-from ngpt_train.models import Decoder
 from ngpt_train.training.checkpoint.format_1 import DcpTensors
 from ngpt_train.training.checkpoint.integrity import read_manifest, read_progress, verify
 from ngpt_train.training.checkpoint.state_tensors import (
@@ -27,7 +27,11 @@ from ngpt_train.training.checkpoint.state_tensors import (
     set_statistics,
 )
 from ngpt_train.training.checkpoint.tensor_files import StoredTensors
-from ngpt_train.training.state import TrainState
+
+if TYPE_CHECKING:
+    from ngpt_train.distributed import World
+    from ngpt_train.models import Decoder
+    from ngpt_train.training.state import TrainState
 
 
 def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> dict[str, Any]:

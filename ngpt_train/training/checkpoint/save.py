@@ -4,6 +4,8 @@ A save has two parts. `snapshot` looks at the state, on the main thread: is it s
 brings it to the disk; `background.py` lets a thread do that beside training.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import logging
@@ -13,13 +15,12 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import remove, sync, write_json
-from ngpt_train.distributed import World
 from ngpt_train.training.checkpoint.catalogue import (
     MANIFEST,
     UNFINISHED,
@@ -42,7 +43,10 @@ from ngpt_train.training.checkpoint.state_tensors import (
 )
 from ngpt_train.training.checkpoint.tensor_files import Piece, Place, in_one_line, pieces_of, write_tensors
 from ngpt_train.training.guards import NumericalError
-from ngpt_train.training.state import TrainState
+
+if TYPE_CHECKING:
+    from ngpt_train.distributed import World
+    from ngpt_train.training.state import TrainState
 
 logger = logging.getLogger(__name__)
 

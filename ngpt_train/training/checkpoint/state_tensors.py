@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,13 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.distributed import World
-from ngpt_train.models import Decoder
 from ngpt_train.models.weights import canonical, named_weights
 from ngpt_train.optim.row_adam import local_rows
-from ngpt_train.training.state import TrainState
+
+if TYPE_CHECKING:
+    from ngpt_train.distributed import World
+    from ngpt_train.models import Decoder
+    from ngpt_train.training.state import TrainState
 
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 

@@ -7,12 +7,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from ngpt_train.training.step import NOBODY, MicroBatch, Observer, StepResult
-
 if TYPE_CHECKING:
     from ngpt_train.data import Position
     from ngpt_train.training.signals import StopRequest
     from ngpt_train.training.state import TrainState
+    from ngpt_train.training.step import MicroBatch, Observer, StepResult
 
 Record = dict[str, Any]
 Moment = Literal["start", "before_step", "after_step", "check", "save", "evaluate"]
@@ -86,7 +85,7 @@ class TrainingRun:
     loss: float | None = None  # result.loss, where the device was waited for
     data_seconds: float = 0.0  # of the step: waiting for rows
     seconds: float = 0.0  # of the step, with these
-    observer: Observer = NOBODY  # looks at the next step
+    observer: Observer | None = None  # looks at the next step
     saving: bool = False  # whether this step becomes a checkpoint
     skipped: int = 0  # steps in a row that were skipped, when the guards last looked
     reason: str | None = None  # why the run ends after this step, which is not the planned end

@@ -1,7 +1,13 @@
 """Steps that an observer looks at: telemetry."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from ngpt_train.training.hooks.hook import Hook, Record, TrainingRun, due
-from ngpt_train.training.step import Observer
+
+if TYPE_CHECKING:
+    from ngpt_train.training.step import Observer
 
 
 class ObservedSteps(Hook):

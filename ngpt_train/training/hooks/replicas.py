@@ -5,7 +5,10 @@ These ranks compute them from the same numbers, so they are equal to the bit. Wh
 has failed, and the ranks train different models whose gradients are averaged.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,7 +16,9 @@ from torch.distributed.tensor import DTensor
 
 from ngpt_train.distributed.sharding import checksum, replicas, shard_number
 from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
-from ngpt_train.training.state import TrainState
+
+if TYPE_CHECKING:
+    from ngpt_train.training.state import TrainState
 
 
 class Replicas(Hook):

@@ -1,19 +1,24 @@
 """Takes a run back to its last good checkpoint, past the rows that made its loss spike (guards.rollback)."""
 
+from __future__ import annotations
+
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ngpt_train.config.schema import Config
 from ngpt_train.core.files import read_json, remove, write_json
-from ngpt_train.data import Position, merged
+from ngpt_train.data import merged
 from ngpt_train.training.checkpoint import last_good, list_checkpoints, load_state, step_of
 from ngpt_train.training.checkpoint.catalogue import UNFINISHED
 from ngpt_train.training.guards import NumericalError
 from ngpt_train.training.hooks.hook import Hook, TrainingRun
-from ngpt_train.training.hooks.saving import SaveCheckpoints
-from ngpt_train.training.run_directory import RunDirectory
-from ngpt_train.training.state import TrainState
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
+    from ngpt_train.data import Position
+    from ngpt_train.training.hooks.saving import SaveCheckpoints
+    from ngpt_train.training.run_directory import RunDirectory
+    from ngpt_train.training.state import TrainState
 
 
 class GoBack(Exception):

@@ -1,14 +1,20 @@
 """When a run saves: every checkpoint.every steps, at its end, and again soon after a save that has failed."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ngpt_train.core.constants import ALARM
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import merged
-from ngpt_train.training.checkpoint import Checkpoints, Saves
+from ngpt_train.training.checkpoint import Saves
 from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
+
+if TYPE_CHECKING:
+    from ngpt_train.training.checkpoint import Checkpoints
 
 ALARMING = 3  # failures in a row
 MOST_AT_THE_END = 3  # attempts to save the last step

@@ -1,11 +1,16 @@
 """All ranks stop after the same step once one of them is told to stop."""
 
+from __future__ import annotations
+
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from ngpt_train.distributed import World
 from ngpt_train.training.hooks.hook import Hook, TrainingRun
-from ngpt_train.training.signals import StopRequest
+
+if TYPE_CHECKING:
+    from ngpt_train.distributed import World
+    from ngpt_train.training.signals import StopRequest
 
 # Seconds between two questions of the ranks to each other whether one was told to stop. torchrun kills its workers 30
 # seconds after SIGTERM, and by then the checkpoint must be written.
