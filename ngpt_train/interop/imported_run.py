@@ -26,8 +26,8 @@ from ngpt_train.interop.fit import check_tensors, shapes_of
 from ngpt_train.interop.importing import Imported
 from ngpt_train.models import build_model
 from ngpt_train.training.checkpoint import Checkpoints
-from ngpt_train.training.checkpoint.pieces import pieces_of
 from ngpt_train.training.checkpoint.save import SPARE, Snapshot
+from ngpt_train.training.checkpoint.tensor_files import pieces_of
 
 
 def write_run(imported: Imported, source: str, out: Path) -> Path:

@@ -14,7 +14,7 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.distributed import resolve_compile, resolve_kind, resolve_precision, resolve_shard
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.report.memory import Layout, memory_per_rank
-from ngpt_train.training.batch import divisors, resolve_micro_rows
+from ngpt_train.training.feed import divisors, resolve_micro_rows
 
 RECOMPUTATIONS = ("none", "selective", "full")
 # The arguments that say the layout.

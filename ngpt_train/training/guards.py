@@ -1,4 +1,4 @@
-"""What ends a run or sends it back: gradients that are not finite, losses that spike, and memory that is too small."""
+"""Reasons to end a run or to send it back: gradients that are not finite, spikes of the loss, too little memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ngpt_train.config.sections.records import GuardsConfig
 from ngpt_train.optim.loss_scale import SMALLEST
 
 if TYPE_CHECKING:
-    from ngpt_train.data import Position
     from ngpt_train.training.step import StepResult
 
 # A run survives a single bad batch. After this many skipped steps in a row it does not recover.
@@ -36,21 +35,9 @@ class DeviceMemoryError(RuntimeError):
     exit_code = 1
 
 
-class GoBack(Exception):
-    """The run is to go on from its last good checkpoint, with the rows after `position`.
-
-    bad_step: the step whose rows are the last that are left out; position: this rank's after it. why: in words. facts:
-    in numbers.
-    """
-
-    def __init__(self, bad_step: int, position: Position, why: str, facts: Mapping[str, float | None]) -> None:
-        super().__init__(why)
-        self.bad_step, self.position, self.why, self.facts = bad_step, position, why, dict(facts)
-
-
 class Guards:
-    """What recent steps say of the run: how many in a row were skipped and, with guards.rollback, which step the run is
-    to go back from. All of it is on the device, so that no step waits for it, and the same on every rank.
+    """Counts steps that were skipped in a row and, with guards.rollback, finds the step from which to go back.
+    Everything is on the device, so that no step waits for it, and the same on every rank.
 
     A loss spikes that exceeds the median of the losses before it by `spike_height` deviations. These are estimated from
     the differences of successive losses, which losses that fall do not widen. A checkpoint holds the losses.
@@ -86,12 +73,12 @@ class Guards:
         return int(self._bad_step) if self._config.rollback else 0
 
     def facts(self) -> dict[str, float | None]:
-        """Of the bad step: its loss and the median of the losses before it, None where that is not finite."""
+        """The bad step's loss, and the median of the losses before it; None where a number is not finite."""
         loss, median, _ = self._facts.tolist()
         return {name: x if abs(x) < torch.inf else None for name, x in (("loss", loss), ("median", median))}
 
     def why(self) -> str:
-        """What was bad, in words."""
+        """The reason to go back, in words."""
         step, (loss, median, bound) = int(self._bad_step), self._facts.tolist()
         if loss > bound:
             return f"the loss of step {step} is {loss:.4g}, after a median of {median:.4g}"

@@ -21,7 +21,7 @@ from ngpt_train.core.lock import DirectoryLock
 from ngpt_train.core.log import say_once
 from ngpt_train.data import Dataset
 from ngpt_train.training.checkpoint import candidates, list_checkpoints, step_of
-from ngpt_train.training.checkpoint.files import VALIDATION
+from ngpt_train.training.checkpoint.catalogue import VALIDATION
 
 logger = logging.getLogger(__name__)
 
@@ -29,22 +29,9 @@ DONE = "done"  # the reason in exit.json of a run that reached its planned end
 _LEFT_BY_A_KILLED_START = ("lock", "run.json", ".run.json.partial", ".config.yaml.partial")
 # The files that run.overwrite deletes, in this order. config.yaml is last, because it marks a run directory.
 _RUN_FILES = (
-    *(
-        "checkpoints",
-        "metrics.jsonl",
-        ".metrics.jsonl.partial",
-        "evals",
-        "curves.png",
-        "logs",
-        "wandb",
-        "wandb_id",
-        "tensorboard",
-        "profile",
-    ),
-    *("audit.json", "exit.json", "run.json", "config.yaml"),
+    *("checkpoints", "metrics.jsonl", ".metrics.jsonl.partial", "evals", "curves.png", "logs"),
+    *("wandb", "wandb_id", "tensorboard", "profile", "audit.json", "exit.json", "run.json", "config.yaml"),
 )
-
-
 _IDENTITY = ("tokenizer", "tokenizer_fingerprint", "data_fingerprint")
 _RUN_DIRECTORIES = ("checkpoints", "evals", "logs", "wandb", "tensorboard", "profile")
 
@@ -123,7 +110,7 @@ class RunDirectory:
         return None if any(is_same_job(start.get("job"), this_job()) for start in begun) else step
 
     def _left_out(self, checkpoint: Path | None) -> dict[str, str]:
-        """What is newer than `checkpoint` and no complete checkpoint, and why, by name."""
+        """The directories that are newer than `checkpoint` and no complete checkpoints: why, by name."""
         if checkpoint is None:
             return {}
         found = [path.name for path in list_checkpoints(self.checkpoints)]
@@ -133,7 +120,7 @@ class RunDirectory:
         return problems | dict.fromkeys(sorted(incomplete), "it has no MANIFEST.json, so it is not complete")
 
     def _overwrites(self, config: Config) -> bool:
-        """Whether this start deletes the run: run.overwrite holds once for a job, and not for its restarts.
+        """True if this start deletes the run: run.overwrite holds once for a job, and not for its restarts.
 
         Raises ConfigError where a restart cannot be told from a new job.
         """
@@ -317,12 +304,12 @@ class RunDirectory:
         return [entry.name for entry in self.path.iterdir() if entry.name not in _LEFT_BY_A_KILLED_START]
 
     def kernels(self) -> dict[str, Any] | None:
-        """What the last start on a GPU found of its kernels; None where there was none."""
+        """The findings about kernels of the last start on a GPU; None where there was none."""
         starts = self._record()["starts"]
         return next((start["kernels"] for start in reversed(starts) if start.get("kernels")), None)
 
     def _record(self) -> dict[str, Any]:
-        """What run.json says. Raises DataError where it is damaged."""
+        """The content of run.json. Raises DataError where it is damaged."""
         record = read_json(path := self.path / "run.json")
         starts = record.get("starts") if isinstance(record, dict) else None
         last = starts[-1] if isinstance(starts, list) and starts else None

@@ -1,9 +1,8 @@
-"""Stopping a run from outside by a signal or the time limit. All ranks stop after the same step."""
+"""Stopping a process from outside, by a signal or the time limit; hooks/stopping.py has all ranks stop together."""
 
 import os
 import signal
 import time
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -15,12 +14,8 @@ STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # A Ctrl-C reaches the workers of torchrun twice: from the terminal, and from torchrun, which forwards the signal. A
 # second SIGINT within this many seconds is that echo and does not count.
 ECHO_SECONDS = 1.0
-# Seconds between two questions of the ranks to each other whether one was told to stop. torchrun kills its workers 30
-# seconds after SIGTERM, and by then the checkpoint must be written.
-ASK_SECONDS = 1.0
 # Seconds that one of several ranks that are told to stop waits for its next row.
 LAST_SECONDS = 15.0
-MOST_STEPS = 16  # between two questions, even if steps are quick, because the next ones may be slow
 
 
 class StopRequest:
@@ -72,7 +67,7 @@ class StoppedWaitingError(RuntimeError):
 
 
 class Patience:
-    """How long a trainer waits for a row of streamed text, and what may end the wait.
+    """Ends a trainer's wait for a row of streamed text: after a time, or when the process is told to stop.
 
     Of several ranks the others wait for this one in the next step, so that no step can end any more and nothing can be
     saved: there a stop waits for the row a little longer.
@@ -96,50 +91,3 @@ class Patience:
                 "worker is stopped or stuck. The same command goes on from the last checkpoint; with data.workers=0 "
                 "the trainer makes the rows itself"
             )
-
-
-class StopTogether:
-    """Makes all ranks stop after the same step once one of them is told to stop.
-
-    The ranks ask each other in an all-reduce over their CPUs, which is too slow for every step of many ranks. So they
-    ask about once in ASK_SECONDS. In the same all-reduce they agree on the step after which they ask again: as many
-    steps later as fit into ASK_SECONDS at the slowest step of any rank since the last question, at most MOST_STEPS.
-    Where a step takes longer than ASK_SECONDS they ask after each. A single rank asks after each step, without a cost.
-    """
-
-    def __init__(
-        self,
-        stop: StopRequest,
-        world: World,
-        step: int,
-        clock: Callable[[], float] = time.monotonic,
-        news: Callable[[], bool] = lambda: False,
-    ) -> None:
-        """step: number of completed steps; the first call of `reason` follows the next one. clock: in seconds.
-
-        news: whether this rank knows something that all have to hear of, such as a failed save; then `heard` is True on
-        all of them after the same step.
-        """
-        self._stop, self._world, self._clock, self._news = stop, world, clock, news
-        self.heard = False
-        self._steps_between, self._next_question = 1, step + 1
-        self._last_call, self._slowest_step = clock(), 0.0
-
-    def reason(self, step: int) -> str | None:
-        """Why the run is to end after `step`, the same on every rank; None if it goes on. All ranks call it after each
-        step."""
-        now = self._clock()
-        self._slowest_step = max(self._slowest_step, now - self._last_call)
-        self._last_call, self.heard = now, False
-        if step < self._next_question and self._world.size > 1:
-            return None
-        own = self._stop.reason
-        stopping, slowest_step, heard = self._world.largest([own is not None, self._slowest_step, self._news()])
-        self.heard = bool(heard)
-        if stopping:
-            return next(reason for reason in self._world.gather(own) if reason)
-        # At most twice as many as before: on a GPU the host may run ahead, and then steps seem shorter than they are.
-        most = min(2 * self._steps_between, MOST_STEPS)
-        self._steps_between = max(1, min(most, int(ASK_SECONDS / max(slowest_step, 1e-9))))
-        self._next_question, self._slowest_step = step + self._steps_between, 0.0
-        return None

@@ -11,7 +11,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.distributed import World, first_contact, join_world, parallelize
 from ngpt_train.models import Decoder
 from ngpt_train.optim import LossScale, MovingAverage, build_optimizer, lr_factors, round_to_bf16_
-from ngpt_train.training.batch import resolve_micro_rows
+from ngpt_train.training.feed import resolve_micro_rows
 from ngpt_train.training.guards import Guards, explain_out_of_memory
 from ngpt_train.training.interval import Interval
 
@@ -35,6 +35,30 @@ class TrainState:
     ema: MovingAverage | None = None  # of the weights, with optim.ema_decay
     train_seconds: float | None = 0.0  # in training steps so far; None after a checkpoint that does not say
     rollbacks: list[dict[str, Any]] = field(default_factory=list)  # as run.json has them
+
+    def counters(self) -> dict[str, Any]:
+        """The part of a checkpoint that is no tensor, as JSON stores it without loss. Waits for the device."""
+        return {
+            "step": self.step,
+            "tokens": int(self.tokens),
+            "train_seconds": self.train_seconds,
+            "interval": self.interval.state_dict(),
+            "guards": self.guards.state_dict(),
+            "rollbacks": self.rollbacks,
+            **({} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}),
+        }
+
+    def load_counters(self, stored: Mapping[str, Any]) -> None:
+        """Takes `counters` of a checkpoint. Earlier versions did not save all of them."""
+        self.step = stored["step"]
+        self.tokens.fill_(stored["tokens"])
+        self.train_seconds = stored.get("train_seconds")
+        if "interval" in stored:
+            self.interval.load_state_dict(stored["interval"])
+        self.guards.load_state_dict(stored.get("guards", {}))
+        self.rollbacks = stored.get("rollbacks", [])
+        if self.loss_scale is not None:
+            self.loss_scale.load_state_dict(stored["loss_scale"])
 
 
 def check_kernels(config: Config, world: World, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ngpt_train.training import build_state, train_step
-from ngpt_train.training.replicas import ReplicaError, check_replicas
+from ngpt_train.training.hooks.replicas import ReplicaError, check_replicas
 from tests.processes.statistics_worker import batch, worker_config
 
 

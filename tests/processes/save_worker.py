@@ -16,8 +16,8 @@ from typing import Any
 
 from ngpt_train.__main__ import run
 from ngpt_train.training import TrainState
-from ngpt_train.training.checkpoint import background, save, writing
-from ngpt_train.training.checkpoint.files import NAME
+from ngpt_train.training.checkpoint import background, save, tensor_files
+from ngpt_train.training.checkpoint.catalogue import NAME
 
 SLEEP = 2.0  # seconds
 POINTS = ["staged", "writing", "written", "checksummed", "before-rename", "after-rename", "pruning"]
@@ -60,7 +60,7 @@ def main() -> None:
 
     background.Saves.save = begun  # type: ignore[method-assign]
     around(background.Staging, "wait", after="staged")
-    around(writing, "_bytes", before="writing")  # of the first tensor: the header is written, it is not
+    around(tensor_files, "_bytes", before="writing")  # of the first tensor: the header is written, it is not
     around(save, "write_tensors", after="written")
     around(save, "differences", after="checksummed")
     rename, rmtree = os.rename, shutil.rmtree

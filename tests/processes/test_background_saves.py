@@ -11,8 +11,8 @@ import pytest
 
 from ngpt_train.distributed import World
 from ngpt_train.training.checkpoint import list_checkpoints
-from ngpt_train.training.checkpoint.load import verify
-from ngpt_train.training.signals import MOST_STEPS
+from ngpt_train.training.checkpoint.integrity import verify
+from ngpt_train.training.hooks.stopping import MOST_STEPS
 from tests.processes import fork_server
 from tests.processes.runs import arguments, numbers, train, wait_for_step
 from tests.processes.save_worker import POINTS

@@ -173,9 +173,9 @@ SLOW_CHECK = """
 import os, sys, time
 import torch.distributed as dist
 from ngpt_train.__main__ import run
-from ngpt_train.training.checkpoint import load
+from ngpt_train.training.checkpoint import integrity
 
-differences = load.differences
+differences = integrity.differences
 
 def slow(*given):
     if os.environ["RANK"] == "1" and dist.is_initialized():
@@ -183,7 +183,7 @@ def slow(*given):
         time.sleep(40)
     return differences(*given)
 
-load.differences = slow
+integrity.differences = slow
 if __name__ == "__main__":
     run()
 """

@@ -138,13 +138,18 @@ def test_logits_loss_and_gradients(case: str, in_use: None) -> None:
 
 
 def test_trains_and_resumes_exactly(postln: Path, trained: Path, corpus: Path, tmp_path: Path) -> None:
-    """Caught: a resume that forgets what `auto` was."""
+    """And its hook records each step. Caught: a resume that forgets what `auto` was; a hook that is not called."""
     for stop in ("train.stop_at=5", "train.stop_at=null"):
         assert main(["train", *of_run(postln, tmp_path, corpus, stop)]) == 0
     uninterrupted = trained / "runs" / "test"
     assert numbers(tmp_path / "runs" / "test") == numbers(uninterrupted)
     losses = [record["loss"] for record in records(uninterrupted).values()]
     assert losses[-1] < 0.95 * losses[0]
+    gains = [records(path, "gains") for path in (uninterrupted, tmp_path / "runs/test")]
+    assert {name: x["largest"] for name, x in gains[0].items()} == {name: x["largest"] for name, x in gains[1].items()}
+    assert len(gains[0]) == 12
+    assert all(x["largest"] > 0 for x in gains[0].values())
+    assert "gains: see metrics.jsonl" in (uninterrupted / "logs/rank_0.log").read_text()
     stored = (uninterrupted / "config.yaml").read_text()
     assert "  residual_scale: 1.414" in stored  # 2 layers: 4^(1/4)
 
@@ -268,6 +273,17 @@ def test_a_model_file_without_its_model(postln: Path, tmp_path: Path, capsys: py
     model.write_text(re.sub(r"\bModel\b", "Postln", model.read_text()))
     assert main(["plan", "--plugin", str(folder), "model=postln", "scale=debug", "tokenizer=bytes"]) == 2
     assert f"model.name=postln: {model} has no class Model" in capsys.readouterr().err
+
+
+def test_hooks_without_their_function(
+    postln: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of another model's run. Caught: an AttributeError from deep inside, a hook that is left out silently."""
+    folder = Path(shutil.copytree(postln, tmp_path / "postln"))
+    (folder / "hooks.py").write_text("")
+    given = [word.replace("model=postln", "model=gpt") for word in of_run(folder, tmp_path, corpus)]
+    assert main(["train", *given]) == 2
+    assert f"{folder}/hooks.py has no function hooks(config)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["gpt", "layers", "decoder", "post-ln"])

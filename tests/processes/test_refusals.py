@@ -12,7 +12,7 @@ from ngpt_train.__main__ import main
 from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.data import load_tokenizer
 from ngpt_train.data.tokenizers.sentence_piece import train_sentencepiece
-from ngpt_train.training.checkpoint import list_checkpoints, reading
+from ngpt_train.training.checkpoint import list_checkpoints, tensor_files
 from tests.processes.runs import arguments, records, write_corpus
 
 
@@ -173,12 +173,12 @@ def test_weights_of_another_version(
     directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Caught: a traceback from deep inside where a checkpoint calls its weights otherwise."""
-    pieces_in = reading._pieces_in
+    pieces_in = tensor_files._pieces_in
 
     def without_wk(path: Path) -> Any:
         return (found for found in pieces_in(path) if found[0] != "layers.1.wk")
 
-    monkeypatch.setattr(reading, "_pieces_in", without_wk)
+    monkeypatch.setattr(tensor_files, "_pieces_in", without_wk)
     message = refused(directory, corpus, capsys, 3, "train.steps=6")
     assert "has no layers.1.wk: another version of ngpt-train wrote it" in message
 

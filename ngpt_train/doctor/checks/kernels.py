@@ -12,7 +12,7 @@ from ngpt_train.distributed import World, resolve_device
 from ngpt_train.distributed.first_contact import first_contact
 from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.findings import CONFIG, WARNING, WRONG, Answer, Finding, of_each, unchecked
-from ngpt_train.training.batch import resolve_micro_rows
+from ngpt_train.training.feed import resolve_micro_rows
 
 REMEDY = "update torch, triton or the driver, and tell the authors; until then plain PyTorch runs in its place"
 

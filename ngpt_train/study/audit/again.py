@@ -27,7 +27,8 @@ from ngpt_train.study.compare.runs import Run, read_run
 from ngpt_train.study.compare.statistics.row_losses import read_rows
 from ngpt_train.study.engines import child
 from ngpt_train.study.points import DIVERGED
-from ngpt_train.training.checkpoint.files import MANIFEST, STATE, has_tensors, read_manifest
+from ngpt_train.training.checkpoint.catalogue import MANIFEST
+from ngpt_train.training.checkpoint.integrity import STATE, has_tensors, read_manifest
 
 # Of records and of state.json: what depends on the clock and on what else the machine does.
 OF_THE_CLOCK = ("train_seconds", "tokens_per_s", "mfu", "step_time", "data_time", "memory_gb")

@@ -24,15 +24,8 @@ from ngpt_train.study.audit.records import METRICS, check_records
 from ngpt_train.study.audit.windows import Window, choose
 from ngpt_train.study.compare.runs import Run, read_run
 from ngpt_train.study.points import DIVERGED
-from ngpt_train.training.checkpoint.files import (
-    STATE,
-    VALIDATION,
-    differences,
-    list_checkpoints,
-    read_manifest,
-    read_progress,
-    step_of,
-)
+from ngpt_train.training.checkpoint.catalogue import VALIDATION, list_checkpoints, step_of
+from ngpt_train.training.checkpoint.integrity import STATE, differences, read_manifest, read_progress
 
 # Facts of run.json by which this machine may compute otherwise than the run's. Ranks and threads are made the run's.
 OF_THE_MACHINE = ("device", "cpu")

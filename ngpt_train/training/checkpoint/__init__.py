@@ -15,15 +15,9 @@ A state with NaN or an infinity is not saved, and of the checkpoints whose loss 
 """
 
 from ngpt_train.training.checkpoint.background import Saves
-from ngpt_train.training.checkpoint.files import (
-    candidates,
-    find_checkpoint,
-    last_good,
-    list_checkpoints,
-    read_progress,
-    step_of,
-)
-from ngpt_train.training.checkpoint.load import load_model, load_state, newest_undamaged, newest_with_config
+from ngpt_train.training.checkpoint.catalogue import candidates, find_checkpoint, last_good, list_checkpoints, step_of
+from ngpt_train.training.checkpoint.integrity import newest_undamaged, newest_with_config, read_progress
+from ngpt_train.training.checkpoint.load import load_model, load_state
 from ngpt_train.training.checkpoint.save import Checkpoints
 
 __all__ = [

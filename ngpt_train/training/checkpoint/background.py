@@ -1,27 +1,30 @@
 """Saves checkpoints beside training, or, with checkpoint.async=false, while it waits.
 
 Beside training, a step waits only until the state is copied. A thread then writes the copy, with a process group of
-its own. It ends with one outcome for all ranks, which is told when they next meet. After a failure the run goes on and
-tries again soon, and the third in a row is an alarm.
+its own. It ends with one outcome for all ranks, which is told when they next meet.
 """
+
+from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from ngpt_train.config.keys import AUTO
 from ngpt_train.distributed.long_work import RankLostError
-from ngpt_train.training.checkpoint.save import Checkpoints, Snapshot
-from ngpt_train.training.checkpoint.staging import Staging, resolve_asynchronous
-from ngpt_train.training.checkpoint.tensors import describe_error
-from ngpt_train.training.state import TrainState
+from ngpt_train.training.checkpoint.save import Checkpoints, Snapshot, gb
+from ngpt_train.training.checkpoint.tensor_files import Piece, Place, in_one_line
 
-ALARM = 3  # failures in a row
-MOST_AT_THE_END = 3  # attempts to save the last step
-PAUSE = 1.0  # seconds between them
-SOONER = 10  # the next attempt comes after this part of checkpoint.every
+if TYPE_CHECKING:
+    from ngpt_train.training.state import TrainState
+
+MOST = 0.5  # of a host's free memory that the copies may take: data workers and the system need some, too
 
 
 class Saves:
@@ -60,7 +63,7 @@ class Saves:
         try:
             snapshot = replace(snapshot, pieces=self._staging.copy(snapshot.pieces))
         except Exception as error:  # no memory on this rank: the others hear of it where all write
-            snapshot = replace(snapshot, problem=describe_error(error))
+            snapshot = replace(snapshot, problem=in_one_line(error))
         self._thread = threading.Thread(target=self._run, args=(snapshot,), name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -83,8 +86,8 @@ class Saves:
         return done
 
     def has_failed(self) -> bool:
-        """Whether this rank knows of a failure that `settle` has yet to raise. Says, by the way, what is complete: the
-        loop asks after each step."""
+        """True if this rank knows of a failure that `settle` has yet to raise. Says, by the way, what is complete: the
+        ranks ask each other often."""
         self.tell()
         return self._error is not None
 
@@ -124,32 +127,86 @@ class Saves:
             self._saved(path)
 
 
-class Attempts:
-    """The saves of one start. every: checkpoint.every."""
+class Staging:
+    """Buffers for the pieces that this rank writes, in the host's memory, used again for each checkpoint.
 
-    def __init__(self, every: int) -> None:
-        self._pause = max(1, every // SOONER)
-        self._in_a_row = 0
-        self._again: int | None = None
+    On a GPU they are pinned, and a stream of its own fills them. The host waits for nothing; the next step of the
+    optimizer, which would overwrite what is not copied yet, waits on the device.
+    """
 
-    def due(self, step: int) -> bool:
-        """Whether a save that has failed is tried again after `step`."""
-        return self._again is not None and step >= self._again
+    def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer) -> None:
+        self._buffers: dict[Place, Tensor] = {}
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._copied: torch.cuda.Event | None = None
+        if self._stream is not None:
+            optimizer.register_step_pre_hook(lambda *_: self._hold_back_the_device())
 
-    def begun(self) -> None:
-        """A save is under way."""
-        self._again = None
+    def copy(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
+        """The same pieces in the buffers. They may be read after `wait`, and until the next call. Raises RuntimeError
+        where there is no memory."""
+        if self._stream is None:
+            return tuple(self._copy(piece) for piece in pieces)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copies = tuple(self._copy(piece) for piece in pieces)
+            self._copied = self._stream.record_event()
+        return copies
 
-    def succeeded(self) -> None:
-        self._in_a_row, self._again = 0, None
+    def wait(self) -> None:
+        """Waits until the device has copied."""
+        if self._copied is not None:
+            self._copied.synchronize()
 
-    def failed(self, error: Exception, step: int, at_the_end: bool = False) -> tuple[bool, str]:
-        """Counts a failure that is known at `step`; returns whether it is an alarm, and what to say."""
-        self._in_a_row += 1
-        self._again = step + self._pause
-        text = f"{error} Training goes on; the next attempt follows step {self._again}."
-        if at_the_end:
-            text = f"{error} It is tried again."
-        if alarm := self._in_a_row % ALARM == 0:
-            text = f"{self._in_a_row} saves in a row have failed, and what is not saved is lost if the run ends. {text}"
-        return alarm, text
+    def _copy(self, piece: Piece) -> Piece:
+        rows = piece.rows
+        buffer = self._buffers.get(piece.place)
+        if buffer is None or buffer.shape != rows.shape:
+            buffer = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=self._stream is not None)
+            self._buffers[piece.place] = buffer
+        if self._stream is not None and rows.is_cuda:
+            rows.record_stream(self._stream)  # some are temporary, and their memory must not be used again too early
+        return replace(piece, rows=buffer.copy_(rows, non_blocking=True))
+
+    def _hold_back_the_device(self) -> None:
+        if self._copied is not None:
+            torch.cuda.current_stream().wait_event(self._copied)
+
+
+def staged_bytes(state: TrainState) -> int:
+    """About what the copies of this rank take: its share of the weights, Adam's two moments and the moving average."""
+    parts = 3 if state.ema is None else 4
+    return (
+        parts * sum(weight.numel() * weight.element_size() for weight in state.model.parameters()) // state.world.size
+    )
+
+
+def resolve_asynchronous(asked: bool | str, state: TrainState) -> tuple[bool, str]:
+    """`checkpoint.async` with auto resolved, and why, in words. A collective call."""
+    if asked != AUTO:
+        return bool(asked), f"checkpoint.async={str(asked).lower()}"
+    world = state.world
+    needed, free = staged_bytes(state) * world.local_size, available_memory()
+    fits = free is None or needed <= MOST * free
+    chosen = not world.largest([not fits])[0]
+    of_free = f"of {gb(free)} of its memory that are free" if free is not None else "of its memory"
+    elsewhere = "" if chosen or not fits else "; another host has too little"
+    return chosen, f"checkpoint.async=auto: copies of the state take {gb(needed)} on this host, {of_free}{elsewhere}"
+
+
+def available_memory() -> int | None:
+    """Bytes of memory that this process could still take, by the machine and by its control group; None: not known."""
+    found = []
+    meminfo = _read("/proc/meminfo")
+    if "MemAvailable:" in meminfo:
+        found.append(1024 * int(meminfo.partition("MemAvailable:")[2].split()[0]))
+    limit, used = (_read(f"/sys/fs/cgroup/memory.{name}").strip() for name in ("max", "current"))
+    if limit.isdigit() and used.isdigit():
+        found.append(int(limit) - int(used))
+    return min(found) if found else None
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text()
+    except OSError:
+        return ""

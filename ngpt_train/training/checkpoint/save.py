@@ -4,47 +4,49 @@ A save has two parts. `snapshot` looks at the state, on the main thread: is it s
 brings it to the disk; `background.py` lets a thread do that beside training.
 """
 
+from __future__ import annotations
+
 import contextlib
 import json
 import logging
 import math
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import remove, sync, write_json
-from ngpt_train.distributed import World
-from ngpt_train.training.checkpoint.files import (
-    FORMAT,
+from ngpt_train.training.checkpoint.catalogue import (
     MANIFEST,
-    STATE,
     UNFINISHED,
     VALIDATION,
-    XXH3,
     best,
-    differences,
-    gb,
-    has_tensors,
+    has_exploded,
     last_good,
     list_checkpoints,
     losses_of_good,
     read_validation_losses,
-    size_and_checksum,
     step_of,
 )
-from ngpt_train.training.checkpoint.names import by_canonical_name
-from ngpt_train.training.checkpoint.pieces import Piece, Place, pieces_of, share
-from ngpt_train.training.checkpoint.soundness import first_not_finite, has_exploded
-from ngpt_train.training.checkpoint.tensors import OPTIONS, describe_error, moving_average, statistics_of_all_ranks
-from ngpt_train.training.checkpoint.writing import write_tensors
+from ngpt_train.training.checkpoint.integrity import FORMAT, STATE, XXH3, differences, has_tensors, size_and_checksum
+from ngpt_train.training.checkpoint.state_tensors import (
+    OPTIONS,
+    by_canonical_name,
+    first_not_finite,
+    moving_average,
+    statistics_of_all_ranks,
+)
+from ngpt_train.training.checkpoint.tensor_files import Piece, Place, in_one_line, pieces_of, write_tensors
 from ngpt_train.training.guards import NumericalError
-from ngpt_train.training.state import TrainState
+
+if TYPE_CHECKING:
+    from ngpt_train.distributed import World
+    from ngpt_train.training.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +56,7 @@ SPARE = 2**20  # bytes on the disk for the small files of a checkpoint
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a checkpoint will hold, as far as this rank writes it.
+    """This rank's part of a checkpoint that is to be written.
 
     bytes: of all ranks' tensors. progress: the content of state.json. add_files: writes further files into the
     directory, on rank 0. loss: of the last step. problem: why this rank cannot write, if it cannot.
@@ -69,26 +71,19 @@ class Snapshot:
     problem: str | None = None
 
 
+@dataclass
 class Checkpoints:
-    """The checkpoints of one run, in `directory`. checksum: a value of checkpoint.checksum."""
+    """The checkpoints of one run, in `directory`."""
 
-    def __init__(
-        self,
-        directory: Path,
-        world: World,
-        keep_last: int,
-        keep_every: int | None,
-        checksum: str = XXH3,
-        keep_best: int = 0,
-    ) -> None:
-        self.directory = directory
-        self.world = world
-        self.keep_last = keep_last
-        self.keep_every = keep_every
-        self.keep_best = keep_best
-        self.go_back_every = 1  # a run goes back to the last good checkpoint at a multiple of this step
-        self.checksum = checksum
-        self._shares: tuple[dict[Place, int], set[Place], int] | None = None  # what this rank holds and writes of it
+    directory: Path
+    world: World
+    keep_last: int
+    keep_every: int | None
+    checksum: str = XXH3  # a value of checkpoint.checksum
+    keep_best: int = 0
+    go_back_every: int = 1  # a run goes back to the last good checkpoint at a multiple of this step
+    # What this rank holds and writes of the state, and the bytes that all write: the same at every save.
+    _shares: tuple[dict[Place, int], set[Place], int] | None = field(default=None, init=False)
 
     def save(
         self,
@@ -114,17 +109,7 @@ class Checkpoints:
     ) -> Snapshot:
         """The first part of `save`, with its arguments and errors. Its tensors are those of the state, not copies."""
         pieces, n_bytes = self._collect(state)
-        progress = {
-            "step": state.step,
-            "tokens": int(state.tokens),
-            "train_seconds": state.train_seconds,
-            "interval": state.interval.state_dict(),
-            "guards": state.guards.state_dict(),
-            "rollbacks": state.rollbacks,
-            **({} if state.loss_scale is None else {"loss_scale": state.loss_scale.state_dict()}),
-            "world_size": self.world.size,
-            "data": dict(position),
-        }
+        progress = {**state.counters(), "world_size": self.world.size, "data": dict(position)}
         return Snapshot(state.step, pieces, n_bytes, progress, add_files, loss)
 
     def write(self, snapshot: Snapshot, world: World, complete: Callable[[Path], None] = lambda _: None) -> Path:
@@ -142,7 +127,7 @@ class Checkpoints:
                     entries = self._write_files(work, snapshot)
                     own = next((f"what was written is not what is read: {x}" for x in differences(work, entries)), None)
             except Exception as error:
-                own = describe_error(error)
+                own = in_one_line(error)
             outcomes = world.gather((own, entries))
             problem = next((found for found, _ in outcomes if found), None)
         if problem is None:
@@ -170,14 +155,14 @@ class Checkpoints:
             logger.warning("%s could not be written: %s", self.directory / VALIDATION, error)
 
     def advice(self, lr: float) -> str:
-        """What to do after a run with the learning rate `lr` has become numerically meaningless."""
+        """Advice for a run with the learning rate `lr` that has become numerically meaningless."""
         good = last_good(self.directory)
         begin = f"run.init_from={good} run.name=... (its last good checkpoint)" if good else "run.name=..."
         none = "" if good else ", because this one has no good checkpoint"
         return f"Start a new run, {begin}, with a lower optim.lr (it is {lr:g}){none}"
 
     def _collect(self, state: TrainState) -> tuple[tuple[Piece, ...], int]:
-        """What this rank writes of the state, and the bytes that all ranks write. A rank that fails here would leave
+        """The pieces that this rank writes of the state, and the bytes of all ranks. A rank that fails here would leave
         the others in the collectives that follow, so all hear of it first."""
         problem = unsound = None
         held: dict[Place, Piece] = {}
@@ -189,7 +174,7 @@ class Checkpoints:
             named = by_canonical_name(state.model, tensors)
             held = {piece.place: piece for name, tensor in named.items() for piece in pieces_of(name, tensor)}
         except Exception as error:
-            problem = describe_error(error)
+            problem = in_one_line(error)
         sizes = {place: piece.rows.nbytes for place, piece in held.items()}
         known = self._shares is not None and self._shares[0] == sizes  # as every rank's are, and at every save
         ranks = self.world.gather((problem, unsound, None if known else sizes))
@@ -226,7 +211,7 @@ class Checkpoints:
             work.mkdir()
             free = shutil.disk_usage(work).free
         except OSError as error:
-            return describe_error(error)
+            return in_one_line(error)
         if free >= n_bytes + SPARE:
             return None
         missing = n_bytes + SPARE - free
@@ -259,7 +244,7 @@ class Checkpoints:
             os.rename(work, final)
             sync(self.directory)
         except OSError as error:
-            return describe_error(error)
+            return in_one_line(error)
         return None
 
     def _prune(self) -> None:
@@ -282,3 +267,28 @@ class Checkpoints:
 def _remove_if_possible(path: Path) -> None:
     with contextlib.suppress(OSError):
         remove(path)
+
+
+def share(held: Sequence[Mapping[Place, int]]) -> list[set[Place]]:
+    """The places that each rank writes: each place once, and about as many bytes on every rank.
+
+    held[rank][place]: bytes. Every rank computes the same.
+    """
+    holders: dict[Place, list[int]] = {}
+    for rank, places in enumerate(held):
+        for place in places:
+            holders.setdefault(place, []).append(rank)
+    size = {place: held[ranks[0]][place] for place, ranks in holders.items()}
+    load = [0] * len(held)
+    shares: list[set[Place]] = [set() for _ in held]
+    # Places with one holder first, then the large ones.
+    for place in sorted(holders, key=lambda place: (len(holders[place]) > 1, -size[place], place)):
+        writer = min(holders[place], key=lambda rank: (load[rank], rank))
+        load[writer] += size[place]
+        shares[writer].add(place)
+    return shares
+
+
+def gb(n_bytes: int) -> str:
+    """A number of bytes for people."""
+    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e7 else f"{n_bytes / 1e6:.2f} MB"

@@ -17,10 +17,12 @@ from ngpt_train.core.errors import ConfigError, DataError, is_told_here
 from ngpt_train.distributed.layouts import check_hosts
 from ngpt_train.distributed.long_work import RankLostError
 from ngpt_train.distributed.world import World
-from ngpt_train.training import watchdog
-from ngpt_train.training.watchdog import STEP, Watchdog
+from ngpt_train.training.hooks import watchdog
+from ngpt_train.training.hooks.hook import STEP
+from ngpt_train.training.hooks.watchdog import Watchdog
 
 SECONDS = 0.5
+RUN: Any = None  # of which the watchdog asks nothing
 
 
 class Beside(World):
@@ -119,13 +121,13 @@ def test_who_is_gone_is_named(ended: list[int]) -> None:
     thread = threading.Thread(target=live)
     thread.start()
     named = r"^rank 1 \(process 9 on gamma, in the start before step 0\) is gone; .* closed by peer$"
-    with pytest.raises(RankLostError, match=named), guard.naming_the_lost():
+    with pytest.raises(RankLostError, match=named), guard.around(RUN):
         raise RuntimeError("Connection closed by peer")
-    with pytest.raises(DataError), guard.naming_the_lost():
+    with pytest.raises(DataError), guard.around(RUN):
         raise DataError("its disk is full")
     died.set()
     thread.join()
-    guard.close()
+    guard.close(RUN)
 
 
 def guard_json(state: dict[str, Any]) -> str:

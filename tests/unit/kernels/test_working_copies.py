@@ -6,7 +6,6 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,8 +21,9 @@ from ngpt_train.models.layers.linear import FusedLinear, cast_linears
 from ngpt_train.optim import RowAdam
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
-from ngpt_train.training.loop import Parts
+from ngpt_train.training.hooks import TrainingRun
 from ngpt_train.training.loop import train as train_loop
+from ngpt_train.training.signals import StopRequest
 from ngpt_train.training.state import TrainState
 from tests.properties.architectures import ARCHITECTURES, VARIANTS, Size, jittered
 from tests.properties.runs import held, padded_rows, run_config, text_like_rows
@@ -163,10 +163,8 @@ def test_the_loop_casts_nothing() -> None:
     state = built("ngpt", "train.stop_at=3", "logging.every=99")
     batch = text_like_rows(ROWS, T, TINY.vocab_size, seed=0)
     batches = itertools.repeat(([batch], Position(0, 0, {}, {}, {})))
-    quiet = SimpleNamespace(data=lambda *_: None, step=lambda *_: None)
-    parts = Parts(batches, lambda _: {}, lambda *_: None, [], quiet, lambda: None)
     with Casts(state.model) as casts:
-        train_loop(state, parts, SimpleNamespace(reason=None))
+        train_loop(TrainingRun(state, batches, StopRequest(None)))
     assert state.step == 3
     assert {casts.seen[name] for name in blocks_of(state)} == {1}
 

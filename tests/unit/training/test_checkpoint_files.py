@@ -14,13 +14,11 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from ngpt_train.config import load_config
 from ngpt_train.core.errors import DataError
 from ngpt_train.training import TrainState, build_state, train_step
-from ngpt_train.training.checkpoint import Checkpoints, load_state, staging
-from ngpt_train.training.checkpoint.files import differences, size_and_checksum
-from ngpt_train.training.checkpoint.load import verify
-from ngpt_train.training.checkpoint.pieces import Piece, share
-from ngpt_train.training.checkpoint.reading import StoredTensors
-from ngpt_train.training.checkpoint.staging import Staging, resolve_asynchronous
-from ngpt_train.training.checkpoint.writing import write_tensors
+from ngpt_train.training.checkpoint import Checkpoints, background, load_state
+from ngpt_train.training.checkpoint.background import Staging, resolve_asynchronous
+from ngpt_train.training.checkpoint.integrity import differences, size_and_checksum, verify
+from ngpt_train.training.checkpoint.save import share
+from ngpt_train.training.checkpoint.tensor_files import Piece, StoredTensors, write_tensors
 
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 TENSORS = {
@@ -163,7 +161,7 @@ def test_copies_are_apart_and_used_again() -> None:
 @pytest.mark.parametrize(("free", "chosen"), [(10, False), (10**12, True), (None, True)])
 def test_auto_goes_by_the_memory(monkeypatch: pytest.MonkeyPatch, free: int | None, chosen: bool) -> None:
     state = trained()
-    monkeypatch.setattr(staging, "available_memory", lambda: free)
+    monkeypatch.setattr(background, "available_memory", lambda: free)
     asynchronous, why = resolve_asynchronous("auto", state)
     assert asynchronous is chosen
     size = 3 * 4 * state.model.n_params()
@@ -174,9 +172,9 @@ def test_auto_goes_by_the_memory(monkeypatch: pytest.MonkeyPatch, free: int | No
 def test_memory_of_a_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a container that is given the memory of its machine."""
     files = {"/proc/meminfo": "MemTotal: 9\nMemAvailable:  1000 kB\n", "/sys/fs/cgroup/memory.max": "max\n"}
-    monkeypatch.setattr(staging, "_read", lambda path: files.get(path, ""))
-    assert staging.available_memory() == 1_024_000
+    monkeypatch.setattr(background, "_read", lambda path: files.get(path, ""))
+    assert background.available_memory() == 1_024_000
     files |= {"/sys/fs/cgroup/memory.max": "5000\n", "/sys/fs/cgroup/memory.current": "2000\n"}
-    assert staging.available_memory() == 3000
+    assert background.available_memory() == 3000
     files.clear()
-    assert staging.available_memory() is None
+    assert background.available_memory() is None

@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,11 @@ from ngpt_train.config.schema import Config
 from ngpt_train.data import Position
 from ngpt_train.training import StepResult, build_state, loop, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load, load_state
+from ngpt_train.training.hooks import Hook, TrainingRun, due
+from ngpt_train.training.hooks.skipped_steps import SkippedSteps
+from ngpt_train.training.hooks.train_records import TrainRecords
 from ngpt_train.training.interval import Interval
-from ngpt_train.training.loop import Parts, train
+from ngpt_train.training.loop import train
 from ngpt_train.training.signals import StopRequest
 from ngpt_train.training.state import TrainState
 from tests.properties.architectures import SMALL
@@ -30,7 +33,16 @@ EPOCH_ROWS = 10.0
 
 
 def loop_config(steps: int, *options: str) -> Config:
-    given = run_config("gpt", SMALL, RECIPE, rows=ROWS, context=T, micro_rows=ROWS, parallel="single", options=options)
+    given = run_config(
+        "gpt",
+        SMALL,
+        RECIPE,
+        rows=ROWS,
+        context=T,
+        micro_rows=ROWS,
+        parallel="single",
+        options=["checkpoint.async=false", *options],
+    )
     return replace(given, train=replace(given.train, stop_at=steps))
 
 
@@ -63,23 +75,41 @@ class NoMeter:
         return {}
 
 
+@dataclass
+class Beside(Hook):
+    """What a test does at the moments of saves and evaluations."""
+
+    save_with: Callable[[TrainState], object] | None
+    evaluate_with: Callable[[TrainState], object]
+
+    def after_step(self, run: TrainingRun) -> None:
+        run.saving = self.waits(run)
+
+    def waits(self, run: TrainingRun) -> bool:
+        asked = run.state.config
+        return due(run.step, asked.checkpoint.every) or due(run.step, asked.eval.every)
+
+    def save(self, run: TrainingRun) -> None:
+        if self.save_with is not None and (run.ends or due(run.step, run.state.config.checkpoint.every)):
+            self.save_with(run.state)
+
+    def start(self, run: TrainingRun) -> None:
+        self.evaluate(run)
+
+    def evaluate(self, run: TrainingRun) -> None:
+        if run.ends or due(run.step, run.state.config.eval.every):
+            self.evaluate_with(run.state)
+            run.log(run.record("eval"))
+
+
 def run(
     state: TrainState,
-    stop: StopRequest | None = None,
-    save: Callable[[TrainState], None] | None = None,
-    evaluate: Callable[[TrainState], dict[str, Any]] = lambda state: {},
+    save: Callable[[TrainState], object] | None = None,
+    evaluate: Callable[[TrainState], object] = lambda state: None,
 ) -> Records:
     records = Records()
-    parts = Parts(
-        batches=batches(state.step),
-        evaluate=evaluate,
-        save=lambda state, position, loss: None if save is None else save(state),
-        sinks=[records],
-        meter=NoMeter(),
-        after_step=lambda: None,
-        epoch_rows={"": EPOCH_ROWS},
-    )
-    train(state, parts, stop or StopRequest(None))
+    hooks = [TrainRecords(NoMeter(), {"": EPOCH_ROWS}), Beside(save, evaluate), SkippedSteps(lambda: "")]
+    train(TrainingRun(state, batches(state.step), StopRequest(None), hooks, [records]))
     return records
 
 
@@ -135,7 +165,7 @@ def test_loss_mean_after_a_resume_is_that_of_a_run_that_went_on(results: list[St
     whole = loss_means(run(build_state(loop_config(8, "logging.every=3"))))
     first = build_state(loop_config(5, "logging.every=3"))
     kept = Checkpoints(tmp_path, first.world, keep_last=1, keep_every=None)
-    parts = loss_means(run(first, save=lambda state: kept.save(state, {}, lambda path: None) and None))
+    parts = loss_means(run(first, save=lambda state: kept.save(state, {}, lambda path: None)))
     again = build_state(loop_config(8, "logging.every=3"))
     load_state(tmp_path / "step_00000005", again)
     assert parts | loss_means(run(again)) == whole
@@ -171,9 +201,8 @@ def test_what_a_run_has_spent_goes_on_after_a_resume(results: list[StepResult], 
     """Caught: seconds of validations and checkpoints, seconds that begin with the process, steps of between records
     that do not count; FLOPs of targets that count, and without those of a skipped step; epochs of steps."""
 
-    def slow(state: TrainState) -> dict[str, Any]:
+    def slow(state: TrainState) -> None:
         clock.now += 1000
-        return {}
 
     first = build_state(loop_config(5, "logging.every=3", "eval.every=1", "checkpoint.every=2"))
     kept = Checkpoints(tmp_path, first.world, keep_last=1, keep_every=None)
@@ -192,37 +221,6 @@ def test_what_a_run_has_spent_goes_on_after_a_resume(results: list[StepResult], 
     assert {(r["step"], r["train_seconds"], r["flops"]) for r in evals} == {
         (n, SECONDS * n, flops * n) for n in range(9)
     }
-
-
-def clipped(records: Records) -> dict[int, float | None]:
-    return {record["step"]: record["clipped"] for record in records if record["kind"] == "train"}
-
-
-def test_clipped_is_the_share_of_the_steps_of_the_interval(results: list[StepResult], tmp_path: Path) -> None:
-    """Caught: a share of all steps so far, a skipped step that counts as clipped, an interval that a resume cuts."""
-    run(build_state(loop_config(8)))
-    norms = [float(r.grad_norm) for r in results]
-    good = [norm for norm in norms if math.isfinite(norm)]
-    limit = sorted(good)[3]  # and clipping changes the norms of the steps that follow
-
-    def limited(steps: int, limit: float | None) -> TrainState:
-        given = loop_config(steps, "logging.every=3")
-        return build_state(replace(given, optim=replace(given.optim, clip_norm=limit)))
-
-    results.clear()
-    whole = clipped(run(limited(8, limit)))
-    above = [bool(r.grad_norm > limit) and not bool(r.skipped) for r in results]
-    assert bool(results[BAD_STEP].skipped)
-    assert whole == {last: sum(above[last - 3 : last]) / 3 for last in (3, 6)}
-    assert 0 < sum(whole.values()) < 2  # type: ignore[arg-type]
-
-    first = limited(5, limit)
-    kept = Checkpoints(tmp_path, first.world, keep_last=1, keep_every=None)
-    parts = clipped(run(first, save=lambda state: kept.save(state, {}, lambda path: None) and None))
-    again = limited(8, limit)
-    load_state(tmp_path / "step_00000005", again)
-    assert parts | clipped(run(again)) == whole
-    assert clipped(run(limited(3, None))) == {3: None}
 
 
 def test_an_interval_counts_clipped_steps() -> None:
@@ -249,7 +247,7 @@ def test_a_checkpoint_of_before_says_nothing_about_seconds(tmp_path: Path, monke
     """Caught: seconds of the steps since the resume alone, as if they were those of the run."""
     first = build_state(loop_config(4, "logging.every=3"))
     kept = Checkpoints(tmp_path, first.world, keep_last=1, keep_every=None)
-    run(first, save=lambda state: kept.save(state, {}, lambda path: None) and None)
+    run(first, save=lambda state: kept.save(state, {}, lambda path: None))
     path = tmp_path / "step_00000004/state.json"
     stored = json.loads(path.read_text())
     del stored["train_seconds"], stored["interval"]["n_clipped"], stored["interval"]["n_steps"]
@@ -260,3 +258,27 @@ def test_a_checkpoint_of_before_says_nothing_about_seconds(tmp_path: Path, monke
     (record,) = [record for record in run(again) if record["kind"] == "train"]
     assert record["train_seconds"] is None
     assert record["clipped"] in (0, 0.5, 1), "of steps 5 and 6"
+
+
+MOMENTS = ("start", "before_step", "after_step", "check", "save", "evaluate", "finish")
+
+
+def test_hooks_are_called_at_their_moments() -> None:
+    """Caught: a save after the evaluation, a check after it, hooks in another order, an end that does not save."""
+    seen: list[tuple[str, int, int]] = []
+
+    def hook(number: int) -> Hook:
+        found = Hook()
+        for moment in MOMENTS:
+            setattr(found, moment, lambda run, moment=moment: seen.append((moment, run.step, number)))
+        return found
+
+    class Ends(Hook):
+        def after_step(self, run: TrainingRun) -> None:
+            run.reason = "enough" if run.step == 2 else None
+
+    found = TrainingRun(build_state(loop_config(9)), batches(0), StopRequest(None), [hook(0), Ends(), hook(1)])
+    assert train(found) == "enough"
+    expected = [("start", 0), ("before_step", 0), ("after_step", 1), ("check", 1), ("evaluate", 1)]
+    expected += [("before_step", 1), ("after_step", 2), ("check", 2), ("save", 2)]
+    assert seen == [(*at, number) for at in expected for number in (0, 1)] + [("finish", 2, 1), ("finish", 2, 0)]

@@ -20,10 +20,14 @@ from ngpt_train.training.checkpoint import (
     load_state,
     step_of,
 )
-from ngpt_train.training.checkpoint.files import best
-from ngpt_train.training.checkpoint.soundness import has_exploded
+from ngpt_train.training.checkpoint.catalogue import best, has_exploded
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError
-from ngpt_train.training.loop import Parts, train
+from ngpt_train.training.hooks import TrainingRun
+from ngpt_train.training.hooks.saving import SaveCheckpoints
+from ngpt_train.training.hooks.skipped_steps import SkippedSteps
+from ngpt_train.training.hooks.stopping import StopTogether
+from ngpt_train.training.hooks.train_records import TrainRecords
+from ngpt_train.training.loop import train
 from ngpt_train.training.signals import StopRequest
 from ngpt_train.training.state import TrainState
 from tests.unit.training.test_loop import NoMeter, Records, batch, batches, loop_config
@@ -108,18 +112,14 @@ def test_an_exploded_loss() -> None:
 
 def run(state: TrainState, directory: Path, stop: StopRequest | None = None) -> tuple[str | None, list[str]]:
     """Trains with real checkpoints; the reason of the end, and what was said."""
-    kept, said = keeper(directory, state), Records()
+    said = Records()
     said.message = said.append  # type: ignore[method-assign, assignment]
-    parts = Parts(
-        batches=batches(state.step),
-        evaluate=lambda state: {},
-        save=lambda state, position, loss: kept.save(state, {}, lambda path: None, loss) and None,
-        sinks=[said],
-        meter=NoMeter(),
-        after_step=lambda: None,
-        advice=lambda: kept.advice(0.01),
-    )
-    reason = train(state, parts, stop or StopRequest(None))
+    given = TrainingRun(state, batches(state.step), stop or StopRequest(None), sinks=[said])
+    kept = keeper(directory, state)
+    saves = SaveCheckpoints(given, kept, lambda path: None, lambda path: None)
+    given.hooks += [TrainRecords(NoMeter(), {}), StopTogether(given.stop, state.world, state.step), saves]
+    given.hooks += [SkippedSteps(lambda: kept.advice(0.01))]
+    reason = train(given)
     return reason, [text for text in said if isinstance(text, str)]
 
 
@@ -166,7 +166,7 @@ def test_a_run_that_is_stopped_while_steps_are_skipped(
     reason, said = run(build_state(loop_config(20, "checkpoint.every=3", "logging.every=1")), tmp_path, stop)
     assert reason == "stopped by SIGTERM"
     assert steps(tmp_path) == [3]
-    assert said == ["warning: no checkpoint at step 6: the gradients of the last 2 steps were not finite."]
+    assert said[-1] == "warning: no checkpoint at step 6: the gradients of the last 2 steps were not finite."
 
 
 def test_the_planned_end_after_skipped_steps(tmp_path: Path, bad_from: Callable[[int], None]) -> None:
@@ -204,8 +204,7 @@ def test_the_best_checkpoints_are_kept(tmp_path: Path) -> None:
 def test_the_checkpoint_to_go_back_to_stays(tmp_path: Path) -> None:
     """Caught: one that interruptions push out, so that a rollback goes back to another."""
     state = build_state(loop_config(8))
-    kept = keeper(tmp_path, state)
-    kept.go_back_every = 4
+    kept = Checkpoints(tmp_path, state.world, keep_last=1, keep_every=None, go_back_every=4)
     for step in (4, 5, 6):
         state.step = step
         kept.save(state, {}, lambda path: None, loss=4.0)

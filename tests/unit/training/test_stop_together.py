@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ngpt_train.training.signals import ASK_SECONDS, MOST_STEPS, StopTogether
+from ngpt_train.training.hooks.stopping import ASK_SECONDS, MOST_STEPS, StopTogether
 
 
 @dataclass

@@ -9,7 +9,7 @@ import torch
 
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.distributed.layouts import resolve_kind
-from ngpt_train.training.batch import resolve_micro_rows
+from ngpt_train.training.feed import resolve_micro_rows
 from ngpt_train.training.guards import DeviceMemoryError, explain_out_of_memory
 from ngpt_train.training.signals import StopRequest
 

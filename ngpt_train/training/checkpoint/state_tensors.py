@@ -12,24 +12,31 @@ parts is in the parameter.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+import math
+from collections.abc import Collection, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 
 from ngpt_train.models.weights import canonical, named_weights
+from ngpt_train.optim.row_adam import local_rows
 
-Parts = Mapping[str, Mapping[str, int]]  # of each parameter the canonical names of its parts, and their rows
+if TYPE_CHECKING:
+    from ngpt_train.distributed import World
+    from ngpt_train.models import Decoder
+    from ngpt_train.training.state import TrainState
+
+OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class RankRows(Tensor):
     """A tensor `size` of which this rank holds `rows`, those from `first` on; there may be none.
 
-    torch.distributed.checkpoint stores and loads it by the three methods below, as it does a DTensor.
+    It has the two methods of a DTensor by which a checkpoint is written and read, torch's of format 1 too.
     """
 
     rows: Tensor
@@ -50,17 +57,6 @@ class RankRows(Tensor):
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         offsets = torch.Size((self.first, *(0 for _ in self.rows.shape[1:])))
         return [ChunkStorageMetadata(offsets, self.rows.shape)] if len(self.rows) else []
-
-    def __create_write_items__(self, name: str, _: Any) -> list[WriteItem]:
-        properties = TensorProperties.create_from_tensor(self.rows)
-        return [
-            WriteItem(
-                MetadataIndex(name, chunk.offsets),
-                WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, properties, self.size()),
-            )
-            for chunk in self.__create_chunk_list__()
-        ]
 
     def __get_tensor_shard__(self, _: MetadataIndex) -> Tensor:
         return self.rows
@@ -124,5 +120,57 @@ def cut(tensor: Tensor, parts: Mapping[str, int]) -> dict[str, Tensor]:
 
 
 def names_parameters(names: Collection[str]) -> bool:
-    """Whether `names` are those of a checkpoint of before, which named the parameters and not the weights in them."""
+    """True for the names in a checkpoint of before, which named the parameters and not the weights in them."""
     return any(name.startswith("model.") for name in names)
+
+
+def moving_average(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """The state's moving average under its name in a checkpoint, if there is one."""
+    return {} if state.ema is None else {"ema": state.ema.weights}
+
+
+def statistics_of_all_ranks(model: Decoder, world: World) -> dict[str, Tensor]:
+    """Each running statistic of all ranks, `(ranks, ...)`, on every rank. The statistics of ranks may differ, and on a
+    resume each rank gets its own back."""
+    own = {name: value.cpu() for name, value in model.statistics().items()}
+    ranks = world.gather(own) if own else []
+    return {name: torch.stack([rank[name] for rank in ranks]) for name in own}
+
+
+def empty_statistics(model: Decoder, n_ranks: int) -> dict[str, Tensor]:
+    """Uninitialised tensors, in the shapes that `statistics_of_all_ranks` returns on so many ranks."""
+    return {name: value.new_empty(n_ranks, *value.shape, device="cpu") for name, value in model.statistics().items()}
+
+
+def set_statistics(model: Decoder, ranks: dict[str, Tensor], world: World) -> None:
+    """Sets this rank's statistics: its own if the number of ranks is that of the checkpoint, else the mean of all."""
+    for name, value in model.statistics().items():
+        same = len(ranks[name]) == world.size
+        value.copy_(ranks[name][world.rank] if same else ranks[name].mean(0))
+
+
+def first_not_finite(state: TrainState) -> str | None:
+    """The name of a weight, moment, average or running statistic of this rank that holds NaN or an infinity, if one
+    does. Waits for the device once."""
+    with torch.no_grad():
+        found = [(name, tensor) for name, tensor in _tensors(state) if tensor.is_floating_point()]
+        # A sum passes once over memory, and is finite only if all its terms are. One of finite terms may overflow.
+        sums = torch.stack([tensor.sum().float().to(state.world.device) for _, tensor in found]).tolist()
+        suspects = [x for x, total in zip(found, sums, strict=True) if not math.isfinite(total)]
+        return next((name for name, tensor in suspects if not torch.isfinite(tensor).all()), None)
+
+
+def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """This rank's tensors of a checkpoint, with names for people."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
+    for parameter, name in names.items():
+        yield name, local_rows(parameter)
+    for parameter, moments in state.optimizer.state.items():
+        for moment, value in moments.items():
+            if isinstance(value, Tensor):
+                # Between a validation and the next step FSDP2 lends the model whole matrices in the place of its own.
+                yield f"{moment} of {names.get(parameter, 'a matrix')}", local_rows(value)
+    yield from state.model.statistics().items()
+    if state.ema is not None:
+        for name, average in state.ema.weights.items():
+            yield f"the moving average of {name}", local_rows(average)

@@ -1,17 +1,24 @@
-"""Reads the `.metadata` of torch.distributed.checkpoint, which is a pickle, without running what it says.
+"""The tensors of checkpoints of format 1, in the files of torch.distributed.checkpoint (DCP).
 
-A pickle may call any function. DCP's own reader lets it. Here only the classes that DCP writes may be made, so that
-`.metadata` is known to be harmless before DCP reads it again.
+Their index, `.metadata`, is a pickle. A pickle may call any function, and DCP's own reader lets it. Here only the
+classes that DCP writes may be made, so that `.metadata` is known to be harmless before DCP reads it again.
 """
 
 import pickle
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.training.checkpoint.tensor_files import in_one_line
 
 METADATA = ".metadata"
 _DCP = "torch.distributed.checkpoint"
@@ -61,3 +68,28 @@ def read_metadata(checkpoint: Path, files: set[str]) -> Metadata:
             f"{next(iter(elsewhere), '?')}; do not use it"
         )
     return metadata
+
+
+class DcpTensors:
+    """The tensors of a checkpoint; the methods are StoredTensors'."""
+
+    def __init__(self, checkpoint: Path, files: set[str]) -> None:
+        """files: the manifest's. Raises DataError."""
+        self.checkpoint = checkpoint
+        self._stored = read_metadata(checkpoint, files).state_dict_metadata
+        self.names = self._stored.keys()
+
+    def sizes(self) -> list[int]:
+        return [entry.size.numel() for entry in self._stored.values() if isinstance(entry, TensorStorageMetadata)]
+
+    def read(self, tensors: Mapping[str, Tensor]) -> None:
+        """A collective call."""
+        reader, alone = dcp.FileSystemReader(self.checkpoint), not dist.is_initialized()
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                dcp.load(dict(tensors), storage_reader=reader, no_dist=alone)
+        except (RuntimeError, ValueError, CheckpointException) as error:
+            failures = error.failures if isinstance(error, CheckpointException) else {}
+            first = next(iter(failures.values()))[0] if failures else error  # of the first rank that failed
+            raise DataError(f"The checkpoint {self.checkpoint} cannot be read: {in_one_line(first)}") from None

@@ -1,120 +1,31 @@
-"""The directories of checkpoints: their names, manifests and checksums. Reads, and writes nothing."""
+"""Compares the files of a checkpoint with its manifest, and checks its counters. Executes nothing."""
 
+from __future__ import annotations
+
+import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
+from ngpt_train.training.checkpoint.catalogue import MANIFEST, NAME, step_of
 
-MANIFEST = "MANIFEST.json"
+if TYPE_CHECKING:
+    from ngpt_train.distributed import World
+
 FORMAT = 2  # tensors in safetensors; 1: in torch's own files, whose index is a pickle
-MOST = 2**63  # of what torch counts
 STATE = "state.json"
-VALIDATION = "validation.json"  # beside the checkpoints, because they are written before they are validated
-BEST = "best"
-UNFINISHED = ".unfinished-"
-NAME = re.compile(r"step_(\d{8,})")
+MOST = 2**63  # of what torch counts
 SHA256, XXH3 = "sha256", "xxh3"
 DIGITS = {XXH3: 32, SHA256: 64}  # of a checksum; both tell a damaged file, neither a forged one
 # The numbers that parts of state.json have at least; those of before lack a part.
 _NUMBERS = {"interval": {"loss_sum", "n_targets", "n_skipped"}, "loss_scale": {"value", "good_steps"}}
 CHUNK = 2**20  # bytes that are read, or written, and summed at a time, so that they are still in the CPU's cache
-
-
-def list_checkpoints(directory: Path) -> list[Path]:
-    """Complete checkpoints in `directory`, oldest first."""
-    if not directory.is_dir():
-        return []
-    found = [path for path in directory.iterdir() if NAME.fullmatch(path.name) and (path / MANIFEST).is_file()]
-    return sorted(found, key=step_of)
-
-
-def step_of(checkpoint: Path) -> int:
-    """The step in the name of a checkpoint's directory."""
-    match = NAME.fullmatch(checkpoint.name)
-    assert match
-    return int(match[1])
-
-
-def find_checkpoint(key: str, value: str | None) -> Path:
-    """The checkpoint that the user's `key=value` names: value is a checkpoint, or a run directory with checkpoints, of
-    which the newest is taken, or `best` in place of a checkpoint's name.
-
-    Raises DataError if there is none.
-    """
-    if not value:
-        raise DataError(f"{key} is not set: name a run directory or a checkpoint, for example {key}=runs/NAME")
-    path = Path(value).expanduser()
-    if (path / MANIFEST).is_file():
-        return path
-    if path.name == BEST and not path.exists():
-        if found := best(path.parent, 1) or best(path.parent / "checkpoints", 1):
-            return found[0]
-        raise DataError(
-            f"{key}={value}: there is no checkpoint whose validation loss is known. A run keeps the best one with "
-            "checkpoint.keep_best=1."
-        )
-    checkpoints = list_checkpoints(path / "checkpoints") or list_checkpoints(path)
-    if not checkpoints:
-        what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
-        if (path / "config.json").is_file():
-            what = "is a model of transformers, of which `import` makes a run"
-        raise DataError(f"{key}={value}: {what}. Name a run directory or one of its checkpoints/step_* directories.")
-    return checkpoints[-1]
-
-
-def candidates(directory: Path, step: int | None) -> list[Path]:
-    """The complete checkpoints in `directory` from which a run may go on, oldest first; the one of `step` if that is
-    not None. Raises DataError if that one is not there."""
-    found = {step_of(path): path for path in list_checkpoints(directory)}
-    if step is None or step in found:
-        return list(found.values()) if step is None else [found[step]]
-    raise DataError(
-        f"run.resume_step={step}: there is no complete checkpoint of this step in {directory} (there are: "
-        f"{', '.join(map(str, found)) or 'none'}). Name one of them, or leave it out."
-    )
-
-
-def read_validation_losses(directory: Path) -> dict[int, float]:
-    """The validation loss of each step at which the run of these checkpoints was validated, as far as it is known."""
-    path = directory / VALIDATION
-    if not path.is_file():
-        return {}
-    stored = read_json(path)
-    if not isinstance(stored, dict) or not all(type(loss) is float for loss in stored.values()):
-        raise DataError(f"{path} is damaged: it is not a loss for each step. Delete it.")
-    return {int(step): loss for step, loss in stored.items() if step.isdigit()}
-
-
-def best(directory: Path, n: int) -> list[Path]:
-    """The `n` complete checkpoints in `directory` with the lowest validation loss, the lowest first; of equal ones the
-    older first. There may be fewer."""
-    losses = read_validation_losses(directory)
-    known = [path for path in list_checkpoints(directory) if step_of(path) in losses]
-    return sorted(known, key=lambda path: losses[step_of(path)])[:n]
-
-
-def is_good(checkpoint: Path) -> bool:
-    """Whether the loss of a complete checkpoint had not exploded, as its manifest says; those of before do not say."""
-    return bool(_manifest(checkpoint).get("good", True))
-
-
-def losses_of_good(directory: Path) -> list[float]:
-    """The losses of the good checkpoints in `directory`, as far as their manifests say them."""
-    manifests = [_manifest(path) for path in list_checkpoints(directory) if is_good(path)]
-    return [manifest["loss"] for manifest in manifests if isinstance(manifest.get("loss"), float)]
-
-
-def last_good(directory: Path, every: int = 1) -> Path | None:
-    """The newest complete checkpoint in `directory` whose loss had not exploded, of those at multiples of `every`; None
-    if there is none."""
-    found = (path for path in reversed(list_checkpoints(directory)) if step_of(path) % every == 0)
-    return next((path for path in found if is_good(path)), None)
 
 
 @dataclass(frozen=True)
@@ -148,7 +59,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def has_tensors(name: str) -> bool:
-    """Whether a file of a checkpoint has tensors, or says where they are."""
+    """True for a file that has tensors, or says where they are."""
     return name.endswith((".safetensors", ".distcp")) or name == ".metadata"
 
 
@@ -163,7 +74,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def differences(checkpoint: Path, files: Mapping[str, dict[str, Any]]) -> list[str]:
-    """How the files differ from their entries of the manifest, in words."""
+    """The differences between the files and their entries in the manifest, in words."""
     problems = []
     for name, expected in files.items():
         path = checkpoint / name
@@ -202,7 +113,7 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
 
 
 def _are_numbers(stored: Any, names: Set[str]) -> bool:
-    """Whether it has these numbers, and all are finite."""
+    """True for an object with these numbers, all finite."""
     if not isinstance(stored, dict) or not names <= stored.keys():
         return False
     return all(type(number) in (int, float) and abs(number) < MOST for number in stored.values())
@@ -225,13 +136,53 @@ def _are_rollbacks(stored: Any) -> bool:
     )
 
 
-def _manifest(checkpoint: Path) -> dict[str, Any]:
-    """What the manifest says, beside the files; of a damaged one that nothing is good."""
-    try:
-        manifest = read_json(checkpoint / MANIFEST)
-    except DataError:
-        return {"good": False}
-    return manifest if isinstance(manifest, dict) else {"good": False}
+def verify(checkpoint: Path, world: World) -> None:
+    """Compares every file with the manifest, and the step with the directory's name; a collective call, in which each
+    rank reads some files.
+
+    Raises DataError, on every rank, which names what differs.
+    """
+    files = world.on_main(lambda: read_manifest(checkpoint)).files  # so that all see the same, and none is left alone
+    mine = {name: entry for index, (name, entry) in enumerate(files.items()) if index % world.size == world.rank}
+    own = world.on_all_without_timeout(lambda: differences(checkpoint, mine))  # of a slow disk it takes long
+    found = [problem for part in world.gather(own) for problem in part]
+    if found:
+        raise DataError(f"The checkpoint {checkpoint} is damaged: {'; '.join(found)}. Use another checkpoint.")
+    world.on_main(lambda: read_progress(checkpoint))
+
+
+def newest_with_config(checkpoints: Sequence[Path]) -> Path | None:
+    """The newest of `checkpoints`, the oldest first, whose config and tokenizer are what its manifest says; the newest
+    of all if there is none. No collective call, and quick: the files of tensors are not read."""
+    for checkpoint in reversed(checkpoints):
+        with contextlib.suppress(DataError):
+            files = read_manifest(checkpoint).files
+            small = {name: entry for name, entry in files.items() if not has_tensors(name)}
+            read_progress(checkpoint)
+            if not differences(checkpoint, small):
+                return checkpoint
+    return checkpoints[-1] if checkpoints else None
+
+
+def newest_undamaged(checkpoints: Sequence[Path], world: World) -> tuple[Path | None, dict[str, str]]:
+    """The newest of `checkpoints`, the oldest first, whose files are what its manifest says, and what is wrong with
+    those that are newer, by name.
+
+    A collective call. Raises the newest one's DataError if all are damaged; none at all give None.
+    """
+    damaged: dict[str, str] = {}
+    for checkpoint in reversed(checkpoints):
+        try:
+            verify(checkpoint, world)
+        except DataError as error:
+            damaged[checkpoint.name] = str(error)
+        else:
+            return checkpoint, damaged
+    if damaged:
+        newest = next(iter(damaged.values()))
+        older = f" So are the {len(damaged) - 1} older ones." if len(damaged) > 1 else " There is no older one."
+        raise DataError(newest + older)
+    return None, damaged
 
 
 def checksum_of(entry: Mapping[str, Any]) -> str | None:
@@ -258,8 +209,3 @@ def size_and_checksum(path: Path, kind: str) -> dict[str, Any]:
             checksum.update(buffer[:n])
             size += n
     return {"bytes": size, kind: checksum.hexdigest()}
-
-
-def gb(n_bytes: int) -> str:
-    """A number of bytes for people."""
-    return f"{n_bytes / 1e9:.2f} GB" if n_bytes >= 1e7 else f"{n_bytes / 1e6:.2f} MB"

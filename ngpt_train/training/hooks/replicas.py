@@ -5,14 +5,28 @@ These ranks compute them from the same numbers, so they are equal to the bit. Wh
 has failed, and the ranks train different models whose gradients are averaged.
 """
 
+from __future__ import annotations
+
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ngpt_train.distributed.sharding import checksum, replicas, shard_number
-from ngpt_train.training.state import TrainState
+from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
+
+if TYPE_CHECKING:
+    from ngpt_train.training.state import TrainState
+
+
+class Replicas(Hook):
+    """Compares before each checkpoint, and every parallel.check_replicas steps."""
+
+    def check(self, run: TrainingRun) -> None:
+        if run.saving or due(run.step, run.state.config.parallel.check_replicas):
+            check_replicas(run.state)
 
 
 class ReplicaError(RuntimeError):
@@ -46,7 +60,7 @@ def check_replicas(state: TrainState) -> None:
 
 
 def _shared(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """What more than one rank holds."""
+    """The tensors that more than one rank holds."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
     found = [(name, parameter) for parameter, name in names.items()]
     for parameter, moments in state.optimizer.state.items():

@@ -22,24 +22,27 @@ import traceback
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from ngpt_train.distributed import World
 from ngpt_train.distributed.long_work import RankLostError
+from ngpt_train.training.hooks.hook import STEP, Hook, TrainingRun
+
+if TYPE_CHECKING:
+    from ngpt_train.distributed import World
 
 BEATS = 10  # within parallel.hang_seconds
 # A step that takes so many times the longest of this start hangs. The first ones compile, and do not count.
 TIMES_THE_LONGEST, FIRST_STEPS = 20.0, 3
 # So that a rank without a sign of life is found before the ranks that wait for it.
 LONGER = 1.5
-STEP, BETWEEN = "step", "what follows step"  # other work, such as a validation, may take its time
+BETWEEN = "what follows step"  # as a step; other work, such as a validation, may take its time
 FRAMES = 8  # of a stack, the innermost ones
 EXIT_CODE = 1  # which torchrun starts again
 
 
-class Watchdog:
+class Watchdog(Hook):
     """The beats of this rank, and its look at the next one. Without other ranks, or with no seconds, it does nothing.
 
     seconds: without a beat, and LONGER times as many of a step at least, before a rank counts as hung. on_end: called
@@ -76,7 +79,7 @@ class Watchdog:
                 self._longest = max(self._longest, time.monotonic() - self._since)
         self._doing, self._since = BETWEEN, time.monotonic()
 
-    def close(self) -> None:
+    def close(self, run: TrainingRun) -> None:
         """Ends the beats. The other ranks are told, so that they do not miss them."""
         if self._thread is not None and not self._ended.is_set():
             self._ended.set()
@@ -102,7 +105,7 @@ class Watchdog:
                     waited = f"{self._doing} {self._step} has taken {now - self._since:.0f} s"
                     self._declare(f"{waited}, the steps before {self._longest:.1f} s at most")
                 self._looks += 1
-            self._store.set(_beat_of(self._world.rank), json.dumps(self._state() | {"closed": True}))
+            self._store.set(f"beat/{self._world.rank}", json.dumps(self._state() | {"closed": True}))
         except dist.DistError:  # the store is gone, which `_watch_store` notices
             return
 
@@ -119,14 +122,14 @@ class Watchdog:
                 os._exit(EXIT_CODE)
 
     def _is_stuck(self, seconds: float) -> bool:
-        """Whether the main thread, which has done the same for so long, waits for others. A step that goes on needs no
+        """True if the main thread, which has done the same for so long, waits for others. A step that goes on needs no
         store: a torchrun that is stopped for a while ends nothing."""
         if seconds < LONGER * max(self._seconds, self._longest):
             return False
         return self._doing in (STEP, BETWEEN) or _waits_for_others(self._stack())
 
     @contextmanager
-    def naming_the_lost(self) -> Iterator[None]:
+    def around(self, run: TrainingRun) -> Iterator[None]:
         """Inside, a collective that fails on one of several hosts, because others are gone, says who. Raises
         RankLostError. It takes two beats to tell who is gone."""
         try:
@@ -140,7 +143,7 @@ class Watchdog:
             ) from error
 
     def _who_is_gone(self) -> str:
-        """Who gives no sign of life within two beats, in words; empty if all do."""
+        """The ranks that give no sign of life within two beats, in words; empty if all do."""
         try:
             before = [self._beat(rank) for rank in range(self._world.size)]
             time.sleep(2 * self._seconds / BEATS)
@@ -151,17 +154,17 @@ class Watchdog:
 
     def _give_sign(self) -> None:
         self._beat_number += 1
-        self._store.set(_beat_of(self._world.rank), json.dumps(self._state() | {"beat": self._beat_number}))
+        self._store.set(f"beat/{self._world.rank}", json.dumps(self._state() | {"beat": self._beat_number}))
 
     def _state(self) -> dict[str, Any]:
         return {"doing": self._doing, "step": self._step, "host": socket.gethostname(), "pid": os.getpid()}
 
     def _beat(self, rank: int) -> dict[str, Any] | None:
-        key = _beat_of(rank)
+        key = f"beat/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _hangs(self, now: float) -> bool:
-        """Whether the step takes too long, and no rank has other work to do, for which the others have to wait."""
+        """True if the step takes too long, and no rank has other work, for which the others have to wait."""
         if self._doing not in (STEP, BETWEEN) or self._longest == 0:
             return False
         if now - self._since < max(LONGER * self._seconds, TIMES_THE_LONGEST * self._longest):
@@ -180,7 +183,7 @@ class Watchdog:
 
     def _end(self, reason: str) -> None:
         rank = self._world.rank
-        self._store.set(_stack_of(rank), json.dumps(self._state() | {"stack": self._stack()}))
+        self._store.set(f"stack/{rank}", json.dumps(self._state() | {"stack": self._stack()}))
         pause = 2 * self._seconds / BEATS  # in which all have looked
         # The first that comes prints for all.
         if self._store.add(_PRINTER, 1) == 1:
@@ -198,8 +201,8 @@ class Watchdog:
         """The reason, and the stacks of all ranks, those of ranks that do not wait for others first."""
         stacks: dict[str, list[str]] = {}
         for rank in range(self._world.size):
-            if self._store.check([_stack_of(rank)]):
-                found = json.loads(self._store.get(_stack_of(rank)))
+            if self._store.check([f"stack/{rank}"]):
+                found = json.loads(self._store.get(f"stack/{rank}"))
                 stacks.setdefault(found["stack"], []).append(_who(rank, found))
             else:
                 beat = self._beat(rank)
@@ -216,14 +219,6 @@ class Watchdog:
 _END, _PRINTER = "end", "printer"
 
 
-def _beat_of(rank: int) -> str:
-    return f"beat/{rank}"
-
-
-def _stack_of(rank: int) -> str:
-    return f"stack/{rank}"
-
-
 def _store() -> str:
     return f"the process group's store on {os.environ.get('MASTER_ADDR', 'this host')}"
 
@@ -233,6 +228,6 @@ def _who(rank: int, state: dict[str, Any]) -> str:
 
 
 def _waits_for_others(stack: str) -> bool:
-    """Whether the innermost frame is in a collective, or in the backward pass, which calls them."""
+    """True if the innermost frame is in a collective, or in the backward pass, which calls them."""
     innermost = [line for line in stack.splitlines() if line.lstrip().startswith("File ")][-1:]
     return any(part in line for line in innermost for part in ("torch/distributed/", "torch/autograd/"))

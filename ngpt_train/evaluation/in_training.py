@@ -1,0 +1,90 @@
+"""The validations of a run while it trains: the loss, a sample of text, and the scores of tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ngpt_train.core.errors import DataError
+from ngpt_train.data import Tokenizer
+from ngpt_train.evaluation.evaluations import Evaluations, RowFiles
+from ngpt_train.training import TrainState
+from ngpt_train.training.guards import explain_out_of_memory
+from ngpt_train.training.hooks import Hook, Record, TrainingRun, due
+
+if TYPE_CHECKING:
+    from ngpt_train.evaluation.tasks import Tasks
+
+
+class Validations(Hook):
+    """Logs an eval record at the first and the last step and every eval.every steps, and with `sample` what the model
+    writes then. Writes the losses of the rows into `directory`/evals.
+
+    validated: called on rank 0 with the step and the loss.
+    """
+
+    def __init__(
+        self,
+        validation: Evaluations,
+        directory: Path,
+        validated: Callable[[int, float], None],
+        sample: Callable[[TrainState], dict[str, str]] | None,
+    ) -> None:
+        self._validation, self._directory = validation, directory
+        self._validated, self._sample = validated, sample
+        self._files: RowFiles | None = None
+        self.last: Record = {}  # the metrics of the last validation
+
+    def start(self, run: TrainingRun) -> None:
+        if run.state.world.is_main:  # here, because metrics.jsonl holds the records that the run goes on from
+            evals, metrics = self._directory / "evals", self._directory / "metrics.jsonl"
+            self._files = RowFiles(evals, metrics, run.state.config.model.context)
+        # A run that was stopped between its last checkpoint and the evaluation at that step evaluates now.
+        if run.step == 0 or self._is_due(run):
+            self._validate(run)
+
+    def waits(self, run: TrainingRun) -> bool:
+        return due(run.step, run.state.config.eval.every)
+
+    def evaluate(self, run: TrainingRun) -> None:
+        if self._is_due(run):
+            self._validate(run)
+
+    def _is_due(self, run: TrainingRun) -> bool:
+        return run.step >= run.last or self.waits(run)
+
+    def _validate(self, run: TrainingRun) -> None:
+        state = run.state
+        with explain_out_of_memory(state.micro_rows), run.during("the validation at step", run.step):
+            losses = self._validation.row_losses(state.model, state.world, last=run.step >= run.last)
+            self.last = self._validation.metrics(losses)
+            if self._files is not None:
+                try:
+                    self._files.write(run.step, losses)
+                except DataError as error:
+                    run.warn(str(error))
+                self._validated(run.step, self.last["loss"])
+            text = self._sample(state) if self._sample is not None else None
+        run.log(run.record("eval") | self.last)
+        if text is not None:
+            run.log(run.record("sample") | text)
+
+
+class TaskScores(Hook):
+    """Logs a tasks record at the last step and every eval.tasks_every steps."""
+
+    def __init__(self, tasks: Tasks, tokenizer: Tokenizer) -> None:
+        self._tasks, self._tokenizer = tasks, tokenizer
+
+    def start(self, run: TrainingRun) -> None:
+        if run.step:
+            self.evaluate(run)
+
+    def evaluate(self, run: TrainingRun) -> None:
+        state, asked = run.state, run.state.config.eval
+        if run.step < run.last and not due(run.step, asked.every if asked.tasks_every is None else asked.tasks_every):
+            return
+        with explain_out_of_memory(state.micro_rows), run.during("the tasks at step", run.step):
+            metrics = self._tasks(state.model, self._tokenizer, state.world).metrics()
+        run.log(run.record("tasks") | metrics)

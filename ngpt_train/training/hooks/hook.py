@@ -1,0 +1,172 @@
+"""A run in its loop, and the hooks that the loop calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+if TYPE_CHECKING:
+    from ngpt_train.data import Position
+    from ngpt_train.training.signals import StopRequest
+    from ngpt_train.training.state import TrainState
+    from ngpt_train.training.step import MicroBatch, Observer, StepResult
+
+Record = dict[str, Any]
+Moment = Literal["start", "before_step", "after_step", "check", "save", "evaluate"]
+STEP = "step"  # what `during` says of the step itself
+
+
+class Sink(Protocol):
+    """Takes the records of a run: metrics.jsonl, the console, wandb. Only rank 0 has sinks."""
+
+    def log(self, record: Record) -> None: ...
+    def message(self, text: str) -> None: ...
+
+
+class Hook:
+    """Does something at some moments of a run, and nothing at the others.
+
+    Every rank has the same hooks in the same order, so a moment may be a collective call. Whatever is read from the
+    device waits for it, and slows the step down: read only where `run.rests`, or at steps that `waits` names.
+    """
+
+    def around(self, run: TrainingRun) -> AbstractContextManager[Any]:
+        """Everything from `start` to `finish` happens inside."""
+        return nullcontext()
+
+    def start(self, run: TrainingRun) -> None:
+        """Before the first step of this start; after a resume the state is that of the checkpoint."""
+
+    def before_step(self, run: TrainingRun) -> None:
+        """The rows of the next step are here. `run.position` is the one after them."""
+
+    def waits(self, run: TrainingRun) -> bool:
+        """True if this hook will read from the device after this step. Then the loop reads the loss first, so that the
+        step's seconds are complete."""
+        return False
+
+    def after_step(self, run: TrainingRun) -> None:
+        """The step is taken. A hook sets `run.saving` to have it saved, and `run.reason`, on every rank, to end the run
+        after it, saved."""
+
+    def check(self, run: TrainingRun) -> None:
+        """Before the step is saved: raises what ends the run, if the state is not worth a checkpoint."""
+
+    def save(self, run: TrainingRun) -> None:
+        """Called only where `run.saving`."""
+
+    def evaluate(self, run: TrainingRun) -> None:
+        """The step is saved, so that a failure loses nothing. Not called at a step after which the run stops early."""
+
+    def finish(self, run: TrainingRun) -> None:
+        """After the last step, unless the run has failed; the last hook first."""
+
+    def close(self, run: TrainingRun) -> None:
+        """At the end of this start, whatever has happened; the last hook first."""
+
+    def during(self, doing: str, step: int) -> AbstractContextManager[Any]:
+        """Inside, this rank is `doing` something at `step`, for example "the validation at step" 100."""
+        return nullcontext()
+
+
+@dataclass
+class TrainingRun:
+    """Everything that the loop and its hooks share: the state, its rows, and the last step."""
+
+    state: TrainState
+    batches: Iterator[tuple[Sequence[MicroBatch], Position]]
+    stop: StopRequest
+    hooks: list[Hook] = field(default_factory=list)
+    sinks: Sequence[Sink] = ()
+    position: Position | None = None  # in the data, of this rank, after the last step
+    result: StepResult | None = None  # of the last step of this start
+    loss: float | None = None  # result.loss, where the device was waited for
+    data_seconds: float = 0.0  # of the step: waiting for rows
+    seconds: float = 0.0  # of the step, with these
+    observer: Observer | None = None  # looks at the next step
+    saving: bool = False  # whether this step becomes a checkpoint
+    skipped: int = 0  # steps in a row that were skipped, when the guards last looked
+    reason: str | None = None  # why the run ends after this step, which is not the planned end
+
+    @property
+    def step(self) -> int:
+        """Completed steps."""
+        return self.state.step
+
+    @property
+    def last(self) -> int:
+        """The step that is the planned end of this start."""
+        return self.state.config.train.stop_at or self.state.config.train.steps
+
+    @property
+    def ends(self) -> bool:
+        """True if this step is the last of this start, planned or not."""
+        return self.reason is not None or self.step == self.last
+
+    @property
+    def rests(self) -> bool:
+        """True if the host waits for the device after this step anyway, for a record or a checkpoint."""
+        return self.saving or due(self.step, self.state.config.logging.every)
+
+    def at(self, moment: Moment) -> None:
+        """Calls this moment of every hook."""
+        for hook in self.hooks:
+            getattr(hook, moment)(self)
+
+    @contextmanager
+    def around(self) -> Iterator[None]:
+        """The hooks' `around`, the first hook's outermost."""
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.around(self))
+            yield
+
+    @contextmanager
+    def during(self, doing: str, step: int) -> Iterator[None]:
+        """The hooks' `during`."""
+        with ExitStack() as stack:
+            for hook in self.hooks:
+                stack.enter_context(hook.during(doing, step))
+            yield
+
+    def record(self, kind: str) -> Record:
+        """A record of this step, to which a hook adds its numbers."""
+        return {"kind": kind, "step": self.step, "tokens": int(self.state.tokens), **self.spent()}
+
+    def spent(self) -> Record:
+        """train_seconds: of wall time in training steps, waits for data included; validations and checkpoints are not.
+
+        flops: of all steps so far by the usual convention (models/flops.py). Skipped steps and padding count: they were
+        computed.
+        """
+        tokens, context = self.step * self.tokens_per_step, self.state.config.model.context
+        return {
+            "train_seconds": self.state.train_seconds,
+            "flops": float(tokens * self.state.model.flops_per_token(context)),
+        }
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Targets of a step over all ranks, padding included."""
+        return self.state.config.train.rows_per_step * self.state.config.model.context
+
+    def log(self, record: Record) -> None:
+        """Gives a record to every sink."""
+        for sink in self.sinks:
+            sink.log(record)
+
+    def say(self, text: str) -> None:
+        """Gives one line for people to every sink."""
+        for sink in self.sinks:
+            sink.message(text)
+
+    def warn(self, text: str) -> None:
+        """Says `text` as a warning."""
+        self.say(f"warning: {text}")
+
+
+def due(step: int, every: int) -> bool:
+    """True if `step` is a multiple of `every`; never, if that is 0."""
+    return every > 0 and step % every == 0

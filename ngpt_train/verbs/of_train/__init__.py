@@ -1,1 +1,0 @@
-"""What `train` says, and how it goes back."""
