@@ -27,9 +27,15 @@ from typing import NoReturn
 
 from ngpt_train.config import ConfigError, check, load_config, to_yaml
 from ngpt_train.config.architectures import use_plugins
-from ngpt_train.config.conflicts import arguments_of, check_arguments, check_verb
+from ngpt_train.config.arguments import (
+    STUDY_VERBS,
+    arguments_of,
+    check_arguments,
+    check_verb,
+    put_directories,
+    without_directories,
+)
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.study import STUDY_VERBS, put_directories, without_directories
 from ngpt_train.core.errors import is_told_here, same_on_host
 from ngpt_train.core.launcher import check_ranks, remember_end, remembered_end
 from ngpt_train.core.secrets import guard_streams, without_variables
@@ -49,13 +55,6 @@ VERBS = {
     "study": "Train arms that are to be compared, each tuned, at several budgets and seeds: `study study=gpt_vs_ngpt`.",
     "compare": "Which arm is better, by how much, how sure, from any runs: `compare runs/a runs/b compare.out=report`.",
     "transfer": "How the best lr changes with width, depth and length: `transfer transfer.widths=[64,128,256]`.",
-}
-# Of verbs that do not lie in verbs/ under their own name.
-MODULES = {
-    "analyze": "explain.analyze",
-    "probe": "explain.probe",
-    "export": "exchange.export",
-    "import": "exchange.importing",
 }
 ENDS_FOR_GOOD = (2, 3, 4)  # exit codes that would come again if torchrun started the processes again
 # What is wrong with the machine and not with us, and the remedy.
@@ -186,7 +185,8 @@ def _run(verb: str, config: Config, overrides: list[str], **more: object) -> int
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("ngpt_train").setLevel(level)
-    return int(importlib.import_module(f"ngpt_train.verbs.{MODULES.get(verb, verb)}").main(config, overrides, **more))
+    module = "import_run" if verb == "import" else verb  # `import` is a word of Python
+    return int(importlib.import_module(f"ngpt_train.verbs.{module}").main(config, overrides, **more))
 
 
 def _parse(arguments: list[str]) -> CommandLine:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.study import CompareConfig
+from ngpt_train.config.sections.studies import CompareConfig
 from ngpt_train.config.validate import did_you_mean, mistake, show, similar_keys
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.secrets import command_of

@@ -8,7 +8,7 @@ import pytest
 
 from ngpt_train.config import Config, ConfigError, check_resume, list_experiments, load_config, to_dict
 from ngpt_train.config.composition.compose import compose
-from ngpt_train.config.composition.files import config_dir
+from ngpt_train.config.composition.yaml_files import config_dir
 from ngpt_train.config.lr_table import Run, look_up, problem_of
 from ngpt_train.config.stored import with_first_values
 

@@ -17,9 +17,9 @@ from ngpt_train.analysis.probe import classes
 from ngpt_train.analysis.probe.page import class_rows, sign, write_page
 from ngpt_train.analysis.probe.pieces import pieces_of
 from ngpt_train.analysis.probe.report import report
-from ngpt_train.config.conflicts import check_contexts
-from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.data import mixture_of
+from ngpt_train.config.sections.evaluation import check_contexts
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
