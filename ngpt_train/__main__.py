@@ -56,6 +56,7 @@ VERBS = {
     "compare": "Which arm is better, by how much, how sure, from any runs: `compare runs/a runs/b compare.out=report`.",
     "transfer": "How the best lr changes with width, depth and length: `transfer transfer.widths=[64,128,256]`.",
 }
+RANK_0_ALONE = ("compare", "plan", "export", "import", "generate")  # verbs that one of torchrun's processes does
 ENDS_FOR_GOOD = (2, 3, 4)  # exit codes that would come again if torchrun started the processes again
 # What is wrong with the machine and not with us, and the remedy.
 FAULTS_OF_THE_SYSTEM = {
@@ -185,6 +186,8 @@ def _run(verb: str, config: Config, overrides: list[str], **more: object) -> int
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("ngpt_train").setLevel(level)
+    if verb in RANK_0_ALONE and os.environ.get("RANK", "0") != "0":
+        return 0
     module = "import_run" if verb == "import" else verb  # `import` is a word of Python
     return int(importlib.import_module(f"ngpt_train.verbs.{module}").main(config, overrides, **more))
 

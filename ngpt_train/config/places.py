@@ -24,6 +24,14 @@ def check_directory(setting: str, path: Path) -> None:
         raise mistake(f"{setting}: {there_is} cannot be written", "Name another directory")
 
 
+def make_directory(setting: str, path: Path) -> None:
+    """Raises ConfigError where the directory `path` is not there and cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise mistake(f"{setting}: cannot be made ({error.strerror})", "Name another directory") from None
+
+
 def check_file(setting: str, path: Path) -> None:
     """Raises ConfigError unless a result in JSON can be written to `path`. `setting`: KEY=VALUE of the command line.
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import CompareConfig
 from ngpt_train.config.validate import did_you_mean, mistake, show, similar_keys
@@ -15,7 +15,7 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.secrets import command_of
 from ngpt_train.study.audit import read_certificates
 from ngpt_train.study.compare import step_times
-from ngpt_train.study.compare.gather import check_out, gather, make_directory
+from ngpt_train.study.compare.gather import check_out, gather
 from ngpt_train.study.compare.key_kinds import covers
 from ngpt_train.study.compare.observed import facts_of
 from ngpt_train.study.compare.output.document import console
@@ -27,20 +27,18 @@ logger = logging.getLogger(__name__)
 
 
 def main(config: Config, overrides: Sequence[str], measures: bool = False) -> int:
-    """Prints the verdicts, and writes the report into compare.out; returns 0. Under torchrun rank 0 alone does so.
+    """Prints the verdicts, and writes the report into compare.out; returns 0.
     measures: step times, where compare.out does not have those of all arms.
 
     Raises ConfigError for a mistake in the arguments, DataError for runs that cannot be read or compared.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return 0
     if unused := [name for name in map(name_of, overrides) if name.partition(".")[0] not in ("compare", "experiment")]:
         logger.info("compare makes no use of %s", ", ".join(unused))
     out = None if config.compare.out is None else Path(config.compare.out).expanduser()
     report, times = compared(config, overrides, measures)
     print(console(report))
     if out is not None:
-        make_directory(out)
+        make_directory(f"compare.out={out}", out)
         write_reports(report, out, times)
         print(f"\nwritten to {out}")
     return 0

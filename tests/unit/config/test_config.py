@@ -127,17 +127,6 @@ def test_lr_is_looked_up_by_scale_and_context() -> None:
     assert isinstance(lr("optim.lr=1"), float)
 
 
-def test_the_later_of_batch_rows_and_batch_tokens_counts(tmp_path: Path) -> None:
-    tokens = load_config(["train.batch_tokens=2048", "model.context=256"]).train
-    assert (tokens.batch_rows, tokens.batch_tokens) == (8, 2048)
-    experiment = tmp_path / "experiment" / "large.yaml"
-    experiment.parent.mkdir()
-    experiment.write_text("# @package _global_\ntrain:\n  batch_tokens: 16384\n")
-    arguments = ["experiment=large", "model.context=256"]
-    assert load_config(arguments, str(tmp_path)).train.batch_rows == 64
-    assert load_config([*arguments, "train.batch_rows=4"], str(tmp_path)).train.batch_tokens == 1024
-
-
 def test_the_later_of_eval_rows_and_eval_tokens_counts(tmp_path: Path) -> None:
     """The papers' scales set tokens, over the schema's rows."""
 
