@@ -25,7 +25,6 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ngpt_train.config import ConfigError, check, load_config, to_yaml
 from ngpt_train.config.architectures import use_plugins
 from ngpt_train.config.arguments import (
     STUDY_VERBS,
@@ -35,8 +34,10 @@ from ngpt_train.config.arguments import (
     put_directories,
     without_directories,
 )
-from ngpt_train.config.schema import Config
-from ngpt_train.core.errors import is_told_here, same_on_host
+from ngpt_train.config.composition.compose import load_config
+from ngpt_train.config.schema import Config, check
+from ngpt_train.config.stored import to_yaml
+from ngpt_train.core.errors import ConfigError, is_told_here, same_on_host
 from ngpt_train.core.launcher import check_ranks, remember_end, remembered_end
 from ngpt_train.core.secrets import guard_streams, without_variables
 
