@@ -1,4 +1,4 @@
-"""Checks keys one by one: does the key exist, has its value the type and the limits that schema.py states?"""
+"""Checks keys one by one: does the key exist, has its value the type and the limits that its section states?"""
 
 from __future__ import annotations
 
