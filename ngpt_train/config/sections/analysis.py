@@ -49,7 +49,7 @@ class _Checkpoints(VerbKeys):
     """The checks that `analyze` and `probe` share."""
 
     numbers: ClassVar[str]  # the file beside page.html
-    most = 1_000_000  # checkpoints
+    most: ClassVar[float] = float("inf")  # checkpoints
     checkpoints: Union[list[str], None]
     average: int
     weights: str
