@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
+from ngpt_train.core.recorded import TEXT, Record, checked, read_end, read_records
 from ngpt_train.study.definition import Study, Value, text_of
-from ngpt_train.study.recorded import TEXT, Record, checked, read_end, read_records
 
 DONE, FAILED, UNFINISHED, WAITING = "done", "failed", "unfinished", "waiting"
 FAILURES = "failures"  # directory of a study: a file for each run that crashed too often, FAILURES/<run>.json

@@ -7,7 +7,6 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import CompareConfig
 from ngpt_train.config.validate import did_you_mean, mistake, show, similar_keys
@@ -15,7 +14,7 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.secrets import command_of
 from ngpt_train.study.audit import read_certificates
 from ngpt_train.study.compare import step_times
-from ngpt_train.study.compare.gather import check_out, gather
+from ngpt_train.study.compare.gather import check_out, gather, make_directory
 from ngpt_train.study.compare.key_kinds import covers
 from ngpt_train.study.compare.observed import facts_of
 from ngpt_train.study.compare.output.document import console
@@ -38,7 +37,7 @@ def main(config: Config, overrides: Sequence[str], measures: bool = False) -> in
     report, times = compared(config, overrides, measures)
     print(console(report))
     if out is not None:
-        make_directory(f"compare.out={out}", out)
+        make_directory(out)
         write_reports(report, out, times)
         print(f"\nwritten to {out}")
     return 0

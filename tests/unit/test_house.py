@@ -19,7 +19,7 @@ SHARED_NAMES = {"__init__", "__main__", "keys", "model"}
 STILL_TWICE = {
     *("adam", "attention", "cross_entropy", "dropout", "rotary", "sphere_step", "swiglu"),  # a twin beside its formula
     *("norms", "cache", "compare", "curves", "exchange", "figures", "files", "gather", "gradients", "local", "numbers"),
-    *("page", "pictures", "pieces", "plan", "records", "registry", "report", "running", "stored", "table"),
+    *("page", "pictures", "pieces", "plan", "progress", "records", "registry", "report", "running", "stored", "table"),
     *("tensors", "text", "vectors", "weights"),
 }
 # A part may import from parts of its own floor and of those below.

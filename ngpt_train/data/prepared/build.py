@@ -16,11 +16,11 @@ from typing import Any
 from ngpt_train.config.schema import Config, DataConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import remove
+from ngpt_train.core.progress import Progress
 from ngpt_train.data.directory import build_directory, is_filled
 from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
 from ngpt_train.data.prepared.chunks import Tokenizing, chunks_in_order, n_processes
 from ngpt_train.data.prepared.journal import JOURNAL, Journal
-from ngpt_train.data.prepared.progress_bar import Progress
 from ngpt_train.data.prepared.shards import FORMAT, MANIFEST, check_length, fingerprint, read_manifest
 from ngpt_train.data.prepared.writer import ShardWriter, dtype_for
 from ngpt_train.data.sources import open_source

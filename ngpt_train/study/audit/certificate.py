@@ -11,8 +11,8 @@ from typing import Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import MOST_LINES_BYTES, open_file, read_json
+from ngpt_train.core.recorded import COUNT, FLAG, LIST, TABLE, TEXT, all_checked, checked
 from ngpt_train.study.compare.runs import Run
-from ngpt_train.study.recorded import COUNT, FLAG, LIST, TABLE, TEXT, all_checked, checked
 
 CERTIFICATE = "audit.json"
 FORMAT = 1

@@ -139,6 +139,14 @@ def check_out(out: Path) -> None:
         )
 
 
+def make_directory(out: Path) -> None:
+    """Raises ConfigError where that is not possible."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise mistake(f"compare.out={out}: cannot be made ({error.strerror})", "Name another directory") from None
+
+
 def _is_report(path: Path) -> bool:
     try:
         report = read_json(path)

@@ -15,10 +15,10 @@ from ngpt_train.config.stored import GONE
 from ngpt_train.config.validate import flatten, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json, read_yaml_text
+from ngpt_train.core.recorded import ABOVE_0, COUNT, FLAG, POSITIVE, TEXT, Record, checked, read_end, read_records
+from ngpt_train.core.recorded import read_starts as starts_of
 from ngpt_train.study.compare.statistics.row_losses import Rows, contradictions, read_rows
 from ngpt_train.study.definition import SAME_BUDGET
-from ngpt_train.study.recorded import ABOVE_0, COUNT, FLAG, POSITIVE, TEXT, Record, checked, read_end, read_records
-from ngpt_train.study.recorded import read_starts as starts_of
 
 # Keys of a config with which runs are counted and grouped. All others are compared, shown, and no more.
 KEYS = {
@@ -32,7 +32,7 @@ KEYS = {
 @dataclass(frozen=True)
 class Run:
     """One run directory. A run of which nothing is known yet has empty records. Each field of a record, a start and the
-    end is of its kind (study/recorded.py), or null where that is not known."""
+    end is of its kind (core/recorded.py), or null where that is not known."""
 
     path: Path
     config: Mapping[str, Any]  # dotted key -> value, as config.yaml has it; keys of older versions may be missing

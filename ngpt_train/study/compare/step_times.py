@@ -15,8 +15,8 @@ from ngpt_train.config.schema import Config, check
 from ngpt_train.config.stored import read_yaml
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
+from ngpt_train.core.recorded import ABOVE_0, LIST, TABLE, TEXT, checked
 from ngpt_train.study.compare.runs import Run
-from ngpt_train.study.recorded import ABOVE_0, LIST, TABLE, TEXT, checked
 
 FILE = "step_times.json"
 ROUNDS = 10

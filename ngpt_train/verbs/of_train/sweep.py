@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.recorded import Record, read_end, read_records
 from ngpt_train.observe.console import format_count
-from ngpt_train.study.recorded import Record, read_end, read_records
 
 BEFORE_ITS_START = 2  # exit code of a job whose config is refused: what its directory holds is of another start
 

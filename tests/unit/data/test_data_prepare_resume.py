@@ -22,9 +22,9 @@ import pytest
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
+from ngpt_train.core.progress import Progress
 from ngpt_train.data import prepare_dataset
 from ngpt_train.data.hashes import FileHashes
-from ngpt_train.data.prepared.progress_bar import Progress
 from ngpt_train.data.sources import local, open_source
 from ngpt_train.data.sources.hub import DatasetsText
 from ngpt_train.data.sources.hub_client import HubFile
@@ -350,7 +350,7 @@ def test_the_datasets_library_goes_on_in_order(tmp_path: Path) -> None:
 def test_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a division by no text, where the first documents are empty."""
     caplog.set_level(logging.INFO)
-    monkeypatch.setattr("ngpt_train.data.prepared.progress_bar.LINE_SECONDS", 0.0)
+    monkeypatch.setattr("ngpt_train.core.progress.LINE_SECONDS", 0.0)
     with Progress("preparing", [1, 1]) as unknown:
         unknown.heard(0, 1, 4)
         assert unknown.fraction() is None
