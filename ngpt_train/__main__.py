@@ -25,12 +25,19 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from ngpt_train.config import ConfigError, check, load_config, to_yaml
 from ngpt_train.config.architectures import use_plugins
-from ngpt_train.config.conflicts import arguments_of, check_arguments, check_verb
-from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.study import STUDY_VERBS, put_directories, without_directories
-from ngpt_train.core.errors import is_told_here, same_on_host
+from ngpt_train.config.arguments import (
+    STUDY_VERBS,
+    arguments_of,
+    check_arguments,
+    check_verb,
+    put_directories,
+    without_directories,
+)
+from ngpt_train.config.composition.compose import load_config
+from ngpt_train.config.schema import Config, check
+from ngpt_train.config.stored import to_yaml
+from ngpt_train.core.errors import ConfigError, is_told_here, same_on_host
 from ngpt_train.core.launcher import check_ranks, remember_end, remembered_end
 from ngpt_train.core.secrets import guard_streams, without_variables
 
@@ -50,13 +57,7 @@ VERBS = {
     "compare": "Which arm is better, by how much, how sure, from any runs: `compare runs/a runs/b compare.out=report`.",
     "transfer": "How the best lr changes with width, depth and length: `transfer transfer.widths=[64,128,256]`.",
 }
-# Of verbs that do not lie in verbs/ under their own name.
-MODULES = {
-    "analyze": "explain.analyze",
-    "probe": "explain.probe",
-    "export": "exchange.export",
-    "import": "exchange.importing",
-}
+RANK_0_ALONE = ("compare", "plan", "export", "import", "generate")  # verbs that one of torchrun's processes does
 ENDS_FOR_GOOD = (2, 3, 4)  # exit codes that would come again if torchrun started the processes again
 # What is wrong with the machine and not with us, and the remedy.
 FAULTS_OF_THE_SYSTEM = {
@@ -186,7 +187,10 @@ def _run(verb: str, config: Config, overrides: list[str], **more: object) -> int
     level = logging.INFO if os.environ.get("RANK", "0") == "0" else logging.WARNING
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("ngpt_train").setLevel(level)
-    return int(importlib.import_module(f"ngpt_train.verbs.{MODULES.get(verb, verb)}").main(config, overrides, **more))
+    if verb in RANK_0_ALONE and os.environ.get("RANK", "0") != "0":
+        return 0
+    module = "import_run" if verb == "import" else verb  # `import` is a word of Python
+    return int(importlib.import_module(f"ngpt_train.verbs.{module}").main(config, overrides, **more))
 
 
 def _parse(arguments: list[str]) -> CommandLine:

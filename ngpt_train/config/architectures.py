@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
-import operator
 import pkgutil
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from os.path import realpath  # Path.resolve raises RuntimeError for a link to itself
 from pathlib import Path
-from typing import Any
 
 import ngpt_train.models
-from ngpt_train.config.keys import AUTO, name_of
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import schema_keys
 from ngpt_train.config.validate import Key, mistake
 from ngpt_train.core.errors import ConfigError
 
@@ -24,7 +19,6 @@ _FORM = (
     "A plug-in is a folder NAME that holds keys.py, model.py, configs/model/NAME.yaml and configs/recipe/NAME.yaml: "
     "docs/add_an_architecture.md"
 )
-_KEYS: dict[type[ModelConfig], dict[str, Key]] = {}  # of schema_keys
 
 
 @cache
@@ -61,45 +55,10 @@ def use_plugins(folders: Sequence[str]) -> None:
         all_keys.cache_clear()
 
 
-def schema_keys(model: type[ModelConfig]) -> dict[str, Key]:
-    """All keys of the schema by dotted name, with `model` as the schema of model.*."""
-    if model not in _KEYS:
-        _KEYS[model] = {key.name: key for key in _walk(Config(model=model()), "")}
-    return _KEYS[model]
-
-
-def _walk(section: Any, prefix: str) -> Iterator[Key]:
-    """section: with the defaults, which differ between architectures for keys of one section, as model.init."""
-    types = typing.get_type_hints(type(section))
-    for field in dataclasses.fields(section):
-        name, kind, default = prefix + name_of(field), types[field.name], getattr(section, field.name)
-        if dataclasses.is_dataclass(default):
-            yield from _walk(default, name + ".")
-            continue
-        union = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
-        items = [item for member in union if typing.get_origin(member) is list for item in typing.get_args(member)]
-        members = tuple(typing.get_origin(member) or member for member in union)
-        if float in members:
-            members = tuple(member for member in members if member is not int)
-        or_auto = str in members and not {int, float, bool}.isdisjoint(members)
-        limits = {"choices": (AUTO,) if or_auto else None, "items": items[0] if items else float, **field.metadata}
-        limits.pop("named", None)
-        yield Key(name=name, types=members, default=default, field=field.name, **limits)
-
-
 @cache
 def all_keys() -> dict[str, Key]:
     """The keys of every architecture together."""
     return {name: key for model in architectures().values() for name, key in schema_keys(model).items()}
-
-
-def build(values: Mapping[str, Any], model: type[ModelConfig]) -> Config:
-    """The configuration with these checked values, by dotted names; all other keys have their defaults."""
-    config, keys = Config(model=model()), schema_keys(model)
-    for name, value in values.items():
-        section = operator.attrgetter(name.rpartition(".")[0])(config)
-        setattr(section, keys[name].field, keys[name].held(value))
-    return config
 
 
 def _keys_of(name: str) -> type[ModelConfig]:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Union
 
-from ngpt_train.config.keys import AUTO, Conflict, IntOrAuto, Table, key
+from ngpt_train.config.keys import AUTO, Conflict, IntOrAuto, Table, key, nearest_divisors, nearest_multiples
 from ngpt_train.config.sections.starts import KINDS, InitConfig, problem_of
+from ngpt_train.config.validate import show
 
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
@@ -151,6 +152,45 @@ class ModelConfig:
         """(key, key) of model.*: the value of the first leaves the second without an effect."""
         if self.tied_embeddings:
             yield "tied_embeddings", "init.output"
+
+    def settle_sizes(self) -> None:
+        """Replaces, in place, the sizes that are null."""
+        self.n_kv_heads = self.n_heads if self.n_kv_heads is None else self.n_kv_heads
+        self.d_mlp = 4 * self.d_model if self.d_mlp is None else self.d_mlp
+
+    def shape_conflicts(self) -> Iterator[Conflict]:
+        """Sizes that exclude each other, and keys without an effect. The sizes are settled."""
+        assert isinstance(self.n_kv_heads, int)
+        pairs = 2 if self.uses_rope else 1  # RoPE turns pairs of a head's dimensions
+        if self.d_model % (self.n_heads * pairs):
+            width, rest = divmod(self.d_model, self.n_heads)
+            odd = f"RoPE needs an even width of each head, this is {width}"
+            # As many key/value heads as heads are what auto has become: they follow.
+            unit = 1 if self.n_kv_heads == self.n_heads else self.n_kv_heads
+            whole = self.d_model // pairs if self.d_model % pairs == 0 else 0
+            heads = nearest_divisors("model.n_heads", self.n_heads, whole, unit)
+            widths = nearest_multiples("model.d_model", self.d_model, self.n_heads * pairs)
+            fix = "\n  ".join(filter(None, [heads, widths]))
+            yield "model.n_heads model.d_model", "the heads do not divide the width" if rest else odd, fix
+        if self.n_heads % self.n_kv_heads:
+            fix = nearest_divisors("model.n_kv_heads", self.n_kv_heads, self.n_heads)
+            yield "model.n_kv_heads model.n_heads", "the key/value heads do not divide the heads", fix
+        for switch, name in self.without_effect():
+            value, default = (attrgetter(name)(of) for of in (self, type(self)()))
+            if value not in (default, 0 if default == AUTO else default):
+                key, fix = f"model.{name}", f"Leave it out, or set model.{name}={show(default)}"
+                yield f"{key} model.{switch}", f"{key} has no effect then", fix
+
+    def dropout_conflicts(self, attention: str) -> Iterator[Conflict]:
+        """Dropout that nothing applies. attention: the value of kernels.attention."""
+        for name in ("residual_dropout", "attention_dropout"):
+            if getattr(self, name) and not self.applies_dropout:
+                fix = f"Set model.{name}=0, or have its blocks apply dropout (docs/add_an_architecture.md)"
+                yield f"model.{name} model.name", "the blocks of this architecture drop nothing", fix
+        if self.attention_dropout and attention not in (AUTO, "sdpa"):
+            problem = f"the dropout of {attention} depends on more than seed, step and row"
+            fix = "Set kernels.attention=auto, or model.attention_dropout=0"
+            yield "model.attention_dropout kernels.attention", problem, fix
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         """What excludes each other, with a key of its own among it. `config` is resolved."""

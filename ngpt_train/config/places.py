@@ -1,4 +1,4 @@
-"""Refuses a verb that lacks a name for what it reads or writes, or that would write where it must not."""
+"""Refuses to write where a verb must not: over a run, over somebody's file, where no writing is allowed."""
 
 from __future__ import annotations
 
@@ -7,47 +7,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
-
-# The key that names what a verb reads, and how a path is given to it.
-READ = {
-    **{verb: f"{verb}.checkpoint={{}}" for verb in ("evaluate", "generate", "export")},
-    **{verb: f"{verb}.checkpoints=[{{}}]" for verb in ("analyze", "probe")},
-    "import": "import.source={}",
-}
-
-
-def check_paths(verb: str, overrides: Sequence[str]) -> None:
-    """Raises ConfigError for a path that stands alone, as `audit` and `compare` take it (`evaluate runs/a`), or after
-    the name of the group (`evaluate checkpoint=runs/a`)."""
-    for override in overrides:
-        name, equals, value = (part.strip() for part in override.partition("="))
-        path = value if name == "checkpoint" else "" if equals else name
-        if verb in READ and path and Path(path).expanduser().exists():
-            raise mistake(f"{override}: a path without its key", f"Write {READ[verb].format(path)}")
-
-
-def example_run(config: Config) -> str:
-    """The newest run below run.root, for hints; a name to be filled in where there is none."""
-    root = Path(config.run.root).expanduser()
-    found = [path for pattern in ("*/run.json", "*/*/run.json") for path in root.glob(pattern)]
-    return str(max(found, key=lambda path: path.stat().st_mtime).parent) if found else f"{root}/NAME"
-
-
-def check_read(config: Config, verb: str) -> None:
-    """Raises ConfigError where `audit`, `export` or `import` has no name for what it reads or writes."""
-    if verb == "audit" and config.audit.run is None:
-        raise mistake("audit.run=null: no run is named", f"For example: ngpt-train audit {example_run(config)}")
-    if verb == "import" and config.import_.source is None:
-        fix = "For example import.source=exported/model, or import.source=HuggingFaceTB/SmolLM2-135M"
-        raise mistake("import.source=null: no model is named", fix)
-    for of_verb, out in (("export", config.export.out), ("import", config.import_.out)):
-        if verb == of_verb and out is None:
-            example = "exported/model" if verb == "export" else "runs/imported"
-            raise mistake(f"{verb}.out=null: no directory is named", f"For example {verb}.out={example}")
 
 
 def check_directory(setting: str, path: Path) -> None:
@@ -60,6 +22,14 @@ def check_directory(setting: str, path: Path) -> None:
     there_is = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     if not (there_is.is_dir() and os.access(there_is, os.W_OK)):
         raise mistake(f"{setting}: {there_is} cannot be written", "Name another directory")
+
+
+def make_directory(setting: str, path: Path) -> None:
+    """Raises ConfigError where the directory `path` is not there and cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise mistake(f"{setting}: cannot be made ({error.strerror})", "Name another directory") from None
 
 
 def check_file(setting: str, path: Path) -> None:

@@ -1,154 +1,36 @@
-"""Every key a user can set: its type, default, meaning and limits.
+"""The whole configuration: its sections, each of which declares and checks its keys in its own file.
 
-One dataclass per config group. The YAML files in `configs/` choose values; `--help` prints the
-sentences below; `validate.py` enforces the limits. Nothing heavy is imported here, so that a
-mistake is reported before torch is loaded.
+The YAML files in `configs/` choose values; `--help` prints the sentences of the keys. Nothing heavy is imported here,
+so that a mistake is reported before torch is loaded.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import operator
+import os
+import typing
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Union
+from typing import TYPE_CHECKING, Any
 
-from ngpt_train.config.keys import (
-    AUTO,
-    COUNT,
-    ROWS,
-    SEED,
-    BoolOrAuto,
-    IntOrAuto,
-    key,
-)
+from ngpt_train.config.keys import AUTO, Conflict, name_of
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.sections.analysis import AnalyzeConfig, ProbeConfig
 from ngpt_train.config.sections.data import DataConfig, TokenizerConfig
+from ngpt_train.config.sections.evaluation import EvalConfig, EvaluateConfig
 from ngpt_train.config.sections.exchange import ExportConfig, ImportConfig
+from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.config.sections.optim import OptimConfig, ScheduleConfig
 from ngpt_train.config.sections.parallel import ParallelConfig
+from ngpt_train.config.sections.planning import DoctorConfig, PlanConfig
 from ngpt_train.config.sections.records import CheckpointConfig, GuardsConfig, LoggingConfig
-from ngpt_train.config.sections.study import AuditConfig, CompareConfig, StudyConfig, TransferConfig
-from ngpt_train.config.sections.verbs import (
-    DoctorConfig,
-    EvalConfig,
-    EvaluateConfig,
-    GenerateConfig,
-    PlanConfig,
-)
+from ngpt_train.config.sections.run import RunConfig, ScaleConfig
+from ngpt_train.config.sections.studies import AuditConfig, CompareConfig, StudyConfig, TransferConfig
+from ngpt_train.config.sections.training import KernelsConfig, TrainConfig
+from ngpt_train.config.validate import Key, Origin, report_together
 
-
-@dataclass
-class RunConfig:
-    """Identity of a run: where it lives, how it starts and when it ends."""
-
-    name: str = key(
-        AUTO,
-        "Directory name below run.root; auto is <model>-<scale>-seed<seed>, for a row of an experiment table "
-        "<table>-<row>-<scale>-seed<seed>.",
-    )
-    root: str = key("runs", "Directory that holds all run directories.")
-    resume: str = key(
-        AUTO,
-        "auto continues the newest checkpoint if there is one, must fails without one, never refuses a used directory.",
-        choices=(AUTO, "must", "never"),
-    )
-    resume_step: Union[int, None] = key(
-        None,
-        "Step of the checkpoint from which the run goes on: this one or none. Those after it are put aside. It counts "
-        "once for a job, not for its restarts.",
-        **COUNT,
-    )
-    allow_change: Union[list[str], None] = key(
-        None,
-        "Keys of optim, schedule, train and guards, such as [optim.lr], whose new values a resumed run takes although "
-        "they alter its mathematics; run.json keeps what was changed.",
-    )
-    overwrite: bool = key(False, "Delete what the run directory holds and start anew.")
-    seed: int = key(0, "Seed of the weights and of the order of the data.", **SEED)
-    init_from: Union[str, None] = key(None, "Checkpoint whose weights (nothing else) the run starts from.")
-    max_time: Union[float, None] = key(
-        None, "Hours after which the run saves and stops cleanly; null is no limit.", above=0, maximum=1_000_000
-    )
-
-
-@dataclass
-class ScaleConfig:
-    """Name of the size; the numbers it stands for are filled into model.* and train.*."""
-
-    name: str = key("tiny", "Name of the size, chosen with scale=NAME; part of the run's name and key of the lr table.")
-
-
-@dataclass
-class TrainConfig:
-    """How long, how many tokens at once, and in which arithmetic."""
-
-    steps: int = key(500, "Optimizer steps of the whole schedule.", **COUNT)
-    stop_at: Union[int, None] = key(None, "Stop after this step without changing the schedule.", **COUNT)
-    batch_rows: Union[int, None] = key(
-        None, "Rows per optimizer step over all ranks; set this or batch_tokens.", **ROWS
-    )
-    batch_tokens: Union[int, None] = key(
-        None,
-        "Tokens per optimizer step over all ranks, a multiple of model.context; replaces batch_rows.",
-        minimum=1,
-        maximum=10_000_000_000,
-    )
-    micro_rows: IntOrAuto = key(
-        AUTO,
-        "Rows per rank in one forward pass; auto is the largest divisor of the rank's rows within 16,384 tokens.",
-        **ROWS,
-    )
-    device: str = key(AUTO, "auto takes the GPU if there is one.", choices=(AUTO, "cpu", "cuda"))
-    precision: str = key(
-        AUTO,
-        "Arithmetic of the matrix products; weights, norms and the loss stay fp32. auto: bf16 on GPUs, fp32 on CPUs. "
-        "fp16 trains with a dynamic loss scale.",
-        choices=(AUTO, "fp32", "bf16", "fp16"),
-    )
-    compile: BoolOrAuto = key(AUTO, "torch.compile each block; auto: on GPUs only.", choices=(AUTO,))
-    cuda_graphs: bool = key(
-        False,
-        "Record each compiled block as a CUDA graph, which is launched as one: for models so small that the GPU waits "
-        "for launches. One process, on a GPU.",
-    )
-    activation_checkpointing: str = key(
-        "none",
-        "What the backward pass computes again to save memory, with the same result. full: each block; selective: all "
-        "of a block but its matrix products and attention, which costs far less time.",
-        choices=("none", "selective", "full"),
-    )
-    deterministic: bool = key(False, "Only algorithms that give the same bits each time; on GPUs the fastest do not.")
-    profile: bool = key(False, "Write a torch profiler trace of steps 4 to 6 of this process into the run directory.")
-
-    @property
-    def rows_per_step(self) -> int:
-        """batch_rows once the config is resolved, whichever of the two keys was set."""
-        assert self.batch_rows is not None
-        return self.batch_rows
-
-
-@dataclass
-class KernelsConfig:
-    """Which implementation of the fused operations the models use."""
-
-    kind: str = key(
-        AUTO,
-        "torch: plain PyTorch, the reference; triton: kernels for GPUs since Ampere; auto: triton where it runs.",
-        choices=(AUTO, "triton", "torch"),
-    )
-    choose: str = key(
-        "measured",
-        "How auto chooses among the kernels that are right on this GPU. measured: before a run's first step each is "
-        "timed on the model's shapes beside plain PyTorch, compiled as the run is, and the faster one runs; checked: "
-        "all of them run. A resumed run keeps the choice.",
-        choices=("measured", "checked"),
-    )
-    attention: str = key(
-        AUTO,
-        "sdpa: torch's scaled_dot_product_attention, document masks as booleans; flash_attn: the package flash-attn "
-        "(2, 3 or 4), on GPUs; flex: document masks by flex_attention, on GPUs; auto: sdpa, and document masks by "
-        "varlen kernels where they run.",
-        choices=(AUTO, "sdpa", "flash_attn", "flex"),
-    )
+_KEYS: dict[type[ModelConfig], dict[str, Key]] = {}  # of schema_keys
 
 
 @dataclass
@@ -188,3 +70,83 @@ class Config:
             if name == "import":
                 return self.import_
             raise AttributeError(f"{type(self).__name__} has no section {name}")
+
+    def resolve(self, origins: Mapping[str, Origin], experiment: str | None = None) -> None:
+        """Replaces what `auto` and null stand for, in place, where the configuration alone decides it. Raises
+        ConfigError where there is nothing to stand for.
+
+        origins: of two keys they say which was set later. experiment: the one that was chosen.
+        """
+        model, run = self.model, self.run
+        model.settle_sizes()
+        self.train.resolve(self, origins)
+        self.eval.resolve(self, origins)
+        self.optim.resolve(self)
+        self.schedule.resolve(self, origins)
+        if self.data.objective == AUTO:
+            self.data.objective = model.objective
+        model.settle_starts(model.measured_starts(self.scale.name))
+        model.resolve(self)
+        if run.name == AUTO:
+            run.name = f"{model.name}-{self.scale.name}-seed{run.seed}"
+        self.logging.wandb.resolve(self, experiment)
+
+    def conflicts(self, world_size: int) -> Iterator[Conflict]:
+        """Keys whose values exclude each other. The configuration is resolved."""
+        yield from self.run.conflicts()
+        yield from self.logging.conflicts()
+        yield from self.model.shape_conflicts()
+        yield from self.model.dropout_conflicts(self.kernels.attention)
+        yield from self.parallel.conflicts(world_size)
+        yield from self.train.conflicts(self, world_size)
+        yield from self.schedule.conflicts(self)
+        yield from self.model.conflicts(self)
+        yield from self.optim.conflicts()
+        yield from self.data.conflicts(self.model, self.tokenizer)
+        yield from self.tokenizer.conflicts()
+        yield from self.checkpoint.conflicts(self.eval)
+        yield from self.eval.context_conflicts(self)
+        yield from self.eval.conflicts()
+        yield from self.evaluate.length.conflicts(self.eval)
+
+
+def check(config: Config, world_size: int | None = None, origins: Mapping[str, Origin] | None = None) -> None:
+    """Raises ConfigError for values that exclude each other. `config` is resolved; `world_size` is the number of ranks,
+    by default torchrun's."""
+    for conflict in config.conflicts(world_size or int(os.environ.get("WORLD_SIZE", "1"))):
+        raise report_together(config, conflict, origins or {})
+
+
+def schema_keys(model: type[ModelConfig]) -> dict[str, Key]:
+    """All keys of the schema by dotted name, with `model` as the schema of model.*."""
+    if model not in _KEYS:
+        _KEYS[model] = {key.name: key for key in _walk(Config(model=model()), "")}
+    return _KEYS[model]
+
+
+def _walk(section: Any, prefix: str) -> Iterator[Key]:
+    """section: with the defaults, which differ between architectures for keys of one section, as model.init."""
+    types = typing.get_type_hints(type(section))
+    for part in dataclasses.fields(section):
+        name, kind, default = prefix + name_of(part), types[part.name], getattr(section, part.name)
+        if dataclasses.is_dataclass(default):
+            yield from _walk(default, name + ".")
+            continue
+        union = typing.get_args(kind) if typing.get_origin(kind) is typing.Union else (kind,)
+        items = [item for member in union if typing.get_origin(member) is list for item in typing.get_args(member)]
+        members = tuple(typing.get_origin(member) or member for member in union)
+        if float in members:
+            members = tuple(member for member in members if member is not int)
+        or_auto = str in members and not {int, float, bool}.isdisjoint(members)
+        limits = {"choices": (AUTO,) if or_auto else None, "items": items[0] if items else float, **part.metadata}
+        limits.pop("named", None)
+        yield Key(name=name, types=members, default=default, field=part.name, **limits)
+
+
+def build(values: Mapping[str, Any], model: type[ModelConfig]) -> Config:
+    """The configuration with these checked values, by dotted names; all other keys have their defaults."""
+    config, keys = Config(model=model()), schema_keys(model)
+    for name, value in values.items():
+        section = operator.attrgetter(name.rpartition(".")[0])(config)
+        setattr(section, keys[name].field, keys[name].held(value))
+    return config

@@ -11,12 +11,11 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.architectures import all_keys, architectures, build, schema_keys
+from ngpt_train.config.architectures import all_keys, architectures
 from ngpt_train.config.keys import AUTO, TABLES, name_of
-from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.resolve import auto_warmup, table_lr
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config, build, schema_keys
+from ngpt_train.config.sections.data import commits_of, with_commits
 from ngpt_train.config.validate import any_of, check_leaf, did_you_mean, flatten, mistake, show, similar_keys
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_yaml_text, write_atomically
@@ -188,13 +187,13 @@ def with_first_values(config: Config, stored: Config) -> Config:
 def follows_table(config: Config) -> bool:
     """Whether optim.lr is the entry of lr_table for this config."""
     optim = config.optim
-    return config.scale.name in optim.lr_table and (optim.lr, optim.lr_source) == table_lr(config)
+    return config.scale.name in optim.lr_table and (optim.lr, optim.lr_source) == optim.from_table(config)
 
 
 def began_with_table(stored: Config) -> bool:
     """Whether the learning rate of a run is an entry of its lr_table. Older runs did not store where it is from."""
     optim = stored.optim
-    return bool(optim.lr_source) or (stored.scale.name in optim.lr_table and optim.lr == table_lr(stored)[0])
+    return bool(optim.lr_source) or (stored.scale.name in optim.lr_table and optim.lr == optim.from_table(stored)[0])
 
 
 def _is_harmless(name: str, stored: Config, new: Config) -> bool:
@@ -208,7 +207,7 @@ def _is_harmless(name: str, stored: Config, new: Config) -> bool:
         return None is not stored.schedule.final_share == new.schedule.final_share
     if name == "schedule.warmup_steps":
         # The warmup of a recipe that leaves it to auto follows the steps.
-        return all(config.schedule.warmup_steps == auto_warmup(config) for config in (stored, new))
+        return all(x.schedule.warmup_steps == x.schedule.auto_warmup(x.train.steps) for x in (stored, new))
     if name in ("model.vocab_size", "train.precision"):
         # auto becomes the tokenizer's number, or what the device computes in, and is compared again then.
         return AUTO in [attrgetter(name)(config) for config in (stored, new)]

@@ -1,4 +1,4 @@
-"""Checks keys one by one: does the key exist, has its value the type and the limits that schema.py states?"""
+"""Checks keys one by one: does the key exist, has its value the type and the limits that its section states?"""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import typing
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from ngpt_train.config.keys import Conflict, Table
 from ngpt_train.core.errors import ConfigError
 
 if typing.TYPE_CHECKING:
+    from ngpt_train.config.keys import Conflict, Table
     from ngpt_train.config.schema import Config
 
 # OmegaConf's mark of a value that is not given yet: a key with it would count as unset.
@@ -267,6 +267,19 @@ def report_together(config: Config, conflict: Conflict, origins: Mapping[str, Or
     lines = [f"{', '.join(f'{name}={show(value)}' for name, value in values.items())}: {problem}", fix]
     lines += [f"{name} is set {origins[name].place}" for name in names if name in origins and origins[name].place]
     return mistake(*lines)
+
+
+def keep_later(config: Config, names: str, both: str, origins: Mapping[str, Origin]) -> None:
+    """Sets the one of two keys that say the same thing to null, in place, that was set earlier. Raises ConfigError with
+    the problem `both` where both were set in the same place."""
+    values = [operator.attrgetter(name)(config) for name in names.split()]
+    first, second = (origins[name].order for name in names.split())
+    if None in values:
+        return
+    if first == second:
+        raise report_together(config, (names, both, "Set one of them"), origins)
+    section, _, key = names.split()[first > second].rpartition(".")
+    setattr(operator.attrgetter(section)(config), key, None)
 
 
 def show(value: Any) -> str:

@@ -3,12 +3,10 @@
 import subprocess
 from pathlib import Path
 
-import ngpt_train
-
 
 def git_commit() -> str | None:
     """Commit of the checkout that this package runs from, with `+` if files differ from it; None without a checkout."""
-    where = Path(ngpt_train.__file__).parent
+    where = Path(__file__).parents[1]
 
     def git(*arguments: str) -> str:
         return subprocess.run(

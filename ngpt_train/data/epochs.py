@@ -10,8 +10,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.data import mixture_of
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.open import Dataset, Mixed
 from ngpt_train.data.prepared.foreign import count_tokens

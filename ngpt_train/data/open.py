@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.mixture import SourceConfig, mixture_of
 from ngpt_train.config.schema import Config, TokenizerConfig
+from ngpt_train.config.sections.data import SourceConfig, mixture_of
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
 from ngpt_train.data.mixture import Mixture

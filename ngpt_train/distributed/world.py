@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.data import mixture_of
 from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.launcher import check_address
 from ngpt_train.distributed.arrivals import Arrivals

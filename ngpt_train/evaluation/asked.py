@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.verbs import EvalConfig
+from ngpt_train.config.sections.evaluation import EvalConfig
 from ngpt_train.data import Tokenizer
 from ngpt_train.distributed import World
 from ngpt_train.evaluation.generation.texts import Texts

@@ -10,12 +10,11 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config import read_yaml
-from ngpt_train.config.architectures import all_keys, build
+from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.schema import Config, TrainConfig
-from ngpt_train.config.sections.verbs import GenerateConfig
-from ngpt_train.config.texts import check_texts
+from ngpt_train.config.schema import Config, TrainConfig, build
+from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.config.validate import check_leaf, check_leaves
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
@@ -89,7 +88,7 @@ class Restored:
         values = {f"generate.{name}": value for name, value in options.items()}
         check_leaves(values, keys)
         config = build(values, type(self.config.model)).generate
-        check_texts(config)
+        config.check_texts()
         (text,) = Texts(self.model, self.tokenizer, config).of([prompt])
         return text.text
 

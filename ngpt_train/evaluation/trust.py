@@ -13,9 +13,8 @@ from collections.abc import Collection, Sequence
 from operator import attrgetter
 from pathlib import Path
 
-from ngpt_train.config.architectures import build, schema_keys
-from ngpt_train.config.mixture import mixture_of
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config, build, schema_keys
+from ngpt_train.config.sections.data import mixture_of
 from ngpt_train.config.stored import to_dict
 from ngpt_train.config.validate import Key, flatten, show
 from ngpt_train.core.errors import DataError

@@ -6,9 +6,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ngpt_train.config.architectures import build, schema_keys
-from ngpt_train.config.conflicts import of_model
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.config.schema import build, schema_keys
 from ngpt_train.config.validate import check_leaf, report_together
 from ngpt_train.core.errors import DataError
 from ngpt_train.models import build_model
@@ -30,7 +29,7 @@ def checked_config(keys: Mapping[str, Any], schema: type[Keys], place: str) -> K
     model = config.model
     assert isinstance(model, schema)
     model.n_kv_heads = model.n_heads if model.n_kv_heads is None else model.n_kv_heads
-    for conflict in of_model(model):
+    for conflict in model.shape_conflicts():
         raise report_together(config, conflict, {})
     return model
 

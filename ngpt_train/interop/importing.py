@@ -11,9 +11,9 @@ from typing import Any
 from torch import Tensor
 
 from ngpt_train.config import load_config, read_yaml
-from ngpt_train.config.architectures import architectures, build, schema_keys
+from ngpt_train.config.architectures import architectures
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.schema import Config, TokenizerConfig
+from ngpt_train.config.schema import Config, TokenizerConfig, build, schema_keys
 from ngpt_train.config.validate import any_of, check_leaf, flatten, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json

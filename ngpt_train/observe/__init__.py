@@ -7,7 +7,6 @@ from typing import Any
 
 from ngpt_train.config import to_dict
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.resolve import wandb_mode
 from ngpt_train.config.schema import Config
 from ngpt_train.observe.console import Clock, LogFile, console_sink
 from ngpt_train.observe.sinks import JsonlSink, Sink, TensorboardSink
@@ -43,7 +42,7 @@ def build_sinks(
     sinks: list[Sink] = [metrics]
     if config.logging.tensorboard:
         sinks.append(TensorboardSink(run_dir / "tensorboard", resume_step))
-    mode = wandb_mode(config.logging.wandb)
+    mode = config.logging.wandb.used_mode
     if mode != "disabled":
         shown = {**to_dict(config), "run_info": run_info}
         summary: dict[str, Any] = {}

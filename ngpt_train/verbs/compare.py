@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.study import CompareConfig
+from ngpt_train.config.sections.studies import CompareConfig
 from ngpt_train.config.validate import did_you_mean, mistake, show, similar_keys
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.secrets import command_of
@@ -27,13 +26,11 @@ logger = logging.getLogger(__name__)
 
 
 def main(config: Config, overrides: Sequence[str], measures: bool = False) -> int:
-    """Prints the verdicts, and writes the report into compare.out; returns 0. Under torchrun rank 0 alone does so.
+    """Prints the verdicts, and writes the report into compare.out; returns 0.
     measures: step times, where compare.out does not have those of all arms.
 
     Raises ConfigError for a mistake in the arguments, DataError for runs that cannot be read or compared.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return 0
     if unused := [name for name in map(name_of, overrides) if name.partition(".")[0] not in ("compare", "experiment")]:
         logger.info("compare makes no use of %s", ", ".join(unused))
     out = None if config.compare.out is None else Path(config.compare.out).expanduser()

@@ -1,7 +1,6 @@
 """`generate`: text from a checkpoint's model."""
 
 import json
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -9,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.verbs import GenerateConfig
+from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.log import saying_nothing
@@ -24,13 +23,11 @@ from ngpt_train.evaluation.restore import find_trained, restore
 
 def main(config: Config, overrides: Sequence[str]) -> int:
     """Continues generate.prompt, or each line of generate.prompts or of what is typed; returns 0. Prints the texts on
-    stdout as they come, or writes them to generate.out. Under torchrun rank 0 alone works.
+    stdout as they come, or writes them to generate.out.
 
     Raises ConfigError for an override that contradicts the checkpoint, and for a prompt that generate.overflow refuses;
     DataError where there is no usable checkpoint, or file of prompts.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return 0
     wanted = config.generate
     prompts = [wanted.prompt] if wanted.prompts is None else read_prompts(wanted.prompts)
     trained = find_trained("generate", config, overrides, also_used=("train.compile",))

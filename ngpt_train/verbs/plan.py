@@ -1,6 +1,5 @@
 """`plan`: parameters, memory, FLOPs and hours of a run, without training and without a GPU."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,12 +11,10 @@ from ngpt_train.report.plan import describe_plan, make_plan, planned_vocabulary
 
 
 def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> int:
-    """Prints the plan, and writes it to plan.out as JSON; returns 0. Under torchrun rank 0 alone does so.
+    """Prints the plan, and writes it to plan.out as JSON; returns 0.
 
     Raises ConfigError for what does not fit plan.world_size ranks, DataError where a tokenizer's file is missing.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return 0
     if config.model.vocab_size == AUTO:
         config = replace(config, model=replace(config.model, vocab_size=planned_vocabulary(config)))
     plan = make_plan(config, overrides, options)

@@ -11,8 +11,8 @@ from typing import Any
 
 from ngpt_train.config import read_yaml
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.mixture import commits_of, with_commits
 from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.data import commits_of, with_commits
 from ngpt_train.config.stored import with_first_values
 from ngpt_train.core.errors import DataError, is_told_here, same_on_host
 from ngpt_train.core.files import read_json

@@ -8,8 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from ngpt_train.config import load_config
+from ngpt_train.config.arguments import is_of_study
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.study import StudyConfig, TransferConfig, is_of_study
+from ngpt_train.config.sections.studies import StudyConfig, TransferConfig
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.secrets import command_of
 from ngpt_train.study.definition import Study, config_dir_of, merged, name_of, read_study

@@ -15,8 +15,8 @@ import pytest
 
 from ngpt_train.__main__ import VERBS, _run_job, main
 from ngpt_train.config import DataError, read_yaml
-from ngpt_train.config.architectures import schema_keys
-from ngpt_train.config.composition.files import GROUPS
+from ngpt_train.config.composition.yaml_files import GROUPS
+from ngpt_train.config.schema import schema_keys
 from ngpt_train.models.gpt.keys import GPTConfig
 from tests.processes.runs import arguments
 
@@ -88,7 +88,7 @@ def test_help_names_the_verbs() -> None:
         assert all(f"  {verb}" in done.stdout and doc in done.stdout for verb, doc in VERBS.items())
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", ["train", "import"])
 def test_help_of_a_verb_shows_every_group_and_key(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help", "model=gpt", "train.steps=7"]) == 0
     text = " ".join(capsys.readouterr().out.split())

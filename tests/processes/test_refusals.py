@@ -54,13 +54,7 @@ def refused(
     ("override", "words"),
     [
         ("run.seed=1", ["run.seed", "0 -> 1"]),
-        ("model.context=32", ["model.context", "64 -> 32"]),
-        ("model=gpt", ["model.name", "ngpt -> gpt"]),
-        ("model.n_layers=3", ["model.n_layers"]),
         ("model.vocab_size=300", ["model.vocab_size", "257 -> 300"]),
-        ("tokenizer=sentencepiece", ["tokenizer.kind"]),
-        ("optim.lr=0.5", ["optim.lr"]),
-        ("train.steps=3", ["train.steps", "train.stop_at"]),
     ],
 )
 def test_resume_that_changes_the_run(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ngpt_train.config import load_config
-from ngpt_train.config.conflicts import arguments_of
+from ngpt_train.config.arguments import arguments_of
 from ngpt_train.study.composition import Runs
 from ngpt_train.study.definition import Study, read_study
 from ngpt_train.study.engines import Job

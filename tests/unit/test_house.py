@@ -3,13 +3,25 @@
 import ast
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import cache
 from pathlib import Path
 
 from scripts.mutants import read
 
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ngpt_train"
+MOST_FLOORS = 24
+# Files that share a name. The keys and the model of an architecture are the form of a room.
+SHARED_NAMES = {"__init__", "__main__", "keys", "model"}
+# What is left of the names that two files had.
+STILL_TWICE = {
+    *("adam", "attention", "cross_entropy", "dropout", "rotary", "sphere_step", "swiglu"),  # a twin beside its formula
+    *("norms", "cache", "compare", "curves", "exchange", "figures", "files", "gather", "gradients", "local", "numbers"),
+    *("page", "pictures", "pieces", "plan", "progress", "records", "registry", "report", "running", "stored", "table"),
+    *("tensors", "text", "vectors", "weights"),
+}
 # A part may import from parts of its own floor and of those below.
 FLOORS = [
     {"core"},
@@ -61,6 +73,66 @@ def test_imports_point_one_way() -> None:
             upward += [f"{path.name} imports {name}" for name in names if name.startswith("benchmarks")]
     assert not upward
     assert "models" in imports(PACKAGE / "training/state.py"), "the walk sees nothing"
+
+
+def imported_files() -> dict[str, set[str]]:
+    """The files of the package that each of its files imports, by the names of their modules. Imports of types alone do
+    not count, nor does `import ngpt_train`, for the version."""
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in PACKAGE.rglob("*.py")}
+    paths = {name.removesuffix(".__init__"): path for name, path in paths.items()}
+    found = {}
+    for name, path in paths.items():
+        tree = ast.parse(path.read_text())
+        for node in ast.walk(tree):
+            if (
+                isinstance(node, ast.If)
+                and "TYPE_CHECKING" in ast.unparse(node.test)
+                and not isinstance(node.test, ast.UnaryOp)
+            ):
+                node.body = []
+        names = imported(path, ast.walk(tree))
+        files = {each if each in paths else each.rpartition(".")[0] for each in names}
+        found[name] = files & paths.keys() - {name, PACKAGE.name}
+    return found
+
+
+def floors(imports: Mapping[str, set[str]]) -> list[list[str]]:
+    """The longest chain of imports, from the top; files that import each other are one floor of it."""
+
+    @cache
+    def reached(name: str) -> frozenset[str]:
+        seen, left = set(), [name]
+        while left:
+            seen |= (new := imports[left.pop()] - seen)
+            left += new
+        return frozenset(seen)
+
+    def circle(name: str) -> frozenset[str]:
+        return frozenset({name} | {other for other in reached(name) if name in reached(other)})
+
+    @cache
+    def chain(circle_: frozenset[str]) -> tuple[frozenset[str], ...]:
+        below = {circle(other) for name in circle_ for other in imports[name]} - {circle_}
+        return (circle_, *max(map(chain, below), key=len, default=()))
+
+    return [sorted(each) for each in max((chain(circle(name)) for name in imports), key=len)]
+
+
+def test_floors() -> None:
+    """Caught: a file that joins two rooms, so that whoever follows an import has further to go."""
+    assert floors({"a": {"b", "d"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}) == [["a"], ["b", "c"], ["d"]]
+    found = floors(imported_files())
+    assert len(found) <= MOST_FLOORS, found
+
+
+def test_a_file_name_is_there_once() -> None:
+    """Caught: two files of one name, of which a reader opens the wrong one."""
+    paths = defaultdict(list)
+    for path in PACKAGE.rglob("*.py"):
+        if path not in COPIED and path.stem not in SHARED_NAMES:
+            paths[path.stem].append(str(path.relative_to(PACKAGE)))
+    twice = {name: found for name, found in paths.items() if len(found) > 1}
+    assert not twice.keys() - STILL_TWICE, twice
 
 
 def test_torch_alone() -> None:

@@ -17,13 +17,11 @@ from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, cast
 
-from ngpt_train.config.architectures import architectures, build, schema_keys
-from ngpt_train.config.composition.files import GROUPS, PRIMARY, SCHEMA_GROUP, Files
+from ngpt_train.config.architectures import architectures
 from ngpt_train.config.composition.overrides import Overrides, parse
-from ngpt_train.config.conflicts import check
+from ngpt_train.config.composition.yaml_files import GROUPS, PRIMARY, SCHEMA_GROUP, Files
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.config.resolve import resolve
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config, build, check, schema_keys
 from ngpt_train.config.stored import check_allowed
 from ngpt_train.config.validate import Key, Origin, check_leaf, flatten, is_interpolation, mistake, nested, show
 from ngpt_train.core.errors import ConfigError
@@ -52,7 +50,7 @@ def load_config(overrides: Sequence[str] = (), config_dir: str | None = None, wo
     share the batch, by default torchrun's. Raises ConfigError.
     """
     composition = compose(overrides, config_dir)
-    resolve(composition.config, composition.origins, composition.choices.get("experiment"))
+    composition.config.resolve(composition.origins, composition.choices.get("experiment"))
     check(composition.config, world_size, composition.origins)
     check_allowed(composition.config)
     return composition.config

@@ -1,12 +1,16 @@
-"""The keys of `analyze` and `probe`."""
+"""The keys analyze.* and probe.*: verbs that look into checkpoints."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Union
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Union
 
-from ngpt_train.config.keys import COUNT, ROWS, key
-from ngpt_train.config.sections.verbs import AVERAGE, WEIGHTS
+from ngpt_train.config.keys import AVERAGE, COUNT, ROWS, WEIGHTS, Conflict, VerbKeys, average_of_averages, key
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
 
 # The names of analysis/figures.py, which cannot be imported before torch; a test compares them.
 FIGURES = (
@@ -41,9 +45,36 @@ LIVE_FIGURES = (
 )
 
 
+class _Checkpoints(VerbKeys):
+    """The checks that `analyze` and `probe` share."""
+
+    numbers: ClassVar[str]  # the file beside page.html
+    most: ClassVar[float] = float("inf")  # checkpoints
+    checkpoints: Union[list[str], None]
+    average: int
+    weights: str
+    out: Union[str, None]
+
+    def refused(self, config: Config) -> Iterator[Conflict]:
+        key, checkpoints = f"{self.verb}.checkpoints", self.checkpoints or []
+        if not checkpoints:
+            yield key, "no checkpoint is named", f"For example {key}=[runs/gpt,runs/ngpt]"
+        if len(set(checkpoints)) < len(checkpoints):
+            yield key, "one is named twice", "Leave it out"
+        if len(checkpoints) > self.most:
+            yield key, f"{len(checkpoints)} models, and two can be beside each other", "Name one or two"
+        yield from average_of_averages(self.verb, self.average, self.weights)
+        out = None if self.out is None else Path(self.out).expanduser()
+        if out is not None and (out / "page.html").exists() and not (out / self.numbers).exists():
+            problem = f"{out / 'page.html'} is not of an earlier {self.verb}"
+            yield f"{self.verb}.out", problem, "Name another directory, or remove it"
+
+
 @dataclass
-class AnalyzeConfig:
+class AnalyzeConfig(_Checkpoints):
     """The papers' measurements and figures, from checkpoints and telemetry (`analyze`)."""
+
+    verb, numbers = "analyze", "analysis.json"
 
     checkpoints: Union[list[str], None] = key(
         None,
@@ -68,8 +99,10 @@ class AnalyzeConfig:
 
 
 @dataclass
-class ProbeConfig:
+class ProbeConfig(_Checkpoints):
     """Where the validation loss of one or two checkpoints is (`probe`), on data.* and eval.rows."""
+
+    verb, numbers, most = "probe", "probe.json", 2
 
     checkpoints: Union[list[str], None] = key(
         None,

@@ -1,11 +1,29 @@
-"""Keys of the text, of what becomes of it, and of the tokenizer. Part of the schema."""
+"""The keys data.* and tokenizer.*: where text comes from, what becomes of it, and its tokenizer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Union
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, Union
 
-from ngpt_train.config.keys import AUTO, BoolOrAuto, IntOrAuto, key
+from ngpt_train.config.keys import AUTO, BoolOrAuto, Conflict, IntOrAuto, key
+from ngpt_train.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ngpt_train.config.model_keys import ModelConfig
+
+_MIXED_KINDS = {
+    "embedded": "",
+    "local": "a file, directory or glob",
+    "tokens": "a directory of shards",
+    "hf": "OWNER/NAME or OWNER/NAME@REVISION",
+}
+_FORM = (
+    "Write NAME WEIGHT KIND WHERE, with ; or a line break between sources: "
+    "data.mixture='web 0.7 local web/; books 0.3 tokens books/'"
+)
 
 
 @dataclass
@@ -132,6 +150,59 @@ class DataConfig:
         """Whether text is tokenized while training."""
         return (self.on_hub or self.kind == "mixture") if self.streaming == AUTO else bool(self.streaming)
 
+    def conflicts(self, model: ModelConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
+        """What excludes each other. Raises ConfigError for a faulty mixture."""
+        texts = self.kind == "mixture" and all(source.data.kind != "tokens" for source in mixture_of(self))
+        if tokenizer.kind == "words" and tokenizer.from_text and texts:
+            fix = "Name a vocabulary with tokenizer.path=FILE, or choose another tokenizer"
+            yield "tokenizer.kind data.kind", "the words of a mixture are not counted", fix
+        yield from self._source_conflicts()
+        if tokenizer.kind == "words" and tokenizer.from_text and self.streamed and self.kind != "mixture":
+            fix = "Set data.streaming=false, or name a vocabulary with tokenizer.path=FILE"
+            yield "tokenizer.kind data.streaming", "counting the words takes all of the text", fix
+        if self.kind == "tokens" and self.streamed:
+            fix = "Leave data.streaming out, or choose data=local"
+            yield "data.streaming data.kind", "prepared shards are tokens already", fix
+        if self.objective != model.objective:
+            fix = f"Set data.objective={model.objective}, or choose another model"
+            yield "data.objective model.name", "the model is not made for this objective", fix
+        if self.objective == "prefix_continuation":
+            for name, differs in {"data.pack": self.pack != "concat", "data.document_mask": self.document_mask}.items():
+                if differs:
+                    yield f"{name} data.objective", "a row is one document then", f"Leave {name} out"
+
+    def _source_conflicts(self) -> Iterator[Conflict]:
+        """Keys of another kind of source than `kind`, and those that `kind` lacks."""
+        kind, path, repo = self.kind, "data.path data.kind", "data.repo data.kind"
+        if kind in ("local", "tokens") and self.path is None:
+            yield path, "no data is named", "Set data.path=PATH"
+        if kind != "mixture" and self.mixture is not None:
+            fix = "Choose data=mixture, or leave data.mixture out"
+            yield "data.mixture data.kind", "the text is no mixture", fix
+        if kind == "mixture" and self.path is not None:
+            yield path, "a mixture names the path of each source", "Leave data.path out"
+        if kind == "embedded" and self.path is not None:
+            fix = "Choose data=local for text or data=tokens for prepared shards"
+            yield path, "the embedded text reads no path", fix
+        if self.on_hub and self.path is not None:
+            yield path, "a data set of the hub reads no path", "Choose data=local for files, or leave data.path out"
+        if self.on_hub and self.repo is None:
+            yield repo, "no data set is named", "Set data.repo=OWNER/NAME"
+        if not self.on_hub and self.repo is not None:
+            yield repo, "the text is not read from the hub", "Choose data=hf, or leave data.repo out"
+        if not self.on_hub and self.files is not None:
+            fix = "Choose data=hf, or set data.files=null; data.path=GLOB names files of your own"
+            yield "data.files data.kind", "the text is not read from the hub", fix
+        if not self.on_hub and self.text_gb is not None:
+            yield "data.text_gb data.kind", "the size of the text is read from the files", "Leave data.text_gb out"
+        if self.val_files is not None and kind not in ("local", "hf", "openwebtext"):
+            fix = "Choose data=local or data=hf, or leave data.val_files out"
+            yield "data.val_files data.kind", "the text has no files to choose from", fix
+        for name in ("val_files", "keep_empty"):
+            if getattr(self, name) and self.streamed:
+                fix = f"Set data.streaming=false, or leave data.{name} out"
+                yield f"data.{name} data.kind data.streaming", "text is streamed without it", fix
+
 
 @dataclass
 class TokenizerConfig:
@@ -161,3 +232,95 @@ class TokenizerConfig:
     def from_text(self) -> bool:
         """Whether the tokenizer is made from the text that it is to encode."""
         return self.kind in ("sentencepiece", "words") and self.path is None
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """What excludes each other."""
+        names = "tokenizer.path tokenizer.kind"
+        if self.path is not None and self.kind == "bytes":
+            fix = "Choose tokenizer=sentencepiece or another, or leave tokenizer.path out"
+            yield names, "bytes reads no model file", fix
+        if self.path is None and self.kind == "hf":
+            yield names, "no tokenizer.json is named", "Set tokenizer.path=FILE"
+        if self.eos is not None and self.kind != "hf":
+            yield "tokenizer.eos tokenizer.kind", "the tokenizer knows its own", "Leave tokenizer.eos out"
+
+
+class SourceConfig(NamedTuple):
+    """A source of a mixture: its name, its share of all rows, and where its rows come from."""
+
+    name: str
+    share: float
+    data: DataConfig
+
+
+def mixture_of(data: DataConfig) -> list[SourceConfig]:
+    """The sources of `data.mixture`, their shares adding up to 1. Raises ConfigError."""
+    lines = [line.strip() for line in re.split(r"[;\n]", data.mixture or "") if line.strip()]
+    if len(lines) < 2:
+        raise ConfigError(f"data.mixture={data.mixture or 'null'}: a mixture has two sources or more\n  {_FORM}")
+    sources = [_source_of(line, data) for line in lines]
+    names = [source.name for source in sources]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"data.mixture: {min(twice)} is the name of two sources\n  {_FORM}")
+    total = math.fsum(source.share for source in sources)
+    return [source._replace(share=source.share / total) for source in sources]
+
+
+def is_commit(revision: str) -> bool:
+    """Whether `revision` is the hash of a commit, and not a branch or tag, which may move."""
+    return re.fullmatch("[0-9a-f]{40}", revision) is not None
+
+
+def commits_of(data: DataConfig) -> dict[str, str | None]:
+    """The revision of each data set of the hub, by the name of its source; without a mixture that name is empty."""
+    if data.kind == "mixture":
+        return {source.name: source.data.revision for source in mixture_of(data)}
+    return {"": data.revision}
+
+
+def with_commits(data: DataConfig, commits: Mapping[str, str | None]) -> DataConfig:
+    """`data` with these commits, named as by `commits_of`, where it names no revision, or a branch, which moves."""
+
+    def commit(revision: str | None, name: str) -> str | None:
+        return revision if revision and is_commit(revision) else commits.get(name) or revision
+
+    if data.on_hub:
+        return replace(data, revision=commit(data.revision, ""))
+    if data.kind != "mixture":
+        return data
+    parts = re.split(r"(\s*[;\n]\s*)", data.mixture or "")
+    for index, line in enumerate(parts):
+        name, _, kind, where = (*line.split(maxsplit=3), "", "", "", "")[:4]
+        revision = where.partition("@")[2]
+        if kind == "hf" and (found := commit(revision, name)):
+            parts[index] = f"{line.rstrip().removesuffix(f'@{revision}')}@{found}"
+    return replace(data, mixture="".join(parts))
+
+
+def _source_of(line: str, data: DataConfig) -> SourceConfig:
+    name, weight, kind, where = (*line.split(maxsplit=3), "", "", "", "")[:4]
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise _mistake(line, f"a name of letters, digits, - and _ comes first, not {name!r}")
+    try:
+        share = float(weight)
+    except ValueError:
+        share = math.nan
+    if not 0 < share <= 1e9:
+        raise _mistake(line, f"a weight above 0 and up to 1e9 follows the name, not {weight!r}")
+    if kind not in _MIXED_KINDS:
+        raise _mistake(line, f"{kind!r} is none of the kinds {', '.join(_MIXED_KINDS)}")
+    if bool(where) != bool(_MIXED_KINDS[kind]):
+        raise _mistake(line, f"{kind} needs {_MIXED_KINDS[kind]}" if _MIXED_KINDS[kind] else f"{kind} reads no path")
+    own = replace(data, kind=kind, mixture=None, path=None)
+    if kind == "hf":
+        repo, _, revision = where.partition("@")
+        own = replace(own, repo=repo, revision=revision or None)
+    elif where:
+        own = replace(own, path=where)
+    if kind == "tokens":
+        own = replace(own, streaming=False)
+    return SourceConfig(name, share, own)
+
+
+def _mistake(line: str, problem: str) -> ConfigError:
+    return ConfigError(f"data.mixture: in '{line}' {problem}\n  {_FORM}")

@@ -1,26 +1,26 @@
-"""The keys of `export` and `import`."""
+"""The keys export.* and import.*: models for other programs, and of other programs."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Union
+from typing import TYPE_CHECKING, Union
 
-from ngpt_train.config.keys import AUTO, key
-from ngpt_train.config.sections.verbs import AVERAGE, WEIGHTS
+from ngpt_train.config.keys import AUTO, CheckpointKeys, Conflict, VerbKeys, key
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
 
 # The names of interop/layouts/registry.py, which cannot be imported before torch; a test compares them.
 LAYOUTS = ("llama", "qwen3", "ngpt", "safetensors")
 
 
 @dataclass
-class ExportConfig:
+class ExportConfig(CheckpointKeys):
     """A checkpoint for other programs (`export`)."""
 
-    checkpoint: Union[str, None] = key(
-        None, "Run directory (its newest checkpoint), checkpoint directory, or RUN/best."
-    )
-    average: int = key(1, AVERAGE, minimum=1, maximum=1000)
-    weights: str = key("trained", WEIGHTS, choices=("trained", "ema"))
+    verb = "export"
+
     out: Union[str, None] = key(None, "Directory for the model, which must not exist or be empty.")
     layout: str = key(
         AUTO,
@@ -37,10 +37,17 @@ class ExportConfig:
         4, "Rows of random ids by which the written model is compared with the checkpoint.", minimum=1, maximum=1000
     )
 
+    def refused(self, config: Config) -> Iterator[Conflict]:
+        yield from super().refused(config)
+        if self.out is None:
+            yield "export.out", "no directory is named", "For example export.out=exported/model"
+
 
 @dataclass
-class ImportConfig:
+class ImportConfig(VerbKeys):
     """A model of another program as a run (`import`)."""
+
+    verb = "import"
 
     source: Union[str, None] = key(
         None,
@@ -49,3 +56,10 @@ class ImportConfig:
     )
     revision: Union[str, None] = key(None, "Branch, tag or commit of a model on the hub; null: its main branch.")
     out: Union[str, None] = key(None, "Run directory to make, which must not exist or be empty.")
+
+    def refused(self, config: Config) -> Iterator[Conflict]:
+        if self.source is None:
+            fix = "For example import.source=exported/model, or import.source=HuggingFaceTB/SmolLM2-135M"
+            yield "import.source", "no model is named", fix
+        if self.out is None:
+            yield "import.out", "no directory is named", "For example import.out=runs/imported"

@@ -1,19 +1,17 @@
-"""Keys of the optimizer and of the learning rate over the steps."""
+"""The keys optim.* and schedule.*: the optimizer, and the learning rate over the steps."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 
 from ngpt_train.config import lr_table
-from ngpt_train.config.keys import (
-    AUTO,
-    COUNT_OR_0,
-    FloatOrAuto,
-    IntOrAuto,
-    Table,
-    key,
-)
+from ngpt_train.config.keys import AUTO, COUNT_OR_0, Conflict, FloatOrAuto, IntOrAuto, Table, key
+from ngpt_train.config.validate import Origin, keep_later, mistake
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
 
 
 @dataclass
@@ -69,6 +67,30 @@ class OptimConfig:
         below=1,
     )
 
+    def resolve(self, config: Config) -> None:
+        """Looks up lr, and where it is from, if it is auto. Call when the batch is resolved. Raises ConfigError."""
+        if self.lr == AUTO:
+            self.lr, self.lr_source = self.from_table(config)
+
+    def from_table(self, config: Config) -> tuple[float, str]:
+        """The learning rate of lr_table for a config whose batch is resolved, and where it is from. Raises ConfigError
+        where there is none."""
+        row: dict[int, Any] | None = self.lr_table.get(config.scale.name)
+        if not row:
+            scales = ", ".join(self.lr_table) or "no scale"
+            problem = f"the recipe's table has no learning rate for scale={config.scale.name}, only for {scales}"
+            raise mistake(f"optim.lr=auto: {problem}", "Set optim.lr=NUMBER")
+        steps, context = config.train.steps, config.model.context
+        tokens = steps * config.train.rows_per_step * context
+        return lr_table.look_up(row, lr_table.Run(config.model.name, context, tokens, steps))
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """What excludes each other."""
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            yield "optim.betas", "not two numbers >= 0 and < 1", "For example optim.betas=[0.9,0.95]"
+        if self.weight_decay and self.name == "adam":
+            yield "optim.weight_decay optim.name", "adam never decays", "Set optim.name=adamw or optim.weight_decay=0"
+
 
 @dataclass
 class ScheduleConfig:
@@ -103,3 +125,47 @@ class ScheduleConfig:
         maximum=1,
     )
     decay_fraction: float = key(0.2, "wsd: last part of train.steps that decays.", above=0, maximum=1)
+
+    def auto_warmup(self, steps: int) -> int:
+        """The warmup that auto stands for in a run of `steps` steps."""
+        return 0 if self.kind == "ramp" else min(2000, steps // 10)
+
+    def resolve(self, config: Config, origins: Mapping[str, Origin]) -> None:
+        """Sets final_lr and warmup_steps. Of final_lr and final_share, and of warmup_steps and warmup_tokens, the one
+        that was set last counts. Call when the batch and optim.lr are resolved. Raises ConfigError."""
+        train = config.train
+        keep_later(config, "schedule.final_lr schedule.final_share", "both set where the schedule ends", origins)
+        if self.final_share is not None:
+            self.final_lr = self.final_share * float(config.optim.lr)
+        names = "schedule.warmup_steps schedule.warmup_tokens"
+        keep_later(config, names, "both set the warmup", origins)
+        if self.warmup_tokens is not None:
+            self.warmup_steps = -(-self.warmup_tokens // (train.rows_per_step * config.model.context))
+        # A warmup belongs to the steps it was written for: where fewer were set later, it is auto.
+        later = origins["train.steps"].order > max(origins[name].order for name in names.split())
+        if self.warmup_steps == AUTO or (later and int(self.warmup_steps) >= train.steps):
+            self.warmup_steps, self.warmup_tokens = self.auto_warmup(train.steps), None
+
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        """What excludes each other. `config` is resolved."""
+        train, lr = config.train, config.optim.lr
+        if int(self.warmup_steps) >= train.steps:
+            problem = "the warmup leaves no step at the full learning rate"
+            fix = f"Set schedule.warmup_steps below {train.steps}; auto would be {self.auto_warmup(train.steps)}"
+            in_tokens = ""
+            if self.warmup_tokens is not None:
+                in_tokens, tokens = "schedule.warmup_tokens ", train.rows_per_step * config.model.context
+                fix = f"Set schedule.warmup_tokens to {(train.steps - 1) * tokens} or less, a step has {tokens}"
+            yield f"{in_tokens}schedule.warmup_steps train.steps", problem, fix
+        if self.kind == "ramp" and self.warmup_steps:
+            key = "schedule.warmup_steps" if self.warmup_tokens is None else "schedule.warmup_tokens"
+            yield f"{key} schedule.kind", "the whole run is a warmup", f"Set {key}=0"
+        if self.kind in ("constant", "inverse_sqrt", "ramp") and self.final_lr:
+            problem = "this kind falls to no learning rate of one's choice"
+            key = "schedule.final_lr" if self.final_share is None else "schedule.final_share"
+            yield f"{key} schedule.kind", problem, f"Set {key}=0, or another kind"
+        if self.decay_fraction != ScheduleConfig.decay_fraction and self.kind != "wsd":
+            fix = "Set schedule.kind=wsd, or leave schedule.decay_fraction out"
+            yield "schedule.decay_fraction schedule.kind", "only wsd decays in a last part of the steps", fix
+        if self.final_lr > float(lr):
+            yield "schedule.final_lr optim.lr", "ends above the peak", f"Set schedule.final_lr to {lr} or less"

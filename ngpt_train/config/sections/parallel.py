@@ -1,10 +1,11 @@
-"""The keys that say how processes share the work."""
+"""The keys parallel.*: how processes share the work."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ngpt_train.config.keys import AUTO, SECONDS, IntOrAuto, key
+from ngpt_train.config.keys import AUTO, SECONDS, Conflict, IntOrAuto, key, nearest_divisors
 
 
 @dataclass
@@ -52,3 +53,22 @@ class ParallelConfig:
         "at saves alone.",
         minimum=0,
     )
+
+    def conflicts(self, world_size: int) -> Iterator[Conflict]:
+        """What excludes each other on `world_size` ranks."""
+        if self.kind == "single" and world_size > 1:
+            problem = f"one process, but there are {world_size} ranks"
+            yield "parallel.kind", problem, "Set parallel=auto, ddp, fsdp or hsdp, or use one rank"
+        if isinstance(self.shard, int) and self.kind != "hsdp":
+            yield (
+                "parallel.shard parallel.kind",
+                "only hsdp has groups",
+                "Set parallel=hsdp, or leave parallel.shard out",
+            )
+        elif isinstance(self.shard, int) and world_size % self.shard:
+            fix = nearest_divisors("parallel.shard", self.shard, world_size)
+            yield "parallel.shard", f"the groups do not divide {world_size} ranks", fix
+        for name, default in (("gather", ParallelConfig.gather), ("scatter", ParallelConfig.scatter)):
+            if getattr(self, name) != default and self.kind in ("single", "ddp"):
+                fix = f"Set parallel=fsdp or hsdp, or leave parallel.{name} out"
+                yield f"parallel.{name} parallel.kind", "every rank holds whole matrices and gradients anyway", fix

@@ -1,18 +1,18 @@
-"""Keys of what a run keeps and tells: checkpoints, guards, logs."""
+"""The keys checkpoint.*, guards.* and logging.*: what a run keeps and tells."""
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Union
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Union
 
-from ngpt_train.config.keys import (
-    AUTO,
-    COUNT,
-    COUNT_OR_0,
-    SECONDS,
-    BoolOrAuto,
-    key,
-)
+from ngpt_train.config.keys import AUTO, COUNT, COUNT_OR_0, SECONDS, BoolOrAuto, Conflict, key
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
+    from ngpt_train.config.sections.evaluation import EvalConfig
 
 
 @dataclass
@@ -35,6 +35,15 @@ class CheckpointConfig:
         "By which damaged files are noticed: xxh3 sums as fast as memory is read, sha256 at 1 to 2 GB/s.",
         choices=("xxh3", "sha256"),
     )
+
+    def conflicts(self, validation: EvalConfig) -> Iterator[Conflict]:
+        """What excludes each other."""
+        if self.keep_best and self.every and (not validation.every or self.every % validation.every):
+            fix = f"Set eval.every to {self.every}, or to a divisor of it"
+            yield "checkpoint.keep_best checkpoint.every eval.every", "not every checkpoint is validated", fix
+        if self.keep_every is not None and (self.every == 0 or self.keep_every % self.every):
+            fix = f"Set checkpoint.keep_every to a multiple of {self.every}" if self.every else "Set checkpoint.every"
+            yield "checkpoint.keep_every checkpoint.every", "no checkpoint is written at these steps", fix
 
 
 @dataclass
@@ -80,6 +89,26 @@ class WandbConfig:
         **SECONDS,
     )
 
+    @property
+    def used_mode(self) -> str:
+        """online, offline or disabled. What leaves the machine leaves it because somebody asked for it: `auto` is
+        online only where the environment has WANDB_MODE, or a project or a team is named; a key alone asks for
+        nothing."""
+        if self.mode != AUTO:
+            return self.mode
+        if asked := os.environ.get("WANDB_MODE"):
+            return {"disabled": "disabled", "offline": "offline", "dryrun": "offline"}.get(asked, "online")
+        return "online" if self.project or self.entity else "disabled"
+
+    def resolve(self, config: Config, experiment: str | None) -> None:
+        """Fills in the name, group and tags that are null. The table of an experiment's row is a tag."""
+        model, scale = config.model.name, config.scale.name
+        self.name = config.run.name if self.name is None else self.name
+        self.group = (experiment or scale) if self.group is None else self.group
+        if self.tags is None:
+            table = [experiment.rpartition("/")[0] or experiment] if experiment else []
+            self.tags = [model, scale, *table]
+
 
 @dataclass
 class LoggingConfig:
@@ -99,3 +128,9 @@ class LoggingConfig:
     )
     tensorboard: bool = key(False, "Write TensorBoard event files into the run directory as well.")
     wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """A package that is missing."""
+        if self.tensorboard and find_spec("tensorboard") is None:
+            fix = "pip install 'ngpt-train[tensorboard]', or set logging.tensorboard=false"
+            yield "logging.tensorboard", "the package tensorboard is not installed", fix

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
-from ngpt_train.config.mixture import is_commit
 from ngpt_train.config.schema import DataConfig
+from ngpt_train.config.sections.data import is_commit
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.data.hashes import canonical_hash

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.mixture import mixture_of
 from ngpt_train.config.schema import Config, DataConfig
+from ngpt_train.config.sections.data import mixture_of
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import load_tokenizer, open_dataset
 from ngpt_train.data.prepared.shards import MANIFEST, STEMS, read_manifest

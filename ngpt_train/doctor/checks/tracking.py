@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from ngpt_train.config.resolve import wandb_mode
 from ngpt_train.config.schema import Config
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.findings import WARNING, Answer, Finding, of_each, unchecked
@@ -26,7 +25,7 @@ LATER = "or set logging.wandb.mode=offline, and `wandb sync` later"
 
 def look(config: Config, report: Report) -> None:
     """Asks wandb's server whose the key is. On the first rank alone, which is the one that logs."""
-    mode = wandb_mode(config.logging.wandb)
+    mode = config.logging.wandb.used_mode
     if mode == "disabled":
         return
     server = os.environ.get("WANDB_BASE_URL", SERVER).rstrip("/")
@@ -68,7 +67,7 @@ def judge(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _wandb(config: Config, answer: Answer) -> Iterator[Finding]:
-    facts, mode = answer.facts, wandb_mode(config.logging.wandb)
+    facts, mode = answer.facts, config.logging.wandb.used_mode
     if answer.problem:
         yield unchecked("wandb", answer.problem, f"look whether its server answers, {LATER}")
     elif mode == "disabled":

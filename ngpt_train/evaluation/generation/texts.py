@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngpt_train.config.sections.verbs import GenerateConfig
+from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data import Tokenizer
 from ngpt_train.evaluation.generation.text import ComingText

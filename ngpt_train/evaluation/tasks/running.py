@@ -22,7 +22,7 @@ import lm_eval.api.metrics
 import numpy as np
 from lm_eval.evaluator import evaluate
 
-from ngpt_train.config.sections.verbs import EvalConfig
+from ngpt_train.config.sections.evaluation import EvalConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.data import Tokenizer

@@ -13,7 +13,7 @@ from typing import Any
 from ngpt_train.config import read_yaml, to_dict
 from ngpt_train.config.keys import TABLES
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.study import AuditConfig
+from ngpt_train.config.sections.studies import AuditConfig
 from ngpt_train.config.stored import what_differs
 from ngpt_train.config.validate import flatten, show
 from ngpt_train.core.errors import DataError

@@ -11,8 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.conflicts import check
-from ngpt_train.config.schema import Config
+from ngpt_train.config.schema import Config, check
 from ngpt_train.config.stored import read_yaml
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.sections.study import StudyConfig
+from ngpt_train.config.sections.studies import StudyConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.study.engines import Ended, Job, child

@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.sections.study import SlurmConfig, StudyConfig
+from ngpt_train.config.sections.studies import SlurmConfig, StudyConfig
 from ngpt_train.config.validate import mistake
 from ngpt_train.study.engines import Ended, Job
 from ngpt_train.study.engines.local import LOGS, environment_of_run, last_line, launcher

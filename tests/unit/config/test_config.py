@@ -3,16 +3,23 @@
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+import hydra
 import pytest
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
 
 from ngpt_train.config import ConfigError, check, config_dir, list_experiments, load_config
-from ngpt_train.config.architectures import architectures, schema_keys
-from ngpt_train.config.composition.files import GROUPS
+from ngpt_train.config.architectures import architectures
+from ngpt_train.config.composition.compose import compose
 from ngpt_train.config.composition.help import help_text
 from ngpt_train.config.composition.overrides import expand
+from ngpt_train.config.composition.yaml_files import BUILT_IN, GROUPS, SCHEMA_GROUP
+from ngpt_train.config.schema import schema_keys
+from ngpt_train.config.validate import flatten
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
@@ -36,6 +43,28 @@ def test_a_recipes_auto_for_another_architecture(tmp_path: Path) -> None:
         recipe.write_text(f"# @package _global_\ndefaults: [ngpt, _self_]\nmodel:\n  {wrong}\n")
         with pytest.raises(ConfigError, match=r"(?s)model\.s_z\.in.*no such key.*mine\.yaml"):
             load_config(["model=gpt", "recipe=mine"], str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["model=normformer", "data=hf"], ["experiment=quickstart", "scale=debug"], ["recipe=nugpt", "scale=8m"]],
+)
+def test_the_order_is_hydras(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same values as by Hydra's documented `compose`. Caught: another version of Hydra, whose internal list of the
+    files is another one."""
+    composition = compose(arguments)
+    store = ConfigStore.instance()
+    own = {*GROUPS, SCHEMA_GROUP.partition("/")[0], "train.yaml"}
+    monkeypatch.setattr(store, "repo", {name: node for name, node in store.repo.items() if name not in own})
+    for path, node in (BUILT_IN | {f"{SCHEMA_GROUP}/{name}": {} for name in architectures()}).items():
+        group, _, name = path.rpartition("/")
+        store.store(group=group, name=name, node=node, package=group.rpartition("/")[2])
+    with hydra.initialize_config_dir(str(config_dir()), version_base="1.3"):
+        merged: Any = OmegaConf.to_container(hydra.compose("train", overrides=arguments))
+    leaves = [(x, value) for x, value in flatten(merged, composition.keys) if x in composition.keys]
+    assert len(leaves) > 20
+    for name, value in leaves:
+        assert attrgetter(name)(composition.config) == composition.keys[name].held(value), name
 
 
 def test_tokenizer_given_wins_over_the_data() -> None:
@@ -96,17 +125,6 @@ def test_lr_is_looked_up_by_scale_and_context() -> None:
     assert lr("model.context=4096", "train.steps=20000") == 3.0e-3
     assert lr("optim.lr=1") == 1.0  # a float, though written as an integer
     assert isinstance(lr("optim.lr=1"), float)
-
-
-def test_the_later_of_batch_rows_and_batch_tokens_counts(tmp_path: Path) -> None:
-    tokens = load_config(["train.batch_tokens=2048", "model.context=256"]).train
-    assert (tokens.batch_rows, tokens.batch_tokens) == (8, 2048)
-    experiment = tmp_path / "experiment" / "large.yaml"
-    experiment.parent.mkdir()
-    experiment.write_text("# @package _global_\ntrain:\n  batch_tokens: 16384\n")
-    arguments = ["experiment=large", "model.context=256"]
-    assert load_config(arguments, str(tmp_path)).train.batch_rows == 64
-    assert load_config([*arguments, "train.batch_rows=4"], str(tmp_path)).train.batch_tokens == 1024
 
 
 def test_the_later_of_eval_rows_and_eval_tokens_counts(tmp_path: Path) -> None:

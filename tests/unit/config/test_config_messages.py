@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ngpt_train.__main__ import main
-from ngpt_train.config import conflicts
+from ngpt_train.config.sections import evaluation
 
 # Words that only someone who knows the libraries underneath could read.
 INTERNALS = ("Traceback", "hydra", "omegaconf", "full_key", "reference_type", "object_type", "override grammar")
@@ -19,44 +19,29 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["modle=ngpt"], ["modle=ngpt", "did you mean model"]),
     (["train.step=10"], ["train.step=10", "train.steps"]),
     (["lr=1e-3"], ["lr=1e-3", "optim.lr"]),
-    (["optimizer.lr=1e-3"], ["optimizer.lr=1e-3", "optim.lr"]),
     (["scale=0.5B"], ["scale=0.5B", "did you mean 0.5b"]),
     (["data=openwebtxt"], ["data=openwebtxt", "did you mean openwebtext", "embedded, hf, local"]),
-    (["parallel=fdsp"], ["parallel=fdsp", "fsdp"]),
-    (["experiment=nosuch"], ["experiment=nosuch", "quickstart"]),
     (["model.mlp=plain"], ["model.mlp=plain", "model=ngpt has no such key", "model=gpt"]),
     (["model._target_=os.system"], ["model._target_=os.system", "no such key"]),
-    (["hydra.run.dir=x"], ["hydra.run.dir=x", "no such key"]),
     (["model@foo=gpt"], ["model@foo=gpt", "no such key"]),
-    (["schema/model=gpt"], ["schema/model=gpt", "no such key"]),
     (["model.name=gpt"], ["model.name=gpt", "model=NAME"]),
+    (["parallel=tp"], ["parallel=tp", "no tensor and no context parallelism", "parallel=fsdp or hsdp"]),
+    (["parallel.tensor_parallel_size=2"], ["no tensor and no context parallelism", "parallel=fsdp or hsdp"]),
     # Values
     (["train.steps=ten"], ["train.steps=ten", "an integer >= 1"]),
-    (["train.steps=-1"], ["train.steps=-1", "an integer >= 1"]),
-    (["train.steps=2.5"], ["train.steps=2.5", "an integer >= 1"]),
     (["train.steps=1e4"], ["train.steps=1e4", "write 10000"]),
     (["train.steps="], ["train.steps=:", "empty", "an integer >= 1"]),
-    (["train.steps=null"], ["train.steps=null", "an integer >= 1"]),
-    (["train.steps=true"], ["train.steps=true", "an integer >= 1"]),
     (["train.steps='5'"], ["train.steps='5'", "write 5 without quotes"]),
     (["train.steps='-5'"], ["train.steps='-5'", "an integer >= 1\n"]),
     (["train.steps=" + 5000 * "9"], ["an integer >= 1"]),
-    (["run.overwrite='true'"], ["run.overwrite='true'", "write true without quotes"]),
     (["optim.betas='[0.9,0.95]'"], ["optim.betas='[0.9,0.95]'", "write [0.9,0.95] without quotes"]),
     (["run.name=null"], ["run.name=null", "must be text; leave it out", "run.name=auto"]),
-    (["run.root=NULL"], ["run.root=NULL", "must be text; leave it out", "run.root=runs"]),
     (["run.root=???"], ["run.root=???", "??? stands for no value"]),
-    (["data=local", "data.path=???"], ["data.path=???", "??? stands for no value"]),
     (["train.steps=???"], ["train.steps=???", "an integer >= 1; ???"]),
     (["optim.lr=fast"], ["optim.lr=fast", "a number > 0 or auto"]),
-    (["optim.lr=nan"], ["optim.lr=nan", "finite"]),
-    (["optim.lr=inf"], ["optim.lr=inf", "finite"]),
     (["optim.lr=.inf"], ["optim.lr=.inf", "finite"]),
-    (["optim.lr='0.1'"], ["optim.lr='0.1'", "write 0.1 without quotes"]),
     (["optim.clip_norm=1" + 400 * "0"], ["a number > 0 or null", "finite"]),
     (["optim.lr=0"], ["optim.lr=0", "a number > 0 or auto"]),
-    (["optim.clip_norm=0"], ["optim.clip_norm=0", "a number > 0 or null"]),
-    (["optim.betas=0.9"], ["optim.betas=0.9", "[0.9,0.95]"]),
     (["optim.betas=[0.9]"], ["optim.betas=[0.9]", "[0.9,0.95]"]),
     (["optim.betas=[0.9,1]"], ["optim.betas=[0.9,1.0]", "< 1"]),
     (["optim.betas=[0.9"], ["optim.betas=[0.9", "[0.9,0.95]"]),
@@ -72,10 +57,8 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (["parallel=single", "parallel.scatter=step"], ["parallel.scatter", "parallel=fsdp or hsdp"]),
     (["schedule.decay_fraction=0.1"], ["schedule.decay_fraction=0.1", "schedule.kind=cosine", "schedule.kind=wsd"]),
     (["schedule.warmup_tokens=375e6"], ["schedule.warmup_tokens=375e6", "write 375000000"]),
-    (["schedule.kind=inverse"], ["schedule.kind=inverse", "did you mean inverse_sqrt"]),
     (["eval.contexts=64"], ["eval.contexts=64", "a list of integers >= 1", "[1024,2048]"]),
     (["eval.contexts=[64,1.5]"], ["eval.contexts=[64,1.5]", "a list of integers >= 1"]),
-    (["eval.contexts=[64,0]"], ["eval.contexts=[64,0]", "a list of integers >= 1"]),
     (["logging.wandb.tags=[a,1]"], ["logging.wandb.tags=[a,1]", "a list of words", "[a,b]"]),
     (["eval.rows=4", "eval.tokens=100"], ["eval.rows=4, eval.tokens=100", "Set one of them"]),
     (["eval.rows=null"], ["eval.rows=null, eval.tokens=null", "eval.rows=64"]),
@@ -89,52 +72,32 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     ),
     (["data.pack=best_fit", "eval.contexts=[512]"], ["eval.contexts=[512], data.pack=best_fit", "same"]),
     (["optim.lr_table.tiny.256=0.1"], ["optim.lr_table.tiny.256=0.1", "Set optim.lr"]),
-    (["model.vocab_size=0"], ["model.vocab_size=0", "an integer >= 2 or auto"]),
-    (["train.precision=fp8"], ["train.precision=fp8", "auto, fp32, bf16 or fp16"]),
-    (["run.overwrite=yes"], ["run.overwrite=yes", "true or false"]),
     (["optim.lr=1e300"], ["optim.lr=1e300", "> 0 and <= 1000 or auto"]),
     (["train.batch_rows=1" + 20 * "0"], ["train.batch_rows=10000", "<= 10000000 or null"]),
     (["model.n_layers=1" + 20 * "0"], ["model.n_layers=10000", ">= 1 and <= 10000\n"]),
     (["model.d_model=1" + 13 * "0"], ["model.d_model=10000", ">= 1 and <= 1000000\n"]),
-    (["parallel.timeout=1e300"], ["parallel.timeout=1e300", "<= 10000000"]),
     (["run.seed=99999999999999999999"], ["run.seed=99999999999999999999", "<= 9223372036854775807"]),
-    (["data=local", "data.path="], ["data.path=:", "empty"]),
     (["run.name=a/../b"], ["run.name=a/../b", "not a directory name"]),
-    (["run.name=/a"], ["run.name=/a", "not a directory name"]),
-    (["run.name=a b"], ["run.name=a b", "not a directory name"]),
     (["data.path=${nope}"], ["data.path=${nope}", "'nope' not found"]),
     (["data.path=${oc.env:NGPT_UNSET}"], ["data.path=${oc.env:NGPT_UNSET}", "NGPT_UNSET"]),
     # Syntax
     (["run=first"], ["run=first", "a section", "run.name"]),
-    (["logging.wandb=offline"], ["logging.wandb=offline", "logging.wandb.mode"]),
     (["train={steps: 5}"], ["train={steps: 5}", "train.steps"]),
     (["model=[gpt,ngpt]"], ["model=[gpt,ngpt]", "one option", "-m"]),
-    (["model=gpt,ngpt"], ["model=gpt,ngpt", "-m"]),
     (["optim.lr=1e-3,3e-3"], ["optim.lr=1e-3,3e-3", "-m"]),
     (["scale", "tiny"], ["scale: no '='", "scale=OPTION", "tiny"]),
-    (["model"], ["model: no '='", "one of composed, "]),
-    (["train.steps", "=", "5"], ["train.steps: no '='", "without spaces"]),
-    (["optim.lr = 3"], ["optim.lr = 3: a space", "Write optim.lr=3, without spaces"]),
     (["optim.lr= 3"], ["optim.lr= 3: a space", "Write optim.lr=3, without spaces"]),
-    (["model =gpt"], ["model =gpt: a space", "Write model=gpt, without spaces"]),
     (["run.name = x"], ["run.name = x: a space", "Write run.name=x, without spaces"]),
     (["+experiment=quickstart"], ["+experiment=quickstart", "Write experiment=quickstart"]),
-    (["++train.steps=5"], ["++train.steps=5", "Write train.steps=5"]),
     (["+train.stpes=5"], ["train.stpes=5: no such key", "train.steps"]),
     (["~train.stop_at"], ["~train.stop_at", "Write train.stop_at=VALUE"]),
     (["--train.steps=5"], ["--train.steps=5", "write train.steps=5"]),
     (["--config-dir", "/no/such/directory"], ["--config-dir=/no/such/directory", "no such directory"]),
     (["optim.lr=1e-3", "optim.lr=2e-3"], ["optim.lr=2e-3", "given twice", "optim.lr=1e-3"]),
-    (["model=gpt", "model=ngpt"], ["model=ngpt", "given twice", "model=gpt"]),
     # Combinations
     (["model.n_heads=5", "model.d_model=128"], ["model.n_heads=5", "model.d_model=128", "4 or 8"]),
-    (["model.n_heads=3", "model.d_model=1000000"], ["model.n_heads=3", "2 or 4"]),
     (["model.d_model=100", "model.n_heads=4"], ["model.d_model=100", "even", "2 or 5", "96 or 104"]),
-    (["model.d_model=100", "model.n_heads=3"], ["model.n_heads=3", "2 or 5", "96 or 102"]),
     (["model.d_model=100", "model.n_heads=4", "model.n_kv_heads=2"], ["even", "n_heads that work: 2 or 10"]),
-    (["model.d_model=101", "model.n_heads=4"], ["model.d_model=101", "that work: 96 or 104"]),
-    (["model=normformer", "model.positions=rotary", "model.d_model=100"], ["model.d_model=100", "even"]),
-    (["model=ngpt", "model.softmax_scale=1"], ["model.softmax_scale=1", "sqrt(d_k), 1/sqrt(d_k) or d/sqrt(d_k)"]),
     (["model=ngpt", "model.update_mlp=slep"], ["model.update_mlp=slep", "riemannian or null", "slerp"]),
     (
         ["model=ngpt", "model.update_cross=slerp"],
@@ -150,8 +113,6 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
         ["model.update=slerp, model.update_mlp=slerp: model.update has no effect"],
     ),
     (["model=gpt", "model.activation=relu2"], ["model.activation=relu2, model.mlp=gated", "Set model.mlp=plain"]),
-    (["model=gpt_encoder_decoder", "model.activation=relu2"], ["model.activation=relu2, model.mlp=gated"]),
-    (["model=gpt", "model.mlp=swiglu"], ["model.mlp=swiglu", "gated or plain"]),
     (["model=composed", "model.activation=relu"], ["model.activation=relu, model.mlp=gated", "Set model.mlp=plain"]),
     (["model.dropout=0.1"], ["model.dropout=0.1", "model.embedding_dropout", "model.residual_dropout"]),
     (
@@ -164,7 +125,6 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
         ],
         ["model.norm_placement=peri, model.mlp_norm_placement=post: model.norm_placement has no effect"],
     ),
-    (["model=composed", "model.norm_placement=sandwich"], ["model.norm_placement=sandwich", "pre, post, peri or"]),
     (["model=composed", "model.qk_norm=true", "model.qkv_norm=true"], ["both normalise q and k", "to false"]),
     (["model=composed", "model.norm=pn", "model.qk_norm=true"], ["model.qk_norm=true, model.norm=pn", "per token"]),
     (
@@ -176,13 +136,9 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
         ["model=composed", "model.norm=pn", "model.ffn_norm=norm", "model.d_mlp=510"],
         ["model.group_scaling=4, model.d_mlp=510", "the MLP's hidden width", "508 or 512"],
     ),
-    (["model=composed", "model.alpha_fwd=0.8"], ["model.alpha_fwd=0.8, model.norm=rms", "no effect"]),
-    (["model=composed", "model.dyt_alpha=0.8"], ["model.dyt_alpha=0.8, model.norm=rms", "no effect"]),
     (["model=composed", "model.norm=dyt", "model.norm_eps=0.1"], ["model.norm_eps=0.1, model.norm=dyt", "no effect"]),
-    (["model=composed", "model.positions=none", "model.rope_base=50"], ["model.positions=none", "no effect"]),
     (["model=composed_encoder_decoder", "model.positions=learned"], ["rotary, sinusoidal or none"]),
     (["model=powernorm", "model.group_scaling=3"], ["model.group_scaling=3", "model.d_model=128", "2 or 4"]),
-    (["model=powernorm", "model.norm=layer", "model.group_scaling=3"], ["model.group_scaling=3", "2 or 4"]),
     (
         ["model=powernorm", "model.norm=layer", "model.statistics=synchronised"],
         ["model.statistics=synchronised, model.norm=layer", "no effect", "model.statistics=per_rank"],
@@ -198,10 +154,6 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     (
         ["model=normformer", "model.qk_norm=true"],
         ["model.qk_norm=true", "belongs to model=composed, model=composed_encoder_decoder, model=gpt, "],
-    ),
-    (
-        ["model=powernorm", "model.norm=pn_v", "model.psi_warmup_steps=5"],
-        ["model.psi_warmup_steps=5, model.norm=pn_v", "no effect", "model.psi_warmup_steps=auto"],
     ),
     (
         ["model.s_qk.kind=fixed", "model.s_qk.scale=2"],
@@ -227,54 +179,37 @@ COMMAND_LINES: list[tuple[list[str], list[str]]] = [
     # Multirun
     (["-m", "optim.lr=1e-3,fast"], ["optim.lr=fast", "a number > 0 or auto"]),
     (["-m", "optim.lr=interval(0,1)"], ["optim.lr=interval(0,1)", "List the values"]),
-    (["-m", "run.root=null,x"], ["run.root=null", "must be text"]),
-    (["-m", "optim.lr =1,2"], ["optim.lr =1,2: a space"]),
     (["-m", "run.name=a/b", "run.seed=1,2"], ["run.name=a/b/0", "at most one '/'"]),
 ]
 
 # A file below the user's directory, its content, then what the message must say beside the file's path.
 FILES: list[tuple[str, str, list[str]]] = [
-    ("model/my", "defaults: [ngpt]\nlayerz: 3\n", ["model.layerz=3", "model.n_layers"]),
     ("model/my", "defaults: [gpt]\nqk_nrom: true\n", ["model.qk_nrom=true", "model.qk_norm"]),
     ("model/my", "d_model: 96\n", ["architecture", "- ngpt"]),
     ("model/my", "defaults: [ngpt]\nmodel:\n  d_model: 96\n", ["model.model.d_model=96", "d_model", "@package"]),
     ("model/my", "defaults: [my]\nd_model: 96\n", ["model=my: builds upon itself: my -> my", "Take my out"]),
-    ("experiment/my", "# @package _global_\ndefaults: [my]\n", ["experiment=my: builds upon itself", "defaults of"]),
-    ("model/my", "defaults: [gtp]\n", ["model=gtp", "did you mean gpt"]),
     ("model/my", "defaults: ngpt\n", ["defaults=ngpt", "not a list"]),
     ("model/my", "defaults: [ngpt]\n_target_: os.system\n", ["model._target_=os.system", "no such key"]),
     ("model/my", "defaults: [ngpt]\nd_model: 128\nn_heads: 5\n", ["model.n_heads=5", "4 or 8"]),
     ("scale/my", "train:\n  steps: 5\n", ["# @package _global_"]),
     ("scale/my", "# @package _global_\ntrain:\n  steps: ten\n", ["train.steps=ten", "an integer >= 1"]),
-    ("scale/my", "# @package _global_\ntrain:\n  steps: '5'\n", ["train.steps=5", "without quotes"]),
-    ("recipe/my", "# @package _global_\noptim: {lr: '0.1'}\n", ["optim.lr=0.1", "write 0.1 without quotes"]),
     ("recipe/my", "# @package _global_\noptim: {lr: .inf}\n", ["optim.lr=inf", "finite"]),
     ("recipe/my", f"# @package _global_\noptim: {{lr: {5000 * '9'}}}\n", ["cannot be read as YAML"]),
     ("scale/my", "# @package _global_\nrun:\n  root: ???\n", ["run.root=???", "??? stands for no value"]),
     ("scale/my", "# @package _global_\nrun: ???\n", ["run=???", "a section"]),
-    ("scale/my", "# @package _global_\nrun: {name: null}\n", ["run.name=null", "must be text"]),
     ("experiment/my", "# @package _global_\ntrain.steps: 3\n", ["train.steps: only", "Write train: {steps: 3}"]),
-    ("scale/my", "# @package _global_\ntrain.steps: 3\n", ["train.steps: only", "Write train: {steps: 3}"]),
-    ("model/my", "defaults: [ngpt]\ns_qk.init: 3\n", ["s_qk.init: only", "Write s_qk: {init: 3}"]),
     ("model/my", "defaults: [ngpt]\nmodel.d_model: 96\n", ["model.d_model: only", "Write d_model: 96"]),
     (
         "scale/my",
         "# @package _global_\nlogging:\n  wandb.mode: offline\n",
         ["logging.wandb.mode: only", "Write logging: {wandb: {mode: offline}}"],
     ),
-    (
-        "scale/my",
-        "# @package _global_\nlogging.wandb:\n  mode: offline\n",
-        ["logging.wandb.mode: only", "Write logging: {wandb: {mode: offline}}"],
-    ),
-    ("scale/my", "# @package _global_\ntrain: 5\n", ["train=5", "a section"]),
     ("scale/my", "# @package _global_\ntrain:\n\tsteps: 5\n", ["line 3", "not valid YAML"]),
     ("scale/my", "# @package _global_\ntrain:\n  steps: 5\n  steps: 6\n", ["line 4", "duplicate key steps"]),
     ("scale/my", "- a\n- b\n", ["a list", "mapping"]),
     ("recipe/my", "# @package _global_\noptim:\n  lr_table: {tiny: {256: fast}}\n", ["optim.lr_table", "fast"]),
     ("eval/my", "every: often\n", ["eval.every=often", "an integer >= 0"]),
     ("logging/my", "wandb:\n  mode: off\n", ["logging.wandb.mode=false", "offline"]),
-    ("data/my", "kind: web\n", ["data.kind=web", "embedded, local, tokens, openwebtext, hf or mixture"]),
     ("experiment/my", "# @package _global_\ndefaults:\n  - override /modl: gpt\n", ["modl", "did you mean model"]),
     ("experiment/my", "# @package _global_\ndefaults:\n  - override /model: gtp\n", ["model=gtp", "mean gpt"]),
     ("experiment/my", "# @package _global_\ndefaults:\n  - /model: gpt\n", ["model=gpt", "override /model: gpt"]),
@@ -447,8 +382,8 @@ def test_tensorboard_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
 @pytest.mark.parametrize("old", ["0.4.9", "0.4.9.2", "0.4.11", "0.3.0"])
 def test_an_old_harness(old: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Caught: an ImportError from deep inside, hours later; versions that are compared as text."""
-    monkeypatch.setattr(conflicts, "version", lambda name: old)
+    monkeypatch.setattr(evaluation, "version", lambda name: old)
     assert f"lm-eval {old} is too old" in message_of(["eval.tasks=[arc_easy]"], capsys)
     for new in ("0.4.12", "0.5.0rc1", "1.0"):
-        monkeypatch.setattr(conflicts, "version", lambda name, new=new: new)
+        monkeypatch.setattr(evaluation, "version", lambda name, new=new: new)
         assert main(["train", "eval.tasks=[arc_easy]", "--cfg", "job"]) == 0

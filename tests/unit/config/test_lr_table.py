@@ -1,4 +1,5 @@
-"""optim.lr_table: which entry counts, when it is an extrapolation, and what a table may hold."""
+"""optim.lr_table: which entry counts, when it is an extrapolation, what a table may hold. schedule.final_share: the end
+of the schedule as a share of a rate that is tuned, or from a table."""
 
 import math
 from pathlib import Path
@@ -8,7 +9,7 @@ import pytest
 
 from ngpt_train.config import Config, ConfigError, check_resume, list_experiments, load_config, to_dict
 from ngpt_train.config.composition.compose import compose
-from ngpt_train.config.composition.files import config_dir
+from ngpt_train.config.composition.yaml_files import config_dir
 from ngpt_train.config.lr_table import Run, look_up, problem_of
 from ngpt_train.config.stored import with_first_values
 
@@ -211,3 +212,30 @@ def test_a_rate_that_was_asked_for_does_not_change(stored: list[str], new: list[
 def test_the_table_is_stored() -> None:
     config = run()
     assert to_dict(config)["optim"]["lr_table"]["0.5b"][1024][0]["lr"] == 2.5e-3
+
+
+def test_the_end_of_the_schedule_follows_the_rate() -> None:
+    assert load_config(["model=ngpt", "schedule.final_share=0.1", "optim.lr=2e-2"]).schedule.final_lr == 2e-3
+    config = load_config(["model=ngpt", "schedule.final_share=0.25"])  # a rate of the table
+    assert config.schedule.final_lr == float(config.optim.lr) / 4
+
+
+def test_the_later_of_final_lr_and_final_share_counts() -> None:
+    """A recipe sets final_share, the command line final_lr. Caught: a share that outlives what replaced it."""
+    schedule = load_config(["model=ngpt", "recipe=nugpt", "optim.lr=1e-2", "schedule.final_lr=3e-4"]).schedule
+    assert (schedule.final_lr, schedule.final_share) == (3e-4, None)
+    with pytest.raises(ConfigError, match=r"schedule\.final_lr=0\.001, schedule\.final_share=0\.1: both"):
+        load_config(["schedule.final_share=0.1", "schedule.final_lr=1e-3"])
+    with pytest.raises(ConfigError, match=r"Set schedule\.final_share=0"):
+        load_config(["schedule.final_share=0.1", "schedule.kind=constant"])
+
+
+def test_a_longer_run_keeps_rate_and_end() -> None:
+    """Where the table has another rate for more steps. Caught: an end of the new rate, or a refusal."""
+    common = ["model=ngpt", "scale=0.5b", "schedule.final_share=0.1"]
+    stored, longer = load_config([*common, "train.steps=10000"]), load_config([*common, "train.steps=100000"])
+    assert stored.optim.lr != longer.optim.lr
+    check_resume(stored, longer)
+    assert with_first_values(longer, stored).schedule.final_lr == stored.schedule.final_lr
+    with pytest.raises(ConfigError, match=r"schedule\.final_share: 0\.1 -> 0\.2"):
+        check_resume(stored, load_config([*common[:2], "schedule.final_share=0.2", "train.steps=10000"]))

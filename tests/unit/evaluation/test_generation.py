@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngpt_train.config.sections.verbs import GenerateConfig
-from ngpt_train.config.texts import check_texts
+from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.tokenizers.interface import BytesTokenizer, Tokenizer
 from ngpt_train.data.tokenizers.words import WordsTokenizer
@@ -252,5 +251,5 @@ def test_keys_that_exclude_each_other(tmp_path: Path) -> None:
         ({"out": str(there)}, "generate.out=.*/there: the file exists already"),
     ]:
         with pytest.raises(ConfigError, match=problem):
-            check_texts(GenerateConfig(**options))  # type: ignore[arg-type]
-    check_texts(GenerateConfig(prompts=str(there), out=str(tmp_path / "new"), stop=["\n"]))
+            GenerateConfig(**options).check_texts()  # type: ignore[arg-type]
+    GenerateConfig(prompts=str(there), out=str(tmp_path / "new"), stop=["\n"]).check_texts()

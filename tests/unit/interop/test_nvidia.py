@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngpt_train.config.architectures import build
+from ngpt_train.config.schema import build
 from ngpt_train.core.errors import DataError
 from ngpt_train.interop.nvidia import read_nvidia
 from ngpt_train.models import Decoder, build_model, load_weights

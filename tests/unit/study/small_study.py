@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.config import load_config, write_yaml
-from ngpt_train.config.conflicts import arguments_of
+from ngpt_train.config.arguments import arguments_of
 from ngpt_train.study.composition import Runs
 from ngpt_train.study.definition import Study, read_study
 from ngpt_train.study.engines import Ended, Job

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.study import AuditConfig
+from ngpt_train.config.sections.studies import AuditConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.study.audit import CERTIFICATE, read_certificates

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ngpt_train.config.sections.study import StudyConfig
+from ngpt_train.config.sections.studies import StudyConfig
 from ngpt_train.study.engines import Ended, Job, local
 from ngpt_train.study.engines.local import LocalEngine, local_engine, usable_gpus
 from ngpt_train.study.points import Point

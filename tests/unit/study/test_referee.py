@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from ngpt_train.config.architectures import architectures, schema_keys
+from ngpt_train.config.architectures import architectures
+from ngpt_train.config.schema import schema_keys
 from ngpt_train.config.validate import Key
 from ngpt_train.core.errors import DataError
 from ngpt_train.study.compare.key_kinds import HARDWARE, HARMLESS, PLACES_OF_ROWS, PLACES_OF_TEXT, covers, is_harmless

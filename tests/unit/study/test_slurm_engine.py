@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ngpt_train.config import ConfigError
-from ngpt_train.config.sections.study import SlurmConfig, StudyConfig
+from ngpt_train.config.sections.studies import SlurmConfig, StudyConfig
 from ngpt_train.study.engines import Ended, Job, slurm
 from ngpt_train.study.engines.slurm import SlurmEngine, Training, slurm_engine
 from ngpt_train.study.points import Point

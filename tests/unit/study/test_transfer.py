@@ -10,7 +10,7 @@ import pytest
 
 from ngpt_train.__main__ import main
 from ngpt_train.config import ConfigError, load_config, lr_table, to_dict
-from ngpt_train.config.composition.reading import parse
+from ngpt_train.config.composition.yaml_files import parse
 from ngpt_train.config.keys import TABLES
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.validate import flatten

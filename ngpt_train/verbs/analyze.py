@@ -17,8 +17,8 @@ from ngpt_train.analysis.measures.of_run import OfRun
 from ngpt_train.analysis.output.numbers import as_json, write_json, write_parquet
 from ngpt_train.analysis.output.page import write_page
 from ngpt_train.analysis.output.pictures import write_pictures
+from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.secrets import command_of, redacted
 from ngpt_train.data import open_dataset
@@ -56,10 +56,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
 
 
 def _write(measured: Measured, content: Mapping[str, Any], out: Path) -> None:
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise mistake(f"analyze.out={out}: cannot be made ({error.strerror})", "Name another directory") from None
+    make_directory(f"analyze.out={out}", out)
     write_json(content, out / "analysis.json")
     write_parquet(measured, out / "analysis.parquet")
     write_pictures(measured, [str(run["name"]) for run in content["runs"]], out / "figures")

@@ -1,7 +1,6 @@
 """`import`: a model of another program as a run."""
 
 import logging
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,13 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Makes the run directory import.out of the model import.source, and prints what it is; returns 0. Under torchrun
-    rank 0 alone works.
+    """Makes the run directory import.out of the model import.source, and prints what it is; returns 0.
 
     Raises ConfigError for a directory that is not empty, DataError for a model that cannot be read or does not fit.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return 0
     own = config.import_
     assert own.source is not None  # check_verb refuses null
     assert own.out is not None

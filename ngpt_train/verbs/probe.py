@@ -17,10 +17,10 @@ from ngpt_train.analysis.probe import classes
 from ngpt_train.analysis.probe.page import class_rows, sign, write_page
 from ngpt_train.analysis.probe.pieces import pieces_of
 from ngpt_train.analysis.probe.report import report
-from ngpt_train.config.conflicts import check_contexts
-from ngpt_train.config.mixture import mixture_of
+from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
-from ngpt_train.config.validate import mistake
+from ngpt_train.config.sections.data import mixture_of
+from ngpt_train.config.sections.evaluation import check_contexts
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.secrets import command_of, redacted
@@ -84,10 +84,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     print(summary(content))
     if own.out is not None:
         out = Path(own.out).expanduser()
-        try:
-            out.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise mistake(f"probe.out={out}: cannot be made ({error.strerror})", "Name another directory") from None
+        make_directory(f"probe.out={out}", out)
         write_atomically(out / "probe.json", (json.dumps(content, ensure_ascii=False) + "\n").encode())
         write_page(content, out / "page.html")
         print(f"written to {out}: page.html, probe.json")

@@ -1,6 +1,5 @@
 """`export`: a checkpoint as a directory for other programs."""
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +14,12 @@ from ngpt_train.interop.layouts.registry import chosen_layout
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:
-    """Writes the model of export.checkpoint into export.out and prints how it was compared; returns 0. Under torchrun
-    rank 0 alone works.
+    """Writes the model of export.checkpoint into export.out and prints how it was compared; returns 0.
 
     Raises ConfigError for an override that contradicts the checkpoint, a layout that cannot hold the model, or a
     directory that is not empty; DataError where there is no usable checkpoint; NumericalError where the written model
     is another one.
     """
-    if os.environ.get("RANK", "0") != "0":
-        return 0
     own = config.export
     assert own.out is not None  # check_verb refuses null
     check_free("export.out", Path(own.out).expanduser())

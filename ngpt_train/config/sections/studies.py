@@ -1,15 +1,16 @@
-"""Keys of the verbs around a study: `study`, `compare`, `audit` and `transfer`."""
+"""The keys study.*, compare.*, audit.* and transfer.*: the verbs around a study."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, Union
 
-from ngpt_train.config.keys import AUTO, COUNT, SEED, IntOrAuto, Table, key
-from ngpt_train.core.errors import ConfigError
+from ngpt_train.config.keys import AUTO, COUNT, SEED, Conflict, IntOrAuto, Table, VerbKeys, key
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
 
 # As part of a run's name.
 _ARM = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,59}")
@@ -37,15 +38,6 @@ def _problem_of_tuned(tuned: Mapping[Any, Any]) -> str | None:
         if name != "optim.lr" and not (isinstance(grid, list) and len(grid) > 1):
             return f"{name}: {grid!r} is not a list of two values or more to try, such as [0.03, 0.1, 0.3]"
     return None
-
-
-# The verbs that make the runs of a study, and what of their command line is for the study. All else is for its runs.
-STUDY_VERBS = ("study", "transfer")
-STUDY_SECTIONS = ("study", "compare", "audit", "transfer")
-
-
-def is_of_study(argument: str) -> bool:
-    return argument.partition("=")[0].strip().partition(".")[0] in STUDY_SECTIONS
 
 
 _IN_YAML = "Write a study in YAML, DIR/study/my.yaml, and choose it with --config-dir DIR study=my"
@@ -144,23 +136,6 @@ class StudyConfig:
     dry_run: bool = key(False, "Only print the table of runs, tokens, FLOPs and hours.")
 
 
-# Verbs whose arguments may be directories, and the key of their section that holds them.
-TAKE_DIRECTORIES = {"compare": "runs", "audit": "run", "transfer": "studies"}
-
-
-def without_directories(verb: str, arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The arguments that are overrides, and those that are directories: without a '=', or there all the same."""
-    found = [x for x in arguments if verb in TAKE_DIRECTORIES and ("=" not in x or os.path.isdir(x))]
-    return [x for x in arguments if x not in found], found
-
-
-def put_directories(config: Any, verb: str, directories: list[str]) -> None:
-    """Sets the key that holds them. Raises ConfigError for several runs of a verb that takes one."""
-    if verb == "audit" and len(directories) > 1:
-        raise ConfigError(f"audit {' '.join(directories)}: one run at a time\n  For example: ngpt-train audit runs/a")
-    setattr(getattr(config, verb), TAKE_DIRECTORIES[verb], directories[0] if verb == "audit" else directories)
-
-
 @dataclass
 class CompareConfig:
     """Which of several arms is better, by how much and how sure (`compare RUN...`)."""
@@ -203,7 +178,7 @@ class CompareConfig:
 
 
 @dataclass
-class AuditConfig:
+class AuditConfig(VerbKeys):
     """Whether a run's records are what its config, code and data give (`audit RUN`)."""
 
     run: Union[str, None] = key(None, "The run directory; `audit RUN` sets it. null: none.")
@@ -221,6 +196,10 @@ class AuditConfig:
         maximum=1,
     )
     out: Union[str, None] = key(None, "JSON file for the certificate; null is audit.json in the run directory.")
+
+    def refused(self, config: Config) -> Iterator[Conflict]:
+        if self.run is None:
+            yield "audit.run", "no run is named", f"For example: ngpt-train audit {config.run.example()}"
 
 
 @dataclass

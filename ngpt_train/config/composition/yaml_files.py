@@ -1,4 +1,4 @@
-"""The YAML files: where they are, which options each group has, and what they may say.
+"""The YAML files: where they are, which options each group has, what they may say, and how they are read.
 
 An experiment's file may be a table: `rows` names experiments that share the rest of the file, and
 `experiment=<file>/<row>` chooses one. A row says what a command line would say, `model: gpt` or `optim.lr: 1.0e-3`;
@@ -7,22 +7,23 @@ what it says goes over the rest of the file, and the command line over both.
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 from ngpt_train.config.architectures import all_keys, architectures, plugins
 from ngpt_train.config.composition.overrides import Overrides, check_option, parse_row
-from ngpt_train.config.composition.reading import read_mapping
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import Key, check_leaves, did_you_mean, flatten, mistake, nearest, nested, show
 from ngpt_train.core.errors import ConfigError
+from ngpt_train.core.files import read_yaml_text
 
 # In the order of configs/train.yaml, where a later group overrides an earlier one.
 GROUPS = {
@@ -287,3 +288,39 @@ def _dotted(tree: Mapping[Any, Any], keys: Mapping[str, Key], section: str) -> I
 def _without_header(option: Option) -> ConfigError:
     fix = f"Files of {option.group}/ need it: their keys are full names"
     return mistake(f"{option.path}: the first line is not '{_HEADER}'", fix)
+
+
+def read_mapping(path: Path) -> Mapping[Any, Any]:
+    """The content of a YAML file, interpolations unresolved; not to be changed. Raises ConfigError with file and
+    line."""
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import MarkedYAMLError, YAMLError
+
+    try:
+        status = path.stat()
+        tree = _parsed(path, status.st_mtime_ns, status.st_size)
+    except MarkedYAMLError as error:
+        line = f", line {error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise ConfigError(f"{path}{line}: not valid YAML: {error.problem}") from None
+    except (YAMLError, ValueError) as error:  # a number of thousands of digits is a ValueError, as is broken UTF-8
+        raise ConfigError(f"{path}: cannot be read as YAML in UTF-8: {error}") from None
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"{path}: {str(error).splitlines()[0]}") from None
+    except OSError as error:
+        link = "" if path.exists() or not path.is_symlink() else f"it links to {path.readlink()}: "
+        raise ConfigError(f"{path}: cannot be read: {link}{error.strerror or error}") from None
+    if not isinstance(tree, dict):
+        raise ConfigError(f"{path}: a list, but a config file is a mapping of keys to values")
+    return tree
+
+
+@cache
+def _parsed(path: Path, modified: int, size: int) -> Any:
+    return parse(read_yaml_text(path))
+
+
+def parse(text: str) -> Any:
+    """What YAML says as the configuration reads it: 1.0e6 is a number. Raises YAMLError, OmegaConfBaseException."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)

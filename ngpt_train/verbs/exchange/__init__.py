@@ -1,1 +1,0 @@
-"""The verbs `export` and `import`."""
