@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.processes import end_with_parent
-from ngpt_train.data.prepared.shards import STEMS
-from ngpt_train.data.sources.text import Counts, Shard, ShardSource, Unit, halves, place_of
+from ngpt_train.data.prepared.manifest import STEMS
+from ngpt_train.data.sources.source import Counts, Shard, ShardSource, Unit, halves, place_of
 from ngpt_train.data.tokenizers import Ids, Tokenizer, with_eos
 
 # Characters of a chunk, or one document: what a process holds in memory.

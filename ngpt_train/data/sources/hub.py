@@ -21,7 +21,7 @@ from ngpt_train.core.files import write_atomically
 from ngpt_train.data.hashes import canonical_hash
 from ngpt_train.data.sources.hub_client import HubClient, HubFile, endpoint
 from ngpt_train.data.sources.readers import checked_text, no_field, read_file
-from ngpt_train.data.sources.text import EXTENSIONS, FetchError, Shard, Source, extension, text_size
+from ngpt_train.data.sources.source import EXTENSIONS, FetchError, Shard, Source, extension, text_size
 
 logger = logging.getLogger(__name__)
 

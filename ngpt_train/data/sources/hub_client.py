@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.sources.text import FetchError
+from ngpt_train.data.sources.source import FetchError
 
 if TYPE_CHECKING:
     import httpx2

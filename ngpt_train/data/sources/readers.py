@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.sources.text import FetchError, extension
+from ngpt_train.data.sources.source import FetchError, extension
 
 COMPRESSIONS = (".gz", ".zst")
 # Bytes of a line, of a row and of compressed text: a few KB on a disk may stand for more than all memory.

@@ -16,9 +16,9 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_whole
 from ngpt_train.data.tokenizers.gpt2 import GPT2Tokenizer, gpt2_ranks, parse_ranks
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from ngpt_train.data.tokenizers.interface import BytesTokenizer, Ids, Tokenizer, tokenizer_identity, with_eos
 from ngpt_train.data.tokenizers.model_files import PINNED, read_file
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
+from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Ids, Tokenizer, tokenizer_identity, with_eos
 from ngpt_train.data.tokenizers.words import WordsTokenizer, count_words
 
 __all__ = [

@@ -12,8 +12,8 @@ import numpy as np
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json
 from ngpt_train.data.tokenizers.gpt2 import byte_of_character
-from ngpt_train.data.tokenizers.interface import Ids
 from ngpt_train.data.tokenizers.sentence_piece import SPACE_SYMBOL
+from ngpt_train.data.tokenizers.tokenizer import Ids
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 

@@ -35,14 +35,13 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import open_dataset, reader_of
-from ngpt_train.data.rows import Reader
-from ngpt_train.data.sources import local
-from ngpt_train.data.sources.local import LocalText, list_files
-from ngpt_train.data.sources.text import FetchError, Shard
-from ngpt_train.data.streamed import balance
-from ngpt_train.data.streamed import cache as shard_cache
-from ngpt_train.data.streamed.cache import HEADER, Documents, ShardCache, read_header
+from ngpt_train.data import epochs, open_dataset, reader_of
+from ngpt_train.data.position import Reader
+from ngpt_train.data.sources import local_files
+from ngpt_train.data.sources.local_files import LocalText, list_files
+from ngpt_train.data.sources.source import FetchError, Shard
+from ngpt_train.data.streamed import shard_cache
+from ngpt_train.data.streamed.shard_cache import HEADER, Documents, ShardCache, read_header
 from ngpt_train.data.streamed.workers import StreamReader
 
 ROOT = Path(__file__).parents[3]
@@ -387,7 +386,7 @@ def test_a_killed_worker_is_noticed(text: Path, tmp_path: Path, n_rows: int) -> 
 
 def test_the_error_of_a_worker(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """About a shard that nothing has opened before the workers start. Caught: a traceback of the worker."""
-    monkeypatch.setattr(balance, "MOST_BYTES", 0)
+    monkeypatch.setattr(epochs, "MOST_BYTES", 0)
     make, message = FAULTS["utf8 in jsonl"]
     make(text)
     cfg = config(text, tmp_path / "cache", workers=1, open_shards=1)
@@ -687,11 +686,11 @@ import resource, sys
 from pathlib import Path
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import open_dataset
-from ngpt_train.data.sources import local
+from ngpt_train.data.sources import local_files
 from tests.unit.data.test_bad_input import config
 if __name__ == "__main__":
     way, text, cache, workers = sys.argv[1:]
-    local.UNIT_BYTES = 500_000  # so that there is work for two processes
+    local_files.UNIT_BYTES = 500_000  # so that there is work for two processes
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
     try:
         open_dataset(config(text, Path(cache), way, prepare_workers=int(workers)))
@@ -731,7 +730,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("way", WAYS)
 def test_a_disk_that_is_full(small_disk: Path, tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a process of `prepare` meets it. Caught: its traceback; what is half-made and keeps the disk full."""
-    monkeypatch.setattr(local, "UNIT_BYTES", 500_000)
+    monkeypatch.setattr(local_files, "UNIT_BYTES", 500_000)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_bytes(lines(texts(9000)))
     for workers in (1, 2):

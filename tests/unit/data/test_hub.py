@@ -26,8 +26,8 @@ from ngpt_train.config.schema import DataConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.sources import hub_client
 from ngpt_train.data.sources.hub import HubText, list_hub
-from ngpt_train.data.sources.text import FetchError, Source
-from ngpt_train.data.streamed.cache import ShardCache
+from ngpt_train.data.sources.source import FetchError, Source
+from ngpt_train.data.streamed.shard_cache import ShardCache
 from tests import hub_server
 from tests.hub_server import COMMIT, Fault, Hub, blob_id, serving, sha256
 
@@ -543,7 +543,7 @@ import sys
 from pathlib import Path
 from ngpt_train.config.schema import DataConfig
 from ngpt_train.data.sources.hub import list_hub
-from ngpt_train.data.streamed.cache import ShardCache
+from ngpt_train.data.streamed.shard_cache import ShardCache
 listing = list_hub(DataConfig(kind="hf", repo=sys.argv[2]))
 cache = ShardCache(Path(sys.argv[1]), 1e9, listing.reader, "text", skip_bad=False)
 print("ready", flush=True)
