@@ -36,7 +36,7 @@ class Dataset:
 
     @property
     def commits(self) -> dict[str, str | None]:
-        """Of data sets of the hub, as `config.mixture.commits_of` names them."""
+        """Commits of the hub's data sets by source, named as by `config.mixture.commits_of`."""
         source = self.manifest["source"]
         if source["kind"] != "mixture":
             return {"": source.get("revision")}

@@ -1,5 +1,5 @@
-"""How often a run reads its training text: the rows of one reading, and the warnings for text that is read many times
-or repeats before all of it was read."""
+"""The rows of one reading of the training text, and warnings for text that is read many times, or again before all of
+it was read."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class EpochRows(NamedTuple):
     exact: bool
 
     def epochs(self, rows: float) -> float:
-        """How often the source is read by the first `rows` rows of a run, those of other sources included."""
+        """Readings of the source by the first `rows` rows of a run, rows of other sources counted."""
         return rows * self.share / self.rows
 
 
 def epoch_rows(data: Dataset, config: Config) -> dict[str, EpochRows]:
-    """Of each source of the training text, by name; without a mixture the one name is empty.
+    """The rows of each source of the training text, by name; without a mixture the one name is empty.
 
     Exact for prepared tokens. Of streamed text an estimate: its size is known of shards that are decoded on this
     machine, and estimated from the sizes of the others' files; the held-out text says how many bytes a token has.
@@ -183,7 +183,7 @@ def warn_of_repeats(text: OpenShards, settings: StreamSettings) -> None:
 
 
 def is_small(text: OpenShards) -> bool:
-    """Whether all text, whose shards are opened for it, is at most MOST_BYTES, or one shard."""
+    """True if all text is at most MOST_BYTES, or one shard. Opens the shards."""
     n_bytes = 0
     for shard in range(text.n_shards):
         n_bytes += text.documents(shard).header["bytes"]

@@ -56,7 +56,7 @@ class Mixed:
 
 
 def turns(mixture: Mixture, share: Share, rows: int, taken: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Of each row that a rank takes, from row `rows` of the run on: its source, and its number within the source.
+    """(source, number within the source) of each row that a rank takes, from row `rows` of the run on.
 
     Row n of stream s has the number n * n_streams + s. taken: rows (sources, n_streams) that each stream has given of
     each source; all rows of the rank's streams are counted there, those that other ranks take too.
@@ -177,7 +177,7 @@ def open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -
 
 
 def _mixed_corpus(config: Config, sources: Sequence[SourceConfig]) -> Iterator[str]:
-    """What a tokenizer is trained from, in the sources' shares."""
+    """The text that a tokenizer is trained from, in the sources' shares."""
     logger.info("training a SentencePiece model of %d pieces on all sources", config.tokenizer.vocab_size)
     for source in sources:
         own = replace(config, data=source.data)

@@ -48,11 +48,11 @@ class Reader:
         return {}
 
     def skipped(self) -> dict[str, str]:
-        """What is wrong with shards that were left out, by name."""
+        """The problems of shards that were left out, by name."""
         return {}
 
     def rows_by_source(self) -> dict[str, int]:
-        """Of a mixture, the rows of each source so far; the sums over all ranks are those of the run."""
+        """The rows of each source of a mixture so far; the sums over all ranks are the run's."""
         return {}
 
     def close(self) -> None:
@@ -84,7 +84,7 @@ def merged(positions: Sequence[Position]) -> dict[str, Any]:
 
 
 def latest(cursors: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Of each stream the cursor of the rank that has read it furthest; cursors: of each rank (n_streams, width)."""
+    """The cursor of each stream, from the rank that has read it furthest. cursors: one (n_streams, width) a rank."""
     furthest = cursors[0]
     for other in cursors[1:]:
         differs = (other != furthest).argmax(axis=1)[:, None]  # the first number that does decides

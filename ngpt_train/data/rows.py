@@ -1,5 +1,5 @@
-"""What a row is, of prepared and of streamed text: a stretch of text, documents that fit together, or a document and
-its continuation.
+"""Rows of prepared and of streamed text: a stretch of text, documents that fit together, or a document and its
+continuation.
 
 A row is written as `context + 1` ids, -1 where there is none: each id but the last is read, each but the first is the
 target of the one before. A document is its ids and then eos, and the eos before it opens it: as a target eos
@@ -36,7 +36,7 @@ STREAMED_TOGETHER = 64
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How the ids of a row become what a model takes.
+    """Turns the ids of rows into the arrays that a model takes.
 
     source_context: tokens that an encoder reads, None for a decoder; pads: whether a row may have fewer ids than fit;
     document_mask: whether attention ends, and positions begin, with each document.
@@ -54,7 +54,7 @@ class RowFormat:
         return 0 if self.source_context is None else self.source_context + 2
 
     def targets_of(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Targets that documents of `lengths` ids (N,), eos counted, have: (N,)."""
+        """The numbers of targets (N,) of documents of `lengths` ids (N,), eos counted."""
         if self.source_context is None:
             return lengths
         return np.maximum(np.minimum(lengths, self.context + 1) - self.source_context - 1, 0)

@@ -112,7 +112,7 @@ class Tokens:
             lengths.append(np.diff(offsets))
         return np.concatenate(starts), np.concatenate(lengths)
 
-    def read(self, start: int, out: NDArray[np.int64]) -> None:
+    def read(self, start: int, out: NDArray[np.integer]) -> None:
         """Fills `out` with the tokens from `start` on; before the first there is eos, which opens its document."""
         assert start >= -1
         assert start + len(out) <= len(self)

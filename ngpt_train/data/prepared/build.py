@@ -113,7 +113,7 @@ def _key(config: Config, source: Source, tokenizer_key: list[Any], hashes: FileH
 
 
 def _settings(data: DataConfig) -> dict[str, Any]:
-    """What of the keys of the data decides the shards, besides where the text is."""
+    """The keys of `data` that decide the shards, besides the place of the text."""
     settings = {"val_fraction": data.held_out_share, "shard_tokens": data.shard_tokens}
     return settings | ({"keep_empty": True} if data.keep_empty else {})
 

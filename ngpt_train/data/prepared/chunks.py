@@ -64,7 +64,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """How text becomes chunks. single: the text is one document, whose end validates; keep_empty: an empty document
+    """Makes chunks of text. single: the text is one document, whose end validates; keep_empty: an empty document
     is an eos, and not skipped. Travels to worker processes."""
 
     reader: ShardSource
@@ -130,7 +130,7 @@ class _Growing:
 
 
 def n_processes(setting: int | str, n_units: int) -> int:
-    """How many processes `data.prepare_workers` stands for: no more than there is work for."""
+    """The number of processes for `data.prepare_workers`: no more than there is work for."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(available if setting == AUTO else int(setting), n_units))
 

@@ -117,7 +117,7 @@ def _check_hash(path: Path, found: str, expected: str) -> None:
 
 
 def _problem_of(manifest: dict[str, Any]) -> str | None:
-    """What is wrong with the parts of a manifest by which files are opened, or None."""
+    """The fault of a manifest in the parts by which files are opened, or None."""
     tokenizer, splits = manifest.get("tokenizer"), manifest.get("splits")
     if not isinstance(tokenizer, dict) or not isinstance(manifest.get("source"), dict):
         return "it does not describe its tokenizer and its source"

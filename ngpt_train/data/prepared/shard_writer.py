@@ -1,4 +1,4 @@
-"""How token shards are written, and how writing goes on after a kill. docs/data.md documents the files.
+"""Token shards are written here, also from where a kill has ended an earlier start. docs/data.md documents the files.
 
 The journal says what a start has finished. It has one JSON object a line, the last one perhaps cut. The first line says
 what is prepared with what. Each other is written when a shard is finished and everything before is on the disk: the
@@ -23,13 +23,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.core.files import parse_json, read_whole
+from ngpt_train.data.hashes import READ_BYTES
 from ngpt_train.data.prepared.chunks import Chunk
 from ngpt_train.data.prepared.manifest import STEMS
 from ngpt_train.data.sources.source import Counts
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES = 1 << 24
 JOURNAL = "journal.jsonl"
 
 
@@ -84,7 +84,7 @@ class ShardWriter:
 
     @property
     def keeps_something(self) -> bool:
-        """Whether another start has something to go on from."""
+        """True if another start has something to go on from."""
         return any(self._recorded.values())
 
     def finish(self) -> dict[str, dict[str, Any]]:
@@ -131,7 +131,7 @@ class SplitWriter:
         self._split_hash = hashlib.sha256()
         self._open: _OpenShard | None = None
         self.shards: list[dict[str, Any]] = []
-        """What the manifest says of the closed shards."""
+        """The manifest's entries of the closed shards."""
         for entry in before:
             self._open = _OpenShard(directory / entry["file"], self._dtype.itemsize, entry, self._split_hash)
             if self._open.tokens >= shard_tokens:
@@ -276,12 +276,12 @@ class Journal:
         self._chain = list(itertools.accumulate(identities, _chained, initial=""))[1:]
 
     def header(self) -> dict[str, Any] | None:
-        """What `begin` was given by an earlier start; None if there is no journal that can be read."""
+        """The header of an earlier start (`begin`); None if there is no journal that can be read."""
         lines = self._lines()
         return lines[0] if lines else None
 
     def entries(self) -> list[Entry]:
-        """Those about text that is the same as now, oldest first."""
+        """The entries about text that has not changed since, oldest first."""
         found = []
         for line in self._lines()[1:]:
             unit = line["unit"]

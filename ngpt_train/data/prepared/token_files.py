@@ -213,7 +213,7 @@ def _open(prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[Store
 
 
 def _within(places: NDArray[np.int64], start: int, n: int) -> NDArray[np.int64]:
-    """Of increasing places those from `start` to before `start + n`, counted from there."""
+    """The places (increasing) from `start` to before `start + n`, counted from `start`."""
     first, end = np.searchsorted(places, [start, start + n])
     return places[first:end] - start
 

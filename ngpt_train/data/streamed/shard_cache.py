@@ -317,7 +317,7 @@ class Documents:
 
     @property
     def places(self) -> NDArray[np.float64]:
-        """Those of all documents, in [0, 1)."""
+        """The places of all documents, in [0, 1)."""
         return self._places[:]
 
     def place(self, index: int) -> float:

@@ -173,7 +173,7 @@ class Stream:
             ) from error
 
     def _check_epochs(self, last: int, epoch: int, kind: str = "") -> None:
-        """Of few documents a stream may have none in one epoch and some in the next."""
+        """Raises DataError after too many epochs without a document. One such epoch is normal where there are few."""
         if epoch > last + MOST_EMPTY_EPOCHS:
             raise DataError(
                 f"data.streams={self.settings.n_streams}: in {MOST_EMPTY_EPOCHS} epochs there is no document{kind} for "

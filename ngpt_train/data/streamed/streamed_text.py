@@ -108,7 +108,7 @@ def open_text(config: Config, source: Source) -> tuple[ShardCache, OpenShards]:
 
 
 def corpus_of(text: OpenShards, shards: Sequence[Shard], share: float = 1.0) -> Iterator[str]:
-    """What a tokenizer is trained from, a share of the usual sample; drawn only if one is."""
+    """The text that a tokenizer is trained from, a share of the usual sample. Drawn when it is read."""
     yield from draw_sample(shards, lambda number: iter(text.documents(number)), text.val_fraction, share=share)[0]
 
 

@@ -34,7 +34,7 @@ from ngpt_train.data.streamed.stream import Stream, Windows
 from ngpt_train.data.streamed.streamed_text import Start, StreamedText
 from ngpt_train.data.tokenizers import Ids
 
-BLOCK_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start
+SENT_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start
 POLL_SECONDS = 1.0
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
@@ -223,7 +223,7 @@ def _make_rows(text: StreamedText, numbers: Iterable[int], streams: set[int], st
             made.append(opened.row(number))
             if len(made) == block:
                 send()
-                block = min(2 * block, max(1, BLOCK_TOKENS // length))
+                block = min(2 * block, max(1, SENT_TOKENS // length))
     except Exception as error:
         if made:
             send()  # rows before the fault are as good as ever

@@ -82,7 +82,7 @@ def _find_eos(eos: str | int | None, special: dict[str, int], where: str, key: s
 
 
 def _length_of_pieces(described: dict[str, Any], where: str) -> Callable[[str], int]:
-    """How many bytes of text a piece stands for."""
+    """A function from a piece to the bytes of text that it stands for."""
     kinds = set(_types(described.get("pre_tokenizer"))) | set(_types(described.get("decoder")))
     if "ByteLevel" in kinds:
         characters = byte_of_character().keys()

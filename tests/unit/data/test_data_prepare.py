@@ -34,7 +34,7 @@ from ngpt_train.data import (
     prepare_dataset,
     tokenizers,
 )
-from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.hashes import FileHashes
 from ngpt_train.data.prepared.build import Preparation
 from ngpt_train.verbs import prepare as verb
 from tests.unit.data.test_tokenizer import tokenizer_json
@@ -627,19 +627,3 @@ def test_a_sample_is_of_several_shards_and_no_more_than_it_needs() -> None:
     assert texts == [f"{number} {letter}" for number in range(9) for letter in "ab"]  # in the order of the text
     assert counts is not None
     assert (counts.documents, counts.empty) == (18, 9)
-
-
-def test_real_text(tmp_path: Path) -> None:
-    """Pages of the web through a trained tokenizer: every document comes back exactly."""
-    shared = [parent / "shared" / "data" / "openwebtext_800.jsonl" for parent in Path(__file__).resolve().parents]
-    path = next(filter(Path.exists, shared), None)
-    if path is None:
-        pytest.skip("no shared/data/openwebtext_800.jsonl beside the repository")
-    cfg = config(path, tmp_path / "cache")
-    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 2000
-    dataset = open_dataset(cfg)
-    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
-    assert sorted(split_documents(dataset, "train") + split_documents(dataset, "validation")) == sorted(texts)
-    assert canonical_hash(dataset.manifest["splits"]) == canonical_hash(
-        prepare_dataset(cfg, tmp_path / "again").manifest["splits"]
-    )

@@ -27,10 +27,10 @@ from ngpt_train.data.tokenizers import (
     BytesTokenizer,
     GPT2Tokenizer,
     HuggingFaceTokenizer,
-    interface,
     model_files,
 )
 from ngpt_train.data.tokenizers import gpt2 as gpt2_module
+from ngpt_train.data.tokenizers import tokenizer as interface
 from ngpt_train.data.tokenizers.gpt2 import parse_ranks
 from ngpt_train.data.tokenizers.tokenizer import encode_document
 
