@@ -6,11 +6,17 @@ promised. Arrays are numpy's: worker processes import this package and should st
 
 from __future__ import annotations
 
+from ngpt_train.config.schema import Config
+from ngpt_train.data.dataset import Dataset, OnMain, check_whole, open_whole
 from ngpt_train.data.epochs import EpochRows, epoch_rows, many_epochs, planned_rows
-from ngpt_train.data.loader import Position, TrainLoader, data_hash, merged, reader_of
-from ngpt_train.data.open import Dataset, open_dataset, prepare_dataset
-from ngpt_train.data.prepared.shards import Tokens
-from ngpt_train.data.rows import Batch, Reader, Rows, rows_of
+from ngpt_train.data.loader import TrainLoader, reader_of
+from ngpt_train.data.mixed import open_mixture
+from ngpt_train.data.position import Position, Reader, data_hash, merged
+from ngpt_train.data.prepared.build import prepare_dataset
+from ngpt_train.data.prepared.token_files import open_tokens
+from ngpt_train.data.rows import Batch, Rows, rows_of
+from ngpt_train.data.streamed.streamed_text import open_streamed
+from ngpt_train.data.token_sequence import Tokens
 from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, read_tokenizer, write_tokenizer
 from ngpt_train.data.validation_rows import chosen_rows, same_text
 
@@ -39,3 +45,29 @@ __all__ = [
     "same_text",
     "write_tokenizer",
 ]
+
+
+def open_dataset(
+    config: Config, tokenizer: Tokenizer | None = None, on_main: OnMain = lambda function: function()
+) -> Dataset:
+    """The text or tokens that `config.data` names, checked. Text that is not streamed is prepared in the cache unless
+    it is there.
+
+    tokenizer: to use in place of the one that `config.tokenizer` describes; prepared shards bring their own.
+    on_main: where several processes open streamed text, runs a function on one of them and returns its result on all.
+    The function may list, download and tokenize for hours: no collective with a time limit may wait for it.
+    Without streamed text no process group is needed; of several processes that call it, one prepares, the others wait.
+    data.val_fraction=1: nothing is left to train on, and nothing is prepared.
+    Raises ConfigError without `data.path`, DataError if anything is wrong with the text, the files or the
+    tokenizer, or if a split is shorter than a row.
+    """
+    data = config.data
+    if data.val_fraction == 1:
+        check_whole(config)
+    if data.kind == "mixture":
+        return open_mixture(config, tokenizer, on_main)
+    if data.streamed:
+        return open_streamed(config, tokenizer, on_main)
+    if data.val_fraction == 1:
+        return open_whole(config, tokenizer)
+    return open_tokens(config, tokenizer) if data.kind == "tokens" else prepare_dataset(config, tokenizer=tokenizer)

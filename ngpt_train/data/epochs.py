@@ -1,7 +1,9 @@
-"""How many rows one reading of the training text has, and the warning for a run that reads it many times."""
+"""The rows of one reading of the training text, and warnings for text that is read many times, or again before all of
+it was read."""
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -13,12 +15,18 @@ import numpy as np
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import mixture_of
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.open import Dataset, Mixed
-from ngpt_train.data.prepared.foreign import count_tokens
-from ngpt_train.data.prepared.shards import MANIFEST, Tokens, read_manifest
+from ngpt_train.data.dataset import Dataset
+from ngpt_train.data.mixed import Mixed
+from ngpt_train.data.prepared.manifest import MANIFEST, read_manifest
+from ngpt_train.data.prepared.token_files import count_tokens
 from ngpt_train.data.rows import row_format, rows_of
-from ngpt_train.data.sources.local import list_files, list_library
-from ngpt_train.data.sources.text import text_size
+from ngpt_train.data.sources.local_files import list_files, list_library
+from ngpt_train.data.sources.source import text_size
+from ngpt_train.data.streamed.shard_cache import OpenShards
+from ngpt_train.data.streamed.stream import StreamSettings, first_place, n_windows, window_pieces, window_shards
+from ngpt_train.data.token_sequence import Tokens
+
+logger = logging.getLogger(__name__)
 
 # Text that is read up to four times trains almost as well as new text, and from then on less and less (Muennighoff et
 # al. 2023, Scaling Data-Constrained Language Models).
@@ -28,6 +36,10 @@ MANY_EPOCHS = 4
 BYTES_PER_TOKEN, VOCABULARY, BYTES_PER_DOUBLING = 3.4, 4096, 0.27
 # By the published sizes: 5.2 of WikiText-103, 5.4 of Penn Treebank, white space and ends of lines included.
 BYTES_PER_WORD = 5.3
+# A stream with less text than the others goes on into the next epoch while they are still in the first, so some text is
+# read twice before other text is read once. Text of more bytes is not looked at: no stream has much less than another.
+MOST_BYTES = 64_000_000
+TOLERATED = 0.05
 
 
 class EpochRows(NamedTuple):
@@ -38,12 +50,12 @@ class EpochRows(NamedTuple):
     exact: bool
 
     def epochs(self, rows: float) -> float:
-        """How often the source is read by the first `rows` rows of a run, those of other sources included."""
+        """Readings of the source by the first `rows` rows of a run, rows of other sources counted."""
         return rows * self.share / self.rows
 
 
 def epoch_rows(data: Dataset, config: Config) -> dict[str, EpochRows]:
-    """Of each source of the training text, by name; without a mixture the one name is empty.
+    """The rows of each source of the training text, by name; without a mixture the one name is empty.
 
     Exact for prepared tokens. Of streamed text an estimate: its size is known of shards that are decoded on this
     machine, and estimated from the sizes of the others' files; the held-out text says how many bytes a token has.
@@ -144,3 +156,50 @@ def many_epochs(sizes: Mapping[str, EpochRows | None], config: Config) -> Iterat
             f"it has {about}{round(size.rows) * context:,} tokens, and the run asks for {wanted * context:,}. "
             f"From {MANY_EPOCHS} times on a text teaches less and less. {', or '.join(fixes)}"
         )
+
+
+# --- text that repeats within an epoch
+
+
+def warn_of_repeats(text: OpenShards, settings: StreamSettings) -> None:
+    """Says what share of the first epoch's rows repeats text, if that is more than TOLERATED."""
+    if not is_small(text):
+        return
+    share = repeated_share(text, settings, settings.n_streams)
+    if share <= TOLERATED:
+        return
+    fewer = settings.n_streams // 2
+    while (share_of_fewer := repeated_share(text, settings, fewer)) > TOLERATED:  # none of one stream
+        fewer //= 2
+    logger.warning(
+        "data.streams=%d: that many streams share the text of %d documents unevenly. Up to %.0f %% of the rows of the "
+        "first epoch repeat text that was read before; with data.streams=%d, in a new run, up to %.0f %% do",
+        settings.n_streams,
+        sum(text.n_documents(shard) for shard in range(text.n_shards)),
+        100 * share,
+        fewer,
+        100 * share_of_fewer,
+    )
+
+
+def is_small(text: OpenShards) -> bool:
+    """True if all text is at most MOST_BYTES, or one shard. Opens the shards."""
+    n_bytes = 0
+    for shard in range(text.n_shards):
+        n_bytes += text.documents(shard).header["bytes"]
+        if n_bytes > MOST_BYTES and shard + 1 < text.n_shards:
+            return False
+    return True
+
+
+def repeated_share(text: OpenShards, settings: StreamSettings, n_streams: int) -> float:
+    """Share of the first epoch's rows that repeat text, at most: the bytes that streams lack of the mean."""
+    sizes = np.zeros(n_streams)
+    for window in range(n_windows(text.n_shards, settings.open_shards)):
+        shards = window_shards(text.n_shards, settings.open_shards, 0, window, settings.seed)
+        ends = {shard: text.training_bytes(shard) for shard in shards if text.n_documents(shard)}
+        pieces = window_pieces([(s, len(ends[s]) - 1) for s in ends], n_streams, 0, window, settings.seed)
+        streams = (np.arange(len(pieces)) - first_place(n_streams, 0, 0, window, settings.seed)) % n_streams
+        np.add.at(sizes, streams, [ends[piece.shard][piece.last] - ends[piece.shard][piece.first] for piece in pieces])
+    mean = sizes.mean()
+    return float(np.maximum(mean - sizes, 0).sum() / sizes.sum()) if mean else 0.0

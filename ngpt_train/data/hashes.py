@@ -120,7 +120,7 @@ class FileHashes:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether it is a version and (sha256, largest id)."""
+    """True for [version, [sha256, largest id]]."""
     return isinstance(entry, list) and [type(part) for part in entry] == [list, list] and len(entry[1]) == 2
 
 

@@ -3,41 +3,22 @@
 from __future__ import annotations
 
 import functools
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
-from ngpt_train.core.errors import DataError
-from ngpt_train.data.mixture import MixtureReader, Turns
-from ngpt_train.data.open import Dataset, Mixed
+from ngpt_train.data.dataset import Dataset
+from ngpt_train.data.epochs import warn_of_repeats
+from ngpt_train.data.mixed import Mixed, MixtureReader, Turns
 from ngpt_train.data.permutation import GOLDEN, mix, shuffled
-from ngpt_train.data.prepared.shards import Tokens
-from ngpt_train.data.rows import Batch, Reader, Rows, Share, rows_of
-from ngpt_train.data.streamed.balance import warn_of_repeats
-from ngpt_train.data.streamed.stream import Cursor
+from ngpt_train.data.position import ENDLESS, Position, Reader, Share, check_position, stored_integers
+from ngpt_train.data.rows import Batch, Cursor, Rows, rows_of
 from ngpt_train.data.streamed.workers import OnWait, Start, StreamReader
-
-ENDLESS = 2**62
-
-
-class Position(NamedTuple):
-    """Where the data stands after a batch, as far as this rank knows.
-
-    rows: consumed so far by all ranks; data_hash: this rank's part of the sum; cursors: by source, of the streams that
-    this rank reads; skipped: what is wrong with shards that were left out, by name; rows_by_source: of a mixture, this
-    rank's rows so far.
-    """
-
-    rows: int
-    data_hash: int
-    cursors: dict[str, NDArray[np.int64]]
-    skipped: dict[str, str]
-    rows_by_source: dict[str, int]
+from ngpt_train.data.token_sequence import Tokens
 
 
 @dataclass(frozen=True)
@@ -66,7 +47,7 @@ def reader_of(
     Raises DataError for the state of other data, or where a shard cannot be read.
     """
     if state is not None:
-        _check_position(state)
+        check_position(state)
     streams = config.data.streams
     rows = 0 if state is None else int(state["rows"])
     share = Share(rank, world_size)
@@ -76,7 +57,7 @@ def reader_of(
         given = (rows - np.arange(streams) + streams - 1) // streams
         return _reader_of_source(data, config, share, numbers, given, state, "", on_wait)
     mixture = data.train.mixture
-    taken = np.stack([_stored(state, f"{name}/rows", streams, 1)[:, 0] for name in mixture.names])
+    taken = np.stack([stored_integers(state, f"{name}/rows", streams, 1)[:, 0] for name in mixture.names])
     readers = [
         _reader_of_source(
             source, config, share, Turns(mixture, share, rows, taken, index), taken[index], state, f"{name}/", on_wait
@@ -84,19 +65,6 @@ def reader_of(
         for index, (name, source) in enumerate(zip(mixture.names, data.train.sources, strict=True))
     ]
     return MixtureReader(mixture, readers, share, rows, taken)
-
-
-def _check_position(state: Mapping[str, Any]) -> None:
-    """Raises DataError unless `state` has the form of what `merged` returns."""
-    rows, found, cursors, skipped = (state.get(name) for name in ("rows", "data_hash", "cursors", "skipped_shards"))
-    if (
-        type(rows) is not int
-        or not 0 <= rows < ENDLESS
-        or not (isinstance(found, str) and re.fullmatch("[0-9a-f]{1,64}", found))
-        or not isinstance(cursors or {}, dict)
-        or not isinstance(skipped or {}, dict)
-    ):
-        raise DataError("the checkpoint does not say how many rows were read, or where the streams are: it is damaged")
 
 
 def _reader_of_source(
@@ -113,7 +81,7 @@ def _reader_of_source(
     if isinstance(data.train, Tokens):
         return PreparedReader(rows_of(data.train, config), config.run.seed)
     assert not isinstance(data.train, Mixed)
-    cursors = _stored(state, f"{prefix}cursors", config.data.streams, len(Cursor._fields))
+    cursors = stored_integers(state, f"{prefix}cursors", config.data.streams, len(Cursor._fields))
     left_out = {} if state is None else state["skipped_shards"]
     skipped = {shard.removeprefix(prefix): problem for shard, problem in left_out.items() if shard.startswith(prefix)}
     start = Start(cursors, given, skipped)
@@ -121,19 +89,6 @@ def _reader_of_source(
     if share.rank == 0 and state is None:
         warn_of_repeats(data.train.open(), data.train.settings)
     return StreamReader(data.train, numbers, start, share, config.data.workers, config.data.prefetch, on_wait)
-
-
-def _stored(state: Mapping[str, Any] | None, name: str, streams: int, width: int) -> NDArray[np.int64]:
-    """Integers (streams, width) of a checkpoint, zeros at the start."""
-    if state is None:
-        return np.zeros((streams, width), np.int64)
-    try:
-        stored = np.array(state["cursors"].get(name, []), np.int64)
-    except (ValueError, TypeError, OverflowError, KeyError):  # no numbers
-        stored = np.empty(0, np.int64)
-    if stored.shape != (streams, width) or stored.min() < 0:
-        raise DataError(f"the checkpoint does not say where its {streams} streams are ({name}): it is of other data")
-    return stored
 
 
 class TrainLoader(Iterator[tuple[list[Batch], Position]]):
@@ -191,27 +146,3 @@ def hash_of_rows(numbers: NDArray[np.int64], batch: Batch) -> int:
 @functools.cache
 def _words(n: int) -> NDArray[np.uint64]:
     return mix(np.arange(1, n + 1, dtype=np.uint64) * GOLDEN)
-
-
-def merged(positions: Sequence[Position]) -> dict[str, Any]:
-    """One position out of those of all ranks after the same step, as JSON for a checkpoint."""
-    names = positions[0].cursors
-    cursors = {name: latest([position.cursors[name] for position in positions]).tolist() for name in names}
-    total = data_hash([position.data_hash for position in positions])
-    skipped = {name: problem for position in positions for name, problem in position.skipped.items()}
-    return {"rows": positions[0].rows, "data_hash": total, "cursors": cursors, "skipped_shards": skipped}
-
-
-def latest(cursors: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Of each stream the cursor of the rank that has read it furthest; cursors: of each rank (n_streams, width)."""
-    furthest = cursors[0]
-    for other in cursors[1:]:
-        differs = (other != furthest).argmax(axis=1)[:, None]  # the first number that does decides
-        later = np.take_along_axis(other, differs, 1) > np.take_along_axis(furthest, differs, 1)
-        furthest = np.where(later, other, furthest)
-    return furthest
-
-
-def data_hash(summands: Sequence[int]) -> str:
-    """16 hex digits for all rows consumed so far. summands: `Position.data_hash` of all ranks after the same step."""
-    return f"{sum(summands) % 2**64:016x}"

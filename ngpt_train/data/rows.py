@@ -1,16 +1,20 @@
-"""What a training row is: a stretch of text, documents that fit together, or a document and its continuation.
+"""Rows of prepared and of streamed text: a stretch of text, documents that fit together, or a document and its
+continuation.
 
 A row is written as `context + 1` ids, -1 where there is none: each id but the last is read, each but the first is the
 target of the one before. A document is its ids and then eos, and the eos before it opens it: as a target eos
 ends one document, as an input it begins the next. So every id of every document is a target, its eos included.
+
+`rows_of` numbers the rows of a split. `rows_of_stream` makes the rows of an endless sequence of documents.
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -19,17 +23,20 @@ from numpy.typing import NDArray
 from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED, PADDING
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.prepared.shards import Tokens, check_length
+from ngpt_train.data.token_sequence import Tokens
+from ngpt_train.data.tokenizers import Ids
 
 Batch = tuple[NDArray[np.int64], ...]  # tokens, targets and, where the model needs them, document ids: (N, context)
 NOTHING = -1  # in place of an id where a row is padded
-# Documents of prepared shards that best_fit packs together: more waste no less, and packing takes longer.
-PACKED_TOGETHER = 4096
+# Documents that best_fit packs together. Of prepared text: more waste no less, and packing takes longer. Of a stream,
+# which holds them in memory: a resume tokenizes up to so many again.
+PREPARED_TOGETHER = 4096
+STREAMED_TOGETHER = 64
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """How the ids of a row become what a model takes.
+    """Turns the ids of rows into the arrays that a model takes.
 
     source_context: tokens that an encoder reads, None for a decoder; pads: whether a row may have fewer ids than fit;
     document_mask: whether attention ends, and positions begin, with each document.
@@ -47,10 +54,16 @@ class RowFormat:
         return 0 if self.source_context is None else self.source_context + 2
 
     def targets_of(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Targets that documents of `lengths` ids (N,), eos counted, have: (N,)."""
+        """The numbers of targets (N,) of documents of `lengths` ids (N,), eos counted."""
         if self.source_context is None:
             return lengths
         return np.maximum(np.minimum(lengths, self.context + 1) - self.source_context - 1, 0)
+
+    def beginning(self, ids: Ids) -> Ids:
+        """The row of a document, cut or padded: (context + 1,)."""
+        row = np.full(self.context + 1, NOTHING, np.int32)
+        row[: len(ids)] = ids[: self.context + 1]
+        return row
 
     def batch(self, ids: NDArray[np.integer]) -> Batch:
         """ids: (N, context + 1)."""
@@ -77,47 +90,7 @@ def row_format(config: Config, eos: int) -> RowFormat:
     return RowFormat(model.context, eos, data.pack == "best_fit", data.document_mask, source or None)
 
 
-class Reader:
-    """This rank's rows of one source. A reader without streams needs `take` alone."""
-
-    def take(self, numbers: NDArray[np.int64]) -> Batch:
-        """Rows `numbers` (N,) of the source, which are the next ones of this rank."""
-        raise NotImplementedError
-
-    def cursors(self) -> dict[str, NDArray[np.int64]]:
-        """Where each stream goes on after the rows taken so far, (n_streams, width); -1 for streams of other ranks."""
-        return {}
-
-    def skipped(self) -> dict[str, str]:
-        """What is wrong with shards that were left out, by name."""
-        return {}
-
-    def rows_by_source(self) -> dict[str, int]:
-        """Of a mixture, the rows of each source so far; the sums over all ranks are those of the run."""
-        return {}
-
-    def close(self) -> None:
-        """Ends the processes that read ahead."""
-
-
-class Share(NamedTuple):
-    """Which rows of the run, and so which virtual streams, are those of rank `rank` of `world_size`."""
-
-    rank: int
-    world_size: int
-
-    def step(self, n_streams: int) -> int:
-        """The rank reads every so many-th stream, and so its streams have every so many-th row of the run."""
-        return math.gcd(self.world_size, n_streams)
-
-    def streams(self, n_streams: int) -> range:
-        """The streams that the rank reads, alone or with others."""
-        step = self.step(n_streams)
-        return range(self.rank % step, n_streams, step)
-
-    def next_row(self, rows: int, step: int) -> int:
-        """The first row from `rows` on that is `rank` modulo `step`."""
-        return rows + (self.rank - rows) % step
+# --- the rows of a split, by their numbers
 
 
 class Rows(Protocol):
@@ -143,6 +116,16 @@ def _rows_of(tokens: Tokens, form: RowFormat) -> Rows:
     return BestFit(tokens, form) if form.pads else NextToken(tokens, form)
 
 
+def check_length(split: str, n_tokens: int, context: int, where: str) -> None:
+    """Raises DataError if `n_tokens` are less than one row of `context` + 1."""
+    if n_tokens < context + 1:
+        raise DataError(
+            f"{where}: the {split} split has {n_tokens} tokens, less than one row (model.context + 1 = {context + 1}); "
+            "add text, shorten model.context"
+            + (" or raise data.val_fraction" if split == "validation" else " or lower data.val_fraction")
+        )
+
+
 class NextToken:
     """Row k predicts the ids from k * context on. The last row begins earlier, so that it is as long as the others,
     and what the row before has predicted does not count in it again."""
@@ -166,7 +149,7 @@ class NextToken:
 
 
 class BestFit:
-    """Rows of whole documents; docs/data.md says how they are packed."""
+    """Rows of whole documents, as `best_fit` packs them."""
 
     def __init__(self, tokens: Tokens, form: RowFormat) -> None:
         self._tokens, self._form = tokens, form
@@ -180,8 +163,8 @@ class BestFit:
             parts += [(s, min(form.context, len(tokens) - s)) for s in range(starts[-1], len(tokens), form.context)]
             ends += range(1, len(parts) + 1)
             starts, lengths = starts[:-1], lengths[:-1]
-        for first in range(0, len(lengths), PACKED_TOGETHER):
-            for row in best_fit(lengths[first : first + PACKED_TOGETHER].tolist(), form.context):
+        for first in range(0, len(lengths), PREPARED_TOGETHER):
+            for row in best_fit(lengths[first : first + PREPARED_TOGETHER].tolist(), form.context):
                 parts += [(starts[first + part.document] + part.start, part.size) for part in row]
                 ends.append(len(parts))
         self._parts, self._ends = np.array(parts, np.int64), np.array(ends)
@@ -189,16 +172,19 @@ class BestFit:
     def __len__(self) -> int:
         return len(self._ends) - 1
 
+    def ids(self, index: int) -> Ids:
+        """Row `index`: (context + 1,)."""
+        row = np.full(self._form.context + 1, NOTHING, np.int32)
+        filled = 0
+        for start, size in self._parts[self._ends[index] : self._ends[index + 1]].tolist():
+            # A further document is opened by what is there: the eos of the one before it in the row.
+            opens = int(not filled)
+            self._tokens.read(start - opens, row[filled + 1 - opens : filled + size + 1])
+            filled += size
+        return row
+
     def batch(self, indices: NDArray[np.int64]) -> Batch:
-        ids = np.full((len(indices), self._form.context + 1), NOTHING, np.int64)
-        for row, index in zip(ids, indices.tolist(), strict=True):
-            filled = 0
-            for start, size in self._parts[self._ends[index] : self._ends[index + 1]].tolist():
-                # What opens a further document is there: the eos of the one before it in the row.
-                opens = int(not filled)
-                self._tokens.read(start - opens, row[filled + 1 - opens : filled + size + 1])
-                filled += size
-        return self._form.batch(ids)
+        return self._form.batch(np.stack([self.ids(index) for index in indices.tolist()]))
 
 
 class PrefixContinuation:
@@ -223,10 +209,82 @@ class PrefixContinuation:
         return len(self._starts)
 
     def batch(self, indices: NDArray[np.int64]) -> Batch:
-        ids = np.full((len(indices), self._form.context + 1), NOTHING, np.int64)
-        for row, index in zip(ids, indices.tolist(), strict=True):
-            self._tokens.read(self._starts[index], row[: self._lengths[index]])
-        return self._form.batch(ids)
+        return self._form.batch(np.stack([self._ids(index) for index in indices.tolist()]))
+
+    def _ids(self, index: int) -> Ids:
+        ids = np.empty(self._lengths[index], np.int64)
+        self._tokens.read(self._starts[index], ids)
+        return self._form.beginning(ids)
+
+
+# --- the rows of a stream
+
+
+class Cursor(NamedTuple):
+    """Where the next row of a stream begins: in this document of this piece of the stream's in this window.
+
+    within: the first id of the document that is a target there; for best_fit the row of the documents that are
+    packed together.
+    """
+
+    epoch: int = 0
+    window: int = 0
+    piece: int = 0
+    document: int = 0
+    within: int = 0
+
+
+def rows_of_stream(
+    documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat
+) -> Iterator[tuple[Ids, Cursor]]:
+    """Rows of context + 1 ids from `cursor` on, and the cursor of the next one.
+
+    documents: from the cursor's on, each long enough to be a row, with the place where it begins and eos at its end.
+    """
+    if form.source_context is not None:
+        return ((form.beginning(ids), place._replace(document=place.document + 1)) for place, ids in documents)
+    return _packed(documents, cursor, form) if form.pads else _joined(documents, cursor, form)
+
+
+def _joined(documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat) -> Iterator[tuple[Ids, Cursor]]:
+    """Documents one after the other. The last id of a row is the first of the next: a target, then an input."""
+    length = form.context + 1
+    row = np.empty(length, np.int32)
+    filled = 0
+    for place, ids in documents:
+        taken = cursor.within if place[:4] == cursor[:4] else 0
+        if filled == 0:
+            row[0] = ids[taken - 1] if taken else form.eos
+            filled = 1
+        while filled + len(ids) - taken >= length:
+            end = taken + length - filled
+            row[filled:] = ids[taken:end]
+            taken = end
+            yield row.copy(), place._replace(within=taken)
+            row[0] = ids[taken - 1]
+            filled = 1
+        row[filled : filled + len(ids) - taken] = ids[taken:]
+        filled += len(ids) - taken
+
+
+def _packed(documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat) -> Iterator[tuple[Ids, Cursor]]:
+    """Whole documents, packed STREAMED_TOGETHER at a time, those of two epochs apart."""
+    group: list[Ids] = []
+    skip = cursor.within
+    start = cursor
+    for place, ids in documents:
+        if len(group) == STREAMED_TOGETHER or (group and place.epoch > start.epoch):
+            packed = BestFit(Tokens.of_documents("train", Path(), group, form.eos), form)
+            for number in range(skip, len(packed)):
+                last = number + 1 == len(packed)
+                yield packed.ids(number), place if last else start._replace(within=number + 1)
+            group, skip = [], 0
+        if not group:
+            start = place
+        group.append(ids)
+
+
+# --- packing
 
 
 class Span(NamedTuple):

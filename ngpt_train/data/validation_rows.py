@@ -41,7 +41,7 @@ def chosen_rows(rows: Rows, config: Config) -> NDArray[np.int64]:
 
 
 def _enough(rows: Rows, order: NDArray[np.int64], n_targets: int) -> int:
-    """How many of the rows `order` have `n_targets` targets; all if they have fewer."""
+    """The number of rows, the first of `order`, that have `n_targets` targets; all if they have fewer."""
     for first in range(0, len(order), COUNTED_TOGETHER):
         _, targets, *_ = rows.batch(order[first : first + COUNTED_TOGETHER])
         counts = (targets != IGNORED).sum(axis=1).cumsum()
@@ -52,8 +52,8 @@ def _enough(rows: Rows, order: NDArray[np.int64], n_targets: int) -> int:
 
 
 def same_text(chosen: NDArray[np.int64], context: int, other: int, n_other: int) -> NDArray[np.int64]:
-    """Of rows of `other` tokens those that hold the text of the `chosen` rows of `context` tokens, as far as whole rows
-    can: in the same order, each once, and no more than hold as many tokens.
+    """The rows of `other` tokens that hold the text of the `chosen` rows of `context` tokens, as far as whole rows can:
+    in the same order, each once, and no more than hold as many tokens.
 
     n_other: rows of `other` tokens that the text has.
     """

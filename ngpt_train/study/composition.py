@@ -19,7 +19,7 @@ _MANY_STEPS = 1_000_000_000
 
 def check_text(config: Config) -> None:
     """Raises DataError where the files of data=local, which runs would read, are not on this machine."""
-    from ngpt_train.data.sources.local import list_files  # a mistake in the configuration need not wait for it
+    from ngpt_train.data.sources.local_files import list_files  # a mistake in the configuration need not wait for it
 
     for name, path in (("data.path", config.data.path), ("data.val_files", config.data.val_files)):
         if config.data.kind == "local" and path is not None:

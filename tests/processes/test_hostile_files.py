@@ -24,7 +24,7 @@ from ngpt_train.__main__ import main
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.sources import readers
 from ngpt_train.data.sources.readers import read_file
-from ngpt_train.data.stored_numbers import StoredNumbers
+from ngpt_train.data.token_sequence import StoredNumbers
 from tests.processes import fork_server
 from tests.processes.runs import arguments, run, train
 from tests.processes.test_hostile_checkpoints import TENSORS, sign

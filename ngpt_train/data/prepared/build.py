@@ -9,6 +9,7 @@ import math
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,15 +18,16 @@ from ngpt_train.config.schema import Config, DataConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import remove
 from ngpt_train.core.progress import Progress
+from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.directory import build_directory, is_filled
 from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
 from ngpt_train.data.prepared.chunks import Tokenizing, chunks_in_order, n_processes
-from ngpt_train.data.prepared.journal import JOURNAL, Journal
-from ngpt_train.data.prepared.shards import FORMAT, MANIFEST, check_length, fingerprint, read_manifest
-from ngpt_train.data.prepared.writer import ShardWriter, dtype_for
+from ngpt_train.data.prepared.manifest import FORMAT, MANIFEST, fingerprint, open_prepared, read_manifest
+from ngpt_train.data.prepared.shard_writer import JOURNAL, Journal, ShardWriter, dtype_for
+from ngpt_train.data.rows import check_length
 from ngpt_train.data.sources import open_source
-from ngpt_train.data.sources.local import shards_of, units_of
-from ngpt_train.data.sources.text import Counts, Source, Unit, draw_sample, training_part
+from ngpt_train.data.sources.local_files import shards_of, units_of
+from ngpt_train.data.sources.source import Counts, Source, Unit, draw_sample, training_part
 from ngpt_train.data.tokenizers import (
     Tokenizer,
     load_tokenizer,
@@ -45,6 +47,15 @@ RECIPE = 2
 # Chunks that wait for their turn lie beside the shards, in a directory that has another name after each start:
 # processes of a start that was killed may still be about to write.
 WAITING = "waiting-"
+
+
+def prepare_dataset(config: Config, out: Path | None = None, tokenizer: Tokenizer | None = None) -> Dataset:
+    """Prepares the text that `config.data` names in `out`, by default the cache, unless it is there; opens it."""
+    hashes = FileHashes(cache_directory(config))
+    config = replace(config, data=replace(config.data, streaming=False))
+    dataset = open_prepared(prepare_shards(config, hashes, out, tokenizer), hashes).with_rows(config)
+    hashes.save()
+    return dataset
 
 
 def prepare_shards(
@@ -102,7 +113,7 @@ def _key(config: Config, source: Source, tokenizer_key: list[Any], hashes: FileH
 
 
 def _settings(data: DataConfig) -> dict[str, Any]:
-    """What of the keys of the data decides the shards, besides where the text is."""
+    """The keys of `data` that decide the shards, besides the place of the text."""
     settings = {"val_fraction": data.held_out_share, "shard_tokens": data.shard_tokens}
     return settings | ({"keep_empty": True} if data.keep_empty else {})
 

@@ -28,8 +28,8 @@ from numpy.typing import NDArray
 from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.processes import end_with_parent
-from ngpt_train.data.prepared.shards import STEMS
-from ngpt_train.data.sources.text import Counts, Shard, ShardSource, Unit, halves, place_of
+from ngpt_train.data.prepared.manifest import STEMS
+from ngpt_train.data.sources.source import Counts, Shard, ShardSource, Unit, halves, place_of
 from ngpt_train.data.tokenizers import Ids, Tokenizer, with_eos
 
 # Characters of a chunk, or one document: what a process holds in memory.
@@ -64,7 +64,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """How text becomes chunks. single: the text is one document, whose end validates; keep_empty: an empty document
+    """Makes chunks of text. single: the text is one document, whose end validates; keep_empty: an empty document
     is an eos, and not skipped. Travels to worker processes."""
 
     reader: ShardSource
@@ -130,7 +130,7 @@ class _Growing:
 
 
 def n_processes(setting: int | str, n_units: int) -> int:
-    """How many processes `data.prepare_workers` stands for: no more than there is work for."""
+    """The number of processes for `data.prepare_workers`: no more than there is work for."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(available if setting == AUTO else int(setting), n_units))
 

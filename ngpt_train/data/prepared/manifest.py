@@ -1,16 +1,123 @@
-"""What a manifest of a prepared directory may say, so that a damaged or forged one is refused before it is followed."""
+"""A directory that `prepare` wrote: its manifest, which is checked before it is followed, and its shards.
+
+docs/data.md documents the files.
+"""
 
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any, TypeGuard
 
+import numpy as np
+
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import parse_json, read_whole
+from ngpt_train.data.dataset import Dataset
+from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.token_sequence import AGAIN, StoredNumbers, Tokens
+from ngpt_train.data.tokenizers import read_tokenizer
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+STEMS = {"train": "train", "validation": "val"}  # of the files of each split
 DTYPES = ("<u1", "<u2", "<u4")
 MOST = 2**53  # tokens; JSON's numbers are exact below it
 
 
-def problem_of(manifest: dict[str, Any]) -> str | None:
-    """What is wrong with the parts of a manifest by which files are opened, or None."""
+def open_prepared(directory: Path, hashes: FileHashes) -> Dataset:
+    """Opens a directory that `prepare` wrote. Raises DataError if any file differs from the manifest."""
+    manifest = read_manifest(directory)
+    try:
+        train, validation = (open_shards(split, directory, manifest, hashes) for split in STEMS)
+        tokenizer = read_tokenizer(directory, manifest["tokenizer"])
+        found = fingerprint(tokenizer.fingerprint, manifest["splits"])
+        if found != manifest["fingerprint"]:
+            raise ValueError("its fingerprint does not fit its content")
+    except DataError:
+        raise
+    except (KeyError, TypeError, ValueError) as error:
+        raise damaged_manifest(directory / MANIFEST, error) from None
+    return Dataset(train, validation, tokenizer, found, directory, manifest)
+
+
+def fingerprint(tokenizer: str, splits: dict[str, dict[str, Any]]) -> str:
+    """Identity of a data set from the tokenizer's fingerprint and the sha256 of the ids of each split."""
+    return canonical_hash({"tokenizer": tokenizer, **{split: splits[split]["sha256"] for split in STEMS}})
+
+
+def read_manifest(directory: Path) -> dict[str, Any]:
+    """The manifest of a prepared directory. Raises DataError if there is none or it is unreadable."""
+    path = directory / MANIFEST
+    try:
+        manifest = parse_json(read_whole(path))
+        version = manifest["version"]
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise damaged_manifest(path, error) from None
+    if version != FORMAT:
+        raise DataError(f"{path}: format version {version}, this program reads {FORMAT}; prepare the text again")
+    if problem := _problem_of(manifest):
+        raise damaged_manifest(path, problem)
+    return manifest
+
+
+def damaged_manifest(path: Path, error: Exception | str) -> DataError:
+    problem = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+    return DataError(f"{path}: damaged ({problem}); copy the directory again, or delete it and prepare again")
+
+
+def open_shards(split: str, directory: Path, manifest: dict[str, Any], hashes: FileHashes) -> Tokens:
+    """Opens one split of a prepared directory after checking each file against the manifest.
+
+    Raises DataError for a file that is missing, of another size or content, or holds ids beyond the vocabulary.
+    """
+    dtype = np.dtype(manifest["dtype"])
+    shards, offsets = [], []
+    for shard in manifest["splits"][split]["shards"]:
+        index, path = directory / shard["index"], directory / shard["file"]
+        _check_size(index, (shard["documents"] + 1) * 8)
+        _check_hash(index, hashes.sha256(index), shard["index_sha256"])
+        _check_size(path, shard["tokens"] * dtype.itemsize)
+        shards.append(open_ids(path, dtype, manifest["tokenizer"], hashes, shard["sha256"]))
+        offsets.append(StoredNumbers(index, "<u8"))
+        if [*offsets[-1][:1], *offsets[-1][-1:]] != [0, shard["tokens"]]:
+            raise DataError(f"{index}: its documents are not those of {path.name}; {AGAIN}")
+    return Tokens(split, directory, shards, manifest["tokenizer"]["eos"], offsets)
+
+
+def open_ids(
+    path: Path, dtype: np.dtype[Any], tokenizer: dict[str, Any], hashes: FileHashes, sha256: str | None = None
+) -> StoredNumbers:
+    """A file of ids, its checksum (if one is given) and the range of its ids checked."""
+    found, largest = hashes.tokens(path, dtype.str)
+    if sha256 is not None:
+        _check_hash(path, found, sha256)
+    if largest >= tokenizer["vocab_size"]:
+        raise DataError(
+            f"{path}: holds id {largest}, but tokenizer {tokenizer['name']} has ids below {tokenizer['vocab_size']}; "
+            "choose the tokenizer that made the file"
+        )
+    return StoredNumbers(path, dtype)
+
+
+def _check_size(path: Path, expected: int) -> None:
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}), but the manifest lists it; {AGAIN}") from None
+    if size != expected:
+        raise DataError(f"{path}: {size} bytes, but the manifest says {expected}; {AGAIN}")
+
+
+def _check_hash(path: Path, found: str, expected: str) -> None:
+    if found != expected:
+        raise DataError(f"{path}: sha256 {found[:16]}..., but the manifest says {expected[:16]}...; {AGAIN}")
+
+
+def _problem_of(manifest: dict[str, Any]) -> str | None:
+    """The fault of a manifest in the parts by which files are opened, or None."""
     tokenizer, splits = manifest.get("tokenizer"), manifest.get("splits")
     if not isinstance(tokenizer, dict) or not isinstance(manifest.get("source"), dict):
         return "it does not describe its tokenizer and its source"

@@ -8,9 +8,9 @@ from functools import partial
 from ngpt_train.config.schema import DataConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.sources.hub import list_hub
-from ngpt_train.data.sources.local import LocalText, list_files, list_library, read_library_file
+from ngpt_train.data.sources.local_files import LocalText, list_files, list_library, read_library_file
 from ngpt_train.data.sources.readers import read_file
-from ngpt_train.data.sources.text import Source
+from ngpt_train.data.sources.source import Source
 
 
 def open_source(data: DataConfig) -> Source:

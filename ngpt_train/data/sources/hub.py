@@ -21,7 +21,7 @@ from ngpt_train.core.files import write_atomically
 from ngpt_train.data.hashes import canonical_hash
 from ngpt_train.data.sources.hub_client import HubClient, HubFile, endpoint
 from ngpt_train.data.sources.readers import checked_text, no_field, read_file
-from ngpt_train.data.sources.text import EXTENSIONS, FetchError, Shard, Source, extension, text_size
+from ngpt_train.data.sources.source import EXTENSIONS, FetchError, Shard, Source, extension, text_size
 
 logger = logging.getLogger(__name__)
 
@@ -150,7 +150,7 @@ def _read_list(path: Path) -> dict[str, HubFile] | None:
 
 
 def _chosen(paths: list[str], data: DataConfig) -> list[str]:
-    """Those of the paths that are read. Raises DataError if there are none.
+    """The paths that are read. Raises DataError if there are none.
 
     With data.files, those that match it. Otherwise a file belongs to a split if its path has the name of the split as
     a word of its own, as in plain_text/train-00000-of-00080.parquet, data/train/1.jsonl or train2.jsonl; where no
@@ -181,7 +181,7 @@ def _chosen(paths: list[str], data: DataConfig) -> list[str]:
 
 
 def _held_out(paths: list[str], data: DataConfig) -> list[str]:
-    """Those of the paths that data.val_files names. Raises DataError if there are none."""
+    """The paths that data.val_files names. Raises DataError if there are none."""
     if data.val_files is None:
         return []
     readable = [path for path in paths if extension(Path(path)) in KINDS]
@@ -192,7 +192,7 @@ def _held_out(paths: list[str], data: DataConfig) -> list[str]:
 
 
 def _names(path: str, split: str) -> bool:
-    """Whether a split is a word of the path; a word ends where letters or digits do."""
+    """True if a split is a word of the path; a word ends where letters or digits do."""
     before, after = (r"\d" if end.isdigit() else r"[^\W\d_]" for end in (split[:1], split[-1:]))
     return re.search(f"(?<!{before}){re.escape(split)}(?!{after})", path, re.IGNORECASE) is not None
 

@@ -1,8 +1,7 @@
 """Requests to the hub: each ends by a deadline, errors that may pass are tried again until then, content is verified.
 
 The session, the token, the addresses of files and the reading of rate limits are huggingface_hub's. Its listings and
-downloads are not used because a run cannot bound them: listings have no time limit, failed requests are repeated with
-waits as long as a server likes, and a connection that still trickles is never given up.
+downloads have no deadline and do not verify content (docs/decisions/0010-the-hub-with-a-deadline.md).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.sources.text import FetchError
+from ngpt_train.data.sources.source import FetchError
 
 if TYPE_CHECKING:
     import httpx2
@@ -35,8 +34,6 @@ T = TypeVar("T")
 # The longest wait in seconds before the second attempt, doubled with each attempt, and the longest of all. A wait is
 # drawn at random below it, so that ranks do not return together.
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
-# A machine without a network is told so at the start of a run; later an outage is waited for.
-CONNECT_SECONDS = 10.0
 # Not random's own generator: ranks that are seeded alike would come back at the same moment.
 JITTER = random.SystemRandom()
 ELSEWHERE = "text that is on this machine needs no network: data=local, data=tokens, data=embedded"
@@ -50,7 +47,10 @@ class HubFile(NamedTuple):
 
 
 class _PassingProblem(Exception):
-    """What may be gone at the next attempt. wait: the seconds that the server asks for."""
+    """A problem that may be gone at the next attempt.
+
+    wait: seconds that the server asks for. reached: a hub has answered.
+    """
 
     def __init__(self, problem: str, wait: float = 0.0, reached: bool = True) -> None:
         super().__init__(problem)
@@ -73,10 +73,14 @@ class HubClient:
     fetch_minutes: float
 
     def commit(self, revision: str | None) -> str:
-        """The commit that a branch, tag or commit stands for; null is the newest. Raises FetchError."""
+        """The commit that a branch, tag or commit stands for; null is the newest.
+
+        Raises FetchError, at once where there is no network.
+        """
         path = f"/revision/{quote(revision, safe='')}" if revision is not None else ""
         url = f"{endpoint()}/api/datasets/{self.repo}{path}"
-        return self._json(url, f"data.revision={revision or 'null'}", lambda info: str(info["sha"]))[0]
+        what = f"data.revision={revision or 'null'}"
+        return self._json(url, what, lambda info: str(info["sha"]), at_start=True)[0]
 
     def files(self, commit: str) -> dict[str, HubFile]:
         """All files of a commit, by their path. Raises FetchError."""
@@ -128,8 +132,8 @@ class HubClient:
                     partial.write(chunk)
         partial.check()
 
-    def _json(self, url: str, what: str, parse: Callable[[Any], T]) -> tuple[T, str | None]:
-        """What the answer says, and the address of its next page. Raises FetchError."""
+    def _json(self, url: str, what: str, parse: Callable[[Any], T], at_start: bool = False) -> tuple[T, str | None]:
+        """The parsed answer, and the address of its next page. Raises FetchError."""
 
         def attempt(deadline: float) -> tuple[T, str | None]:
             with self._request(f"{self.repo}, {what}", url, deadline, {}) as response:
@@ -140,10 +144,13 @@ class HubClient:
             except (ValueError, LookupError, TypeError, AttributeError):
                 raise _PassingProblem(f"what answers at {endpoint()} is no hub", reached=False) from None
 
-        return self._persist(f"{self.repo}, {what}", attempt, at_start=True)
+        return self._persist(f"{self.repo}, {what}", attempt, at_start)
 
     def _persist(self, name: str, attempt: Callable[[float], T], at_start: bool = False) -> T:
-        """What `attempt` gives, tried again until the deadline that it is called with. Raises FetchError."""
+        """The result of `attempt`, which is tried again until the deadline that it is called with.
+
+        at_start: a hub that cannot be reached is not waited for, as an outage is later. Raises FetchError.
+        """
         seconds = 60 * self.fetch_minutes
         start = time.monotonic()
         before = ""
@@ -154,7 +161,7 @@ class HubClient:
                 # A tenth of the time allowed at most, so that the last wait does not give away much of it.
                 longest = min(FIRST_WAIT * 2 ** min(n - 1, 10), LONGEST_WAIT, seconds / 10)
                 wait = problem.wait + JITTER.uniform(0, longest)
-                patience = seconds if problem.reached or not at_start else min(seconds, CONNECT_SECONDS)
+                patience = seconds if problem.reached or not at_start else 0.0
                 passed = time.monotonic() - start
                 if passed + wait >= patience:
                     history = f" (before: {before})" if before not in ("", str(problem)) else ""

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.sources.text import FetchError, extension
+from ngpt_train.data.sources.source import FetchError, extension
 
 COMPRESSIONS = (".gz", ".zst")
 # Bytes of a line, of a row and of compressed text: a few KB on a disk may stand for more than all memory.
@@ -158,7 +158,7 @@ def _read_jsonl(path: Path, file: BinaryIO, text_field: str, part: tuple[int, in
 
 
 def _line_number(path: Path, start: int) -> int:
-    """How many lines begin before byte `start`; counted when a message needs it."""
+    """The number of lines that begin before byte `start`; counted when a message needs it."""
     if start == 0:
         return 0
     lines = 1
@@ -227,7 +227,7 @@ def checked_text(value: object, where: Callable[[], str], text_field: str) -> st
 
 
 def no_field(word: str, text_field: str, names: list[str]) -> str:
-    """What a message says of text that is not in the field, or column, data.text_field."""
+    """The words of a message about text without the field, or column, data.text_field."""
     listed = ", ".join(map(repr, names)) or "none"
     return f"no {word} {text_field!r} (there are: {listed}); set data.text_field to the {word} that holds the text"
 

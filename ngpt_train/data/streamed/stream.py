@@ -17,14 +17,12 @@ import numpy as np
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.permutation import keyed_hash, keyed_order, permuted
-from ngpt_train.data.rows import NOTHING, RowFormat, best_fit, row_format
-from ngpt_train.data.streamed.cache import OpenShards
+from ngpt_train.data.rows import Cursor, RowFormat, row_format, rows_of_stream
+from ngpt_train.data.streamed.shard_cache import OpenShards
 from ngpt_train.data.tokenizers import Ids, Tokenizer, with_eos
 
 # A window has at least so many pieces for each stream, so that streams stay together to within a fraction of a window.
 PIECES_PER_STREAM = 4
-# Documents that best_fit packs together: a stream holds so many, and a resume tokenizes up to so many again.
-PACKED_TOGETHER = 64
 MOST_EMPTY_EPOCHS = 3
 
 
@@ -66,20 +64,6 @@ def first_place(n_streams: int, stream: int, epoch: int, window: int, seed: int)
 def document_order(piece: Piece, epoch: int, seed: int) -> list[int]:
     """The documents of a piece in the order in which they are read, by their numbers in the shard."""
     return [piece.first + i for i in keyed_order(piece.last - piece.first, seed, epoch, *piece)]
-
-
-class Cursor(NamedTuple):
-    """Where the next row begins: in this document of this piece of the stream's in this window.
-
-    within: the first id of the document that is a target there; for best_fit the row of the documents that are
-    packed together.
-    """
-
-    epoch: int = 0
-    window: int = 0
-    piece: int = 0
-    document: int = 0
-    within: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,9 +127,7 @@ class Stream:
 
     def rows(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
         """Rows of context + 1 ids from the cursor's on, and the cursor of the next. Raises DataError."""
-        if self.settings.form.source_context is not None:
-            return self._beginnings(cursor)
-        return self._best_fit(cursor) if self.settings.form.pads else self._concat(cursor)
+        return rows_of_stream(self.documents(cursor), cursor, self.settings.form)
 
     def pieces(self, cursor: Cursor) -> Iterator[tuple[Cursor, Piece]]:
         """The stream's pieces from the cursor's on, through one epoch after the other."""
@@ -162,20 +144,24 @@ class Stream:
             (epoch, window), skip = self.windows.after(epoch, window), 0
 
     def documents(self, cursor: Cursor) -> Iterator[tuple[Cursor, Ids]]:
-        """Ids of each training document from the cursor's on, eos at their end, and where it begins.
+        """Each training document that is long enough for a row, from the cursor's on: where it begins, and its ids, eos
+        at their end.
 
         Raises DataError where there are none for this stream.
         """
+        shortest = self.settings.form.shortest
+        kind = f" of {shortest} tokens (model.source_context + 2)" if shortest else ""
         last = cursor.epoch  # the last one with a document for this stream
         for place, piece in self.pieces(cursor):
-            self._check_epochs(last, place.epoch)
+            self._check_epochs(last, place.epoch, kind)
             order = document_order(piece, place.epoch, self.settings.seed)
             first = cursor.document if place[:3] == cursor[:3] else 0
             for index in range(first, len(order)):
                 text = self.text.document(piece.shard, order[index])
-                if text is not None:
+                ids = None if text is None else self._encode(text, piece.shard, order[index])
+                if ids is not None and len(ids) >= shortest:
                     last = place.epoch
-                    yield place._replace(document=index), self._encode(text, piece.shard, order[index])
+                    yield place._replace(document=index), ids
 
     def _encode(self, text: str, shard: int, index: int) -> Ids:
         try:
@@ -187,71 +173,9 @@ class Stream:
             ) from error
 
     def _check_epochs(self, last: int, epoch: int, kind: str = "") -> None:
-        """Of few documents a stream may have none in one epoch and some in the next."""
+        """Raises DataError after too many epochs without a document. One such epoch is normal where there are few."""
         if epoch > last + MOST_EMPTY_EPOCHS:
             raise DataError(
                 f"data.streams={self.settings.n_streams}: in {MOST_EMPTY_EPOCHS} epochs there is no document{kind} for "
                 f"stream {self.stream}. Take fewer streams, or more documents"
             )
-
-    def _concat(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
-        """Documents one after the other. The last id of a row is the first of the next: a target, then an input."""
-        length = self.settings.form.context + 1
-        row = np.empty(length, np.int32)
-        filled = 0
-        for place, ids in self.documents(cursor):
-            taken = cursor.within if place[:4] == cursor[:4] else 0
-            if filled == 0:
-                row[0] = ids[taken - 1] if taken else self.tokenizer.eos
-                filled = 1
-            while filled + len(ids) - taken >= length:
-                end = taken + length - filled
-                row[filled:] = ids[taken:end]
-                taken = end
-                yield row.copy(), place._replace(within=taken)
-                row[0] = ids[taken - 1]
-                filled = 1
-            row[filled : filled + len(ids) - taken] = ids[taken:]
-            filled += len(ids) - taken
-
-    def _best_fit(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
-        """Whole documents, packed PACKED_TOGETHER at a time, those of two epochs apart."""
-        group: list[Ids] = []
-        skip = cursor.within
-        start = cursor
-        for place, ids in self.documents(cursor):
-            if len(group) == PACKED_TOGETHER or (group and place.epoch > start.epoch):
-                packed = self._packed(group)
-                for number in range(skip, len(packed)):
-                    last = number + 1 == len(packed)
-                    yield packed[number], place if last else start._replace(within=number + 1)
-                group, skip = [], 0
-            if not group:
-                start = place
-            group.append(ids)
-
-    def _packed(self, documents: list[Ids]) -> list[Ids]:
-        context = self.settings.form.context
-        rows: list[Ids] = []
-        for parts in best_fit([len(ids) for ids in documents], context):
-            row = np.full(context + 1, NOTHING, np.int32)
-            document, start, _ = parts[0]
-            row[0] = documents[document][start - 1] if start else self.tokenizer.eos
-            filled = 1
-            for document, start, size in parts:
-                row[filled : filled + size] = documents[document][start : start + size]
-                filled += size
-            rows.append(row)
-        return rows
-
-    def _beginnings(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
-        """The beginning of each document that is long enough."""
-        length, shortest = self.settings.form.context + 1, self.settings.form.shortest
-        last = cursor.epoch  # the last one with a row
-        for place, ids in self.documents(cursor):
-            self._check_epochs(last, place.epoch, f" of {shortest} tokens (model.source_context + 2)")
-            if len(ids) >= shortest:
-                last = place.epoch
-                row = np.full(length, NOTHING, np.int32)
-                row[: min(len(ids), length)] = ids[:length]
-                yield row, place._replace(document=place.document + 1)

@@ -19,8 +19,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -29,57 +28,17 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.processes import end_with_parent
-from ngpt_train.data.rows import Batch, Reader, Share
-from ngpt_train.data.sources.text import Shard
-from ngpt_train.data.streamed.cache import OpenShards, ShardCache
-from ngpt_train.data.streamed.stream import Cursor, Stream, StreamSettings, Windows, window_shards
-from ngpt_train.data.tokenizers import Ids, Tokenizer
+from ngpt_train.data.position import Reader, Share
+from ngpt_train.data.rows import Batch, Cursor
+from ngpt_train.data.streamed.stream import Stream, Windows
+from ngpt_train.data.streamed.streamed_text import Start, StreamedText
+from ngpt_train.data.tokenizers import Ids
 
-BLOCK_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start
+SENT_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start
 POLL_SECONDS = 1.0
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
 OnWait = Callable[[float], None]
-
-
-@dataclass(frozen=True)
-class StreamedText:
-    """Text that is tokenized while it is read. Travels to worker processes."""
-
-    cache: ShardCache
-    shards: tuple[Shard, ...]
-    val_fraction: float
-    settings: StreamSettings
-    tokenizer: Tokenizer
-
-    def open(self, skipped: Mapping[str, str] | None = None) -> OpenShards:
-        return OpenShards(self.cache, self.shards, self.val_fraction, self.settings.open_shards, skipped or {})
-
-    def about_bytes(self) -> float:
-        """Bytes of all text, held-out text included: of shards that are decoded on this machine as they are, of the
-        others by their sizes, at the ratio of those. Fetches nothing."""
-        found = {shard: self.cache.bytes_if_here(shard) for shard in self.shards}
-        decoded = {shard: n_bytes for shard, n_bytes in found.items() if n_bytes}  # one that is skipped has none
-        size = sum(shard.size for shard in decoded)
-        ratio = sum(decoded.values()) / size if size else 1.0
-        return sum(ratio * shard.size if n_bytes is None else n_bytes for shard, n_bytes in found.items())
-
-    def fetch(self, start: Start, share: Share) -> None:
-        """Fetches and decodes the shards that a rank's first rows need. Raises DataError."""
-        settings, text = self.settings, self.open(start.skipped)
-        for epoch, window in np.unique(start.cursors[share.streams(settings.n_streams), :2], axis=0).tolist():
-            for shard in window_shards(text.n_shards, settings.open_shards, epoch, window, settings.seed):
-                text.n_documents(shard)
-
-
-@dataclass(frozen=True)
-class Start:
-    """Where all streams begin: their cursors (n_streams, 5), how many rows (n_streams,) each has given before, and what
-    is wrong with the shards that are left out, by name."""
-
-    cursors: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    skipped: dict[str, str]
 
 
 class Streams:
@@ -264,7 +223,7 @@ def _make_rows(text: StreamedText, numbers: Iterable[int], streams: set[int], st
             made.append(opened.row(number))
             if len(made) == block:
                 send()
-                block = min(2 * block, max(1, BLOCK_TOKENS // length))
+                block = min(2 * block, max(1, SENT_TOKENS // length))
     except Exception as error:
         if made:
             send()  # rows before the fault are as good as ever

@@ -16,9 +16,9 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_whole
 from ngpt_train.data.tokenizers.gpt2 import GPT2Tokenizer, gpt2_ranks, parse_ranks
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from ngpt_train.data.tokenizers.interface import BytesTokenizer, Ids, Tokenizer, tokenizer_identity, with_eos
 from ngpt_train.data.tokenizers.model_files import PINNED, read_file
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
+from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Ids, Tokenizer, tokenizer_identity, with_eos
 from ngpt_train.data.tokenizers.words import WordsTokenizer, count_words
 
 __all__ = [
@@ -47,7 +47,7 @@ MOST_IDS = 10_000_000  # the limit of model.vocab_size
 
 
 def known_vocabulary(kind: str) -> int | None:
-    """How many ids a tokenizer has of which there is only one, without its file; None for the others."""
+    """The vocabulary size of a tokenizer of which there is only one, known without its file; None for the others."""
     sizes = {pinned.name: pinned.vocab_size for pinned in PINNED.values()}
     return (sizes | {"bytes": BytesTokenizer.vocab_size, "gpt2": GPT2_VOCABULARY}).get(kind)
 
@@ -83,7 +83,7 @@ def load_tokenizer(config: TokenizerConfig, corpus: Iterable[str] | None = None)
 
 
 def tokenizer_key(config: TokenizerConfig) -> list[Any]:
-    """What decides the tokens of a text, as JSON, without loading or training the tokenizer. Raises DataError."""
+    """The settings that decide the tokens of a text, as JSON, without the tokenizer itself. Raises DataError."""
     if config.kind in ("bytes", "gpt2"):  # of GPT-2's there is one
         return [config.kind]
     if config.kind in PINNED:
@@ -95,7 +95,7 @@ def tokenizer_key(config: TokenizerConfig) -> list[Any]:
 
 
 def possible_keys(tokenizer: Tokenizer) -> list[list[Any]]:
-    """What `tokenizer_key` says of configs that give this tokenizer. The last key is of no other tokenizer."""
+    """The keys (`tokenizer_key`) of all configs that give this tokenizer. Only this tokenizer has the last one."""
     if isinstance(tokenizer, HuggingFaceTokenizer):  # with another eos the same file is another tokenizer
         return [["hf", tokenizer.fingerprint], ["hf", tokenizer.fingerprint, tokenizer.eos_piece]]
     if isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.name in PINNED:
@@ -154,7 +154,7 @@ def read_tokenizer(directory: Path, entry: dict[str, Any]) -> Tokenizer:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether it is what `write_tokenizer` returned, as far as it can be told without the file."""
+    """True for an entry that `write_tokenizer` may have returned; the file is not read."""
     if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str) or entry["kind"] not in MODEL_FILES:
         return False
     if entry["kind"] == "bytes":  # of which there is one

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.tokenizers.interface import Ids
 from ngpt_train.data.tokenizers.model_files import DownloadError, package_file, read_file, within_deadline
+from ngpt_train.data.tokenizers.tokenizer import Ids
 
 if TYPE_CHECKING:
     import tiktoken

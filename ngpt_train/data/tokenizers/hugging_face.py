@@ -12,8 +12,8 @@ import numpy as np
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json
 from ngpt_train.data.tokenizers.gpt2 import byte_of_character
-from ngpt_train.data.tokenizers.interface import Ids
 from ngpt_train.data.tokenizers.sentence_piece import SPACE_SYMBOL
+from ngpt_train.data.tokenizers.tokenizer import Ids
 
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 
@@ -82,7 +82,7 @@ def _find_eos(eos: str | int | None, special: dict[str, int], where: str, key: s
 
 
 def _length_of_pieces(described: dict[str, Any], where: str) -> Callable[[str], int]:
-    """How many bytes of text a piece stands for."""
+    """A function from a piece to the bytes of text that it stands for."""
     kinds = set(_types(described.get("pre_tokenizer"))) | set(_types(described.get("decoder")))
     if "ByteLevel" in kinds:
         characters = byte_of_character().keys()

@@ -42,7 +42,7 @@ def package_file(package: str, name: str) -> Path | None:
 
 
 def within_deadline(download: Callable[[], Result]) -> Result:
-    """What `download` returns. Raises DownloadError if it fails, or takes longer than DOWNLOAD_SECONDS: neither
+    """The result of `download`. Raises DownloadError if it fails, or takes longer than DOWNLOAD_SECONDS: neither
     tiktoken's requests nor the hub's retries have an end of their own that a user would wait for."""
     result: list[Result] = []
     problem = f"no answer in {DOWNLOAD_SECONDS:g} s"

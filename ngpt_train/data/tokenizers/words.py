@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data.tokenizers.interface import Ids
+from ngpt_train.data.tokenizers.tokenizer import Ids
 
 EOS, UNKNOWN = "<eos>", "<unk>"
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ngpt_train.data import Tokenizer
-from ngpt_train.data.tokenizers.interface import encode_document
+from ngpt_train.data.tokenizers.tokenizer import encode_document
 from ngpt_train.distributed import World, averaged_statistics
 from ngpt_train.models import Decoder
 from ngpt_train.models.layers.rope import UNSCALED, RopeScaling

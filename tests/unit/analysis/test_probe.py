@@ -11,7 +11,7 @@ import pytest
 from ngpt_train.analysis.probe import classes, pieces, report, sums
 from ngpt_train.config import load_config
 from ngpt_train.data import Tokens, rows_of
-from ngpt_train.data.tokenizers.interface import BytesTokenizer
+from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
 
 RANDOM = np.random.default_rng(0)
 # As a model gives them: fp32, most of order 1, some so small that their last bits are far below the sum's.

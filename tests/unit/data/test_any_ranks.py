@@ -16,11 +16,10 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.data import TrainLoader, merged, open_dataset, prepare_dataset, reader_of
-from ngpt_train.data.loader import latest
-from ngpt_train.data.mixture import Mixture, Turns
-from ngpt_train.data.rows import Share
+from ngpt_train.data.mixed import Mixture, Turns
+from ngpt_train.data.position import Share, latest
 from ngpt_train.data.streamed.stream import Cursor, Stream
-from ngpt_train.data.streamed.workers import StreamedText
+from ngpt_train.data.streamed.streamed_text import StreamedText
 from tests.processes.runs import write_parquet_shards
 from tests.unit.data.test_streams import SHARDS, streamed
 

@@ -12,7 +12,7 @@ import pytest
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Dataset, Tokens, open_dataset
-from ngpt_train.data.prepared.foreign import count_tokens
+from ngpt_train.data.prepared.token_files import count_tokens
 
 EOS = 256
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}

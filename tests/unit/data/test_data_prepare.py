@@ -34,7 +34,7 @@ from ngpt_train.data import (
     prepare_dataset,
     tokenizers,
 )
-from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.hashes import FileHashes
 from ngpt_train.data.prepared.build import Preparation
 from ngpt_train.verbs import prepare as verb
 from tests.unit.data.test_tokenizer import tokenizer_json
@@ -552,7 +552,7 @@ def test_nanogpt_files(cfg: Config, tmp_path: Path) -> None:
 
 
 def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
-    from ngpt_train.data.prepared.writer import SplitWriter, dtype_for
+    from ngpt_train.data.prepared.shard_writer import SplitWriter, dtype_for
 
     assert dtype_for(65_536) == "<u2"
     writer = SplitWriter(tmp_path, "train", dtype_for(65_537), shard_tokens=10)
@@ -562,7 +562,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
 
 
 def test_sample_is_bounded_and_repeatable() -> None:
-    from ngpt_train.data.sources.text import SAMPLE_PIECE, Sample
+    from ngpt_train.data.sources.source import SAMPLE_PIECE, Sample
 
     def draw(limit: int) -> list[str]:
         sample = Sample(limit)
@@ -592,10 +592,10 @@ def test_streamed_and_prepared_text_train_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, characters: int
 ) -> None:
     """Of all text, and of a part of it, which is of several files. Caught: a sampler of its own for either."""
-    from ngpt_train.data.sources import text
+    from ngpt_train.data.sources import source
 
-    monkeypatch.setattr(text, "SAMPLE_CHARACTERS", characters)
-    monkeypatch.setattr(text, "SAMPLE_PIECE", 1000)
+    monkeypatch.setattr(source, "SAMPLE_CHARACTERS", characters)
+    monkeypatch.setattr(source, "SAMPLE_PIECE", 1000)
     cfg = config(corpus_of_six(tmp_path / "text"), tmp_path / "cache")
     cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 330
     prepared = open_dataset(cfg).tokenizer
@@ -605,7 +605,7 @@ def test_streamed_and_prepared_text_train_the_same_model(
 
 def test_a_sample_is_of_several_shards_and_no_more_than_it_needs() -> None:
     """The same wherever the shards stand. Caught: all text is read for a tokenizer; the first file speaks for all."""
-    from ngpt_train.data.sources.text import SAMPLE_CHARACTERS, SAMPLE_SHARDS, Shard, draw_sample
+    from ngpt_train.data.sources.source import SAMPLE_CHARACTERS, SAMPLE_SHARDS, Shard, draw_sample
 
     shards = [Shard(f"{i}", f"content {i}", ()) for i in range(9)]
     read: list[int] = []
@@ -627,19 +627,3 @@ def test_a_sample_is_of_several_shards_and_no_more_than_it_needs() -> None:
     assert texts == [f"{number} {letter}" for number in range(9) for letter in "ab"]  # in the order of the text
     assert counts is not None
     assert (counts.documents, counts.empty) == (18, 9)
-
-
-def test_real_text(tmp_path: Path) -> None:
-    """Pages of the web through a trained tokenizer: every document comes back exactly."""
-    shared = [parent / "shared" / "data" / "openwebtext_800.jsonl" for parent in Path(__file__).resolve().parents]
-    path = next(filter(Path.exists, shared), None)
-    if path is None:
-        pytest.skip("no shared/data/openwebtext_800.jsonl beside the repository")
-    cfg = config(path, tmp_path / "cache")
-    cfg.tokenizer.kind, cfg.tokenizer.vocab_size = "sentencepiece", 2000
-    dataset = open_dataset(cfg)
-    texts = [json.loads(line)["text"] for line in path.read_text().splitlines()]
-    assert sorted(split_documents(dataset, "train") + split_documents(dataset, "validation")) == sorted(texts)
-    assert canonical_hash(dataset.manifest["splits"]) == canonical_hash(
-        prepare_dataset(cfg, tmp_path / "again").manifest["splits"]
-    )

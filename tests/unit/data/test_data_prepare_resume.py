@@ -25,11 +25,11 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.progress import Progress
 from ngpt_train.data import prepare_dataset
 from ngpt_train.data.hashes import FileHashes
-from ngpt_train.data.sources import local, open_source
+from ngpt_train.data.sources import local_files, open_source
 from ngpt_train.data.sources.hub import DatasetsText
 from ngpt_train.data.sources.hub_client import HubFile
-from ngpt_train.data.sources.local import LocalText
-from ngpt_train.data.sources.text import Shard, Source
+from ngpt_train.data.sources.local_files import LocalText
+from ngpt_train.data.sources.source import Shard, Source
 
 UNIT = 8192
 
@@ -57,7 +57,7 @@ def corpus(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "UNIT_BYTES", UNIT)
+    monkeypatch.setattr(local_files, "UNIT_BYTES", UNIT)
 
 
 def config(corpus: Path, **data: Any) -> Config:
@@ -76,7 +76,7 @@ def content(directory: Path) -> dict[str, bytes]:
 
 def test_any_number_of_processes_writes_the_same(corpus: Path, tmp_path: Path) -> None:
     cfg = config(corpus)
-    assert len(local.units_of(open_source(cfg.data), FileHashes(tmp_path))) > 10
+    assert len(local_files.units_of(open_source(cfg.data), FileHashes(tmp_path))) > 10
     written = []
     for n in (1, 2, 3):
         cfg.data.prepare_workers = n
@@ -91,10 +91,10 @@ def test_any_number_of_processes_writes_the_same(corpus: Path, tmp_path: Path) -
 
 def test_parts_of_files_hold_every_document_once(corpus: Path) -> None:
     for size in (100, 1000, 4096):
-        local.UNIT_BYTES = size
+        local_files.UNIT_BYTES = size
         for name, texts in (("a.jsonl", documents(400)), ("b.parquet", documents(300, 2))):
             source = open_source(config(corpus / name).data)
-            parts = local.units_of(source, FileHashes(corpus.parent))
+            parts = local_files.units_of(source, FileHashes(corpus.parent))
             assert len({unit.shard.identity for unit in parts}) == len(parts) > 5
             assert [text for unit in parts for text in source.reader.documents(unit.shard, Path())] == texts
 
@@ -104,16 +104,16 @@ import json, logging, multiprocessing, os, signal, sys
 from pathlib import Path
 from ngpt_train.config.schema import Config
 from ngpt_train.data import prepare_dataset
-from ngpt_train.data.prepared import writer
-from ngpt_train.data.sources import local
+from ngpt_train.data.prepared import shard_writer
+from ngpt_train.data.sources import local_files
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    corpus, out, workers, records, local.UNIT_BYTES = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
+    corpus, out, workers, records, local_files.UNIT_BYTES = sys.argv[1], sys.argv[2], *map(int, sys.argv[3:])
     cfg = Config()
     cfg.data.kind, cfg.data.path, cfg.data.cache, cfg.data.val_fraction = "local", corpus, out + "_cache", 0.1
     cfg.data.shard_tokens, cfg.data.prepare_workers = 5000, workers
     cfg.tokenizer.kind, cfg.model.context = "bytes", 32
-    record = writer.ShardWriter.record
+    record = shard_writer.ShardWriter.record
     def record_and_die(self):
         global records
         record(self)
@@ -121,7 +121,7 @@ if __name__ == "__main__":
         if records == 0:
             print(*[child.pid for child in multiprocessing.active_children()], flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
-    writer.ShardWriter.record = record_and_die
+    shard_writer.ShardWriter.record = record_and_die
     prepare_dataset(cfg, Path(out))
 """
 
@@ -381,9 +381,9 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
                     file.write(json.dumps({"text": f"{i} " + "some words of a text " * 100}) + "\n")
         code = (
             "import resource, sys; from pathlib import Path; from ngpt_train.config.schema import Config\n"
-            "from ngpt_train.data import prepare_dataset; from ngpt_train.data.sources import local\n"
-            "local.UNIT_BYTES = 1_500_000\n"
-            "local._parts = lambda file: []\n"
+            "from ngpt_train.data import prepare_dataset; from ngpt_train.data.sources import local_files\n"
+            "local_files.UNIT_BYTES = 1_500_000\n"
+            "local_files._parts = lambda file: []\n"
             "cfg = Config(); cfg.data.kind, cfg.data.path, cfg.data.cache, out = 'local', *sys.argv[1:]\n"
             "cfg.tokenizer.kind, cfg.data.prepare_workers, cfg.model.context = 'bytes', 2, 32\n"
             "prepare_dataset(cfg, Path(out))\n"

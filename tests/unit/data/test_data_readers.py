@@ -81,6 +81,30 @@ def table(columns: Mapping[str, Sequence[object]]) -> Callable[[Path], Path]:
     return lambda directory: parquet(directory / "a.parquet", columns)
 
 
+def damaged_page(path: Path) -> Path:
+    """Bytes in the middle of a parquet file, whose end describes it as before."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 3 : len(data) // 3 + 300] = b"\xff" * 300
+    path.write_bytes(data)
+    return path
+
+
+def not_utf8(path: Path) -> Path:
+    import pyarrow as pa
+
+    return parquet(path, {"text": pa.array([b"good", b"bad \xe9"] * 20, pa.binary()).view(pa.string())})
+
+
+def empty(name: str) -> Callable[[Path], Path]:
+    """What a failed copy leaves."""
+
+    def make(directory: Path) -> Path:
+        (directory / name).touch()
+        return directory / name
+
+    return make
+
+
 RANDOM = json.dumps({"text": "".join(chr(33 + i * i * 7919 % 90) for i in range(60_000))}).encode()
 
 
@@ -104,6 +128,9 @@ RANDOM = json.dumps({"text": "".join(chr(33 + i * i * 7919 % 90) for i in range(
         (table({"text": ["x", "y", None]}), ["a.parquet, row 3", "NoneType"]),
         (table({"text": [1, 2]}), ["a.parquet, row 1", "int"]),
         (cut(table({"text": ["abc"] * 100})), ["a.parquet", "damaged"]),
+        (lambda d: damaged_page(table({"text": [os.urandom(50).hex()] * 300})(d)), ["a.parquet", "damaged"]),
+        (lambda d: not_utf8(d / "a.parquet"), ["a.parquet, row 2", "not UTF-8", "byte 0xe9"]),
+        *((empty(name), [name, "damaged"]) for name in ("a.parquet", "a.jsonl.gz", "a.txt.zst")),
         (made("a.csv", b"x"), ["a.csv", "unknown kind", ".jsonl.gz"]),
         (made("a.json", b"[]"), ["a.json", "unknown kind"]),
     ],

@@ -12,7 +12,7 @@ import pytest
 from ngpt_train.config import check, load_config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import open_dataset, prepare_dataset, tokenizers
-from ngpt_train.data.mixture import Mixture
+from ngpt_train.data.mixed import Mixture
 from tests.processes.runs import write_parquet_shards
 from tests.unit.data.test_streams import ROWS, SHARDS, STREAMS, batches, streamed
 
@@ -80,7 +80,7 @@ def test_a_shard_that_one_source_skips_stays_in_the_others(text: Path) -> None:
 def test_a_tokenizer_of_all_sources(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prepared and streamed. Caught: one that is trained on the first source alone; shares that are not the rows'; text
     that validates in the sample; another tokenizer than the one that a resume hands down."""
-    monkeypatch.setattr("ngpt_train.data.sources.text.SAMPLE_CHARACTERS", 40_000)
+    monkeypatch.setattr("ngpt_train.data.sources.source.SAMPLE_CHARACTERS", 40_000)
     letters = {"web": "abcd", "other": "wxyz"}
     for name, alphabet in letters.items():
         lines = [" ".join(alphabet[n % 4] * (1 + (n * k) % 7) for k in range(60)) for n in range(400)]

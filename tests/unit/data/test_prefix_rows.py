@@ -17,7 +17,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import Batch, Dataset, Rows, Tokens, TrainLoader, open_dataset, rows_of
 from ngpt_train.data.loader import PreparedReader
-from ngpt_train.data.prepared.writer import SplitWriter
+from ngpt_train.data.prepared.shard_writer import SplitWriter
 from ngpt_train.data.rows import NextToken, PrefixContinuation, RowFormat
 from ngpt_train.distributed import World
 from ngpt_train.evaluation import Validation, validation

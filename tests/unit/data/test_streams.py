@@ -20,7 +20,7 @@ from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Dataset, TrainLoader, merged, open_dataset, reader_of
-from ngpt_train.data.sources.text import place_of
+from ngpt_train.data.sources.source import place_of
 from ngpt_train.data.streamed.stream import (
     Cursor,
     Piece,
@@ -31,8 +31,8 @@ from ngpt_train.data.streamed.stream import (
     window_pieces,
     window_shards,
 )
-from ngpt_train.data.streamed.workers import StreamedText
-from ngpt_train.data.tokenizers.interface import BytesTokenizer
+from ngpt_train.data.streamed.streamed_text import StreamedText
+from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
 from tests.processes.runs import write_parquet_shards
 
 STREAMS, ROWS, CONTEXT, EOS = 12, 24, 31, 256

@@ -27,12 +27,12 @@ from ngpt_train.data.tokenizers import (
     BytesTokenizer,
     GPT2Tokenizer,
     HuggingFaceTokenizer,
-    interface,
     model_files,
 )
 from ngpt_train.data.tokenizers import gpt2 as gpt2_module
+from ngpt_train.data.tokenizers import tokenizer as interface
 from ngpt_train.data.tokenizers.gpt2 import parse_ranks
-from ngpt_train.data.tokenizers.interface import encode_document
+from ngpt_train.data.tokenizers.tokenizer import encode_document
 
 CORPUS = [
     f"def step_{i}(state, batch):\n    for item in batch[{i}:]:\n\tstate.add(item)  # the {i * 37}th\n" * 3

@@ -18,7 +18,8 @@ from ngpt_train.config import ConfigError, load_config
 from ngpt_train.config.schema import Config, TokenizerConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import load_tokenizer, open_dataset, read_tokenizer, write_tokenizer
-from ngpt_train.data.tokenizers import WordsTokenizer, interface, known_vocabulary, model_files
+from ngpt_train.data.tokenizers import WordsTokenizer, known_vocabulary, model_files
+from ngpt_train.data.tokenizers.tokenizer import encode_document
 from ngpt_train.verbs import plan
 from tests.hub_server import COMMIT, Hub, serving
 from tests.unit.data.test_data_prepare import ids_of
@@ -109,10 +110,10 @@ def test_bytes_and_perplexity_are_per_word(monkeypatch: pytest.MonkeyPatch) -> N
     counts = Counter(tokenizer.encode("the cat\nthe cat\nthe").tolist())
     assert counts == {tokenizer.encode("the")[0]: 3, tokenizer.encode("cat")[0]: 2, 0: 2}
     # A long text is not cut: a cut would begin a line.
-    monkeypatch.setattr(interface, "STRETCH", 50)
-    monkeypatch.setattr(interface, "SEARCHED", 20)
+    monkeypatch.setattr("ngpt_train.data.tokenizers.tokenizer.STRETCH", 50)
+    monkeypatch.setattr("ngpt_train.data.tokenizers.tokenizer.SEARCHED", 20)
     text = "the cat sat\n" * 30 + "cat " * 30
-    np.testing.assert_array_equal(interface.encode_document(tokenizer, text), tokenizer.encode(text))
+    np.testing.assert_array_equal(encode_document(tokenizer, text), tokenizer.encode(text))
 
 
 def test_words_written_and_read(tmp_path: Path) -> None:

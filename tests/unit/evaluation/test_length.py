@@ -9,7 +9,7 @@ import torch
 
 from ngpt_train.config import load_config
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.data.tokenizers.interface import BytesTokenizer
+from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
 from ngpt_train.distributed import World
 from ngpt_train.evaluation.length import measure, plot_lengths
 from ngpt_train.evaluation.length.curves import Window, bins, scaling_of, windows

@@ -16,7 +16,7 @@ from lm_eval.tasks import TaskManager
 from ngpt_train.config import load_config
 from ngpt_train.config.sections.evaluation import EvalConfig
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.data.tokenizers.interface import BytesTokenizer
+from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
 from ngpt_train.distributed import World
 from ngpt_train.evaluation.tasks import TaskResults, Tasks, files
 from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods

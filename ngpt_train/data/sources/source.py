@@ -1,5 +1,5 @@
-"""What all sources of text have in common: shards of documents, which documents are held out, and the sample that a
-SentencePiece model is trained from."""
+"""A source of text: its shards of documents, the choice of held-out documents, and the sample that a SentencePiece
+model is trained from."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Unit:
-    """What one process tokenizes at a time, and its size: roughly bytes of text where that is known, else 1."""
+    """The text that one process tokenizes at a time. size: roughly its bytes where they are known, else 1."""
 
     shard: Shard
     size: int
@@ -100,16 +100,16 @@ class Source:
 
     @property
     def validates_itself(self) -> bool:
-        """Whether some of the text's own documents validate, and not files of their own."""
+        """True if some of the text's own documents validate, and not files of their own."""
         return not self.val_files and not any(shard.held_out for shard in self.shards)
 
     @property
     def is_one_document(self) -> bool:
-        """Whether that is known without reading."""
+        """True if the text is known to be one document without reading it."""
         return len(self.files) == 1 and extension(self.files[0]).startswith(".txt")
 
     def content(self, hashes: FileHashes) -> list[list[str]]:
-        """What identifies the text: of local files their bytes, wherever they lie. Raises DataError where one cannot be
+        """The identity of the text: of local files their bytes, wherever they lie. Raises DataError where one cannot be
         read."""
         if self.files:
             content = [[extension(file), hashes.sha256(file)] for file in self.files]
@@ -122,7 +122,7 @@ class Source:
             yield from self.documents_of(shard)
 
     def documents_of(self, shard: Shard) -> Iterator[str]:
-        """Those of one shard. Raises DataError where one cannot be read."""
+        """The documents of one shard. Raises DataError where one cannot be read."""
         with tempfile.TemporaryDirectory() as scratch:
             yield from self.reader.documents(shard, Path(scratch))
 
@@ -141,7 +141,7 @@ def halves(text: str, val_fraction: float) -> tuple[str, str]:
 
 @dataclass
 class Counts:
-    """What is known of documents without their text; `smallest` and `largest` of their places."""
+    """Numbers of documents. smallest, largest: of their places (`place_of`)."""
 
     documents: int = 0
     bytes: int = 0
@@ -201,7 +201,7 @@ def draw_sample(
 
 
 def training_part(documents: Iterable[str], val_fraction: float) -> Iterator[str]:
-    """What of a text is not held out: the documents beyond `val_fraction`; of a single one, its first part."""
+    """The text that is not held out: the documents beyond `val_fraction`; of a single one, its first part."""
     texts = filter(None, documents)
     beginning = list(itertools.islice(texts, 2))
     if len(beginning) == 1 and val_fraction > 0:

@@ -31,8 +31,8 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json, read_whole, remove
 from ngpt_train.data.directory import build_directory
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.sources.text import FetchError, Shard, ShardSource, place_of
-from ngpt_train.data.stored_numbers import StoredNumbers
+from ngpt_train.data.sources.source import FetchError, Shard, ShardSource, place_of
+from ngpt_train.data.token_sequence import StoredNumbers
 
 logger = logging.getLogger(__name__)
 
@@ -317,7 +317,7 @@ class Documents:
 
     @property
     def places(self) -> NDArray[np.float64]:
-        """Those of all documents, in [0, 1)."""
+        """The places of all documents, in [0, 1)."""
         return self._places[:]
 
     def place(self, index: int) -> float:

@@ -1,4 +1,5 @@
-"""Token files of other programs, which do not name their tokenizer: nanoGPT's and Megatron's.
+"""Token files, which `data=tokens` names: shards of `prepare`, and files of other programs, nanoGPT's and Megatron's,
+which do not name their tokenizer.
 
 nanoGPT's `train.bin` and `val.bin`: ids as <u2 and nothing else. Megatron's `.bin` and `.idx`: ids without a header,
 and an index that says what they are and where documents begin. The index: MMIDIDX and two zero bytes, version (u64, 1),
@@ -8,25 +9,78 @@ code of the ids' type (u8), number of sequences (u64) and of document bounds (u6
 
 from __future__ import annotations
 
+import logging
 import struct
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.core.errors import DataError
-from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.prepared.shards import MANIFEST, STEMS, Tokens, open_ids
-from ngpt_train.data.stored_numbers import StoredNumbers
-from ngpt_train.data.tokenizers import Tokenizer
+from ngpt_train.config.schema import Config, TokenizerConfig
+from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.data.dataset import Dataset
+from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
+from ngpt_train.data.prepared.manifest import MANIFEST, STEMS, fingerprint, open_ids, open_prepared
+from ngpt_train.data.token_sequence import StoredNumbers, Tokens
+from ngpt_train.data.tokenizers import Tokenizer, known_vocabulary, load_tokenizer, possible_keys, tokenizer_key
+
+logger = logging.getLogger(__name__)
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
 # Signed ids are read as unsigned ones: a negative id is then one far beyond any vocabulary.
 DTYPES = {1: "<u1", 2: "<u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}
-AGAIN = "copy both files again"
+COPY_AGAIN = "copy both files again"
 # Names of the pairs where training and validation have one each.
 SUFFIXES = {"train": "_train", "validation": "_val"}
+
+
+def open_tokens(config: Config, tokenizer: Tokenizer | None) -> Dataset:
+    """Opens `data.path`: a directory of prepared shards or of nanoGPT's train.bin and val.bin, or Megatron's files.
+
+    Prepared shards bring their tokenizer; the others need `tokenizer`, or the one that `config.tokenizer` names.
+    Raises ConfigError without `data.path`, DataError if they are damaged or of another tokenizer.
+    """
+    if config.data.path is None:
+        raise ConfigError("data.path=null: data=tokens needs the directory of the shards, as data.path=DIRECTORY")
+    hashes = FileHashes(cache_directory(config))
+    dataset = _open_path(config, hashes, tokenizer).with_rows(config)
+    hashes.save()
+    return dataset
+
+
+def _open_path(config: Config, hashes: FileHashes, tokenizer: Tokenizer | None) -> Dataset:
+    path = Path(config.data.path or "").expanduser()
+    if (path / MANIFEST).exists():
+        dataset = open_prepared(path, hashes)
+        _warn_of_unused(config.tokenizer, dataset)
+        return dataset
+    megatron = find_megatron(path)
+    files = megatron or find_nanogpt(path, config.data.path)
+    tokenizer = tokenizer or load_tokenizer(config.tokenizer)
+    if megatron is not None:
+        splits = open_megatron(files, tokenizer, hashes, config.data.val_fraction)
+    else:
+        splits = open_nanogpt(files, tokenizer, hashes)
+    entry = {"kind": tokenizer.kind, "name": tokenizer.name, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos}
+    described = {split: {"tokens": len(tokens), "sha256": sha256} for split, (tokens, sha256) in splits.items()}
+    found = fingerprint(tokenizer.fingerprint, described)
+    source = {"kind": "nanogpt" if megatron is None else "megatron"}
+    manifest = {"source": source, "tokenizer": entry, "fingerprint": found, "splits": described}
+    return Dataset(splits["train"][0], splits["validation"][0], tokenizer, found, path, manifest)
+
+
+def _warn_of_unused(chosen: TokenizerConfig, dataset: Dataset) -> None:
+    """Says so where prepared shards bring another tokenizer than the one that somebody chose, such as a paper's row."""
+    found = dataset.tokenizer
+    if known_vocabulary(chosen.kind) is None:  # then only its model file tells which tokenizer it is
+        same = chosen.kind in (found.kind, TokenizerConfig().kind)
+    else:
+        same = tokenizer_key(chosen) in possible_keys(found)
+    if not same:
+        logger.warning(
+            "tokenizer.kind=%s is not used: the shards in %s have tokens of %s", chosen.kind, dataset.path, found.name
+        )
 
 
 def find_nanogpt(directory: Path, given: str | None) -> dict[str, Path]:
@@ -136,10 +190,10 @@ def _open(prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[Store
         size = path.stat().st_size
         dtype, offsets = _read_index(index, size)
     except OSError as error:
-        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); {AGAIN}") from None
+        raise DataError(f"{error.filename}: cannot be read ({error.strerror}); {COPY_AGAIN}") from None
     if size != offsets[-1] * dtype.itemsize:
         expected = int(offsets[-1]) * dtype.itemsize
-        raise DataError(f"{path}: {size} bytes, but {index.name} says {expected}; {AGAIN}")
+        raise DataError(f"{path}: {size} bytes, but {index.name} says {expected}; {COPY_AGAIN}")
     if offsets[-1] == 0:
         raise DataError(f"{path}: no tokens")
     entry = {"vocab_size": tokenizer.vocab_size, "name": tokenizer.name}
@@ -159,7 +213,7 @@ def _open(prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[Store
 
 
 def _within(places: NDArray[np.int64], start: int, n: int) -> NDArray[np.int64]:
-    """Of increasing places those from `start` to before `start + n`, counted from there."""
+    """The places (increasing) from `start` to before `start + n`, counted from `start`."""
     first, end = np.searchsorted(places, [start, start + n])
     return places[first:end] - start
 
@@ -168,7 +222,7 @@ def _read_index(index: Path, n_bytes: int) -> tuple[np.dtype, NDArray[np.int64]]
     """The type of the ids, and the document bounds as numbers of ids. n_bytes: those of the ids."""
     data = np.memmap(index, np.uint8, mode="r") if index.stat().st_size else np.empty(0, np.uint8)
     if len(data) < HEADER.size or not _has_magic(index):
-        raise DataError(f"{index}: not an index of Megatron's (it does not begin with MMIDIDX); {AGAIN}")
+        raise DataError(f"{index}: not an index of Megatron's (it does not begin with MMIDIDX); {COPY_AGAIN}")
     _, version, code, n_sequences, n_bounds = HEADER.unpack(data[: HEADER.size].tobytes())
     if version != 1:
         raise DataError(f"{index}: version {version}, this program reads 1; make it with Megatron-LM or Megatron Core")
@@ -178,9 +232,9 @@ def _read_index(index: Path, n_bytes: int) -> tuple[np.dtype, NDArray[np.int64]]
     expected = HEADER.size + 12 * n_sequences + 8 * n_bounds
     # Multimodal files have one more byte for each sequence; it says nothing about text.
     if len(data) not in (expected, expected + n_sequences):
-        raise DataError(f"{index}: {len(data)} bytes, but its header says {expected}; {AGAIN}")
+        raise DataError(f"{index}: {len(data)} bytes, but its header says {expected}; {COPY_AGAIN}")
     if max(n_sequences, n_bounds - 1) > n_bytes:
-        raise DataError(f"{index}: {n_sequences} sequences, but the ids have {n_bytes} bytes; {AGAIN}")
+        raise DataError(f"{index}: {n_sequences} sequences, but the ids have {n_bytes} bytes; {COPY_AGAIN}")
     dtype = np.dtype(DTYPES[code])
     lengths = np.ndarray(n_sequences, "<i4", data, HEADER.size)
     firsts = np.ndarray(n_sequences, "<i8", data, HEADER.size + 4 * n_sequences)
@@ -188,7 +242,7 @@ def _read_index(index: Path, n_bytes: int) -> tuple[np.dtype, NDArray[np.int64]]
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     in_order = n_bounds > 0 and bounds[0] == 0 and bounds[-1] == n_sequences and np.all(np.diff(bounds) >= 0)
     if not in_order or np.any(lengths < 0) or not np.array_equal(firsts, starts[:-1] * dtype.itemsize):
-        raise DataError(f"{index}: its sequences or documents do not follow one another; {AGAIN}")
+        raise DataError(f"{index}: its sequences or documents do not follow one another; {COPY_AGAIN}")
     return dtype, starts[bounds]
 
 

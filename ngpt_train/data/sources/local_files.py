@@ -16,7 +16,7 @@ from typing import Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.sources.text import COMPRESSED, EXTENSIONS, Shard, Source, Unit, extension, text_size
+from ngpt_train.data.sources.source import COMPRESSED, EXTENSIONS, Shard, Source, Unit, extension, text_size
 
 logger = logging.getLogger(__name__)
 

@@ -7,15 +7,28 @@ streams that it reads without a mixture.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ngpt_train.config.sections.data import SourceConfig, mixture_of
+from ngpt_train.config.schema import Config
+from ngpt_train.core.errors import DataError
+from ngpt_train.data.dataset import Dataset, OnMain
+from ngpt_train.data.hashes import canonical_hash
 from ngpt_train.data.permutation import uniform
-from ngpt_train.data.rows import Batch, Reader, Share
+from ngpt_train.data.position import Reader, Share
+from ngpt_train.data.rows import Batch, row_format
+from ngpt_train.data.streamed.streamed_text import corpus_of, list_shards, open_text
+from ngpt_train.data.token_sequence import Tokens
+from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_identity
+
+logger = logging.getLogger(__name__)
 
 BLOCK = 4096  # rows whose sources are looked up at once
 
@@ -34,8 +47,16 @@ class Mixture:
         return np.searchsorted(bounds, uniform(rows, self.seed), side="right")
 
 
+@dataclass(frozen=True)
+class Mixed:
+    """The training text of several data sets."""
+
+    mixture: Mixture
+    sources: tuple[Dataset, ...]
+
+
 def turns(mixture: Mixture, share: Share, rows: int, taken: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Of each row that a rank takes, from row `rows` of the run on: its source, and its number within the source.
+    """(source, number within the source) of each row that a rank takes, from row `rows` of the run on.
 
     Row n of stream s has the number n * n_streams + s. taken: rows (sources, n_streams) that each stream has given of
     each source; all rows of the rank's streams are counted there, those that other ranks take too.
@@ -119,3 +140,62 @@ class MixtureReader(Reader):
     def close(self) -> None:
         for reader in self._readers:
             reader.close()
+
+
+def open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -> Dataset:
+    """Every source with one tokenizer: that of the prepared shards among them, else the config's, which may be trained
+    on all sources."""
+    from ngpt_train.data import open_dataset  # which opens mixtures, too
+
+    sources = mixture_of(config.data)
+    opened: dict[str, Dataset] = {}
+    if tokenizer is None and config.tokenizer.from_text and all(source.data.kind != "tokens" for source in sources):
+        tokenizer = on_main(lambda: load_tokenizer(config.tokenizer, corpus=_mixed_corpus(config, sources)))
+    for source in sorted(sources, key=lambda source: source.data.kind != "tokens"):
+        try:
+            data = open_dataset(replace(config, data=source.data), tokenizer, on_main)
+        except DataError as error:
+            raise DataError(f"data.mixture, source {source.name}: {error}") from error
+        tokenizer = tokenizer or data.tokenizer
+        if tokenizer_identity(data.tokenizer) != tokenizer_identity(tokenizer):
+            raise DataError(
+                f"data.mixture: {source.name} has the tokenizer {data.tokenizer.name} with eos {data.tokenizer.eos}, "
+                f"another source {tokenizer.name} with eos {tokenizer.eos}. Prepare all of them with the same one"
+            )
+        opened[source.name] = data
+    assert tokenizer is not None
+    mixture = Mixture(tuple(s.name for s in sources), tuple(s.share for s in sources), config.run.seed)
+    beginnings = [_beginning(opened[source.name].validation, config, source.share) for source in sources]
+    path = Path("+".join(mixture.names))
+    ids, offsets = zip(*beginnings, strict=True)
+    validation = Tokens("validation", path, ids, tokenizer.eos, offsets)
+    found = canonical_hash([mixture.names, mixture.shares, [opened[name].fingerprint for name in mixture.names]])
+    described = {name: data.manifest["source"] for name, data in opened.items()}
+    manifest = {"source": {"kind": "mixture", "sources": described}}
+    mixed = Mixed(mixture, tuple(opened[name] for name in mixture.names))
+    return Dataset(mixed, validation, tokenizer, found, path, manifest)
+
+
+def _mixed_corpus(config: Config, sources: Sequence[SourceConfig]) -> Iterator[str]:
+    """The text that a tokenizer is trained from, in the sources' shares."""
+    logger.info("training a SentencePiece model of %d pieces on all sources", config.tokenizer.vocab_size)
+    for source in sources:
+        own = replace(config, data=source.data)
+        listed = list_shards(own)
+        yield from corpus_of(open_text(own, listed)[1], listed.shards, source.share)
+
+
+def _beginning(tokens: Tokens, config: Config, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Ids and offsets of the first documents of a split, as many as make a share of eval.rows or tokens, or all."""
+    form = row_format(config, tokens.eos)
+    lengths = tokens.documents()[1]
+    wanted = config.eval.rows or config.eval.tokens
+    assert wanted is not None
+    if config.eval.rows is None:
+        full = form.targets_of(lengths).cumsum()
+    else:
+        full = lengths.cumsum() // form.context if form.source_context is None else (lengths >= form.shortest).cumsum()
+    ends = lengths[: int(np.searchsorted(full, max(1, round(share * wanted)))) + 1].cumsum()
+    ids = np.empty(int(ends[-1]), np.int64)
+    tokens.read(0, ids)
+    return ids, np.append(0, ends)

@@ -1,25 +1,36 @@
-"""How token shards are written, and how writing goes on after a kill. docs/data.md documents the files."""
+"""Token shards are written here, also from where a kill has ended an earlier start. docs/data.md documents the files.
+
+The journal says what a start has finished. It has one JSON object a line, the last one perhaps cut. The first line says
+what is prepared with what. Each other is written when a shard is finished and everything before is on the disk: the
+position in the text, what was counted so far, and the shards. One shard for each unit of text would need no journal;
+but the cuts of the text would then decide the shards, and data.shard_tokens and the bytes of shards that users have
+would change.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
+import json
 import logging
 import os
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from ngpt_train.core.files import parse_json, read_whole
+from ngpt_train.data.hashes import READ_BYTES
 from ngpt_train.data.prepared.chunks import Chunk
-from ngpt_train.data.prepared.journal import Entry, Journal
-from ngpt_train.data.prepared.shards import STEMS
-from ngpt_train.data.sources.text import Counts
+from ngpt_train.data.prepared.manifest import STEMS
+from ngpt_train.data.sources.source import Counts
 
 logger = logging.getLogger(__name__)
 
-READ_BYTES = 1 << 24
+JOURNAL = "journal.jsonl"
 
 
 def dtype_for(vocab_size: int) -> str:
@@ -73,7 +84,7 @@ class ShardWriter:
 
     @property
     def keeps_something(self) -> bool:
-        """Whether another start has something to go on from."""
+        """True if another start has something to go on from."""
         return any(self._recorded.values())
 
     def finish(self) -> dict[str, dict[str, Any]]:
@@ -120,7 +131,7 @@ class SplitWriter:
         self._split_hash = hashlib.sha256()
         self._open: _OpenShard | None = None
         self.shards: list[dict[str, Any]] = []
-        """What the manifest says of the closed shards."""
+        """The manifest's entries of the closed shards."""
         for entry in before:
             self._open = _OpenShard(directory / entry["file"], self._dtype.itemsize, entry, self._split_hash)
             if self._open.tokens >= shard_tokens:
@@ -240,3 +251,71 @@ def _read_again(path: Path, size: int, *digests: Any) -> None:
         while chunk := file.read(READ_BYTES):
             for digest in digests:
                 digest.update(chunk)
+
+
+@dataclass
+class Entry:
+    """unit, taken: a unit and how many of its documents are done; text: the text_sha256 so far.
+
+    splits: of each the shards that are closed since the entry before, and the one that is not.
+    """
+
+    unit: int
+    taken: int
+    counts: Counts
+    text: str
+    splits: dict[str, dict[str, Any]]
+
+
+class Journal:
+    """The journal in `directory` of the text with these `identities` of its units."""
+
+    def __init__(self, directory: Path, identities: Sequence[str]) -> None:
+        self._path = directory / JOURNAL
+        # A unit counts as the same only if all units before it are the same, too.
+        self._chain = list(itertools.accumulate(identities, _chained, initial=""))[1:]
+
+    def header(self) -> dict[str, Any] | None:
+        """The header of an earlier start (`begin`); None if there is no journal that can be read."""
+        lines = self._lines()
+        return lines[0] if lines else None
+
+    def entries(self) -> list[Entry]:
+        """The entries about text that has not changed since, oldest first."""
+        found = []
+        for line in self._lines()[1:]:
+            unit = line["unit"]
+            if unit >= len(self._chain) or line.pop("units") != self._chain[unit]:
+                break
+            found.append(Entry(**{**line, "counts": Counts(**line["counts"])}))
+        return found
+
+    def begin(self, header: dict[str, Any], entries: Sequence[Entry]) -> None:
+        """Keeps these entries of an earlier start alone: a line that a kill has cut is no line to go on after."""
+        self._path.unlink(missing_ok=True)
+        self._append(header, *map(self._line, entries))
+
+    def add(self, entry: Entry) -> None:
+        self._append(self._line(entry))
+
+    def _line(self, entry: Entry) -> dict[str, Any]:
+        return asdict(entry) | {"units": self._chain[entry.unit]}
+
+    def _append(self, *lines: dict[str, Any]) -> None:
+        with self._path.open("a") as file:
+            file.writelines(json.dumps(line) + "\n" for line in lines)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _lines(self) -> list[dict[str, Any]]:
+        lines: list[dict[str, Any]] = []
+        try:
+            for line in read_whole(self._path).splitlines():
+                lines.append(parse_json(line))
+        except (OSError, ValueError):  # none, or a last one that was cut
+            pass
+        return lines
+
+
+def _chained(before: str, identity: str) -> str:
+    return hashlib.sha256((before + identity).encode()).hexdigest()

@@ -1,4 +1,4 @@
-"""What every tokenizer is, and how documents of any length are encoded."""
+"""The interface of a tokenizer, and the encoding of documents of any length."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Tokenizer(Protocol):
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> list[Any]:
-    """What tokenizers that give the same ids have in common, as JSON: one file may be used with another eos."""
+    """[fingerprint, eos], equal for tokenizers that give the same ids: one file may be used with another eos."""
     return [tokenizer.fingerprint, tokenizer.eos]
 
 
