@@ -40,7 +40,8 @@ class QKV(NamedTuple):
     def of(cls, joined: Tensor, n_heads: int, n_kv_heads: int) -> "QKV":
         """Views of joined `(B, T, (n_heads + 2 n_kv_heads) D)`: the heads of q, then of k, then of v."""
         sizes = [n_heads, n_kv_heads, n_kv_heads]
-        return cls(*joined.unflatten(-1, (sum(sizes), -1)).split(sizes, dim=2), joined)
+        q, k, v = joined.unflatten(-1, (sum(sizes), -1)).split(sizes, dim=2)
+        return cls(q, k, v, joined)
 
 
 class Rope(NamedTuple):
