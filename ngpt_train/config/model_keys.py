@@ -75,7 +75,7 @@ class ModelConfig:
 
     objective: ClassVar[str] = "next_token"  # what data.objective=auto becomes, and the only one that it learns
 
-    # Whether its blocks apply dropout to the seeds that they get as their last argument (models/layers/dropout.py).
+    # Whether its blocks apply dropout (models/layers/dropout.py).
     applies_dropout: ClassVar[bool] = False
 
     @property

@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ngpt_train.models.layers.dropout import seeds_now, with_seeds
+
 # Products of activations with weights.
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 # Kernels of attention, of torch and of the package flash-attn, by the names of their operators.
@@ -34,7 +36,8 @@ def recomputed(forward: Callable[..., Any], selective: bool = False) -> Callable
 
     `run` is a function of ours, because torch.compile skips a block whose outermost function is torch's.
     """
-    # Dropout is a function of the block's arguments, so no random state has to be restored.
+    # Dropout is a function of seeds, so no random state has to be restored. Those of a block are kept for its second
+    # forward pass; in compiled code they are an input, which is kept as any other.
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
     if selective:
         options["context_fn"] = kept_and_recomputed
@@ -43,7 +46,9 @@ def recomputed(forward: Callable[..., Any], selective: bool = False) -> Callable
         if not selective and torch.compiler.is_compiling():
             # Without a policy torch.compile would not see that it may recompute what our kernels return.
             return checkpoint(forward, *arguments, **options, context_fn=all_recomputed)
-        return checkpoint(forward, *arguments, **options)
+        if torch.compiler.is_compiling():
+            return checkpoint(forward, *arguments, **options)
+        return checkpoint(with_seeds, seeds_now(), forward, *arguments, **options)
 
     return run
 

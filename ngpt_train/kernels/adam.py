@@ -66,15 +66,12 @@ def adam_rows_(
             old.copy_(torch.where(skipped != 0, old, new))
 
 
-@adam_rows_.check
 def check(
     weight: Tensor,
     gradient: Tensor,
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
-    *_: object,
-    copy: Tensor | None = None,
-    **__: object,
+    copy: Tensor | None,
 ) -> None:
     written = {"weight": weight, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "copy": copy}
     for name, tensor in (written | {"gradient": gradient}).items():
@@ -115,6 +112,7 @@ def in_few_passes_(
     copy: Tensor | None = None,
 ) -> None:
     """On Triton in one pass; else torch's fused AdamW, then the projection, both in the weight's dtype."""
+    check(weight, gradient, exp_avg, exp_avg_sq, copy)
     if on_triton:
         from ngpt_train.kernels.gpu import adam
 

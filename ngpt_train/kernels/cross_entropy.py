@@ -21,6 +21,7 @@ the chunk's part of dW'. The next chunk's logits use the same memory. The backwa
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -59,9 +60,8 @@ def linear_cross_entropy(
     kernel cannot raise, and there the loss and the gradients that the target contributes to are NaN. Raises ValueError
     for shapes that do not fit.
     """
-    z = at_least_fp32(h) @ matrix.to(at_least_fp32(h).dtype).t()  # (..., V)
-    if scale is not None:
-        z = z * scale  # eq. 3 of nGPT
+    h = at_least_fp32(h)
+    z = F.linear(h, scaled(matrix.to(h.dtype), scale))  # (..., V)
     counts = targets != IGNORED
     lse = z.logsumexp(-1)
     z_t = z.gather(-1, targets.where(counts, 0)[..., None]).squeeze(-1)
@@ -74,15 +74,7 @@ def linear_cross_entropy(
     return loss, cross_entropy.detach(), z_term.detach() if z_loss else None
 
 
-@linear_cross_entropy.check
-def check(
-    h: Tensor,
-    matrix: Tensor,
-    targets: Tensor,
-    scale: Tensor | None = None,
-    z_loss: float = 0.0,
-    label_smoothing: float = 0.0,
-) -> None:
+def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None) -> None:
     if h.shape[:-1] != targets.shape or h.shape[-1:] != matrix.shape[1:]:
         raise ValueError(f"h {tuple(h.shape)}, matrix {tuple(matrix.shape)}, targets {tuple(targets.shape)} do not fit")
     if scale is not None and scale.shape != matrix.shape[:1]:
@@ -99,10 +91,16 @@ def in_chunks(
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
+    check(h, matrix, targets, scale)
     enabled = torch.is_grad_enabled()
     loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, label_smoothing, enabled)
     cross_entropy, z_term = parts or (loss.detach(), None)
     return loss, cross_entropy, z_term if z_loss else None
+
+
+def scaled(matrix: Tensor, scale: Tensor | None) -> Tensor:
+    """W' = diag(s_z) W `(V, d)`: W' h is z <- z s_z of z = W h, eq. 3 of nGPT."""
+    return matrix if scale is None else scale[:, None] * matrix  # eq. 3
 
 
 @torch.no_grad()
@@ -147,8 +145,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         need_h, need_matrix, _, need_scale, *_ = ctx.needs_input_grad
         dh, dmatrix, dscale = ctx.saved_tensors
         return (
-            scaled(dh, dloss) if need_h else None,
-            scaled(dmatrix, dloss) if need_matrix else None,
+            times(dh, dloss) if need_h else None,
+            times(dmatrix, dloss) if need_matrix else None,
             None,
             dscale * dloss if need_scale else None,
             None,
@@ -157,7 +155,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         )
 
 
-def scaled(gradient: Tensor, dloss: Tensor) -> Tensor:
+def times(gradient: Tensor, dloss: Tensor) -> Tensor:
     """gradient * dloss in gradient's dtype. fp16 cannot hold every 0-dim dloss, which a GPU would cast to it first."""
     if gradient.dtype != torch.float16:
         return gradient * dloss
@@ -184,7 +182,7 @@ def linear_cross_entropy_forward(
     """
     dtype = torch.promote_types(h.dtype, torch.float32)
     on_triton = runs_on_triton("linear_cross_entropy", h)  # here, because torch.compile does not trace custom ops
-    weight = (matrix if scale is None else scale[:, None] * matrix).to(h.dtype)  # W', (V, d)
+    weight = scaled(matrix, scale).to(h.dtype)  # W', (V, d)
     rows_of_h, rows_of_targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1).contiguous()  # (N, d), (N,)
     n_rows, n_vocab = len(rows_of_h), len(weight)
 

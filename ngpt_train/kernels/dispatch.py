@@ -108,6 +108,12 @@ def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = N
     return unsupported is None
 
 
+def say_without_kernel(operation: str, option: str, *tensors: Tensor) -> None:
+    """Says once that a formula stands in for `operation`, whose Triton kernel would run on these tensors without
+    `option`."""
+    runs_on_triton(operation, *tensors, unsupported=option)
+
+
 # torch.compile calls this while it traces a model, and takes the answer as a constant.
 @torch.compiler.assume_constant_result
 def _gpu_suits() -> bool:

@@ -19,6 +19,20 @@ def normalize(x: Tensor, eps: float = 0.0) -> Tensor:
     return F.normalize(x, dim=-1, eps=SHORTEST)
 
 
+def reciprocal_length(x: Tensor) -> Tensor:
+    """1 / max(||x||, 1e-12) over the last dimension: x `(..., D)` -> `(..., 1)`, a new tensor.
+
+    A product with it is Norm(x) with one division a vector; F.normalize divides each element. Last digits differ.
+    """
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(SHORTEST).reciprocal_()
+
+
 def at_least_fp32(x: Tensor) -> Tensor:
     """x in at least fp32: bf16 and fp16 are cast to fp32, fp64 stays fp64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return cast(x, torch.promote_types(x.dtype, torch.float32))
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x in dtype. torch 2.11 compiles no gradient by hand for an operation that returns its input itself, as a cast to
+    the same dtype does."""
+    return x if x.dtype == dtype else x.to(dtype)

@@ -8,7 +8,8 @@
     def by_hand_or_on_triton(on_triton, h, x, alpha): ...
 
 A caller reads the formula and gets the twin, which computes the same with gradients by hand or in a Triton kernel.
-`sphere_step.formula` is the undecorated function, the reference of tests and benchmarks.
+`sphere_step.formula` is the undecorated function: the forward pass of a twin without Triton, and the reference of tests
+and benchmarks.
 """
 
 import contextlib
@@ -31,17 +32,13 @@ _watch: Watch | None = None  # of `watched`
 
 
 class Operation(Protocol[P, R_co]):
-    """A formula decorated with `operation`. The last four are decorators of functions that take its arguments."""
+    """A formula decorated with `operation`. The last two are decorators of functions that take its arguments."""
 
     formula: Callable[..., Any]
     # Registers the twin. Its first argument, before those of the formula, is whether it is to run on Triton.
     twin: Callable[[F], F]
-    # Registers the condition under which the twin runs without Triton; without a condition it always does.
-    by_hand_where: Callable[[F], F]
     # Registers a function that returns, in a word for the log, what the Triton kernel does not support; else None.
     unsupported: Callable[[F], F]
-    # Registers a function that raises ValueError for arguments that do not fit. It runs first.
-    check: Callable[[F], F]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
@@ -49,10 +46,8 @@ class Operation(Protocol[P, R_co]):
 class _Registered:
     """The functions that are registered for an operation."""
 
-    twin: Callable[..., Any] | None = None
-    by_hand_where: Callable[..., bool] | None = None
+    twin: Callable[..., Any]
     unsupported: Callable[..., str | None] | None = None
-    check: Callable[..., None] | None = None
 
     def decorator(self, attribute: str) -> Callable[[F], F]:
         """A decorator that registers a function as `attribute` and returns it unchanged."""
@@ -65,10 +60,9 @@ class _Registered:
 
 
 def operation(name: str | None) -> Callable[[Callable[P, R]], Operation[P, R]]:
-    """Decorates a formula so that a call runs its twin where that is faster.
+    """Decorates a formula so that a call runs its twin.
 
-    name: of the operation in `kernels.dispatch` and in the log; None where there is no Triton kernel, or where the twin
-    itself asks `runs_on_triton`.
+    name: of the operation in `kernels.dispatch` and in the log; None where the twin itself asks `runs_on_triton`.
     """
 
     def decorate(formula: Callable[P, R]) -> Operation[P, R]:
@@ -76,21 +70,16 @@ def operation(name: str | None) -> Callable[[Callable[P, R]], Operation[P, R]]:
 
         @functools.wraps(formula)
         def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            if registered.check is not None:
-                registered.check(*args, **kwargs)
             option = None if registered.unsupported is None else registered.unsupported(*args, **kwargs)
-            on_triton = name is not None and kernel_runs(name, option, args, kwargs)
+            tensors = float_tensors((*args, *kwargs.values()))
+            on_triton = name is not None and runs_on_triton(name, *tensors, unsupported=option)
             if _watch is not None:
                 _watch(formula.__name__, on_triton, args, kwargs)
-            if on_triton or registered.by_hand_where is None or registered.by_hand_where(*args, **kwargs):
-                assert registered.twin is not None
-                return cast(R, registered.twin(on_triton, *args, **kwargs))
-            return formula(*args, **kwargs)
+            return cast(R, registered.twin(on_triton, *args, **kwargs))
 
         made = cast(Operation[P, R], run)
         made.formula = formula
-        for attribute in ("twin", "by_hand_where", "unsupported", "check"):
-            setattr(made, attribute, registered.decorator(attribute))
+        made.twin, made.unsupported = registered.decorator("twin"), registered.decorator("unsupported")
         return made
 
     return decorate
@@ -105,31 +94,6 @@ def watched(watch: Watch) -> Iterator[None]:
         yield
     finally:
         _watch = None
-
-
-def without_kernel(name: str, option: str | Callable[..., str | None]) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorates a formula that stands in for the operation `name`, whose Triton kernel does not support an option.
-
-    The log says so once, if the kernel would run without that option. option: a word for the log, or a function of the
-    formula's arguments that returns one, or None where no such option is set.
-    """
-
-    def decorate(formula: Callable[P, R]) -> Callable[P, R]:
-        @functools.wraps(formula)
-        def run(*args: P.args, **kwargs: P.kwargs) -> R:
-            chosen = option(*args, **kwargs) if callable(option) else option
-            if chosen is not None:
-                kernel_runs(name, chosen, args, kwargs)
-            return formula(*args, **kwargs)
-
-        return run
-
-    return decorate
-
-
-def kernel_runs(name: str, option: str | None, args: Iterable[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the Triton kernel of `name` runs on these arguments; not if it does not support `option`."""
-    return runs_on_triton(name, *float_tensors((*args, *kwargs.values())), unsupported=option)
 
 
 def float_tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:

@@ -14,37 +14,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ngpt_train.kernels.operation import operation
 from ngpt_train.kernels.swiglu import swiglu
 
 
-@operation(None)
 def scaled_swiglu(x: Tensor, w_uv: Tensor, s_u: Tensor, s_v: Tensor) -> Tensor:
     """(s_u u) * SiLU(s_v v), where u and v are the halves of W_uv x.
 
     x `(..., d_model)`, w_uv `(2 d_mlp, d_model)`, s_u and s_v `(d_mlp,)` -> `(..., d_mlp)` in x's dtype.
     """
+    if x.dtype in (torch.float32, torch.float64) and x.device.type == "cpu":
+        return swiglu(scaled_linear(x, w_uv, torch.cat([s_u, s_v])))
     return swiglu(F.linear(x, w_uv), s_u, s_v)
 
 
-@scaled_swiglu.by_hand_where
-def full_precision_on_a_cpu(x: Tensor, *_: object, **__: object) -> bool:
-    return x.dtype in (torch.float32, torch.float64) and x.device.type == "cpu"
-
-
-@scaled_swiglu.twin
-def by_scaling_the_matrix(on_triton: bool, x: Tensor, w_uv: Tensor, s_u: Tensor, s_v: Tensor) -> Tensor:
-    return swiglu(scaled_linear(x, w_uv, torch.cat([s_u, s_v])))
-
-
-@operation(None)
 def scaled_linear(x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
     """scale * (matrix x): x `(..., d_in)`, matrix `(d_out, d_in)`, scale `(d_out,)` -> `(..., d_out)`."""
-    return scale * F.linear(x, matrix)
-
-
-@scaled_linear.twin
-def by_hand(on_triton: bool, x: Tensor, matrix: Tensor, scale: Tensor) -> Tensor:
     return _ScaledLinear.apply(x, matrix, scale)
 
 

@@ -8,13 +8,14 @@ With g the gradient of h':
     dx = (a du - x^ (x^ . a du)) / ||x||
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ngpt_train.kernels.norm import SHORTEST, at_least_fp32, normalize
+from ngpt_train.kernels.norm import at_least_fp32, cast, normalize, reciprocal_length
 from ngpt_train.kernels.operation import operation
 
 
@@ -39,23 +40,59 @@ class HiddenState(NamedTuple):
         return cls(h, h.view_as(h) if torch.is_grad_enabled() else h)
 
 
+# How h moves towards h_new, both of length 1, by the share alpha of the way in each dimension.
+Move = Callable[[Tensor, Tensor, Tensor], Tensor]
+Norm = Callable[[Tensor], Tensor]
+
+
+def lerp(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
+    """h + alpha (h_new - h): eq. 8."""
+    return h + alpha * (h_new - h)
+
+
+def slerp(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
+    """sin((1 - alpha) theta) / sin(theta) h + sin(alpha theta) / sin(theta) h_new, alpha per dimension: eq. 6."""
+    # arccos has no derivative at +-1. At the limit SLERP and LERP agree to rounding.
+    limit = 1 - torch.finfo(h_new.dtype).eps
+    theta = (h * h_new).sum(-1, keepdim=True).clamp(-limit, limit).arccos()
+    return (((1 - alpha) * theta).sin() * h + (alpha * theta).sin() * h_new) / theta.sin()
+
+
+def riemannian(h: Tensor, h_new: Tensor, alpha: Tensor) -> Tensor:
+    """h - alpha (h (h^T h_new) - h_new): eq. 25, the part of h_new - h that is tangent to the sphere at h."""
+    return h - alpha * (h * (h * h_new).sum(-1, keepdim=True) - h_new)
+
+
 @operation("sphere_step")
-def sphere_step(h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
+def sphere_step(
+    h: HiddenState, x: Tensor, alpha: Tensor, move: Move = lerp, norm: Norm = normalize, option: str | None = None
+) -> HiddenState:
     """h <- Norm(h + alpha (h_A - h)), where h_A = Norm(x) and x is the output of attention or MLP: eq. 10 and 11.
 
     h, x `(..., d_model)`, alpha `(d_model,)` in fp32 -> `(..., d_model)` in h's dtype, computed at least in fp32.
+    move: LERP, or another way from h to h_A, as in eq. 26. norm: Norm. option: the key that chose another move or norm,
+    which the kernel and the gradients by hand do not have.
     """
-    old, h_A = at_least_fp32(h.to_move), normalize(x)
-    new = normalize(old + alpha * (h_A - old)).to(h.to_move.dtype)  # eq. 10 and 11
+    h_A = norm(x)
+    new = cast(norm(move(h.to_move, h_A, alpha)), h.to_move.dtype)  # eq. 10 and 11
     return HiddenState(new, new)
 
 
+@sphere_step.unsupported
+def unsupported(*_: Any, option: str | None = None, **__: Any) -> str | None:
+    return option
+
+
 @sphere_step.twin
-def by_hand_or_on_triton(on_triton: bool, h: HiddenState, x: Tensor, alpha: Tensor) -> HiddenState:
+def by_hand_or_on_triton(on_triton: bool, h: HiddenState, x: Tensor, alpha: Tensor, **options: Any) -> HiddenState:
+    if options:
+        return sphere_step.formula(h, x, alpha, **options)
     return HiddenState(*_SphereStep.apply(h.to_move, x, alpha, on_triton))
 
 
 class _SphereStep(torch.autograd.Function):
+    """The formula or, on Triton, its kernel, with the gradients above."""
+
     @staticmethod
     def forward(ctx: Any, h: Tensor, x: Tensor, alpha: Tensor, on_triton: bool) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)  # an output that nothing uses has gradient None
@@ -66,9 +103,17 @@ class _SphereStep(torch.autograd.Function):
             out, r_x, r_u = sphere_step_forward(h, x, alpha)
             ctx.save_for_backward(h, x, alpha, r_x, r_u)
         else:
-            out, r_x, r_u = _forward(h, x, alpha)
+            reciprocals = []  # 1 / ||x|| and 1 / ||u||
+
+            def norm(x: Tensor) -> Tensor:
+                reciprocals.append(reciprocal_length(at_least_fp32(x)))
+                return x * reciprocals[-1]
+
+            wide = at_least_fp32(h)
+            state = HiddenState(wide, wide)
+            out = cast(sphere_step.formula(state, x, cast(alpha, wide.dtype), torch.lerp, norm).to_move, h.dtype)
             # The next matrix product keeps `out` for its own backward pass, so it costs no memory here.
-            ctx.save_for_backward(h, x, alpha, r_x, r_u, out)
+            ctx.save_for_backward(h, x, alpha, *reciprocals, out)
         # The same memory twice. torch.compile takes a plain view for the same output: autograd then adds up the two
         # gradients outside of the graph, which costs 8 bytes an element. It takes a split's output for a separate one.
         return out, out.split(out.shape[-1], dim=-1)[0]
@@ -87,18 +132,6 @@ class _SphereStep(torch.autograd.Function):
         return *_backward(g if g_too is None else g + g_too, *ctx.saved_tensors), None
 
 
-def _forward(h: Tensor, x: Tensor, alpha: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """h' and 1 / ||x||, 1 / ||u|| `(..., 1)`."""
-    dtype = torch.promote_types(h.dtype, torch.float32)
-    r_x = _reciprocal_length(x.to(dtype))
-    u = torch.lerp(h.to(dtype), x * r_x, alpha.to(dtype))
-    r_u = _reciprocal_length(u)
-    # torch 2.11 compiles no gradient for an op that returns its input itself: a product in place, a cast to the same
-    # dtype. Uncompiled, the product in place is the better one: new memory costs more than the product.
-    out = u * r_u if torch.compiler.is_compiling() else u.mul_(r_u)
-    return out if out.dtype == h.dtype else out.to(h.dtype), r_x, r_u
-
-
 def _backward(
     g: Tensor, h: Tensor, x: Tensor, alpha: Tensor, r_x: Tensor, r_u: Tensor, out: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -110,10 +143,6 @@ def _backward(
     dx_hat = du * alpha
     dx = torch.addcmul(dx_hat, x, _dot(x, dx_hat).mul_(r_x.square()), value=-1).mul_(r_x)
     return du.sub_(dx_hat).to(h.dtype), dx.to(x.dtype), dalpha
-
-
-def _reciprocal_length(x: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min_(SHORTEST).reciprocal_()
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:

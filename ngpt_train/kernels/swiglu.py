@@ -12,7 +12,7 @@ The Triton kernel reads uv and writes y; its backward pass reads uv and g and wr
 arguments are kept.
 """
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -35,7 +35,6 @@ def swiglu(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> 
     return (u * F.silu(v)).to(uv.dtype)  # eq. 18
 
 
-@swiglu.check
 def check(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> None:
     m = uv.shape[-1] // 2
     if uv.shape[-1] % 2:
@@ -46,14 +45,13 @@ def check(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> N
         raise ValueError(f"swiglu: s_u {tuple(s_u.shape)} and s_v {tuple(s_v.shape)} must have shape ({m},)")
 
 
-@swiglu.by_hand_where
-def half_precision_uncompiled(uv: Tensor, *_: object, **__: object) -> bool:
-    """In half precision autograd would keep every factor in fp32. torch.compile computes the factors again instead."""
-    return uv.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling()
-
-
 @swiglu.twin
 def by_hand_or_on_triton(on_triton: bool, uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) -> Tensor:
+    check(uv, s_u, s_v)
+    # In half precision autograd would keep every factor in fp32. torch.compile computes the factors again instead.
+    by_hand = uv.dtype in (torch.bfloat16, torch.float16) and not torch.compiler.is_compiling()
+    if not on_triton and not by_hand:
+        return cast(Tensor, swiglu.formula(uv, s_u, s_v))
     return _SwiGLU.apply(uv, s_u, s_v, on_triton)
 
 

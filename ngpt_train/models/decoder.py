@@ -21,7 +21,7 @@ from ngpt_train.models.layers.documents import (
     document_mask,
     positions_in_documents,
 )
-from ngpt_train.models.layers.dropout import Dropout, number_places, seeds_of_parts, with_seeds
+from ngpt_train.models.layers.dropout import Dropout, each_with_seeds, number_places, seeded, seeds_of_parts
 from ngpt_train.models.layers.rope import UNSCALED, Rope, rope_table
 from ngpt_train.models.parameter_groups import ParameterGroup
 
@@ -63,9 +63,9 @@ class Decoder(nn.Module):
         """h `(B, T, d_model)` plus an embedding of positions `(T,)` or `(B, T)`; here h itself, as RoPE has them."""
         return h
 
-    def drop_embedding(self, h: Tensor, seeds: Tensor | None) -> Tensor:
-        """model.embedding_dropout of the first hidden state h `(B, T, d_model)`; seeds `(B,)`, or None for h itself."""
-        return self.embedding_dropout(h, seeds)
+    def drop_embedding(self, h: Tensor) -> Tensor:
+        """model.embedding_dropout of the first hidden state h `(B, T, d_model)`."""
+        return self.embedding_dropout(h)
 
     def rope(self, tokens: Tensor, dtype: torch.dtype) -> Rope | None:
         """The rotary angles of positions 0 to T - 1 for tokens `(B, T)`, in `dtype`; None for a model without RoPE."""
@@ -81,22 +81,20 @@ class Decoder(nn.Module):
         """The modules that are compiled, checkpointed and sharded as units."""
         return list(self.layers)
 
-    def stack(
-        self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None, seeds: Tensor | None = None
-    ) -> Tensor:
+    def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
         """All blocks, and what comes between them and the head: h `(B, T, d_model)` -> the same shape."""
-        return self.run_blocks(self.layers, h, rope, mask, seeds=seeds)
+        return self.run_blocks(self.layers, h, rope, mask)
 
-    def run_blocks(
-        self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any, seeds: Tensor | None = None
-    ) -> Tensor:
-        """The blocks one after the other: h `(B, T, d_model)` -> the same shape.
-
-        Each is called as (h, *arguments), with seeds `(B,)` of dropout as (h, *arguments, its own seeds).
-        """
-        for block, of_block in with_seeds(blocks, seeds):
-            h = block(h, *arguments, *of_block)
+    def run_blocks(self, blocks: Iterable[nn.Module], h: Any, *arguments: Any) -> Any:
+        """The blocks one after the other, each called as (h, *arguments): h `(B, T, d_model)` -> the same shape."""
+        for block, seeds in each_with_seeds(blocks):
+            with seeds:
+                h = self.run_block(block, h, *arguments)
         return h
+
+    def run_block(self, block: nn.Module, h: Any, *arguments: Any) -> Any:
+        """One of the blocks of `run_blocks`."""
+        return block(h, *arguments)
 
     def head(self, h: Tensor) -> Head:
         """The factors of the logits, from the last block's h `(B, T, d_model)`."""
@@ -175,10 +173,16 @@ class Decoder(nn.Module):
             drops = of_blocks is not None and self.config.attention_dropout > 0
             d_head = self.config.d_model // self.config.n_heads
             mask = causal_document_mask(doc_ids) if drops else document_mask(doc_ids, d_head, dtype)
-        h = self.add_positions(self.embed(tokens, self.embedding), positions).to(dtype)  # (B, T, d_model)
-        h = self.drop_embedding(h, of_embedding)
-        head = self.head(self.stack(h, rope, mask, doc_ids, of_blocks))
+        with seeded(of_embedding):
+            h = self.first_hidden_state(tokens, self.embedding, positions)
+        with seeded(of_blocks):
+            head = self.head(self.stack(h, rope, mask, doc_ids))
         return head.logits() if targets is None else self.loss_of(head, targets)
+
+    def first_hidden_state(self, tokens: Tensor, table: Tensor, positions: Tensor) -> Tensor:
+        """The first block's h `(B, T, d_model)`: embedding and positions, in the dtype of activations, with dropout."""
+        h = self.add_positions(self.embed(tokens, table), positions)
+        return self.drop_embedding(h.to(self.compute_dtype or self.embedding.dtype))
 
     def seeds_in_use(self, seeds: Tensor | None) -> Tensor | None:
         """The seeds of dropout in training, None in evaluation and for a model without dropout."""

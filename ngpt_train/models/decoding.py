@@ -164,7 +164,7 @@ class Cached(Recomputed):
         h = self.model.embed(tokens, self.model.embedding)
         if self.added is not None:
             h = h + self.added[positions]
-        return self.model.drop_embedding(h.to(self.dtype), None)
+        return self.model.drop_embedding(h.to(self.dtype))
 
     def logits(self, h: Tensor) -> Tensor:
         """Logits `(n, V)` of the last hidden states h `(n, d_model)`."""
@@ -212,9 +212,9 @@ class CachedEncoderDecoder(Cached):
         source, valid = (torch.stack(x) for x in zip(*(source_of(p, S) for p in self.prompts), strict=True))  # (B, S)
         places = torch.arange(S, device=source.device)
         model, self.memory_mask = self.model, valid[:, None, None]
-        h = model.add_positions(model.embed(source, model.source_embedding), places).to(self.dtype)
+        h = model.first_hidden_state(source, model.source_embedding, places)
         rope = model.rope(source, torch.promote_types(self.dtype, torch.float32))
-        self.memory = model.encode(model.drop_embedding(h, None), rope, self.memory_mask, valid)
+        self.memory = model.encode(h, rope, self.memory_mask, valid)
         self.source_slots.of_tokens, self.source_slots.n_seen = None, S
         return [prompt[-1:] for prompt in self.prompts]
 

@@ -13,13 +13,12 @@ from ngpt_train.models import decoding, flops
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.layers.documents import Mask, causal_document_mask
-from ngpt_train.models.layers.dropout import number_places, seeds_of_parts
+from ngpt_train.models.layers.dropout import number_places, seeded, seeds_of_parts
 from ngpt_train.models.layers.rope import Rope
 
 
 class EncoderDecoder(Decoder):
-    """Encoder blocks are called as (h, rope, mask), decoder blocks as (h, rope, mask, memory, memory_mask); in training
-    with dropout all get one argument more, their seeds."""
+    """Encoder blocks are called as (h, rope, mask), decoder blocks as (h, rope, mask, memory, memory_mask)."""
 
     def __init__(self, config: EncoderDecoderKeys, encoder: Iterable[nn.Module], decoder: Iterable[nn.Module]) -> None:
         super().__init__(config, decoder)
@@ -41,27 +40,18 @@ class EncoderDecoder(Decoder):
     def check_documents(self, doc_ids: Tensor, device: torch.device) -> None:
         """Any number of documents is allowed: doc_ids only mark padding, and attention uses a boolean mask."""
 
-    # An architecture may override these. valid is false for padding, None: there is none; seeds `(B,)`: of dropout.
+    # An architecture may override these. valid is false for padding, None: there is none.
 
-    def encode(
-        self, h: Tensor, rope: Rope | None, mask: Mask, valid: Tensor | None, seeds: Tensor | None = None
-    ) -> Tensor:
+    def encode(self, h: Tensor, rope: Rope | None, mask: Mask, valid: Tensor | None) -> Tensor:
         """What the decoder attends to `(B, S, d_model)`, from the embedded source h; valid is `(B, S)`."""
-        return self.run_blocks(self.encoder, h, rope, mask, seeds=seeds)
+        return self.run_blocks(self.encoder, h, rope, mask)
 
     def decode(
-        self,
-        h: Tensor,
-        rope: Rope | None,
-        mask: Mask,
-        memory: Tensor,
-        memory_mask: Mask,
-        valid: Tensor | None,
-        seeds: Tensor | None = None,
+        self, h: Tensor, rope: Rope | None, mask: Mask, memory: Tensor, memory_mask: Mask, valid: Tensor | None
     ) -> Tensor:
         """The decoder's blocks, and what comes between them and the head: h and the result `(B, T, d_model)`, valid
         `(B, T)`."""
-        return self.run_blocks(self.layers, h, rope, mask, memory, memory_mask, seeds=seeds)
+        return self.run_blocks(self.layers, h, rope, mask, memory, memory_mask)
 
     def forward(
         self,
@@ -89,15 +79,14 @@ class EncoderDecoder(Decoder):
             mask = causal_document_mask(doc_ids[:, S:])  # (B, 1, T, T)
 
         source_positions, positions = (torch.arange(part.shape[1], device=part.device) for part in (source, tokens))
-        h = self.add_positions(self.embed(source, self.source_embedding), source_positions).to(dtype)  # (B, S, d_model)
-        h = self.drop_embedding(h, of_source)
-        rope = self.rope(source, angles_dtype)
-        memory = self.encode(h, rope, source_mask, source_valid, of_encoder)
-
-        h = self.add_positions(self.embed(tokens, self.embedding), positions).to(dtype)  # (B, T, d_model)
-        h = self.drop_embedding(h, of_embedding)
-        rope = self.rope(tokens, angles_dtype)
-        head = self.head(self.decode(h, rope, mask, memory, source_mask, valid, of_decoder))
+        with seeded(of_source):
+            h = self.first_hidden_state(source, self.source_embedding, source_positions)  # (B, S, d_model)
+        with seeded(of_encoder):
+            memory = self.encode(h, self.rope(source, angles_dtype), source_mask, source_valid)
+        with seeded(of_embedding):
+            h = self.first_hidden_state(tokens, self.embedding, positions)  # (B, T, d_model)
+        with seeded(of_decoder):
+            head = self.head(self.decode(h, self.rope(tokens, angles_dtype), mask, memory, source_mask, valid))
         return head.logits() if targets is None else self.loss_of(head, targets[:, S:])
 
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:

@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
 
+from ngpt_train.core.errors import ConfigError
 from ngpt_train.distributed.recomputation import recomputed
 from ngpt_train.kernels import dropout
 from ngpt_train.kernels.dropout import row_seeds
 from ngpt_train.models import Decoder
+from ngpt_train.models.layers.dropout import number_places
 from tests.properties.architectures import ARCHITECTURES, SMALL, Architecture, documents, jittered, random_batch
 
 PLACES = ("embedding_dropout", "residual_dropout", "attention_dropout")
@@ -164,3 +166,14 @@ def test_compiled_blocks_drop_the_same(name: str) -> None:
     largest = max(x.norm() for x in results[0][1:])
     for eager, other in zip(*results, strict=True):
         assert (other - eager).norm() < 1e-4 * eager.norm().clamp(min=1e-3 * largest)
+
+
+def test_a_block_that_waits_for_seeds_is_refused() -> None:
+    """Caught: a plug-in of an earlier form that trains without its dropout."""
+
+    class Block(torch.nn.Module):
+        def forward(self, h: Tensor, rope: object, mask: object, seeds: Tensor | None = None) -> Tensor:
+            return h
+
+    with pytest.raises(ConfigError, match="Remove the argument"):
+        number_places([Block()])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.kernels import attention, dispatch, operation
+from ngpt_train.kernels.rotary import QKV, Rope
 from ngpt_train.kernels.sphere_step import HiddenState
 
 
@@ -63,7 +64,7 @@ class Call:
 Describe = Callable[..., Call]
 
 
-def of_sphere_step(h: HiddenState, x: Tensor, alpha: Tensor) -> Call:
+def of_sphere_step(h: HiddenState, x: Tensor, alpha: Tensor, **_: Any) -> Call:
     return Call.of("sphere_step", x, h=name_of(h.to_move), alpha=name_of(alpha))
 
 
@@ -71,8 +72,10 @@ def of_swiglu(uv: Tensor, s_u: Tensor | None = None, s_v: Tensor | None = None) 
     return Call.of("swiglu", uv, scaled=s_u is not None)
 
 
-def of_rotary(qkv: Tensor, cos: Tensor, sin: Tensor, options: Any, scale: Tensor | None) -> Call:
-    return Call.of("rotary", qkv, options=list(options), of_rows=cos.ndim == 4, scaled=scale is not None)
+def of_rotary(qkv: QKV, rope: Rope, normalized: bool = False, scale: Tensor | None = None, *_: Any) -> Call:
+    assert qkv.joined is not None
+    options = [qkv.q.shape[2], qkv.k.shape[2], rope.interleaved, normalized]
+    return Call.of("rotary", qkv.joined, options=options, of_rows=rope.cos.ndim == 4, scaled=scale is not None)
 
 
 def of_linear_cross_entropy(
@@ -113,12 +116,9 @@ def recorded(documents: bool) -> Iterator[Counter[Call]]:
     calls: Counter[Call] = Counter()
 
     def see(name: str, on_triton: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name not in DESCRIBE:
-            return
-        call = DESCRIBE[name](*args, **kwargs)
         # The twin of linear_cross_entropy asks by itself, in an operator that a meta device leaves out.
         if on_triton or (name == "linear_cross_entropy" and dispatch.runs_on_triton(name, args[0])):
-            calls[call] += 1
+            calls[DESCRIBE[name](*args, **kwargs)] += 1
 
     def watch(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None) -> None:
         of_documents = documents and mask is not None

@@ -80,7 +80,7 @@ def swiglu_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
 
 def rotary_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
     B, T, width = fitting(call.shape)
-    options = rotary.RotaryOptions(*call["options"])
+    options = rotary.Options(*call["options"])
     D = width // (options.n_heads + 2 * options.n_kv_heads)
 
     def inputs() -> Inputs:
@@ -95,7 +95,8 @@ def rotary_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
 
     def in_heads(function: Callable[..., tuple[Tensor, Tensor, Tensor]]) -> Operation:
         def step(qkv: Tensor, cos: Tensor, sin: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
-            return function(qkv, cos, sin, options, scale)
+            of_heads = rotary.QKV.of(qkv, options.n_heads, options.n_kv_heads)
+            return function(of_heads, rotary.Rope(cos, sin, options.interleaved), options.normalized, scale)
 
         return step
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ngpt_train.kernels.gpu.launch import as_rows, programs, warps
-from ngpt_train.kernels.sphere_step import SHORTEST
+from ngpt_train.kernels.norm import SHORTEST
 
 WARPS_PER_SM = 24  # of the backward pass, whose threads need 80 registers
 

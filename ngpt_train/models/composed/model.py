@@ -1,7 +1,7 @@
 """A decoder composed of options: which norm, where it stands, and what else is in a block.
 
-placement.py has the equations of a block's two steps, norms.py the norms. With the defaults the model is gpt/model.py,
-with others normformer/model.py or powernorm/model.py; docs/architectures.md has the table.
+layers/residual.py has the equation of a sublayer, norms.py the norms. With the defaults the model is gpt/model.py, with
+others normformer/model.py or powernorm/model.py; docs/architectures.md has the table.
 """
 
 import math
@@ -11,76 +11,79 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ngpt_train.kernels.operation import without_kernel
 from ngpt_train.models.composed.keys import ComposedConfig
-from ngpt_train.models.composed.norms import NormPass, norm_of
-from ngpt_train.models.composed.placement import PLACEMENTS, Around
-from ngpt_train.models.layers.attention import Heads
+from ngpt_train.models.composed.norms import norm_of
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
-from ngpt_train.models.layers.learned_scale import HeadScaleAttention, LearnedScale
-from ngpt_train.models.layers.mlp import MLP, PlainMLP
+from ngpt_train.models.layers.mlp import MLPS
+from ngpt_train.models.layers.normed_attention import NormedAttention
+from ngpt_train.models.layers.norms import LearnedScale
 from ngpt_train.models.layers.positions import add_positions, learned_positions
-from ngpt_train.models.layers.rope import Rope, rotate
-from ngpt_train.models.powernorm.running_statistics import DecoderOverBatch, NormOverBatch, Output, Running
+from ngpt_train.models.layers.residual import Map, residual
+from ngpt_train.models.layers.rope import Rope
+from ngpt_train.models.powernorm.running_statistics import DecoderOverBatch, NormPass, Output
 
 
 class ComposedBlock(nn.Module):
-    """Attention, then MLP, each in its placement. It returns x and the batch statistics of its norms over the batch."""
+    """Attention, then MLP, each in its placement. It returns x and the batch statistics of its norms over the batch.
 
-    def __init__(self, config: ComposedConfig, causal: bool = True) -> None:
+    cross: between them attention to the encoder's output, with the placement, norms and scales of attention.
+    """
+
+    def __init__(self, config: ComposedConfig, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
-        d_mlp = config.d_mlp or 4 * config.d_model
-        self.place_attn, self.place_mlp = (PLACEMENTS[config.placement_of(f)] for f in ("attn", "mlp"))
-        self.norm_attn, self.norm_post_attn = self.place_attn.norms(lambda: norm_of(config, config.d_model))
-        self.attention = ComposedAttention(config, causal)
-        self.norm_mlp, self.norm_post_mlp = self.place_mlp.norms(lambda: norm_of(config, config.d_model))
+        self.config = config
+        self.norm_attn, self.norm_post_attn = norms_of(config, "attn")
+        self.attention = attention_of(config, causal)
+        self.norm_mlp, self.norm_post_mlp = norms_of(config, "mlp")
         self.mlp = MLPS[config.mlp](config, config.activation, bias=config.bias)
-        self.norm_ffn = FFN_NORMS[config.ffn_norm](config, d_mlp)
+        self.norm_ffn = FFN_NORMS[config.ffn_norm](config, self.mlp.d_mlp)
         self.res_scale_attn, self.res_scale = (res_scale(config, f) for f in ("attn", "mlp"))
         self.layer_scale_attn, self.layer_scale_mlp = layer_scale(config), layer_scale(config)
         self.drop_attn, self.drop_mlp = Dropout(config.residual_dropout), Dropout(config.residual_dropout)
-        self.number_norms()
+        if cross:
+            self.norm_cross, self.norm_post_cross = norms_of(config, "attn")
+            self.cross = attention_of(config, causal=False)
+            self.res_scale_cross, self.layer_scale_cross = res_scale(config, "attn"), layer_scale(config)
+            self.drop_cross = Dropout(config.residual_dropout)
 
-    def forward(
-        self,
-        x: Tensor,
-        rope: Rope | None,
-        mask: Mask,
-        valid: Tensor | None,
-        running: Running,
-        seeds: Tensor | None = None,
-    ) -> Output:
-        """x `(B, T, d_model)`; valid `(B, T)` is false for padding, None: all are valid; running: one per norm."""
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, *more: Any) -> Output:
+        """x `(B, T, d_model)`. more: of a decoder with an encoder what cross-attention reads `(B, S, d_model)` and its
+        mask; then valid `(B, T)`, false for padding, None: all are valid; then the statistics of each norm."""
+        *of_memory, valid, running = more
         norms = NormPass(valid, running)
-        x = self.attention_step(x, rope, mask, norms, seeds)
-        x = self.mlp_step(x, norms, seeds)
+        x = self.step("attn", x, partial(self.attention, rope=rope, mask=mask), self.res_scale_attn, norms)
+        if of_memory:  # without positions
+            memory, memory_mask = of_memory
+            attend = partial(self.cross, rope=None, mask=memory_mask, memory=memory)
+            x = self.step("cross", x, attend, self.res_scale_cross, norms)
+        x = self.step("mlp", x, partial(self.mlp, norm_ffn=norms(self.norm_ffn)), self.res_scale, norms)
         return x, tuple(norms.batches)
 
-    def attention_step(self, x: Tensor, rope: Rope | None, mask: Mask, norms: NormPass, seeds: Tensor | None) -> Tensor:
-        """For example x + attention(norm(x)): placement.py."""
-        norm_in, norm_out = norms(self.norm_attn), norms(self.norm_post_attn)
-        drop = partial(self.drop_attn, seeds=seeds)
-        around = Around(norm_in, norm_out, self.res_scale_attn, self.layer_scale_attn, drop)
-        return self.place_attn.apply(x, lambda y: self.attention(y, rope, mask, seeds=seeds), around)
-
-    def mlp_step(self, x: Tensor, norms: NormPass, seeds: Tensor | None) -> Tensor:
-        """For example x + W_down norm_ffn(hidden(norm(x)))."""
-        norm_in, norm_out, norm_ffn = norms(self.norm_mlp), norms(self.norm_post_mlp), norms(self.norm_ffn)
-        drop = partial(self.drop_mlp, seeds=seeds)
-        around = Around(norm_in, norm_out, self.res_scale, self.layer_scale_mlp, drop)
-        return self.place_mlp.apply(x, lambda y: self.mlp.w_down(norm_ffn(self.mlp.hidden(y)).to(y.dtype)), around)
-
-    def norms(self) -> list[NormOverBatch]:
-        """The norms over the batch, in the order in which `forward` takes and returns their statistics."""
-        return [module for module in self.modules() if isinstance(module, NormOverBatch)]
-
-    def number_norms(self) -> None:
-        for place, norm in enumerate(self.norms()):
-            norm.place = place
+    def step(self, sublayer: str, x: Tensor, f: Map, lambda_: Map, norms: NormPass) -> Tensor:
+        """x + f(norm(x)), or as the placement of the sublayer, `attn`, `cross` or `mlp`, has it."""
+        norm_in, norm_post, gamma, drop = (
+            getattr(self, f"{part}_{sublayer}") for part in ("norm", "norm_post", "layer_scale", "drop")
+        )
+        post = self.config.placement_of("mlp" if sublayer == "mlp" else "attn") == "post"
+        after: dict[str, Map] = {"norm_sum" if post else "norm_out": norms(norm_post)}
+        return residual(x, f, drop, norm_in=norms(norm_in), lambda_=lambda_, gamma=gamma, **after)
 
 
-MLPS: dict[str, Any] = {"gated": MLP, "plain": PlainMLP}
+def norms_of(config: ComposedConfig, sublayer: str) -> tuple[nn.Module, nn.Module]:
+    """The norms before and after a sublayer, `attn` or `mlp`; where its placement has none, the identity."""
+    placement = config.placement_of(sublayer)
+    before, after = placement in ("pre", "peri"), placement in ("post", "peri", "reordered")
+    first, second = (norm_of(config, config.d_model) if there else nn.Identity() for there in (before, after))
+    return first, second
+
+
+def attention_of(config: ComposedConfig, causal: bool) -> NormedAttention:
+    options = {"qk_norm": config.qk_norm, "qkv_norm": config.qkv_norm}
+    norm = partial(norm_of, config)
+    return NormedAttention(config, norm, causal, config.bias, head_scale=config.head_scale, **options)
+
+
 FFN_NORMS: dict[str, Any] = {
     "none": lambda config, size: nn.Identity(),
     "norm": norm_of,
@@ -96,34 +99,6 @@ def res_scale(config: ComposedConfig, sublayer: str) -> nn.Module:
 def layer_scale(config: ComposedConfig) -> nn.Module:
     """LayerScale on what a sublayer adds (Touvron et al. 2021)."""
     return nn.Identity() if config.layer_scale is None else LearnedScale(config.d_model, config.layer_scale)
-
-
-class ComposedAttention(HeadScaleAttention):
-    """Attention with HeadScale, and with norms of q and k in each head or of q, k and v over all heads."""
-
-    def __init__(self, config: ComposedConfig, causal: bool = True) -> None:
-        super().__init__(config, config.head_scale, causal, config.bias)
-
-        def norm(wanted: bool, size: int) -> nn.Module:
-            return norm_of(config, size) if wanted else nn.Identity()
-
-        over_all_heads = [norm(config.qkv_norm, size) for size in (self.d_q, self.d_kv, self.d_kv)]
-        self.norm_q, self.norm_k, self.norm_v = over_all_heads
-        self.q_norm, self.k_norm = norm(config.qk_norm, self.d_head), norm(config.qk_norm, self.d_head)
-        self.has_norms = config.qk_norm or config.qkv_norm
-
-    def heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
-        return self.normed_heads(q, k, v, rope) if self.has_norms else super().heads(q, k, v, rope)
-
-    def heads_of_qkv(self, qkv: Tensor, rope: Rope | None) -> Heads:
-        return self.normed_heads(*self.split(qkv), rope) if self.has_norms else super().heads_of_qkv(qkv, rope)
-
-    @without_kernel("rotary", lambda *arguments: None if arguments[-1] is None else "norms of q and k")
-    def normed_heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
-        """rope(norm(q)), rope(norm(k)) and norm(v) in heads, where norms that were not chosen are the identity."""
-        q, k, v = self.norm_q(q), self.norm_k(k), self.norm_v(v)
-        q, k, v = (x.unflatten(-1, (-1, self.d_head)) for x in (q, k, v))
-        return rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope), v
 
 
 class Composition(DecoderOverBatch):

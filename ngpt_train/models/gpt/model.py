@@ -4,65 +4,48 @@ Sections 2.1 to 2.4 of the nGPT paper, left column of Table 1. model.qk_norm add
 it is a weak one. model.mlp=plain takes the gate out of the MLP.
 """
 
-import math
+from functools import partial
 
 from torch import Tensor, nn
 
-from ngpt_train.kernels.operation import without_kernel
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.gpt.keys import GPTConfig
-from ngpt_train.models.layers.attention import Attention, Heads
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
-from ngpt_train.models.layers.mlp import MLP, PlainMLP
+from ngpt_train.models.layers.mlp import MLPS
+from ngpt_train.models.layers.normed_attention import NormedAttention
 from ngpt_train.models.layers.norms import RMSNorm
-from ngpt_train.models.layers.rope import Rope, rotate
+from ngpt_train.models.layers.residual import residual
+from ngpt_train.models.layers.rope import Rope
 
 
 class GPTBlock(nn.Module):
-    """Adds to h the attention and then the MLP of RMSNorm(h)."""
+    """Adds to h the attention and then the MLP of RMSNorm(h).
 
-    def __init__(self, config: GPTConfig, causal: bool = True) -> None:
+    cross: between them attention to the encoder's output, as in the decoder of gpt_encoder_decoder.
+    """
+
+    def __init__(self, config: GPTConfig, causal: bool = True, cross: bool = False) -> None:
         super().__init__()
-        self.norm_attn = RMSNorm(config.d_model, config.norm_eps)
-        self.attention = GPTAttention(config, causal)
-        self.norm_mlp = RMSNorm(config.d_model, config.norm_eps)
-        plain = config.mlp == "plain"
-        self.mlp = PlainMLP(config, config.activation) if plain else MLP(config, config.activation)
+        norm = partial(RMSNorm, eps=config.norm_eps)
+        self.norm_attn = norm(config.d_model)
+        self.attention = NormedAttention(config, norm, causal, qk_norm=config.qk_norm)
+        self.norm_mlp = norm(config.d_model)
+        self.mlp = MLPS[config.mlp](config, config.activation)
         self.drop_attn, self.drop_mlp = Dropout(config.residual_dropout), Dropout(config.residual_dropout)
+        self.norm_cross = norm(config.d_model) if cross else None
+        self.cross = NormedAttention(config, norm, causal=False, qk_norm=config.qk_norm) if cross else None
+        self.drop_cross = Dropout(config.residual_dropout) if cross else None
 
-    def forward(self, h: Tensor, rope: Rope | None, mask: Mask, seeds: Tensor | None = None) -> Tensor:
-        h_A = self.attention(self.norm_attn(h), rope, mask, seeds=seeds)
-        h = h + self.drop_attn(h_A, seeds)  # eq. 4
-        h_M = self.mlp(self.norm_mlp(h))
-        h = h + self.drop_mlp(h_M, seeds)  # eq. 5
+    def forward(
+        self, h: Tensor, rope: Rope | None, mask: Mask, memory: Tensor | None = None, memory_mask: Mask = None
+    ) -> Tensor:
+        h = residual(h, lambda x: self.attention(x, rope, mask), self.drop_attn, norm_in=self.norm_attn)  # eq. 4
+        if self.cross and self.norm_cross and self.drop_cross:  # TnT paper, Table 1 and eq. 9
+            attend = partial(self.cross, rope=None, mask=memory_mask, memory=memory)
+            h = residual(h, attend, self.drop_cross, norm_in=self.norm_cross)
+        h = residual(h, self.mlp, self.drop_mlp, norm_in=self.norm_mlp)  # eq. 5
         return h  # (B, T, d_model)
-
-
-class GPTAttention(Attention):
-    """softmax(q k^T / sqrt(d_k)) v W_o: eq. 13 and 14; with model.qk_norm, q and k are normalised before."""
-
-    def __init__(self, config: GPTConfig, causal: bool = True) -> None:
-        d_head = config.d_model // config.n_heads
-        super().__init__(config, softmax_scale=1 / math.sqrt(d_head), causal=causal)
-        self.q_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
-        self.k_norm = RMSNorm(d_head, config.norm_eps) if config.qk_norm else None
-
-    def heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
-        return super().heads(q, k, v, rope) if self.q_norm is None else self.normed_heads(q, k, v, rope)
-
-    def heads_of_qkv(self, qkv: Tensor, rope: Rope | None) -> Heads:
-        if self.q_norm is None:
-            return super().heads_of_qkv(qkv, rope)
-        return self.normed_heads(*self.split(qkv), rope)
-
-    @without_kernel("rotary", "GPT's model.qk_norm=true")
-    def normed_heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
-        """rope(RMSNorm(q)), rope(RMSNorm(k)) and v, where RMSNorm is over each head."""
-        assert self.q_norm is not None
-        assert self.k_norm is not None
-        q, k, v = (x.unflatten(-1, (-1, self.d_head)) for x in (q, k, v))
-        return rotate(self.q_norm(q), rope), rotate(self.k_norm(k), rope), v
 
 
 class GPT(Decoder):

@@ -1,44 +1,78 @@
 """The places of dropout in a model, and their seeds.
 
 A forward pass in training takes the seeds of its rows, int64 `(B,)` (kernels/dropout.py: row_seeds). The model derives
-seeds for each of its parts and blocks, outside of compiled code, so that one graph fits all blocks and steps. In a
-block each `Dropout` has a number, its place, from which it derives its own.
+seeds for each of its parts and blocks, outside of compiled code, so that one graph fits all blocks and steps. While a
+part or a block runs, inside `seeded`, its dropouts read its seeds. Each dropout of a block has a number, its place, and
+derives its own seeds from it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, TypeVar
 
 from torch import Tensor, nn
 
+from ngpt_train.core.errors import ConfigError
 from ngpt_train.kernels.dropout import dropout, mix, numbers
 
 Block = TypeVar("Block", bound=nn.Module)
 
+# The seeds (B,) of the part of a model that runs; None: nothing is dropped. Compiled code takes them as an input.
+_seeds: Tensor | None = None
+
+
+@contextmanager
+def seeded(seeds: Tensor | None) -> Iterator[None]:
+    """Inside a `with`, dropout has these seeds `(B,)`, or with None drops nothing."""
+    global _seeds
+    before, _seeds = _seeds, seeds
+    try:
+        yield
+    finally:
+        _seeds = before
+
+
+def seeds_now() -> Tensor | None:
+    """The seeds `(B,)` of the part that runs."""
+    return _seeds
+
+
+def with_seeds(seeds: Tensor | None, function: Callable[..., Any], *arguments: Any) -> Any:
+    """function(*arguments) with these seeds. A block that is computed again in the backward pass gets its own so."""
+    with seeded(seeds):
+        return function(*arguments)
+
 
 class Dropout(nn.Module):
-    """Sets elements of x `(B, ...)` to 0 with probability p and divides the others by 1 - p.
-
-    It does so if it gets the seeds `(B,)` of its block; without seeds, as in evaluation, it returns x itself.
-    """
+    """Sets elements of x `(B, ...)` to 0 with probability p and divides the others by 1 - p, where there are seeds."""
 
     def __init__(self, p: float) -> None:
         super().__init__()
         self.p = p
         self.place = 0  # number_places sets it
 
-    def seeds_here(self, seeds: Tensor) -> Tensor:
-        """The seeds `(B,)` of this place, from those of its block."""
-        return mix(seeds ^ self.place)
+    def seeds(self) -> Tensor | None:
+        """The seeds `(B,)` of this place; None where nothing is dropped."""
+        seeds = seeds_now()
+        return None if seeds is None or self.p == 0 else mix(seeds ^ self.place)
 
-    def forward(self, x: Tensor, seeds: Tensor | None) -> Tensor:
-        if seeds is None or self.p == 0:
-            return x
-        return dropout(x, self.p, self.seeds_here(seeds))
+    def forward(self, x: Tensor) -> Tensor:
+        seeds = self.seeds()
+        return x if seeds is None else dropout(x, self.p, seeds)
 
 
 def number_places(blocks: Iterable[nn.Module]) -> None:
-    """Gives every Dropout of a block a number of its own, the same in every block of a kind."""
+    """Gives every Dropout of a block a number of its own, the same in every block of a kind.
+
+    Raises ConfigError for a plug-in's block that waits for seeds, as blocks did earlier: it would drop nothing.
+    """
     for block in blocks:
+        if "seeds" in inspect.signature(block.forward).parameters:
+            raise ConfigError(
+                f"{type(block).__module__}: {type(block).__name__}.forward takes seeds, which blocks no longer get\n"
+                "  Remove the argument: Dropout and Attention find the seeds (docs/add_an_architecture.md)"
+            )
         places = (module for module in block.modules() if isinstance(module, Dropout))
         for number, module in enumerate(places):
             module.place = number
@@ -49,8 +83,8 @@ def seeds_of_parts(seeds: Tensor | None, n: int) -> Sequence[Tensor | None]:
     return [None] * n if seeds is None else numbers(seeds, n).T.contiguous().unbind()
 
 
-def with_seeds(blocks: Iterable[Block], seeds: Tensor | None) -> Iterator[tuple[Block, Sequence[Tensor]]]:
-    """Each block with its last argument, its seeds `(B,)`; without seeds it has no such argument."""
+def each_with_seeds(blocks: Iterable[Block]) -> Iterator[tuple[Block, AbstractContextManager[None]]]:
+    """Each block, and the context in which dropout has its seeds."""
     blocks = list(blocks)
-    for block, of_block in zip(blocks, seeds_of_parts(seeds, len(blocks)), strict=True):
-        yield block, () if of_block is None else (of_block,)
+    for block, seeds in zip(blocks, seeds_of_parts(seeds_now(), len(blocks)), strict=True):
+        yield block, seeded(seeds)

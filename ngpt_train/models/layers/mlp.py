@@ -6,14 +6,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.kernels.operation import without_kernel
+from ngpt_train.kernels.dispatch import say_without_kernel
 from ngpt_train.kernels.swiglu import swiglu
 from ngpt_train.models.layers.linear import FusedLinear, OutputLinear
+from ngpt_train.models.layers.residual import Map, identity
 
 
-@without_kernel("swiglu", "model.activation=gelu")
 def geglu(uv: Tensor) -> Tensor:
     """u * GELU(v): uv `(..., 2 m)` = [u, v] -> `(..., m)`; the exact GELU, not the tanh approximation."""
+    say_without_kernel("swiglu", "model.activation=gelu", uv)
     u, v = uv.chunk(2, dim=-1)
     return u * F.gelu(v)
 
@@ -41,9 +42,9 @@ class MLP(nn.Module):
         """SwiGLU(u, v) `(B, T, d_mlp)` of x `(B, T, d_model)`."""
         return GATES[self.activation](self.w_uv(x))  # eq. 17 and 18
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x `(B, T, d_model)` -> the same shape."""
-        return self.w_down(self.hidden(x).to(x.dtype))  # eq. 19
+    def forward(self, x: Tensor, norm_ffn: Map = identity) -> Tensor:
+        """x `(B, T, d_model)` -> the same shape. norm_ffn: NormFormer's norm of the hidden state."""
+        return self.w_down(norm_ffn(self.hidden(x)).to(x.dtype))  # eq. 19
 
 
 def relu2(x: Tensor) -> Tensor:
@@ -55,27 +56,22 @@ def relu2(x: Tensor) -> Tensor:
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"gelu": F.gelu, "relu": F.relu, "relu2": relu2, "silu": F.silu}
 
 
-class PlainMLP(nn.Module):
-    """W_down norm(sigma(W_u x + b_u)) + b_down, an MLP without a gate: sigma is `activation`.
+class PlainMLP(MLP):
+    """sigma(W_u x + b_u) W_down + b_down, an MLP without a gate: sigma is `activation`.
 
-    W_u and W_down are `(d_mlp, d_model)`, W_down is applied from the right. The biases and the norm of the hidden state
-    `(B, T, d_mlp)` are options.
+    W_u and W_down are `(d_mlp, d_model)`, W_down is applied from the right. The biases are an option.
     """
 
-    def __init__(
-        self, config: ModelConfig, activation: str, bias: bool = False, norm_ffn: nn.Module | None = None
-    ) -> None:
-        super().__init__()
+    def __init__(self, config: ModelConfig, activation: str, bias: bool = False) -> None:
+        nn.Module.__init__(self)
         self.d_mlp = config.d_mlp or 4 * config.d_model
-        self.activation = ACTIVATIONS[activation]
+        self.activation = activation
         self.w_u = FusedLinear({"w_u": self.d_mlp}, config.d_model, bias)
         self.w_down = OutputLinear({"w_down": self.d_mlp}, config.d_model, bias)
-        self.norm_ffn = norm_ffn or nn.Identity()
 
     def hidden(self, x: Tensor) -> Tensor:
         """sigma(W_u x + b_u) `(B, T, d_mlp)` of x `(B, T, d_model)`."""
-        return self.activation(self.w_u(x))
+        return ACTIVATIONS[self.activation](self.w_u(x))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x `(B, T, d_model)` -> the same shape."""
-        return self.w_down(self.norm_ffn(self.hidden(x)))
+
+MLPS: dict[str, Callable[..., MLP]] = {"gated": MLP, "plain": PlainMLP}

@@ -1,17 +1,20 @@
-"""RMSNorm, LayerNorm, and the projection onto the unit hypersphere of nGPT."""
+"""Norms of one token, a learned gain without a norm, and the projection onto the unit hypersphere of nGPT.
+
+Statistics and products are in fp32 (fp64 for an fp64 model); the result has x's dtype.
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.kernels.norm import SHORTEST, normalize
+from ngpt_train.kernels.norm import SHORTEST, at_least_fp32, normalize
 
-__all__ = ["LayerNorm", "RMSNorm", "normalize", "normalize_rows_"]
+__all__ = ["CogViewNorm", "DyT", "LayerNorm", "LearnedScale", "RMSNorm", "normalize", "normalize_rows_"]
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * gain over the last dimension; statistics in fp32 (fp64 for fp64 input)."""
+    """x / sqrt(mean(x^2) + eps) * gain over the last dimension."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -27,21 +30,75 @@ class RMSNorm(nn.Module):
 
 
 class LayerNorm(nn.Module):
-    """(x - mean(x)) / sqrt(var(x) + eps) * gain + bias over the last dimension; statistics as in RMSNorm."""
+    """(x - mean(x)) / sqrt(var(x) + eps) * gain + bias over the last dimension.
 
-    def __init__(self, size: int, eps: float) -> None:
+    Without gain, without bias or without both it is notes 8 to 10 of NormFormer's Table 8.
+    """
+
+    def __init__(self, size: int, eps: float, gain: bool = True, bias: bool = True) -> None:
         super().__init__()
-        self.eps = eps
+        self.size, self.eps = size, eps
+        self.gain = nn.Parameter(torch.empty(size)) if gain else None
+        self.bias = nn.Parameter(torch.empty(size)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.gain is not None:
+            nn.init.ones_(self.gain)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(at_least_fp32(x), (self.size,), self.gain, self.bias, self.eps).to(x.dtype)
+
+
+class CogViewNorm(LayerNorm):
+    """LN(x / max(x)) of CogView (Ding et al. 2021, section 2.4), where max(x) is the largest |x_i| of the token.
+
+    LayerNorm does not see the length of its input but for eps, which is here relative to max(x).
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = at_least_fp32(x)
+        largest = wide.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(wide.dtype).tiny)
+        return super().forward(wide / largest).to(x.dtype)
+
+
+class DyT(nn.Module):
+    """Dynamic tanh: gain * tanh(alpha x) + bias, with alpha `(1,)` (Zhu et al. 2025)."""
+
+    def __init__(self, size: int, init_alpha: float) -> None:
+        super().__init__()
+        self.init_alpha = init_alpha
+        self.alpha = nn.Parameter(torch.empty(1))
         self.gain = nn.Parameter(torch.empty(size))
         self.bias = nn.Parameter(torch.empty(size))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        nn.init.constant_(self.alpha, self.init_alpha)
         nn.init.ones_(self.gain)
         nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x.to(self.gain.dtype), self.gain.shape, self.gain, self.bias, self.eps).to(x.dtype)
+        return (self.gain * torch.tanh(self.alpha * x) + self.bias).to(x.dtype)
+
+
+class LearnedScale(nn.Module):
+    """Learned factors `(size,)` that start at `init`: HeadScale's gamma, ResScale's lambda, LayerScale's weights."""
+
+    def __init__(self, size: int, init: float = 1.0) -> None:
+        super().__init__()
+        self.init = init
+        self.gain = nn.Parameter(torch.empty(size))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.gain, self.init)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """gain * x over the last dimension, in x's dtype."""
+        return (self.gain * x).to(x.dtype)
 
 
 @torch.no_grad()

@@ -1,23 +1,12 @@
-"""Rotary position embedding."""
+"""The angles of rotary position embedding."""
 
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from ngpt_train.kernels import rotary
+from ngpt_train.kernels.rotary import Rope, rotate
 
-
-class Rope(NamedTuple):
-    """cos and sin of the angles, each `(T, 1, D/2)` or `(B, T, 1, D/2)`, and which dimensions form a pair."""
-
-    cos: Tensor
-    sin: Tensor
-    interleaved: bool  # pairs (2i, 2i + 1); else (i, i + D/2), as in Hugging Face's Llama
-
-    def at(self, positions: Tensor) -> "Rope":
-        """The angles of positions `(B, T)`, taken from this table of the positions 0, 1, 2, ..."""
-        return Rope(self.cos[positions], self.sin[positions], self.interleaved)
+__all__ = ["UNSCALED", "Rope", "RopeScaling", "rope_table", "rotate"]
 
 
 class RopeScaling(NamedTuple):
@@ -54,11 +43,3 @@ def rope_table(
         base *= scaling.ntk ** (d_head / (d_head - 2))
     angles = torch.outer(positions, base ** (-pairs / d_head)).unsqueeze(1)
     return Rope(angles.cos().to(dtype), angles.sin().to(dtype), interleaved)
-
-
-def rotate(x: Tensor, rope: Rope | None) -> Tensor:
-    """Rotates each pair of x `(B, T, H, D)` by its position's angle; the length of x does not change.
-
-    Without rope, x itself: the model has no positions, or has them in the embedding.
-    """
-    return x if rope is None else rotary.rotate(x, *rope)

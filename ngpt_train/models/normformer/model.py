@@ -5,18 +5,18 @@ The paper has no equation numbers.
 """
 
 import math
+from functools import partial
 
 from torch import Tensor, nn
 
-from ngpt_train.kernels.operation import without_kernel
 from ngpt_train.models.decoder import Decoder, Head
-from ngpt_train.models.layers.attention import Heads
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
-from ngpt_train.models.layers.learned_scale import HeadScaleAttention, LearnedScale
 from ngpt_train.models.layers.mlp import PlainMLP
-from ngpt_train.models.layers.norms import LayerNorm
+from ngpt_train.models.layers.normed_attention import NormedAttention
+from ngpt_train.models.layers.norms import LayerNorm, LearnedScale
 from ngpt_train.models.layers.positions import add_positions, learned_positions
+from ngpt_train.models.layers.residual import residual
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.normformer.keys import NormFormerConfig
 
@@ -26,45 +26,26 @@ class NormFormerBlock(nn.Module):
 
     def __init__(self, config: NormFormerConfig) -> None:
         super().__init__()
-        self.norm_attn = LayerNorm(config.d_model, config.norm_eps)
-        self.attention = NormFormerAttention(config)
-        self.norm_post_attn = LayerNorm(config.d_model, config.norm_eps) if config.post_attn_norm else nn.Identity()
-        self.norm_mlp = LayerNorm(config.d_model, config.norm_eps)
-        norm_ffn = LayerNorm(config.d_mlp or 4 * config.d_model, config.norm_eps) if config.ffn_norm else None
-        self.mlp = PlainMLP(config, config.activation, config.bias, norm_ffn)  # W_1 is w_u, W_2 is w_down
+        norm = partial(LayerNorm, eps=config.norm_eps)
+        self.norm_attn = norm(config.d_model)
+        self.attention = NormedAttention(
+            config, norm, bias=config.bias, qkv_norm=config.qkv_norm, head_scale=config.head_scale
+        )
+        self.norm_post_attn = norm(config.d_model) if config.post_attn_norm else nn.Identity()
+        self.norm_mlp = norm(config.d_model)
+        self.mlp = PlainMLP(config, config.activation, config.bias)  # W_1 is w_u, W_2 is w_down
+        self.norm_ffn = norm(self.mlp.d_mlp) if config.ffn_norm else nn.Identity()
         self.res_scale = LearnedScale(config.d_model) if config.res_scale else nn.Identity()
         self.drop_attn, self.drop_mlp = Dropout(config.residual_dropout), Dropout(config.residual_dropout)
 
-    def forward(self, x: Tensor, rope: Rope | None, mask: Mask, seeds: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
         # NormScaledMHA(x) = x + LN(HeadScaleMHA(LN(x))), with dropout after the outer LN, as in the authors' code
-        normed = self.norm_post_attn(self.attention(self.norm_attn(x), rope, mask, seeds=seeds))
-        x = x + self.drop_attn(normed, seeds)
+        attend = partial(self.attention, rope=rope, mask=mask)
+        x = residual(x, attend, self.drop_attn, norm_in=self.norm_attn, norm_out=self.norm_post_attn)
         # NormFFN(x) = lambda * x + LN(sigma(LN(x) W_1 + b_1)) W_2 + b_2
-        x = self.res_scale(x) + self.drop_mlp(self.mlp(self.norm_mlp(x)), seeds)
+        ffn = partial(self.mlp, norm_ffn=self.norm_ffn)
+        x = residual(x, ffn, self.drop_mlp, norm_in=self.norm_mlp, lambda_=self.res_scale)
         return x  # (B, T, d_model)
-
-
-class NormFormerAttention(HeadScaleAttention):
-    """HeadScaleMHA, with the norms of row `+ 3 More LN` of Table 4 as an option."""
-
-    def __init__(self, config: NormFormerConfig) -> None:
-        super().__init__(config, config.head_scale, bias=config.bias)
-        widths = (self.d_q, self.d_kv, self.d_kv)
-        norms = [LayerNorm(width, config.norm_eps) if config.qkv_norm else None for width in widths]
-        self.norm_q, self.norm_k, self.norm_v = norms
-
-    def heads_of_qkv(self, qkv: Tensor, rope: Rope | None) -> Heads:
-        if self.norm_q is None:
-            return super().heads_of_qkv(qkv, rope)
-        return self.normed_heads(*self.split(qkv), rope)
-
-    @without_kernel("rotary", lambda *arguments: None if arguments[-1] is None else "model.qkv_norm=true")
-    def normed_heads(self, q: Tensor, k: Tensor, v: Tensor, rope: Rope | None) -> Heads:
-        """The heads of LN(q), LN(k) and LN(v): row `+ 3 More LN` of Table 4."""
-        assert self.norm_q is not None
-        assert self.norm_k is not None
-        assert self.norm_v is not None
-        return self.heads(self.norm_q(q), self.norm_k(k), self.norm_v(v), rope)
 
 
 class NormFormer(Decoder):

@@ -11,7 +11,7 @@ tokens. These leak into the training loss, which is too low. Evaluation uses run
 the row, and is always causal.
 """
 
-import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,13 +22,17 @@ from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.mlp import MLP
+from ngpt_train.models.layers.residual import residual
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 from ngpt_train.models.powernorm.running_statistics import (
     BatchStatistics,
     DecoderOverBatch,
     NormOverBatch,
+    NormPass,
+    Output,
     PowerNormBase,
+    Running,
     RunningStatistics,
     move_average_,
 )
@@ -199,29 +203,18 @@ class PowerNormBlock(nn.Module):
     def __init__(self, config: PowerNormConfig) -> None:
         super().__init__()
         self.norm_attn = NORMS[config.norm](config.d_model, config)
-        self.attention = Attention(config, softmax_scale=1 / math.sqrt(config.d_model // config.n_heads))
+        self.attention = Attention(config)
         self.norm_mlp = NORMS[config.norm](config.d_model, config)
         self.mlp = MLP(config)
         self.drop_attn, self.drop_mlp = Dropout(config.residual_dropout), Dropout(config.residual_dropout)
 
-    def norms(self) -> tuple[NormOverBatch, NormOverBatch]:
-        """The norms, in the order in which `forward` takes and returns their statistics."""
-        return self.norm_attn, self.norm_mlp
-
-    def forward(
-        self,
-        h: Tensor,
-        rope: Rope | None,
-        mask: Mask,
-        valid: Tensor | None,
-        running: tuple[RunningStatistics | None, RunningStatistics | None],
-        seeds: Tensor | None = None,
-    ) -> tuple[Tensor, tuple[BatchStatistics | None, BatchStatistics | None]]:
-        x, batch_attn = self.norm_attn(h, valid, running[0])
-        h = h + self.drop_attn(self.attention(x, rope, mask, seeds=seeds), seeds)
-        x, batch_mlp = self.norm_mlp(h, valid, running[1])
-        h = h + self.drop_mlp(self.mlp(x), seeds)
-        return h, (batch_attn, batch_mlp)  # h (B, T, d_model)
+    def forward(self, h: Tensor, rope: Rope | None, mask: Mask, valid: Tensor | None, running: Running) -> Output:
+        """valid `(B, T)` is false for padding, None: all tokens are valid. running: the statistics of each norm."""
+        norms = NormPass(valid, running)
+        attend = partial(self.attention, rope=rope, mask=mask)
+        h = residual(h, attend, self.drop_attn, norm_in=norms(self.norm_attn))
+        h = residual(h, self.mlp, self.drop_mlp, norm_in=norms(self.norm_mlp))
+        return h, tuple(norms.batches)  # h (B, T, d_model)
 
 
 class PowerNormDecoder(DecoderOverBatch):

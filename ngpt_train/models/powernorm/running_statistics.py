@@ -7,7 +7,7 @@ the block. This also allows several forward passes before a backward pass.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ngpt_train.models.decoder import Decoder, Head
 from ngpt_train.models.layers.documents import Mask
-from ngpt_train.models.layers.dropout import with_seeds
+from ngpt_train.models.layers.residual import Map
 from ngpt_train.models.layers.rope import Rope
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 
@@ -48,7 +48,7 @@ class NormOverBatch(nn.Module):
     statistic; None: all tokens are valid.
     """
 
-    place = 0  # among the norms over the batch of a block that has several
+    place = 0  # among the norms over the batch of its block; DecoderOverBatch sets it
 
     def __init__(self, size: int, config: PowerNormConfig) -> None:
         super().__init__()
@@ -129,6 +129,31 @@ Running = tuple[RunningStatistics | None, ...]
 Output = tuple[Tensor, tuple[BatchStatistics | None, ...]]
 
 
+def norms_in(block: nn.Module) -> list[NormOverBatch]:
+    """The norms over the batch of a block, in the order in which it takes and returns their statistics."""
+    return [module for module in block.modules() if isinstance(module, NormOverBatch)]
+
+
+class NormPass:
+    """A forward pass through the norms of a block: those over the batch read `running`, and their statistics of the
+    batch are kept. Both are in the order of the norms' `place`.
+
+    valid `(B, T)` is false for padding; None: there is none.
+    """
+
+    def __init__(self, valid: Tensor | None, running: Running) -> None:
+        self.valid, self.running = valid, running
+        self.batches: list[BatchStatistics | None] = [None] * len(running)
+
+    def __call__(self, norm: nn.Module) -> Map:
+        """`norm` as a function of x alone."""
+        return partial(self._over_batch, norm) if isinstance(norm, NormOverBatch) else norm
+
+    def _over_batch(self, norm: NormOverBatch, x: Tensor) -> Tensor:
+        y, self.batches[norm.place] = norm(x, self.valid, self.running[norm.place])
+        return y
+
+
 def this_rank_alone(x: Tensor) -> Tensor:
     """The "sum over ranks" where each rank has statistics of its own: x itself."""
     return x
@@ -207,9 +232,8 @@ class PowerNormBase(NormOverBatch):
 class DecoderOverBatch(Decoder):
     """A decoder or encoder-decoder with norms over the batch, whose running statistics it updates in training.
 
-    A block has `norms()`, its norms over the batch. It is called as (h, *arguments, running), with dropout as
-    (h, *arguments, running, seeds), with their running statistics, and returns h and the statistics of the batch, both
-    in the order of `norms()`. `norm_final` is the norm after the last block.
+    A block is called as (h, *arguments, running), with the running statistics of its norms over the batch, and returns
+    h and their statistics of the batch, both in the order of `norms_in`. `norm_final` is the norm after the last block.
     """
 
     config: PowerNormConfig
@@ -217,6 +241,9 @@ class DecoderOverBatch(Decoder):
 
     def __init__(self, config: PowerNormConfig, *stacks: Iterable[nn.Module]) -> None:
         super().__init__(config, *stacks)
+        for block in self.blocks():
+            for place, norm in enumerate(norms_in(block)):
+                norm.place = place
         self.step = 0
         self.loss_factor: Tensor | float = 1.0
 
@@ -232,32 +259,18 @@ class DecoderOverBatch(Decoder):
                 if isinstance(norm, PowerNormBase):
                     norm.n_warmup.zero_()
 
-    def stack(
-        self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None, seeds: Tensor | None = None
-    ) -> Tensor:
+    def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
         """The blocks and the last norm. Padding, whose doc_ids are below 0, counts in no statistic."""
         valid = None if doc_ids is None else doc_ids >= 0
-        h = self.run_blocks(self.layers, h, rope, mask, valid, seeds=seeds)
+        h = self.run_blocks(self.layers, h, rope, mask, valid)
         return self.run_norm(self.norm_final, h, valid)
 
     def head(self, h: Tensor) -> Head:
         """`stack` has normalised h already."""
         return Head(h, self.unembedding)
 
-    def run_blocks(
-        self, blocks: Iterable[nn.Module], h: Tensor, *arguments: Any, seeds: Tensor | None = None
-    ) -> Tensor:
-        for block, of_block in with_seeds(blocks, seeds):
-            h = self.run_block(block, h, arguments, of_block)
-        return h
-
-    def run_block(self, block: nn.Module, h: Tensor, arguments: Sequence[Any], of_block: Sequence[Tensor]) -> Tensor:
-        """of_block: the block's seeds of dropout, if any."""
-
-        def run(running: Running) -> Output:
-            return block(h, *arguments, running, *of_block)
-
-        return self.run_and_update(cast(Any, block).norms(), run)
+    def run_block(self, block: nn.Module, h: Tensor, *arguments: Any) -> Tensor:
+        return self.run_and_update(norms_in(block), lambda running: block(h, *arguments, running))
 
     def run_norm(self, norm: nn.Module, h: Tensor, valid: Tensor | None) -> Tensor:
         """norm(h) `(B, T, d)` outside a block."""

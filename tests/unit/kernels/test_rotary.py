@@ -10,13 +10,22 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.kernels import dispatch
-from ngpt_train.kernels.rotary import RotaryOptions, rotary
+from ngpt_train.kernels.rotary import QKV, Options, Rope
+from ngpt_train.kernels.rotary import rotary as operation
 from ngpt_train.models.layers.rope import rope_table
 from tests.combinations import pairs_first
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1e-2}
+
+
+def rotary(
+    qkv: Tensor, cos: Tensor, sin: Tensor, options: Options, scale: Tensor | None, *, formula: bool = False
+) -> tuple[Tensor, ...]:
+    of_heads = QKV.of(qkv, options.n_heads, options.n_kv_heads)
+    function = operation.formula if formula else operation
+    return function(of_heads, Rope(cos, sin, options.interleaved), options.normalized, scale)
 
 
 class Case(NamedTuple):
@@ -89,9 +98,9 @@ def compare(
     """Outputs and gradients against autograd of the formula in fp64."""
     arguments = [x.detach().requires_grad_() for x in (qkv, scale) if x is not None]
     exact = [x.detach().double().requires_grad_() for x in arguments]
-    options = RotaryOptions(case.n_heads, case.n_kv_heads, interleaved, normalized)
+    options = Options(case.n_heads, case.n_kv_heads, interleaved, normalized)
     y = rotary(arguments[0], cos, sin, options, *(arguments[1:] or [None]))
-    expected = rotary.formula(exact[0], cos.double(), sin.double(), options, *(exact[1:] or [None]))
+    expected = rotary(exact[0], cos.double(), sin.double(), options, *(exact[1:] or [None]), formula=True)
     for x, right, heads in zip(y, expected, (case.n_heads, case.n_kv_heads, case.n_kv_heads), strict=True):
         assert (x.shape, x.dtype) == ((case.B, case.T, heads, case.D), qkv.dtype)
         assert error(x, right) <= TOLERANCE[qkv.dtype]
@@ -163,7 +172,7 @@ def test_vanishing_heads(interleaved: bool) -> None:
     for factor in (0.0, 1e-13, 1e-11, 1e4):
         compare(qkv * factor, cos, sin, case, interleaved, True, scale_of(case))
     qkv[:, 1:3] = 0
-    y = rotary(qkv.requires_grad_(), cos, sin, RotaryOptions(2, 2, interleaved, True), scale_of(case))
+    y = rotary(qkv.requires_grad_(), cos, sin, Options(2, 2, interleaved, True), scale_of(case))
     assert all(x[:, 1:3].eq(0).all() and x.isfinite().all() for x in y)
     assert torch.autograd.grad(y, qkv, gradients_of(y, case))[0].isfinite().all()
 
@@ -175,7 +184,7 @@ def test_one_gradient() -> None:
     case = Case(1, 3, 2, 2, 8)
     cos, sin = angles(case, False)
     qkv, scale = packed(case, torch.float32).requires_grad_(), scale_of(case).requires_grad_()
-    k = rotary(qkv, cos, sin, RotaryOptions(2, 2, False, True), scale)[1]
+    k = rotary(qkv, cos, sin, Options(2, 2, False, True), scale)[1]
     d_qkv, d_scale = torch.autograd.grad(k, (qkv, scale), torch.randn_like(k))
     assert d_qkv[..., 16:32].ne(0).any()
     assert d_qkv[..., :16].eq(0).all()
@@ -195,7 +204,7 @@ def test_compiled_and_recomputed(way: str, normalized: bool) -> None:
 
     def plain(*inputs: Tensor) -> tuple[Tensor, ...]:
         qkv, scale = (*inputs, None)[:2]
-        return rotary(qkv, cos, sin, RotaryOptions(4, 2, False, normalized), scale)
+        return rotary(qkv, cos, sin, Options(4, 2, False, normalized), scale)
 
     computed = []
 
@@ -224,7 +233,7 @@ def test_saves_its_inputs_only() -> None:
     cos, sin = angles(case, False)
     arguments = [packed(case, torch.float32).requires_grad_(), cos, sin, scale_of(case)]
     with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-        rotary(*arguments[:3], RotaryOptions(4, 2, False, True), arguments[3])
+        rotary(*arguments[:3], Options(4, 2, False, True), arguments[3])
     assert {x.data_ptr() for x in saved} == {x.data_ptr() for x in arguments}
 
 
@@ -248,7 +257,7 @@ def test_formula() -> None:
     qkv, scale, position = packed(case, torch.float64), scale_of(case).double(), 2
     for interleaved in (False, True):
         cos, sin = angles(case, interleaved, torch.float64)
-        q, k, v = rotary.formula(qkv, cos, sin, RotaryOptions(2, 1, interleaved, True), scale)
+        q, k, v = rotary(qkv, cos, sin, Options(2, 1, interleaved, True), scale, formula=True)
         turn = torch.complex(cos, sin)[position, 0]  # (D/2,)
         for head, found in enumerate((q[1, position, 0], q[1, position, 1], k[1, position, 0])):
             x = qkv[1, position, 6 * head : 6 * head + 6]
@@ -270,15 +279,15 @@ def test_fp64(interleaved: bool) -> None:
     arguments = packed(case, torch.float64).requires_grad_(), scale_of(case).double().requires_grad_()
     with dispatch.chosen("triton"):
         compare(arguments[0], cos, sin, case, interleaved, True, arguments[1])
-        options = RotaryOptions(2, 1, interleaved, True)
+        options = Options(2, 1, interleaved, True)
         assert torch.autograd.gradcheck(lambda x, t: rotary(x, cos, sin, options, t), arguments)
 
 
 def test_refusals() -> None:
     """Catches shapes that would broadcast, or read beyond a tensor."""
     qkv, cos, s = torch.ones(2, 3, 24), torch.ones(3, 1, 4), torch.ones(8)
-    for x, c, scale in ((qkv[..., 1:], cos, s), (qkv, cos[1:], s), (qkv, cos[None], s), (qkv, cos, s[:1])):
+    for x, c, scale in ((qkv[..., 3:], cos, s), (qkv, cos[1:], s), (qkv, cos[None], s), (qkv, cos, s[:1])):
         with pytest.raises(ValueError, match="rotary"):
-            rotary(x, c, c, RotaryOptions(1, 1, False, True), scale)
+            rotary(x, c, c, Options(1, 1, False, True), scale)
     with pytest.raises(ValueError, match="rotary"):
-        rotary(qkv, cos, cos[:1], RotaryOptions(1, 1, False, True), s)
+        rotary(qkv, cos, cos[:1], Options(1, 1, False, True), s)
