@@ -148,18 +148,14 @@ def _damaged(run: Run) -> str:
 def write_reports(report: Mapping[str, Any], out: Path, step_times: StepTimes | None = None) -> None:
     """Writes the report into the directory `out`, which is there: report.json, report.md, report.html, figures/, and
     the step times that were measured. What an earlier comparison wrote is replaced."""
+    from ngpt_train.study.compare.output.charts import write_figures
+    from ngpt_train.study.compare.output.comparison_page import write_page
     from ngpt_train.study.compare.output.document import write_document
-    from ngpt_train.study.compare.output.figures import CAPTIONS, FIGURES, write_figures
-    from ngpt_train.study.compare.output.page import write_page
 
     report = redacted(report)  # for the page and the document, too
     write_json(out / "report.json", report)
     if step_times:
         write_json(out / STEP_TIMES, {"arms": step_times})
-    pictures = write_figures(report, out / "figures")
-    for name in FIGURES.keys() - {picture.stem for picture in pictures}:
-        for old in ("png", "svg"):
-            (out / "figures" / f"{name}.{old}").unlink(missing_ok=True)
-    captions = {f"figures/{picture.name}": CAPTIONS[picture.stem] for picture in pictures}
-    write_document(report, out / "report.md", captions)
+    captions = write_figures(report, out / "figures")
+    write_document(report, out / "report.md", {f"figures/{name}.png": said for name, said in captions.items()})
     write_page(report, out / "report.html")

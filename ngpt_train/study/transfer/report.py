@@ -152,7 +152,7 @@ def draw(axes: Sequence[Axis], out: Path) -> None:
             sizes, rates = [axis.size(one) for one in axis.points], [_rates(one) for one in axis.points]
             down = [lr - (lr if low is None else low) for lr, low, _ in rates]
             up = [(lr if high is None else high) - lr for lr, _, high in rates]
-            look = {"color": looks[label].colour, "marker": looks[label].marker}
+            look = {"color": looks[label].colour, "marker": looks[label].symbol}
             drawn = panel.errorbar(sizes, [lr for lr, _, _ in rates], yerr=[down, up], ls="", capsize=3, **look)
             said = label
             if axis.drift is not None:

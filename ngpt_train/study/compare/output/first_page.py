@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ngpt_train.study.compare.output.wording import Report, is_tuned, number, percent, si
+from ngpt_train.report.rounded import number, percent, si
+from ngpt_train.study.compare.output.wording import Report, is_tuned
 from ngpt_train.study.compare.referee import BROUGHT
 
 NO_CONFOUNDS = "No confounds were found between the arms in what was looked at."

@@ -8,21 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ngpt_train.report.rounded import DASH, interval, number, percent, si
 from ngpt_train.study.compare.output.first_page import arms_and_values, audit_says, size_text
 from ngpt_train.study.compare.output.series import end_losses
-from ngpt_train.study.compare.output.wording import (
-    DASH,
-    HOW,
-    UNITS,
-    Report,
-    interval,
-    label,
-    number,
-    percent,
-    ratio,
-    si,
-    values_text,
-)
+from ngpt_train.study.compare.output.wording import HOW, UNITS, Report, label, ratio, values_text
 from ngpt_train.study.compare.statistics.power import POWER
 
 

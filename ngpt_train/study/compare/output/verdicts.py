@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from ngpt_train.report.rounded import DASH, interval, number, percent, si
 from ngpt_train.study.compare.output.series import end_losses
 from ngpt_train.study.compare.output.tables import Cell, Table, arm_cell, minus, number_cell
 from ngpt_train.study.compare.output.wording import (
-    DASH,
     UNITS,
     VERDICTS,
     Report,
     budget_of,
     finding,
-    interval,
     is_tuned,
     known_speedups,
-    number,
-    percent,
     ratio,
-    si,
     speedups_of,
     values_text,
 )
