@@ -15,11 +15,11 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.secrets import command_of
 from ngpt_train.study.audit import read_certificates
 from ngpt_train.study.compare import step_times
-from ngpt_train.study.compare.gather import check_out, gather, make_directory
+from ngpt_train.study.compare.comparison import check_out, choose_arms, make_directory, make_report, write_reports
+from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.key_kinds import covers
 from ngpt_train.study.compare.observed import facts_of
 from ngpt_train.study.compare.output.document import console
-from ngpt_train.study.compare.report import choose_arms, make_report, write_reports
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.definition import name_of
 

@@ -23,8 +23,8 @@ from ngpt_train.core.files import read_json, write_json
 from ngpt_train.study.audit.certificate import Finding
 from ngpt_train.study.audit.records import METRICS
 from ngpt_train.study.audit.windows import Window
+from ngpt_train.study.compare.row_losses import read_rows
 from ngpt_train.study.compare.runs import Run, read_run
-from ngpt_train.study.compare.statistics.row_losses import read_rows
 from ngpt_train.study.engines import child
 from ngpt_train.study.points import DIVERGED
 from ngpt_train.training.checkpoint.files import MANIFEST, STATE, has_tensors, read_manifest

@@ -11,8 +11,8 @@ import numpy as np
 
 from ngpt_train.study.compare.observed import flops_per_token, n_params, n_params_without_embeddings
 from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.statistics.equal_loss import Ratio
 from ngpt_train.study.compare.statistics.intervals import t_quantile
-from ngpt_train.study.compare.statistics.matched import Ratio
 
 MEASURED, OWN = "measured in turn", "own"
 

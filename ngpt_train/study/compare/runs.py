@@ -17,7 +17,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json, read_yaml_text
 from ngpt_train.core.recorded import ABOVE_0, COUNT, FLAG, POSITIVE, TEXT, Record, checked, read_end, read_records
 from ngpt_train.core.recorded import read_starts as starts_of
-from ngpt_train.study.compare.statistics.row_losses import Rows, contradictions, read_rows
+from ngpt_train.study.compare.row_losses import Rows, contradictions, read_rows
 from ngpt_train.study.definition import SAME_BUDGET
 
 # Keys of a config with which runs are counted and grouped. All others are compared, shown, and no more.

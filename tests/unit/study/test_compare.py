@@ -18,9 +18,8 @@ from ngpt_train.config import Config, load_config
 from ngpt_train.study.compare import step_times
 from ngpt_train.study.compare.output.comparison_page import html
 from ngpt_train.study.compare.output.document import document
-from ngpt_train.study.compare.output.first_page import cautions
-from ngpt_train.study.compare.output.verdicts import verdicts
-from ngpt_train.study.compare.output.wording import finding
+from ngpt_train.study.compare.output.tables import verdicts
+from ngpt_train.study.compare.output.wording import cautions, finding
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.verbs import compare
 from ngpt_train.verbs.compare import compared

@@ -11,12 +11,12 @@ from markdown_it.token import Token
 
 from ngpt_train.report.page.style import styles
 from ngpt_train.report.rounded import DASH, interval, si
-from ngpt_train.study.compare.output import first_page, series, tables, verdicts, wording
+from ngpt_train.study.compare.comparison import write_reports
+from ngpt_train.study.compare.output import series, tables, wording
 from ngpt_train.study.compare.output.charts import PICTURES, write_figures
 from ngpt_train.study.compare.output.comparison_page import html
 from ngpt_train.study.compare.output.document import code, console, document, escaped
 from ngpt_train.study.compare.referee import BROUGHT
-from ngpt_train.study.compare.report import write_reports
 from tests.example_report import BUDGETS, HOSTILE, certificate, example
 
 MINUS = "\N{MINUS SIGN}"
@@ -55,7 +55,7 @@ def test_intervals(ends: tuple[float | None, float | None, float | None], shown:
 
 @pytest.mark.parametrize(("size", "shown"), [(1.0000968, "1.0001 times"), (2.0, "2 times"), (1, "1 times")])
 def test_sizes(size: float, shown: str) -> None:
-    assert first_page.size_text(size) == shown
+    assert wording.size_text(size) == shown
 
 
 def test_a_confound_stands_with_its_values_and_its_size() -> None:
@@ -68,7 +68,7 @@ def test_a_confound_stands_with_its_values_and_its_size() -> None:
         "note": "not the recipe's",
     }
     shown = "(gpt, gpt_qk: 0.1 | 0.3, 3 times; not the recipe's)"
-    assert first_page.confound(report["referee"][-1]) == shown
+    assert wording.confound(report["referee"][-1]) == shown
     assert f"`optim.weight_decay` {escaped(shown)}" in document(report, {}).split("## End loss")[0]
 
 
@@ -101,12 +101,12 @@ def test_findings_say_what_they_lack() -> None:
     said = wording.finding(report, "gpt_qk")
     assert "times the seconds by the runs' own clocks" in said
     assert "resolve a difference of 0.064 nats per token in 80 % of the cases" in said
-    note = verdicts.verdicts(report).note
+    note = tables.verdicts(report).note
     assert "Of an arm with one seed they are without the noise between seeds." in note
     n = len(report["arms"]) - 1
     assert n > 1
     assert f"in up to some {round(100 * (1 - 0.95**n))} % of such comparisons" in note
-    assert "for itself" not in verdicts.verdicts(example(arms=("gpt", "ngpt"))).note
+    assert "for itself" not in tables.verdicts(example(arms=("gpt", "ngpt"))).note
 
 
 def test_findings_say_what_a_finer_grid_may_change() -> None:
@@ -137,7 +137,7 @@ def test_a_row_is_of_one_budget_and_a_ratio_beyond_the_data_is_marked() -> None:
     report = example(arms=("gpt", "ngpt"))
     for s in report["speedups"]:
         s["high"] = s["estimate"] * 1.2
-    verdict = [cell.text for cell in verdicts.verdicts(report).rows[1]]
+    verdict = [cell.text for cell in tables.verdicts(report).rows[1]]
     assert verdict[2:4] == ["8.39M", "3.1531"]
     assert verdict[5] == "1.60 (1.43 to 1.92, extrapolated)"
     said = wording.finding(report, "ngpt")
@@ -177,7 +177,7 @@ def test_the_first_page_says_what_was_tuned_and_looked_at() -> None:
         assert "optim.weight_decay" in text
         assert "Of gpt, the baseline, optim.lr was tuned here, and 2 keys" in text
         assert "may be worth more than the difference" in text
-    rows = [[cell.text for cell in row] for row in verdicts.tuning_of_keys(report).rows]
+    rows = [[cell.text for cell in row] for row in tables.tuning_of_keys(report).rows]
     assert rows[0] == ["all arms", DASH, DASH, "optim.eps=1e-08"]
     assert rows[1] == ["gpt", "optim.lr=[0.0005, 0.001, 0.002] at 8.39M tokens", DASH, "optim.weight_decay=0"]
     assert rows[2][2] == "optim.clip_norm=None"
@@ -198,9 +198,9 @@ def test_many_arms_with_one_value_stand_together() -> None:
     values: list[Any] = ["vector"] * 24
     values[3], values[20] = "scalar", "fixed"
     entry = {"arms": names, "values": values, "key": "model.s_z.kind", "size": None, "note": ""}
-    assert first_page.confound(entry) == "(arm3, arm20, 22 others: scalar | fixed | vector)"
+    assert wording.confound(entry) == "(arm3, arm20, 22 others: scalar | fixed | vector)"
     few = {**entry, "arms": names[:4], "values": values[:4]}
-    assert first_page.confound(few) == "(arm0, arm1, arm2, arm3: vector | vector | vector | scalar)"
+    assert wording.confound(few) == "(arm0, arm1, arm2, arm3: vector | vector | vector | scalar)"
 
 
 def test_ratios_of_which_nothing_is_known_share_a_row() -> None:
@@ -215,13 +215,13 @@ def test_ratios_of_which_nothing_is_known_share_a_row() -> None:
 
 
 def test_what_a_reader_must_know_first() -> None:
-    said = first_page.cautions(example(**SMALLEST))
+    said = wording.cautions(example(**SMALLEST))
     assert [sentence.split(":")[0] for sentence in said] == ["One seed", "One budget"]
     report = example()
-    assert not any("Audit" in sentence for sentence in first_page.cautions(report))
+    assert not any("Audit" in sentence for sentence in wording.cautions(report))
     for other in ({"equal": False}, {"valid": False}):
         report["audits"] = [certificate("runs/a", **other)]
-        assert any("runs/a" in sentence for sentence in first_page.cautions(report))
+        assert any("runs/a" in sentence for sentence in wording.cautions(report))
 
 
 def test_every_failure_and_every_difference_has_a_row() -> None:

@@ -9,10 +9,18 @@ from ngpt_train.core.files import write_atomically
 from ngpt_train.report.page.chart import Chart
 from ngpt_train.report.page.html import THEME, figure, glyph, links, page, scrolled, section
 from ngpt_train.report.rounded import DASH
-from ngpt_train.study.compare.output import charts, tables, verdicts
-from ngpt_train.study.compare.output.first_page import NO_CONFOUNDS, cautions, confound, confounds, facts, looked_at
+from ngpt_train.study.compare.output import charts, tables
 from ngpt_train.study.compare.output.tables import Cell, Table
-from ngpt_train.study.compare.output.wording import Report, stamps
+from ngpt_train.study.compare.output.wording import (
+    NO_CONFOUNDS,
+    Report,
+    cautions,
+    confound,
+    confounds,
+    facts,
+    looked_at,
+    stamps,
+)
 
 # Which table stands beneath which figure.
 BENEATH = {
@@ -39,7 +47,7 @@ def html(report: Report) -> str:
 
 def _first_screen(report: Report, drawn: list[Chart]) -> list[str]:
     """What it is about, its confounds, the verdicts."""
-    keys = verdicts.tuning_of_keys(report)
+    keys = tables.tuning_of_keys(report)
     sections = {"verdicts": "Verdicts", keys.name: "What was tuned", **{chart.name: chart.title for chart in drawn}}
     sections |= {"differences": "Noise", "referee": "What differs", "failures": "Failures", "audits": "Audits"}
     return [
@@ -50,7 +58,7 @@ def _first_screen(report: Report, drawn: list[Chart]) -> list[str]:
 </header>""",
         _confounds(report),
         "".join(f'<p class="box warn">{escape(sentence)}</p>' for sentence in cautions(report)),
-        f'<section id="verdicts"><h2>Verdicts</h2>{_cards(report, verdicts.verdicts(report))}</section>',
+        f'<section id="verdicts"><h2>Verdicts</h2>{_cards(report, tables.verdicts(report))}</section>',
         section(keys.name, keys.title, _table(report, keys)),
         links(sections | {"again": "How to regenerate"}),
         """<noscript><p class="box warn">The figures need JavaScript. The tables hold their numbers, and the folder

@@ -8,17 +8,19 @@ from dataclasses import replace
 from pathlib import Path
 
 from ngpt_train.core.files import write_atomically
-from ngpt_train.study.compare.output import tables, verdicts
-from ngpt_train.study.compare.output.first_page import (
+from ngpt_train.study.compare.output import tables
+from ngpt_train.study.compare.output.tables import Cell, Table
+from ngpt_train.study.compare.output.wording import (
     NO_CONFOUNDS,
+    Report,
     cautions,
     confound,
     confounds,
     facts,
+    finding,
+    label,
     looked_at,
 )
-from ngpt_train.study.compare.output.tables import Cell, Table
-from ngpt_train.study.compare.output.wording import Report, finding, label
 
 
 def write_document(report: Report, path: Path, figures: Mapping[str, str]) -> None:
@@ -27,10 +29,10 @@ def write_document(report: Report, path: Path, figures: Mapping[str, str]) -> No
 
 
 def document(report: Report, figures: Mapping[str, str]) -> str:
-    table = verdicts.verdicts(report)
+    table = tables.verdicts(report)
     short = replace(table, columns=table.columns[:-1], rows=[row[:-1] for row in table.rows])
     findings = [finding(report, arm) for arm in report["arms"] if arm != report["baseline"]]
-    found, keys = confounds(report), verdicts.tuning_of_keys(report)
+    found, keys = confounds(report), tables.tuning_of_keys(report)
     of_confounds = [f"{code(entry['key'])} {escaped(confound(entry))}" for entry in found]
     parts = [
         f"# {escaped(str(report['title']))}",
@@ -60,7 +62,7 @@ def document(report: Report, figures: Mapping[str, str]) -> str:
 
 def console(report: Report) -> str:
     """For a terminal: what was compared, a row for each arm and budget, and the sentences of the first page."""
-    table = verdicts.by_budget(report)
+    table = tables.by_budget(report)
     texts = [[label(report, cell.arm) if cell.arm else cell.text for cell in row] for row in table.rows]
     widths = [max(map(len, column)) for column in zip(table.columns, *texts, strict=True)]
     lines = [

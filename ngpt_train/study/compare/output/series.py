@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ngpt_train.study.compare.output.wording import UNITS, Report
-from ngpt_train.study.compare.statistics.matched import EndLosses
+from ngpt_train.study.compare.statistics.equal_loss import EndLosses
 
 IN_TURN = "measured in turn"
 RATIOS = (  # each coarser than the one before
