@@ -137,15 +137,15 @@ def test_a_row_is_of_one_budget_and_a_ratio_beyond_the_data_is_marked() -> None:
     report = example(arms=("gpt", "ngpt"))
     for s in report["speedups"]:
         s["high"] = s["estimate"] * 1.2
-    verdict = [cell.text for cell in tables.verdicts(report).rows[1]]
+    verdict = tables.verdicts(report).rows[1]
     assert verdict[2:4] == ["8.39M", "3.1531"]
     assert verdict[5] == "1.60 (1.43 to 1.92, extrapolated)"
     said = wording.finding(report, "ngpt")
     assert "ends at after 8.39M tokens, gpt needs 1.60 (1.43 to 1.92, extrapolated) times the tokens" in said
     assert "After 4.19M tokens, the largest budget where this is known from inside the budgets of gpt, it needs" in said
-    at_last = [row for row in tables.speedups(report).rows if row[3].text == "8.39M" and "annealed" in row[2].text]
+    at_last = [row for row in tables.speedups(report).rows if row[3] == "8.39M" and "annealed" in row[2]]
     assert at_last
-    assert all("extrapolated" in row[4].text for row in at_last)
+    assert all("extrapolated" in row[4] for row in at_last)
     assert "extrapolated" in next(
         line for line in console(report).splitlines() if line.startswith("ngpt ") and "8.39M" in line
     )
@@ -177,9 +177,9 @@ def test_the_first_page_says_what_was_tuned_and_looked_at() -> None:
         assert "optim.weight_decay" in text
         assert "Of gpt, the baseline, optim.lr was tuned here, and 2 keys" in text
         assert "may be worth more than the difference" in text
-    rows = [[cell.text for cell in row] for row in tables.tuning_of_keys(report).rows]
-    assert rows[0] == ["all arms", DASH, DASH, "optim.eps=1e-08"]
-    assert rows[1] == ["gpt", "optim.lr=[0.0005, 0.001, 0.002] at 8.39M tokens", DASH, "optim.weight_decay=0"]
+    rows = tables.tuning_of_keys(report).rows
+    assert rows[0] == ["all arms", "", "", "optim.eps=1e-08"]
+    assert rows[1] == ["gpt", "optim.lr=[0.0005, 0.001, 0.002] at 8.39M tokens", "", "optim.weight_decay=0"]
     assert rows[2][2] == "optim.clip_norm=None"
 
 
@@ -208,7 +208,7 @@ def test_ratios_of_which_nothing_is_known_share_a_row() -> None:
     report = example()
     unknown = {"estimate": None, "low": None, "high": None, "note": "one budget"}
     report["speedups"] = [{**s, **unknown} if s["how"] == "annealed" else s for s in report["speedups"]]
-    rows = [[cell.text for cell in row] for row in tables.speedups(report).rows]
+    rows = tables.speedups(report).rows
     of_annealed = [row for row in rows if "annealed" in row[2]]
     assert [(row[0], row[-1]) for row in of_annealed] == [("all arms", "one budget")] * len(BUDGETS)
     assert len(rows) - len(of_annealed) == sum(s["how"] == "within_schedule" for s in report["speedups"])
@@ -227,7 +227,7 @@ def test_what_a_reader_must_know_first() -> None:
 def test_every_failure_and_every_difference_has_a_row() -> None:
     report = example()
     assert len(tables.failures(report).rows) == len(report["failures"])
-    assert [row[0].text for row in tables.referee(report).rows][:2] == ["confound", "confound"]
+    assert [row[0] for row in tables.referee(report).rows][:2] == ["confound", "confound"]
     assert len(tables.referee(report).rows) == len(report["referee"])
     assert len(tables.runs(report).rows) == len(report["losses"])
 

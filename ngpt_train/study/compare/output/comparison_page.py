@@ -10,7 +10,7 @@ from ngpt_train.report.page.chart import Chart
 from ngpt_train.report.page.html import THEME, figure, glyph, links, page, scrolled, section
 from ngpt_train.report.rounded import DASH
 from ngpt_train.study.compare.output import charts, tables
-from ngpt_train.study.compare.output.tables import Cell, Table
+from ngpt_train.study.compare.output.tables import Table
 from ngpt_train.study.compare.output.wording import (
     NO_CONFOUNDS,
     Report,
@@ -114,24 +114,23 @@ def _arm(report: Report, name: str, said: str = "") -> str:
     return f'{glyph(charts.looks_of(report)[name])}<span class="name">{escape(name)}</span>{marks}'
 
 
-def _cell(report: Report, cell: Cell, label: str = "", said: str = "") -> str:
-    """`label` names the column where a narrow screen shows the row as a card."""
-    kind = {"number": "n", "code": "wrap", "": "wrap"}.get(cell.kind, cell.kind)
-    text = f"<code>{escape(cell.text)}</code>" if cell.kind == "code" else escape(cell.text)
-    if cell.arm is not None:
-        kind, text, label = "arm", _arm(report, cell.arm, said), ""
-    if cell.kind == "verdict":
-        kind = f"verdict {escape(cell.text.split(' ')[0])}"
-    if cell.text == DASH:
-        kind += " none"
+def _cell(report: Report, text: str, kind: str, label: str = "", said: str = "") -> str:
+    """label: the name of the column, where a narrow screen shows the row as a card. said: the verdict of the row."""
+    shown, look = escape(text), "n" if kind == tables.NUMBER else "wrap"
+    if kind == tables.ARM and text in report["arms"]:
+        shown, look, label = _arm(report, text, said), "arm", ""
+    elif kind == tables.CODE:
+        shown = f"<code>{shown}</code>" if text else DASH
+    elif kind == tables.VERDICT:
+        look = f"verdict {escape(text.split(' ')[0])}"
+    look += " none" * (text == DASH)
     named = f' data-label="{escape(label)}"' if label else ""
-    return f'<td class="{kind}"{named}>{text}</td>'
+    return f'<td class="{look}"{named}>{shown}</td>'
 
 
-def _head(table: Table, columns: int) -> str:
+def _head(columns: tables.Columns) -> str:
     names = "".join(
-        f'<th scope="col"{" class=n" if cell.kind == "number" else ""}>{escape(name)}</th>'
-        for name, cell in list(zip(table.columns, table.rows[0], strict=True))[:columns]
+        f'<th scope="col"{" class=n" if kind == tables.NUMBER else ""}>{escape(name)}</th>' for name, kind in columns
     )
     return f"<thead><tr>{names}</tr></thead>"
 
@@ -139,22 +138,24 @@ def _head(table: Table, columns: int) -> str:
 def _table(report: Report, table: Table) -> str:
     if not table.rows:
         return f'<p class="note">{escape(table.empty)}</p>'
-    rows = "".join(f"<tr>{''.join(_cell(report, cell) for cell in row)}</tr>" for row in table.rows)
+    kinds = [kind for _, kind in table.columns]
+    rows = [[_cell(report, *cell) for cell in zip(row, kinds, strict=True)] for row in table.rows]
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
     note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
-    found = note + scrolled(table.title, f"{_head(table, len(table.columns))}<tbody>{rows}</tbody>")
+    found = note + scrolled(table.title, f"{_head(table.columns)}<tbody>{body}</tbody>")
     if table.name not in FOLDED:
         return found
     return f"<details><summary>{escape(table.title)}: {len(table.rows)} rows</summary>{found}</details>"
 
 
 def _cards(report: Report, table: Table) -> str:
-    """A table whose last column is sentences: they stand beneath their row."""
-    *names, _ = table.columns
+    """The table of verdicts. Its last column is sentences: they stand beneath their row."""
+    *columns, _ = table.columns
     bodies = []
-    for *cells, words in table.rows:
-        verdict = next((cell.text for cell in cells if cell.kind == "verdict"), "")
-        row = "".join(_cell(report, cell, name, verdict) for name, cell in zip(names, cells, strict=True))
-        sentences = f'<td colspan="{len(names)}"><p>{escape(words.text)}</p></td>'
+    for *texts, words in table.rows:
+        cells = zip(texts, columns, strict=True)
+        row = "".join(_cell(report, text, kind, name, texts[1]) for text, (name, kind) in cells)
+        sentences = f'<td colspan="{len(columns)}"><p>{escape(words)}</p></td>'
         bodies.append(f'<tbody><tr>{row}</tr><tr class="words">{sentences}</tr></tbody>')
     note = f'<p class="note">{escape(table.note)}</p>'
-    return f'<table class="cards">{_head(table, len(names))}{"".join(bodies)}</table>{note}'
+    return f'<table class="cards">{_head(columns)}{"".join(bodies)}</table>{note}'
