@@ -18,7 +18,6 @@ from ngpt_train.study.compare import step_times
 from ngpt_train.study.compare.comparison import check_out, choose_arms, make_directory, make_report, write_reports
 from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.key_kinds import covers
-from ngpt_train.study.compare.observed import facts_of
 from ngpt_train.study.compare.output.document import console
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.definition import name_of
@@ -86,7 +85,7 @@ def check_keys(compare: CompareConfig, runs: Sequence[Run]) -> None:
     if compare.arms == []:
         raise mistake("compare.arms=[]: there is no arm", "Leave it out, or name arms, such as [gpt:gpt-*,ngpt:ngpt-*]")
     of_config = {key for run in runs for key in run.config}
-    known = of_config | {fact for run in runs for fact in facts_of(run)}
+    known = of_config | {fact for run in runs for fact in run.facts_by_name}
     for name in compare.tuned or ():
         if name not in of_config:
             raise _unknown("compare.tuned", compare.tuned, name, of_config)

@@ -15,10 +15,11 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.core.secrets import redacted
 from ngpt_train.study.compare import clocks
+from ngpt_train.study.compare.arm_values import same
 from ngpt_train.study.compare.arms import LR, Arms, choose_baseline, found_arms, named_arms
+from ngpt_train.study.compare.comparable import check_comparable
 from ngpt_train.study.compare.key_kinds import Absent, brought, compared_keys, is_of_training, value_of
-from ngpt_train.study.compare.observed import same
-from ngpt_train.study.compare.referee import check_comparable, examine, looked_at
+from ngpt_train.study.compare.referee import examine, looked_at
 from ngpt_train.study.compare.runs import Run, common_budgets
 from ngpt_train.study.compare.step_times import FILE as STEP_TIMES
 from ngpt_train.study.compare.trials import Arm, Trial, failure, read_arm, unfinished
