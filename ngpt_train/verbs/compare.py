@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,26 +58,21 @@ def compared(
         check_out(out)
     found = gather([Path(run).expanduser() for run in compare.runs])
     check_keys(compare, found.runs)
-    tuned = found.tuned if compare.tuned is None else compare.tuned
-    of_study = found.arms if compare.arms is None else None
-    arms, tuned, notes = choose_arms(found.runs, of_study, compare.arms or (), tuned)
-    times = _step_times(arms, out, config, measures)
-    report = make_report(
-        found.runs,
-        arms=arms,
+    given = replace(
+        found,
+        arms=found.arms if compare.arms is None else None,
         baseline=compare.baseline or found.baseline,
-        tuned=tuned,
+        tuned=found.tuned if compare.tuned is None else compare.tuned,
         under_test=compare.under_test or found.under_test,
-        overrides=found.overrides,
         metric=compare.metric or found.metric,
         confidence=compare.confidence or found.confidence,
-        title=found.title,
-        failures=found.failures,
-        step_times={name: of for name, of in times.items() if "untimed" not in of},
-        audits=read_certificates(found.runs),
         commands=[*found.commands, command_of("compare", [*compare.runs, *overrides])],
-        notes=[*found.notes, *notes, *(of["untimed"] for of in times.values() if "untimed" in of)],
     )
+    arms, tuned, notes = choose_arms(given, compare.arms or ())
+    times = _step_times(arms, out, config, measures)
+    given.notes = [*given.notes, *notes, *(of["untimed"] for of in times.values() if "untimed" in of)]
+    timed = {name: of for name, of in times.items() if "untimed" not in of}
+    report = make_report(given, arms, tuned, timed, read_certificates(found.runs))
     return report, times
 
 

@@ -15,7 +15,6 @@ from ngpt_train.report.rounded import si
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.axis import Axis as DrawnAxis
     from matplotlib.figure import Figure
 
 DPI = 160
@@ -84,8 +83,8 @@ def _drawn(chart: Chart, shown: Picture) -> Figure | None:
             _draw(axes, mark, chart)
             if mark.label and not y.rows:
                 _name(axes, mark)
-        _shape(axes.xaxis, x)
-        _shape(axes.yaxis, y)
+        _shape(axes, "x", x)
+        _shape(axes, "y", y)
         if y.rows:
             _name_rows(axes, y, marks)
     for axes in grid[len(panels) :]:
@@ -130,7 +129,7 @@ def _name(axes: Axes, mark: Mark) -> None:
     axes.annotate(mark.label, end, textcoords="offset points", fontsize=7, **more)
 
 
-def _shape(drawn: DrawnAxis, axis: Axis) -> None:
+def _shape(axes: Axes, which: str, axis: Axis) -> None:
     """The scale, ticks, range and title of an axis."""
     from matplotlib.ticker import (
         AutoLocator,
@@ -142,8 +141,7 @@ def _shape(drawn: DrawnAxis, axis: Axis) -> None:
         NullLocator,
     )
 
-    which = drawn.axis_name
-    axes: Any = drawn.axes
+    drawn: Any = axes.xaxis if which == "x" else axes.yaxis
     drawn.set_label_text(axis.title)
     if axis.log:
         axes.set(**{f"{which}scale": "log"})
@@ -184,7 +182,7 @@ def _legend(figure: Figure, chart: Chart, arms: set[str]) -> None:
     from matplotlib.lines import Line2D
 
     names = {arm: _short(chart.labels[arm]) for arm in chart.looks if arm in arms}
-    looks = {arm: {"color": chart.looks[arm].colour, "marker": chart.looks[arm].symbol} for arm in names}
-    handles = [Line2D([], [], lw=1.5, ms=5, label=name, **looks[arm]) for arm, name in names.items()]
+    looks = [(name, chart.looks[arm]) for arm, name in names.items()]
+    handles = [Line2D([], [], lw=1.5, ms=5, label=n, color=look.colour, marker=look.symbol) for n, look in looks]
     columns = 4 if max(map(len, names.values())) < 24 else 2
     figure.legend(handles=handles, fontsize=8, ncols=columns, loc="outside upper center")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from ngpt_train.study.compare import clocks
 from ngpt_train.study.compare.arm_values import same
 from ngpt_train.study.compare.arms import LR, Arms, choose_baseline, found_arms, named_arms
 from ngpt_train.study.compare.comparable import check_comparable
+from ngpt_train.study.compare.given_runs import Gathered
 from ngpt_train.study.compare.key_kinds import Absent, brought, compared_keys, is_of_training, value_of
 from ngpt_train.study.compare.referee import examine, looked_at
 from ngpt_train.study.compare.runs import Run, common_budgets
@@ -34,40 +35,24 @@ UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
 
 
 def make_report(
-    runs: Sequence[Run],
-    *,
-    baseline: str | None = None,
-    arms: Mapping[str, Sequence[Run]] | None = None,
-    patterns: Sequence[str] = (),
-    tuned: Collection[str] | None = None,
-    under_test: Collection[str] = (),
-    overrides: Mapping[str, Sequence[str]] | None = None,
-    metric: str | None = None,
-    confidence: float = 0.95,
-    title: str = "comparison",
-    failures: Sequence[Mapping[str, Any]] = (),
-    step_times: StepTimes | None = None,
-    audits: Sequence[Mapping[str, Any]] = (),
-    commands: Sequence[str] = (),
-    notes: Sequence[str] = (),
+    given: Gathered,
+    found: Arms,
+    tuned: Sequence[str],
+    step_times: StepTimes,
+    audits: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any]:
-    """The content of report.json (docs/study.md). Raises ConfigError for a mistake in how arms are named, DataError for
-    runs that cannot be compared.
+    """The content of report.json. Raises ConfigError for an unknown baseline or one arm alone, DataError for runs that
+    cannot be compared.
 
-    arms: the runs of each, as a study knows them; else by `patterns` as in compare.arms, else by what their configs
-    differ in. tuned: keys whose best value is taken for each arm and budget; None: optim.lr, unless nothing else
-    differs.
-    metric: None takes the one in which all runs are comparable. failures: of points that left no run behind.
-    step_times: of the arms, as `step_times.py` measures them.
+    given: with what the user chose in the place of what the study says. found, tuned: of `choose_arms`. step_times: of
+    the arms, as `step_times.py` measures them. audits: the certificates.
     """
-    said = list(notes)
-    found, tuned, more = choose_arms(runs, arms, patterns, tuned)
-    said += more
+    said, metric, confidence, overrides = list(given.notes), given.metric, given.confidence, given.overrides or {}
     comparable = check_comparable([run for of_arm in found.values() for run in of_arm])
     if metric == "loss" and comparable != metric:
         raise DataError("the runs have different tokenizers, so only bits per byte compares them: metric=bits_per_byte")
     metric = metric or comparable
-    name = choose_baseline(found, baseline)
+    name = choose_baseline(found, given.baseline)
     if len(found) < 2:
         raise mistake(
             f"compare: all runs belong to one arm, {name}: their configs differ in nothing but seed, budget and "
@@ -78,7 +63,7 @@ def make_report(
     # A key with one value was chosen by somebody, and not by tuning.
     searched = [key for key in tuned if all(any(k == key for _, k in x.searched) for x in read.values())]
     compared = {
-        arm: versus(of_arm, read[name], found, metric, confidence, step_times or {})
+        arm: versus(of_arm, read[name], found, metric, confidence, step_times)
         for arm, of_arm in read.items()
         if arm != name
     }
@@ -91,43 +76,41 @@ def make_report(
     said += [note for result in compared.values() for note in result.notes]
     report: dict[str, Any] = {
         "format": FORMAT,
-        "title": title,
+        "title": given.title,
         "metric": metric,
         "unit": UNITS[metric],
         "confidence": confidence,
         "baseline": name,
         "budgets": sorted({budget for arm in read.values() for budget in arm.best}),
-        "arms": {x.name: _of_arm(x, found[x.name], (overrides or {}).get(x.name, ())) for x in read.values()},
+        "arms": {x.name: _of_arm(x, found[x.name], overrides.get(x.name, ())) for x in read.values()},
         "losses": [entry for arm in read.values() for entry in _losses(arm)],
-        "failures": [*(entry for arm in read.values() for entry in _failures(arm)), *map(dict, failures)],
+        "failures": [*(entry for arm in read.values() for entry in _failures(arm)), *map(dict, given.failures)],
         "differences": [entry for result in compared.values() for entry in result.differences],
         "speedups": [entry for result in compared.values() for entry in result.speedups],
         "trends": [entry for result in compared.values() for entry in result.trends],
         "verdicts": {arm: result.verdict for arm, result in compared.items()},
         "tuning": [entry for arm in read.values() for entry in _tunings(arm)],
         "curves": [entry for arm in read.values() for entry in _curves(arm, metric)],
-        "costs": [clocks.costs_of(arm, of_arm, step_times or {}) for arm, of_arm in found.items()],
-        "referee": examine(found, searched, under_test, best),
+        "costs": [clocks.costs_of(arm, of_arm, step_times) for arm, of_arm in found.items()],
+        "referee": examine(found, searched, given.under_test, best),
         "looked_at": looked_at(found),
         "tuning_of_keys": {
-            x.name: _tuning_of_keys(x, judged.get(x.name), (overrides or {}).get(x.name, ())) for x in read.values()
+            x.name: _tuning_of_keys(x, judged.get(x.name), overrides.get(x.name, ())) for x in read.values()
         },
         "audits": list(map(dict, audits)),
         "commits": sorted({str(r.facts["git_commit"]) for x in found.values() for r in x if r.facts.get("git_commit")}),
-        "commands": list(commands),
+        "commands": list(given.commands),
         "notes": list(dict.fromkeys(said)),
     }
     return dict(finite(report))
 
 
-def choose_arms(
-    runs: Sequence[Run],
-    arms: Mapping[str, Sequence[Run]] | None = None,
-    patterns: Sequence[str] = (),
-    tuned: Collection[str] | None = None,
-) -> tuple[Arms, list[str], list[str]]:
-    """The runs of each arm that have ended, the tuned keys, and sentences about runs that are left out."""
+def choose_arms(given: Gathered, patterns: Sequence[str] = ()) -> tuple[Arms, list[str], list[str]]:
+    """The runs of each arm that have ended, the tuned keys, and sentences about runs that are left out. The arms are
+    the study's, else by `patterns` as in compare.arms, else by what the configs of the runs differ in. Raises
+    ConfigError for a mistake in the patterns, DataError where no run has ended."""
     said: list[str] = []
+    runs, arms, tuned = given.runs, given.arms, given.tuned
     chosen = [LR] if tuned is None else sorted(tuned)
     ended = {run.path for run in runs if unfinished(run) is None}
     said += [f"{run.path} is left out: {why}" for run in runs if (why := unfinished(run))]

@@ -17,7 +17,11 @@ from ngpt_train.study.stored import FILE, read_stored
 
 @dataclass
 class Gathered:
-    """Runs, and what a study that they are of says about them."""
+    """Runs, and how they are to be compared: as a study that they are of says, or the user.
+
+    tuned: keys whose best value is taken for each arm and budget; None: optim.lr, unless nothing else differs. metric:
+    None takes the one in which all runs are comparable. failures: of points that left no run behind.
+    """
 
     runs: list[Run] = field(default_factory=list)
     arms: dict[str, list[Run]] | None = None

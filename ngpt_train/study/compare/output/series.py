@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from ngpt_train.study.compare.clocks import MEASURED
 from ngpt_train.study.compare.output.wording import UNITS, Report
 from ngpt_train.study.compare.statistics.equal_loss import EndLosses
 
-IN_TURN = "measured in turn"
 RATIOS = (  # each coarser than the one before
     (0.1, 0.125, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32),
     (0.125, 0.25, 0.33, 0.5, 0.67, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32),
@@ -50,7 +50,7 @@ def eval_axis(report: Report, curve: Mapping[str, Any], axis: str) -> list[float
 
 def _measured(report: Report) -> dict[str, float]:
     """Seconds a step of each arm; empty where they were not measured in turn."""
-    found = {cost["arm"]: cost["step_time"] for cost in report["costs"] if cost["step_time_how"] == IN_TURN}
+    found = {cost["arm"]: cost["step_time"] for cost in report["costs"] if cost["step_time_how"] == MEASURED}
     return found if len(found) == len(report["arms"]) else {}
 
 
