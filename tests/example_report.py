@@ -57,179 +57,73 @@ def example(
     losses, differences, speedups, tuning, curves = [], [], [], [], []
     for arm in arms:
         for budget in budgets:
-            steps = budget // 8192
             for seed in seeds:
-                values = {"optim.lr": lr[arm]}
-                run = run_of(arm, budget, seed, lr[arm])
-                loss = end_loss(arm, budget, seed)
-                losses.append(
-                    {
-                        "arm": arm,
-                        "budget": budget,
-                        "seed": seed,
-                        "loss": loss,
-                        "rows_hash": maybe("0123456789abcdef"),
-                        "values": values,
-                        "run": run,
-                        "step": steps,
-                    }
-                )
+                about = {"arm": arm, "budget": budget, "seed": seed, "values": {"optim.lr": lr[arm]}}
+                about["run"] = run_of(arm, budget, seed, lr[arm])
+                loss, steps = end_loss(arm, budget, seed), budget // 8192
+                losses.append({**about, "loss": loss, "rows_hash": maybe("0123456789abcdef"), "step": steps})
+
+                def shape(t: float, loss: float = loss) -> float:
+                    return loss + 5.0 * math.exp(-9 * t) + 0.35 * (1 - t)
+
                 at = [k / 10 for k in range(11)]
-                shape = [loss + 5.0 * math.exp(-9 * t) + 0.35 * (1 - t) for t in at]
-                tokens = [t * budget for t in at]
-                curve = {
-                    "step": [round(t * steps) for t in at],
-                    "tokens": tokens,
-                    "flops": [t * per_token[arm] for t in tokens],
-                    "seconds": [maybe(t * steps * step_time[arm]) for t in at],
-                    "loss": shape,
-                }
+                columns = {"step": [round(t * steps) for t in at], "tokens": [t * budget for t in at]}
+                columns["flops"] = [t * budget * per_token[arm] for t in at]
+                columns["seconds"] = [maybe(t * steps * step_time[arm]) for t in at]
+                columns["loss"] = [shape(t) for t in at]
                 fine = [k / 60 for k in range(1, 61)]
-                train = {
-                    "tokens": [t * budget for t in fine],
-                    "loss": [
-                        loss + 5 * math.exp(-9 * t) + 0.35 * (1 - t) + 0.05 * math.sin(99 * t + seed) for t in fine
-                    ],
-                }
-                curves.append(
-                    {
-                        "arm": arm,
-                        "budget": budget,
-                        "seed": seed,
-                        "run": run,
-                        "values": values,
-                        "best": True,
-                        "eval": curve,
-                        "train": train,
-                    }
-                )
+                train = {"tokens": [t * budget for t in fine]}
+                train["loss"] = [shape(t) + 0.05 * math.sin(99 * t + seed) for t in fine]
+                curves.append({**about, "best": True, "eval": columns, "train": train})
             points: list[dict[str, Any]] = []
-            for k in range(-2, 2) if arm in untuned else range(-2, 3):
-                octaves = k if arm not in untuned else k - 1
-                loss = end_loss(arm, budget, seeds[0]) + 0.03 * octaves**2
-                failed = arm == baseline and k == 2
-                points.append(
-                    {
-                        "value": lr[arm] * 2.0**k,
-                        "loss": None if failed else loss,
-                        "seed": seeds[0],
-                        "failed": failed,
-                    }
-                )
             known = arm not in untuned
-            tuning.append(
-                {
-                    "arm": arm,
-                    "budget": budget,
-                    "key": "optim.lr",
-                    "state": "bracketed" if known else "edge",
-                    "points": points,
-                    "optimum": lr[arm] if known else None,
-                    "low": lr[arm] / 1.3 if known else None,
-                    "high": lr[arm] * 1.3 if known else None,
-                    "price_of_two": 0.03 if known else None,
-                    "price_of_grid": 0.0 if known else None,
-                }
-            )
+            for k in range(-2, 3) if known else range(-2, 2):
+                loss = end_loss(arm, budget, seeds[0]) + 0.03 * (k if known else k - 1) ** 2
+                failed = arm == baseline and k == 2
+                value = {"value": lr[arm] * 2.0**k, "loss": None if failed else loss, "seed": seeds[0]}
+                points.append({**value, "failed": failed})
+            optimum = {"optimum": lr[arm], "low": lr[arm] / 1.3, "high": lr[arm] * 1.3}
+            optimum |= {"price_of_two": 0.03, "price_of_grid": 0.0}
+            entry = {"arm": arm, "budget": budget, "key": "optim.lr", "state": "bracketed" if known else "edge"}
+            tuning.append({**entry, "points": points, **(optimum if known else dict.fromkeys(optimum))})
     for arm in others:
-        for k, budget in enumerate(budgets):
+        for budget in budgets:
+            names = {"arm": arm, "baseline": baseline, "budget": budget, "confidence": 0.95}
             gap = sum(end_loss(arm, budget, s) - end_loss(baseline, budget, s) for s in seeds) / len(seeds)
             half = (0.05 if arm == "gpt_qk" else 0.012) if len(seeds) > 1 else 0.004
-            differences.append(
-                {
-                    "arm": arm,
-                    "baseline": baseline,
-                    "budget": budget,
-                    "estimate": gap,
-                    "low": maybe(gap - half),
-                    "high": maybe(gap + half),
-                    "confidence": 0.95,
-                    "noise_seeds": 0.004 if len(seeds) > 1 else None,
-                    "noise_rows": maybe(0.002),
-                    "n_seeds": len(seeds),
-                    "n_rows": maybe(256),
-                    "needed": {"seeds": maybe(9), "rows": maybe(4096)} if abs(gap) < half else None,
-                }
-            )
-            for unit, cost in {"tokens": 1.0, "flops": per_token, "seconds": step_time}.items():
-                dear = 1.0 if isinstance(cost, float) else cost[arm] / cost[baseline]
-                ratio = GAIN.get(arm, 1.2) / dear
+            noise = {"noise_seeds": 0.004 if len(seeds) > 1 else None, "noise_rows": maybe(0.002)}
+            noise |= {"n_seeds": len(seeds), "n_rows": maybe(256)}
+            needed = {"seeds": maybe(9), "rows": maybe(4096)} if abs(gap) < half else None
+            ends = {"estimate": gap, "low": maybe(gap - half), "high": maybe(gap + half)}
+            differences.append({**names, **ends, **noise, "needed": needed})
+            for unit, cost in {"tokens": None, "flops": per_token, "seconds": step_time}.items():
+                ratio = GAIN.get(arm, 1.2) / (cost[arm] / cost[baseline] if cost else 1.0)
                 beyond = GAIN.get(arm, 1.2) * budget > largest
-                speedups.append(
-                    {
-                        "arm": arm,
-                        "baseline": baseline,
-                        "unit": unit,
-                        "how": "annealed",
-                        "budget": budget,
-                        "estimate": maybe(ratio),
-                        "low": maybe(ratio / 1.12),
-                        "high": None if beyond else maybe(ratio * 1.12),
-                        "confidence": 0.95,
-                        "extrapolated": beyond,
-                        "clock": "measured in turn" if unit == "seconds" else None,
-                        "note": "the interval's upper end lies beyond the baseline's budgets" if beyond else None,
-                    }
-                )
-                if k == len(budgets) - 1:
-                    speedups.append(
-                        {
-                            "arm": arm,
-                            "baseline": baseline,
-                            "unit": unit,
-                            "how": "within_schedule",
-                            "budget": budget,
-                            "estimate": maybe(ratio * 1.3),
-                            "low": None,
-                            "high": None,
-                            "confidence": 0.95,
-                            "extrapolated": False,
-                            "clock": None,
-                            "note": None,
-                        }
-                    )
+                ends = {"estimate": maybe(ratio), "low": maybe(ratio / 1.12)}
+                ends["high"] = None if beyond else maybe(ratio * 1.12)
+                note = "the interval's upper end lies beyond the baseline's budgets" if beyond else None
+                how = {"unit": unit, "how": "annealed", "extrapolated": beyond, "note": note}
+                speedups.append({**names, **ends, **how, "clock": "measured in turn" if unit == "seconds" else None})
+                if budget == largest:
+                    ends = {"estimate": maybe(ratio * 1.3), "low": None, "high": None}
+                    how = {"unit": unit, "how": "within_schedule", "extrapolated": False, "note": None}
+                    speedups.append({**names, **ends, **how, "clock": None})
+
+    def difference(arm: str, key: str, values: list[Any], kind: str, note: str, size: Any = None) -> dict[str, Any]:
+        return {"arms": [baseline, arm], "key": key, "values": values, "kind": kind, "size": size, "note": note}
+
     referee = [
-        {
-            "arms": [baseline, arm],
-            "key": "model.name",
-            "values": [baseline, arm],
-            "kind": "under_test",
-            "size": None,
-            "note": "what the arms are compared for",
-        }
-        for arm in others
+        difference(x, "model.name", [baseline, x], "under_test", "what the arms are compared for") for x in others
     ]
     referee += [
-        {
-            "arms": [baseline, arm],
-            "key": "optim.weight_decay",
-            "values": [0.1, 0.0],
-            "kind": "follows",
-            "size": None,
-            "note": f"the recipe of {arm} sets it",
-        }
-        for arm in others
+        difference(x, "optim.weight_decay", [0.1, 0.0], "follows", f"the recipe of {x} sets it") for x in others
     ]
     if confounds and others:
-        referee += [
-            {
-                "arms": [baseline, others[-1]],
-                "key": "train.batch_tokens",
-                "values": [8192, 16384],
-                "kind": "confound",
-                "size": "2 times the tokens per step",
-                "note": "fewer steps at equal tokens",
-            },
-            {
-                "arms": [baseline, others[0]],
-                "key": "train.precision",
-                "values": ["fp32", "bf16"],
-                "kind": "confound",
-                "size": None,
-                "note": "parameters are stored otherwise",
-            },
-        ]
-    failed = [
+        fewer, size = "fewer steps at equal tokens", "2 times the tokens per step"
+        referee.append(difference(others[-1], "train.batch_tokens", [8192, 16384], "confound", fewer, size))
+        stored = "parameters are stored otherwise"
+        referee.append(difference(others[0], "train.precision", ["fp32", "bf16"], "confound", stored))
+    failed_points = [
         {
             "arm": baseline,
             "budget": budget,
@@ -264,7 +158,7 @@ def example(
         "speedups": speedups,
         "referee": referee,
         "verdicts": verdicts,
-        "failures": failed if failures else [],
+        "failures": failed_points if failures else [],
         "tuning": tuning,
         "curves": curves,
         "costs": [

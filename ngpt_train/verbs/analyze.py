@@ -14,9 +14,8 @@ from ngpt_train.analysis.figures import FIGURES, chosen
 from ngpt_train.analysis.gather import gathered, live_run, names_of
 from ngpt_train.analysis.measured import Measured, measure
 from ngpt_train.analysis.measures.of_run import OfRun
+from ngpt_train.analysis.output.measured_page import write_page, write_pictures
 from ngpt_train.analysis.output.numbers import as_json, write_json, write_parquet
-from ngpt_train.analysis.output.page import write_page
-from ngpt_train.analysis.output.pictures import write_pictures
 from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError

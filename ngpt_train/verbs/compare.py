@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.secrets import command_of
 from ngpt_train.study.audit import read_certificates
 from ngpt_train.study.compare import step_times
-from ngpt_train.study.compare.gather import check_out, gather, make_directory
+from ngpt_train.study.compare.comparison import check_out, choose_arms, make_directory, make_report, write_reports
+from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.key_kinds import covers
-from ngpt_train.study.compare.observed import facts_of
 from ngpt_train.study.compare.output.document import console
-from ngpt_train.study.compare.report import choose_arms, make_report, write_reports
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.definition import name_of
 
@@ -55,26 +55,21 @@ def compared(
         check_out(out)
     found = gather([Path(run).expanduser() for run in compare.runs])
     check_keys(compare, found.runs)
-    tuned = found.tuned if compare.tuned is None else compare.tuned
-    of_study = found.arms if compare.arms is None else None
-    arms, tuned, notes = choose_arms(found.runs, of_study, compare.arms or (), tuned)
-    times = _step_times(arms, out, config, measures)
-    report = make_report(
-        found.runs,
-        arms=arms,
+    given = replace(
+        found,
+        arms=found.arms if compare.arms is None else None,
         baseline=compare.baseline or found.baseline,
-        tuned=tuned,
+        tuned=found.tuned if compare.tuned is None else compare.tuned,
         under_test=compare.under_test or found.under_test,
-        overrides=found.overrides,
         metric=compare.metric or found.metric,
         confidence=compare.confidence or found.confidence,
-        title=found.title,
-        failures=found.failures,
-        step_times={name: of for name, of in times.items() if "untimed" not in of},
-        audits=read_certificates(found.runs),
         commands=[*found.commands, command_of("compare", [*compare.runs, *overrides])],
-        notes=[*found.notes, *notes, *(of["untimed"] for of in times.values() if "untimed" in of)],
     )
+    arms, tuned, notes = choose_arms(given, compare.arms or ())
+    times = _step_times(arms, out, config, measures)
+    given.notes = [*given.notes, *notes, *(of["untimed"] for of in times.values() if "untimed" in of)]
+    timed = {name: of for name, of in times.items() if "untimed" not in of}
+    report = make_report(given, arms, tuned, timed, read_certificates(found.runs))
     return report, times
 
 
@@ -83,7 +78,7 @@ def check_keys(compare: CompareConfig, runs: Sequence[Run]) -> None:
     if compare.arms == []:
         raise mistake("compare.arms=[]: there is no arm", "Leave it out, or name arms, such as [gpt:gpt-*,ngpt:ngpt-*]")
     of_config = {key for run in runs for key in run.config}
-    known = of_config | {fact for run in runs for fact in facts_of(run)}
+    known = of_config | {fact for run in runs for fact in run.facts_by_name}
     for name in compare.tuned or ():
         if name not in of_config:
             raise _unknown("compare.tuned", compare.tuned, name, of_config)

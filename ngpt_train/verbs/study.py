@@ -10,7 +10,7 @@ from ngpt_train.config import ConfigError
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import did_you_mean, mistake, nearest
 from ngpt_train.core.lock import DirectoryLock
-from ngpt_train.study.compare.gather import check_out
+from ngpt_train.study.compare.comparison import check_out
 from ngpt_train.study.composition import Runs, check_text
 from ngpt_train.study.cost import costs, measure, table
 from ngpt_train.study.definition import Study, read_study

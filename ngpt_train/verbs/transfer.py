@@ -16,8 +16,8 @@ from ngpt_train.core.secrets import command_of
 from ngpt_train.study.definition import Study, config_dir_of, merged, name_of, read_study
 from ngpt_train.study.points import Point, Result
 from ngpt_train.study.transfer.optima import Optima, read_optima
-from ngpt_train.study.transfer.report import axes_of, left_out, report_of, table_entries, write_report
 from ngpt_train.study.transfer.sizes import arms_of_sizes
+from ngpt_train.study.transfer.transfer_report import axes_of, left_out, report_of, table_entries, write_report
 from ngpt_train.verbs import study as study_verb
 
 

@@ -36,7 +36,7 @@ FLOORS = [
 ]
 FLOOR = {part: level for level, parts in enumerate(FLOORS) for part in parts}
 OPTIONAL = ["datasets", "wandb", "hydra", "omegaconf", "yaml", "sentencepiece", "tiktoken", "pyarrow", "rich"]
-OPTIONAL += ["matplotlib", "plotly", "submitit", "tensorboard", "zstandard", "triton", "flash_attn", "lm_eval"]
+OPTIONAL += ["matplotlib", "submitit", "tensorboard", "zstandard", "triton", "flash_attn", "lm_eval"]
 OPTIONAL += ["transformers", "safetensors"]
 # Copied into exports, where they lie beside each other, in no package.
 COPIED = {PACKAGE / f"interop/layouts/ngpt/{name}_ngpt.py" for name in ("configuration", "modeling")}

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.files import write_atomically
-from ngpt_train.report.page.charts import Chart, Choice, Plot, escaped, layout
-from ngpt_train.report.page.html import THEME, figure_of, page, section
+from ngpt_train.report.page.chart import Axis, Chart, Mark, Plot, rows
+from ngpt_train.report.page.html import THEME, figure, links, page, section, table
 from ngpt_train.report.page.style import Style, styles
-from ngpt_train.report.page.table import table
 
 TITLE = "Where the loss is"
 FULL = 3.0  # nats: a loss, or a difference of losses, from which on a token has the full colour
@@ -26,17 +25,17 @@ def html(report: Mapping[str, Any]) -> str:
     names = [model["name"] for model in report["models"]]
     looks = styles(names, names[0])
     charts = [_chart(each, names, looks) for each in report["classes"]] + [_positions(report, names, looks)]
-    nav = "".join(f'<a href="#{chart.name}">{escape(chart.title)}</a> ' for chart in charts)
+    sections = {chart.name: chart.title for chart in charts} | {"rows": "Rows"}
     body = [
         f"<header><h1>{TITLE}</h1>\n<p class='facts'>{escape(_facts(report))}</p>\n{THEME}\n</header>",
         section("models", "Models", table(report["models"])),
-        f'<nav aria-label="Sections">{nav}<a href="#rows">Rows</a></nav>',
+        links(sections),
     ]
     for chart, each in zip(charts, report["classes"], strict=False):
         says = f'<p class="note">{escape(sign(names))}</p>' if len(names) == 2 else ""
         lines = says + table(class_rows(each, names))
-        body.append(section(chart.name, chart.title, figure_of(chart, lambda plot: "") + lines))
-    body.append(section(charts[-1].name, charts[-1].title, figure_of(charts[-1], lambda plot: "")))
+        body.append(section(chart.name, chart.title, figure(chart) + lines))
+    body.append(section(charts[-1].name, charts[-1].title, figure(charts[-1])))
     body.append(
         section("rows", _title_of_rows(names), _legend(looks) + "".join(_row(row, looks) for row in report["rows"]))
     )
@@ -73,53 +72,35 @@ def sign(names: Sequence[str]) -> str:
 
 
 def _chart(each: Mapping[str, Any], names: Sequence[str], looks: Mapping[str, Style]) -> Chart:
-    import plotly.graph_objects as graph
-
-    traces = [
-        graph.Bar(
-            x=[of["class"] for of in each["classes"]],
-            y=[of["loss"][name] for of in each["classes"]],
-            meta={"arm": name, "label": escaped(name)},
-            marker={"color": looks[name].colour},
-            hovertemplate="%{meta.label}<br>%{x}: %{y:.4f} nats per token<extra></extra>",
-        ).to_plotly_json()
-        for name in names
-    ]
+    """A row for each class and model."""
+    marks, lines = [], []
+    for of in each["classes"]:
+        for name in names:
+            lines.append(str(of["class"]))
+            loss = of["loss"][name]
+            hover = f"{{arm}}\n{of['class']}: {{x:4f}} nats per token"
+            marks.append(Mark(name, [loss], [len(lines) - 1], hover=hover, bar=True, label=f"{loss:.4f}"))
     title = f"Loss by {each['kind']}"
-    shape = layout(
-        xaxis={"type": "category", "title": {"text": escaped(each["says"])}, "automargin": True},
-        yaxis={"title": {"text": "nats per token"}, "automargin": True},
-    )
-    return Chart(each["kind"], title, "", [Plot(title, [dict(t) for t in traces], shape)], [_choice(names, looks)])
+    plot = Plot(marks, [Axis("nats per token", least=0)], [rows(lines, each["says"])], height=90 + 30 * len(lines))
+    return _with_legend(Chart(each["kind"], title, "", [plot], looks, {name: name for name in names}))
 
 
 def _positions(report: Mapping[str, Any], names: Sequence[str], looks: Mapping[str, Style]) -> Chart:
-    import plotly.graph_objects as graph
-
     of = report["by_position"]
     at = [position for position, n in enumerate(of["targets"]) if n]
-    traces = [
-        graph.Scatter(
-            x=at,
-            y=[of["loss_sum"][name][position] / of["targets"][position] for position in at],
-            mode="lines",
-            meta={"arm": name, "label": escaped(name)},
-            line={"color": looks[name].colour, "width": 1.2},
-            hovertemplate="%{meta.label}<br>position %{x}: %{y:.4f} nats per token<extra></extra>",
-        ).to_plotly_json()
-        for name in names
-    ]
-    title = "Loss at every position"
-    shape = layout(
-        xaxis={"title": {"text": "position in the row"}, "automargin": True},
-        yaxis={"title": {"text": "nats per token"}, "automargin": True},
-    )
-    return Chart("every-position", title, "", [Plot(title, [dict(t) for t in traces], shape)], [_choice(names, looks)])
+    hover = "{arm}\nposition {x:6g}: {y:4f} nats per token"
+    marks = []
+    for name in names:
+        losses = [of["loss_sum"][name][position] / of["targets"][position] for position in at]
+        marks.append(Mark(name, at, losses, hover=hover, line=1.2))
+    plot = Plot(marks, [Axis("position in the row", whole=True)], [Axis("nats per token")])
+    chart = Chart("every-position", "Loss at every position", "", [plot], looks, {name: name for name in names})
+    return _with_legend(chart)
 
 
-def _choice(names: Sequence[str], looks: Mapping[str, Style]) -> Choice:
-    marks = {name: (looks[name].colour, looks[name].glyph) for name in names}
-    return Choice("arm", "Models", {name: name for name in names}, marks=marks)
+def _with_legend(chart: Chart) -> Chart:
+    chart.choices.append(chart.choice_of_arms("Models"))
+    return chart
 
 
 def _title_of_rows(names: Sequence[str]) -> str:

@@ -1,1 +1,1 @@
-"""Pages with figures that open without a network, and what their pictures share."""
+"""Figures as data, and what draws them: pages that open without a network, and pictures."""

@@ -1,26 +1,27 @@
-"""The page: one HTML file with its figures, its library and its numbers inside, and the HTML of figures and switches.
-Every text goes through `escape`."""
+"""A page: one HTML file with its figures, its script and its numbers inside, which opens without a network. Every text
+goes through `escape`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
+from typing import Any
 
-from ngpt_train.report.page.charts import Chart, Choice, Plot, data
+from ngpt_train.report.page.chart import Chart, Choice, Plot, as_json
+from ngpt_train.report.page.style import Style
 
 HERE = Path(__file__).parent
 # What the browser is allowed: the script and style inside the page. No request leaves it, whatever a name in it holds.
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
 ALL_OR_NONE = 5  # from so many options on there are buttons for all and for none
 THEME = '<button id="theme" type="button" data-theme="auto" hidden>Theme: auto</button>'
+SHORT = 20  # letters that no cell needs to break
 
 
 def page(title: str, skip: tuple[str, str], body: str, charts: Sequence[Chart]) -> str:
-    """The page, some 5 MB. No part of it comes from elsewhere. skip: the anchor and the words of the first link; body:
-    HTML, which has THEME in it and a `figure_of` each chart."""
-    from plotly.offline import get_plotlyjs
-
+    """skip: the anchor and the words of the first link. body: HTML, which has THEME in it and a `figure` for each
+    chart."""
     anchor, words = skip
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -39,8 +40,7 @@ def page(title: str, skip: tuple[str, str], body: str, charts: Sequence[Chart]) 
 <main class="page">
 {body}
 </main>
-<script type="application/json" id="charts">{data(charts)}</script>
-<script>{get_plotlyjs()}</script>
+<script type="application/json" id="charts">{as_json(charts)}</script>
 <script>
 {(HERE / "page.js").read_text()}
 </script>
@@ -53,10 +53,16 @@ def section(anchor: str, title: str, content: str) -> str:
     return f'<section id="{anchor}"><h2>{escape(title)}</h2>{content}</section>'
 
 
-def figure_of(chart: Chart, title_of: Callable[[Plot], str]) -> str:
+def links(sections: Mapping[str, str]) -> str:
+    """A link to each section, anchor -> title."""
+    found = "".join(f'<a href="#{anchor}">{escape(title)}</a> ' for anchor, title in sections.items())
+    return f'<nav aria-label="Sections">{found}</nav>'
+
+
+def figure(chart: Chart, title_of: Callable[[Plot], str] = lambda plot: escape(plot.title)) -> str:
     """title_of: the HTML of a plot's title."""
-    choices = "".join(_choice(chart.name, choice) for choice in chart.choices)
-    plots = "".join(_plot(plot, title_of(plot)) for plot in chart.plots)
+    choices = "".join(_choice(chart, choice) for choice in chart.choices)
+    plots = "".join(_plot(chart, plot, title_of(plot)) for plot in chart.plots)
     note = f'<figcaption class="note">{escape(chart.note)}</figcaption>' if chart.note else ""
     return f"""<figure data-chart="{chart.name}">
 {note}
@@ -65,22 +71,21 @@ def figure_of(chart: Chart, title_of: Callable[[Plot], str]) -> str:
 </figure>"""
 
 
-def _plot(plot: Plot, title: str) -> str:
+def _plot(chart: Chart, plot: Plot, title: str) -> str:
+    said = f"{chart.title}: {plot.title}" if plot.title else chart.title
     title = f"<h3>{title}</h3>" if title else ""
-    return f'<div>{title}<div class="plot" role="img" aria-label="{escape(plot.said)}"></div></div>'
+    return f'<div>{title}<div class="plot" role="img" aria-label="{escape(said)}"></div></div>'
 
 
-def _choice(chart: str, choice: Choice) -> str:
+def _choice(chart: Chart, choice: Choice) -> str:
     """Hidden where there is nothing to choose; never the arms, which are the figure's legend too."""
-    first = choice.first or (tuple(choice.options) if choice.many else tuple(choice.options)[:1])
     options = []
     for value, words in choice.options.items():
-        colour, glyph = choice.marks.get(value, ("", ""))
-        mark = f'<span style="color:{colour}" aria-hidden="true">{glyph}</span>' if glyph else ""
+        mark = glyph(chart.looks[value]) if choice.name == "arm" else ""
         options.append(
             f'<label class="chip"><input type="{"checkbox" if choice.many else "radio"}" '
-            f'name="{chart}-{choice.name}" data-choice="{choice.name}" value="{escape(value)}"'
-            f"{' checked' if value in first else ''}>{mark}<span>{escape(words)}</span></label>"
+            f'name="{chart.name}-{choice.name}" data-choice="{choice.name}" value="{escape(value)}"'
+            f"{' checked' if value in choice.at_first else ''}>{mark}<span>{escape(words)}</span></label>"
         )
     if choice.many and len(options) >= ALL_OR_NONE:
         options += [f'<button type="button" data-all="{x}">{y}</button>' for x, y in (("yes", "all"), ("no", "none"))]
@@ -90,3 +95,32 @@ def _choice(chart: str, choice: Choice) -> str:
         f"<fieldset{legend}{hidden}><legend>{escape(choice.label)}</legend>"
         f'<div class="options">{"".join(options)}</div></fieldset>'
     )
+
+
+def glyph(look: Style) -> str:
+    return f'<span class="glyph" style="color:{look.colour}" aria-hidden="true">{look.glyph}</span>'
+
+
+def table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """A plain table of rows with the same keys, which its first line names."""
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
+    lines = "".join("<tr>" + "".join(_cell(_said(row.get(column))) for column in columns) + "</tr>" for row in rows)
+    return scrolled("Table", f"<thead><tr>{head}</tr></thead><tbody>{lines}</tbody>")
+
+
+def scrolled(name: str, content: str) -> str:
+    """A table that is scrolled where the screen is narrower."""
+    return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}"><table>{content}</table></div>'
+
+
+def _cell(text: str) -> str:
+    return f"<td class={'wrap' if len(text) > SHORT else 'short'}>{escape(text)}</td>"
+
+
+def _said(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

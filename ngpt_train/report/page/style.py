@@ -8,26 +8,20 @@ from dataclasses import dataclass
 # Chosen by search: under normal sight, deuteranopia, protanopia and tritanopia (Machado et al. 2009) any two are 20 or
 # more apart in CIELAB, and each has a contrast of 3:1 on white and on the dark page. The first is the baseline's.
 COLOURS = ("#5a6875", "#3c72be", "#e03909", "#10a879", "#d975b3", "#b3924b", "#753edd", "#b43140")
-# No reader must tell arms by colour alone, and where there are more arms than colours nobody can.
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p", "h")  # as matplotlib names them
-SYMBOLS = ("circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x", "pentagon", "hexagon")
-GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖", "⬟", "⬢")
+# No reader must tell arms by colour alone, and where there are more arms than colours nobody can. A symbol has the name
+# that matplotlib gives it, and a glyph beside the arm's name in a table.
+SYMBOLS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "p": "⬟", "h": "⬢"}
 
 
 @dataclass(frozen=True)
 class Style:
     colour: str
-    marker: str  # of matplotlib
-    symbol: str  # of plotly
-    glyph: str  # beside its name in a table
+    symbol: str
+    glyph: str
 
 
 def styles(arms: Iterable[str], baseline: str) -> dict[str, Style]:
-    """Of each arm or run, the baseline first, the others in their order."""
+    """The style of each arm or run, the baseline first, the others in their order."""
     in_order = [baseline, *(arm for arm in arms if arm != baseline)]
-    return {
-        arm: Style(
-            COLOURS[k % len(COLOURS)], MARKERS[k % len(MARKERS)], SYMBOLS[k % len(SYMBOLS)], GLYPHS[k % len(GLYPHS)]
-        )
-        for k, arm in enumerate(in_order)
-    }
+    symbols = list(SYMBOLS.items())
+    return {arm: Style(COLOURS[k % len(COLOURS)], *symbols[k % len(symbols)]) for k, arm in enumerate(in_order)}

@@ -1,4 +1,5 @@
-"""Trains a window of a run again, in a directory of its own, and compares what comes out with what the run recorded."""
+"""Chooses windows of a run, trains each again in a directory of its own, and compares what comes out with what the run
+recorded."""
 
 from __future__ import annotations
 
@@ -6,13 +7,14 @@ import copy
 import json
 import math
 import os
+import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,10 +23,9 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.study.audit.certificate import Finding
-from ngpt_train.study.audit.records import METRICS
-from ngpt_train.study.audit.windows import Window
+from ngpt_train.study.audit.record_checks import METRICS
+from ngpt_train.study.compare.row_losses import read_rows
 from ngpt_train.study.compare.runs import Run, read_run
-from ngpt_train.study.compare.statistics.row_losses import read_rows
 from ngpt_train.study.engines import child
 from ngpt_train.study.points import DIVERGED
 from ngpt_train.training.checkpoint.catalogue import MANIFEST
@@ -39,6 +40,36 @@ FACTS = ("data_fingerprint", "tokenizer_fingerprint", "tokenizer", "n_params", "
 NAME = "again"
 # What a launcher sets for its processes. An audit starts its own.
 OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Window(NamedTuple):
+    """The steps after `start`, from the checkpoint of that step or, at 0, from the first weights, up to `end`."""
+
+    start: int
+    end: int
+
+
+def choose(
+    checkpoints: Sequence[int], last: int, most: int, steps: int, seed: int, cuts: Collection[int] = ()
+) -> list[Window]:
+    """At most `most` windows of at most `steps` steps, drawn at random from those that there are, in their order.
+
+    checkpoints: the steps of those that are kept. last: the last recorded step. cuts: steps that no window crosses,
+    because the run went on differently there.
+    """
+    found = windows(checkpoints, last, steps, cuts)
+    return sorted(random.Random(seed).sample(found, min(most, len(found))))
+
+
+def windows(checkpoints: Sequence[int], last: int, steps: int, cuts: Collection[int] = ()) -> list[Window]:
+    """Windows that do not overlap: from step 0 and from each checkpoint to the next one, or as far as `steps` goes."""
+    kept = sorted({step for step in checkpoints if 0 < step <= last})
+    found = []
+    for start in (0, *kept):
+        end = min([start + steps, last, *(step for step in (*kept, *cuts) if step > start)])
+        if end > start:
+            found.append(Window(start, end))
+    return found
 
 
 @dataclass

@@ -18,10 +18,9 @@ from ngpt_train.config.stored import what_differs
 from ngpt_train.config.validate import flatten, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
-from ngpt_train.study.audit.again import Compared, Exactness, compare, train_again
+from ngpt_train.study.audit.again import Compared, Exactness, Window, choose, compare, train_again
 from ngpt_train.study.audit.certificate import FORMAT, Finding, sums_of
-from ngpt_train.study.audit.records import METRICS, check_records
-from ngpt_train.study.audit.windows import Window, choose
+from ngpt_train.study.audit.record_checks import METRICS, check_records
 from ngpt_train.study.compare.runs import Run, read_run
 from ngpt_train.study.points import DIVERGED
 from ngpt_train.training.checkpoint.catalogue import VALIDATION, list_checkpoints, step_of

@@ -15,7 +15,7 @@ from typing import Any
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
 from ngpt_train.study.compare.key_kinds import HARDWARE, OF_THE_BUDGET, covers, is_harmless
-from ngpt_train.study.compare.runs import Run, budget_of
+from ngpt_train.study.compare.runs import Run
 
 LR = "optim.lr"
 # What may differ between runs of an arm: it is looked at only where it alone tells two runs apart.
@@ -90,7 +90,7 @@ def _number(value: Any) -> Any:
 def _apart(group: list[Run], tuned: Collection[str]) -> list[list[Run]]:
     """A group in which no two runs have the same budget, seed and tuned values: told apart by secondary keys, else by
     their directories, as of two studies, else by their names."""
-    point = lambda run: json.dumps([budget_of(run), values_of(run, tuned), seed_of(run)], default=str)  # noqa: E731
+    point = lambda run: json.dumps([run.budget, values_of(run, tuned), seed_of(run)], default=str)  # noqa: E731
     if max(Counter(map(point, group)).values()) < 2:
         return [group]
     keys = {key for run in group for key in run.config if covers(_SECONDARY, key) and not is_harmless(key)}

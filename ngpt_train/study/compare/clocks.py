@@ -9,10 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.study.compare.observed import flops_per_token, n_params, n_params_without_embeddings
 from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.compare.statistics.equal_loss import Ratio
 from ngpt_train.study.compare.statistics.intervals import t_quantile
-from ngpt_train.study.compare.statistics.matched import Ratio
 
 MEASURED, OWN = "measured in turn", "own"
 
@@ -27,18 +26,9 @@ class Cost:
     df: float = 1e6
 
 
-def seconds_of(run: Run) -> float | None:
-    """Seconds in steps for a token, by the run's own clock."""
-    for record in reversed([*run.train, *run.evals]):
-        seconds, tokens = record.get("train_seconds"), record.get("tokens")
-        if seconds and tokens:
-            return float(seconds / tokens)
-    return None
-
-
 def own_clock(arm: Sequence[Run], baseline: Sequence[Run]) -> Cost | None:
     """None where the records of one of them have no times."""
-    logs = [np.log([s for run in runs if (s := seconds_of(run))]) for runs in (baseline, arm)]
+    logs = [np.log([s for run in runs if (s := run.seconds_per_token)]) for runs in (baseline, arm)]
     if not (len(logs[0]) and len(logs[1])):
         return None
     error = float(np.sqrt(sum(np.var(x, ddof=1) / len(x) for x in logs if len(x) > 1)))
@@ -57,7 +47,7 @@ def measured(step_times: Mapping[str, Mapping[str, Any]], arm: str, baseline: st
 
 
 def flops(arm: Sequence[Run], baseline: Sequence[Run]) -> Cost | None:
-    found = [[x for run in runs if (x := flops_per_token(run))] for runs in (baseline, arm)]
+    found = [[x for run in runs if (x := run.flops_per_token)] for runs in (baseline, arm)]
     return Cost(statistics.fmean(found[0]) / statistics.fmean(found[1])) if found[0] and found[1] else None
 
 
@@ -83,9 +73,9 @@ def costs_of(name: str, runs: Sequence[Run], step_times: Mapping[str, Mapping[st
     in_turn = step_times.get(name)
     return {
         "arm": name,
-        "n_params": _first(n_params(run) for run in runs),
-        "n_params_without_embeddings": _first(n_params_without_embeddings(run) for run in runs),
-        "flops_per_token": _first(flops_per_token(run) for run in runs),
+        "n_params": _first(run.n_params for run in runs),
+        "n_params_without_embeddings": _first(run.n_params_without_embeddings for run in runs),
+        "flops_per_token": _first(run.flops_per_token for run in runs),
         "memory_gb": max(memory, default=None),
         "step_time": in_turn["step_time"] if in_turn else of_own,
         "step_time_how": MEASURED if in_turn else OWN if own else None,

@@ -1,15 +1,29 @@
-"""The referee: every way in which arms differ, each under test, following from that, or a confound; and which runs
-cannot be compared at all."""
+"""The referee: every way in which arms differ, each under test, following from that, or a confound."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ngpt_train.core.errors import DataError
+from ngpt_train.study.compare.arm_values import (
+    Arms,
+    Seen,
+    all_same,
+    deviations,
+    distinct,
+    excess,
+    first_differences,
+    identities,
+    ordered,
+    plain,
+    ratio,
+    same,
+    see,
+    without_shared_budget,
+)
 from ngpt_train.study.compare.key_kinds import (
     HARDWARE,
     MEANING,
@@ -27,31 +41,6 @@ from ngpt_train.study.compare.key_kinds import (
     is_shared_option,
     value_of,
 )
-from ngpt_train.study.compare.observed import (
-    Arms,
-    Seen,
-    all_same,
-    clipped_share,
-    deviations,
-    distinct,
-    excess,
-    facts_of,
-    first_differences,
-    flops_per_token,
-    identities,
-    n_params,
-    n_params_without_embeddings,
-    ordered,
-    other_tokenizer,
-    plain,
-    ratio,
-    rows_hash,
-    same,
-    see,
-    tokens_per_step,
-    why_not_comparable,
-    without_shared_budget,
-)
 from ngpt_train.study.compare.runs import Run
 
 UNDER_TEST, FOLLOWS, CONFOUND = "under_test", "follows", "confound"
@@ -59,6 +48,8 @@ BROUGHT = "each arm has what its architecture or its recipe brings"
 ROUNDING = "how the work is done: seconds may differ, losses within rounding alone"
 BATCH_NORMS = ("pn", "pn_v", "batch")  # of model.norm: their statistics depend on the rows of a micro batch
 LEAST_SHARE = 0.01  # of the steps; shares of clipped steps that differ by less count as equal
+# Properties of Run that follow from its config.
+QUANTITIES = ("n_params", "n_params_without_embeddings", "flops_per_token", "tokens_per_step", "clipped_share")
 
 
 @dataclass
@@ -111,32 +102,8 @@ def looked_at(arms: Arms) -> dict[str, Any]:
     have as their architecture brings them, and which facts of run.json are compared."""
     seen = [see(key, arms, partial(_of_key, key)) for key in compared_keys(_configs(arms))]
     options = [x.key for x in seen if x.key.startswith("model.") and _only_by_name(x, arms)]
-    facts = dict.fromkeys(name for runs in arms.values() for run in runs for name in facts_of(run))
+    facts = dict.fromkeys(name for runs in arms.values() for run in runs for name in run.facts_by_name)
     return {"keys": len(seen), "options": options, "facts": list(facts)}
-
-
-def check_comparable(runs: Iterable[Run]) -> str:
-    """The metric that these runs can be compared in: "loss", in nats per token, or, where their tokenizers differ,
-    "bits_per_byte". Raises DataError, with the reason, where they were validated on other text."""
-    validated = [run for run in runs if run.evals]
-    validated = [run for run in validated if run.is_annealed] or validated
-    if not validated:
-        raise DataError("compare: no run has been validated: there is no eval record in any metrics.jsonl")
-    first, *others = validated
-    for run in others:
-        if why := why_not_comparable(first, run):
-            raise DataError(
-                f"{run.path} cannot be compared with {first.path}: {why}. Compare runs of one text and objective."
-            )
-    if not any(other_tokenizer(first, run) for run in others):
-        return "loss"
-    for run in validated:
-        if run.evals[-1].get("bits_per_byte") is None:
-            raise DataError(
-                f"{run.path} has another tokenizer than others, so that a loss per token means something else, and no "
-                "bits_per_byte in its eval records. Leave it out, or `evaluate` its checkpoint with this version."
-            )
-    return "bits_per_byte"
 
 
 def _of_config(arms: Arms, tuned: Collection[str], under_test: Collection[str]) -> list[Difference]:
@@ -164,8 +131,12 @@ def _of_key(key: str, run: Run) -> list[Any]:
     return [value_of(run.config, key)]
 
 
-def _measured(quantity: Callable[[Run], Any], run: Run) -> list[Any]:
-    return [] if (found := quantity(run)) is None else [found]
+def _of_fact(name: str, run: Run) -> list[Any]:
+    return run.facts_by_name.get(name, [UNKNOWN])
+
+
+def _measured(quantity: str, run: Run) -> list[Any]:
+    return [] if (found := getattr(run, quantity)) is None else [found]
 
 
 def _judge(
@@ -192,7 +163,7 @@ def _judge(
         return kind, ROUNDING if kind == FOLLOWS else "its norms take statistics over a micro batch of a rank"
     if key in PLACES_OF_TEXT and all_same(runs, lambda run: run.facts.get("data_fingerprint")):
         return FOLLOWS, "another place; the text and its tokens are the same by their fingerprint"
-    if key in PLACES_OF_ROWS and all_same(runs, rows_hash):
+    if key in PLACES_OF_ROWS and all_same(runs, lambda run: run.rows_hash):
         return FOLLOWS, "the rows of the last validation are the same by their rows_hash"
     if key in brought_by_arm:
         return FOLLOWS, BROUGHT
@@ -221,15 +192,9 @@ def _in_question(differing: Sequence[str], brought_by_arm: Collection[str], tune
 
 def _of_facts(arms: Arms, under_test: Collection[str], of_config: Sequence[Difference]) -> list[Difference]:
     """Differences of code, versions, machine and data, as run.json has them."""
-    by_run = {id(run): facts_of(run) for runs in arms.values() for run in runs}
-
-    def _fact(name: str, run: Run) -> list[Any]:
-        return by_run[id(run)].get(name, [UNKNOWN])
-
-    names = dict.fromkeys(name for found in by_run.values() for name in found)
     found = []
-    for name in names:
-        seen = see(name, arms, partial(_fact, name))
+    for name in dict.fromkeys(name for runs in arms.values() for run in runs for name in run.facts_by_name):
+        seen = see(name, arms, partial(_of_fact, name))
         hardware = covers(HARDWARE, name)
         kind = _kind_of_hardware(arms) if hardware else UNDER_TEST if covers(under_test, name) else CONFOUND
         note = ROUNDING if hardware and kind == FOLLOWS else ""
@@ -245,21 +210,14 @@ def _of_facts(arms: Arms, under_test: Collection[str], of_config: Sequence[Diffe
 def _of_size(arms: Arms, of_config: Sequence[Difference], best: Arms) -> list[Difference]:
     """Differences of quantities that follow from the config: parameters, FLOPs, tokens of a step, and of the best runs
     clipped steps."""
-    quantities = {
-        "n_params": n_params,
-        "n_params_without_embeddings": n_params_without_embeddings,
-        "flops_per_token": flops_per_token,
-        "tokens_per_step": tokens_per_step,
-        "clipped_share": clipped_share,
-    }
     shape = ("model.", "tokenizer.")
     reasons: dict[str, tuple[str, ...]] = {
         "tokens_per_step": ("train.batch_rows", "train.batch_tokens", "model.context"),
         "clipped_share": ("optim.", "schedule.", "model.", "train."),
     }
     found = []
-    for name, quantity in quantities.items():
-        seen = see(name, best if name == "clipped_share" else arms, partial(_measured, quantity))
+    for name in QUANTITIES:
+        seen = see(name, best if name == "clipped_share" else arms, partial(_measured, name))
         if not all(seen.of(arm) for arm in arms):
             continue
         if name == "clipped_share":  # of the runs of an arm the mean: single runs are clipped by chance more or less
@@ -303,7 +261,7 @@ def _of_data(arms: Arms, under_test: Collection[str]) -> list[Difference]:
             note = f"seed {seed}: other rows up to {tokens:,} tokens, so that runs of one seed are not paired"
             found.append(Difference("data_hash", {first: values[:1], second: values[1:]}, note=note, kind=kind))
             break
-    seen = see("rows_hash", arms, lambda run: [rows_hash(run)] if run.is_annealed else [])
+    seen = see("rows_hash", arms, lambda run: [run.rows_hash] if run.is_annealed else [])
     values = distinct(itertools.chain.from_iterable(seen.all().values()))
     if len(values) > 1:
         note = "validated on other rows of the text: not paired by row, and their noise is not in the interval"
@@ -329,7 +287,7 @@ def _only_by_name(seen: Seen, arms: Arms) -> bool:
     architecture's name says it all. Also a sum that other keys say."""
     runs = list(itertools.chain.from_iterable(arms.values()))
     if seen.key == "train.batch_tokens":
-        return all(run.config.get(seen.key) == tokens_per_step(run) for run in runs)
+        return all(run.config.get(seen.key) == run.tokens_per_step for run in runs)
     lacking = any(NO_SUCH_KEY in seen.of(arm) for arm in arms)
     return lacking and all(
         value is NO_SUCH_KEY or same(value, brought(run.config, seen.key))

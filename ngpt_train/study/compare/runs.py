@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json, read_yaml_text
 from ngpt_train.core.recorded import ABOVE_0, COUNT, FLAG, POSITIVE, TEXT, Record, checked, read_end, read_records
 from ngpt_train.core.recorded import read_starts as starts_of
-from ngpt_train.study.compare.statistics.row_losses import Rows, contradictions, read_rows
+from ngpt_train.study.compare.row_losses import Rows, contradictions, read_rows
 from ngpt_train.study.definition import SAME_BUDGET
 
 # Keys of a config with which runs are counted and grouped. All others are compared, shown, and no more.
@@ -27,6 +28,9 @@ KEYS = {
     **{"scale.name": TEXT, "model.name": TEXT, "model.tied_embeddings": FLAG},
     **dict.fromkeys(("model.context", "model.d_model", "model.n_layers", "model.vocab_size"), POSITIVE),
 }
+
+# What a start notes in run.json of itself, and not of what was computed.
+OF_THE_START = ("time", "step", "job", "kernels", "damaged", "changed", "n_params", "init", "host")
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,100 @@ class Run:
     def is_annealed(self) -> bool:
         """Whether the run has reached the end of its schedule, and was validated there."""
         return bool(self.evals) and self.evals[-1]["step"] == self.steps
+
+    @property
+    def n_params(self) -> int | None:
+        return self.facts.get("n_params")
+
+    @property
+    def n_params_without_embeddings(self) -> int | None:
+        """Parameters but for the embeddings of the input, of the source of an encoder-decoder, and of the output."""
+        size, width = self.config.get("model.vocab_size"), self.config.get("model.d_model")
+        if self.n_params is None or not isinstance(size, int) or not isinstance(width, int):
+            return None
+        matrices = 1 + (not self.config.get("model.tied_embeddings", False)) + ("model.source_context" in self.config)
+        return self.n_params - matrices * size * width
+
+    @property
+    def tokens_per_step(self) -> int | None:
+        """Targets of a step over all ranks, padding included."""
+        rows, context = self.config.get("train.batch_rows"), self.config.get("model.context")
+        if isinstance(rows, int) and isinstance(context, int):
+            return rows * context
+        tokens = self.config.get("train.batch_tokens")
+        return tokens if isinstance(tokens, int) else None
+
+    @property
+    def flops_per_token(self) -> float | None:
+        """As the records have it: FLOPs so far over the tokens of so many steps."""
+        for record in reversed([*self.train, *self.evals]):
+            flops, step = record.get("flops"), record.get("step")
+            if flops is not None and self.tokens_per_step and step:
+                return float(round(flops / (step * self.tokens_per_step)))
+        return None
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Seconds in steps, by the run's own clock."""
+        for record in reversed([*self.train, *self.evals]):
+            seconds, tokens = record.get("train_seconds"), record.get("tokens")
+            if seconds and tokens:
+                return float(seconds / tokens)
+        return None
+
+    @property
+    def clipped_share(self) -> float | None:
+        """Share of all steps whose gradient was clipped, 0 without clipping; None where no record says it."""
+        shares = [record["clipped"] or 0.0 for record in self.train if "clipped" in record]
+        return sum(shares) / len(shares) if shares else None
+
+    @property
+    def budget(self) -> float:
+        """Tokens of the schedule: steps times tokens per step as the config has them, unless it does not say it, or
+        the records count something else."""
+        counted, per_step = self._counted(), self.tokens_per_step
+        planned = None if per_step is None else self.steps * per_step
+        if counted is None:
+            return float(planned or self.steps)
+        return float(planned) if planned and 0.8 < counted / planned < 1.25 else counted
+
+    def _counted(self) -> float | None:
+        """The targets of the whole schedule, as the last records count them."""
+        for record in reversed([*self.train, *self.evals]):
+            tokens, step = record.get("tokens"), record.get("step")
+            if tokens and step:
+                return float(tokens) * self.steps / step
+        return None
+
+    @property
+    def rows_hash(self) -> str | None:
+        """Which rows the last validation had."""
+        found = self.evals[-1].get("rows_hash") if self.evals else None
+        return self.rows.rows_hash if found is None and self.rows is not None else found
+
+    @cached_property
+    def data_hashes(self) -> dict[int, str]:
+        """Which rows the run has read, by the tokens in them."""
+        known = [x for x in self.train if x.get("tokens") is not None and x.get("data_hash")]
+        return {x["tokens"]: x["data_hash"] for x in known}
+
+    @cached_property
+    def facts_by_name(self) -> dict[str, list[Any]]:
+        """Code, versions, machine and data of the starts whose steps are part of the run: the distinct values."""
+        found: dict[str, list[Any]] = {}
+        # A start whose steps were all taken again by a later one does not count.
+        steps = [*(start.get("step") or 0 for start in self.starts), math.inf]
+        starts = [start for k, start in enumerate(self.starts) if steps[k + 1] > steps[k]]
+        for start in starts:
+            flat = {name: value for name, value in start.items() if name not in OF_THE_START}
+            flat |= {f"versions.{name}": version for name, version in (flat.pop("versions", None) or {}).items()}
+            for name, value in flat.items():
+                if value not in found.setdefault(name, []):
+                    found[name].append(value)
+        changes = [change for start in starts for change in start.get("changed") or []]
+        found["allowed_changes"] = [sorted({str(change.get("key")) for change in changes})]
+        found["rollbacks"] = [len(self.rollbacks)]
+        return found
 
     @cached_property
     def rows(self) -> Rows | None:
@@ -125,31 +223,9 @@ def contradicted(run: Run, record: Mapping[str, Any]) -> Iterator[tuple[str, Any
             yield f"{name}{of}", recorded, value, says
 
 
-def budget_of(run: Run) -> float:
-    """Tokens of the run's schedule: steps times tokens per step as the config has them, unless it does not say it, or
-    the records count something else."""
-    config, counted = run.config, _counted(run)
-    per_step = config.get("train.batch_tokens")
-    if isinstance(config.get("train.batch_rows"), int) and isinstance(config.get("model.context"), int):
-        per_step = config["train.batch_rows"] * config["model.context"]
-    planned = run.steps * per_step if isinstance(per_step, int) else None
-    if counted is None:
-        return float(planned or run.steps)
-    return float(planned) if planned and 0.8 < counted / planned < 1.25 else counted
-
-
-def _counted(run: Run) -> float | None:
-    """The targets that a run was trained on, as its last records count them, at the end of its schedule."""
-    for record in reversed([*run.train, *run.evals]):
-        tokens, step = record.get("tokens"), record.get("step")
-        if tokens and step:
-            return float(tokens) * run.steps / step
-    return None
-
-
 def common_budgets(arms: Mapping[str, Sequence[Run]], tolerance: float = SAME_BUDGET) -> dict[Path, int]:
     """The budget of each run, in tokens, the same for those that differ by the rounding to whole steps."""
-    budgets = {run.path: budget_of(run) for runs in arms.values() for run in runs}
+    budgets = {run.path: run.budget for runs in arms.values() for run in runs}
     found: dict[Path, int] = {}
     first = 0.0
     for path, budget in sorted(budgets.items(), key=lambda item: item[1]):

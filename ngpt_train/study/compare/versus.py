@@ -10,11 +10,8 @@ import numpy as np
 
 from ngpt_train.study.compare import clocks
 from ngpt_train.study.compare.runs import Run
-from ngpt_train.study.compare.statistics.intervals import Difference, Noise, Pair, difference_at
-from ngpt_train.study.compare.statistics.matched import Ratio, annealed_ratio
-from ngpt_train.study.compare.statistics.power import detectable, needed
-from ngpt_train.study.compare.statistics.trend import trend_of
-from ngpt_train.study.compare.statistics.within import log_ratio, within_schedule
+from ngpt_train.study.compare.statistics.equal_loss import Ratio, annealed_ratio, log_ratio, trend_of, within_schedule
+from ngpt_train.study.compare.statistics.intervals import Difference, Noise, Pair, detectable, difference_at, needed
 from ngpt_train.study.compare.trials import Arm, pair_of
 
 POOLED = "The noise between seeds is pooled over budgets: it is taken to be alike at all of them."

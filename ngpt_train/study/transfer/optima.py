@@ -10,7 +10,7 @@ from typing import Any
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.study.compare.arms import found_arms
-from ngpt_train.study.compare.gather import gather
+from ngpt_train.study.compare.given_runs import gather
 from ngpt_train.study.compare.runs import Run, common_budgets
 from ngpt_train.study.compare.trials import read_arm, unfinished
 from ngpt_train.study.definition import LR

@@ -12,14 +12,13 @@ import pytest
 
 from ngpt_train.analysis.measured import Measured, Skipped
 from ngpt_train.analysis.measures.of_run import Curve
+from ngpt_train.analysis.output.measured_page import MOST_POINTS, html, thinned, write_page, write_pictures
 from ngpt_train.analysis.output.numbers import as_json, write_json, write_parquet
-from ngpt_train.analysis.output.page import html, write_page
-from ngpt_train.analysis.output.pictures import MOST_POINTS, thinned, write_pictures
 from ngpt_train.analysis.probe import page as probe_page
 from ngpt_train.analysis.probe.classes import of_position
 from ngpt_train.analysis.probe.report import report
+from ngpt_train.report.page.html import table
 from ngpt_train.report.page.style import styles
-from ngpt_train.report.page.table import table
 
 HOSTILE = "<img src=x onerror=\"document.title='bad'\"></script><b>$x$"
 RUNS = ["gpt", HOSTILE]
@@ -150,13 +149,13 @@ def test_they_open_in_a_browser(browser: Any, tmp_path: Path, which: str, width:
     assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     assert "bad" not in browser.title
     shown = """return [...document.querySelectorAll('figure[data-chart] .plot')].map((plot) => [
-        plot.data.filter((t) => t.visible !== false && t.x.length > 0).length,
-        plot.querySelectorAll('.trace, .barlayer .point').length, plot.getBoundingClientRect().width])"""
+        plot.querySelectorAll('.mark').length, plot.querySelector('.mark > *') !== null,
+        plot.getBoundingClientRect().width])"""
     plots = browser.execute_script(shown)
     assert len(plots) == (4 if which == "analyze" else 2)
-    for visible, in_svg, wide in plots:
+    for visible, drawn, wide in plots:
         assert visible > 0
-        assert in_svg > 0
+        assert drawn
         assert 100 < wide <= width
     first = browser.find_element(By.CSS_SELECTOR, 'figure[data-chart] input[data-choice="arm"][value="gpt"]')
     browser.execute_script("arguments[0].click()", first)

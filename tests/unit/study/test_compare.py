@@ -16,11 +16,10 @@ import yaml
 from ngpt_train.__main__ import main
 from ngpt_train.config import Config, load_config
 from ngpt_train.study.compare import step_times
+from ngpt_train.study.compare.output.comparison_page import html
 from ngpt_train.study.compare.output.document import document
-from ngpt_train.study.compare.output.first_page import cautions
-from ngpt_train.study.compare.output.page import html
-from ngpt_train.study.compare.output.verdicts import verdicts
-from ngpt_train.study.compare.output.wording import finding
+from ngpt_train.study.compare.output.tables import verdicts
+from ngpt_train.study.compare.output.wording import cautions, finding
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.verbs import compare
 from ngpt_train.verbs.compare import compared
@@ -184,7 +183,7 @@ def test_the_rows_of_verdicts_are_of_the_budget_that_both_have(tmp_path: Path) -
     """Caught: in the table of verdicts, at the largest budget, an arm that has no run there."""
     runs = [run for run in write_study(tmp_path / "runs", Planted()) if not run.name.startswith("ngpt-1638400")]
     table = verdicts(report_of(runs, tmp_path / "report"))
-    assert [row[2].text for row in table.rows] == ["1.64M", "819k"]
+    assert [row[2] for row in table.rows] == ["1.64M", "819k"]
 
 
 def test_what_was_tuned_and_what_was_chosen(tmp_path: Path) -> None:

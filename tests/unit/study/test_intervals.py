@@ -9,11 +9,28 @@ import numpy as np
 import pytest
 
 from ngpt_train.study.compare.clocks import Cost, in_units, measured
-from ngpt_train.study.compare.statistics.intervals import Difference, Further, Noise, Pair, Spread, difference_at
-from ngpt_train.study.compare.statistics.matched import EndLosses, Ratio, annealed_ratio, end_losses
-from ngpt_train.study.compare.statistics.power import POWER, chance, detectable, needed
-from ngpt_train.study.compare.statistics.trend import Trend, trend_of
-from ngpt_train.study.compare.statistics.within import log_ratio, within_schedule
+from ngpt_train.study.compare.statistics.equal_loss import (
+    EndLosses,
+    Ratio,
+    Trend,
+    annealed_ratio,
+    end_losses,
+    log_ratio,
+    trend_of,
+    within_schedule,
+)
+from ngpt_train.study.compare.statistics.intervals import (
+    POWER,
+    Difference,
+    Further,
+    Noise,
+    Pair,
+    Spread,
+    chance,
+    detectable,
+    difference_at,
+    needed,
+)
 from tests.planted_runs import FIRST_BUDGET, Planted, log_linear, power_law
 
 DRAWS = 1000

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.study.compare.gather import check_evals
+from ngpt_train.study.compare.given_runs import check_evals
 from ngpt_train.study.compare.runs import Run, read_run
 from tests.unit.study.planted import config_of, plant
 

@@ -19,8 +19,8 @@ from ngpt_train.study.definition import Study, Tuned
 from ngpt_train.study.runner import Runner
 from ngpt_train.study.stored import read_stored, write_study
 from ngpt_train.study.transfer.optima import read_optima
-from ngpt_train.study.transfer.report import axes_of, table_entries
 from ngpt_train.study.transfer.sizes import arms_of_sizes
+from ngpt_train.study.transfer.transfer_report import axes_of, table_entries
 from ngpt_train.verbs import study as study_verb
 from tests.planted_runs import write_run
 

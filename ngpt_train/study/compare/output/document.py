@@ -8,17 +8,20 @@ from dataclasses import replace
 from pathlib import Path
 
 from ngpt_train.core.files import write_atomically
-from ngpt_train.study.compare.output import tables, verdicts
-from ngpt_train.study.compare.output.first_page import (
+from ngpt_train.report.rounded import DASH
+from ngpt_train.study.compare.output import tables
+from ngpt_train.study.compare.output.tables import Table
+from ngpt_train.study.compare.output.wording import (
     NO_CONFOUNDS,
+    Report,
     cautions,
     confound,
     confounds,
     facts,
+    finding,
+    label,
     looked_at,
 )
-from ngpt_train.study.compare.output.tables import Cell, Table
-from ngpt_train.study.compare.output.wording import Report, finding, label
 
 
 def write_document(report: Report, path: Path, figures: Mapping[str, str]) -> None:
@@ -27,10 +30,10 @@ def write_document(report: Report, path: Path, figures: Mapping[str, str]) -> No
 
 
 def document(report: Report, figures: Mapping[str, str]) -> str:
-    table = verdicts.verdicts(report)
+    table = tables.verdicts(report)
     short = replace(table, columns=table.columns[:-1], rows=[row[:-1] for row in table.rows])
     findings = [finding(report, arm) for arm in report["arms"] if arm != report["baseline"]]
-    found, keys = confounds(report), verdicts.tuning_of_keys(report)
+    found, keys = confounds(report), tables.tuning_of_keys(report)
     of_confounds = [f"{code(entry['key'])} {escaped(confound(entry))}" for entry in found]
     parts = [
         f"# {escaped(str(report['title']))}",
@@ -60,12 +63,10 @@ def document(report: Report, figures: Mapping[str, str]) -> str:
 
 def console(report: Report) -> str:
     """For a terminal: what was compared, a row for each arm and budget, and the sentences of the first page."""
-    table = verdicts.by_budget(report)
-    texts = [[label(report, cell.arm) if cell.arm else cell.text for cell in row] for row in table.rows]
-    widths = [max(map(len, column)) for column in zip(table.columns, *texts, strict=True)]
-    lines = [
-        "  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in [table.columns, *texts]
-    ]
+    table = tables.by_budget(report)
+    texts = [[name for name, _ in table.columns], *([label(report, arm), *rest] for arm, *rest in table.rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    lines = ["  ".join(x.ljust(n) for x, n in zip(line, widths, strict=True)).rstrip() for line in texts]
     found = [f"confound: {entry['key']} {confound(entry)}" for entry in confounds(report)]
     sentences = [*(found or [NO_CONFOUNDS]), *looked_at(report), *cautions(report)]
     title = f"{report['title']}: {' · '.join(facts(report))}"
@@ -95,14 +96,14 @@ def _list(sentences: Iterable[str]) -> str:
 def _table(report: Report, table: Table) -> str:
     if not table.rows:
         return escaped(table.empty)
-    rules = ["---:" if cell.kind == "number" else "---" for cell in table.rows[0]]
-    rows = [[_cell(report, cell) for cell in row] for row in table.rows]
-    lines = [[escaped(name) for name in table.columns], rules, *rows]
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    names, kinds = zip(*table.columns, strict=True)
+    rules = ["---:" if kind == tables.NUMBER else "---" for kind in kinds]
+    rows = [[_cell(report, *cell) for cell in zip(row, kinds, strict=True)] for row in table.rows]
+    text = "\n".join(f"| {' | '.join(line)} |" for line in [map(escaped, names), rules, *rows])
     return f"{text}\n\n{escaped(table.note)}" if table.note else text
 
 
-def _cell(report: Report, cell: Cell) -> str:
-    if cell.arm is not None:
-        return escaped(label(report, cell.arm))
-    return code(cell.text) if cell.kind == "code" else escaped(cell.text)
+def _cell(report: Report, text: str, kind: str) -> str:
+    if kind == tables.ARM and text in report["arms"]:
+        return escaped(label(report, text))
+    return code(text) or DASH if kind == tables.CODE else escaped(text)

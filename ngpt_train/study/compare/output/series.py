@@ -8,11 +8,15 @@ from typing import Any
 
 import numpy as np
 
+from ngpt_train.study.compare.clocks import MEASURED
 from ngpt_train.study.compare.output.wording import UNITS, Report
-from ngpt_train.study.compare.statistics.matched import EndLosses
+from ngpt_train.study.compare.statistics.equal_loss import EndLosses
 
-IN_TURN = "measured in turn"
-RATIOS = (0.1, 0.125, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32)
+RATIOS = (  # each coarser than the one before
+    (0.1, 0.125, 0.2, 0.25, 0.33, 0.5, 0.67, 0.8, 0.9, 1, 1.1, 1.25, 1.5, 1.75, 2, 2.5, 3, 4, 6, 8, 12, 16, 24, 32),
+    (0.125, 0.25, 0.33, 0.5, 0.67, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32),
+    (0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32),
+)
 
 
 def end_losses(report: Report, arm: str) -> dict[int, list[float]]:
@@ -46,7 +50,7 @@ def eval_axis(report: Report, curve: Mapping[str, Any], axis: str) -> list[float
 
 def _measured(report: Report) -> dict[str, float]:
     """Seconds a step of each arm; empty where they were not measured in turn."""
-    found = {cost["arm"]: cost["step_time"] for cost in report["costs"] if cost["step_time_how"] == IN_TURN}
+    found = {cost["arm"]: cost["step_time"] for cost in report["costs"] if cost["step_time_how"] == MEASURED}
     return found if len(found) == len(report["arms"]) else {}
 
 
@@ -166,12 +170,10 @@ def sensitivity(entry: Mapping[str, Any]) -> tuple[list[float], list[float]] | N
 
 
 def ratio_ticks(values: Sequence[float]) -> list[float]:
-    """Round ratios around the values, 1 among them."""
-    low, high = min([*values, 0.9]), max([*values, 1.1])
-    inside = [ratio for ratio in RATIOS if low / 1.1 <= ratio <= high * 1.1]
-    return (
-        inside if len(inside) <= 9 else [ratio for ratio in inside if ratio in (0.125, 0.25, 0.5, 1, 2, 4, 8, 16, 32)]
-    )
+    """Round ratios around the values, 1 among them, nine at most."""
+    low, high = min([*values, 0.9]) / 1.1, max([*values, 1.1]) * 1.1
+    inside = ([ratio for ratio in ratios if low <= ratio <= high] for ratios in RATIOS)
+    return next(ticks for ticks in inside if len(ticks) <= 9)
 
 
 def fit(report: Report, arm: str) -> tuple[list[float], list[float]] | None:

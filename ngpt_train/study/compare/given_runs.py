@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config.validate import mistake
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import read_json
+from ngpt_train.study.compare.row_losses import n_bytes
 from ngpt_train.study.compare.runs import Run, contradicted, read_run
-from ngpt_train.study.compare.statistics.row_losses import n_bytes
 from ngpt_train.study.definition import Study, name_of
 from ngpt_train.study.points import FAILURES, reason_of
 from ngpt_train.study.stored import FILE, read_stored
 
-# What a comparison writes into its directory.
-REPORT = "report.json"
-WRITTEN = (REPORT, "report.md", "report.html", "figures", "step_times.json")
-
 
 @dataclass
 class Gathered:
-    """Runs, and what a study that they are of says about them."""
+    """Runs, and how they are to be compared: as a study that they are of says, or the user.
+
+    tuned: keys whose best value is taken for each arm and budget; None: optim.lr, unless nothing else differs. metric:
+    None takes the one in which all runs are comparable. failures: of points that left no run behind.
+    """
 
     runs: list[Run] = field(default_factory=list)
     arms: dict[str, list[Run]] | None = None
@@ -120,36 +117,3 @@ def check_evals(runs: Iterable[Run]) -> None:
                 raise DataError(
                     f"{run.path / 'metrics.jsonl'}: {why}. Restore the file that is wrong, or leave it out."
                 )
-
-
-def check_out(out: Path) -> None:
-    """Raises ConfigError where the report would replace what no comparison has written."""
-    setting = f"compare.out={out}"
-    if out.exists() and not out.is_dir():
-        raise mistake(f"{setting}: is a file", "Name a directory for the report")
-    if (out / "config.yaml").exists():
-        raise mistake(f"{setting}: is the directory of a run", "Name another directory")
-    there_is = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
-    if not (there_is.is_dir() and os.access(there_is, os.W_OK)):
-        raise mistake(f"{setting}: {there_is} is no directory that can be written", "Name another directory")
-    there = [name for name in WRITTEN if (out / name).exists()]
-    if there and not _is_report(out / REPORT):
-        raise mistake(
-            f"{setting}: {out / there[0]} is not of an earlier compare", "Name another directory, or remove it"
-        )
-
-
-def make_directory(out: Path) -> None:
-    """Raises ConfigError where that is not possible."""
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise mistake(f"compare.out={out}: cannot be made ({error.strerror})", "Name another directory") from None
-
-
-def _is_report(path: Path) -> bool:
-    try:
-        report = read_json(path)
-    except DataError:
-        return False
-    return isinstance(report, dict) and "format" in report and "verdicts" in report

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.files import write_json
 from ngpt_train.observe.console import format_count
+from ngpt_train.report.page import chart as drawn
+from ngpt_train.report.page.chart import Chart, Mark
+from ngpt_train.report.page.pictures import Picture, write_picture
 from ngpt_train.report.page.style import styles
 from ngpt_train.study.transfer.drift import At, Drift, fit_drift
 from ngpt_train.study.transfer.optima import Optima, Optimum
@@ -132,42 +135,38 @@ def write_report(report: dict[str, Any], axes: Sequence[Axis], out: Path) -> Non
     """transfer.json, and a figure as PNG and SVG."""
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / FILE, report)
-    if drawn := [axis for axis in axes if axis.points]:
-        draw(drawn, out)
+    if shown := [axis for axis in axes if axis.points]:
+        write_picture(_chart(shown), Picture(), out, FIGURE)
 
 
-def draw(axes: Sequence[Axis], out: Path) -> None:
-    """A panel for each axis name: best lr against size, with intervals and the fits."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _chart(axes: Sequence[Axis]) -> Chart:
+    """A plot for each name of an axis: best lr against size, with intervals and the fits."""
+    named = {f"{axis.architecture}, {_place(axis.at)}": axis for axis in axes}
+    labels = {
+        name: name + (f": {axis.drift.octaves:+.2f} octaves, {axis.drift.verdict}" if axis.drift else "")
+        for name, axis in named.items()
+    }
+    plots = []
+    for of in [of for of in AXES if any(axis.name == of for axis in axes)]:
+        here = {name: axis for name, axis in named.items() if axis.name == of}
+        sizes = sorted({axis.size(one) for axis in here.values() for one in axis.points})
+        x = drawn.Axis(AXES[of], log=True, ticks={float(size): format_count(size) for size in sizes})
+        marks = [mark for name, axis in here.items() for mark in _marks(name, axis)]
+        plots.append(drawn.Plot(marks, [x], [drawn.Axis("best learning rate", log=True)], of))
+    chart = drawn.Chart(FIGURE, "Best learning rate against size", "", plots, styles(named, next(iter(named))), labels)
+    chart.choices.append(chart.choice_of_arms("Lines"))
+    return chart
 
-    names = [name for name in AXES if any(axis.name == name for axis in axes)]
-    figure = Figure(figsize=(5 * len(names), 4), layout="constrained")
-    FigureCanvasAgg(figure)
-    panels = figure.subplots(1, len(names), squeeze=False)[0]
-    for panel, name in zip(panels, names, strict=True):
-        here = {f"{axis.architecture}, {_place(axis.at)}": axis for axis in axes if axis.name == name}
-        looks = styles(here, next(iter(here)))
-        for label, axis in here.items():
-            sizes, rates = [axis.size(one) for one in axis.points], [_rates(one) for one in axis.points]
-            down = [lr - (lr if low is None else low) for lr, low, _ in rates]
-            up = [(lr if high is None else high) - lr for lr, _, high in rates]
-            look = {"color": looks[label].colour, "marker": looks[label].marker}
-            drawn = panel.errorbar(sizes, [lr for lr, _, _ in rates], yerr=[down, up], ls="", capsize=3, **look)
-            said = label
-            if axis.drift is not None:
-                said += f": {axis.drift.octaves:+.2f} octaves, {axis.drift.verdict}"
-                ends = [sizes[0], sizes[-1]]
-                line = [2 ** (axis.drift.intercept + axis.drift.slope * math.log2(size)) for size in ends]
-                panel.plot(ends, line, color=looks[label].colour, linewidth=1)
-            drawn.set_label(said)
-        panel.set(xscale="log", yscale="log", xlabel={"horizon": "tokens"}.get(name, name), ylabel="best learning rate")
-        ticks = sorted({axis.size(one) for axis in here.values() for one in axis.points})
-        panel.set_xticks(ticks, [format_count(tick) for tick in ticks])
-        panel.set_xticks([], minor=True)
-        panel.legend(fontsize=7)
-    for kind in ("png", "svg"):
-        figure.savefig(out / f"{FIGURE}.{kind}", dpi=150, metadata={"Date": None} if kind == "svg" else None)
+
+def _marks(name: str, axis: Axis) -> Iterator[Mark]:
+    sizes = [axis.size(one) for one in axis.points]
+    for size, (lr, low, high) in zip(sizes, map(_rates, axis.points), strict=True):
+        yield Mark(name, [size, size], [lr if low is None else low, lr if high is None else high], line=1.5)
+    yield Mark(name, sizes, [lr for lr, _, _ in map(_rates, axis.points)], size=9)
+    if axis.drift is not None:
+        ends = [sizes[0], sizes[-1]]
+        fit = [2 ** (axis.drift.intercept + axis.drift.slope * math.log2(size)) for size in ends]
+        yield Mark(name, ends, fit, line=1.4)
 
 
 def _rates(one: Optimum) -> tuple[float, float | None, float | None]:

@@ -1,4 +1,4 @@
-"""How many tokens the baseline needs for the loss that an arm ends at.
+"""How many tokens the baseline needs for the loss that an arm ends at, and whether that changes with the budget.
 
 Annealed: between runs of several budgets, each at the end of its own schedule. The baseline's end loss over its budget
 is fitted by a power law with a floor,
@@ -11,23 +11,32 @@ whose limit c -> 0 is linear in log x and which is monotone. The ratio r at budg
 
 with the paired difference on the right, so that noise which both arms share cancels, and identical runs give 1. The
 interval has all r that the noise does not exclude.
+
+Within one schedule, as it is often claimed: when, on its way, does the better arm reach the loss that the other one
+ends at? It flatters whoever decays faster, and is said beside the annealed one, never instead of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
+from scipy.interpolate import PchipInterpolator
 from scipy.optimize import brentq, minimize_scalar
 from scipy.special import fdtrc
 
-from ngpt_train.study.compare.statistics.intervals import Noise, Pair
+from ngpt_train.study.compare.statistics.intervals import Noise, Pair, t_quantile
 
 BEYOND = 2.0  # so far outside of the baseline's budgets the fit is followed, and said to be an extrapolation
 BENDS = (-1.5, 3.0)  # of the curve: c is between these
 STEPS = 200  # of the search over ratios
+SMALL = 1e-4  # step in log tokens of a numerical derivative
+FLATTERS = "within one schedule, which flatters the arm whose learning rate decays faster"
+
+Records = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -207,3 +216,116 @@ def _last_above(gap: Gap, logs: np.ndarray, found: tuple[np.ndarray, np.ndarray]
     if not 0 <= left < len(logs) - 1:
         return None
     return float(brentq(lambda x: float(value(*gap(np.array([x])))[0]), logs[left], logs[left + 1], xtol=1e-10))
+
+
+@dataclass(frozen=True)
+class Trend:
+    """By what the speed-up is multiplied where the budget doubles: 1 says that it stays. low, high: None is not known.
+
+    extrapolated: a speed-up lies beyond the baseline's budgets.
+    """
+
+    estimate: float
+    low: float | None
+    high: float | None
+    budgets: tuple[int, ...]  # tokens, whose speed-ups are known
+    extrapolated: bool
+
+
+def trend_of(pair: Pair, noise: Noise, ratios: Sequence[Ratio], confidence: float) -> Trend | None:
+    """The slope of log ratio over log budget; None where fewer than two budgets have a ratio, or where the fit is a
+    line through two budgets: what it lacks in bend would pass for growth.
+
+    ratios: of `annealed_ratio`, by budget, without an estimate where a budget shall not count. noise: `Noise(pair)`.
+    The ratio r at budget x solves loss(r x) - loss(x) = difference, so that to first order
+
+        loss'(r x) d log r = d difference - (d loss(r x) - d loss(x)),   loss' by log tokens,
+
+    and the slope, a weighted sum of the log r, is a weighted sum of end losses, whose interval `noise` knows. The
+    ratios share the fit and the baseline's runs: their intervals one by one would not say how sure the slope is.
+    """
+    known = [k for k, ratio in enumerate(ratios) if ratio.estimate is not None]
+    curve, place = end_losses(pair)
+    if len(known) < 2 or not curve.may_bend:
+        return None
+    log_r = np.log([float(ratios[k].estimate or 1) for k in known])  # (n,)
+    here = pair.budgets[known]  # (n,)
+    there = here * np.exp(log_r)
+    u = np.zeros((len(known), len(place), 2))  # (n, K + M, 2): how log r moves with the end losses
+    u[:, :, 0] = -(curve.weights(there) - curve.weights(here))[:, place]
+    u[np.arange(len(known)), known, 1] = 1
+    u /= _slope(curve, there)[:, None, None]
+
+    variance = noise.spread(u).error ** 2
+    weights = 1 / variance if np.all(variance > 0) else np.ones(len(known))  # nothing known, or no noise at all
+    x = np.log(here) - np.average(np.log(here), weights=weights)
+    share = weights * x / np.sum(weights * x**2)  # (n,) of each log r in the slope
+    slope = float(share @ log_r)
+    half = float(noise.spread(np.einsum("n,nki->ki", share, u)[None]).half_width(confidence)[0])
+    low, high = (_factor(slope - half), _factor(slope + half)) if np.isfinite(half) else (None, None)
+    extrapolated = any(ratios[k].extrapolated for k in known)
+    return Trend(_factor(slope), low, high, tuple(int(x) for x in here), extrapolated)
+
+
+def _factor(slope: float) -> float:
+    return float(np.exp(slope * np.log(2)))
+
+
+def _slope(curve: EndLosses, tokens: np.ndarray) -> np.ndarray:
+    """(n,) derivative of the fitted loss by log tokens; below 0."""
+    above, below = curve.at(tokens * np.exp(SMALL)), curve.at(tokens * np.exp(-SMALL))
+    return np.asarray((above - below) / (2 * SMALL))
+
+
+def within_schedule(logs: Mapping[int, Sequence[float]], confidence: float) -> dict[int, Ratio]:
+    """By budget: tokens of the baseline over those of the arm for the same loss.
+
+    logs: `log_ratio` of the runs of each seed, by budget. Their variance between seeds is pooled over budgets.
+    """
+    values = {budget: np.array(of_budget) for budget, of_budget in logs.items()}
+    df = sum(len(x) - 1 for x in values.values())
+    variance = sum(float(np.sum((x - x.mean()) ** 2)) for x in values.values()) / max(df, 1)
+    ratios = {}
+    for budget, x in values.items():
+        estimate = float(np.exp(x.mean()))
+        if len(x) < 2:
+            ratios[budget] = Ratio(estimate, None, None, note=f"{FLATTERS}; one seed")
+            continue
+        factor = float(np.exp(t_quantile(confidence, df) * np.sqrt(variance / len(x))))
+        ratios[budget] = Ratio(estimate, estimate / factor, estimate * factor, note=FLATTERS)
+    return ratios
+
+
+def log_ratio(arm: Records, baseline: Records, metric: str) -> float | None:
+    """Of two runs, by their eval records. Positive where the arm ends lower: then it is somewhere on its own way where
+    the baseline ends. None where they were not validated on their way."""
+    (tokens, losses), (of_baseline, baseline_losses) = (curve(records, metric) for records in (arm, baseline))
+    if min(len(tokens), len(of_baseline)) < 2:
+        return None
+    if losses[-1] <= baseline_losses[-1]:
+        there = reached(tokens, losses, baseline_losses[-1])
+        return None if there is None else float(np.log(of_baseline[-1] / there))
+    there = reached(of_baseline, baseline_losses, losses[-1])
+    return None if there is None else float(np.log(there / tokens[-1]))
+
+
+def curve(records: Records, metric: str) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and the lowest loss so far of each validation after the first step; fp64, `(n,)`."""
+    known: dict[float, float] = {
+        x["tokens"]: x[metric] for x in records if x.get("tokens") and x.get(metric) is not None
+    }
+    tokens = np.array(sorted(known), dtype=float)
+    return tokens, np.minimum.accumulate(np.array([known[t] for t in tokens], dtype=float))
+
+
+def reached(tokens: np.ndarray, losses: np.ndarray, loss: float) -> float | None:
+    """Tokens at which a falling curve reaches `loss`, between validations by a monotone cubic in log tokens; None where
+    it does not, or is there from the first."""
+    below = np.flatnonzero(losses <= loss)
+    if len(below) == 0 or below[0] == 0:
+        return None
+    if losses[below[0]] == loss:
+        return float(tokens[below[0]])
+    first, last = np.log(tokens[below[0] - 1 : below[0] + 1])
+    smooth = PchipInterpolator(np.log(tokens), losses)
+    return float(np.exp(brentq(lambda x: float(smooth(x)) - loss, float(first), float(last), xtol=1e-12)))

@@ -1,0 +1,169 @@
+"""A figure as data. `page.js` draws it in a browser, where the reader chooses what is shown; `pictures.py` draws one
+choice as PNG and SVG."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+from ngpt_train.report.page.style import Style
+
+When = Mapping[str, str | tuple[str, ...]]  # name of a choice -> the options, one of which has to be chosen
+Chosen = Mapping[str, Iterable[str]]  # name of a choice -> the options that are chosen
+SHORT = 6  # letters of a label that has room beside a point
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a reader chooses: one of the options, or any of them."""
+
+    name: str  # "arm" chooses among the arms of marks, and is the figure's legend
+    label: str
+    options: Mapping[str, str]  # option -> what is said
+    many: bool = True
+    first: tuple[str, ...] = ()  # chosen at first; (): all of them, or the first where `many` is false
+
+    @property
+    def at_first(self) -> tuple[str, ...]:
+        return self.first or tuple(self.options)[: None if self.many else 1]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Points, a line, an area or a bar in the colour of an arm, shown where `when` agrees with what is chosen. Sizes
+    are pixels of the page. hover: the text of a point, in which {arm}, {x:F}, {y:F} and {text} are replaced; F is si,
+    or digits as in 4g or 4f."""
+
+    arm: str
+    x: Sequence[float | None]
+    y: Sequence[float | None]
+    when: When = field(default_factory=dict)
+    hover: str = ""
+    texts: Sequence[str] = ()  # {text} of each point
+    line: float = 0.0  # its width; 0: none
+    dotted: bool = False
+    size: float = 0.0  # of a point's symbol; 0: none
+    only_last: bool = False  # no symbol but at the last point
+    hollow: Sequence[bool] = ()  # of each point; (): none is
+    symbol: str = ""  # other than the arm's, < and > included
+    area: bool = False  # the points are the outline of an area
+    bar: bool = False  # from 0 to each x, in its row y
+    opacity: float = 1.0
+    label: str = ""  # text beside the last point, above it if it is long; in a plot of rows, at the right
+
+
+@dataclass(frozen=True)
+class Axis:
+    title: str
+    when: When = field(default_factory=dict)
+    log: bool = False
+    ticks: Mapping[float, str] = field(default_factory=dict)  # where and what; {}: as the renderer has them
+    range: tuple[float, float] | None = None  # None: around what is shown
+    least: float | None = None  # a value that belongs to the range in any case
+    whole: bool = False  # ticks are at whole numbers
+    rule: float | None = None  # a dotted line stands at this value
+    rows: Sequence[str] = ()  # the axis has rows with these names, row 0 on top
+
+
+@dataclass(frozen=True)
+class Plot:
+    """The first of the x axes, and of the y axes, that agrees with what is chosen is drawn."""
+
+    marks: list[Mark]
+    x: Sequence[Axis]
+    y: Sequence[Axis]
+    title: str = ""
+    height: int = 420  # pixels of the page
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One or more plots that share what is chosen. labels: the name of each arm, with its stamps."""
+
+    name: str  # the anchor
+    title: str
+    note: str
+    plots: list[Plot]
+    looks: Mapping[str, Style]
+    labels: Mapping[str, str]
+    choices: list[Choice] = field(default_factory=list)
+
+    @property
+    def has_marks(self) -> bool:
+        return any(plot.marks for plot in self.plots)
+
+    def choice_of_arms(self, label: str) -> Choice:
+        """The choice among the arms that some mark has."""
+        shown = {mark.arm for plot in self.plots for mark in plot.marks}
+        return Choice("arm", label, {arm: self.labels[arm] for arm in self.looks if arm in shown})
+
+
+def rows(names: Sequence[str], title: str = "") -> Axis:
+    """A y axis with a row for each name."""
+    return Axis(title, rows=names, range=(len(names) - 0.5, -0.9))
+
+
+def agrees(when: When, chosen: Chosen) -> bool:
+    """False where a choice is made and has none of the options of `when`."""
+    return all(
+        set([options] if isinstance(options, str) else options) & set(chosen[name])
+        for name, options in when.items()
+        if name in chosen
+    )
+
+
+def as_json(charts: Iterable[Chart]) -> str:
+    """The charts as JSON that cannot end the script around it. Equal arrays of numbers are written once, since many
+    curves have the same steps; a field with its default is left out."""
+    arrays: dict[str, int] = {}
+    found = {
+        chart.name: {
+            "arms": {arm: [look.colour, look.symbol, chart.labels[arm]] for arm, look in chart.looks.items()},
+            "plots": [
+                {
+                    "marks": [_mark(mark, arrays) for mark in plot.marks],
+                    "x": [_axis(axis) for axis in plot.x],
+                    "y": [_axis(axis) for axis in plot.y],
+                    "height": plot.height,
+                }
+                for plot in chart.plots
+            ],
+        }
+        for chart in charts
+    }
+    text = _json(found)
+    return f'{{"charts":{text},"arrays":[{",".join(arrays)}]}}'.replace("<", "\\u003c")
+
+
+def _mark(mark: Mark, arrays: dict[str, int]) -> dict[str, Any]:
+    x, y = (arrays.setdefault(_json([_short(v) for v in of]), len(arrays)) for of in (mark.x, mark.y))
+    return _without_defaults(mark) | {"x": x, "y": y}
+
+
+def _axis(axis: Axis) -> dict[str, Any]:
+    found = _without_defaults(axis)
+    return found | {"ticks": list(axis.ticks.items())} if axis.ticks else found
+
+
+def _without_defaults(described: Mark | Axis) -> dict[str, Any]:
+    found = {}
+    for each in fields(described):
+        default = each.default if each.default_factory is MISSING else each.default_factory()
+        if (value := getattr(described, each.name)) != default:
+            found[each.name] = value
+    return found
+
+
+def _short(value: float | None) -> float | None:
+    """Six digits of every number are more than a screen shows; the JSON beside the page has all."""
+    if value is None or not math.isfinite(value):
+        return None
+    short = float(f"{value:.6g}")
+    return int(short) if short == int(short) and abs(short) < 1e15 else short
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":"))

@@ -1,0 +1,294 @@
+"""report.json (docs/study.md): every number of a comparison. The document, the figures and the page follow from it."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ngpt_train.config.validate import mistake
+from ngpt_train.core.errors import DataError
+from ngpt_train.core.files import read_json, write_json
+from ngpt_train.core.secrets import redacted
+from ngpt_train.study.compare import clocks
+from ngpt_train.study.compare.arm_values import same
+from ngpt_train.study.compare.arms import LR, Arms, choose_baseline, found_arms, named_arms
+from ngpt_train.study.compare.comparable import check_comparable
+from ngpt_train.study.compare.given_runs import Gathered
+from ngpt_train.study.compare.key_kinds import Absent, brought, compared_keys, is_of_training, value_of
+from ngpt_train.study.compare.referee import examine, looked_at
+from ngpt_train.study.compare.runs import Run, common_budgets
+from ngpt_train.study.compare.step_times import FILE as STEP_TIMES
+from ngpt_train.study.compare.trials import Arm, Trial, failure, read_arm, unfinished
+from ngpt_train.study.compare.versus import StepTimes, versus
+from ngpt_train.study.definition import name_of
+
+# What a comparison writes into its directory.
+REPORT = "report.json"
+WRITTEN = (REPORT, "report.md", "report.html", "figures", "step_times.json")
+FORMAT = 1
+UNITS = {"loss": "nats per token", "bits_per_byte": "bits per byte"}
+
+
+def make_report(
+    given: Gathered,
+    found: Arms,
+    tuned: Sequence[str],
+    step_times: StepTimes,
+    audits: Sequence[Mapping[str, Any]],
+) -> dict[str, Any]:
+    """The content of report.json. Raises ConfigError for an unknown baseline or one arm alone, DataError for runs that
+    cannot be compared.
+
+    given: with what the user chose in the place of what the study says. found, tuned: of `choose_arms`. step_times: of
+    the arms, as `step_times.py` measures them. audits: the certificates.
+    """
+    said, metric, confidence, overrides = list(given.notes), given.metric, given.confidence, given.overrides or {}
+    comparable = check_comparable([run for of_arm in found.values() for run in of_arm])
+    if metric == "loss" and comparable != metric:
+        raise DataError("the runs have different tokenizers, so only bits per byte compares them: metric=bits_per_byte")
+    metric = metric or comparable
+    name = choose_baseline(found, given.baseline)
+    if len(found) < 2:
+        raise mistake(
+            f"compare: all runs belong to one arm, {name}: their configs differ in nothing but seed, budget and "
+            f"{', '.join(tuned) or 'names'}; say which are compared with compare.arms=[NAME:PATTERN,NAME:PATTERN]"
+        )
+    budgets = common_budgets(found)
+    read = {arm: read_arm(arm, of_arm, budgets, tuned, metric, confidence) for arm, of_arm in found.items()}
+    # A key with one value was chosen by somebody, and not by tuning.
+    searched = [key for key in tuned if all(any(k == key for _, k in x.searched) for x in read.values())]
+    compared = {
+        arm: versus(of_arm, read[name], found, metric, confidence, step_times)
+        for arm, of_arm in read.items()
+        if arm != name
+    }
+    judged = {
+        arm: max(d["budget"] for d in result.differences) for arm, result in compared.items() if result.differences
+    }
+    judged = {x.name: max(x.best) for x in read.values() if x.best} | judged
+    best = {x.name: [t.run for b in x.budgets for t in x.at_best(b).values()] or found[x.name] for x in read.values()}
+    said += [note for arm in read.values() for note in arm.notes]
+    said += [note for result in compared.values() for note in result.notes]
+    report: dict[str, Any] = {
+        "format": FORMAT,
+        "title": given.title,
+        "metric": metric,
+        "unit": UNITS[metric],
+        "confidence": confidence,
+        "baseline": name,
+        "budgets": sorted({budget for arm in read.values() for budget in arm.best}),
+        "arms": {x.name: _of_arm(x, found[x.name], overrides.get(x.name, ())) for x in read.values()},
+        "losses": [entry for arm in read.values() for entry in _losses(arm)],
+        "failures": [*(entry for arm in read.values() for entry in _failures(arm)), *map(dict, given.failures)],
+        "differences": [entry for result in compared.values() for entry in result.differences],
+        "speedups": [entry for result in compared.values() for entry in result.speedups],
+        "trends": [entry for result in compared.values() for entry in result.trends],
+        "verdicts": {arm: result.verdict for arm, result in compared.items()},
+        "tuning": [entry for arm in read.values() for entry in _tunings(arm)],
+        "curves": [entry for arm in read.values() for entry in _curves(arm, metric)],
+        "costs": [clocks.costs_of(arm, of_arm, step_times) for arm, of_arm in found.items()],
+        "referee": examine(found, searched, given.under_test, best),
+        "looked_at": looked_at(found),
+        "tuning_of_keys": {
+            x.name: _tuning_of_keys(x, judged.get(x.name), overrides.get(x.name, ())) for x in read.values()
+        },
+        "audits": list(map(dict, audits)),
+        "commits": sorted({str(r.facts["git_commit"]) for x in found.values() for r in x if r.facts.get("git_commit")}),
+        "commands": list(given.commands),
+        "notes": list(dict.fromkeys(said)),
+    }
+    return dict(finite(report))
+
+
+def choose_arms(given: Gathered, patterns: Sequence[str] = ()) -> tuple[Arms, list[str], list[str]]:
+    """The runs of each arm that have ended, the tuned keys, and sentences about runs that are left out. The arms are
+    the study's, else by `patterns` as in compare.arms, else by what the configs of the runs differ in. Raises
+    ConfigError for a mistake in the patterns, DataError where no run has ended."""
+    said: list[str] = []
+    runs, arms, tuned = given.runs, given.arms, given.tuned
+    chosen = [LR] if tuned is None else sorted(tuned)
+    ended = {run.path for run in runs if unfinished(run) is None}
+    said += [f"{run.path} is left out: {why}" for run in runs if (why := unfinished(run))]
+    said += [_damaged(run) for run in runs if run.damaged]
+    if not any(failure(run) is None for run in runs if run.path in ended):
+        raise DataError("compare: no run has reached the end of its schedule and was validated there")
+    if arms is not None:
+        found = {name: list(of_arm) for name, of_arm in arms.items()}
+    elif patterns:
+        found, others = named_arms(runs, patterns)
+        said += [f"{run.path} is left out: compare.arms names it in no arm" for run in others]
+    else:
+        usable = [run for run in runs if run.path in ended]
+        found = found_arms(usable, chosen)
+        if len(found) == 1 and tuned is None:
+            chosen = []
+            found = found_arms(usable, chosen)
+    found = {name: [run for run in of_arm if run.path in ended] for name, of_arm in found.items()}
+    said += [f"{name} has no run that has ended" for name, of_arm in found.items() if not of_arm]
+    return {name: of_arm for name, of_arm in found.items() if of_arm}, chosen, said
+
+
+def _damaged(run: Run) -> str:
+    lines = f"{run.damaged} line is" if run.damaged == 1 else f"{run.damaged} lines are"
+    return f"{run.path / 'metrics.jsonl'}: {lines} cut or damaged, and skipped"
+
+
+def write_reports(report: Mapping[str, Any], out: Path, step_times: StepTimes | None = None) -> None:
+    """Writes the report into the directory `out`, which is there: report.json, report.md, report.html, figures/, and
+    the step times that were measured. What an earlier comparison wrote is replaced."""
+    from ngpt_train.study.compare.output.charts import write_figures
+    from ngpt_train.study.compare.output.comparison_page import write_page
+    from ngpt_train.study.compare.output.document import write_document
+
+    report = redacted(report)  # for the page and the document, too
+    write_json(out / "report.json", report)
+    if step_times:
+        write_json(out / STEP_TIMES, {"arms": step_times})
+    captions = write_figures(report, out / "figures")
+    write_document(report, out / "report.md", {f"figures/{name}.png": said for name, said in captions.items()})
+    write_page(report, out / "report.html")
+
+
+def check_out(out: Path) -> None:
+    """Raises ConfigError where the report would replace what no comparison has written."""
+    setting = f"compare.out={out}"
+    if out.exists() and not out.is_dir():
+        raise mistake(f"{setting}: is a file", "Name a directory for the report")
+    if (out / "config.yaml").exists():
+        raise mistake(f"{setting}: is the directory of a run", "Name another directory")
+    there_is = next(parent for parent in (out, *out.absolute().parents) if parent.exists())
+    if not (there_is.is_dir() and os.access(there_is, os.W_OK)):
+        raise mistake(f"{setting}: {there_is} is no directory that can be written", "Name another directory")
+    there = [name for name in WRITTEN if (out / name).exists()]
+    if there and not _is_report(out / REPORT):
+        raise mistake(
+            f"{setting}: {out / there[0]} is not of an earlier compare", "Name another directory, or remove it"
+        )
+
+
+def make_directory(out: Path) -> None:
+    """Raises ConfigError where that is not possible."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise mistake(f"compare.out={out}: cannot be made ({error.strerror})", "Name another directory") from None
+
+
+def _is_report(path: Path) -> bool:
+    try:
+        report = read_json(path)
+    except DataError:
+        return False
+    return isinstance(report, dict) and "format" in report and "verdicts" in report
+
+
+MOST_POINTS = 200  # of a training curve
+CURVE = {"step": "step", "tokens": "tokens", "flops": "flops", "seconds": "train_seconds"}  # name -> key of a record
+
+
+def _of_arm(arm: Arm, runs: Sequence[Run], overrides: Sequence[str]) -> dict[str, Any]:
+    largest = max(arm.best, default=None)
+    state = arm.state(largest)
+    return {
+        "runs": [str(run.path) for run in runs],
+        "tuned": state == "bracketed",
+        "best": {} if largest is None else dict(arm.best[largest]),
+        "overrides": list(overrides),
+        "state": state,
+        "best_by_budget": {str(budget): dict(values) for budget, values in sorted(arm.best.items())},
+    }
+
+
+def _tuning_of_keys(arm: Arm, budget: int | None, overrides: Sequence[str]) -> dict[str, Any]:
+    """Of the keys of optimizer, schedule, batch and initialisation at a budget: those of which several values were
+    tried there, those that the arm's definition sets or that are not what its recipe brings, and the others that are
+    on, each with its values."""
+    tried: dict[str, dict[Any, None]] = {}
+    for trial in arm.trials:
+        for key, value in trial.values if trial.budget == budget else ():
+            tried.setdefault(key, {})[value] = None
+    tuned = {key: sorted(values, key=repr) if None in values else sorted(values) for key, values in tried.items()}
+    found: dict[str, Any] = {"budget": budget, "chosen": {}, "not_tuned": {}}
+    found["tuned"] = {key: values for key, values in tuned.items() if len(values) > 1}
+    if budget is None:
+        return found
+    config = next(iter(arm.at_best(budget).values())).run.config
+    named = set(map(name_of, overrides))
+    for key in [key for key in compared_keys([config]) if is_of_training(key) and key not in found["tuned"]]:
+        value, usual = value_of(config, key), brought(config, key)
+        by_hand = key in named or not (isinstance(usual, Absent) or same(value, usual))
+        if by_hand or not (value is None or isinstance(value, Absent)):
+            found["chosen" if by_hand else "not_tuned"][key] = value
+    return found
+
+
+def _losses(arm: Arm) -> list[dict[str, Any]]:
+    return [
+        {
+            **_point(trial),
+            "loss": trial.loss,
+            "rows_hash": trial.run.evals[-1].get("rows_hash"),
+            "step": trial.run.steps,
+        }
+        for trial in arm.trials
+        if trial.loss is not None
+    ]
+
+
+def _failures(arm: Arm) -> list[dict[str, Any]]:
+    return [{**_point(trial), "reason": trial.reason} for trial in arm.trials if trial.loss is None]
+
+
+def _point(trial: Trial) -> dict[str, Any]:
+    run = {"values": dict(trial.values), "run": str(trial.run.path)}
+    return {"arm": trial.arm, "budget": trial.budget, "seed": trial.seed, **run}
+
+
+def _tunings(arm: Arm) -> list[dict[str, Any]]:
+    """Of each budget and tuned key, with the other keys at their best values."""
+    entries = []
+    for (budget, key), tuning in sorted(arm.tunings.items()):
+        best = dict(arm.best.get(budget, ()))
+        points = [
+            {"value": dict(trial.values)[key], "loss": trial.loss, "seed": trial.seed, "failed": trial.loss is None}
+            for trial in arm.trials
+            if trial.budget == budget and all(v == best.get(k, v) for k, v in trial.values if k != key)
+        ]
+        found = {"state": tuning.state, "points": points, "optimum": tuning.optimum, "low": tuning.low}
+        found |= {"high": tuning.high, "price_of_two": tuning.price_of_two, "price_of_grid": tuning.price_of_grid}
+        entries.append({"arm": arm.name, "budget": budget, "key": key, **found})
+    return entries
+
+
+def _curves(arm: Arm, metric: str) -> list[dict[str, Any]]:
+    entries = []
+    for trial in arm.trials:
+        evals = [record for record in trial.run.evals if record.get(metric) is not None]
+        train = [x for x in trial.run.train if None not in (x.get("loss"), x.get("tokens"))]
+        train = train[:: max(1, math.ceil(len(train) / MOST_POINTS))]
+        columns = {name: [record.get(key) for record in evals] for name, key in {**CURVE, "loss": metric}.items()}
+        entries.append(
+            {
+                **_point(trial),
+                "best": trial.loss is not None and trial.values == arm.best.get(trial.budget),
+                "eval": columns,
+                "train": {"tokens": [x["tokens"] for x in train], "loss": [x["loss"] for x in train]},
+            }
+        )
+    return entries
+
+
+def finite(value: Any) -> Any:
+    """As JSON has it: numbers that are not finite are null."""
+    if isinstance(value, Mapping):
+        return {str(key): finite(x) for key, x in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(x) for x in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,161 @@
+"""report.html: one page with the verdicts, every figure and every table, which opens without a network."""
+
+from __future__ import annotations
+
+from html import escape
+from pathlib import Path
+
+from ngpt_train.core.files import write_atomically
+from ngpt_train.report.page.chart import Chart
+from ngpt_train.report.page.html import THEME, figure, glyph, links, page, scrolled, section
+from ngpt_train.report.rounded import DASH
+from ngpt_train.study.compare.output import charts, tables
+from ngpt_train.study.compare.output.tables import Table
+from ngpt_train.study.compare.output.wording import (
+    NO_CONFOUNDS,
+    Report,
+    cautions,
+    confound,
+    confounds,
+    facts,
+    looked_at,
+    stamps,
+)
+
+# Which table stands beneath which figure.
+BENEATH = {
+    "speedup": tables.speedups,
+    "end-loss": tables.end_loss,
+    "tuning-curves": tables.tuning,
+    "memory-and-time": tables.costs,
+}
+# Tables that open at a click: a figure above says the same, or they are long.
+FOLDED = ("speedups", "differences", "runs")
+
+
+def write_page(report: Report, path: Path) -> None:
+    """Writes the page of `report` (report.json) to `path`. No part of it comes from elsewhere."""
+    write_atomically(path, html(report).encode())
+
+
+def html(report: Report) -> str:
+    drawn = [chart for make in charts.CHARTS if (chart := make(report)).has_marks]
+    body = "\n".join([*_first_screen(report, drawn), *_sections(report, drawn)])
+    title = f"{report['title']}: which is better, by how much, how sure"
+    return page(title, ("verdicts", "To the verdicts"), body, drawn)
+
+
+def _first_screen(report: Report, drawn: list[Chart]) -> list[str]:
+    """What it is about, its confounds, the verdicts."""
+    keys = tables.tuning_of_keys(report)
+    sections = {"verdicts": "Verdicts", keys.name: "What was tuned", **{chart.name: chart.title for chart in drawn}}
+    sections |= {"differences": "Noise", "referee": "What differs", "failures": "Failures", "audits": "Audits"}
+    return [
+        f"""<header>
+<h1>{escape(str(report["title"]))}</h1>
+<p class="facts">{escape(" · ".join(facts(report)))}</p>
+{THEME}
+</header>""",
+        _confounds(report),
+        "".join(f'<p class="box warn">{escape(sentence)}</p>' for sentence in cautions(report)),
+        f'<section id="verdicts"><h2>Verdicts</h2>{_cards(report, tables.verdicts(report))}</section>',
+        section(keys.name, keys.title, _table(report, keys)),
+        links(sections | {"again": "How to regenerate"}),
+        """<noscript><p class="box warn">The figures need JavaScript. The tables hold their numbers, and the folder
+<code>figures</code> beside report.md has them as pictures.</p></noscript>""",
+    ]
+
+
+def _confounds(report: Report) -> str:
+    found = confounds(report)
+    keys = len({entry["key"] for entry in found})
+    first = f"<p>{escape(NO_CONFOUNDS)}</p>"
+    if found:
+        items = "".join(f"<li><code>{escape(x['key'])}</code> {escape(confound(x))}</li>" for x in found)
+        first = (
+            f"<p><strong>{keys} confound{'s' * (keys != 1)}</strong>, any of which may be the cause of a difference."
+            f"</p><ul>{items}</ul>"
+        )
+    seen = " ".join(looked_at(report))
+    return (
+        f'<div class="box{" warn" * bool(found)}" id="confounds">{first}<p>{escape(seen)} '
+        '<a href="#referee">All that differs</a></p></div>'
+    )
+
+
+def _sections(report: Report, drawn: list[Chart]) -> list[str]:
+    made = []
+    names = {chart.labels[arm]: arm for chart in drawn for arm in chart.labels}
+    for chart in drawn:
+        content = figure(
+            chart, lambda plot: _arm(report, names[plot.title]) if plot.title in names else escape(plot.title)
+        )
+        if chart.name in BENEATH:
+            content += _table(report, BENEATH[chart.name](report))
+        made.append(section(chart.name, chart.title, content))
+    for make in (tables.differences, tables.referee, tables.failures, tables.audits):
+        found = make(report)
+        made.append(section(found.name, found.title, _table(report, found)))
+    if notes := "".join(f"<li>{escape(note)}</li>" for note in report["notes"]):
+        made.append(section("notes", "Notes", f"<ul>{notes}</ul>"))
+    commands = escape("\n".join(report["commands"]))
+    commits = ", ".join(f"<code>{escape(str(commit))}</code>" for commit in report["commits"]) or "not known"
+    again = f"<p>Commit: {commits}.</p><pre><code>{commands}</code></pre>{_table(report, tables.runs(report))}"
+    return [*made, section("again", "How to regenerate every number", again)]
+
+
+def _arm(report: Report, name: str, said: str = "") -> str:
+    """Its mark, its name, its stamps but the one that is `said` beside it."""
+    marks = "".join(
+        f'<span class="stamp {stamp.replace(" ", "-")}">{stamp}</span>'
+        for stamp in stamps(report, name)
+        if stamp != said
+    )
+    return f'{glyph(charts.looks_of(report)[name])}<span class="name">{escape(name)}</span>{marks}'
+
+
+def _cell(report: Report, text: str, kind: str, label: str = "", said: str = "") -> str:
+    """label: the name of the column, where a narrow screen shows the row as a card. said: the verdict of the row."""
+    shown, look = escape(text), "n" if kind == tables.NUMBER else "wrap"
+    if kind == tables.ARM and text in report["arms"]:
+        shown, look, label = _arm(report, text, said), "arm", ""
+    elif kind == tables.CODE:
+        shown = f"<code>{shown}</code>" if text else DASH
+    elif kind == tables.VERDICT:
+        look = f"verdict {escape(text.split(' ')[0])}"
+    look += " none" * (text == DASH)
+    named = f' data-label="{escape(label)}"' if label else ""
+    return f'<td class="{look}"{named}>{shown}</td>'
+
+
+def _head(columns: tables.Columns) -> str:
+    names = "".join(
+        f'<th scope="col"{" class=n" if kind == tables.NUMBER else ""}>{escape(name)}</th>' for name, kind in columns
+    )
+    return f"<thead><tr>{names}</tr></thead>"
+
+
+def _table(report: Report, table: Table) -> str:
+    if not table.rows:
+        return f'<p class="note">{escape(table.empty)}</p>'
+    kinds = [kind for _, kind in table.columns]
+    rows = [[_cell(report, *cell) for cell in zip(row, kinds, strict=True)] for row in table.rows]
+    body = "".join(f"<tr>{''.join(row)}</tr>" for row in rows)
+    note = f'<p class="note">{escape(table.note)}</p>' if table.note else ""
+    found = note + scrolled(table.title, f"{_head(table.columns)}<tbody>{body}</tbody>")
+    if table.name not in FOLDED:
+        return found
+    return f"<details><summary>{escape(table.title)}: {len(table.rows)} rows</summary>{found}</details>"
+
+
+def _cards(report: Report, table: Table) -> str:
+    """The table of verdicts. Its last column is sentences: they stand beneath their row."""
+    *columns, _ = table.columns
+    bodies = []
+    for *texts, words in table.rows:
+        cells = zip(texts, columns, strict=True)
+        row = "".join(_cell(report, text, kind, name, texts[1]) for text, (name, kind) in cells)
+        sentences = f'<td colspan="{len(columns)}"><p>{escape(words)}</p></td>'
+        bodies.append(f'<tbody><tr>{row}</tr><tr class="words">{sentences}</tr></tbody>')
+    note = f'<p class="note">{escape(table.note)}</p>'
+    return f'<table class="cards">{_head(columns)}{"".join(bodies)}</table>{note}'
