@@ -39,9 +39,11 @@ class NormedAttention(Attention):
         self.q_norm, self.k_norm = (norm(self.d_head) if qk_norm else None for _ in range(2))
 
     def heads(self, qkv: QKV, rope: Rope | None) -> Heads:
-        if self.norm_q is not None:
-            norms, parts = (self.norm_q, self.norm_k, self.norm_v), (qkv.q, qkv.k, qkv.v)
-            qkv = QKV(*(norm(part.flatten(2)).view(part.shape) for norm, part in zip(norms, parts, strict=True)))
+        norms = [norm for norm in (self.norm_q, self.norm_k, self.norm_v) if norm is not None]
+        if norms:
+            parts = zip(norms, (qkv.q, qkv.k, qkv.v), strict=True)
+            q, k, v = (norm(part.flatten(2)).view(part.shape) for norm, part in parts)
+            qkv = QKV(q, k, v)
         if self.q_norm is not None and self.k_norm is not None:
             qkv = QKV(self.q_norm(qkv.q), self.k_norm(qkv.k), qkv.v)
         return super().heads(qkv, rope)
