@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,14 +84,14 @@ def card(restored: Restored, layout: str, dtype: str, said: Sequence[str], reade
         "exported by": f"ngpt_train {ngpt_train.__version__}, commit {git_commit() or 'not known'}, "
         f"torch {torch.__version__}, python {platform.python_version()}",
     }
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    rows = "\n".join(f"| {name} | {plain(value)} |" for name, value in facts.items())
     checks = "\n".join(f"- {line.strip()}" for line in said)
     return f"""---
 library_name: {"transformers" if reader.transformers else "ngpt-train"}
 pipeline_tag: text-generation
 ---
 
-# {config.run.name}
+# {plain(config.run.name)}
 
 | | |
 |---|---|
@@ -108,6 +109,11 @@ The config of the run is `ngpt_train_config.yaml`. No licence is claimed here.
 
 {checks}
 """
+
+
+def plain(text: str) -> str:
+    """A text of the run as Markdown that shows it letter by letter: no link, tag, cell or line begins in it."""
+    return re.sub(r"[\\`*\[\]<>|]", r"\\\g<0>", " ".join(text.split()))
 
 
 def _validation(origin: Origin, restored: Restored) -> str:

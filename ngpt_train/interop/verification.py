@@ -18,7 +18,7 @@ from torch import Tensor
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.interop.layouts import llama_arithmetic
 from ngpt_train.interop.layouts.layout import Layout
-from ngpt_train.interop.tensors import read_tensors
+from ngpt_train.interop.safetensors_files import read_tensors
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.training.guards import NumericalError
 

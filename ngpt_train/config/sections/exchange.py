@@ -8,7 +8,7 @@ from typing import Union
 from ngpt_train.config.keys import AUTO, key
 from ngpt_train.config.sections.verbs import AVERAGE, WEIGHTS
 
-# The names of interop/layouts/registry.py, which cannot be imported before torch; a test compares them.
+# The names of interop/layouts/layout.py, which cannot be imported before torch; a test compares them.
 LAYOUTS = ("llama", "qwen3", "ngpt", "safetensors")
 
 
