@@ -8,7 +8,7 @@ from typing import Union
 from ngpt_train.config.keys import COUNT, ROWS, key
 from ngpt_train.config.sections.verbs import AVERAGE, WEIGHTS
 
-# The names of analysis/figures.py, which cannot be imported before torch; a test compares them.
+# The names of analysis/paper_figures.py, which cannot be imported before torch; a test compares them.
 FIGURES = (
     "ngpt_4",
     "ngpt_5",

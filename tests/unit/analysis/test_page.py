@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from ngpt_train.analysis.measured import Measured, Skipped
 from ngpt_train.analysis.measures.of_run import Curve
-from ngpt_train.analysis.output.numbers import as_json, write_json, write_parquet
-from ngpt_train.analysis.output.page import html, write_page
-from ngpt_train.analysis.output.pictures import MOST_POINTS, thinned, write_pictures
-from ngpt_train.analysis.probe import page as probe_page
+from ngpt_train.analysis.output.analysis_numbers import as_json, write_json, write_parquet
+from ngpt_train.analysis.output.analysis_page import html, write_page
+from ngpt_train.analysis.output.figure_files import MOST_POINTS, thinned, write_pictures
+from ngpt_train.analysis.paper_figures import Measured, Skipped
+from ngpt_train.analysis.probe import probe_page
 from ngpt_train.analysis.probe.classes import of_position
-from ngpt_train.analysis.probe.report import report
+from ngpt_train.analysis.probe.probe_losses import report
 from ngpt_train.report.page.style import styles
 from ngpt_train.report.page.table import table
 

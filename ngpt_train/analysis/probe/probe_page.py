@@ -7,8 +7,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from ngpt_train.analysis.output.analysis_page import choice_of_runs
 from ngpt_train.core.files import write_atomically
-from ngpt_train.report.page.charts import Chart, Choice, Plot, escaped, layout
+from ngpt_train.report.page.charts import Chart, Plot, escaped, layout
 from ngpt_train.report.page.html import THEME, figure_of, page, section
 from ngpt_train.report.page.style import Style, styles
 from ngpt_train.report.page.table import table
@@ -90,7 +91,9 @@ def _chart(each: Mapping[str, Any], names: Sequence[str], looks: Mapping[str, St
         xaxis={"type": "category", "title": {"text": escaped(each["says"])}, "automargin": True},
         yaxis={"title": {"text": "nats per token"}, "automargin": True},
     )
-    return Chart(each["kind"], title, "", [Plot(title, [dict(t) for t in traces], shape)], [_choice(names, looks)])
+    return Chart(
+        each["kind"], title, "", [Plot(title, [dict(t) for t in traces], shape)], [choice_of_runs("Models", looks)]
+    )
 
 
 def _positions(report: Mapping[str, Any], names: Sequence[str], looks: Mapping[str, Style]) -> Chart:
@@ -114,12 +117,9 @@ def _positions(report: Mapping[str, Any], names: Sequence[str], looks: Mapping[s
         xaxis={"title": {"text": "position in the row"}, "automargin": True},
         yaxis={"title": {"text": "nats per token"}, "automargin": True},
     )
-    return Chart("every-position", title, "", [Plot(title, [dict(t) for t in traces], shape)], [_choice(names, looks)])
-
-
-def _choice(names: Sequence[str], looks: Mapping[str, Style]) -> Choice:
-    marks = {name: (looks[name].colour, looks[name].glyph) for name in names}
-    return Choice("arm", "Models", {name: name for name in names}, marks=marks)
+    return Chart(
+        "every-position", title, "", [Plot(title, [dict(t) for t in traces], shape)], [choice_of_runs("Models", looks)]
+    )
 
 
 def _title_of_rows(names: Sequence[str]) -> str:

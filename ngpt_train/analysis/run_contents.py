@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ngpt_train.analysis.measures.batch_statistics import batch_gaps
 from ngpt_train.analysis.measures.condition import renormalized
-from ngpt_train.analysis.measures.gradients import gradient_l1, on_device
+from ngpt_train.analysis.measures.gradient_norms import gradient_l1, on_device
 from ngpt_train.analysis.measures.of_run import OfRun
 from ngpt_train.config import read_yaml
 from ngpt_train.core.errors import DataError

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.analysis.figures import FIGURES, Panel
-from ngpt_train.analysis.measured import Measured
 from ngpt_train.analysis.measures.of_run import Curve
-from ngpt_train.analysis.output.pictures import FAINT, panels_of, thinned
+from ngpt_train.analysis.output.figure_files import FAINT, panels_of, thinned
+from ngpt_train.analysis.paper_figures import FIGURES, Measured, Panel
 from ngpt_train.core.files import write_atomically
 from ngpt_train.report.page.charts import Chart, Choice, Plot, escaped, layout
 from ngpt_train.report.page.html import THEME, figure_of, page, section
@@ -56,15 +55,15 @@ def html(measured: Measured, content: Mapping[str, Any]) -> str:
     return page(TITLE, ("runs", "To the runs"), "\n".join(body), charts)
 
 
-def choice_of_runs(names: Sequence[str], looks: Mapping[str, Style]) -> Choice:
-    return Choice(
-        "arm", "Runs", {name: name for name in names}, marks={n: (looks[n].colour, looks[n].glyph) for n in names}
-    )
+def choice_of_runs(title: str, looks: Mapping[str, Style]) -> Choice:
+    """Which runs a chart shows."""
+    marks = {name: (look.colour, look.glyph) for name, look in looks.items()}
+    return Choice("arm", title, {name: name for name in looks}, marks=marks)
 
 
 def _chart(name: str, curves: Mapping[str, list[Curve]], looks: Mapping[str, Style]) -> Chart:
     plots = [_plot(panel, of, curves, looks) for panel, of in panels_of(name, curves).items()]
-    return Chart(name, FIGURES[name].title, "", plots, [choice_of_runs(list(curves), looks)])
+    return Chart(name, FIGURES[name].title, "", plots, [choice_of_runs("Runs", {run: looks[run] for run in curves})])
 
 
 def _plot(panel: str, of: Panel, curves: Mapping[str, list[Curve]], looks: Mapping[str, Style]) -> Plot:

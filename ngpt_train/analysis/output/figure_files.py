@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ngpt_train.analysis.figures import FIGURES, Panel
-from ngpt_train.analysis.measured import Measured
 from ngpt_train.analysis.measures.of_run import Curve
+from ngpt_train.analysis.paper_figures import FIGURES, Measured, Panel
 from ngpt_train.report.page.pictures import SETTINGS, write_picture
 from ngpt_train.report.page.style import Style, styles
 
