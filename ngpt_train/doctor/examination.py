@@ -47,7 +47,7 @@ SKEW, SIGNED_REQUESTS_FAIL = 1.0, 300.0  # seconds by which clocks may differ
 
 @dataclass
 class Examination:
-    """What has become known. answers: by the name of the look, in order of ranks."""
+    """The facts of all ranks. answers: by the name of the look, in order of ranks."""
 
     places: list[Place]
     answers: dict[str, list[Answer]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What a check says of a machine, and who says it."""
+"""Findings about a machine, and the ranks that they are true of."""
 
 from __future__ import annotations
 

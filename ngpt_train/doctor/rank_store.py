@@ -1,4 +1,4 @@
-"""How ranks hear of each other: the key-value store of torchrun, which works where collectives do not.
+"""Ranks hear of each other through torchrun's key-value store, which works where collectives do not.
 
 Keys are `NAME/RANK`, values are JSON.
 """

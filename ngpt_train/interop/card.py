@@ -33,7 +33,7 @@ class Origin:
 
 
 def origin_of(checkpoint: Path) -> Origin:
-    """What the checkpoint and the files of its run say."""
+    """The origin by the checkpoint and the files of its run."""
     progress = read_progress(checkpoint)
     run = checkpoint.resolve().parent.parent
     try:
@@ -56,7 +56,7 @@ def origin_of(checkpoint: Path) -> Origin:
 
 
 class Reader(NamedTuple):
-    """Who reads an exported model."""
+    """The program that reads an exported model."""
 
     transformers: bool  # else read_weights.py
     runs_code: bool  # whether transformers has to be told to run the modeling file

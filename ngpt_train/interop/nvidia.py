@@ -194,7 +194,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def of_lengths(weights: Mapping[str, Tensor], path: Path) -> str:
-    """How long the rows are, which train.py divides by their length after each step, most of them in bf16."""
+    """The lengths of rows: train.py divides rows by their length after each step, most of them in bf16."""
     farthest = max((x.norm(dim=-1).sub(1).abs().max().item(), name) for name, x in weights.items() if x.ndim == 2)
     if not farthest[0] < LONGEST:
         raise DataError(

@@ -56,7 +56,7 @@ def html(measured: Measured, content: Mapping[str, Any]) -> str:
 
 
 def choice_of_runs(title: str, looks: Mapping[str, Style]) -> Choice:
-    """Which runs a chart shows."""
+    """The choice of the runs that a chart shows."""
     marks = {name: (look.colour, look.glyph) for name, look in looks.items()}
     return Choice("arm", title, {name: name for name in looks}, marks=marks)
 

@@ -102,8 +102,8 @@ def addable(losses: Losses) -> Losses:
 
 
 def of_classes(classes: Classes, losses: Mapping[str, Losses], counts: NDArray[np.bool_]) -> list[dict[str, Any]]:
-    """Of each class that has targets: its name, the number of targets, and for each model the sum of their losses in
-    nats (`loss_sum`) and their mean (`loss`).
+    """For each class with targets its name, the number of targets, and by model the sum of their losses in nats
+    (`loss_sum`) and their mean (`loss`).
 
     losses: by model, `(N, context)`, of `addable`. counts: which targets count.
     """

@@ -45,7 +45,7 @@ def look(config: Config, local_rank: int, report: Report) -> None:
 
 
 def compiler_is_broken(compiler: str, directory: str) -> str | None:
-    """How a compiler fails to build a library of one function, or the system to load it; None: neither does."""
+    """The error of building a library of one function, or of loading it; None: there is none."""
     library = os.path.join(directory, "answer.so")
     command = [compiler, "-shared", "-fPIC", "-x", "c++" if "++" in compiler else "c", "-", "-o", library]
     source = '#ifdef __cplusplus\nextern "C"\n#endif\nint answer(void) { return 42; }\n'
@@ -59,7 +59,7 @@ def compiler_is_broken(compiler: str, directory: str) -> str | None:
 
 
 def compiled_is_wrong(device: torch.device) -> str | None:
-    """How a compiled function fails; None: it does not."""
+    """The error of a compiled function; None: there is none."""
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1

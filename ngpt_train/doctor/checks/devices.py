@@ -48,7 +48,7 @@ MOST_OF_MEMORY = 0.92  # that a plan may take: driver, NCCL and fragments need t
 
 
 def look(config: Config, local_rank: int, report: Report) -> None:
-    """What nvidia-smi says of all GPUs of the host, then what torch says of this rank's."""
+    """Asks nvidia-smi about all GPUs of the host, then torch about this rank's."""
     report(smi=smi(FIELDS), smi_processes=processes())
     report(cuda_build=torch.version.cuda, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
     report(available=torch.cuda.is_available(), count=torch.cuda.device_count())
@@ -76,7 +76,7 @@ def look(config: Config, local_rank: int, report: Report) -> None:
 
 
 def smi(fields: Mapping[str, str]) -> list[dict[str, str]] | None:
-    """What nvidia-smi answers to `fields` for each GPU of the host, by name; None where it answers nothing."""
+    """nvidia-smi's answers to `fields` for each GPU of the host, by name; None where it answers nothing."""
     lines = _table(f"--query-gpu={','.join(fields.values())}")
     if lines:
         return [dict(zip(fields, line, strict=False)) for line in lines]
@@ -89,7 +89,7 @@ def smi(fields: Mapping[str, str]) -> list[dict[str, str]] | None:
 
 
 def processes() -> list[dict[str, str]]:
-    """Who computes on the GPUs of this host, by uuid; of other containers nvidia-smi may not know the names."""
+    """The processes on the GPUs of this host, with the GPU's uuid. Names in other containers may be missing."""
     names = ("uuid", "pid", "name", "memory")
     lines = _table("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
     return [dict(zip(names, line, strict=False)) for line in lines]
@@ -110,7 +110,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def arithmetic(device: torch.device, precision: torch.dtype) -> str | None:
-    """What is wrong with a product of matrices of whole numbers, which has no rounding; None: nothing."""
+    """The fault of a product of matrices of whole numbers, which has no rounding; None: it is right."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-2, 3, (256, 256), generator=generator) for _ in range(2))
     expected = (a.double() @ b.double()).float()
@@ -248,7 +248,7 @@ def _shared(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _kernels(config: Config, answer: Answer) -> Iterator[Finding]:
-    """Which kernels the run takes."""
+    """The kernels that the run takes."""
     facts = answer.facts
     if refused := facts.get("kernels_refused"):
         yield Finding("kernels", refused, WRONG, "choose what runs here, as it says", code=CONFIG)

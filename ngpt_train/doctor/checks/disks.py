@@ -71,7 +71,7 @@ def _existing(path: Path) -> Path:
 
 
 def _unwritable(directory: Path) -> str | None:
-    """Why nothing can be written there; None if it can."""
+    """The error of writing a file there; None: there is none."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"written")
@@ -83,7 +83,7 @@ def _unwritable(directory: Path) -> str | None:
 
 
 def _left_lock(path: Path) -> str:
-    """Who has signed a lock file that nobody holds any more."""
+    """The signature in a lock file that nobody holds any more."""
     try:
         return path.read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""What the operating system and the environment allow: limits, shared memory, CPUs, memory, variables."""
+"""Limits of the operating system and the environment: files, shared memory, CPUs, memory, variables."""
 
 from __future__ import annotations
 

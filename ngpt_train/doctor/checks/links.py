@@ -1,4 +1,4 @@
-"""How fast the ranks talk to each other, beside what their links should give."""
+"""The speed between ranks, beside the speed of their links."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def bandwidths(device: torch.device, group: Any) -> dict[str, float]:
 
 
 def _seconds(name: str, n_bytes: int, device: torch.device, group: Any) -> float:
-    """Of one collective, the largest of all ranks."""
+    """Seconds of one collective, the largest of all ranks."""
     n = dist.get_world_size(group)
     part = torch.zeros(n_bytes // 4 // n, device=device)
     whole = torch.zeros(n * len(part), device=device)

@@ -102,7 +102,7 @@ def _tokens(train: Any, validation: Any) -> str:
 
 
 def _text(data: DataConfig) -> dict[str, Any]:
-    """What is found of text; raises what `train` would raise."""
+    """The facts of a text; raises the errors of `train`."""
     source = open_source(replace(data, fetch_minutes=min(data.fetch_minutes, HUB_SECONDS / 60)))
     if data.on_hub:
         found = f"{data.repo or data.kind}@{(source.revision or '')[:12]}: {len(source.shards)} files on the hub"

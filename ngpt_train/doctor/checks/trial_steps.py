@@ -186,7 +186,7 @@ def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[floa
 
 
 def _waited(problem: str) -> bool:
-    """Whether a rank failed because another did not answer."""
+    """A rank failed because another did not answer."""
     return any(words in problem for words in ("longer than", "imed out", "imeout", "Connection closed", "reset by"))
 
 

@@ -62,7 +62,7 @@ def key_for(server: str) -> str | None:
 
 
 def judge(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
-    """What becomes of the run's records in wandb. Never `wrong`: a run goes on without it."""
+    """The run's records in wandb: online, offline or lost. Never `wrong`: a run goes on without it."""
     yield from of_each(answers, lambda answer: _wandb(config, answer))
 
 

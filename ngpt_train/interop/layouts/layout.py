@@ -1,4 +1,4 @@
-"""How a model is written for readers outside of ngpt-train: what a layout does, and the layouts by name."""
+"""Layouts: the forms in which a model is written for readers outside of ngpt-train, and their names."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,13 +15,13 @@ from ngpt_train.interop.layouts.plain import SafetensorsLayout
 
 
 class Layout(Protocol):
-    """How a model is written for readers outside of ngpt-train."""
+    """The form in which a model is written for one kind of reader."""
 
     name: str
-    """Of export.layout: llama, qwen3, ngpt, safetensors."""
+    """The value of export.layout: llama, qwen3, ngpt, safetensors."""
 
     def refusal(self, config: ModelConfig) -> str | None:
-        """Why a model of this config cannot be written so, in words with the key; None if it can."""
+        """The reason, with the key, for which a model of this config cannot be written so; None if it can."""
         ...
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
