@@ -89,14 +89,6 @@ def test_a_machine_without_a_fault(tmp_path: Path, places: list[str]) -> None:
     assert not [finding for finding in found if finding.verdict == WRONG]
 
 
-def test_a_run_root_that_cannot_be_written(tmp_path: Path) -> None:
-    """Caught: a fault of run.root that ends the look, or has another exit code than `train`'s."""
-    (tmp_path / "file").write_text("")
-    for root in (tmp_path / "file/runs", Path("/proc/runs")):
-        found = row(on_disks(f"run.root={root}", f"data.cache={tmp_path}"), "run.root")
-        assert (found.verdict, found.code) == (WRONG, 2)
-
-
 class Statvfs(NamedTuple):
     f_frsize: int = 4096
     f_bavail: int = 1000
@@ -209,19 +201,6 @@ def test_the_hub(hub: Hub, places: list[str], monkeypatch: pytest.MonkeyPatch) -
     assert found.verdict == WRONG
     assert "no connection to http://127.0.0.1" in found.found
     assert "data.fetch_minutes" not in found.found, "the limit is the doctor's"
-
-
-@pytest.mark.parametrize(("mode", "verdict", "said"), [("online", WARNING, "there is no key"), ("auto", OK, "off (")])
-def test_wandb_without_a_key(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, mode: str, verdict: str, said: str
-) -> None:
-    monkeypatch.delenv("WANDB_MODE", raising=False)
-    monkeypatch.delenv("WANDB_API_KEY", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.delenv("NETRC", raising=False)
-    given = config(f"logging.wandb.mode={mode}")
-    found = list(wandb_server.judge(given, [facts_of(lambda report: wandb_server.look(given, report))]))
-    assert (found[0].verdict, said in found[0].found) == (verdict, True)
 
 
 def test_wandb_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
