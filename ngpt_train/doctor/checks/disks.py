@@ -221,7 +221,6 @@ def _shared(config: Config, answer: Answer, seen_by_all: bool) -> Iterator[Findi
     if shared is None:
         return
     name, root = f"run.root={config.run.root}", answer.facts["root"]
-    on_all = ", on other hosts too" if seen_by_all else ""
     if shared.get("seen") is False:
         found = f"{name}: this host does not see what rank 0 writes there ({root} here)"
         found += f", and cannot write: {shared['problem']}" if shared["problem"] else ""
@@ -232,10 +231,10 @@ def _shared(config: Config, answer: Answer, seen_by_all: bool) -> Iterator[Findi
         remedy = "choose a run.root where this user may write, or mount it read-write"
         yield Finding("run.root", found, WRONG, remedy, code=CONFIG)
     else:
-        yield Finding("run.root", f"{root}: can be written{on_all}")
+        yield Finding("run.root", f"{root}: can be written" + (", seen by all hosts" if seen_by_all else ""))
     lock = shared.get("lock")
     if lock == "held":
-        yield Finding("locks", f"a lock keeps a second run out{on_all}")
+        yield Finding("locks", "a lock keeps a second run out" + (", on other hosts too" if seen_by_all else ""))
     elif lock is not None and shared.get("seen") is not False:
         found = "a lock of rank 0 is not seen here" if lock == "not seen" else f"the file system has {lock}"
         remedy = "mount with locks (NFS without nolock, Lustre with -o flock); until then start no run twice"
