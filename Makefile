@@ -8,6 +8,8 @@ BIN    := $(VENV)/bin
 
 # Pytest processes: `auto` is one a core and one more, at most 8. `make test WORKERS=0` runs all tests in one.
 WORKERS ?= auto
+# What `make test-slow` takes: `make test-slow TESTS=tests/processes` leaves out the tables that single processes compute.
+TESTS   ?= tests
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: quickstart test test-slow test-all lint clean
@@ -19,7 +21,7 @@ test: lint
 	$(PYTEST) -m "not slow"
 
 test-slow: $(VENV)/.installed-dev
-	$(PYTEST) -m slow
+	$(PYTEST) -m slow $(TESTS)
 
 test-all: test test-slow
 

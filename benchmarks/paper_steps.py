@@ -66,9 +66,16 @@ def bench(rows: str, compared: str, device: str) -> Iterator[Entry]:
     """rows, compared: SIZE:TOKENS, of `rows` several with commas. Raises WrongResultError."""
     with torch._dynamo.config.patch({key: x for key, x in COMPILING.items() if hasattr(torch._dynamo.config, key)}):
         for row in rows.split(","):
-            variants = {name: build(name, row, device) for name in ("gpt", "ngpt")}
-            yield from times(row, variants, "gpt", ROUNDS)
-            del variants
+            variants: dict[str, Variant] = {}
+            try:
+                variants |= {name: build(name, row, device) for name in ("gpt", "ngpt")}
+                entries = times(row, variants, "gpt", ROUNDS)
+            except torch.OutOfMemoryError as error:  # the rows after it may be smaller
+                print(f"{row}: not measured: {error}", file=sys.stderr)
+                continue
+            finally:
+                variants.clear()
+            yield from entries
         if compared:
             ngpt = build("ngpt", compared, device)
             public = public_steps(ngpt, max(1, ngpt.state.micro_rows // 2))

@@ -6,15 +6,10 @@ import re
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ngpt_train.config import list_experiments, load_config
-from ngpt_train.config.keys import AUTO
-from ngpt_train.models import build_model
-from ngpt_train.verbs.plan import planned_vocabulary
 
 PAGE = Path(__file__).parents[3] / "docs" / "papers.md"
-COLUMNS = ("parameters", "steps", "tokens", "lr", "warm-up", "clip", "dropout")
+COLUMNS = ("steps", "lr")
 
 
 def tables_of_page() -> dict[str, list[str]]:
@@ -44,24 +39,9 @@ def line(cells: Any) -> str:
 
 def described(name: str) -> tuple[str, ...]:
     config = load_config([f"experiment={name}"])
-    model: Any = config.model
-    if model.vocab_size == AUTO:
-        model.vocab_size = planned_vocabulary(config)
-    with torch.device("meta"):
-        parameters = build_model(model).n_params()
-    tokens = config.train.steps * config.train.rows_per_step * model.context
     # A recipe's table of learning rates has sources of its own.
     lr = "recipe" if name.split("/")[1] == "ngpt_runs" else f"{config.optim.lr:g}"
-    dropout = (model.embedding_dropout, model.residual_dropout, model.attention_dropout)
-    return (
-        f"{parameters:,}",
-        f"{config.train.steps:,}",
-        f"{tokens / 1e9:.3g}e9",
-        lr,
-        f"{config.schedule.warmup_steps:,}",
-        "-" if config.optim.clip_norm is None else f"{config.optim.clip_norm:g}",
-        "-" if not any(dropout) else "/".join(f"{p:g}" for p in dropout),
-    )
+    return f"{config.train.steps:,}", lr
 
 
 def main() -> None:
