@@ -13,9 +13,12 @@ timed. On a GPU the blocks of `kept` are compiled.
 from __future__ import annotations
 
 import importlib.util
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -23,10 +26,14 @@ from torch import Tensor
 
 from benchmarks.common import Entry, Run, elapsed, interleaved, main
 from ngpt_train.config import ConfigError, load_config
+from ngpt_train.core.files import write_json
 from ngpt_train.distributed import resolve_device, resolve_precision
 from ngpt_train.distributed.layouts import choose_kernels
-from ngpt_train.interop.exporting import in_transformers
-from ngpt_train.models import Decoder, build_model
+from ngpt_train.interop.exporting import rounded
+from ngpt_train.interop.layouts.layout import layout_of
+from ngpt_train.interop.safetensors_files import FLOATS, write_tensors
+from ngpt_train.interop.verification import loaded
+from ngpt_train.models import Decoder, build_model, export_weights
 from ngpt_train.study.random_steps import with_vocabulary
 
 LENGTHS = (256, 1024, 4096)
@@ -55,6 +62,22 @@ def bench(overrides: Sequence[str]) -> Iterator[Entry]:
         if has_transformers and (exported := in_transformers(model, precision)) is not None:
             runs["transformers"] = by_transformers(exported.to(device), text)
         yield from interleaved(runs, "kept", ROUNDS, "tokens", elapsed(device), f"{of.name}, {length} tokens: ")
+
+
+def in_transformers(model: Decoder, dtype: torch.dtype) -> Any:
+    """The model as transformers loads its export, on the CPU, its weights rounded to `dtype`; None where no class of
+    transformers has it."""
+    layout = layout_of(model.config)
+    if layout.name == "safetensors":
+        return None
+    with TemporaryDirectory() as directory:
+        work = Path(directory)
+        weights = rounded(export_weights(model), FLOATS[dtype])
+        write_tensors(work, layout.to_foreign(weights, model.config), float("inf"))
+        write_json(work / "config.json", layout.config_json(model.config))
+        for path in layout.files():
+            shutil.copyfile(path, work / path.name)
+        return loaded(work, layout, dtype)
 
 
 def kept(model: Decoder, text: Tensor) -> Run:

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -31,8 +32,7 @@ from ngpt_train.config.architectures import architectures
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.kernels import dispatch
-from ngpt_train.models import Decoder
-from ngpt_train.models.initialisation import drawn_by
+from ngpt_train.models import Decoder, initialisation
 from ngpt_train.models.weights import export_weights
 from ngpt_train.observe.meters import peak_flops
 from ngpt_train.optim import build_optimizer
@@ -199,7 +199,7 @@ def drawn_on(device: torch.device) -> Iterator[None]:
     def drawn(seed: int, path: str, shape: tuple[int, ...], std: float) -> Tensor:
         return torch.empty(shape, device=device).normal_(std=std, generator=generator)
 
-    with drawn_by(drawn):
+    with mock.patch.object(initialisation, "by_path", drawn):
         yield
 
 

@@ -36,7 +36,7 @@ class Dataset:
 
     @property
     def commits(self) -> dict[str, str | None]:
-        """Commits of the hub's data sets by source, named as by `config.mixture.commits_of`."""
+        """Commits of the hub's data sets by source, named as by `config.sections.data.commits_of`."""
         source = self.manifest["source"]
         if source["kind"] != "mixture":
             return {"": source.get("revision")}

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.config.sections.data import SourceConfig, mixture_of
 from ngpt_train.config.schema import Config
+from ngpt_train.config.sections.data import SourceConfig, mixture_of
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.dataset import Dataset, OnMain
 from ngpt_train.data.hashes import canonical_hash

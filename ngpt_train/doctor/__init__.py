@@ -1,1 +1,1 @@
-"""Whether a training run would work here: what each rank finds, what rank 0 makes of it, and how to mend it."""
+"""Would a training run work here? The facts that each rank finds, the table that rank 0 makes of them, the remedies."""

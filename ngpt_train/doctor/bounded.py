@@ -119,7 +119,7 @@ def _in_child(look: Look, write: int, said: IO[str], seconds: float) -> NoReturn
         os._exit(code)  # not by the interpreter's end, which belongs to the parent
 
 
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message, not too long for a table."""
+def first_line(error: BaseException | str) -> str:
+    """The first line of an error or its message, not too long for a table."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0] if len(lines[0]) <= 300 else lines[0][:297] + "..."

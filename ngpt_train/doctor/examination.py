@@ -1,4 +1,4 @@
-"""All looks of a rank in their order, and what rank 0 makes of them."""
+"""All looks of a rank in their order, and the table that rank 0 makes of them."""
 
 from __future__ import annotations
 
@@ -8,32 +8,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch.distributed as dist
+
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
-from ngpt_train.doctor.bounded import Check, Report, first_line
+from ngpt_train.doctor.bounded import Check, Look, Report, first_line
 from ngpt_train.doctor.checks import (
     compiler,
     devices,
     disks,
     environment,
-    kernels,
+    kernel_check,
     links,
-    steps,
-    text,
-    tracking,
+    training_text,
+    trial_steps,
     versions,
+    wandb_server,
 )
-from ngpt_train.doctor.exchange import Exchange
-from ngpt_train.doctor.findings import (
-    WARNING,
-    WRONG,
-    Answer,
-    Finding,
-    Place,
-    merged,
-    unchecked,
-    with_host_names,
-)
+from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, Place, merged, unchecked, with_host_names
+from ngpt_train.doctor.rank_store import absent, answer_clocks, ask_clock, tell, told
 from ngpt_train.report.plan import make_plan
 
 # Seconds that each look may take, and all of them. What waits goes on side by side, and compiling beside all the rest;
@@ -44,8 +37,9 @@ SECONDS = {
 }  # fmt: skip
 ALL_SECONDS, LEAST_SECONDS = 80.0, 8.0
 HELLO_SECONDS, MEETING_SECONDS, LAST_SECONDS = 30.0, 10.0, 5.0
-OF_A_HOST = ("versions", "compiler", "kernels", "disks", "data", "wandb")  # rows about hosts, not about ranks
-ONE_OF_EACH_HOST = ("versions", "text", "compiler", "kernels", "disks")
+OF_RANK_0 = ("wandb", "plan")
+OF_FIRST_RANKS = ("versions", "text", "compiler", "kernels", "disks")  # the first rank of each host speaks for it
+OF_HOSTS = ("versions", "compiler", "kernels", "disks", "data", "wandb")  # rows that are true of all ranks of a host
 TOGETHER = ("links", "steps")  # looks that all ranks have at the same time
 ASSUMED_VOCABULARY = 32_000  # where the tokenizer cannot be had
 SKEW, SIGNED_REQUESTS_FAIL = 1.0, 300.0  # seconds by which clocks may differ
@@ -53,7 +47,7 @@ SKEW, SIGNED_REQUESTS_FAIL = 1.0, 300.0  # seconds by which clocks may differ
 
 @dataclass
 class Examination:
-    """What has become known. answers: by the name of the look, in order of ranks."""
+    """The facts of all ranks. answers: by the name of the look, in order of ranks."""
 
     places: list[Place]
     answers: dict[str, list[Answer]] = field(default_factory=dict)
@@ -69,158 +63,156 @@ class Examination:
         return next((answer.facts[name] for answer in self.of(look) if name in answer.facts), None)
 
 
-def examine(config: Config, place: Place, exchange: Exchange) -> Examination | None:
+def examine(config: Config, place: Place, store: dist.Store) -> Examination | None:
     """Looks at everything; the examination of all ranks on rank 0, None on the others. Collective."""
     begin = time.monotonic()
-    left = lambda name: max(LEAST_SECONDS, min(SECONDS[name], begin + ALL_SECONDS - time.monotonic()))  # noqa: E731
     token = uuid.uuid4().hex[:12]
-    exchange.post("hello", {"place": vars(place), "token": token})
-    hello = exchange.gather("hello", HELLO_SECONDS, None if place.rank == 0 else [0, place.rank])
+    tell(store, place, "hello", {"place": vars(place), "token": token})
+    everybody = range(place.size)
+    hello = told(store, "hello", everybody if place.rank == 0 else [0, place.rank], HELLO_SECONDS)
     token = hello[0]["token"] if 0 in hello else token
     examination = Examination(with_host_names([Place(**said["place"]) for said in hello.values()]))
-    examination.absent = [rank for rank in range(place.size) if rank not in hello] if place.rank == 0 else []
+    examination.absent = [rank for rank in everybody if rank not in hello] if place.rank == 0 else []
     first_ranks = [other.rank for other in examination.places if other.speaks_for_host]
-    exchange.post("leaders", first_ranks)
+    tell(store, place, "first ranks", first_ranks)
 
-    looks: dict[str, Callable[[Report], None]] = {
+    def left(name: str) -> float:
+        return max(LEAST_SECONDS, min(SECONDS[name], begin + ALL_SECONDS - time.monotonic()))
+
+    def answer(check: Check) -> Answer:
+        return Answer(place, *check.result())
+
+    looks: dict[str, Look] = {
         "versions": lambda report: versions.look(config, report),
-        "environment": lambda report: environment.look(config, report),
+        "environment": environment.look,
         "devices": lambda report: devices.look(config, place.local_rank, report),
-        "text": lambda report: text.look(config, report),
-        "wandb": lambda report: tracking.look(config, report),
+        "text": lambda report: training_text.look(config, report),
+        "wandb": lambda report: wandb_server.look(config, report),
         "compiler": lambda report: compiler.look(config, place.local_rank, report),
     }
-    mine = [name for name in looks if is_asked(name, place)]
-    under_way = {name: Check(looks[name], left(name)) for name in mine}
-    if place.rank == 0 and len(first_ranks) > 1:
-        exchange.answer_clocks([rank for rank in first_ranks if rank != 0], MEETING_SECONDS)
-    elif place.speaks_for_host and place.rank != 0:
-        exchange.post("clock", exchange.ask_clock(MEETING_SECONDS))
-    # Compiling may go on beside all the rest.
-    found = {name: _answer(place, check) for name, check in under_way.items() if name != "compiler"}
-    size = {"bytes": 0}
+    under_way = {name: Check(look, left(name)) for name, look in looks.items() if is_asked(name, place)}
     if place.rank == 0:
-        found["plan"] = _answer(place, Check(lambda report: plan(config, place, found, report), left("plan")))
-        size["bytes"] = found["plan"].facts.get("checkpoint_bytes", 0)
-    known = found["text"].facts.get("tokenizer", {}).get("size") if "text" in found else None
-    vocabulary = known or ASSUMED_VOCABULARY if config.model.vocab_size == AUTO else int(config.model.vocab_size)
+        answer_clocks(store, place, first_ranks[1:], MEETING_SECONDS)
+    elif place.speaks_for_host:
+        tell(store, place, "clock", ask_clock(store, place, MEETING_SECONDS))
+    compiling = under_way.pop("compiler", None)  # beside all the rest
+    found = {name: answer(check) for name, check in under_way.items()}
+    checkpoint_bytes = 0
+    if place.rank == 0:
+        found["plan"] = answer(Check(lambda report: plan(config, place, found, report), left("plan")))
+        checkpoint_bytes = found["plan"].facts.get("checkpoint_bytes", 0)
+    vocabulary = vocabulary_of(config, found)
     off: dict[str, str] = {}
-    later: dict[str, Callable[[Report], None]] = {
-        "kernels": lambda report: kernels.look(config, place.size, place.local_rank, vocabulary, report),
-        "disks": lambda report: disks.look(config, place, token, size["bytes"], report),
+    later: dict[str, Look] = {
+        "kernels": lambda report: kernel_check.look(config, place.size, place.local_rank, vocabulary, report),
+        "disks": lambda report: disks.look(config, place, token, checkpoint_bytes, report),
         "links": lambda report: links.look(config, place, left("links"), report),
-        "steps": lambda report: steps.look(config, place, left("steps"), off, found["links"].problem, report),
+        "steps": lambda report: trial_steps.look(config, place, left("steps"), off, found["links"].problem, report),
     }
     for name, look in later.items():
         if name == "links" and place.size == 1:
             found[name] = Answer(place, {})
-        elif missing := exchange.meet(name, MEETING_SECONDS + SECONDS["kernels"]) if name in TOGETHER else []:
+        elif name in TOGETHER and (missing := absent(store, place, name, MEETING_SECONDS + SECONDS["kernels"])):
             ranks = ", ".join(map(str, missing[:8]))
             found[name] = Answer(place, {}, f"rank {ranks} did not come to it")
         elif is_asked(name, place):
-            found[name] = _answer(place, Check(look, left(name)))
+            found[name] = answer(Check(look, left(name)))
         if name == "kernels" and place.speaks_for_host:
-            exchange.post("kernels that are off", found[name].facts.get("off", {}))
-        if name == "links":  # to which the first ranks of all hosts have come, after they had told
-            for of_host in exchange.gather("kernels that are off", 0.0).values():
+            tell(store, place, "kernels that are off", found[name].facts.get("off", {}))
+        if name == "links":  # the first ranks of all hosts have told before they came to it
+            for of_host in told(store, "kernels that are off", everybody, 0.0).values():
                 off |= of_host
-    if "compiler" in under_way:
-        found["compiler"] = _answer(place, under_way["compiler"])
-    for name, answer in found.items():
-        exchange.post(f"answer/{name}", [answer.facts, answer.problem, answer.seconds])
+    if compiling is not None:
+        found["compiler"] = answer(compiling)
+    for name, one in found.items():
+        tell(store, place, f"answer/{name}", [one.facts, one.problem, one.seconds])
     if place.rank != 0:
         return None
-    _gather(examination, exchange, list(found))
+    _gather(examination, store, list(found))
     examination.seconds = time.monotonic() - begin
     return examination
 
 
 def is_asked(name: str, place: Place) -> bool:
-    """Whether the rank has that look. Only rank 0 logs to wandb."""
-    if name == "wandb":
-        return place.rank == 0
-    return place.speaks_for_host or name not in ONE_OF_EACH_HOST
+    """The rank has this look."""
+    return place.rank == 0 if name in OF_RANK_0 else place.speaks_for_host or name not in OF_FIRST_RANKS
 
 
-def _answer(place: Place, check: Check) -> Answer:
-    return Answer(place, *check.result())
-
-
-def _gather(examination: Examination, exchange: Exchange, names: Sequence[str]) -> None:
+def _gather(examination: Examination, store: dist.Store, names: Sequence[str]) -> None:
     deadline = time.monotonic() + LAST_SECONDS
+    nothing = ({}, "no answer came from it", 0.0)
     for name in names:
         asked = [place for place in examination.places if is_asked(name, place)]
-        if name == "plan":
-            asked = examination.places[:1]
         left = max(0.0, deadline - time.monotonic())
-        told = exchange.gather(f"answer/{name}", left, [place.rank for place in asked])
-        silent = "no answer came from it"
-        examination.answers[name] = [Answer(place, *told.get(place.rank, ({}, silent, 0.0))) for place in asked]
-    leaders = [place.rank for place in examination.places if place.speaks_for_host and place.rank]
-    if leaders:
-        asked_clocks = exchange.gather("clock", LAST_SECONDS, leaders)
-        examination.clocks = {rank: found for rank, found in asked_clocks.items() if found}
+        answers = told(store, f"answer/{name}", [place.rank for place in asked], left)
+        examination.answers[name] = [Answer(place, *answers.get(place.rank, nothing)) for place in asked]
+    others = [place.rank for place in examination.places if place.speaks_for_host and place.rank]
+    clocks = told(store, "clock", others, LAST_SECONDS) if others else {}
+    examination.clocks = {rank: clock for rank, clock in clocks.items() if clock}
+
+
+def vocabulary_of(config: Config, found: dict[str, Answer]) -> int:
+    """model.vocab_size, which may follow from the tokenizer."""
+    if config.model.vocab_size != AUTO:
+        return int(config.model.vocab_size)
+    known = found["text"].facts.get("tokenizer", {}).get("size") if "text" in found else None
+    return known or ASSUMED_VOCABULARY
 
 
 def plan(config: Config, place: Place, found: dict[str, Answer], report: Report) -> None:
     """Memory of a rank and bytes of a checkpoint, as `plan` counts them, with the tokenizer's vocabulary."""
-    known = found["text"].facts.get("tokenizer", {}).get("size")
-    vocabulary = config.model.vocab_size
-    if vocabulary == AUTO:
-        vocabulary = known or ASSUMED_VOCABULARY
-    device = "cuda" if str(found["devices"].facts.get("device", "")).startswith("cuda") else "cpu"
+    is_known = config.model.vocab_size != AUTO or bool(found["text"].facts.get("tokenizer", {}).get("size"))
+    vocabulary = vocabulary_of(config, found)
+    on_gpu = str(found["devices"].facts.get("device", "")).startswith("cuda")
     made = make_plan(
         replace(
             config,
             model=replace(config.model, vocab_size=vocabulary),
-            train=replace(config.train, device=device),
+            train=replace(config.train, device="cuda" if on_gpu else "cpu"),
             plan=replace(config.plan, world_size=place.size, ranks_per_host=place.local_size),
         )
     )
     weights = made["parameters"]["total"]
     factor = disks.LARGEST_FACTOR + (0 if config.optim.ema_decay is None else 4)
-    report(parameters=weights, vocabulary=vocabulary, vocabulary_is_known=vocabulary != AUTO and known is not None)
+    report(parameters=weights, vocabulary=vocabulary, vocabulary_is_known=is_known)
     report(checkpoint_bytes=factor * weights, memory_of_a_rank=made["memory_per_rank"]["total"])
 
 
 def judge(config: Config, examination: Examination) -> list[Finding]:
     """The rows of the table, in the order in which a run would meet them."""
+    of = examination.of
     on_gpus = str(examination.fact("devices", "device")).startswith("cuda")
     memory = examination.fact("plan", "memory_of_a_rank")
     size = examination.fact("plan", "checkpoint_bytes") or 0
     parts: dict[str, Callable[[], Iterator[Finding]]] = {
         "ranks": lambda: _ranks(examination),
-        "versions": lambda: versions.judge(examination.of("versions")),
+        "versions": lambda: versions.judge(of("versions")),
         "clock": lambda: _clocks(examination),
-        "devices": lambda: devices.judge(config, examination.of("devices"), memory if on_gpus else None),
-        "kernels": lambda: kernels.judge(examination.of("kernels")),
-        "environment": lambda: environment.judge(config, examination.of("environment"), on_gpus, memory),
-        "compiler": lambda: compiler.judge(examination.of("compiler")),
-        "disks": lambda: disks.judge(config, examination.of("disks"), size, _checkpoint_in_words(examination)),
-        "data": lambda: text.judge(config, examination.of("text")),
-        "wandb": lambda: tracking.judge(config, examination.of("wandb")),
-        "links": lambda: links.judge(examination.of("links")),
-        "steps": lambda: steps.judge(examination.of("steps")),
+        "devices": lambda: devices.judge(config, of("devices"), memory if on_gpus else None),
+        "kernels": lambda: kernel_check.judge(of("kernels")),
+        "environment": lambda: environment.judge(config, of("environment"), on_gpus, memory),
+        "compiler": lambda: compiler.judge(of("compiler")),
+        "disks": lambda: disks.judge(config, of("disks"), size, _checkpoint_in_words(examination)),
+        "data": lambda: training_text.judge(config, of("text")),
+        "wandb": lambda: wandb_server.judge(config, of("wandb")),
+        "links": lambda: links.judge(of("links")),
+        "steps": lambda: trial_steps.judge(of("steps")),
     }
     findings: list[Finding] = []
     for name, part in parts.items():
         try:
-            findings += [_of_host(finding, examination) if name in OF_A_HOST else finding for finding in list(part())]
+            findings += [_placed(finding, examination, name in OF_HOSTS) for finding in part()]
         except Exception as error:  # a mistake of ours must not hide the other rows
             problem = f"{type(error).__name__}: {first_line(error)}"
             findings.append(unchecked(name, problem, "report this as a fault of ngpt-train"))
-    return merged([_with_names(finding, examination) for finding in findings], examination.places)
+    return merged(findings, examination.places)
 
 
-def _of_host(finding: Finding, examination: Examination) -> Finding:
-    """What the first rank of a host says is true of all ranks of the host."""
-    nodes = {place.node for place in finding.where}
-    return replace(finding, where=tuple(place for place in examination.places if place.node in nodes))
-
-
-def _with_names(finding: Finding, examination: Examination) -> Finding:
-    named = {place.rank: place for place in examination.places}
-    return replace(finding, where=tuple(named.get(place.rank, place) for place in finding.where))
+def _placed(finding: Finding, examination: Examination, of_host: bool) -> Finding:
+    """With the names of hosts; what the first rank of a host says is true of all ranks of the host."""
+    nodes, ranks = ({getattr(place, by) for place in finding.where} for by in ("node", "rank"))
+    where = [p for p in examination.places if (p.node in nodes if of_host else p.rank in ranks)]
+    return replace(finding, where=tuple(where))
 
 
 def _ranks(examination: Examination) -> Iterator[Finding]:
@@ -240,8 +232,6 @@ def _ranks(examination: Examination) -> Iterator[Finding]:
 
 
 def _clocks(examination: Examination) -> Iterator[Finding]:
-    if not examination.clocks:
-        return
     named = {place.rank: place for place in examination.places}
     for rank, clock in examination.clocks.items():
         ahead, uncertain = clock["ahead"], clock["uncertain"]
@@ -250,10 +240,10 @@ def _clocks(examination: Examination) -> Iterator[Finding]:
             yield Finding("clock", found, where=(named[rank],))
             continue
         found = f"{abs(ahead):.1f} s {'ahead of' if ahead > 0 else 'behind'} rank 0's"
-        grave = abs(ahead) > SIGNED_REQUESTS_FAIL
-        found += ": requests that are signed by time (Kerberos, S3, TLS) fail" if grave else ""
+        is_grave = abs(ahead) > SIGNED_REQUESTS_FAIL
+        found += ": requests that are signed by time (Kerberos, S3, TLS) fail" if is_grave else ""
         remedy = "run NTP on all hosts (chronyc tracking, timedatectl)"
-        yield Finding("clock", found, WRONG if grave else WARNING, remedy, (named[rank],))
+        yield Finding("clock", found, WRONG if is_grave else WARNING, remedy, (named[rank],))
 
 
 def _checkpoint_in_words(examination: Examination) -> str:

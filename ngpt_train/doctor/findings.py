@@ -1,4 +1,4 @@
-"""What a check says of a machine, and who says it."""
+"""Findings about a machine, and the ranks that they are true of."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ VERDICTS = (OK, WARNING, WRONG)  # from harmless to grave
 # Exit codes of a run that meets a fault: of a ConfigError, and of everything else that is wrong with a machine.
 CONFIG, MACHINE = 2, 3
 EVERYWHERE = ""
+MOST_NAMED = 4  # places that a row about a difference names
 
 
 @dataclass(frozen=True)
@@ -32,18 +33,28 @@ class Place:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one rank has found of one group of checks. problem: why the rest of it is not known."""
+    """The facts that one rank found in one look. problem: why the rest is not known."""
 
     place: Place
     facts: dict[str, Any]
     problem: str | None = None
     seconds: float = 0.0
 
+    @property
+    def timed_out(self) -> bool:
+        return self.problem is not None and "longer than" in self.problem
+
+    @property
+    def refusal(self) -> str | None:
+        """The words of the ConfigError by which `train` would refuse what was looked at."""
+        before, is_refused, words = (self.problem or "").partition("ConfigError: ")
+        return words if is_refused and not before else None
+
 
 @dataclass(frozen=True)
 class Finding:
-    """A row of the table. found: in words. code: the exit code of `train` where the verdict is `wrong`. where: ranks
-    that it is true of; none: all. checked: False where the check itself failed."""
+    """A row of the table. found: in words. code: the exit code of `train` where the verdict is `wrong`. where: the
+    ranks that it is true of; none: all. checked: False where the check itself failed."""
 
     check: str
     found: str
@@ -58,25 +69,22 @@ def in_words(places: Sequence[Place], everybody: Sequence[Place]) -> str:
     """The hosts, or single ranks of hosts, that `places` are; EVERYWHERE if they are all."""
     if not places or {place.rank for place in places} == {place.rank for place in everybody}:
         return EVERYWHERE
+    several_nodes = len({place.node for place in everybody}) > 1
     parts = []
     for node in sorted({place.node for place in places}):
         of_node = [place for place in places if place.node == node]
-        ranks = sorted(place.rank for place in of_node)
-        if len(ranks) == len([place for place in everybody if place.node == node]) and _several_nodes(everybody):
-            parts.append(of_node[0].host)
+        host = of_node[0].host
+        if several_nodes and len(of_node) == sum(place.node == node for place in everybody):
+            parts.append(host)
         else:
-            numbers = ", ".join(map(str, ranks))
-            parts.append(f"{of_node[0].host} rank{'s' if len(ranks) > 1 else ''} {numbers}")
+            numbers = ", ".join(str(rank) for rank in sorted(place.rank for place in of_node))
+            parts.append(f"{host} rank{'s' if len(of_node) > 1 else ''} {numbers}")
     return "; ".join(parts)
-
-
-def _several_nodes(places: Sequence[Place]) -> bool:
-    return len({place.node for place in places}) > 1
 
 
 def with_host_names(places: Sequence[Place]) -> list[Place]:
     """The same places, with the number of the node where several nodes have one host name."""
-    nodes = {host: {place.node for place in places if place.host == host} for host in {p.host for p in places}}
+    nodes = {place.host: {other.node for other in places if other.host == place.host} for place in places}
     return [
         replace(place, host=f"{place.host} (node {place.node})") if len(nodes[place.host]) > 1 else place
         for place in places
@@ -84,14 +92,14 @@ def with_host_names(places: Sequence[Place]) -> list[Place]:
 
 
 def of_each(answers: Iterable[Answer], judge: Callable[[Answer], Iterable[Finding]]) -> Iterator[Finding]:
-    """The findings of each answer by itself, with where it is from."""
+    """The findings of each answer by itself, with its place."""
     for answer in answers:
         for finding in judge(answer):
             yield replace(finding, where=(answer.place,))
 
 
 def different(answers: Iterable[Answer], name: str) -> tuple[Any, dict[str, list[Place]]]:
-    """The value of a fact that most ranks have, and which ranks have which other value (as text).
+    """The value of a fact that most ranks have, and for each other value, as text, the ranks that have it.
 
     Without a majority the value of rank 0 counts.
     """
@@ -99,8 +107,7 @@ def different(answers: Iterable[Answer], name: str) -> tuple[Any, dict[str, list
     counts = Counter(str(value) for _, value in having)
     if not counts:
         return None, {}
-    most = max(counts.values())
-    usual = next(value for _, value in having if counts[str(value)] == most)
+    usual = next(value for _, value in having if counts[str(value)] == max(counts.values()))
     others: dict[str, list[Place]] = {}
     for place, value in having:
         if str(value) != str(usual):
@@ -108,31 +115,46 @@ def different(answers: Iterable[Answer], name: str) -> tuple[Any, dict[str, list
     return usual, others
 
 
+def differences(
+    answers: Sequence[Answer], name: str, check: str, verdict: str, remedy: str, said: str | None = None
+) -> Iterator[Finding]:
+    """A row for each value of the fact `name` that differs from the usual one. said: the fact in words."""
+    usual, others = different(answers, name)
+    everybody = [answer.place for answer in answers]
+    for value, places in others.items():
+        rest = [place for place in everybody if place not in places]
+        on = in_words(rest, everybody) if len(rest) <= MOST_NAMED else "the others"
+        found = f"{said or name} is {_short(value)} here, and {_short(usual)} on {on}"
+        yield Finding(check, found, verdict, remedy, tuple(places))
+
+
+def _short(value: Any) -> str:
+    text = "none" if value is None else str(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
 def merged(findings: Iterable[Finding], everybody: Sequence[Place]) -> list[Finding]:
     """One row for what several ranks have in common, and one for everything that is well with a check."""
-    rows: dict[tuple[Any, ...], Finding] = {}
+    rows: dict[tuple[str, ...], Finding] = {}
     for finding in findings:
-        # What is well differs in numbers alone, and the first of them speaks for the others.
-        words = ("",) if finding.verdict == OK else (finding.found, finding.remedy)
+        # Rows that are `ok` differ in numbers alone, and the first of them speaks for the others.
+        words = () if finding.verdict == OK else (finding.found, finding.remedy)
         same = (finding.check, finding.verdict, *words)
         if same not in rows:
             rows[same] = finding
-        elif rows[same].where and finding.where:
-            rows[same] = replace(rows[same], where=(*rows[same].where, *finding.where))
         else:
-            rows[same] = replace(rows[same], where=())
+            together = (*rows[same].where, *finding.where) if rows[same].where and finding.where else ()
+            rows[same] = replace(rows[same], where=together)
     order = list(dict.fromkeys(row.check for row in rows.values()))
-    found = [
-        replace(row, where=() if in_words(row.where, everybody) == EVERYWHERE else row.where) for row in rows.values()
-    ]
+    found = [row if in_words(row.where, everybody) else replace(row, where=()) for row in rows.values()]
     faulty = [row for row in found if row.verdict != OK]
-    # That the rest of a check is well says nothing where something is amiss with it.
-    found = [row for row in found if row.verdict != OK or not any(_covers(other, row) for other in faulty)]
+    # An `ok` says nothing where a fault of the same check covers its ranks.
+    found = [row for row in found if row.verdict != OK or not any(_covers(fault, row) for fault in faulty)]
     return sorted(found, key=lambda row: (order.index(row.check), -VERDICTS.index(row.verdict)))
 
 
 def _covers(finding: Finding, other: Finding) -> bool:
-    """Whether a finding is of the same check, and of all the ranks of another."""
+    """A finding is of the same check as another, and of all its ranks."""
     ranks, others = ({place.rank for place in row.where} for row in (finding, other))
     return finding.check == other.check and (not ranks or (bool(others) and others <= ranks))
 

@@ -1,4 +1,4 @@
-"""What a config asks of a model beside its loss: tasks, and a sample of text."""
+"""Tasks and a sample of text, which a config asks of a model beside its loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.evaluation import EvalConfig
 from ngpt_train.data import Tokenizer
 from ngpt_train.distributed import World
-from ngpt_train.evaluation.generation.texts import Texts
+from ngpt_train.evaluation.generation.continued_prompts import Texts
 from ngpt_train.evaluation.generation.tokens import row_of
 from ngpt_train.evaluation.validation import evaluating
 from ngpt_train.training import TrainState
@@ -34,7 +34,7 @@ def tasks_of(validation: EvalConfig, model: ModelConfig, world: World) -> Tasks 
 
 
 def sampling_of(config: Config, tokenizer: Tokenizer) -> Callable[[TrainState], dict[str, str]] | None:
-    """What continues logging.sample_prompt in training, as {"prompt": ..., "text": ...}; None where there is none.
+    """A function that continues logging.sample_prompt as {"prompt": ..., "text": ...}; None without such a prompt.
 
     Calling it is collective. It changes nothing of the state: the random numbers are the row's own. Where logits
     are not finite no token is added, and training goes on.

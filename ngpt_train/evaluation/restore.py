@@ -22,7 +22,7 @@ from ngpt_train.data import Tokenizer, read_tokenizer
 from ngpt_train.distributed import World, resolve_device, resolve_precision
 from ngpt_train.distributed.layouts import choose_kernels
 from ngpt_train.evaluation.averaging import load_mean, newest
-from ngpt_train.evaluation.generation.texts import Texts
+from ngpt_train.evaluation.generation.continued_prompts import Texts
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.report.enough_memory import check_weights_fit
 from ngpt_train.training.checkpoint import find_checkpoint, load_model, read_progress, step_of
@@ -71,7 +71,7 @@ class Restored:
 
     @property
     def of_what(self) -> str:
-        """Which weights the model has, in words, if not the trained ones of one checkpoint."""
+        """The model's weights in words, if they are not the trained ones of one checkpoint."""
         if self.averaged_steps:
             return f"mean of the weights at steps {', '.join(map(str, self.averaged_steps))}"
         return "moving average of the weights" if self.weights == "ema" else ""

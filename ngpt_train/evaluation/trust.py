@@ -1,4 +1,4 @@
-"""What a verb takes of the config of a run that may be somebody else's: docs/trust.md.
+"""The keys that a verb takes of the config of a run that may be somebody else's: docs/trust.md.
 
 Numbers, switches and choices are taken: they say how the run was trained. A text may name a file, an address or code,
 so each key that holds text has a rule here, and so has each key that decides what happens on this machine.
@@ -53,7 +53,7 @@ RULES = {
 
 
 def rule_of(key: Key) -> str:
-    """What is done with the key of a run that is not known to be ours. A text without a rule is not taken."""
+    """The rule for the key of a run that is not known to be ours. A text without a rule is not taken."""
     parts = key.name.split(".")
     rules = [RULES[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in RULES]
     holds_text = key.is_free_text or key.items is str or key.is_table
@@ -94,7 +94,7 @@ def note_names(config: Config) -> None:
 
 
 def is_text_of(own: Config, stored: Config) -> bool:
-    """Whether our command line names the files or the data set that the run was trained on."""
+    """Our command line names the files or the data set that the run was trained on."""
     keys = [key for key, rule in RULES.items() if rule == NAMED and key.startswith("data.")]
     one, other = ([names[key] for key in keys] for names in map(names_of, (own, stored)))
     return own.data.kind == stored.data.kind and any(other) and one == other
@@ -125,7 +125,7 @@ def _sets(repo: str | None) -> list[str]:
 
 
 def _refusal(stored: Config, unknown: Sequence[str]) -> str:
-    """Which keys name what is not known, and the arguments that name it. Those of data.* need each other."""
+    """The keys that name unknown files or data sets, and arguments that name them. Keys of data.* need each other."""
     sections = dict.fromkeys(key.partition(".")[0] for key in unknown)
     named = {key: attrgetter(key)(stored) for key, names in names_of(stored).items() if names and key != "data.cache"}
     add = [f"{section}={getattr(stored, section).kind}" for section in sections if section != "run"]

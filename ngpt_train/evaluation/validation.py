@@ -161,7 +161,7 @@ def hash_of(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> str:
 
 
 def target_counts(train: Rows, vocab_size: int, sample: int = 10_000_000) -> NDArray[np.int64]:
-    """How often each id is a target, `(vocab_size,)`, in the first rows that have about `sample` targets."""
+    """The count of each id among targets, `(vocab_size,)`, in the first rows that have about `sample` targets."""
     counts = np.zeros(vocab_size, np.int64)
     first = 0
     while first < len(train) and counts.sum() < sample:

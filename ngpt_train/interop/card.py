@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class Origin:
 
 
 def origin_of(checkpoint: Path) -> Origin:
-    """What the checkpoint and the files of its run say."""
+    """The origin by the checkpoint and the files of its run."""
     progress = read_progress(checkpoint)
     run = checkpoint.resolve().parent.parent
     try:
@@ -55,7 +56,7 @@ def origin_of(checkpoint: Path) -> Origin:
 
 
 class Reader(NamedTuple):
-    """Who reads an exported model."""
+    """The program that reads an exported model."""
 
     transformers: bool  # else read_weights.py
     runs_code: bool  # whether transformers has to be told to run the modeling file
@@ -83,14 +84,14 @@ def card(restored: Restored, layout: str, dtype: str, said: Sequence[str], reade
         "exported by": f"ngpt_train {ngpt_train.__version__}, commit {git_commit() or 'not known'}, "
         f"torch {torch.__version__}, python {platform.python_version()}",
     }
-    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    rows = "\n".join(f"| {name} | {plain(value)} |" for name, value in facts.items())
     checks = "\n".join(f"- {line.strip()}" for line in said)
     return f"""---
 library_name: {"transformers" if reader.transformers else "ngpt-train"}
 pipeline_tag: text-generation
 ---
 
-# {config.run.name}
+# {plain(config.run.name)}
 
 | | |
 |---|---|
@@ -108,6 +109,11 @@ The config of the run is `ngpt_train_config.yaml`. No licence is claimed here.
 
 {checks}
 """
+
+
+def plain(text: str) -> str:
+    """A text of the run as Markdown that shows it letter by letter: no link, tag, cell or line begins in it."""
+    return re.sub(r"[\\`*\[\]<>|]", r"\\\g<0>", " ".join(text.split()))
 
 
 def _validation(origin: Origin, restored: Restored) -> str:

@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ngpt_train.config import write_yaml
 from ngpt_train.config.sections.exchange import ExportConfig
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import sync, write_json
 from ngpt_train.core.secrets import redacted
 from ngpt_train.evaluation.restore import Restored
 from ngpt_train.interop.card import Reader, card
 from ngpt_train.interop.layouts.layout import Layout
 from ngpt_train.interop.layouts.llama_config import NOTE
-from ngpt_train.interop.layouts.registry import layout_of
-from ngpt_train.interop.tensors import FLOATS, write_tensors
-from ngpt_train.interop.tokenizers.write import write_tokenizers
-from ngpt_train.interop.verification import check_bits, check_logits, check_reader, difference, loaded, random_rows
-from ngpt_train.models import Decoder, export_weights, load_weights
+from ngpt_train.interop.new_directory import check_free, new_directory
+from ngpt_train.interop.safetensors_files import FLOATS, write_tensors
+from ngpt_train.interop.tokenizers.tokenizer_files import write_tokenizers
+from ngpt_train.interop.verification import check_bits, check_logits, check_reader, difference, random_rows
+from ngpt_train.models import export_weights, load_weights
 
 CONFIG = "ngpt_train_config.yaml"  # of the run, in every export
 STATISTICS = "statistics."  # before the names of running statistics, as in a checkpoint
@@ -40,53 +37,24 @@ def export(restored: Restored, own: ExportConfig, layout: Layout, say: Callable[
     assert own.out is not None
     out = Path(own.out).expanduser()
     check_free("export.out", out)
-    work = begin("export.out", out)
     try:
-        said = []
-        for sentence in _write(restored, own, layout, work):
-            said.append(sentence)
-            say(sentence)
-        reader = Reader(layout.name != "safetensors", bool(layout.files()), (work / "tokenizer.json").exists())
-        (work / "README.md").write_text(redacted(card(restored, layout.name, own.dtype, said, reader)))
-        mode = (work / "config.json").stat().st_mode
-        for path in work.rglob("*"):
-            if path.is_file():
-                path.chmod(mode)  # safetensors writes files that nobody else may read
-            sync(path)
-        if out.is_dir():
-            out.rmdir()
-        os.rename(work, out)
-        sync(out.parent)
+        with new_directory("export.out", out) as work:
+            said = []
+            for sentence in _write(restored, own, layout, work):
+                said.append(sentence)
+                say(sentence)
+            reader = Reader(layout.name != "safetensors", bool(layout.files()), (work / "tokenizer.json").exists())
+            (work / "README.md").write_text(redacted(card(restored, layout.name, own.dtype, said, reader)))
+            mode = (work / "config.json").stat().st_mode
+            for path in work.rglob("*"):
+                if path.is_file():
+                    path.chmod(mode)  # safetensors writes files that nobody else may read
+                sync(path)
     except OSError as error:
         if error.errno is None:  # of transformers, not of the disk
             raise
         raise DataError(f"export.out={out}: cannot be written ({error.strerror}). Make room, or name another") from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return out
-
-
-def check_free(key: str, out: Path) -> None:
-    """Raises ConfigError unless `out` may become a directory of ours."""
-    if out.name in ("", ".."):  # `.` and the like: a finished directory is renamed to `out`, which needs a name
-        raise ConfigError(f"{key}={out}: a path without a name at its end\n  Name a new directory, such as {key}=model")
-    if out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
-        return
-    if out.exists() or out.is_symlink():
-        what = "has files in it, which stay" if out.is_dir() else "is there, and is no directory"
-        raise ConfigError(f"{key}={out}: {what}\n  Name a new directory, or empty this one first")
-
-
-def begin(key: str, out: Path) -> Path:
-    """An empty directory beside `out`, which takes its name when it is whole. Raises ConfigError."""
-    work = out.with_name(f".unfinished-{out.name}")
-    shutil.rmtree(work, ignore_errors=True)  # what a killed process has left
-    try:
-        work.mkdir(parents=True)
-    except OSError as error:
-        problem = f"{key}={out}: {work} cannot be made ({error.strerror})"
-        raise ConfigError(f"{problem}\n  Name a directory in a place that can be written") from None
-    return work
 
 
 def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) -> Iterator[str]:
@@ -122,22 +90,6 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
     if own.dtype != "fp32":
         yield _move_to(model, trained, weights, rows, own.dtype)
     yield from check_logits(work, layout, model, weights, rows, DTYPES[own.dtype])
-
-
-def in_transformers(model: Decoder, dtype: torch.dtype) -> Any:
-    """The model as transformers loads its export, on the CPU, its weights rounded to `dtype`; None where no class of
-    transformers has it."""
-    layout = layout_of(model.config)
-    if layout.name == "safetensors":
-        return None
-    with TemporaryDirectory() as directory:
-        work = Path(directory)
-        weights = rounded(export_weights(model), FLOATS[dtype])
-        write_tensors(work, layout.to_foreign(weights, model.config), float("inf"))
-        write_json(work / "config.json", layout.config_json(model.config))
-        for path in layout.files():
-            shutil.copyfile(path, work / path.name)
-        return loaded(work, layout, dtype)
 
 
 def rounded(weights: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Whether keys and weights from outside make a model."""
+"""Checks that keys and weights from outside make a model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import platform
-import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -17,13 +15,14 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import TokenizerConfig
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import DataError
-from ngpt_train.core.files import sync, write_json
+from ngpt_train.core.files import write_json
 from ngpt_train.data.tokenizers import MODEL_FILES, write_tokenizer
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.distributed import World
-from ngpt_train.interop.exporting import STATISTICS, begin
+from ngpt_train.interop.exporting import STATISTICS
 from ngpt_train.interop.fit import check_tensors, shapes_of
-from ngpt_train.interop.importing import Imported
+from ngpt_train.interop.foreign_model import Imported
+from ngpt_train.interop.new_directory import new_directory
 from ngpt_train.models import build_model
 from ngpt_train.training.checkpoint import Checkpoints
 from ngpt_train.training.checkpoint.save import SPARE, Snapshot
@@ -37,8 +36,7 @@ def write_run(imported: Imported, source: str, out: Path) -> Path:
     """
     n_params = check_weights(imported, source)
     config = of_run(imported, out)
-    work = begin("import.out", out)
-    try:
+    with new_directory("import.out", out) as work:
 
         def add_files(directory: Path) -> None:
             write_yaml(config, directory / "config.yaml")
@@ -57,12 +55,6 @@ def write_run(imported: Imported, source: str, out: Path) -> Path:
         )
         write_json(work / "run.json", {"starts": [_start(imported, source, n_params)], "saved": 0})
         write_yaml(config, work / "config.yaml")
-        if out.is_dir():
-            out.rmdir()
-        os.rename(work, out)
-        sync(out.parent)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return out
 
 

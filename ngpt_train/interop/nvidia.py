@@ -21,8 +21,6 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.interop.fit import check_layers, check_tensors, checked_config
 from ngpt_train.models.gpt.keys import GPTConfig
-from ngpt_train.models.layers.norms import normalize
-from ngpt_train.models.layers.rope import rope_table, rotate
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
 # What torch.compile and DDP put before a name.
@@ -34,7 +32,6 @@ _RECONSTRUCT = np.zeros(1).__reduce__()[0]
 OF_NUMPY: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), _RECONSTRUCT]
 OF_NUMPY += [(_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
 LONGEST = 1e-2  # how far from 1 a row of theirs may be; bf16 rounds it by up to 4e-3
-ROW = 64  # tokens of the row on which the two rotary embeddings are compared
 
 
 class Part(NamedTuple):
@@ -64,7 +61,7 @@ def read_nvidia(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[str
     for name, x in weights.items():
         if not x.isfinite().all():
             raise DataError(f"{path}: {name} has values that are not finite. Take an earlier checkpoint")
-    notes = [of_rotation(weights, config, path)]
+    notes = [about_rotation(path)]
     if arguments["use_nGPT"]:
         notes.append(of_lengths(weights, path))
     if arguments.get("dropout"):
@@ -197,7 +194,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def of_lengths(weights: Mapping[str, Tensor], path: Path) -> str:
-    """How long the rows are, which train.py divides by their length after each step, most of them in bf16."""
+    """The lengths of rows: train.py divides rows by their length after each step, most of them in bf16."""
     farthest = max((x.norm(dim=-1).sub(1).abs().max().item(), name) for name, x in weights.items() if x.ndim == 2)
     if not farthest[0] < LONGEST:
         raise DataError(
@@ -207,48 +204,10 @@ def of_lengths(weights: Mapping[str, Tensor], path: Path) -> str:
     return f"{path}: rows have length 1 to {farthest[0]:.1e}, as stored; the first step of training makes it exact"
 
 
-def of_rotation(weights: Mapping[str, Tensor], config: ModelConfig, path: Path) -> str:
-    share = moved_attention(weights, config)
+def about_rotation(path: Path) -> str:
+    """Their attention is another: what train.py calls rotary embedding turns nothing."""
     return (
         f"{path}: these weights were trained with what NVIDIA's code has in the place of RoPE, which turns nothing "
-        "(github.com/NVIDIA/ngpt, issue 10); our model has RoPE. Its logits are not those of their code: on a row of "
-        f"random tokens {share:.0%} of the first layer's attention goes to other tokens than there. They would be the "
-        "same if their code had RoPE. Train on before you use the model or compare it"
+        "(github.com/NVIDIA/ngpt, issue 10); our model has RoPE. Its logits are not those of their code; they would be "
+        "the same if their code had RoPE. Train on before you use the model or compare it"
     )
-
-
-@torch.no_grad()
-def moved_attention(weights: Mapping[str, Tensor], config: ModelConfig) -> float:
-    """The share of the first layer's attention that RoPE gives to other tokens than their code does, in a row of random
-    tokens."""
-    T, d_head = min(ROW, config.context), config.d_model // config.n_heads
-    table = weights["embedding"]
-    h = table[torch.randint(len(table), (T,), generator=torch.Generator().manual_seed(0))]
-    is_ngpt = isinstance(config, NGPTConfig)
-    if not is_ngpt:
-        h = h * (h.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weights["layers.0.norm_attn"]
-    q, k = ((h @ weights[f"layers.0.{name}"].T).view(1, T, -1, d_head) for name in ("wq", "wk"))
-    rope = rope_table(T, d_head, 10000.0, True, h.device, h.dtype)
-    factor, scale = torch.ones(config.d_model), 1 / math.sqrt(d_head)
-    if isinstance(config, NGPTConfig):
-        base = config.s_qk.scale if isinstance(config.s_qk.scale, float) else 1 / math.sqrt(config.d_model)
-        factor, scale = (weights["layers.0.s_qk"] / base).square(), math.sqrt(d_head)
-    probabilities = []
-    for turn in (lambda x: rotate(x, rope), not_rotated):
-        q_turned, k_turned = turn(q), turn(k)
-        if is_ngpt:
-            q_turned, k_turned = normalize(q_turned), normalize(k_turned)
-        scores = torch.einsum("bthd,bshd->bhts", q_turned * factor.view(-1, d_head), k_turned) * scale
-        later = torch.ones(T, T, dtype=torch.bool).triu(1)
-        probabilities.append(scores.masked_fill(later, -math.inf).softmax(-1))
-    return (probabilities[0] - probabilities[1]).abs().sum(-1).mean().item() / 2
-
-
-def not_rotated(x: Tensor) -> Tensor:
-    """What their code does to q and k `(1, T, H, d_head)`: (x_2i, x_2i+1) -> (-b_i x_2i+1, a_i x_2i), where a is the
-    first and b the second half of (sin t w_0, cos t w_0, sin t w_1, ...)."""
-    T, d_head = x.shape[1], x.shape[-1]
-    w = 10000.0 ** (-torch.arange(0, d_head, 2) / d_head)
-    angles = torch.arange(T)[:, None] * w
-    a, b = torch.stack((angles.sin(), angles.cos()), -1).flatten(1)[:, None].chunk(2, dim=-1)  # (T, 1, d_head / 2)
-    return torch.stack((-x[..., 1::2] * b, x[..., ::2] * a), dim=-1).flatten(-2)

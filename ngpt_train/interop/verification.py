@@ -18,7 +18,7 @@ from torch import Tensor
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.interop.layouts import llama_arithmetic
 from ngpt_train.interop.layouts.layout import Layout
-from ngpt_train.interop.tensors import read_tensors
+from ngpt_train.interop.safetensors_files import read_tensors
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.training.guards import NumericalError
 
@@ -52,7 +52,7 @@ def random_rows(config: ModelConfig, n_rows: int) -> Tensor:
 
 @torch.no_grad()
 def difference(rows: Tensor, one: Callable[[Tensor], Any], other: Callable[[Tensor], Any]) -> Difference:
-    """Of the logits that `one` and `other` give for rows `(N, T)`, one row at a time."""
+    """The difference between the logits of `one` and `other` for rows `(N, T)`, one row at a time."""
     largest = scale = 0.0
     for row in rows.split(1):
         a, b = one(row).float(), other(row).float()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,9 +15,6 @@ if TYPE_CHECKING:
 
 # The key of model.init.* for the matrices outside of blocks.
 _KINDS = {"embedding": "embedding", "source_embedding": "embedding", "output": "output"}
-
-# A function that draws a matrix from the seed and the matrix's path, shape and standard deviation.
-Source = Callable[[int, str, tuple[int, ...], float], Tensor]
 
 
 def by_path(seed: int, path: str, shape: tuple[int, ...], std: float) -> Tensor:
@@ -45,20 +40,6 @@ def standard_deviations(model: Decoder) -> dict[str, list[float]]:
     return {kind: sorted(stds, reverse=True) for kind, stds in found.items()}
 
 
-_source: Source = by_path
-
-
-@contextlib.contextmanager
-def drawn_by(source: Source) -> Iterator[None]:
-    """Inside a `with`, `source` draws the weights: a faster one, where they need not be the same everywhere."""
-    global _source
-    before, _source = _source, source
-    try:
-        yield
-    finally:
-        _source = before
-
-
 @torch.no_grad()
 def init_weights_(model: Decoder, seed: int) -> None:
     """Resets vectors and running statistics, draws every matrix from N(0, init_std^2), and imposes the constraint."""
@@ -68,7 +49,7 @@ def init_weights_(model: Decoder, seed: int) -> None:
     for parameter, parts in named_weights(model):
         if parameter.ndim >= 2:
             drawn = [
-                _source(seed, path, (rows, *parameter.shape[1:]), model.init_std(path)) for path, rows in parts.items()
+                by_path(seed, path, (rows, *parameter.shape[1:]), model.init_std(path)) for path, rows in parts.items()
             ]
             write_full(parameter, torch.cat(drawn))
     model.project_()

@@ -124,7 +124,7 @@ def on_length(config: Config, overrides: Sequence[str]) -> int:
     Raises ConfigError where the model cannot read such rows, or no text is named, DataError where checkpoint or text
     cannot be had.
     """
-    from ngpt_train.evaluation.length import measure, plot_lengths
+    from ngpt_train.evaluation.length_curves import measure, plot_lengths
 
     wanted = config.evaluate.length
     trained = find_trained("evaluate", config, overrides, also_used=("data", "evaluate.length", "parallel"))

@@ -9,8 +9,9 @@ import torch
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed import World
 from ngpt_train.evaluation.restore import find_trained, restore
-from ngpt_train.interop.exporting import check_free, export
-from ngpt_train.interop.layouts.registry import chosen_layout
+from ngpt_train.interop.exporting import export
+from ngpt_train.interop.layouts.layout import chosen_layout
+from ngpt_train.interop.new_directory import check_free
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:

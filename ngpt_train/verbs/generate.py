@@ -16,8 +16,8 @@ from ngpt_train.data import Tokenizer
 from ngpt_train.distributed import World, resolve_device
 from ngpt_train.distributed.compile_cache import keep_compiled
 from ngpt_train.distributed.layouts import resolve_compile
+from ngpt_train.evaluation.generation.continued_prompts import Text, Texts
 from ngpt_train.evaluation.generation.prompts import read_prompts, typed_prompts
-from ngpt_train.evaluation.generation.texts import Text, Texts
 from ngpt_train.evaluation.restore import find_trained, restore
 
 

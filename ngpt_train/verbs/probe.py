@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.analysis.gather import names_of
 from ngpt_train.analysis.probe import classes
-from ngpt_train.analysis.probe.page import class_rows, sign, write_page
-from ngpt_train.analysis.probe.pieces import pieces_of
-from ngpt_train.analysis.probe.report import report
+from ngpt_train.analysis.probe.probe_losses import report
+from ngpt_train.analysis.probe.probe_page import class_rows, sign, write_page
+from ngpt_train.analysis.probe.token_texts import pieces_of
+from ngpt_train.analysis.run_contents import names_of
 from ngpt_train.config.places import make_directory
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import mixture_of

@@ -1,2 +1,2 @@
-"""What is measured, a file for each subject: functions from weights by canonical name to arrays, with the papers'
+"""Measures, a file for each subject: functions from weights by canonical name to arrays, with the papers'
 equations."""

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ngpt_train.analysis.measures.batch_statistics import KINDS
-from ngpt_train.analysis.measures.gradients import PARAMETERS, SECOND
+from ngpt_train.analysis.measures.gradient_norms import PARAMETERS, SECOND
 from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, by_layer, named_curve
 
 

@@ -1,4 +1,4 @@
-"""What a measure takes and what it gives."""
+"""The input of a measure, OfRun, and its result, Curves."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Values = NDArray[np.float64]
 
 
 class NoMeaning(Exception):
-    """Why a figure has no meaning for a run, or no numbers of it, as the end of a sentence about the run."""
+    """A figure has no meaning for a run, or no numbers of it. The message is the end of a sentence about the run."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class BatchGap:
-    """How far the statistics of one batch are from the running ones at one norm, and its terms of the gradient."""
+    """Distances of one batch's statistics from the running ones at one norm, and its terms of the gradient."""
 
     batch: int
     norm: str  # canonical name
@@ -43,7 +43,7 @@ class BatchGap:
 
 @dataclass(frozen=True, eq=False)  # by identity, so that a measure of a run can be kept for another figure
 class OfRun:
-    """What is known of one run.
+    """The data of one run that figures are made of.
 
     weights: by canonical name, vectors as stored, matrices as the model uses them. in_use: vectors as the model uses
     them, such as nGPT's effective alpha. gradient_l1, loss, batches: of the run's own rows; None where they were not
@@ -70,7 +70,7 @@ ENCODER, DECODER, CROSS = "encoder", "decoder", "cross-attention"
 
 
 def by_layer(named: Mapping[str, Any], name: str) -> dict[str, dict[int, Any]]:
-    """What `named` has under `layers.{i}.NAME`, by stack and layer, in order.
+    """The values of `named` under `layers.{i}.NAME`, by stack and layer, in order.
 
     A decoder has one stack, whose name is empty. An encoder-decoder has those of `encoder.{i}.NAME`, `layers.{i}.NAME`
     and `layers.{i}.cross.NAME`.

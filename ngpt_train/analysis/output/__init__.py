@@ -1,1 +1,1 @@
-"""What `analyze` writes: numbers, pictures and a page."""
+"""The files of `analyze`: numbers, pictures and a page."""

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from ngpt_train.analysis.figures import FIGURES, LAYER, STEP, Panel
-from ngpt_train.analysis.measured import Measured
 from ngpt_train.analysis.measures.of_run import Curve
+from ngpt_train.analysis.paper_figures import FIGURES, LAYER, STEP, Measured, Panel
 from ngpt_train.core.files import write_atomically
 from ngpt_train.report.page.chart import Axis, Chart, Mark, Plot
 from ngpt_train.report.page.html import THEME, figure, links, page, section, table

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.analysis.probe.pieces import TYPES, piece_types
+from ngpt_train.analysis.probe.token_texts import TYPES, piece_types
 from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.data import Tokens, rows_of

@@ -12,7 +12,7 @@ from ngpt_train.config.keys import AVERAGE, COUNT, ROWS, WEIGHTS, Conflict, Verb
 if TYPE_CHECKING:
     from ngpt_train.config.schema import Config
 
-# The names of analysis/figures.py, which cannot be imported before torch; a test compares them.
+# The names of analysis/paper_figures.py, which cannot be imported before torch; a test compares them.
 FIGURES = (
     "ngpt_4",
     "ngpt_5",

@@ -1,4 +1,4 @@
-"""Whether torch.compile works: its compilers, and one small function."""
+"""torch.compile works: its compilers, and one small function."""
 
 from __future__ import annotations
 
@@ -18,31 +18,34 @@ from ngpt_train.distributed.compile_cache import VARIABLES
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, of_each, unchecked
 
-BUILD_SECONDS = 20.0  # that building a library of one line may take
+BUILD_SECONDS = 20.0  # for building a library of one line
 REMEDY = "install g++ and gcc (apt install build-essential), or set CXX and CC"
 
 
 def look(config: Config, local_rank: int, report: Report) -> None:
     """Compiles a function, on the first rank of each host, into a directory that is then deleted."""
     device = resolve_device(config.train.device, local_rank)
-    report(needed=resolve_compile(config.train.compile, device.type), device=device.type)
     # On a CPU torch writes C++; on a GPU Triton has a C compiler build what starts its kernels.
     wanted = os.environ.get("CC") or "gcc" if device.type == "cuda" else os.environ.get("CXX") or "g++"
-    report(compiler=wanted, path=shutil.which(wanted))
-    if shutil.which(wanted) is None:
+    path = shutil.which(wanted)
+    report(needed=resolve_compile(config.train.compile, device.type), compiler=wanted, path=path)
+    if path is None:
+        report(wrong=f"there is no {wanted}, which torch.compile needs")
         return
     if device.type == "cuda":
         torch.cuda.set_device(device)
     with tempfile.TemporaryDirectory(prefix="ngpt-train-doctor-") as directory:
         os.environ |= {name: os.path.join(directory, part) for name, part in VARIABLES.items()}
-        broken = compiler_is_broken(wanted, directory)
-        report(broken=broken)
-        if broken is None:
-            report(wrong=compiled_is_wrong(device))
+        if broken := compiler_is_broken(wanted, directory):
+            report(wrong=f"{path} builds nothing that runs: {broken}")
+            return
+        report(builds=True)
+        if wrong := compiled_is_wrong(device):
+            report(wrong=f"{path}: torch.compile fails: {wrong}")
 
 
 def compiler_is_broken(compiler: str, directory: str) -> str | None:
-    """How a compiler fails to build a library of one function, or the system to load it; None: neither does."""
+    """The error of building a library of one function, or of loading it; None: there is none."""
     library = os.path.join(directory, "answer.so")
     command = [compiler, "-shared", "-fPIC", "-x", "c++" if "++" in compiler else "c", "-", "-o", library]
     source = '#ifdef __cplusplus\nextern "C"\n#endif\nint answer(void) { return 42; }\n'
@@ -56,7 +59,7 @@ def compiler_is_broken(compiler: str, directory: str) -> str | None:
 
 
 def compiled_is_wrong(device: torch.device) -> str | None:
-    """How a compiled function fails; None: it does not."""
+    """The error of a compiled function; None: there is none."""
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1
@@ -68,7 +71,7 @@ def compiled_is_wrong(device: torch.device) -> str | None:
     x = torch.linspace(-3, 3, 4096, device=device).view(16, 256)
     try:
         found = torch.compile(formula, dynamic=False)(x)
-    except Exception as error:  # what fails to compile raises errors of many types
+    except Exception as error:  # torch.compile raises errors of many types
         lines = [line for line in str(error).splitlines() if line.strip()]
         return " ".join(lines[:2])[:300] or type(error).__name__
     return None if torch.allclose(found, formula(x), atol=1e-5) else "a compiled function computes something else"
@@ -81,22 +84,15 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 def _compiler(answer: Answer) -> Iterator[Finding]:
     facts = answer.facts
-    needed = bool(facts.get("needed"))
-    use = "" if needed else "; this run does not compile"
-    if facts.get("path") is None and "compiler" in facts:
-        found = f"there is no {facts['compiler']}, which torch.compile needs{use}"
-        yield Finding("compiler", found, WRONG if needed else WARNING, REMEDY)
-    elif broken := facts.get("broken"):
-        found = f"{facts['path']} builds nothing that runs: {broken}{use}"
-        yield Finding("compiler", found, WRONG if needed else WARNING, REMEDY)
-    elif answer.problem and "longer than" in answer.problem and "broken" in facts:
+    use = "" if facts.get("needed") else "; this run does not compile"
+    verdict = WRONG if facts.get("needed") else WARNING
+    if wrong := facts.get("wrong"):
+        remedy = f"{REMEDY}; until then train.compile=false" if facts.get("builds") else REMEDY
+        yield Finding("compiler", wrong + use, verdict, remedy)
+    elif answer.timed_out and facts.get("builds"):
         found = f"{facts['path']} works; how torch.compile does could not be checked: {answer.problem}{use}"
         yield Finding("compiler", found, WARNING, "look at the load of this host", checked=False)
     elif answer.problem:
-        yield unchecked("compiler", answer.problem + use, REMEDY, WRONG if needed else WARNING)
-    elif wrong := facts.get("wrong"):
-        remedy = f"{REMEDY}; until then train.compile=false"
-        found = f"{facts['path']}: torch.compile fails: {wrong}{use}"
-        yield Finding("compiler", found, WRONG if needed else WARNING, remedy)
+        yield unchecked("compiler", answer.problem + use, REMEDY, verdict)
     else:
         yield Finding("compiler", f"{facts['path']}: a small function compiles and is right{use}")

@@ -1,4 +1,4 @@
-"""The GPUs: which there are, what they can, who else uses them, and whether they calculate."""
+"""The GPUs: which there are, what they can, who else uses them, and a calculation on them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,14 +16,13 @@ from ngpt_train.distributed import resolve_device, resolve_precision
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.findings import (
     CONFIG,
-    OK,
     WARNING,
     WRONG,
     Answer,
     Finding,
-    different,
+    Place,
+    differences,
     gb,
-    in_words,
     of_each,
     unchecked,
 )
@@ -40,7 +39,6 @@ FIELDS = {
     "hot, by software": "clocks_event_reasons.sw_thermal_slowdown",
     "power brake": "clocks_event_reasons.hw_power_brake_slowdown",
     "temperature": "temperature.gpu",
-    "PCIe generation": "pcie.link.gen.max",
     "PCIe width": "pcie.link.width.current",
     "PCIe widest": "pcie.link.width.max",
 }
@@ -50,8 +48,8 @@ MOST_OF_MEMORY = 0.92  # that a plan may take: driver, NCCL and fragments need t
 
 
 def look(config: Config, local_rank: int, report: Report) -> None:
-    """What nvidia-smi says of all GPUs of the host, then what torch says of this rank's."""
-    report(smi=smi(list(FIELDS.values()), list(FIELDS)), smi_processes=processes())
+    """Asks nvidia-smi about all GPUs of the host, then torch about this rank's."""
+    report(smi=smi(FIELDS), smi_processes=processes())
     report(cuda_build=torch.version.cuda, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))
     report(available=torch.cuda.is_available(), count=torch.cuda.device_count())
     device = resolve_device(config.train.device, local_rank)  # raises what `train` raises
@@ -77,38 +75,42 @@ def look(config: Config, local_rank: int, report: Report) -> None:
     report(arithmetic=arithmetic(device, precision))
 
 
-def smi(fields: Sequence[str], names: Sequence[str]) -> list[dict[str, str]] | None:
-    """What nvidia-smi answers for each GPU of the host, by name; None without nvidia-smi or where it fails."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    lines = _smi(f"--query-gpu={','.join(fields)}")
-    if lines is not None:
-        return [dict(zip(names, line, strict=False)) for line in lines]
+def smi(fields: Mapping[str, str]) -> list[dict[str, str]] | None:
+    """nvidia-smi's answers to `fields` for each GPU of the host, by name; None where it answers nothing."""
+    lines = _table(f"--query-gpu={','.join(fields.values())}")
+    if lines:
+        return [dict(zip(fields, line, strict=False)) for line in lines]
     gpus: list[dict[str, str]] = []
-    for field, name in zip(fields, names, strict=True):
-        for number, line in enumerate(_smi(f"--query-gpu={field}") or []):
+    for name, field in fields.items() if shutil.which("nvidia-smi") else []:
+        for number, line in enumerate(_table(f"--query-gpu={field}")):
             gpus += [{} for _ in range(number + 1 - len(gpus))]
             gpus[number][name] = line[0]
     return gpus or None
 
 
 def processes() -> list[dict[str, str]]:
-    """Who computes on the GPUs of this host, by uuid; of other containers nvidia-smi may not know the names."""
-    lines = _smi("--query-compute-apps=gpu_uuid,pid,process_name,used_memory") if shutil.which("nvidia-smi") else None
-    return [dict(zip(("uuid", "pid", "name", "memory"), line, strict=False)) for line in lines or []]
+    """The processes on the GPUs of this host, with the GPU's uuid. Names in other containers may be missing."""
+    names = ("uuid", "pid", "name", "memory")
+    lines = _table("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
+    return [dict(zip(names, line, strict=False)) for line in lines]
 
 
-def _smi(query: str) -> list[list[str]] | None:
-    command = ["nvidia-smi", query, "--format=csv,noheader,nounits"]
+def _table(query: str) -> list[list[str]]:
+    lines = csv.reader(nvidia_smi(query, "--format=csv,noheader,nounits").splitlines())
+    return [[field.strip() for field in line] for line in lines if line]
+
+
+def nvidia_smi(*arguments: str) -> str:
+    """The output of nvidia-smi; empty where there is none or it fails."""
+    command = ["nvidia-smi", *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_SECONDS)
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_SECONDS).stdout
     except (OSError, subprocess.SubprocessError):
-        return None
-    return [[field.strip() for field in line] for line in csv.reader(done.stdout.splitlines()) if line]
+        return ""
 
 
 def arithmetic(device: torch.device, precision: torch.dtype) -> str | None:
-    """What is wrong with a product of matrices of whole numbers, which has no rounding; None: nothing."""
+    """The fault of a product of matrices of whole numbers, which has no rounding; None: it is right."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-2, 3, (256, 256), generator=generator) for _ in range(2))
     expected = (a.double() @ b.double()).float()
@@ -128,62 +130,55 @@ def judge(config: Config, answers: Sequence[Answer], memory_of_a_rank: int | Non
     yield from of_each(answers, lambda answer: _gpu(answer, memory_of_a_rank))
     yield from _shared(answers)
     yield from of_each(answers, lambda answer: _kernels(config, answer))
-    everybody = [answer.place for answer in answers]
-    for name in ("device type", "name", "memory", "driver"):
-        facts = [Answer(a.place, {name: _said(a.facts, name)}) for a in answers if _said(a.facts, name) is not None]
-        usual, others = different(facts, name)
-        for value, places in others.items():
-            rest = in_words([place for place in everybody if place not in places], everybody)
-            grave = name == "device type"
-            remedy = "use like machines for one run" if name != "driver" else "install the same driver on all hosts"
-            words = {"name": "the GPU", "memory": "the GPU's memory"}.get(name, f"the {name}")
-            found = f"{words} is {value} here, and {usual} on {rest}"
-            yield Finding("devices", found, WRONG if grave else WARNING, remedy, tuple(places))
+    alike = "use like machines for one run"
+    of_all = [Answer(answer.place, dict(_compared(answer.facts))) for answer in answers]
+    yield from differences(of_all, "device type", "devices", WRONG, alike, "the device type")
+    yield from differences(of_all, "name", "devices", WARNING, alike, "the GPU")
+    yield from differences(of_all, "memory", "devices", WARNING, alike, "the GPU's memory")
+    yield from differences(of_all, "driver", "devices", WARNING, "install the same driver on all hosts", "the driver")
 
 
-def _said(facts: dict[str, Any], name: str) -> Any:
-    if name == "device type":
-        return facts["device"].partition(":")[0] if "device" in facts else None
-    if name == "driver":
-        return facts["smi"][0].get("driver") if facts.get("smi") else None
-    value = facts.get(name)
-    return gb(value) if name == "memory" and value is not None else value
+def _compared(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Facts that are equal on ranks of like machines."""
+    if "device" in facts:
+        yield "device type", facts["device"].partition(":")[0]
+    if "name" in facts:
+        yield from (("name", facts["name"]), ("memory", gb(facts["memory"])))
+    if facts.get("smi"):
+        yield "driver", facts["smi"][0].get("driver")
 
 
 def _device(config: Config, answer: Answer) -> Iterator[Finding]:
-    facts = answer.facts
+    facts, device = answer.facts, answer.facts.get("device")
     gpus = len(facts.get("smi") or [])
     visible, count = facts.get("visible"), facts.get("count", 0)
     hidden = f"CUDA_VISIBLE_DEVICES={visible} hides {gpus - count} of {gpus} GPUs"
-    if answer.problem:
-        grave = answer.problem.startswith("ConfigError") or "device" not in facts
-        if answer.problem.startswith("ConfigError"):
-            found = answer.problem.removeprefix("ConfigError: ")
-            found += f" ({hidden})" if visible is not None and gpus > count else ""
-            remedy = "unset CUDA_VISIBLE_DEVICES" if visible is not None and gpus > count else "see what is found"
-            yield Finding("devices", found, WRONG, remedy, code=CONFIG)
-        else:
-            remedy = "run `nvidia-smi` and `python -c 'import torch; print(torch.zeros(1).cuda())'` there"
-            yield unchecked("devices", answer.problem, remedy, WRONG if grave else WARNING)
-    device = facts.get("device")
+    is_hidden = visible is not None and gpus > count
+    if answer.refusal:
+        found = f"{answer.refusal} ({hidden})" if is_hidden else answer.refusal
+        remedy = "unset CUDA_VISIBLE_DEVICES" if is_hidden else "see what is found"
+        yield Finding("devices", found, WRONG, remedy, code=CONFIG)
+    elif answer.problem:
+        remedy = "run `nvidia-smi` and `python -c 'import torch; print(torch.zeros(1).cuda())'` there"
+        yield unchecked("devices", answer.problem, remedy, WRONG if device is None else WARNING)
     if device is None:
         return
     if device.startswith("cuda"):
         yield Finding("devices", f"{device}: {facts.get('name')}, {gb(facts.get('memory', 0))}")
-        if visible is not None and gpus > count and config.parallel.kind != "single" and answer.place.size > 1:
-            yield Finding("devices", hidden, OK)
+        if is_hidden and config.parallel.kind != "single" and answer.place.size > 1:
+            yield Finding("devices", hidden)
     elif config.train.device == "cpu":
         yield Finding("devices", "the CPU, as train.device=cpu says")
     elif gpus and count == 0:
         if visible is not None:
-            found, remedy = f"{hidden}, so the run takes the CPU", "unset CUDA_VISIBLE_DEVICES, or set train.device=cpu"
+            found, remedy = hidden, "unset CUDA_VISIBLE_DEVICES, or set train.device=cpu"
         elif facts.get("cuda_build") is None:
-            found = f"nvidia-smi lists {gpus} GPUs, but this torch is built for CPUs, so the run takes the CPU"
+            found = f"nvidia-smi lists {gpus} GPUs, but this torch is built for CPUs"
             remedy = "install the build of torch for CUDA"
         else:
-            found = f"nvidia-smi lists {gpus} GPUs, but torch finds none, so the run takes the CPU"
+            found = f"nvidia-smi lists {gpus} GPUs, but torch finds none"
             remedy = f"install a driver for CUDA {facts['cuda_build']}, or another build of torch"
-        yield Finding("devices", found, WARNING, remedy)
+        yield Finding("devices", f"{found}, so the run takes the CPU", WARNING, remedy)
     else:
         yield Finding("devices", "no GPU, so the run takes the CPU")
 
@@ -191,38 +186,40 @@ def _device(config: Config, answer: Answer) -> Iterator[Finding]:
 def _gpu(answer: Answer, memory_of_a_rank: int | None) -> Iterator[Finding]:
     facts = answer.facts
     if wrong := facts.get("arithmetic"):
-        yield Finding("devices", f"{facts.get('device')}: {wrong}", WRONG, "take this device out of use")
-    if "capability" not in facts:
+        yield Finding("devices", f"{facts['device']}: {wrong}", WRONG, "take this device out of use")
+    if "gpu" not in facts:
         return
     capability = tuple(facts["capability"])
     named = f"compute capability {capability[0]}.{capability[1]}"
     if capability < dispatch.OLDEST:
         found = f"{named}, older than Ampere: no Triton kernels, the model runs in plain PyTorch"
         yield Finding("GPU", found, WARNING, "expect a slower run, or use an A100 or newer")
-    if capability < BF16 and facts.get("precision") == "bfloat16":
-        yield Finding("GPU", f"{named} computes no bf16 in hardware", WARNING, "set train.precision=fp16 or fp32")
-    if capability >= dispatch.OLDEST:
+    else:
         yield Finding("GPU", f"{named}: bf16, Triton's kernels")
-    memory, free = facts.get("memory", 0), facts.get("free", 0)
+    if capability < BF16 and facts["precision"] == "bfloat16":
+        yield Finding("GPU", f"{named} computes no bf16 in hardware", WARNING, "set train.precision=fp16 or fp32")
+    memory, free = facts["memory"], facts["free"]
     if memory_of_a_rank is not None and memory_of_a_rank > MOST_OF_MEMORY * memory:
         found = f"{gb(memory)}, and `plan` expects {gb(memory_of_a_rank)} of a rank"
         remedy = "smaller train.micro_rows, train.activation_checkpointing=full, parallel=fsdp, or more GPUs"
         yield Finding("GPU memory", found, WARNING, remedy)
     elif memory_of_a_rank is not None:
         yield Finding("GPU memory", f"{gb(memory)}, `plan` expects {gb(memory_of_a_rank)} of a rank")
-    own = [gpu for gpu in facts.get("smi") or [] if facts.get("gpu") and facts["gpu"] in gpu.get("uuid", "")]
-    for gpu in own:
+
+    def of_this(entries: Sequence[dict[str, str]] | None) -> list[dict[str, str]]:
+        return [entry for entry in entries or [] if facts["gpu"] and facts["gpu"] in entry.get("uuid", "")]
+
+    for gpu in of_this(facts.get("smi")):
         yield from _health(gpu)
-    others = [x for x in facts.get("smi_processes", []) if facts.get("gpu") and facts["gpu"] in x.get("uuid", "")]
-    if others:
+    if others := of_this(facts.get("smi_processes")):
         who = ", ".join(f"{x.get('name')} (process {x.get('pid')}, {x.get('memory')} MiB)" for x in others[:3])
         yield Finding("GPU", f"others compute on it: {who}", WARNING, "end them, or choose another GPU")
-    elif memory and free < 0.9 * memory:
+    elif free < 0.9 * memory:
         found = f"{gb(memory - free)} of its {gb(memory)} are taken, by processes that nvidia-smi does not show"
         yield Finding("GPU", found, WARNING, "look on the host, outside of the container")
 
 
-def _health(gpu: dict[str, str]) -> Iterator[Finding]:
+def _health(gpu: Mapping[str, str]) -> Iterator[Finding]:
     if gpu.get("ecc", "0").isdecimal() and int(gpu.get("ecc", 0)):
         found = f"{gpu['ecc']} uncorrected errors of its memory since the driver was loaded"
         yield Finding("GPU", found, WRONG, "take it out of use: nvidia-smi -r, and a test of the hardware")
@@ -240,29 +237,30 @@ def _health(gpu: dict[str, str]) -> Iterator[Finding]:
 
 def _shared(answers: Sequence[Answer]) -> Iterator[Finding]:
     """Two ranks of a host on one GPU."""
-    by_gpu: dict[tuple[int, str], list[Answer]] = {}
+    by_gpu: dict[tuple[int, str], list[Place]] = {}
     for answer in answers:
         if answer.facts.get("gpu"):
-            by_gpu.setdefault((answer.place.node, answer.facts["gpu"]), []).append(answer)
-    for sharing in by_gpu.values():
-        if len(sharing) > 1:
-            found = f"{len(sharing)} ranks use one GPU"
+            by_gpu.setdefault((answer.place.node, answer.facts["gpu"]), []).append(answer.place)
+    for places in by_gpu.values():
+        if len(places) > 1:
             remedy = "start one rank for each GPU, and let torchrun set LOCAL_RANK"
-            yield Finding("devices", found, WRONG, remedy, tuple(answer.place for answer in sharing))
+            yield Finding("devices", f"{len(places)} ranks use one GPU", WRONG, remedy, tuple(places))
 
 
 def _kernels(config: Config, answer: Answer) -> Iterator[Finding]:
-    """Which kernels the run takes."""
+    """The kernels that the run takes."""
     facts = answer.facts
     if refused := facts.get("kernels_refused"):
         yield Finding("kernels", refused, WRONG, "choose what runs here, as it says", code=CONFIG)
     elif "kernels" in facts:
-        reason = facts["kernels"]
-        found = f"plain PyTorch ({reason})" if reason or config.kernels.kind == "torch" else "Triton's"
-        yield Finding("kernels", f"{found} (kernels={config.kernels.kind})".replace("(None) ", ""))
+        reason = f" ({facts['kernels']})" if facts["kernels"] else ""
+        found = f"plain PyTorch{reason}" if reason or config.kernels.kind == "torch" else "Triton's"
+        yield Finding("kernels", f"{found} (kernels={config.kernels.kind})")
     if "flash" in facts:
         yield Finding("flash-attn", facts["flash"])
     elif "no_flash" in facts:
-        needed = config.kernels.attention == "flash_attn"
-        found = f"not used: {first_line(ValueError(facts['no_flash']))}"
-        yield Finding("flash-attn", found, WRONG if needed else OK, "set kernels.attention=auto" if needed else "")
+        found = f"not used: {first_line(facts['no_flash'])}"
+        if config.kernels.attention == "flash_attn":
+            yield Finding("flash-attn", found, WRONG, "set kernels.attention=auto")
+        else:
+            yield Finding("flash-attn", found)

@@ -11,15 +11,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.distributed.compile_cache import machine, why_unusable
 from ngpt_train.doctor.bounded import Report
-from ngpt_train.doctor.exchange import Exchange
 from ngpt_train.doctor.findings import (
     CONFIG,
     MACHINE,
-    OK,
     WARNING,
     WRONG,
     Answer,
@@ -29,6 +29,7 @@ from ngpt_train.doctor.findings import (
     of_each,
     unchecked,
 )
+from ngpt_train.doctor.rank_store import connection, tell, told
 from ngpt_train.training.checkpoint import list_checkpoints
 from ngpt_train.training.run_directory import RunDirectory
 
@@ -46,14 +47,14 @@ def look(config: Config, place: Place, token: str, checkpoint_bytes: int, report
 
     token: text that all ranks have, and no file of before. checkpoint_bytes: of this run.
     """
-    exchange = Exchange.joined(place) if place.size > 1 else None  # of a single process there is nobody to ask
+    store = connection() if place.size > 1 else None
     run = RunDirectory(config)
     try:
         report(checkpoint=str(run.check(config) or ""), holder=_left_lock(run.path / "lock"))
     except (ConfigError, DataError) as error:
         report(refused=str(error), code=error.exit_code)
     root = Path(config.run.root).expanduser().absolute()
-    report(root=str(root), shared=_see(root, place, token, exchange))
+    report(root=str(root), shared=_see(root, place, token, store))
     nearest = _existing(root)
     report(space=_space(nearest), kept=len(list_checkpoints(run.checkpoints)))
     cache = Path(config.data.cache).expanduser().absolute()
@@ -70,7 +71,7 @@ def _existing(path: Path) -> Path:
 
 
 def _unwritable(directory: Path) -> str | None:
-    """Why nothing can be written there; None if it can."""
+    """The error of writing a file there; None: there is none."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"written")
@@ -82,58 +83,61 @@ def _unwritable(directory: Path) -> str | None:
 
 
 def _left_lock(path: Path) -> str:
-    """Who has signed a lock file that nobody holds any more."""
+    """The signature in a lock file that nobody holds any more."""
     try:
         return path.read_text().strip()
     except OSError:
         return ""
 
 
-def _see(root: Path, place: Place, token: str, exchange: Exchange | None) -> dict[str, Any]:
+def _see(root: Path, place: Place, token: str, store: dist.Store | None) -> dict[str, Any]:
     """Rank 0 writes and locks a file in run.root; the other hosts look for it."""
-    made = [path for path in (root, *root.parents) if not path.exists()]
     marker = root / f".ngpt-train-doctor-{token}"
     try:
-        if place.rank == 0:
-            root.mkdir(parents=True, exist_ok=True)
-            with marker.open("w") as file:
-                file.write(token)
-                file.flush()
-                os.fsync(file.fileno())
-                seen = {"writable": True, "lock": _lock(file.fileno(), marker), "ahead": _ahead_of_files(marker)}
-                if exchange is not None:
-                    exchange.post("marker", True)
-                    exchange.gather("marker seen", 2 * SHOWS_SECONDS, leaders(exchange, place))
-            return seen
-        assert exchange is not None
-        if not exchange.gather("marker", 2 * SHOWS_SECONDS, [0]):
-            return {"problem": "rank 0 could not write there"}
-        deadline = time.monotonic() + SHOWS_SECONDS
-        while not marker.exists() and time.monotonic() < deadline:
-            with contextlib.suppress(OSError):
-                os.listdir(root)  # makes NFS ask its server again
-            time.sleep(0.1)
-        if not marker.exists():
-            return {"seen": False, "problem": _unwritable(_existing(root)) or ""}
-        seen = {"seen": marker.read_text() == token, "lock": _lock(None, marker)}
-        return seen | {"writable": _unwritable(root) is None, "problem": _unwritable(root) or ""}
+        return _write_marker(marker, place, store) if place.rank == 0 else _find_marker(marker, place, store)
     except OSError as error:
         return {"writable": False, "problem": error.strerror or str(error)}
     finally:
-        if exchange is not None and place.rank != 0:
-            exchange.post("marker seen", True)
-        if place.rank == 0:
-            with contextlib.suppress(OSError):
-                marker.unlink(missing_ok=True)
+        if store is not None and place.rank != 0:
+            tell(store, place, "marker seen", True)
+
+
+def _write_marker(marker: Path, place: Place, store: dist.Store | None) -> dict[str, Any]:
+    root = marker.parent
+    made = [path for path in (root, *root.parents) if not path.exists()]
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        with marker.open("w") as file:
+            file.write(marker.name)
+            file.flush()
+            os.fsync(file.fileno())
+            seen = {"writable": True, "lock": _lock(file.fileno(), marker), "ahead": _ahead_of_files(marker)}
+            if store is not None:
+                tell(store, place, "marker", True)
+                first_ranks = told(store, "first ranks", [0], SHOWS_SECONDS).get(0, [])
+                told(store, "marker seen", [rank for rank in first_ranks if rank != 0], 2 * SHOWS_SECONDS)
+        return seen
+    finally:
+        with contextlib.suppress(OSError):
+            marker.unlink(missing_ok=True)
             for path in made:
-                with contextlib.suppress(OSError):
-                    path.rmdir()
+                path.rmdir()
 
 
-def leaders(exchange: Exchange, place: Place) -> list[int]:
-    """The ranks that look at the marker: the first ones of all other hosts."""
-    places = exchange.gather("leaders", SHOWS_SECONDS, [0])
-    return [rank for rank in places.get(0, []) if rank != place.rank]
+def _find_marker(marker: Path, place: Place, store: dist.Store | None) -> dict[str, Any]:
+    assert store is not None
+    if not told(store, "marker", [0], 2 * SHOWS_SECONDS):
+        return {"problem": "rank 0 could not write there"}
+    deadline = time.monotonic() + SHOWS_SECONDS
+    while not marker.exists() and time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            os.listdir(marker.parent)  # makes NFS ask its server again
+        time.sleep(0.1)
+    if not marker.exists():
+        return {"seen": False, "problem": _unwritable(_existing(marker.parent)) or ""}
+    problem = _unwritable(marker.parent)
+    seen = marker.read_text() == marker.name
+    return {"seen": seen, "lock": _lock(None, marker), "writable": problem is None, "problem": problem or ""}
 
 
 def _lock(own: int | None, marker: Path) -> str:
@@ -185,34 +189,25 @@ def _speed(directory: Path, n_bytes: int) -> dict[str, float]:
 
 
 def judge(config: Config, answers: Sequence[Answer], checkpoint_bytes: int, said: str) -> Iterator[Finding]:
-    """The run's directory, its space and speed, and the cache. said: how `checkpoint_bytes` was found, in words."""
+    """The run's directory, its space and speed, and the cache. said: `checkpoint_bytes` in words."""
+    seen_by_all = len(answers) > 1 and all(answer.facts.get("shared", {}).get("seen") for answer in answers[1:])
     yield from of_each(answers, lambda answer: _run(config, answer))
-    seen_by_all = len(answers) > 1 and all(a.facts.get("shared", {}).get("seen") for a in answers[1:])
     yield from of_each(answers, lambda answer: _shared(config, answer, seen_by_all))
     yield from of_each(answers, lambda answer: _room(config, answer, checkpoint_bytes, said))
-    for answer in answers:
-        if (speed := answer.facts.get("speed")) and speed["bytes"]:
-            seconds = checkpoint_bytes / speed["write"]
-            found = (
-                f"writes {gb(speed['write'])}/s, reads {gb(speed['read'])}/s (on one rank): {seconds:.3g} s for a "
-                f"checkpoint of {gb(checkpoint_bytes)}"
-            )
-            slow = seconds > SLOW_SAVE
-            remedy = "take a faster file system for run.root, or raise checkpoint.every" if slow else ""
-            yield Finding("disk speed", found, WARNING if slow else OK, remedy, (answer.place,))
+    yield from of_each(answers, lambda answer: _speed_of_saves(answer, checkpoint_bytes))
     yield from of_each(answers, lambda answer: _cache(config, answer))
     for answer in answers:
         if answer.problem:
             remedy = "look whether the file system answers: ls and touch in run.root, on this host"
-            yield unchecked("run.root", answer.problem, remedy, WRONG if "space" not in answer.facts else WARNING)
+            yield unchecked("run.root", answer.problem, remedy, WARNING if "space" in answer.facts else WRONG)
 
 
 def _run(config: Config, answer: Answer) -> Iterator[Finding]:
     facts = answer.facts
-    if "refused" in facts:
-        remedy = "as it says; if the process is gone and its host with it, delete the file `lock` there"
-        remedy = remedy if " is training in " in facts["refused"] else "as it says"
-        yield Finding("run", facts["refused"], WRONG, remedy, code=facts["code"])
+    if refused := facts.get("refused"):
+        by_a_lock = "; if the process is gone and its host with it, delete the file `lock` there"
+        remedy = f"as it says{by_a_lock if ' is training in ' in refused else ''}"
+        yield Finding("run", refused, WRONG, remedy, code=facts["code"])
     elif "checkpoint" in facts:
         step = Path(facts["checkpoint"]).name
         found = f"goes on from {step}" if step else "begins anew"
@@ -225,8 +220,7 @@ def _shared(config: Config, answer: Answer, seen_by_all: bool) -> Iterator[Findi
     shared = answer.facts.get("shared")
     if shared is None:
         return
-    root = answer.facts["root"]
-    name = f"run.root={config.run.root}"
+    name, root = f"run.root={config.run.root}", answer.facts["root"]
     if shared.get("seen") is False:
         found = f"{name}: this host does not see what rank 0 writes there ({root} here)"
         found += f", and cannot write: {shared['problem']}" if shared["problem"] else ""
@@ -245,10 +239,10 @@ def _shared(config: Config, answer: Answer, seen_by_all: bool) -> Iterator[Findi
         found = "a lock of rank 0 is not seen here" if lock == "not seen" else f"the file system has {lock}"
         remedy = "mount with locks (NFS without nolock, Lustre with -o flock); until then start no run twice"
         yield Finding("locks", f"{name}: {found}", WARNING, remedy)
-    ahead = shared.get("ahead")
-    if ahead is not None and abs(ahead) > OWN_CLOCK:
+    ahead = shared.get("ahead", 0.0)
+    if abs(ahead) > OWN_CLOCK:
         which = "ahead of" if ahead > 0 else "behind"
-        found = f"this host's clock is {abs(ahead):.1f} s {which} that of the file system of run.root"
+        found = f"this host's clock is {abs(ahead):.1f} s {which} the clock of the file system of run.root"
         yield Finding("clock", found, WARNING, "run NTP on both (chronyc tracking, timedatectl)")
 
 
@@ -274,15 +268,29 @@ def _room(config: Config, answer: Answer, checkpoint_bytes: int, said: str) -> I
         yield Finding("free space", found, WRONG, "delete small files (df -i), or choose another run.root")
 
 
+def _speed_of_saves(answer: Answer, checkpoint_bytes: int) -> Iterator[Finding]:
+    speed = answer.facts.get("speed")
+    if not speed or not speed["bytes"]:
+        return
+    seconds = checkpoint_bytes / speed["write"]
+    found = f"writes {gb(speed['write'])}/s, reads {gb(speed['read'])}/s (on one rank): {seconds:.3g} s for a "
+    found += f"checkpoint of {gb(checkpoint_bytes)}"
+    if seconds > SLOW_SAVE:
+        remedy = "take a faster file system for run.root, or raise checkpoint.every"
+        yield Finding("disk speed", found, WARNING, remedy)
+    else:
+        yield Finding("disk speed", found)
+
+
 def _cache(config: Config, answer: Answer) -> Iterator[Finding]:
     if "cache" not in answer.facts:
         return
-    cache, problem = answer.facts["cache"], answer.facts.get("cache_problem")
+    cache, problem = answer.facts["cache"], answer.facts["cache_problem"]
     remedy = "set data.cache to a directory that can be written, with room, on a disk that is not mounted noexec"
     if problem:
         # Prepared tokens are read where they are; everything else is kept in the cache.
-        grave = config.data.kind != "tokens"
-        yield Finding("data.cache", f"{cache}: cannot be written ({problem})", WRONG if grave else WARNING, remedy)
+        verdict = WARNING if config.data.kind == "tokens" else WRONG
+        yield Finding("data.cache", f"{cache}: cannot be written ({problem})", verdict, remedy)
         return
     yield Finding("data.cache", f"{cache}: {gb(answer.facts['cache_space']['free'])} free")
     if unusable := answer.facts.get("compile_cache"):

@@ -1,4 +1,4 @@
-"""What the operating system and the environment allow: limits, shared memory, CPUs, memory, variables."""
+"""Limits of the operating system and the environment: files, shared memory, CPUs, memory, variables."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import os
 import re
 import resource
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ngpt_train.config.schema import Config
 from ngpt_train.doctor.bounded import Report
-from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place, different, gb, in_words, of_each
+from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place, differences, gb, of_each, unchecked
+from ngpt_train.training.checkpoint.background import available_memory
 
 LIMITS = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 UNLIMITED = "unlimited"
@@ -27,7 +28,7 @@ SHOWN = re.compile(
     re.IGNORECASE,
 )
 OF_ONE_HOST = re.compile(r"ERROR_FILE|CUDA_VISIBLE_DEVICES|TMPDIR|RUN_ID|RESTART|GROUP_RANK|SOCKET_IFNAME|_HCA")
-# Variables that slow a run down or falsify it: pattern of the value, what it does.
+# Variables that slow a run down or falsify it: pattern of the value, effect.
 HARMFUL = {
     "CUDA_LAUNCH_BLOCKING": ("[^0]", "every kernel is waited for, which costs much of the speed"),
     "NCCL_P2P_DISABLE": ("[^0]", "GPUs of a host talk by way of its memory, not by NVLink"),
@@ -41,9 +42,10 @@ HARMFUL = {
 }
 
 
-def look(config: Config, report: Report) -> None:
+def look(report: Report) -> None:
     """Limits, CPUs, memory and variables of this rank."""
-    report(limits={name: [_said(value) for value in resource.getrlimit(kind)] for name, kind in LIMITS.items()})
+    limits = {name: resource.getrlimit(kind)[0] for name, kind in LIMITS.items()}
+    report(limits={name: UNLIMITED if n == resource.RLIM_INFINITY else n for name, n in limits.items()})
     report(cpus=usable_cpus(), memory=available_memory(), tasks=_number("/sys/fs/cgroup/pids.max"))
     try:
         shm = os.statvfs("/dev/shm")
@@ -52,6 +54,13 @@ def look(config: Config, report: Report) -> None:
         report(shm=None, shm_problem=error.strerror)
     report(variables={name: value for name, value in sorted(os.environ.items()) if SHOWN.search(name)})
     report(interfaces=[name for _, name in socket.if_nameindex()], infiniband=Path("/sys/class/infiniband").is_dir())
+
+
+def _number(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text())
+    except (OSError, ValueError):  # no such limit, or `max`
+        return None
 
 
 def usable_cpus() -> float:
@@ -64,28 +73,19 @@ def usable_cpus() -> float:
         return cpus
 
 
-def available_memory() -> int | None:
-    """Bytes of memory that are free on this host, or in its container; None where the system does not say."""
-    try:
-        found = re.search(r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text())
-    except OSError:
-        return None
-    free = [1024 * int(found[1])] if found else []
-    limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
-    if limit is not None and used is not None:
-        free.append(max(0, limit - used))
-    return min(free, default=None)
-
-
 def judge(config: Config, answers: Sequence[Answer], on_gpus: bool, memory_of_a_rank: int | None) -> Iterator[Finding]:
-    """Limits of each rank, and variables that differ. memory_of_a_rank: bytes that `plan` expects, where it is known;
-    on GPUs those are theirs."""
-    yield from of_each(answers, lambda answer: _limits(config, answer, on_gpus))
-    yield from of_each(answers, lambda answer: _cpus(config, answer, on_gpus))
+    """Limits of each rank, and variables that differ. memory_of_a_rank: bytes that `plan` expects; None: not known."""
+    known = [answer for answer in answers if "interfaces" in answer.facts]  # the last fact of the look
+    yield from of_each(known, lambda answer: _limits(config, answer, on_gpus))
+    yield from of_each(known, lambda answer: _shared_memory(answer, on_gpus))
+    yield from of_each(known, lambda answer: _cpus(config, answer, on_gpus))
     if not on_gpus and memory_of_a_rank is not None:
-        yield from of_each(answers, lambda answer: _memory(answer, memory_of_a_rank))
-    yield from of_each(answers, _variables)
-    yield from _different_variables(answers)
+        yield from of_each(known, lambda answer: _memory(answer, memory_of_a_rank))
+    yield from of_each(known, _variables)
+    yield from _different_variables(known)
+    for answer in answers:
+        if answer.problem:
+            yield unchecked("environment", answer.problem, "look at the load of this host")
 
 
 def files_needed(config: Config, place: Place, on_gpus: bool) -> int:
@@ -96,83 +96,73 @@ def files_needed(config: Config, place: Place, on_gpus: bool) -> int:
 
 
 def _limits(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
-    limits, place = answer.facts.get("limits", {}), answer.place
-    files = limits.get("open files", [UNLIMITED])[0]
-    needed = files_needed(config, place, on_gpus)
+    limits = answer.facts["limits"]
+    files, needed = limits["open files"], files_needed(config, answer.place, on_gpus)
     if files == UNLIMITED or files >= COMFORTABLE_FILES:
         yield Finding("open files", f"at most {files}")
     else:
         found = f"at most {files} in a process, this run needs some {needed}"
         remedy = "ulimit -n 65536 before the start; in a container --ulimit nofile=65536; under Slurm in slurmd's unit"
         yield Finding("open files", found, WRONG if files < needed else WARNING, remedy)
-    processes = limits.get("processes", [UNLIMITED])[0]
-    tasks = answer.facts.get("tasks")
-    most = min([n for n in (processes, tasks) if isinstance(n, int)], default=UNLIMITED)
+    most = min([n for n in (limits["processes"], answer.facts["tasks"]) if isinstance(n, int)], default=UNLIMITED)
     if isinstance(most, int) and most < COMFORTABLE_PROCESSES:
         remedy = "ulimit -u unlimited; in a container --pids-limit=-1: threads count as processes"
         yield Finding("processes", f"at most {most}, threads included", WARNING, remedy)
     else:
         yield Finding("processes", f"at most {most}")
-    locked = limits.get("memlock", [UNLIMITED])[0]
-    if on_gpus and answer.facts.get("infiniband") and isinstance(locked, int) and locked < LOCKED:
+    locked = limits["memlock"]
+    limit = locked if locked == UNLIMITED else gb(locked)
+    if on_gpus and answer.facts["infiniband"] and locked != UNLIMITED and locked < LOCKED:
         remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1: NCCL fails to register memory otherwise"
-        yield Finding("memlock", f"at most {gb(locked)}, and there is InfiniBand", WRONG, remedy)
+        yield Finding("memlock", f"at most {limit}, and there is InfiniBand", WRONG, remedy)
     else:
-        limit = locked if locked == UNLIMITED else gb(locked)
         yield Finding("memlock", f"at most {limit}" + ("" if on_gpus else "; it matters to InfiniBand alone"))
-    yield from _shared_memory(answer, on_gpus)
 
 
 def _shared_memory(answer: Answer, on_gpus: bool) -> Iterator[Finding]:
-    if "shm" not in answer.facts:
-        return
     shm, free = answer.facts["shm"], answer.facts.get("shm_free", 0)
     remedy = "in a container --shm-size=1g or --ipc=host; else mount -o remount,size=8g /dev/shm"
-    shared = on_gpus and answer.place.local_size > 1
+    is_used = on_gpus and answer.place.local_size > 1
     if shm is None:
-        problem = f"cannot be used ({answer.facts.get('shm_problem')})"
-        yield Finding("/dev/shm", problem, WRONG if shared else WARNING, remedy)
+        problem = f"cannot be used ({answer.facts['shm_problem']})"
+        yield Finding("/dev/shm", problem, WRONG if is_used else WARNING, remedy)
     elif shm < COMFORTABLE_SHM or free < COMFORTABLE_SHM:
         found = f"{gb(shm)}, {gb(free)} of it free; NCCL and PyTorch share memory there"
-        yield Finding("/dev/shm", found, WRONG if shared and free < LEAST_SHM else WARNING, remedy)
+        yield Finding("/dev/shm", found, WRONG if is_used and free < LEAST_SHM else WARNING, remedy)
     else:
         yield Finding("/dev/shm", f"{gb(shm)}, {gb(free)} of it free")
 
 
 def _cpus(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
-    if "cpus" not in answer.facts:
-        return
-    cpus, place = answer.facts["cpus"], answer.place
+    cpus, ranks = answer.facts["cpus"], answer.place.local_size
     workers = config.data.workers if config.data.streamed else 0
-    processes = place.local_size * (1 + workers)
-    found = f"{cpus:g} for {place.local_size} rank{'s' if place.local_size > 1 else ''} of this host"
+    found = f"{cpus:g} for {ranks} rank{'s' if ranks > 1 else ''} of this host"
     found += f" with {workers} data worker{'s' if workers > 1 else ''} each" if workers else ""
-    if processes > cpus:
+    if (processes := ranks * (1 + workers)) > cpus:
         remedy = "ask for more CPUs (--cpus-per-task), start fewer ranks, or set data.workers"
         yield Finding("CPUs", f"{found}: {processes} processes share them", WARNING, remedy)
     else:
         yield Finding("CPUs", found)
-    threads = answer.facts.get("variables", {}).get("OMP_NUM_THREADS")
-    share = max(1, int(cpus / place.local_size) - workers)
-    remedy = f"export OMP_NUM_THREADS={share}"
+    threads = answer.facts["variables"].get("OMP_NUM_THREADS")
+    share = max(1, int(cpus / ranks) - workers)
+    problem = None
     if threads is None:
-        alone = place.local_size == 1 and not workers
-        said = f"not set, so each process starts {cpus:g} thread{'s' if cpus > 1 else ''}"
-        yield Finding("OMP_NUM_THREADS", said, OK if alone else WARNING, "" if alone else remedy)
+        found = f"not set, so each process starts {cpus:g} thread{'s' if cpus > 1 else ''}"
+        problem = None if ranks == 1 and not workers else found
     elif not (threads.isdecimal() and int(threads)):
-        yield Finding("OMP_NUM_THREADS", f"{threads}: not a number of threads", WARNING, remedy)
-    elif int(threads) * place.local_size > max(cpus, place.local_size):
-        found = f"{threads} threads in each of {place.local_size} ranks, for {cpus:g} CPUs"
-        yield Finding("OMP_NUM_THREADS", found, WARNING, remedy)
+        problem = f"{threads}: not a number of threads"
+    elif int(threads) * ranks > max(cpus, ranks):
+        problem = f"{threads} threads in each of {ranks} ranks, for {cpus:g} CPUs"
     elif int(threads) == 1 and share > 1 and not on_gpus:
-        found = f"1, torchrun's default, although each rank has {share} CPUs"
-        yield Finding("OMP_NUM_THREADS", found, WARNING, remedy)
+        problem = f"1, torchrun's default, although each rank has {share} CPUs"
     else:
-        yield Finding("OMP_NUM_THREADS", threads)
+        found = threads
+    remedy = f"export OMP_NUM_THREADS={share}" if problem else ""
+    yield Finding("OMP_NUM_THREADS", problem or found, WARNING if problem else OK, remedy)
 
 
 def _memory(answer: Answer, memory_of_a_rank: int) -> Iterator[Finding]:
-    free, ranks = answer.facts.get("memory"), answer.place.local_size
+    free, ranks = answer.facts["memory"], answer.place.local_size
     if free is None:
         return
     needed = ranks * memory_of_a_rank
@@ -186,11 +176,10 @@ def _memory(answer: Answer, memory_of_a_rank: int) -> Iterator[Finding]:
 
 
 def _variables(answer: Answer) -> Iterator[Finding]:
-    variables: Mapping[str, str] = answer.facts.get("variables", {})
+    variables, there = answer.facts["variables"], answer.facts["interfaces"]
     for name, (pattern, effect) in HARMFUL.items():
         if re.match(pattern, variables.get(name, "")):
             yield Finding("variables", f"{name}={variables[name]}: {effect}", WARNING, f"unset {name}")
-    there = answer.facts.get("interfaces", [])
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         value = variables.get(name, "")
         if value and not value.startswith("^") and not names_interface(value, there):
@@ -199,38 +188,21 @@ def _variables(answer: Answer) -> Iterator[Finding]:
 
 
 def names_interface(value: str, there: Sequence[str]) -> bool:
-    """Whether a list of interfaces, as NCCL and gloo read it, names one that is there: by its beginning, or after `=`
-    by its whole name."""
-    exact = value.startswith("=")
+    """A list of interfaces, as NCCL and gloo read it, names one that is there: by its beginning, or after `=` by its
+    whole name."""
+    is_exact = value.startswith("=")
     names = value.removeprefix("=").split(",")
-    return any(found == name if exact else found.startswith(name) for name in names for found in there)
+    return any(found == name if is_exact else found.startswith(name) for name in names for found in there)
 
 
 def _different_variables(answers: Sequence[Answer]) -> Iterator[Finding]:
-    everybody = [answer.place for answer in answers]
-    names = sorted({name for answer in answers for name in answer.facts.get("variables", {})})
-    settings = [Answer(a.place, {n: a.facts["variables"].get(n, "not set") for n in names}) for a in answers if a.facts]
-    alike = True
+    names = sorted({name for answer in answers for name in answer.facts["variables"]})
+    settings = [Answer(a.place, {name: a.facts["variables"].get(name, "not set") for name in names}) for a in answers]
+    rows: list[Finding] = []
     for name in names:
-        if OF_ONE_HOST.search(name):
-            continue
-        usual, others = different(settings, name)
-        for value, places in others.items():
-            alike = False
-            rest = in_words([place for place in everybody if place not in places], everybody)
-            found = f"{name} is {value} here, and {usual} on {rest}"
-            yield Finding("variables", found, WARNING, f"set {name} alike on all ranks", tuple(places))
-    if alike:
+        if not OF_ONE_HOST.search(name):
+            rows += differences(settings, name, "variables", WARNING, f"set {name} alike on all ranks")
+    yield from rows
+    if not rows:
         shown = {n: v for n, v in settings[0].facts.items() if n.startswith(("NCCL_", "GLOO_"))} if settings else {}
         yield Finding("variables", ", ".join(f"{n}={v}" for n, v in shown.items()) or "none of NCCL_*, GLOO_* is set")
-
-
-def _said(limit: int) -> int | str:
-    return UNLIMITED if limit == resource.RLIM_INFINITY else limit
-
-
-def _number(path: str) -> int | None:
-    try:
-        return int(Path(path).read_text())
-    except (OSError, ValueError):  # no such limit, or `max`
-        return None

@@ -1,16 +1,16 @@
-"""How fast the ranks talk to each other, beside what their links should give."""
+"""The speed between ranks, beside the speed of their links."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
-import shutil
 import socket
 import struct
-import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ import torch.distributed as dist
 from ngpt_train.config.schema import Config
 from ngpt_train.distributed import resolve_device
 from ngpt_train.doctor.bounded import Report
-from ngpt_train.doctor.checks.devices import SMI_SECONDS
-from ngpt_train.doctor.exchange import Exchange, join
-from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place, gb, unchecked
+from ngpt_train.doctor.checks.devices import nvidia_smi
+from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, Place, gb, unchecked
+from ngpt_train.doctor.rank_store import connection, join, tell, told
 
 GATHER_SECONDS, CONNECT_SECONDS = 5.0, 3.0
 SMALL, LARGE_ON_CPU, LARGE_ON_GPU = 1 << 20, 1 << 24, 1 << 28  # bytes of a measurement
@@ -38,22 +38,21 @@ BLOCKED = (
 def look(config: Config, place: Place, seconds: float, report: Report) -> None:
     """The speed of the links, then that of collectives over them. Collective, in a process of each rank."""
     device = resolve_device(config.train.device, place.local_rank)
-    exchange = Exchange.joined(place)
+    store = connection()
     report(device=device.type, links=link_speeds(device))
-    exchange.post("link places", [place.node, place.local_rank])
-    places = [tuple(item) for item in exchange.gather("link places", GATHER_SECONDS).values()]
+    tell(store, place, "link places", [place.node, place.local_rank])
+    places = list(told(store, "link places", range(place.size), GATHER_SECONDS).values())
     first_ranks = [rank for rank, (_, local_rank) in enumerate(places) if local_rank == 0]
     if place.speaks_for_host and len(first_ranks) > 1:
-        report(unreachable=unreachable(exchange, first_ranks))
+        report(unreachable=unreachable(place, store, first_ranks))
     join(place, "links", device, seconds / 2)
     report(joined=True)
-    everybody = list(range(place.size))
     if len(first_ranks) > 1:
         between = dist.new_group(first_ranks)
         if place.rank in first_ranks:
             report(between=bandwidths(device, between))
     for node in sorted({node for node, _ in places}):
-        of_node = [rank for rank in everybody if places[rank][0] == node]
+        of_node = [rank for rank, (of_rank, _) in enumerate(places) if of_rank == node]
         if len(of_node) > 1:
             group = dist.new_group(of_node)
             if place.rank in of_node:
@@ -78,7 +77,7 @@ def bandwidths(device: torch.device, group: Any) -> dict[str, float]:
 
 
 def _seconds(name: str, n_bytes: int, device: torch.device, group: Any) -> float:
-    """Of one collective, the largest of all ranks."""
+    """Seconds of one collective, the largest of all ranks."""
     n = dist.get_world_size(group)
     part = torch.zeros(n_bytes // 4 // n, device=device)
     whole = torch.zeros(n * len(part), device=device)
@@ -99,18 +98,17 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# --- which hosts reach which
+# Which hosts reach which
 
 
-def unreachable(exchange: Exchange, first_ranks: Sequence[int]) -> dict[str, str]:
+def unreachable(place: Place, store: dist.Store, first_ranks: Sequence[int]) -> dict[str, str]:
     """The other hosts, by their first rank, that this host cannot connect to, and why."""
-    rank = exchange.place.rank
     with socket.create_server(("", 0), backlog=1024) as server:
-        exchange.post("listens", [own_address(), server.getsockname()[1]])
-        others = exchange.gather("listens", GATHER_SECONDS, [other for other in first_ranks if other != rank])
+        tell(store, place, "listens", [own_address(), server.getsockname()[1]])
+        others = told(store, "listens", [rank for rank in first_ranks if rank != place.rank], GATHER_SECONDS)
 
-        def attempt(other: int) -> str:
-            address, port = others[other]
+        def attempt(at: tuple[str, int]) -> str:
+            address, port = at
             try:
                 socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
             except OSError as error:
@@ -118,17 +116,15 @@ def unreachable(exchange: Exchange, first_ranks: Sequence[int]) -> dict[str, str
                 return f"{address}{of_name}: {error.strerror or error}"
             return ""
 
-        with ThreadPoolExecutor(max_workers=min(64, max(1, len(others)))) as pool:
-            found = {str(other): problem for other, problem in zip(others, pool.map(attempt, others), strict=True)}
-        exchange.post("connected", True)
-        exchange.gather("connected", 2 * CONNECT_SECONDS, first_ranks)  # the others may still need this server
-    return {other: problem for other, problem in found.items() if problem}
+        with ThreadPoolExecutor(max_workers=64) as pool:
+            problems = list(pool.map(attempt, others.values()))
+        tell(store, place, "connected", True)
+        told(store, "connected", first_ranks, 2 * CONNECT_SECONDS)  # the others may still need this server
+    return {str(other): problem for other, problem in zip(others, problems, strict=True) if problem}
 
 
 def own_address() -> str:
     """The address at which gloo lets others connect: of GLOO_SOCKET_IFNAME's interface, else of the host's name."""
-    import fcntl
-
     if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].removeprefix("="):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             answer = fcntl.ioctl(asking.fileno(), 0x8915, struct.pack("256s", interface[:15].encode()))  # SIOCGIFADDR
@@ -139,52 +135,48 @@ def own_address() -> str:
         return "127.0.0.1"
 
 
-# --- what links should give
+# What links should give, in bytes a second and one direction; None where the system does not say
 
 
-def link_speeds(device: torch.device, system: Path = Path("/sys")) -> dict[str, float | None]:
-    """Bytes a second, in one direction, that the system says of this rank's GPU and this host's networks; None where it
-    does not say."""
-    found: dict[str, float | None] = {"InfiniBand": infiniband(system), "Ethernet": ethernet(system)}
+def link_speeds(device: torch.device) -> dict[str, float | None]:
+    """The links of this rank's GPU and of this host's networks."""
+    found = {"InfiniBand": infiniband(), "Ethernet": ethernet()}
     if device.type == "cuda":
         found |= {"NVLink": nvlink(device), "PCIe": pcie(device)}
     return found
 
 
-def infiniband(system: Path) -> float | None:
+def infiniband(system: Path = Path("/sys")) -> float | None:
     """All active InfiniBand or RoCE ports together."""
-    rates = []
-    for port in system.glob("class/infiniband/*/ports/*"):
-        try:
-            if "ACTIVE" in (port / "state").read_text():
-                rates.append(float((port / "rate").read_text().split()[0]) * 1e9 / 8)
-        except (OSError, ValueError, IndexError):
-            continue
-    return sum(rates) or None
+    ports = [
+        _text(port / "rate") for port in system.glob("class/infiniband/*/ports/*") if "ACTIVE" in _text(port / "state")
+    ]
+    return sum(float(rate.split()[0]) for rate in ports if rate) * 1e9 / 8 or None
 
 
-def ethernet(system: Path) -> float | None:
+def ethernet(system: Path = Path("/sys")) -> float | None:
     """The fastest interface that is up."""
-    speeds = []
-    for interface in system.glob("class/net/*"):
-        try:
-            if (interface / "operstate").read_text().strip() == "up":
-                speeds.append(int((interface / "speed").read_text()) * 1e6 / 8)  # -1, or an error, where unknown
-        except (OSError, ValueError):
-            continue
-    return max((speed for speed in speeds if speed > 0), default=None)
+    up = [_text(at / "speed") for at in system.glob("class/net/*") if _text(at / "operstate") == "up"]
+    return max((int(speed) for speed in up if speed.isdecimal()), default=0) * 1e6 / 8 or None  # -1 where not known
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
 
 
 def nvlink(device: torch.device) -> float | None:
     """All links of a GPU together, as nvidia-smi lists them."""
-    lines = _smi("nvlink", "--status", "--id", _uuid(device))
+    lines = nvidia_smi("nvlink", "--status", "--id", _uuid(device))
     return sum(float(speed) * 1e9 for speed in re.findall(r"Link \d+: ([\d.]+) GB/s", lines)) or None
 
 
 def pcie(device: torch.device) -> float | None:
     """A GPU's slot."""
     query = ("--query-gpu=pcie.link.gen.max,pcie.link.width.current", "--format=csv,noheader,nounits")
-    numbers = re.findall(r"\d+", _smi(*query, "--id", _uuid(device)))
+    numbers = re.findall(r"\d+", nvidia_smi(*query, "--id", _uuid(device)))
     return PCIE_LANE.get(int(numbers[0]), 0) * int(numbers[1]) or None if len(numbers) == 2 else None
 
 
@@ -192,17 +184,7 @@ def _uuid(device: torch.device) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-def _smi(*arguments: str) -> str:
-    if shutil.which("nvidia-smi") is None:
-        return ""
-    try:
-        command = ["nvidia-smi", *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_SECONDS).stdout
-    except (OSError, subprocess.SubprocessError):
-        return ""
-
-
-# --- what that means
+# What that means
 
 
 def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
@@ -210,42 +192,43 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
     if len(answers) <= 1:
         yield Finding("links", "one rank, which talks to nobody")
         return
-    host_of = {answer.place.rank: answer.place for answer in answers}
+    places = {answer.place.rank: answer.place for answer in answers}
     for answer in answers:
         for other, problem in answer.facts.get("unreachable", {}).items():
-            to = host_of[int(other)]
-            yield Finding("links", f"cannot connect to {to.host} ({problem})", WRONG, BLOCKED, (answer.place,))
+            found = f"cannot connect to {places[int(other)].host} ({problem})"
+            yield Finding("links", found, WRONG, BLOCKED, (answer.place,))
     if failed := [answer for answer in answers if answer.problem]:
-        where = tuple(answer.place for answer in failed)
         stage = "" if failed[0].facts.get("joined") else "the ranks do not come together: "
-        found = unchecked("links", f"{stage}{failed[0].problem}", BLOCKED, WRONG)
-        yield Finding(found.check, found.found, WRONG, BLOCKED, where, checked=False)
-    for name, words in (("within", "within a host"), ("between", "between hosts"), ("all", "all ranks")):
-        measured = [answer for answer in answers if name in answer.facts]
-        for node in sorted({answer.place.node for answer in measured}) if name == "within" else [None]:
-            of_group = [answer for answer in measured if node is None or answer.place.node == node]
-            if of_group:
-                yield _bandwidth(name, words, of_group)
+        row = unchecked("links", f"{stage}{failed[0].problem}", BLOCKED, WRONG)
+        yield replace(row, where=tuple(answer.place for answer in failed))
+    for node in sorted({answer.place.node for answer in answers}):
+        of_node = [answer for answer in answers if answer.place.node == node]
+        yield from _bandwidth("within", "within a host", of_node)
+    yield from _bandwidth("between", "between hosts", answers)
+    yield from _bandwidth("all", "all ranks", answers)
 
 
-def _bandwidth(name: str, words: str, answers: Sequence[Answer]) -> Finding:
+def _bandwidth(name: str, words: str, answers: Sequence[Answer]) -> Iterator[Finding]:
+    answers = [answer for answer in answers if name in answer.facts]
+    if not answers:
+        return
     kind, should = _expected(name, answers)
     slowest = {key: min(answer.facts[name][key] for answer in answers) for key in answers[0].facts[name]}
     found = ", ".join(f"{key} {gb(speed)}/s" for key, speed in slowest.items())
     found += f" over {len(answers)} ranks; " + (f"{kind} should give {gb(should)}/s" if should else kind)
     places = tuple(answer.place for answer in answers) if name == "within" else ()
     if should and slowest["all-reduce"] < ENOUGH * should:
-        remedy = {
-            "within": "look at `nvidia-smi topo -m`, and at NCCL_P2P_DISABLE and NCCL_SHM_DISABLE",
-            "between": "NCCL_DEBUG=INFO says which network NCCL takes: set NCCL_SOCKET_IFNAME and NCCL_IB_HCA",
-        }
-        return Finding(f"links {words}", found, WARNING, remedy["within" if name == "within" else "between"], places)
-    return Finding(f"links {words}", found, OK, where=places)
+        remedy = "NCCL_DEBUG=INFO says which network NCCL takes: set NCCL_SOCKET_IFNAME and NCCL_IB_HCA"
+        if name == "within":
+            remedy = "look at `nvidia-smi topo -m`, and at NCCL_P2P_DISABLE and NCCL_SHM_DISABLE"
+        yield Finding(f"links {words}", found, WARNING, remedy, places)
+    else:
+        yield Finding(f"links {words}", found, where=places)
 
 
 def _expected(name: str, answers: Sequence[Answer]) -> tuple[str, float | None]:
     """The name and the speed of the slowest link that the ranks have in common."""
-    on_gpu = all(answer.facts.get("device") == "cuda" for answer in answers)
+    on_gpu = all(answer.facts["device"] == "cuda" for answer in answers)
     if name == "within":
         kinds: tuple[str, ...] = ("NVLink", "PCIe") if on_gpu else ()
         nothing = "what the links should give is unknown" if on_gpu else "through the memory of the host"
@@ -253,7 +236,7 @@ def _expected(name: str, answers: Sequence[Answer]) -> tuple[str, float | None]:
         kinds = ("InfiniBand", "Ethernet") if on_gpu else ("Ethernet",)
         nothing = "what the network should give is unknown"
     for kind in kinds:
-        speeds = [answer.facts.get("links", {}).get(kind) for answer in answers]
+        speeds = [answer.facts["links"].get(kind) for answer in answers]
         if all(speeds):
             return kind, min(speed for speed in speeds if speed)
     return nothing, None

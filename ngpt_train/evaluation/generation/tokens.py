@@ -89,17 +89,5 @@ def continue_rows(
 
 
 def reader_of(model: Decoder, config: GenerateConfig, compiled: bool = False) -> Recomputed:
-    """What gives the logits, by generate.cache. compiled: whether the decoder's blocks are."""
+    """The source of the logits, by generate.cache. compiled: whether the decoder's blocks are."""
     return model.cached(compiled) if config.cache else Recomputed(model)
-
-
-def generate(model: Decoder, prompt: Tensor, config: GenerateConfig, eos: int, vocab_size: int) -> Tensor:
-    """The tokens `(n,)` int64 with which `model` continues `prompt`: n <= max_new_tokens, without eos, where they end.
-
-    prompt: `(T,)` int64, T >= 1, on the model's device. The model sees the last `context` tokens. Else as of
-    `continue_rows`. The same seed gives the same tokens, on every device up to rounding of the logits.
-    """
-    model.eval()
-    row = row_of(model, prompt, config.seed)
-    continue_rows(reader_of(model, config), [row], config, eos, vocab_size)
-    return prompt.new_tensor(row.new)

@@ -1,1 +1,1 @@
-"""How models are written for other programs, and read back."""
+"""Forms in which models are written for other programs, and read back."""

@@ -1,4 +1,4 @@
-"""What a layout is: how a model is written for readers outside of ngpt-train."""
+"""Layouts: the forms in which a model is written for readers outside of ngpt-train, and their names."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,17 +6,22 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
+from ngpt_train.core.errors import ConfigError
+from ngpt_train.interop.layouts.llama import LlamaLayout, Qwen3Layout
+from ngpt_train.interop.layouts.ngpt import NGPTLayout
+from ngpt_train.interop.layouts.plain import SafetensorsLayout
 
 
 class Layout(Protocol):
-    """How a model is written for readers outside of ngpt-train."""
+    """The form in which a model is written for one kind of reader."""
 
     name: str
-    """Of export.layout: llama, qwen3, ngpt, safetensors."""
+    """The value of export.layout: llama, qwen3, ngpt, safetensors."""
 
     def refusal(self, config: ModelConfig) -> str | None:
-        """Why a model of this config cannot be written so, in words with the key; None if it can."""
+        """The reason, with the key, for which a model of this config cannot be written so; None if it can."""
         ...
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
@@ -39,3 +44,24 @@ class Layout(Protocol):
     def files(self) -> list[Path]:
         """Further files that belong beside config.json (a modeling file)."""
         ...
+
+
+# auto takes the first that can hold the model.
+_LAYOUTS: tuple[Layout, ...] = (LlamaLayout(), Qwen3Layout(), NGPTLayout(), SafetensorsLayout())
+LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _LAYOUTS}
+
+
+def layout_of(config: ModelConfig) -> Layout:
+    """The layout of export.layout=auto: that of the readers that most people have."""
+    return next(layout for layout in LAYOUTS.values() if layout.refusal(config) is None)
+
+
+def chosen_layout(name: str, config: ModelConfig) -> Layout:
+    """The layout that export.layout names. Raises ConfigError where it cannot hold the model."""
+    if name == AUTO:
+        return layout_of(config)
+    if problem := LAYOUTS[name].refusal(config):
+        raise ConfigError(
+            f"export.layout={name}: {problem}\n  Set export.layout={layout_of(config).name}, or leave it out"
+        )
+    return LAYOUTS[name]

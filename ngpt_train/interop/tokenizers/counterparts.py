@@ -22,7 +22,7 @@ Json = dict[str, Any]
 
 
 class NoCounterpartError(Exception):
-    """Why there is no tokenizer.json that gives the same ids, in words."""
+    """No tokenizer.json gives the same ids; the message is the reason."""
 
 
 def tokenizer_json(tokenizer: Tokenizer, eos_in_front: bool) -> tuple[Json, str]:
@@ -115,7 +115,7 @@ def _sentencepiece(tokenizer: Tokenizer) -> tuple[Json, str]:
 
 
 def _unlike(file: SentencePieceFile) -> str | None:
-    """What of a model BPE with byte fallback does not do, in words."""
+    """The property of a model that BPE with byte fallback lacks, in words."""
     if file.kind != BPE:
         return "it is no byte-pair encoding"
     if file.normalizes or file.removes_spaces:

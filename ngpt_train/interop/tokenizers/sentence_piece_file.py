@@ -1,4 +1,4 @@
-"""What the model file of SentencePiece says: pieces, scores, kinds and normalisation.
+"""The model file of SentencePiece: pieces, scores, kinds and normalisation.
 
 The file is a protocol buffer. The package sentencepiece shows the pieces but not how a text is normalised, so the few
 fields that are needed are read here.
@@ -18,7 +18,7 @@ VARINT, EIGHT_BYTES, LENGTH, FOUR_BYTES = 0, 1, 2, 5  # how the value of a field
 
 @dataclass
 class SentencePieceFile:
-    """Of the pieces the spelling and score by id, and the ids of each kind."""
+    """Spelling and score of each piece by id, and the ids of each kind."""
 
     pieces: list[str] = field(default_factory=list)
     scores: list[float] = field(default_factory=list)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ngpt_train.distributed import resolve_compile
-from ngpt_train.observe.telemetry.numbers import Numbers, Part
-from ngpt_train.observe.telemetry.running import RunningStatistics
+from ngpt_train.observe.telemetry.batch_distances import RunningStatistics
 from ngpt_train.observe.telemetry.scores import AttentionScores
-from ngpt_train.observe.telemetry.vectors import Vectors
-from ngpt_train.observe.telemetry.weights import WeightChanges
+from ngpt_train.observe.telemetry.step_numbers import Numbers, Part
+from ngpt_train.observe.telemetry.vectors_in_use import Vectors
+from ngpt_train.observe.telemetry.weight_changes import WeightChanges
 from ngpt_train.training import TrainState
 from ngpt_train.training.step import MicroBatch, Observer
 

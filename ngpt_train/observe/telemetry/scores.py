@@ -15,14 +15,14 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from ngpt_train.kernels.attention import watched
 from ngpt_train.models import Decoder
 from ngpt_train.models.weights import canonical
-from ngpt_train.observe.telemetry.numbers import Numbers, Record, ratio, stacked
+from ngpt_train.observe.telemetry.step_numbers import Numbers, Record, ratio, stacked
 
 SATURATED = 0.99  # a softmax row is saturated if its largest probability is above this
 MOST_SCORES = 2**24  # scores in memory at a time: 64 MB in fp32
 
 
 class AttentionScores:
-    """Of the first row of this rank's first micro batch, with the weights and running statistics before the step.
+    """Scores of the first row of this rank's first micro batch, by the weights and statistics before the step.
 
     compiled: whether the model's blocks are compiled.
     """
@@ -96,7 +96,7 @@ class AttentionScores:
 
 
 def visible(mask: Tensor | None, causal: bool, queries: slice, q: Tensor, k: Tensor) -> Tensor:
-    """Which keys each of the queries sees, bool, broadcasts to `(1, H, queries, S)`."""
+    """The keys that each query sees, bool, broadcasts to `(1, H, queries, S)`."""
     T, S = q.shape[1], k.shape[1]
     if mask is not None:
         return mask.expand(*mask.shape[:2], T, S)[:, :, queries]

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ngpt_train.analysis.gather import names_of, records, run_directory
-from ngpt_train.analysis.measured import measure
 from ngpt_train.analysis.measures.of_run import OfRun
+from ngpt_train.analysis.paper_figures import measure
+from ngpt_train.analysis.run_contents import names_of, records, run_directory
 from ngpt_train.config import load_config
 
 MODEL = load_config(["scale=debug", "model=powernorm", "tokenizer=bytes", "model.d_model=32"]).model

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ngpt_train.analysis import figures
-from ngpt_train.analysis.gather import in_use_of, weights_of
-from ngpt_train.analysis.measured import measure
-from ngpt_train.analysis.measures import batch_statistics, condition, embeddings, gradients, vectors
+from ngpt_train.analysis import paper_figures
+from ngpt_train.analysis.measures import batch_statistics, condition, embeddings, gradient_norms, learned_vectors
 from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, by_layer
+from ngpt_train.analysis.paper_figures import measure
+from ngpt_train.analysis.run_contents import in_use_of, weights_of
 from ngpt_train.config import load_config
 from ngpt_train.config.sections.analysis import FIGURES, LIVE_FIGURES
 from ngpt_train.models import build_model, export_weights
@@ -54,10 +54,10 @@ def curve(curves: list[Curve], panel: str, name: str = "") -> Curve:
 
 def test_the_names_are_those_of_the_keys() -> None:
     """Caught: a figure that can be drawn and not asked for; a name that is refused only after torch is loaded."""
-    assert list(figures.FIGURES) == [*FIGURES, *LIVE_FIGURES]
-    assert figures.chosen(["all"]) == list(figures.FIGURES)
-    assert figures.chosen(["live"]) == list(LIVE_FIGURES)
-    assert figures.chosen(["tnt_3", "ngpt_4"]) == ["ngpt_4", "tnt_3"]
+    assert list(paper_figures.FIGURES) == [*FIGURES, *LIVE_FIGURES]
+    assert paper_figures.chosen(["all"]) == list(paper_figures.FIGURES)
+    assert paper_figures.chosen(["live"]) == list(LIVE_FIGURES)
+    assert paper_figures.chosen(["tnt_3", "ngpt_4"]) == ["ngpt_4", "tnt_3"]
 
 
 def test_condition_numbers_of_planted_matrices() -> None:
@@ -159,7 +159,7 @@ def effective(run: OfRun, path: str, init: float, scale: float) -> np.ndarray:
 def test_rates_and_scales_are_effective() -> None:
     """Caught: stored values, which are 1/sqrt(d) of the effective ones; a mean in which alpha's signs cancel."""
     run = run_of(model_of("model=ngpt"))
-    curves = vectors.figure_6(run)
+    curves = learned_vectors.figure_6(run)
     for panel, init, scale, of in (
         ("alpha_attn", 0.05, 0.25, np.abs),
         ("alpha_mlp", 0.05, 0.25, np.abs),
@@ -178,7 +178,7 @@ def test_histograms_have_the_same_bins_for_all_runs() -> None:
     runs = [run_of(model_of("model=ngpt", f"model.n_layers={n}"), f"n{n}") for n in (2, 3)]
     found = measure(runs, ["ngpt_14"]).curves["ngpt_14"]
     values = {run.name: np.concatenate([v.double() for p, v in run.in_use.items() if "alpha_mlp" in p]) for run in runs}
-    edges = np.linspace(min(map(np.min, values.values())), max(map(np.max, values.values())), vectors.BINS + 1)
+    edges = np.linspace(min(map(np.min, values.values())), max(map(np.max, values.values())), learned_vectors.BINS + 1)
     for run in runs:
         of = curve(found[run.name], "alpha_mlp")
         assert of.edges == pytest.approx(edges, rel=1e-6)
@@ -189,16 +189,18 @@ def test_histograms_have_the_same_bins_for_all_runs() -> None:
 def test_scales_that_are_fixed_or_one_number() -> None:
     """Caught: a fixed scale, which is no weight, left out; a number as one entry among vectors."""
     run = run_of(model_of("model=ngpt", "model.s_qk.kind=fixed", "model.s_u.kind=scalar"))
-    curves = vectors.figure_6(run)
+    curves = learned_vectors.figure_6(run)
     assert curve(curves, "s_qk").y.tolist() == [1.0, 1.0]
     assert curve(curves, "s_u").y == pytest.approx([float(run.weights[f"layers.{i}.s_u"]) for i in range(2)], rel=1e-6)
-    assert len(vectors.values_of(run, "s_u").y) == sum(len(v) for p, v in run.in_use.items() if p.endswith(".s_u"))
+    assert len(learned_vectors.values_of(run, "s_u").y) == sum(
+        len(v) for p, v in run.in_use.items() if p.endswith(".s_u")
+    )
 
 
 def test_encoder_and_decoder_stored_and_effective() -> None:
     """Caught: the decoder in the encoder's place; stored and effective exchanged; cross-attention among the rest."""
     run = run_of(model_of("model=ntransformer"))
-    curves = [*vectors.tnt_figure_3(run), *vectors.tnt_figure_4(run)]
+    curves = [*learned_vectors.tnt_figure_3(run), *learned_vectors.tnt_figure_4(run)]
     for panel, where, path in (
         ("alpha_mlp", "encoder", "encoder.{}.alpha_mlp"),
         ("alpha_mlp", "decoder", "layers.{}.alpha_mlp"),
@@ -212,21 +214,21 @@ def test_encoder_and_decoder_stored_and_effective() -> None:
             expected = [of(run.weights[path.format(i)].double().numpy()).mean() * factor for i in range(2)]
             assert curve(curves, panel, f"{where} {said}").y == pytest.approx(expected, rel=1e-6)
     with pytest.raises(NoMeaning):
-        vectors.tnt_figure_3(run_of(model_of("model=ngpt")))
+        learned_vectors.tnt_figure_3(run_of(model_of("model=ngpt")))
 
 
 def test_gains_of_normformer() -> None:
     """Caught: quantiles over all layers together; depth from 1; the baseline's norms among the additions."""
     run = run_of(model_of("model=normformer", "model.res_scale=true"))
-    curves = vectors.normformer_figure_4(run)
+    curves = learned_vectors.normformer_figure_4(run)
     assert {each.panel for each in curves} == {"norm_ffn", "norm_post_attn", "head_scale"}
     expected = [np.quantile(run.weights[f"layers.{i}.norm_ffn"].double().numpy(), 0.25) for i in range(2)]
     assert curve(curves, "norm_ffn", "lower quarter").y == pytest.approx(expected, rel=1e-9)
-    of = curve(vectors.normformer_figure_6(run), "res_scale")
+    of = curve(learned_vectors.normformer_figure_6(run), "res_scale")
     assert of.x.tolist() == [0, 0.5]
     assert of.y == pytest.approx([float(run.weights[f"layers.{i}.res_scale"].mean()) for i in range(2)], rel=1e-6)
     with pytest.raises(NoMeaning, match="res_scale"):
-        vectors.normformer_figure_6(run_of(model_of("model=gpt")))
+        learned_vectors.normformer_figure_6(run_of(model_of("model=gpt")))
 
 
 def batches(n: int, rows: int = 3) -> list[list[Tensor]]:
@@ -240,7 +242,7 @@ def test_gradients_of_the_mean_loss() -> None:
     model = model_of("model=gpt")
     given = batches(2)
     given[1][1][:, 4:] = -100
-    found, loss = gradients.gradient_l1(model, given)
+    found, loss = gradient_norms.gradient_l1(model, given)
     logits = torch.cat([model(tokens) for tokens, _ in given])
     targets = torch.cat([targets for _, targets in given])
     expected = torch.nn.functional.cross_entropy(logits.flatten(0, 1).double(), targets.flatten())
@@ -341,10 +343,10 @@ def test_stacks_of_an_encoder_decoder() -> None:
 def test_figures_without_meaning_are_named() -> None:
     """Caught: an error where an architecture has no such thing; a figure that vanishes without a word."""
     runs = [run_of(model_of("model=gpt"), "gpt"), run_of(model_of("model=ngpt"), "ngpt")]
-    found = measure(runs, figures.chosen(["all"]))
+    found = measure(runs, paper_figures.chosen(["all"]))
     assert list(found.curves["ngpt_6"]) == ["ngpt"]
     assert "tnt_3" not in found.curves
     seen = {(name, run) for name, of in found.curves.items() for run in of}
     said = {(each.figure, each.run) for each in found.skipped}
-    assert seen | said == {(name, run.name) for name in figures.FIGURES for run in runs}
+    assert seen | said == {(name, run.name) for name in paper_figures.FIGURES for run in runs}
     assert not seen & said

@@ -10,13 +10,13 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 
-from ngpt_train.analysis.measured import Measured, Skipped
 from ngpt_train.analysis.measures.of_run import Curve
+from ngpt_train.analysis.output.analysis_numbers import as_json, write_json, write_parquet
 from ngpt_train.analysis.output.measured_page import MOST_POINTS, html, thinned, write_page, write_pictures
-from ngpt_train.analysis.output.numbers import as_json, write_json, write_parquet
-from ngpt_train.analysis.probe import page as probe_page
+from ngpt_train.analysis.paper_figures import Measured, Skipped
+from ngpt_train.analysis.probe import probe_page
 from ngpt_train.analysis.probe.classes import of_position
-from ngpt_train.analysis.probe.report import report
+from ngpt_train.analysis.probe.probe_losses import report
 from ngpt_train.report.page.html import table
 from ngpt_train.report.page.style import styles
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ngpt_train.analysis.probe import classes, pieces, report, sums
+from ngpt_train.analysis.probe import classes, probe_losses, token_texts
 from ngpt_train.config import load_config
 from ngpt_train.data import Tokens, rows_of
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
@@ -26,7 +26,7 @@ def test_sums_add_up_to_the_last_bit() -> None:
     """Caught: sums that differ with the order, so that classes do not add up; losses that are rounded visibly."""
     values = LOSSES.ravel().tolist()
     assert len({math.fsum(values[::-1][:k]) + math.fsum(values[::-1][k:]) for k in range(2000)}) > 1, "nothing to mend"
-    found = sums.addable(LOSSES)
+    found = probe_losses.addable(LOSSES)
     total = exact(found)
     assert Fraction(float(found.sum())) == total
     for seed in range(20):
@@ -35,7 +35,7 @@ def test_sums_add_up_to_the_last_bit() -> None:
         random.Random(seed).shuffle(shuffled := parts.tolist())
         assert sum(shuffled) == float(found.sum())
     assert abs(total - exact(LOSSES)) <= exact(LOSSES) * Fraction(1, 2**44)
-    assert not sums.addable(np.zeros((2, 3))).any()
+    assert not probe_losses.addable(np.zeros((2, 3))).any()
 
 
 def test_classes_of_frequency_and_position() -> None:
@@ -68,11 +68,11 @@ class Words(BytesTokenizer):
 
 def test_types_are_of_the_text() -> None:
     """Caught: a space that decoding alone loses; a letter after a letter as a word start; digits as punctuation."""
-    found = pieces.pieces_of(Words())
+    found = token_texts.pieces_of(Words())
     assert found == list(Words.parts)
     ids = np.array([[0, 1, 3, 1, 2, 4, 5, 6, 8, 9, 0]])
     before = np.concatenate([[[6]], ids[:, :-1]], axis=1)
-    types = [pieces.TYPES[k] for k in pieces.piece_types(ids, before, found, eos=6)[0]]
+    types = [token_texts.TYPES[k] for k in token_texts.piece_types(ids, before, found, eos=6)[0]]
     assert types == [
         "word start",
         "word continuation",
@@ -129,7 +129,7 @@ def test_rows_where_two_models_differ_most() -> None:
     two[2, 5] -= 1.6
     two[1, 2:] = 50  # where no target counts
     letters = [chr(k) for k in range(257)]
-    content = report.report(
+    content = probe_losses.report(
         [{"name": "a"}, {"name": "b"}],
         {"a": one, "b": two},
         (tokens, targets),
@@ -151,5 +151,5 @@ def test_rows_where_two_models_differ_most() -> None:
         assert sum(each["loss_sum"][name] for each in of["classes"]) == model["loss_sum"]
         assert sum(content["by_position"]["loss_sum"][name]) == model["loss_sum"]
         assert model["loss"] == model["loss_sum"] / 18
-    only = sums.standing_out([two], targets != -100, 1)
+    only = probe_losses.standing_out([two], targets != -100, 1)
     assert only == [1]

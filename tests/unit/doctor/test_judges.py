@@ -10,12 +10,12 @@ from ngpt_train.doctor.checks import (
     devices,
     disks,
     environment,
-    kernels,
+    kernel_check,
     links,
-    steps,
-    text,
-    tracking,
+    training_text,
+    trial_steps,
     versions,
+    wandb_server,
 )
 from ngpt_train.doctor.examination import Examination, exit_code, judge
 from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding
@@ -23,7 +23,7 @@ from tests.unit.doctor.places import answers, config, hosts
 
 VERSIONS = {"torch": "2.13.0", "commit": "a" * 40, "code": "123", "NCCL": "2.27", "python": "3.12.1", "config": {}}
 ENVIRONMENT = {
-    "limits": {"open files": [65536, 65536], "processes": ["unlimited"] * 2, "memlock": ["unlimited"] * 2},
+    "limits": {"open files": 65536, "processes": "unlimited", "memlock": "unlimited"},
     "cpus": 8.0, "memory": 10**11, "tasks": None, "shm": 8 * 10**9, "shm_free": 8 * 10**9,
     "variables": {"OMP_NUM_THREADS": "4"}, "interfaces": ["lo", "eth0"], "infiniband": True,
 }  # fmt: skip
@@ -85,10 +85,10 @@ def test_clocks() -> None:
 @pytest.mark.parametrize(
     ("facts", "verdict", "words"),
     [
-        ({"limits": ENVIRONMENT["limits"] | {"open files": [20, 20]}}, WRONG, "at most 20 in a process"),
-        ({"limits": ENVIRONMENT["limits"] | {"open files": [1024, 4096]}}, WARNING, "at most 1024 in a process"),
-        ({"limits": ENVIRONMENT["limits"] | {"memlock": [65536, 65536]}}, WRONG, "65.5 kB, and there is InfiniBand"),
-        ({"limits": ENVIRONMENT["limits"] | {"processes": [512, 512]}}, WARNING, "at most 512, threads included"),
+        ({"limits": ENVIRONMENT["limits"] | {"open files": 20}}, WRONG, "at most 20 in a process"),
+        ({"limits": ENVIRONMENT["limits"] | {"open files": 1024}}, WARNING, "at most 1024 in a process"),
+        ({"limits": ENVIRONMENT["limits"] | {"memlock": 65536}}, WRONG, "65.5 kB, and there is InfiniBand"),
+        ({"limits": ENVIRONMENT["limits"] | {"processes": 512}}, WARNING, "at most 512, threads included"),
         ({"tasks": 100}, WARNING, "at most 100, threads included"),
         ({"shm": 67_108_864, "shm_free": 67_000_000}, WRONG, "67.1 MB"),
         ({"shm": 8 * 10**9, "shm_free": 500_000_000}, WARNING, "500 MB of it free"),
@@ -149,11 +149,11 @@ def test_devices(facts: dict[str, Any], verdict: str, words: str) -> None:
 def test_a_kernel_that_is_wrong() -> None:
     """Caught: a kernel that is switched off stops a run, or is not named with its host."""
     right = {"off": {}, "slower": {}, "calls": 7, "name": "A100"}
-    rows = list(kernels.judge(answers(hosts(2), right, right | {"off": {"rotary": "NaN"}})))
+    rows = list(kernel_check.judge(answers(hosts(2), right, right | {"off": {"rotary": "NaN"}})))
     assert wrong(rows, WARNING) == ["b: rotary is off: NaN"]
     assert not wrong(rows)
     refused = Answer(hosts(1)[0], {}, "ConfigError: kernels=triton: the kernel rotary must not run")
-    assert [row.code for row in kernels.judge([refused])] == [2]
+    assert [row.code for row in kernel_check.judge([refused])] == [2]
 
 
 def test_one_host_without_a_gpu() -> None:
@@ -180,7 +180,7 @@ def test_a_gpu_that_train_requires() -> None:
         ({"shared": {"seen": True, "writable": True, "lock": "not seen"}}, WARNING, "a lock of rank 0 is not seen"),
         ({"space": DISKS["space"] | {"free": 2_900}}, WRONG, "checkpoints need 3 kB"),
         ({"space": DISKS["space"] | {"inodes": 10}}, WRONG, "10 files may still be made"),
-        ({"shared": DISKS["shared"] | {"ahead": 60.0}}, WARNING, "60.0 s ahead of that of the file system"),
+        ({"shared": DISKS["shared"] | {"ahead": 60.0}}, WARNING, "60.0 s ahead of the clock of the file system"),
         ({"cache_problem": "Read-only file system"}, WRONG, "/cache: cannot be written"),
         ({"compile_cache": "is mounted noexec"}, WARNING, "is mounted noexec"),
         ({"refused": "process 7 on z is training in /runs", "code": 2}, WRONG, "process 7 on z"),
@@ -203,13 +203,13 @@ def test_a_slow_disk() -> None:
 def test_other_data_on_one_host() -> None:
     there = {"source ": {"said": "2 files", "identity": "123"}, "tokenizer": {"name": "bytes", "size": 257}}
     other = there | {"source ": {"said": "3 files", "identity": "456"}}
-    found = wrong(text.judge(config(), answers(hosts(3), there, there, other)))
-    assert found == ["c: data: other files here than on a; b (456 and 123)"]
+    found = wrong(training_text.judge(config(), answers(hosts(3), there, there, other)))
+    assert found == ["c: data: the identity of its files is 456 here, and 123 on a; b"]
 
 
 def test_a_tokenizer_that_does_not_come() -> None:
     answer = Answer(hosts(1)[0], {"source ": {"said": "", "identity": "1"}, "begun": "the tokenizer"}, "it took longer")
-    rows = [row for row in text.judge(config(), [answer]) if row.verdict == WRONG]
+    rows = [row for row in training_text.judge(config(), [answer]) if row.verdict == WRONG]
     assert [(row.check, row.checked) for row in rows] == [("tokenizer", False)]
 
 
@@ -227,12 +227,12 @@ def test_wandb(facts: dict[str, Any], verdict: str, words: str) -> None:
     """Caught: `wrong` for what never stops a run."""
     well = {"installed": True, "server": "https://api.wandb.ai", "key": True, "accepted": True}
     online = config("logging.wandb.mode=online")
-    assert words in next(row.found for row in tracking.judge(online, answers(hosts(1), well | facts)))
-    assert {row.verdict for row in tracking.judge(online, answers(hosts(1), well | facts))} == {verdict}
+    assert words in next(row.found for row in wandb_server.judge(online, answers(hosts(1), well | facts)))
+    assert {row.verdict for row in wandb_server.judge(online, answers(hosts(1), well | facts))} == {verdict}
 
 
 def test_a_compiler_counts_where_it_is_needed() -> None:
-    missing = {"compiler": "g++", "path": None, "needed": True}
+    missing = {"wrong": "there is no g++, which torch.compile needs", "needed": True}
     assert wrong(compiler.judge(answers(hosts(1), missing))) == ["a: there is no g++, which torch.compile needs"]
     assert wrong(compiler.judge(answers(hosts(1), missing | {"needed": False})), WARNING)
 
@@ -259,13 +259,15 @@ def test_ranks_that_do_not_come_together() -> None:
 def test_unequal_losses() -> None:
     """Caught: a rank that calculates otherwise and is not named; a difference of rounding that stops a run."""
     rounding = {"losses": [6.2 * (1 + 1e-6), 6.1, 6.0], "norms": [1.0, 1.1, 1.2]}
-    assert not wrong(steps.judge(answers(hosts(2), STEPS, STEPS | {"ddp": rounding})))
+    assert not wrong(trial_steps.judge(answers(hosts(2), STEPS, STEPS | {"ddp": rounding})))
     for part in ("losses", "norms"):
         other = {"ddp": STEPS["ddp"] | {part: [1.001 * x for x in STEPS["ddp"][part]]}}  # type: ignore[dict-item]
-        found = wrong(steps.judge(answers(hosts(2), STEPS, STEPS | other)))
+        found = wrong(trial_steps.judge(answers(hosts(2), STEPS, STEPS | other)))
         assert len(found) == 1
         assert found[0].startswith(f"b: {part} ")
-    assert wrong(steps.judge(answers(hosts(2), STEPS, STEPS | {"single": rounding | {"losses": [float("nan")] * 3}})))
+    assert wrong(
+        trial_steps.judge(answers(hosts(2), STEPS, STEPS | {"single": rounding | {"losses": [float("nan")] * 3}}))
+    )
 
 
 def test_a_layout_that_fails() -> None:
@@ -273,10 +275,10 @@ def test_a_layout_that_fails() -> None:
     places = hosts(2)
     facts = STEPS | {"layouts": ["single", "ddp", "fsdp"], "begun": "fsdp"}
     failed = [Answer(places[0], facts, "it took longer than 40 s"), Answer(places[1], facts, "RuntimeError: no memory")]
-    rows = [row for row in steps.judge(failed) if row.check == "steps, fsdp"]
+    rows = [row for row in trial_steps.judge(failed) if row.check == "steps, fsdp"]
     assert [(row.verdict, row.where) for row in rows] == [(WARNING, (places[1],))]
     own = [Answer(answer.place, answer.facts | {"own": "fsdp"}, answer.problem) for answer in failed]
-    assert wrong(steps.judge(own)) == ["b: could not be checked: RuntimeError: no memory"]
+    assert wrong(trial_steps.judge(own)) == ["b: could not be checked: RuntimeError: no memory"]
 
 
 def test_a_mistake_of_ours_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,11 @@ from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.data import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.distributed import World
-from ngpt_train.evaluation import Validation, generate, unigram_loss, validation
-from ngpt_train.evaluation.generation import sample
+from ngpt_train.evaluation import Validation, unigram_loss, validation
+from ngpt_train.evaluation.generation.sampling import sample
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.ngpt.keys import NGPTConfig
+from tests.unit.evaluation.generated import generate
 
 LOGITS = torch.tensor([0.0, 3.0, 1.0, 2.0, -1.0])
 

@@ -18,7 +18,7 @@ from ngpt_train.config.sections.evaluation import EvalConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
 from ngpt_train.distributed import World
-from ngpt_train.evaluation.tasks import TaskResults, Tasks, files
+from ngpt_train.evaluation.tasks import TaskResults, Tasks, task_files
 from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.gpt.keys import GPTConfig
@@ -235,8 +235,8 @@ def test_an_unknown_name_is_refused_before_all_tasks_are_read(directory: Path, m
     def never(*args: object) -> None:
         raise AssertionError("reads all tasks, or data")
 
-    monkeypatch.setattr(files.Harness, "_of_all", property(never))
-    monkeypatch.setattr(files, "_built", never)
+    monkeypatch.setattr(task_files.Harness, "_of_all", property(never))
+    monkeypatch.setattr(task_files, "_built", never)
     with pytest.raises(ConfigError, match=r"has no piqaa, nor is there a file of that name .*; did you mean piqa"):
         asked(directory, "choices", "arc_easy", "piqaa")
 
@@ -244,7 +244,7 @@ def test_an_unknown_name_is_refused_before_all_tasks_are_read(directory: Path, m
 @pytest.mark.slow
 def test_every_name_of_the_harness_is_found_in_its_files() -> None:
     """Caught: a task, a group or a tag of a template that is refused as unknown."""
-    assert set(TaskManager().all_tasks) <= files.Harness().folders_by_name.keys()
+    assert set(TaskManager().all_tasks) <= task_files.Harness().folders_by_name.keys()
 
 
 def test_messages_of_libraries_are_printed_once(monkeypatch: pytest.MonkeyPatch) -> None:

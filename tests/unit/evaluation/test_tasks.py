@@ -18,9 +18,9 @@ from ngpt_train.evaluation.restore import named, restore
 from ngpt_train.evaluation.tasks.adapter import Adapter
 from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
 from ngpt_train.interop.exporting import export
+from ngpt_train.interop.foreign_model import Imported
 from ngpt_train.interop.imported_run import write_run
-from ngpt_train.interop.importing import Imported
-from ngpt_train.interop.layouts.registry import layout_of
+from ngpt_train.interop.layouts.layout import layout_of
 from ngpt_train.models import Decoder, build_model, export_weights
 from ngpt_train.models.gpt.keys import GPTConfig
 from tests.properties.architectures import ARCHITECTURES

@@ -20,11 +20,11 @@ from ngpt_train.study.compare.runs import Run
 
 # Where the config of a run is read, and what is used of it. What uses more goes through `taken`.
 READERS = {
-    "analysis/gather.py": "model",
+    "analysis/run_contents.py": "model",
     "config/stored.py": "defines it",
     "evaluation/averaging.py": "compared",
     "evaluation/restore.py": "model; generate and export use no more, `combine` takes the text",
-    "interop/importing.py": "model; the rest becomes the config of the imported run, of which the same is taken",
+    "interop/foreign_model.py": "model; the rest becomes the config of the imported run, of which the same is taken",
     "study/audit/auditing.py": "compared; taken",
     "study/compare/step_times.py": "taken",
     "study/runner.py": "compared",

@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,12 +20,13 @@ from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
 from ngpt_train.distributed import World
 from ngpt_train.evaluation.restore import Restored, named, restore
 from ngpt_train.interop import exporting, verification
+from ngpt_train.interop.card import plain
 from ngpt_train.interop.exporting import export
+from ngpt_train.interop.foreign_model import Imported, read_model
 from ngpt_train.interop.imported_run import write_run
-from ngpt_train.interop.importing import Imported, read_model
+from ngpt_train.interop.layouts.layout import chosen_layout
 from ngpt_train.interop.layouts.llama import LlamaLayout, to_half
-from ngpt_train.interop.layouts.registry import chosen_layout
-from ngpt_train.interop.tokenizers.write import write_tokenizers
+from ngpt_train.interop.tokenizers.tokenizer_files import write_tokenizers
 from ngpt_train.models import build_model, export_weights
 from ngpt_train.training.guards import NumericalError
 from tests.properties.architectures import error
@@ -461,3 +463,12 @@ def test_hub(plain_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(taken) == names[:3]
     with pytest.raises(DataError, match="owner/model at gone cannot be fetched from the hub"):
         read_model("owner/model", "gone")
+
+
+@pytest.mark.parametrize("name", ["a|b", "![x](http://y)", "<script>x</script>", "two\n# lines", "`code`"])
+def test_a_name_is_no_markdown(name: str) -> None:
+    """Caught: a run's name that makes links, tags or cells in the card of an export."""
+    said = plain(name)
+    assert not re.search(r"(?<!\\)[\[<|`]", said)
+    assert "\n" not in said
+    assert plain("ngpt-debug_seed0 v1.2+cpu, 5 % (a)") == "ngpt-debug_seed0 v1.2+cpu, 5 % (a)"

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.interop.layouts import llama_arithmetic
+from ngpt_train.interop.layouts.layout import chosen_layout, layout_of
 from ngpt_train.interop.layouts.llama import LlamaLayout, Qwen3Layout, to_half
-from ngpt_train.interop.layouts.registry import chosen_layout, layout_of
-from ngpt_train.interop.tensors import write_tensors
+from ngpt_train.interop.safetensors_files import write_tensors
 from ngpt_train.models import build_model, export_weights, load_weights
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.gpt.keys import GPTConfig
@@ -195,7 +195,7 @@ def test_layouts(config: Any, auto: str | None, named: str, message: str) -> Non
 def test_names_of_layouts() -> None:
     """Caught: a layout that export.layout does not offer."""
     from ngpt_train.config.sections.exchange import LAYOUTS as OFFERED
-    from ngpt_train.interop.layouts.registry import LAYOUTS
+    from ngpt_train.interop.layouts.layout import LAYOUTS
 
     assert tuple(LAYOUTS) == OFFERED
     assert Qwen3Layout().refusal(small(qk_norm=True)) is None

@@ -2,7 +2,6 @@
 
 import copy
 import json
-import subprocess
 import sys
 from dataclasses import replace
 from functools import partial
@@ -301,26 +300,6 @@ def test_two_exports_do_not_mix(tmp_path: Path) -> None:
             assert error(theirs(tokens).logits, model(tokens).double()) < 4e-6
     modules = [sys.modules[type(theirs).__module__] for theirs in loaded]
     assert [hasattr(module, "OF_THE_SECOND") for module in modules] == [False, True]
-
-
-@pytest.mark.slow
-def test_stands_alone(tmp_path: Path) -> None:
-    """Caught: a modeling file that needs ngpt_train or the network."""
-    model, tokens = model_of("ngpt")
-    folder = write(model, LAYOUT, tmp_path / "export")
-    torch.save(model(tokens), tmp_path / "logits.pt")
-    program = (
-        "import sys; sys.modules['ngpt_train'] = None\n"
-        "import torch\nfrom transformers import AutoModelForCausalLM\n"
-        f"model = AutoModelForCausalLM.from_pretrained({str(folder)!r}, trust_remote_code=True)\n"
-        f"logits = model(torch.tensor({tokens.tolist()})).logits\n"
-        f"print((logits - torch.load({str(tmp_path / 'logits.pt')!r})).abs().max().item() < 1e-4)"
-    )
-    offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "home"), "PATH": "/usr/bin:/bin"}
-    found = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, env=offline, capture_output=True, text=True, check=False
-    )
-    assert found.stdout.strip() == "True", found.stderr
 
 
 def broken(folder: Path, **keys: Any) -> tuple[dict[str, Any], dict[str, Tensor]]:

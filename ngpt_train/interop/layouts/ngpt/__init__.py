@@ -104,7 +104,7 @@ def foreign(name: str) -> str:
 
 
 def is_turned(name: str) -> bool:
-    """Whether the modeling file, whose matrices are applied from the left, has the transposed matrix."""
+    """The modeling file, whose matrices are applied from the left, has this matrix transposed."""
     return name.endswith((".wo", ".w_down"))
 
 

@@ -15,8 +15,8 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.distributed import World, resolve_device, resolve_kind, resolve_precision
 from ngpt_train.doctor.bounded import Report, first_line
-from ngpt_train.doctor.exchange import join
 from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place
+from ngpt_train.doctor.rank_store import join
 from ngpt_train.kernels import dispatch
 from ngpt_train.report.enough_memory import check_state_fits
 from ngpt_train.training import build_state, train_step
@@ -168,7 +168,7 @@ def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[floa
         if not reached:
             found = f"{cause.facts.get('begun')} failed before: {found}"
         remedy = "look at the rows above: devices, links, versions" if grave == WRONG else f"do not use parallel={name}"
-        yield Finding(check, f"could not be checked: {first_line(ValueError(found))}", grave, remedy, where, 3, False)
+        yield Finding(check, f"could not be checked: {first_line(found)}", grave, remedy, where, 3, False)
         return
     for answer in answers:
         if name not in answer.facts or reference is None:
@@ -186,7 +186,7 @@ def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[floa
 
 
 def _waited(problem: str) -> bool:
-    """Whether a rank failed because another did not answer."""
+    """A rank failed because another did not answer."""
     return any(words in problem for words in ("longer than", "imed out", "imeout", "Connection closed", "reset by"))
 
 

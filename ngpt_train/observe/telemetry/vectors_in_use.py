@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ngpt_train.models import Decoder
 from ngpt_train.models.weights import canonical
-from ngpt_train.observe.telemetry.numbers import Numbers, Record
+from ngpt_train.observe.telemetry.step_numbers import Numbers, Record
 
 
 class Vectors:

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.analysis.figures import FIGURES
-from ngpt_train.analysis.measured import Measured
 from ngpt_train.analysis.measures.of_run import Curve
+from ngpt_train.analysis.paper_figures import FIGURES, Measured
 from ngpt_train.core.files import write_atomically
 
 

@@ -173,7 +173,7 @@ class OwnTasks:
         return iter([*self.manager.all_tasks, *self._files])
 
     def task(self, name: str) -> str | dict[str, Any]:
-        """What the manager loads."""
+        """The task in a form that the manager loads."""
         return name if name in self.manager.all_tasks else from_jsonl(name, self._files[name])
 
 
@@ -226,7 +226,7 @@ def from_jsonl(name: str, path: Path) -> dict[str, Any]:
 
 
 def _problem(record: Any, form: Sequence[str]) -> str:
-    """What is wrong with a line that should have the fields of `form`; empty where nothing is."""
+    """The mistake of a line that should have the fields of `form`; empty where there is none."""
     if not isinstance(record, dict):
         return "it is no JSON object"
     if missing := [field for field in form if field not in record]:

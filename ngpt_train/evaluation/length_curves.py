@@ -1,4 +1,4 @@
-"""The loss of a model at a context, and at each position of its window.
+"""The loss of a model at a context, and at each position of its window: figure 13 of the nGPT paper.
 
 A document is read from an eos on, as in training, and its ids are the targets, each once; the eos behind it is none.
 The first window has the first `context` targets. Then the window moves by `stride`, and its last `stride` targets count
@@ -10,8 +10,9 @@ of its window were read before it, less one: at the positions all targets of all
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,12 +22,14 @@ from torch import Tensor
 
 from ngpt_train.data import Tokenizer
 from ngpt_train.data.tokenizers.tokenizer import encode_document
-from ngpt_train.distributed import World, averaged_statistics
+from ngpt_train.distributed import World
+from ngpt_train.evaluation.validation import not_training
 from ngpt_train.models import Decoder
 from ngpt_train.models.layers.rope import UNSCALED, RopeScaling
 
 # Most ids of one forward pass of several windows; a longer window is a pass of its own.
 MOST_TOKENS = 8_192
+STYLES = {"none": ("-", "C0"), "linear": ("--", "C1"), "ntk": (":", "C2")}  # of the figure
 
 
 class Window(NamedTuple):
@@ -123,10 +126,8 @@ def measure(
     sums = [torch.zeros(3, curve.context, dtype=torch.float64, device=world.device) for curve in curves]
     counted = torch.zeros(len(curves), 4, dtype=torch.float64, device=world.device)  # nats, targets, bytes, windows
     n_bytes = torch.from_numpy(tokenizer.n_bytes).to(world.device)
-    was_training = model.training
-    model.eval()
     passes = 0
-    with averaged_statistics(model, world):
+    with not_training(model, world):
         for text in documents:
             ids = _opened(tokenizer, text).to(world.device)
             n_targets = len(ids) - 1
@@ -141,7 +142,6 @@ def measure(
                     if passes % world.size == world.rank:
                         _add(model, ids, cut[first : first + at_once], n_bytes, sums[k], counted[k])
     model.rope_scaling = UNSCALED
-    model.train(was_training)
     for curve, of_positions, of_context in zip(curves, sums, world.sum_(counted).tolist(), strict=True):
         curve.nats = of_context[0]
         curve.targets, curve.bytes, curve.windows = map(round, of_context[1:])
@@ -168,3 +168,33 @@ def _add(model: Decoder, ids: Tensor, cut: list[Window], n_bytes: Tensor, sums: 
     for row, window in enumerate(cut):
         counted[:3] += per_target[:, row, window.new - window.start :].sum(1)
     counted[3] += len(cut)
+
+
+def plot_lengths(curves: Sequence[Curve], trained: int, title: str, path: Path) -> None:
+    """Writes a picture: left the perplexity over the context, as figure 13 of the nGPT paper, right over the position
+    at each context. trained: model.context, at which a line stands."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 4.2), dpi=120, layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for rope in dict.fromkeys(curve.rope for curve in curves):
+        of_rope = [curve.as_json() for curve in curves if curve.rope == rope]
+        contexts = [curve["context"] for curve in of_rope]
+        name = {"none": "RoPE as trained"}.get(rope, f"RoPE scaled: {rope}")
+        style, color = STYLES[rope]
+        left.plot(contexts, [curve["ppl"] for curve in of_rope], "o", ls=style, color=color, label=name)
+        for k, curve in enumerate(of_rope):
+            known = [p for p in curve["positions"] if p["ppl"] is not None]
+            middle = [np.sqrt((p["first"] + 1) * (p["last"] + 1)) for p in known]
+            label = f"context {curve['context']:,}" if rope == curves[0].rope else None
+            right.plot(middle, [p["ppl"] for p in known], ls=style, marker=".", color=f"C{k}", label=label)
+    for ax, what in ((left, "context"), (right, "position in the window")):
+        ax.axvline(trained, color="0.6", lw=1, label=f"context of training, {trained:,}" if ax is left else None)
+        ax.set(xscale="log", yscale="log", xlabel=f"{what} (tokens)", ylabel="perplexity per token")
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_minor_formatter("{x:.4g}")
+        ax.grid(alpha=0.3, which="both")
+        ax.legend(fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(path)

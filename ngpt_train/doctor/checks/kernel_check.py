@@ -36,9 +36,8 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 def _kernels(answer: Answer) -> Iterator[Finding]:
     facts = answer.facts
-    if answer.problem and answer.problem.startswith("ConfigError"):
-        found = answer.problem.removeprefix("ConfigError: ")
-        yield Finding("kernels", found, WRONG, "choose what runs here, as it says", code=CONFIG)
+    if answer.refusal:
+        yield Finding("kernels", answer.refusal, WRONG, "choose what runs here, as it says", code=CONFIG)
     elif answer.problem:
         yield unchecked("kernels", answer.problem, "`train` checks them again; kernels=torch does without them")
     for name, problem in facts.get("off", {}).items():

@@ -1,12 +1,12 @@
-"""The figures by name: what their panels show, and the function that measures them."""
+"""The figures by name: what their panels show, and the function that measures them; and their curves for runs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
-from ngpt_train.analysis.measures import batch_statistics, condition, embeddings, gradients, live, vectors
-from ngpt_train.analysis.measures.of_run import Curve, OfRun
+from ngpt_train.analysis.measures import batch_statistics, condition, embeddings, gradient_norms, learned_vectors, live
+from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun
 
 Measure = Callable[[OfRun], list[Curve]]
 Together = Callable[[Mapping[str, list[Curve]]], dict[str, list[Curve]]]
@@ -112,8 +112,8 @@ FIGURES: dict[str, Figure] = {
     "ngpt_6": Figure(
         "nGPT, figure 6: eigen learning rates and scaling factors",
         {**_means(RATES, y="mean of |alpha|"), **_means(SCALES), "s_z": DENSITY["s_z"]},
-        vectors.figure_6,
-        together=vectors.histogram_of_s_z,
+        learned_vectors.figure_6,
+        together=learned_vectors.histogram_of_s_z,
     ),
     "ngpt_10": Figure(
         "nGPT, figure 10: condition numbers, renormalized after training too", CONDITION, condition.figure_10
@@ -121,28 +121,33 @@ FIGURES: dict[str, Figure] = {
     "ngpt_11": Figure("nGPT, figure 11: row norms and singular values, layer 3", LAYER_PANELS, condition.figure_11),
     "ngpt_12": Figure("nGPT, figure 12: row norms and singular values, layer 4", LAYER_PANELS, condition.figure_12),
     "ngpt_14": Figure(
-        "nGPT, figure 14: histograms of alpha and s", DENSITY, vectors.figure_14, together=vectors.histograms
+        "nGPT, figure 14: histograms of alpha and s",
+        DENSITY,
+        learned_vectors.figure_14,
+        together=learned_vectors.histograms,
     ),
     "normformer_3": Figure(
         "NormFormer, figure 3: L1 norm of gradients",
         {"w_down": Panel(GRADIENTS["w_down"], LAYER, "L1 norm", log=True)},
-        gradients.figure_3,
+        gradient_norms.figure_3,
         needs="rows",
     ),
     "normformer_4": Figure(
-        "NormFormer, figure 4: learned gains and head scales", _means(ADDED, y="value"), vectors.normformer_figure_4
+        "NormFormer, figure 4: learned gains and head scales",
+        _means(ADDED, y="value"),
+        learned_vectors.normformer_figure_4,
     ),
     "normformer_6": Figure(
         "NormFormer, figure 6: lambda of residual connections",
         {"res_scale": Panel("lambda", "layer number / total layers", "mean")},
-        vectors.normformer_figure_6,
+        learned_vectors.normformer_figure_6,
     ),
     "normformer_7": Figure(
         "NormFormer, figure 7: gradients as a ratio to those of the first run",
         {name: Panel(said, LAYER, "ratio of L1 norm / loss", log=True) for name, said in GRADIENTS.items()},
-        gradients.figure_7,
+        gradient_norms.figure_7,
         needs="rows",
-        together=gradients.ratios_to_first,
+        together=gradient_norms.ratios_to_first,
     ),
     "powernorm_2": Figure(
         "PowerNorm, figure 2: BatchNorm's statistics of batches and running ones",
@@ -173,12 +178,12 @@ FIGURES: dict[str, Figure] = {
     "tnt_3": Figure(
         "TnT, figure 3: eigen learning rates",
         _means(OF_ENCODER_DECODERS, y="mean of |alpha|"),
-        vectors.tnt_figure_3,
+        learned_vectors.tnt_figure_3,
     ),
     "tnt_4": Figure(
         "TnT, figure 4: scaling factors",
         _means({"s_qk": "s_qk", "s_qk_cross": "s_qk of cross-attention", "s_u": "s_u", "s_v": "s_v"}),
-        vectors.tnt_figure_4,
+        learned_vectors.tnt_figure_4,
     ),
     "ngpt_6_live": Figure(
         "nGPT, figure 6 over steps", _means({**RATES, **SCALES, "s_z": "s_z"}, STEP), live.figure_6, needs="telemetry"
@@ -203,7 +208,7 @@ FIGURES: dict[str, Figure] = {
         {name: Panel(said, STEP, "ratio of L1 norm / loss", log=True) for name, said in GRADIENTS.items()},
         live.normformer_7,
         needs="telemetry",
-        together=gradients.ratios_to_first,
+        together=gradient_norms.ratios_to_first,
     ),
     "powernorm_2_live": Figure(
         "PowerNorm, figure 2 over steps", _distances("mu", "sigma"), live.distances("mu", "sigma"), needs="telemetry"
@@ -224,3 +229,38 @@ def chosen(words: Sequence[str]) -> list[str]:
     groups = {"all": set(FIGURES), "live": live_ones}
     wanted = {name for word in words for name in groups.get(word, {word})}
     return [name for name in FIGURES if name in wanted]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    figure: str
+    run: str
+    why: str  # the end of a sentence about the run
+
+
+@dataclass
+class Measured:
+    """curves: by figure and run. The first run is the one that ratios are to, also of figures that it is not in."""
+
+    curves: dict[str, dict[str, list[Curve]]] = field(default_factory=dict)
+    skipped: list[Skipped] = field(default_factory=list)
+
+
+def measure(runs: Iterable[OfRun], names: Sequence[str]) -> Measured:
+    """The figures `names` of the runs. One run is taken from `runs` after the other, so only one needs to be in
+    memory."""
+    found = Measured({name: {} for name in names})
+    for run in runs:
+        for name in names:
+            try:
+                found.curves[name][run.name] = FIGURES[name].measure(run)
+            except NoMeaning as why:
+                found.skipped.append(Skipped(name, run.name, str(why)))
+    for name in names:
+        curves: Mapping[str, list[Curve]] = found.curves[name]
+        together = FIGURES[name].together
+        if curves and together is not None:
+            found.curves[name] = together(curves)
+        if not curves:
+            del found.curves[name]
+    return found

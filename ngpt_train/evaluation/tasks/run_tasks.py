@@ -28,7 +28,7 @@ from ngpt_train.core.files import write_atomically
 from ngpt_train.data import Tokenizer
 from ngpt_train.distributed import World
 from ngpt_train.evaluation.tasks.adapter import Adapter, no_whole_texts
-from ngpt_train.evaluation.tasks.files import load_tasks
+from ngpt_train.evaluation.tasks.task_files import load_tasks
 from ngpt_train.models import Decoder
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class TaskResults:
         return {**self.mean(), **flat}
 
     def as_json(self) -> dict[str, Any]:
-        """What `evaluate.out` holds of the tasks. A number that is not finite is null."""
+        """The tasks' part of `evaluate.out`. A number that is not finite is null."""
         left_out = {"left_out": self.left_out} if self.left_out else {}
         tasks = {name: _finite(of_task) for name, of_task in self.tasks.items()}
         return {**_finite(self.mean()), "tasks": tasks, "harness": version("lm_eval"), **left_out}
@@ -183,7 +183,7 @@ class Tasks:
 
 
 def _chances(task: Any) -> list[float]:
-    """Of each document the probability that a guess is right: 1 / n of n choices. Nothing of a task that is no choice,
+    """The probability of a right guess for each document: 1 / n of n choices. Empty for a task that is no choice,
     has several right answers or computes its accuracy in a way of its own."""
     if task.OUTPUT_TYPE != "multiple_choice" or getattr(task, "multiple_target", 1) or task.config.process_results:
         return []

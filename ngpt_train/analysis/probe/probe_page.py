@@ -67,7 +67,7 @@ def class_rows(each: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, 
 
 
 def sign(names: Sequence[str]) -> str:
-    """What the sign of the difference of two models means."""
+    """The meaning of the sign of the difference of two models."""
     return f"{names[1]} minus {names[0]}: where it is negative, {names[1]} is better."
 
 

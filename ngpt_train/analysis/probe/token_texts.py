@@ -22,7 +22,7 @@ TYPES = (
 
 
 def pieces_of(tokenizer: Tokenizer) -> list[str]:
-    """What each id adds to a text, by id: `(vocab_size,)` texts, with the spaces that it brings.
+    """The text that each id adds, by id: `(vocab_size,)` texts, with the spaces that it brings.
 
     Each id is decoded after a letter, because at the beginning of a text some tokenizers leave the space out. Bytes of
     a longer character are U+FFFD, special ids nothing.
@@ -48,7 +48,7 @@ def piece_types(ids: NDArray[np.int64], before: NDArray[np.int64], pieces: list[
 
 
 def _type_alone(piece: str) -> int:
-    """Of a piece that follows no letter."""
+    """The index in TYPES of a piece that follows no letter."""
     stripped = piece.lstrip()
     if not piece:
         return TYPES.index("special")

@@ -1,4 +1,4 @@
-"""What is known of each run: its weights, the gradients and statistics of its own rows, its records."""
+"""The data of each run: its weights, the gradients and statistics of its own rows, its records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ngpt_train.analysis.measures.batch_statistics import batch_gaps
 from ngpt_train.analysis.measures.condition import renormalized
-from ngpt_train.analysis.measures.gradients import gradient_l1, on_device
+from ngpt_train.analysis.measures.gradient_norms import gradient_l1, on_device
 from ngpt_train.analysis.measures.of_run import OfRun
 from ngpt_train.config import read_yaml
 from ngpt_train.core.errors import DataError
@@ -21,7 +21,7 @@ from ngpt_train.core.files import json_lines
 from ngpt_train.evaluation.restore import Restored
 from ngpt_train.models import Decoder, export_weights
 from ngpt_train.models.weights import canonical
-from ngpt_train.observe.telemetry.vectors import vectors_in_use
+from ngpt_train.observe.telemetry.vectors_in_use import vectors_in_use
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def names_of(paths: Sequence[Path], steps: Sequence[int | None]) -> list[str]:
 
 
 def run_directory(path: Path) -> Path:
-    """That of a run, or of a checkpoint in it, in `RUN/checkpoints/step_*` or elsewhere."""
+    """The directory of a run, or of the run of a checkpoint in `RUN/checkpoints/step_*`; another path itself."""
     path = path.absolute()
     return path.parent.parent if path.parent.name == "checkpoints" else path
 
@@ -78,7 +78,7 @@ def gathered(
     rows: Callable[[], Sequence[Tensor]],
     batch_rows: int,
 ) -> OfRun:
-    """What figures that need `needs` (weights, rows, telemetry) take of a run.
+    """The data of a run for figures that need `needs` (weights, rows, telemetry).
 
     rows: opens the run's data and returns its validation rows: tokens, targets and optionally document ids, `(N, T)`.
     Where it raises DataError, figures that need them are left out, and the log says why.

@@ -20,11 +20,11 @@ from ngpt_train.core.files import read_json
 from ngpt_train.data import Tokenizer
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.interop.exporting import CONFIG
+from ngpt_train.interop.layouts.layout import LAYOUTS
 from ngpt_train.interop.layouts.llama_config import ALSO, NOTE
-from ngpt_train.interop.layouts.registry import LAYOUTS
 from ngpt_train.interop.nvidia import read_nvidia
-from ngpt_train.interop.tensors import read_tensors
-from ngpt_train.interop.tokenizers.read import tokenizer_of
+from ngpt_train.interop.safetensors_files import read_tensors
+from ngpt_train.interop.tokenizers.tokenizer_files import tokenizer_of
 
 ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 # What is fetched of a model on the hub: nothing that runs code when it is read.

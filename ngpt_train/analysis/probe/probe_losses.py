@@ -1,7 +1,11 @@
-"""probe.json: the losses of one or two models by class, and rows to read."""
+"""probe.json: the losses of one or two models by class, and rows to read.
+
+Sums of losses over classes add up to the validation loss to the last bit.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ngpt_train.analysis.probe.classes import Classes
-from ngpt_train.analysis.probe.sums import Losses, addable, by_position, of_classes, standing_out
 from ngpt_train.core.constants import IGNORED
+
+Losses = NDArray[np.float64]
 
 MOST_DIFFERENT = 10  # tokens of a row that are listed
 
@@ -83,3 +88,49 @@ def row_of(
         "tokens": tokens_said,
         "most": [tokens_said[index] for index in most],
     }
+
+
+def addable(losses: Losses) -> Losses:
+    """The losses as multiples of one power of two, q, of which all of them together are fewer than 2^52.
+
+    Then no sum of some of them, in whatever order, rounds. q is as small as that allows, so that the change of a loss
+    is no larger than the rounding of their plain sum in fp64.
+    """
+    _, exponent = math.frexp(float(losses.sum()) or 1.0)
+    q = 2.0 ** (exponent - 52)
+    return np.asarray(np.round(losses / q) * q)
+
+
+def of_classes(classes: Classes, losses: Mapping[str, Losses], counts: NDArray[np.bool_]) -> list[dict[str, Any]]:
+    """For each class with targets its name, the number of targets, and by model the sum of their losses in nats
+    (`loss_sum`) and their mean (`loss`).
+
+    losses: by model, `(N, context)`, of `addable`. counts: which targets count.
+    """
+    found = []
+    n_classes = len(classes.names)
+    labels = classes.labels[counts]
+    n_targets = np.bincount(labels, minlength=n_classes)
+    sums = {name: np.bincount(labels, of[counts], minlength=n_classes) for name, of in losses.items()}
+    for index, name in enumerate(classes.names):
+        if n_targets[index]:
+            n = int(n_targets[index])
+            loss_sum = {model: float(of[index]) for model, of in sums.items()}
+            mean = {model: value / n for model, value in loss_sum.items()}
+            found.append({"class": name, "targets": n, "loss_sum": loss_sum, "loss": mean})
+    return found
+
+
+def by_position(losses: Mapping[str, Losses], counts: NDArray[np.bool_]) -> dict[str, Any]:
+    """For each position of a row: targets that count, and for each model the sum of their losses."""
+    loss_sum = {name: np.where(counts, of, 0).sum(axis=0).tolist() for name, of in losses.items()}
+    return {"targets": counts.sum(axis=0).tolist(), "loss_sum": loss_sum}
+
+
+def standing_out(losses: Sequence[Losses], counts: NDArray[np.bool_], n: int) -> list[int]:
+    """The `n` rows with the largest difference per target between two models, or with one model the largest loss per
+    target; the largest first."""
+    n_targets = np.maximum(counts.sum(axis=1), 1)
+    means = [np.where(counts, of, 0).sum(axis=1) / n_targets for of in losses]
+    size = means[0] if len(means) == 1 else np.abs(means[0] - means[1])
+    return [int(row) for row in np.argsort(-size, kind="stable")[:n] if counts[row].any()]

@@ -17,21 +17,20 @@ from ngpt_train.config.schema import Config
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.findings import WARNING, Answer, Finding, of_each, unchecked
 
-SECONDS = 5.0  # that the server may take
+SECONDS = 5.0  # for an answer of the server
 SERVER = "https://api.wandb.ai"
 WHO = {"query": "query { viewer { username } }"}
 LATER = "or set logging.wandb.mode=offline, and `wandb sync` later"
 
 
 def look(config: Config, report: Report) -> None:
-    """Asks wandb's server whose the key is. On the first rank alone, which is the one that logs."""
+    """Asks wandb's server whose the key is. On rank 0 alone, which is the rank that logs."""
     mode = config.logging.wandb.used_mode
     if mode == "disabled":
         return
     server = os.environ.get("WANDB_BASE_URL", SERVER).rstrip("/")
-    report(installed=find_spec("wandb") is not None, server=server)
     key = key_for(server)
-    report(key=key is not None)
+    report(installed=find_spec("wandb") is not None, server=server, key=key is not None)
     if mode == "offline" or key is None:
         return
     login = base64.b64encode(f"api:{key}".encode()).decode()
@@ -62,7 +61,7 @@ def key_for(server: str) -> str | None:
 
 
 def judge(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
-    """What becomes of the run's records in wandb. Never `wrong`: a run goes on without it."""
+    """The run's records in wandb: online, offline or lost. Never `wrong`: a run goes on without it."""
     yield from of_each(answers, lambda answer: _wandb(config, answer))
 
 

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from ngpt_train.distributed.sharding import first_row, held, replicas
 from ngpt_train.models import Decoder
 from ngpt_train.models.weights import canonical, named_weights
-from ngpt_train.observe.telemetry.numbers import Numbers, Record, norms, ratio
+from ngpt_train.observe.telemetry.step_numbers import Numbers, Record, norms, ratio
 
 SHORTEST = 1e-30  # no divisor is smaller: a row of zeros has no direction
 
@@ -100,11 +100,11 @@ class WeightChanges:
         return found
 
     def _norms(self, tensors: Sequence[Tensor], order: float) -> Tensor:
-        """Of each weight, `(weights,)` fp64."""
+        """The norm of each weight, `(weights,)` fp64."""
         return norms([tensors[weight.index][weight.rows] for weight in self.weights], order, self.device)
 
     def _row_lengths(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Of the rows of each parameter with weights that turn."""
+        """The lengths of the rows of each parameter with weights that turn."""
         dtype = torch.float64 if self.device.type == "cpu" else torch.float32
         indices = dict.fromkeys(weight.index for weight in self.turning)
         return [torch.linalg.vector_norm(matrices[index], dim=-1, dtype=dtype) for index in indices]

@@ -15,7 +15,7 @@ from torch import Tensor
 from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data import Tokenizer
-from ngpt_train.evaluation.generation.text import ComingText
+from ngpt_train.evaluation.generation.coming_text import ComingText
 from ngpt_train.evaluation.generation.tokens import Row, continue_rows, reader_of, row_of
 from ngpt_train.models import Decoder
 
@@ -37,7 +37,7 @@ class Text:
     end: str  # why it ended: see Row
 
     def json(self, config: GenerateConfig) -> dict[str, Any]:
-        """What a line of generate.out holds."""
+        """The content of a line of generate.out."""
         sample = {"sample": self.sample} if config.samples > 1 else {}
         logprobs = {"logprobs": self.logprobs} if config.logprobs else {}
         return {"prompt": self.prompt, **sample, "text": self.text, "end": self.end, "tokens": self.tokens, **logprobs}

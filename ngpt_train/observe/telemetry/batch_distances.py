@@ -1,4 +1,4 @@
-"""How far the statistics of a batch are from the running ones, in norms over the batch such as PowerNorm."""
+"""Distances of a batch's statistics from the running ones, in norms over the batch such as PowerNorm."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ngpt_train.models import Decoder
 from ngpt_train.models.weights import canonical
-from ngpt_train.observe.telemetry.numbers import Numbers, Record, ratio, stacked
+from ngpt_train.observe.telemetry.step_numbers import Numbers, Record, ratio, stacked
 
 # The symbols of the running statistics that batches move. Of a mean square its root is meant, sqrt(x + eps).
 SYMBOLS = {"psi_squared": "psi", "variance": "sigma", "mu": "mu"}

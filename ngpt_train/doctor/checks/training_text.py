@@ -1,4 +1,4 @@
-"""Whether the text or the tokens are there, can be read, and fit the tokenizer and the model."""
+"""The text or the tokens are there, can be read, and fit the tokenizer and the model."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ from ngpt_train.doctor.findings import (
     WRONG,
     Answer,
     Finding,
-    different,
+    differences,
     gb,
-    in_words,
     of_each,
     unchecked,
 )
@@ -103,7 +102,7 @@ def _tokens(train: Any, validation: Any) -> str:
 
 
 def _text(data: DataConfig) -> dict[str, Any]:
-    """What is found of text; raises what `train` would raise."""
+    """The facts of a text; raises the errors of `train`."""
     source = open_source(replace(data, fetch_minutes=min(data.fetch_minutes, HUB_SECONDS / 60)))
     if data.on_hub:
         found = f"{data.repo or data.kind}@{(source.revision or '')[:12]}: {len(source.shards)} files on the hub"
@@ -139,19 +138,10 @@ def _read_first(source: Source, file: Path) -> None:
 def judge(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
     """Each source, the tokenizer, the vocabulary, the checkpoint to begin from."""
     yield from of_each(answers, lambda answer: _data(config, answer))
-    everybody = [answer.place for answer in answers]
     for name, _ in sources(config):
-        identities = [
-            Answer(answer.place, {"identity": found["identity"]})
-            for answer in answers
-            if (found := answer.facts.get(f"source {name}", {})).get("identity")
-        ]
-        usual, others = different(identities, "identity")
-        for value, places in others.items():
-            rest = in_words([place for place in everybody if place not in places], everybody)
-            found = f"{_named(name)}: other files here than on {rest} ({value[:12]} and {str(usual)[:12]})"
-            remedy = "name files that all hosts see, the same Python for data=embedded, or data=tokens with a path"
-            yield Finding("data", found, WRONG, remedy, tuple(places))
+        having = [Answer(answer.place, answer.facts.get(f"source {name}", {})) for answer in answers]
+        remedy = "name files that all hosts see, the same Python for data=embedded, or data=tokens with a path"
+        yield from differences(having, "identity", "data", WRONG, remedy, f"{_named(name)}: the identity of its files")
     yield from of_each(answers, lambda answer: _tokenizer(config, answer))
 
 
@@ -194,7 +184,7 @@ def _tokenizer(config: Config, answer: Answer) -> Iterator[Finding]:
     if refused := facts.get("tokenizer_refused"):
         code = facts.get("code", MACHINE)
         remedy = "copy the file where all hosts see it, and set tokenizer.path to it"
-        yield Finding("tokenizer", first_line(DataError(refused)), WRONG, remedy, code=CONFIG if code == 2 else MACHINE)
+        yield Finding("tokenizer", first_line(refused), WRONG, remedy, code=CONFIG if code == 2 else MACHINE)
     elif facts.get("begun") == "the tokenizer" and "tokenizer" not in facts and answer.problem:
         remedy = "copy its file here and set tokenizer.path=FILE"
         yield unchecked("tokenizer", answer.problem, remedy, WRONG)

@@ -1,4 +1,4 @@
-"""What was found, as a table for people and as JSON for an attachment."""
+"""The findings, as a table for people and as JSON for an attachment."""
 
 from __future__ import annotations
 

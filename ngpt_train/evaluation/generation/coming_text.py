@@ -27,7 +27,7 @@ class ComingText:
         self.n_given = 0  # characters of it that add and end have returned
 
     def add(self, token: int) -> str:
-        """What the text certainly has after this token and had not before."""
+        """The characters that this token has made certain."""
         self.ids.append(token)
         more = self.undecided()
         if more and not more.endswith(REPLACEMENT):
@@ -53,7 +53,7 @@ class ComingText:
             self.text, self.stopped = self.text[: min(found)], True
 
     def held_back(self) -> int:
-        """How many characters at the end of the text may be the beginning of a stop string."""
+        """The number of characters at the end of the text that may begin a stop string."""
         lengths = [n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])]
         return max(lengths, default=0)
 

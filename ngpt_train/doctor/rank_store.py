@@ -1,0 +1,130 @@
+"""Ranks hear of each other through torchrun's key-value store, which works where collectives do not.
+
+Keys are `NAME/RANK`, values are JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ngpt_train.doctor.findings import Place
+
+STORE_SECONDS = 20.0  # for one answer of the store
+LOOK_SECONDS = 0.05  # between two looks for an answer
+CLOCK_SECONDS = 0.005  # the same while clocks are compared, where the wait is what is measured
+ROUNDS = 5  # of a comparison of clocks; the quickest counts
+
+
+def here(environment: Mapping[str, str] = os.environ) -> Place:
+    """The place of this process by torchrun's variables."""
+    size = int(environment.get("WORLD_SIZE", "1"))
+    return Place(
+        rank=int(environment.get("RANK", "0")),
+        size=size,
+        local_rank=int(environment.get("LOCAL_RANK", "0")),
+        local_size=int(environment.get("LOCAL_WORLD_SIZE", size)),
+        node=int(environment.get("GROUP_RANK", "0")),
+        host=socket.gethostname(),
+    )
+
+
+def first_connection(place: Place, seconds: float) -> dist.Store:
+    """The store of this start, held by torchrun or else by rank 0; a single process has one of its own.
+
+    Raises RuntimeError where it does not answer within `seconds`.
+    """
+    if place.size == 1:
+        return dist.HashStore()
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return connection(seconds, holds_store=place.rank == 0 and not by_torchrun)
+
+
+def connection(seconds: float = STORE_SECONDS, holds_store: bool = False) -> dist.Store:
+    """A connection to the store. A forked check must not use its parent's. Raises RuntimeError."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if not holds_store:
+        wait_for_port(address, port, seconds)
+    limit = timedelta(seconds=seconds)
+    store = dist.TCPStore(address, port, is_master=holds_store, timeout=limit, wait_for_workers=False)
+    return dist.PrefixStore(f"ngpt_train/doctor/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def wait_for_port(address: str, port: int, seconds: float) -> None:
+    """Waits until somebody listens there. Raises RuntimeError in time; torch's store takes three times as long."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            left = max(0.1, deadline - time.monotonic())
+            socket.create_connection((address, port), timeout=left).close()
+            return
+        except OSError as error:
+            if time.monotonic() + LOOK_SECONDS > deadline:
+                raise RuntimeError(error.strerror or str(error)) from None
+        time.sleep(LOOK_SECONDS)
+
+
+def join(place: Place, group: str, device: torch.device, seconds: float) -> None:
+    """Joins all ranks in a process group, in a check's process. Raises RuntimeError where they do not come together."""
+    store: dist.Store = dist.HashStore() if place.size == 1 else dist.PrefixStore(group, connection(seconds))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.size, timeout=limit)
+
+
+def tell(store: dist.Store, place: Place, name: str, item: Any) -> None:
+    """Tells all ranks an item."""
+    store.set(f"{name}/{place.rank}", json.dumps(item, default=str))
+
+
+def told(
+    store: dist.Store, name: str, ranks: Sequence[int], seconds: float, look: float = LOOK_SECONDS
+) -> dict[int, Any]:
+    """The items of the ranks that have told theirs within `seconds`, by rank."""
+    deadline = time.monotonic() + seconds
+    keys = {rank: f"{name}/{rank}" for rank in ranks}
+    while not store.check(list(keys.values())) and time.monotonic() < deadline:
+        time.sleep(look)
+    return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+
+
+def absent(store: dist.Store, place: Place, name: str, seconds: float) -> list[int]:
+    """Waits until all ranks are here; the ranks that were not in time."""
+    tell(store, place, name, True)
+    come = told(store, name, range(place.size), seconds)
+    return [rank for rank in range(place.size) if rank not in come]
+
+
+def ask_clock(store: dist.Store, place: Place, seconds: float) -> dict[str, float] | None:
+    """By how many seconds this host's clock is `ahead` of rank 0's, and how `uncertain` that is; None: no answer."""
+    found: list[dict[str, float]] = []
+    for turn in range(ROUNDS):
+        before = time.time()
+        tell(store, place, f"clock/{turn}", True)
+        answer = told(store, f"clock of {place.rank}/{turn}", [0], seconds, CLOCK_SECONDS)
+        after = time.time()
+        if not answer:
+            break
+        found.append({"ahead": (before + after) / 2 - answer[0], "uncertain": (after - before) / 2})
+    return min(found, key=lambda clock: clock["uncertain"], default=None)
+
+
+def answer_clocks(store: dist.Store, place: Place, ranks: Sequence[int], seconds: float) -> None:
+    """Rank 0's part of `ask_clock`: answers one rank after the other."""
+    deadline = time.monotonic() + seconds
+    for rank in ranks:
+        for turn in range(ROUNDS):
+            left = max(0.0, deadline - time.monotonic())
+            if not told(store, f"clock/{turn}", [rank], left, CLOCK_SECONDS):
+                break
+            tell(store, place, f"clock of {rank}/{turn}", time.time())
