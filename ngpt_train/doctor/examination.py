@@ -140,7 +140,7 @@ def is_asked(name: str, place: Place) -> bool:
 
 def _gather(examination: Examination, store: dist.Store, names: Sequence[str]) -> None:
     deadline = time.monotonic() + LAST_SECONDS
-    nothing = ({}, "no answer came from it", 0.0)
+    nothing: list[Any] = [{}, "no answer came from it", 0.0]
     for name in names:
         asked = [place for place in examination.places if is_asked(name, place)]
         left = max(0.0, deadline - time.monotonic())
