@@ -27,7 +27,7 @@ from ngpt_train.doctor.checks import (
 )
 from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, Place, merged, unchecked, with_host_names
 from ngpt_train.doctor.rank_store import absent, answer_clocks, ask_clock, tell, told
-from ngpt_train.report.plan import make_plan
+from ngpt_train.report.launch_plan import make_plan
 
 # Seconds that each look may take, and all of them. What waits goes on side by side, and compiling beside all the rest;
 # disks, links and steps are measured one after the other.

@@ -7,7 +7,7 @@ from pathlib import Path
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.core.files import write_json
-from ngpt_train.report.plan import describe_plan, make_plan, planned_vocabulary
+from ngpt_train.report.launch_plan import describe_plan, make_plan, planned_vocabulary
 
 
 def main(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> int:

@@ -14,13 +14,13 @@ from ngpt_train.study.compare.comparison import check_out
 from ngpt_train.study.composition import Runs, check_text
 from ngpt_train.study.cost import costs, measure, table
 from ngpt_train.study.definition import Study, read_study
+from ngpt_train.study.definition_file import check_stored, write_study
 from ngpt_train.study.engines import Engine
 from ngpt_train.study.engines.local import local_engine, usable_cores, usable_gpus
 from ngpt_train.study.engines.slurm import slurm_engine
+from ngpt_train.study.live_table import progress_of
 from ngpt_train.study.points import FAILED, Point, Result, failure_record
-from ngpt_train.study.progress import progress_of
 from ngpt_train.study.runner import Runner
-from ngpt_train.study.stored import check_stored, write_study
 from ngpt_train.study.tuning import next_points
 
 

@@ -15,8 +15,8 @@ from ngpt_train.config import load_config
 from ngpt_train.config.arguments import arguments_of
 from ngpt_train.study.composition import Runs
 from ngpt_train.study.definition import Study, read_study
+from ngpt_train.study.definition_file import write_study
 from ngpt_train.study.engines import Job
-from ngpt_train.study.stored import write_study
 from ngpt_train.study.tuning import next_points
 from ngpt_train.verbs.transfer import study_of_sizes
 from tests.processes import fork_server, runs

@@ -15,13 +15,8 @@ PACKAGE = ROOT / "ngpt_train"
 MOST_FLOORS = 24
 # Files that share a name. The keys and the model of an architecture are the form of a room.
 SHARED_NAMES = {"__init__", "__main__", "keys", "model"}
-# What is left of the names that two files had.
-STILL_TWICE = {
-    *("adam", "attention", "cross_entropy", "dropout", "rotary", "sphere_step", "swiglu"),  # a twin beside its formula
-    *("norms", "cache", "compare", "curves", "exchange", "figures", "files", "gather", "gradients", "local", "numbers"),
-    *("page", "pictures", "pieces", "plan", "progress", "records", "registry", "report", "running", "stored", "table"),
-    *("tensors", "text", "vectors", "weights"),
-}
+# An operation's kernel has the name of its formula.
+TWINS = {"adam", "attention", "cross_entropy", "dropout", "rotary", "sphere_step", "swiglu"}
 # A part may import from parts of its own floor and of those below.
 FLOORS = [
     {"core"},
@@ -132,7 +127,7 @@ def test_a_file_name_is_there_once() -> None:
         if path not in COPIED and path.stem not in SHARED_NAMES:
             paths[path.stem].append(str(path.relative_to(PACKAGE)))
     twice = {name: found for name, found in paths.items() if len(found) > 1}
-    assert not twice.keys() - STILL_TWICE, twice
+    assert not twice.keys() - TWINS, twice
 
 
 def test_torch_alone() -> None:

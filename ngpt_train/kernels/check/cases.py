@@ -15,7 +15,7 @@ from torch import Tensor
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.kernels import adam, cross_entropy, rotary, sphere_step, swiglu
 from ngpt_train.kernels.check.calls import Call
-from ngpt_train.kernels.check.compare import MATRIX_TOLERANCE, VECTOR_TOLERANCE, Comparison, Error, Inputs, Operation
+from ngpt_train.kernels.check.deviation import MATRIX_TOLERANCE, VECTOR_TOLERANCE, Comparison, Error, Inputs, Operation
 from ngpt_train.kernels.check.draw import Draw
 from ngpt_train.kernels.check.of_attention import AttentionCase
 from ngpt_train.kernels.sphere_step import HiddenState

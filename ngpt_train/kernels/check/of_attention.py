@@ -10,7 +10,7 @@ from torch import Tensor
 from ngpt_train.kernels import attention
 from ngpt_train.kernels.attention import Mask, Packed
 from ngpt_train.kernels.check.calls import Call
-from ngpt_train.kernels.check.compare import MATRIX_TOLERANCE, Error, error_of
+from ngpt_train.kernels.check.deviation import MATRIX_TOLERANCE, Error, error_of
 from ngpt_train.kernels.check.draw import Draw
 
 ROOM = 64  # boundaries of documents for each row, most of them of empty ones, as in training

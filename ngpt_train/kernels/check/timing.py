@@ -12,7 +12,7 @@ from torch import Tensor
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.check.calls import Call
 from ngpt_train.kernels.check.cases import case_of
-from ngpt_train.kernels.check.compare import Operation, copied, gradients_of
+from ngpt_train.kernels.check.deviation import Operation, copied, gradients_of
 
 SLEEP_CYCLES = 20_000_000  # about 10 ms, in which the host launches the kernels that are timed
 CALLS = 5  # in one measurement on a GPU

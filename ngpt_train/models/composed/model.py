@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ngpt_train.models.composed.keys import ComposedConfig
-from ngpt_train.models.composed.norms import norm_of
+from ngpt_train.models.composed.norm_choice import norm_of
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.mlp import MLPS

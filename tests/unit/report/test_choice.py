@@ -13,8 +13,8 @@ from ngpt_train.config.composition.yaml_files import config_dir
 from ngpt_train.core.log import saying_nothing
 from ngpt_train.models import build_model
 from ngpt_train.report.choice import choose, planned_layout
+from ngpt_train.report.launch_plan import describe_plan, make_plan
 from ngpt_train.report.memory import memory_per_rank
-from ngpt_train.report.plan import describe_plan, make_plan
 from scripts.hardware_configs import DEVICES, SCALES, text
 
 LIMITS = {"a100_40gb": 0.9 * 37 * 2**30, "a100_80gb": 0.9 * 77 * 2**30, "h100_80gb": 0.9 * 77 * 2**30}

@@ -11,7 +11,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.distributed import World
 from ngpt_train.models import build_model
 from ngpt_train.report import enough_memory
-from ngpt_train.report.plan import make_plan
+from ngpt_train.report.launch_plan import make_plan
 from tests.unit.report.whole_steps import counted_peak, peak_of_steps
 
 ARCHITECTURES = [

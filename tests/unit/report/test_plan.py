@@ -9,7 +9,7 @@ import torch
 from ngpt_train.__main__ import main as command
 from ngpt_train.config import Config, ConfigError, DataError, load_config
 from ngpt_train.models import build_model
-from ngpt_train.report.plan import describe_plan, make_plan
+from ngpt_train.report.launch_plan import describe_plan, make_plan
 from ngpt_train.verbs.plan import main
 
 HALF_B = [

@@ -12,8 +12,8 @@ from ngpt_train.config.composition.yaml_files import Files
 from ngpt_train.core.errors import DataError
 from ngpt_train.study.composition import Runs
 from ngpt_train.study.definition import Tuned, read_study
+from ngpt_train.study.definition_file import check_stored, read_stored, write_study
 from ngpt_train.study.points import Point
-from ngpt_train.study.stored import check_stored, read_stored, write_study
 from tests.unit.study.small_study import YAML, options, study_of
 
 PACKAGED = [name for name in Files().options["study"] if name != "null"]

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from ngpt_train.study import progress
+from ngpt_train.study import live_table
 from ngpt_train.study.cost import ArmSize, Cost, table
 from ngpt_train.study.definition import LR
+from ngpt_train.study.live_table import Lines, TimeLeft, best_so_far, progress_of, summary
 from ngpt_train.study.points import Point, Result
-from ngpt_train.study.progress import Lines, TimeLeft, best_so_far, progress_of, summary
 from tests.unit.study.searches import result, study
 
 PROGRAM = """\
 from tests.unit.study.test_progress import COSTS, RESULTS, point
 from tests.unit.study.searches import study
-from ngpt_train.study.progress import progress_of
+from ngpt_train.study.live_table import progress_of
 with progress_of(study(arms=("gpt", "[ngpt]")), COSTS, 2) as shown:
     shown.update(RESULTS, [point(4)], [point(5)])
     shown.say("gpt-1000-lr0.004-seed0: [failed]")
@@ -44,7 +44,7 @@ RESULTS: dict[Point, Result] = {
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(live_table.time, "monotonic", lambda: now[0])
     return now
 
 

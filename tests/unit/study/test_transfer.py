@@ -16,8 +16,8 @@ from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.validate import flatten
 from ngpt_train.study.cost import ArmSize
 from ngpt_train.study.definition import Study, Tuned
+from ngpt_train.study.definition_file import read_stored, write_study
 from ngpt_train.study.runner import Runner
-from ngpt_train.study.stored import read_stored, write_study
 from ngpt_train.study.transfer.optima import read_optima
 from ngpt_train.study.transfer.sizes import arms_of_sizes
 from ngpt_train.study.transfer.transfer_report import axes_of, table_entries
