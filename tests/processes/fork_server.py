@@ -180,7 +180,7 @@ class Forked:
 
 
 def run(
-    module: str, arguments: Sequence[str], ranks: int | None = None, timeout: float = 300
+    module: str, arguments: Sequence[str], ranks: int | None = None, timeout: float = 600
 ) -> subprocess.CompletedProcess[str]:
     """`python -m MODULE ARGUMENTS` to its end; with `ranks`, as under torchrun: so many processes with its variables,
     and where one fails the others are ended."""
