@@ -44,7 +44,8 @@ class TimeLeft:
             self._began.setdefault(point, now)
         for point in [point for point in self._began if point not in running]:
             began = self._began.pop(point)
-            if point in results and results[point].state != FAILED:  # a failed one ended early
+            # A failed one ended early. An arm that could not be measured in time is not in the table.
+            if point in results and results[point].state != FAILED and (point.arm, point.budget) in self._work:
                 self._seconds += now - began
                 self._done += self._work[point.arm, point.budget]
 
@@ -53,7 +54,8 @@ class TimeLeft:
     ) -> float | None:
         """None: not known. Of an arm and budget as many runs are expected as the table of costs says, or more if more
         are wanted."""
-        if not (self._done or self._by_table):
+        known = all((point.arm, point.budget) in self._work for point in [*running, *waiting])
+        if not known or not (self._done or self._by_table):
             return None
         of_work = self._seconds / self._done if self._done else 1.0
         ended = Counter((point.arm, point.budget) for point in results)

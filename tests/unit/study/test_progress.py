@@ -88,6 +88,15 @@ def test_the_time_that_is_left() -> None:
     assert TimeLeft([Cost("gpt", 1000, 1, 1, 1, 1, 1.0, None)], 1).seconds({}, [], [point(0)], 0.0) is None
 
 
+def test_the_time_that_is_left_of_an_arm_that_was_not_measured() -> None:
+    """Caught: a study that ends with a traceback after a run of an arm that the table of costs does not have."""
+    left = TimeLeft([], jobs=2)
+    left.update({}, [point(0)], 0.0)
+    assert left.seconds({}, [point(0)], [], 1.0) is None
+    left.update({point(0): RESULTS[point(0)]}, [], 900.0)
+    assert left.seconds({point(0): RESULTS[point(0)]}, [], [], 900.0) in (None, 0.0)
+
+
 def test_the_time_that_is_left_does_not_jump() -> None:
     """Caught: an estimate that doubles while a search waits for its last run; one that takes the speed of the arm whose
     run has just ended for that of all."""
