@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import yaml
 
-from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import AuditConfig
 from ngpt_train.core.errors import DataError
@@ -21,7 +20,6 @@ from ngpt_train.core.files import write_json
 from ngpt_train.study.audit import CERTIFICATE, read_certificates
 from ngpt_train.study.audit.again import Window, choose, windows
 from ngpt_train.study.audit.auditing import audit
-from ngpt_train.study.audit.record_checks import _train_record
 from ngpt_train.study.compare.runs import read_run
 from tests.processes.runs import arguments, train, write_corpus
 
@@ -54,9 +52,10 @@ if end == 12:
 
 @pytest.fixture(scope="module")
 def honest(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Twelve steps with checkpoints and validations at 4, 8 and 12; beside it a run of another seed."""
+    """Twelve steps with checkpoints and validations at 4, 8 and 12, more than an epoch, whose last row counts in part;
+    beside it a run of another seed."""
     root = tmp_path_factory.mktemp("audit")
-    corpus = write_corpus(root / "text.jsonl")
+    corpus = write_corpus(root / "text.jsonl", documents=30)
     for name, seed in (("test", 0), ("other", 1)):
         train(arguments(root, corpus, "eval.every=4", "checkpoint.keep_last=9", f"run.seed={seed}", f"run.name={name}"))
     facts(git_commit="1" * 40)(root / "runs/test")  # where there is no checkout, none is known
@@ -250,16 +249,6 @@ def test_tampering_is_named(run: Path, honest: Path, tamper: Callable[[Path], No
     said = "\n".join(finding["says"] for finding in certificate["found"])
     for words in named:
         assert words in said, said
-
-
-@pytest.mark.parametrize(("epochs", "missing", "named"), [(0.4, 20, False), (0.4, 64, True), (1.5, 126, False)])
-def test_the_last_row_of_prepared_text_counts_in_part(epochs: float, missing: int, named: bool) -> None:
-    """Caught: findings in an honest run that has read the row that ends its text."""
-    config = load_config(["model=ngpt", "scale=debug", "data=embedded", "model.context=64", "train.batch_rows=8"])
-    record = {"step": 100, "tokens": 100 * 8 * 64 - missing, "epochs": epochs}
-    assert bool(list(_train_record(record, config))) == named
-    streamed = load_config(["model=ngpt", "scale=debug", "data=openwebtext", "model.context=64", "train.batch_rows=8"])
-    assert list(_train_record(record, streamed))
 
 
 @pytest.mark.parametrize("changed", [{"threads": -3}, {"threads": True}, {"world_size": "two"}, {"world_size": 0}])
