@@ -78,8 +78,15 @@ def describe_eval(record: dict[str, Any]) -> str:
 
 
 def describe_tasks(record: dict[str, Any]) -> str:
-    """`mean 0.4512 ± 0.0061  arc_easy 0.5610  piqa 0.6801`: accuracies, or where a task has none its first metric."""
-    parts = [f"mean {record['mean']:.4f} ± {record['mean_stderr']:.4f}"] if "mean" in record else []
+    """`mean 0.4512 ± 0.0061 (chance 0.3750)  arc_easy 0.5610 (chance 0.2500)`: accuracies, and the accuracy of guessing
+    where it is known. A task without an accuracy has its first metric."""
+
+    def beside(chance: float | None) -> str:
+        return "" if chance is None else f" (chance {chance:.4f})"
+
+    parts = []
+    if "mean" in record:
+        parts.append(f"mean {record['mean']:.4f} ± {record['mean_stderr']:.4f}{beside(record.get('mean_chance'))}")
     of_tasks: dict[str, dict[str, float]] = {}
     for name, value in record.items():
         task, _, metric = name.rpartition("/")
@@ -87,7 +94,8 @@ def describe_tasks(record: dict[str, Any]) -> str:
             of_tasks.setdefault(task, {})[metric] = value
     for task, metrics in of_tasks.items():
         metric = "acc" if "acc" in metrics else next(iter(metrics))
-        parts.append(f"{task}{'' if metric == 'acc' else f' {metric}'} {metrics[metric]:.4f}")
+        name = task if metric == "acc" else f"{task} {metric}"
+        parts.append(f"{name} {metrics[metric]:.4f}{beside(metrics.get('chance'))}")
     return "  ".join(parts)
 
 

@@ -107,11 +107,7 @@ def make_plan(config: Config, overrides: Sequence[str] = (), options: Sequence[s
         "lr": config.optim.lr,
         "notes": [
             *([f"lr from {config.optim.lr_source}"] if config.optim.lr_source else []),
-            *(
-                [f"initialisation from {source}"]
-                if (source := config.model.source_of_starts(config.scale.name))
-                else []
-            ),
+            *([f"initialisation from {source}"] if source else []),
             *(f"warning: {warning}" for warning in many_epochs(sizes, config)),
         ],
         "total_flops": total_tokens * flops_per_token,

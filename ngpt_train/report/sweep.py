@@ -7,7 +7,8 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.recorded import Record, read_end, read_records
 from ngpt_train.observe.console import format_count
 
-BEFORE_ITS_START = 2  # exit code of a job whose config is refused: what its directory holds is of another start
+# Exit codes of a job that may have ended before its first step: its directory may hold the losses of an earlier start.
+BEFORE_ITS_START = (2, 3)
 
 
 def results(jobs: Sequence[Sequence[str]], runs: Sequence[Path], codes: Sequence[int]) -> str:
@@ -29,7 +30,7 @@ def _end(run: Path, code: int | None) -> Iterator[str]:
     train: Record = {}
     evaluation: Record = {}
     state = "not started" if code is None else f"failed, exit code {code}" if code else "ended"
-    if code not in (None, BEFORE_ITS_START):
+    if code is not None and code not in BEFORE_ITS_START:
         try:
             found, _ = read_records(run / "metrics.jsonl", ["train", "eval"])
             train, evaluation = ((found[kind] or [{}])[-1] for kind in ("train", "eval"))

@@ -200,7 +200,7 @@ def test_the_table_of_a_multirun(
     """Jobs that end, diverge, are refused over an earlier run, and are not started. Caught: the first records in the
     place of the last; losses of another start; a job that is left out of the table; overrides that all jobs have."""
     monkeypatch.chdir(tmp_path)
-    ends = iter([(0, "done"), (4, "NumericalError: nan"), (2, "done"), (0, "stopped by SIGINT")])
+    ends = iter([(0, "done"), (4, "NumericalError: nan"), (2, "done"), (3, "done"), (0, "stopped by SIGINT")])
 
     def job(command: list[str]) -> tuple[int, bool]:
         code, reason = next(ends)
@@ -213,14 +213,15 @@ def test_the_table_of_a_multirun(
         return code, "SIGINT" in reason
 
     monkeypatch.setattr("ngpt_train.__main__._run_job", job)
-    assert main(["train", "-m", "scale=debug", "model=gpt", "optim.lr=1,2,3,4,5", "run.name=s"]) == 4
-    table = [re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines()[-5:]]
+    assert main(["train", "-m", "scale=debug", "model=gpt", "optim.lr=1,2,3,4,5,6", "run.name=s"]) == 4
+    table = [re.split(" {2,}", line) for line in capsys.readouterr().out.splitlines()[-6:]]
     assert table == [
         ["0", "4.0000", "5.0000", "8.19k", "done", "optim.lr=1"],
         ["1", "4.0000", "-", "8.19k", "failed, exit code 4", "optim.lr=2"],
         ["2", "-", "-", "-", "failed, exit code 2", "optim.lr=3"],
-        ["3", "4.0000", "5.0000", "8.19k", "stopped by SIGINT", "optim.lr=4"],
-        ["4", "-", "-", "-", "not started", "optim.lr=5"],
+        ["3", "-", "-", "-", "failed, exit code 3", "optim.lr=4"],
+        ["4", "4.0000", "5.0000", "8.19k", "stopped by SIGINT", "optim.lr=5"],
+        ["5", "-", "-", "-", "not started", "optim.lr=6"],
     ]
 
 

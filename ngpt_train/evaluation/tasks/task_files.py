@@ -208,10 +208,13 @@ def from_jsonl(name: str, path: Path) -> dict[str, Any]:
     fields = set(first) if isinstance(first, dict) else set()
     form = next((form for form in FORMS if set(form) <= fields), None)
     if form is None:
+        said = (
+            f"its first line has the fields {', '.join(sorted(fields)) or 'of no JSON object'}" if records else "empty"
+        )
         raise DataError(
-            f"{path}: its first line has the fields {', '.join(sorted(fields)) or 'of no JSON object'}. A line of a "
-            "task has query, choices and gold; or context_options, continuation and gold; or context and continuation; "
-            f"or text. Other files need a {name}.yaml beside them in the form of lm-evaluation-harness"
+            f"{path}: {said}. A line of a task has query, choices and gold; or context_options, continuation and gold; "
+            f"or context and continuation; or text. Other files need a {name}.yaml beside them in the form of "
+            "lm-evaluation-harness"
         )
     for number, record in records:
         if problem := _problem(record, form):

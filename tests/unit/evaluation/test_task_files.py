@@ -220,6 +220,9 @@ def test_what_is_no_task(directory: Path, monkeypatch: pytest.MonkeyPatch) -> No
     (directory / "odd.jsonl").write_text('{"question": "?"}\n')
     with pytest.raises(DataError, match=r"odd\.jsonl: its first line has the fields question"):
         asked(directory, "odd")
+    (directory / "odd.jsonl").write_text("\n")
+    with pytest.raises(DataError, match=r"odd\.jsonl: empty"):
+        asked(directory, "odd")
     (directory / "gone.yaml").write_text(YAML.replace("mine", "gone").replace("choices.jsonl", "nowhere.jsonl"))
     with pytest.raises(DataError, match="task gone"):
         asked(directory, "gone")

@@ -198,6 +198,17 @@ def test_lines() -> None:
         "step 500/500  loss 4.1234  mean 4.1301  lr 1.9e-02  grad nan  12.3k tok/s  skipped 2  eta 0s"
     )
     assert describe(eval_record(500), clock) == "eval 500/500  loss 3.9000  ppl 49.4  bits/byte 1.5123"
+    scores = {
+        "mean": 0.45,
+        "mean_stderr": 0.01,
+        "mean_chance": 0.375,
+        "piqa/acc": 0.68,
+        "piqa/chance": 0.5,
+        "a/f1": 0.2,
+    }
+    assert describe({"kind": "tasks", "step": 500, **scores}, clock) == (
+        "tasks 500/500  mean 0.4500 ± 0.0100 (chance 0.3750)  piqa 0.6800 (chance 0.5000)  a f1 0.2000"
+    )
 
 
 def test_eta_follows_recent_step_times() -> None:
