@@ -129,3 +129,9 @@ def read_end(run: Path) -> Record | None:
     """exit.json: code, reason, step; None where the run has not ended by itself. Raises DataError."""
     path = run / "exit.json"
     return checked(read_json(path), END, str(path), tuple(END)) if path.exists() else None
+
+
+def printable(line: str) -> str:
+    """Text from a file that others may have written, without line breaks, which would be read as ours, and without the
+    codes that redraw a terminal."""
+    return "".join(x if x.isprintable() else "?" for x in line)

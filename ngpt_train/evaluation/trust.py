@@ -20,6 +20,7 @@ from ngpt_train.config.validate import Key, flatten, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.log import say_once
 from ngpt_train.core.named import is_known, note
+from ngpt_train.core.recorded import printable
 
 TAKEN = "taken"  # names nothing but a part of the run, or of what a key that is NAMED stands for
 NAMED = "named"  # what is read: where this command line or a training of ours names it too
@@ -81,7 +82,7 @@ def taken(stored: Config, own: Config, overrides: Sequence[str], opens: Collecti
             continue
         if rule == PLACE and not here.issuperset(named[key]):
             line = f"{key}={ours[key]}: not the run's {values[key]}, which no training of yours has used"
-            say_once(logging.INFO, _printable(line))
+            say_once(logging.INFO, printable(line))
         values[key] = ours[key]
     if unknown:
         raise DataError(_refusal(stored, unknown))
@@ -132,9 +133,4 @@ def _refusal(stored: Config, unknown: Sequence[str]) -> str:
     add += [f"{key}={show(value)}" for key, value in named.items() if key.partition(".")[0] in sections]
     what = ", ".join(f"{key}={show(named[key])}" for key in unknown)
     said = f"{what}: the config of the run names it, and no training of yours has. To read it add {shlex.join(add)}"
-    return _printable(said)
-
-
-def _printable(line: str) -> str:
-    """Without a forger's line breaks, which would be read as ours."""
-    return "".join(x if x.isprintable() else "?" for x in line)
+    return printable(said)

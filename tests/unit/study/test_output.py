@@ -143,9 +143,9 @@ def test_a_row_is_of_one_budget_and_a_ratio_beyond_the_data_is_marked() -> None:
     said = wording.finding(report, "ngpt")
     assert "ends at after 8.39M tokens, gpt needs 1.60 (1.43 to 1.92, extrapolated) times the tokens" in said
     assert "After 4.19M tokens, the largest budget where this is known from inside the budgets of gpt, it needs" in said
-    at_last = [row for row in tables.speedups(report).rows if row[3] == "8.39M" and "annealed" in row[2]]
+    at_last = [row for row in tables.speedups(report).rows if row[2] == "8.39M" and "annealed" in row[1]]
     assert at_last
-    assert all("extrapolated" in row[4] for row in at_last)
+    assert all("extrapolated" in ratio for row in at_last for ratio in row[3:6])
     assert "extrapolated" in next(
         line for line in console(report).splitlines() if line.startswith("ngpt ") and "8.39M" in line
     )
@@ -209,9 +209,22 @@ def test_ratios_of_which_nothing_is_known_share_a_row() -> None:
     unknown = {"estimate": None, "low": None, "high": None, "note": "one budget"}
     report["speedups"] = [{**s, **unknown} if s["how"] == "annealed" else s for s in report["speedups"]]
     rows = tables.speedups(report).rows
-    of_annealed = [row for row in rows if "annealed" in row[2]]
+    of_annealed = [row for row in rows if "annealed" in row[1]]
     assert [(row[0], row[-1]) for row in of_annealed] == [("all arms", "one budget")] * len(BUDGETS)
-    assert len(rows) - len(of_annealed) == sum(s["how"] == "within_schedule" for s in report["speedups"])
+    known = {(s["arm"], s["budget"]) for s in report["speedups"] if s["how"] == "within_schedule"}
+    assert len(rows) - len(of_annealed) == len(known)
+    first = next(s for s in report["speedups"] if s["how"] == "within_schedule")
+    first |= {"estimate": None, "low": None, "high": None, "note": "no clock"}
+    row = next(row for row in tables.speedups(report).rows if row[:2] == [first["arm"], "within one schedule"])
+    assert row[3] == DASH
+    assert "tokens: no clock" in row[-1]
+
+
+def test_the_console_shows_names_without_codes() -> None:
+    """Caught: a directory whose name redraws the terminal or begins a line of its own."""
+    report = example()
+    report["title"] = "a\x1b[2J\nno confounds"
+    assert "a?[2J?no confounds" in console(report)
 
 
 def test_what_a_reader_must_know_first() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ngpt_train.core.files import write_atomically
+from ngpt_train.core.recorded import printable
 from ngpt_train.report.rounded import DASH
 from ngpt_train.study.compare.output import tables
 from ngpt_train.study.compare.output.tables import Table
@@ -57,7 +58,7 @@ def document(report: Report, figures: Mapping[str, str]) -> str:
         parts += ["## Notes", _list(map(escaped, report["notes"]))]
     commits = ", ".join(code(str(commit)) for commit in report["commits"]) or "not known"
     commands = "\n".join(f"    {line}" for command in report["commands"] for line in command.splitlines())
-    parts += ["## How to regenerate every number", f"Commit: {commits}.", commands]
+    parts += ["## How to regenerate every number", f"Commit: {commits}. The loss of each run: `report.json`.", commands]
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
@@ -70,7 +71,7 @@ def console(report: Report) -> str:
     found = [f"confound: {entry['key']} {confound(entry)}" for entry in confounds(report)]
     sentences = [*(found or [NO_CONFOUNDS]), *looked_at(report), *cautions(report)]
     title = f"{report['title']}: {' · '.join(facts(report))}"
-    return "\n".join([title, "", *lines, "", *sentences, *report["notes"]])
+    return "\n".join(map(printable, [title, "", *lines, "", *sentences, *report["notes"]]))
 
 
 def escaped(text: str) -> str:

@@ -19,6 +19,7 @@ from ngpt_train.study.compare.output.wording import (
     audit_says,
     budget_of,
     finding,
+    is_known,
     is_tuned,
     known_speedups,
     label,
@@ -27,6 +28,7 @@ from ngpt_train.study.compare.output.wording import (
     speedups_of,
     values_text,
 )
+from ngpt_train.study.compare.statistics.equal_loss import FLATTERS
 from ngpt_train.study.compare.statistics.intervals import POWER
 from ngpt_train.study.compare.versus import POOLED
 
@@ -164,25 +166,43 @@ def differences(report: Report) -> Table:
 
 
 def speedups(report: Report) -> Table:
-    rows, unknown = [], dict[tuple[str, str, str], dict[str, None]]()
+    """A row for each arm, way and budget. Rows in which nothing is known, for one reason, share a row."""
+    groups, unknown = dict[tuple[str, str, int], list[Any]](), dict[tuple[str, str, str], dict[str, None]]()
     for s in report["speedups"]:
-        how, budget = HOW[s["how"]], si(s["budget"])
-        if s["note"] and (s["estimate"], s["low"], s["high"]) == (None, None, None):
-            unknown.setdefault((how, budget, s["note"]), {})[label(report, s["arm"])] = None
-            continue
-        remarks = ". ".join(filter(None, [s["note"], s["clock"] and f"clock: {s['clock']}"]))
-        rows.append([s["arm"], UNITS[s["unit"]], how, budget, ratio(s), remarks or DASH])
-    for (how, budget, why), arms in unknown.items():
+        groups.setdefault((s["arm"], s["how"], s["budget"]), []).append(s)
+    rows = []
+    for (arm, how, budget), entries in groups.items():
+        ratios = {s["unit"]: ratio(s) if is_known(s) else DASH for s in entries}
+        remarks = _remarks(entries)
+        if any(is_known(s) for s in entries):
+            rows.append([arm, HOW[how], si(budget), *(ratios.get(unit, DASH) for unit in UNITS), remarks or DASH])
+        else:
+            unknown.setdefault((HOW[how], si(budget), remarks), {})[label(report, arm)] = None
+    for (in_words, at, why), arms in unknown.items():
         whose = "all arms" if len(arms) == len(report["arms"]) - 1 > 1 else ", ".join(arms)
-        rows.append([whose, DASH, how, budget, DASH, why])
+        rows.append([whose, in_words, at, *(DASH for _ in UNITS), why or DASH])
     note = (
-        "Within one schedule, for the loss that the worse of the two ends at, flatters the arm whose learning rate "
-        "decays faster; it is no verdict. The intervals have the noise of the losses, and not the error of the form "
-        "that is fitted."
+        "How many times the arm's tokens, FLOPs or seconds the baseline needs. Within one schedule, for the loss that "
+        "the worse of the two ends at, flatters the arm whose learning rate decays faster; it is no verdict. The "
+        "intervals have the noise of the losses, and not the error of the form that is fitted."
     )
-    columns = [("Arm", ARM), ("Unit", TEXT), ("How", TEXT), ("Budget (tokens)", NUMBER), ("Speed-up (times)", NUMBER)]
+    columns = [("Arm", ARM), ("How", TEXT), ("Budget (tokens)", NUMBER), *((unit, NUMBER) for unit in UNITS.values())]
     columns.append(("Remarks", TEXT))
     return Table("speedups", "Speed-up", columns, rows, note, "No loss of the baseline was matched.")
+
+
+def _remarks(entries: Sequence[Mapping[str, Any]]) -> str:
+    """The notes of one arm, way and budget. A note that not every unit has begins with its units."""
+    units = dict[str, list[str]]()
+    for s in entries:
+        notes = [note for note in (s["note"] or "").split("; ") if note not in ("", FLATTERS)]
+        for note in [*notes, *([f"clock: {s['clock']}"] if s["clock"] and is_known(s) else [])]:
+            units.setdefault(note, []).append(UNITS[s["unit"]])
+    of_all = len(entries)
+    return "; ".join(
+        note if len(of) == of_all or note.startswith("clock") else f"{', '.join(of)}: {note}"
+        for note, of in units.items()
+    )
 
 
 def tuning(report: Report) -> Table:
@@ -290,4 +310,4 @@ def runs(report: Report) -> Table:
     return Table("runs", "Runs", columns, rows, "Rows: the hash of the validation rows.", "No run has ended.")
 
 
-AFTER_THE_FIGURES = (end_loss, speedups, differences, tuning, costs, referee, audits, failures, runs)
+AFTER_THE_FIGURES = (end_loss, speedups, differences, tuning, costs, referee, audits, failures)

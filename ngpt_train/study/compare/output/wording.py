@@ -71,7 +71,12 @@ def speedups_inside(report: Report, arm: str) -> dict[str, Mapping[str, Any]]:
 
 
 def known_speedups(report: Report, arm: str, how: str) -> list[Mapping[str, Any]]:
-    return [s for s in report["speedups"] if (s["arm"], s["how"]) == (arm, how) and _ends(s) != (None, None, None)]
+    return [s for s in report["speedups"] if (s["arm"], s["how"]) == (arm, how) and is_known(s)]
+
+
+def is_known(s: Mapping[str, Any]) -> bool:
+    """Something of a ratio or of its interval."""
+    return _ends(s) != (None, None, None)
 
 
 def _ends(s: Mapping[str, Any]) -> tuple[Any, ...]:
