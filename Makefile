@@ -10,7 +10,7 @@ BIN    := $(VENV)/bin
 WORKERS ?= auto
 # What `make test-slow` takes: `make test-slow TESTS=tests/processes` leaves out the tables that single processes compute.
 TESTS   ?= tests
-PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=30 --durations-min=5
 
 .PHONY: quickstart test test-slow test-all lint clean
 

@@ -24,6 +24,8 @@ from ngpt_train.config.places import check_file
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.files import write_json
 from ngpt_train.kernels.check import timing
+from ngpt_train.models import Decoder
+from ngpt_train.observe.meters import peak_flops
 
 Run = Callable[[], float]  # does the work once; returns its number of units (tokens, rows, bytes)
 Measure = Callable[[Run], tuple[float, float]]  # gives the seconds and units of a run
@@ -160,6 +162,16 @@ def peak_memory_gb(run: Run, device: torch.device) -> float | None:
     torch.cuda.reset_peak_memory_stats()
     run()
     return torch.cuda.max_memory_allocated() / 1e9
+
+
+def utilization(model: Decoder, rate: float, device: torch.device, causal: bool = False) -> float | None:
+    """Model FLOPs utilization, 0 to 1, of `rate` tokens/s on one device; None where its peak is not known.
+
+    By PaLM's count, (6 weights + 12 L d_model T) per token; causal: half of the scores are computed.
+    """
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    peak = peak_flops(name, model.compute_dtype or torch.float32)
+    return None if peak is None else model.flops_per_token(model.config.context, causal) * rate / peak
 
 
 def facts() -> dict[str, str]:

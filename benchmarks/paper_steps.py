@@ -26,7 +26,16 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.common import Entry, WrongResultError, default_device, elapsed, interleaved, main, peak_memory_gb
+from benchmarks.common import (
+    Entry,
+    WrongResultError,
+    default_device,
+    elapsed,
+    interleaved,
+    main,
+    peak_memory_gb,
+    utilization,
+)
 from benchmarks.public_style import PublicSteps, PublicStyle, as_public
 from ngpt_train.config.architectures import architectures
 from ngpt_train.config.keys import AUTO
@@ -34,7 +43,6 @@ from ngpt_train.config.schema import Config
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import Decoder, initialisation
 from ngpt_train.models.weights import export_weights
-from ngpt_train.observe.meters import peak_flops
 from ngpt_train.optim import build_optimizer
 from ngpt_train.study.random_steps import tokens_of
 from ngpt_train.training import TrainState, build_state, train_step
@@ -151,14 +159,12 @@ def times(row: str, runs: Mapping[str, Variant | PublicSteps], relative_to: str,
         run = runs[entry.name.removeprefix(of)]
         run.check()
         model = run.state.model if isinstance(run, Variant) else base.state.model
-        name = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-        peak = peak_flops(name, model.compute_dtype or torch.float32)
         assert entry.rate is not None
-        of_peak = [
-            None if peak is None else model.flops_per_token(model.config.context, causal) * entry.rate / peak
-            for causal in (False, True)
-        ]
-        more: dict[str, Any] = {"mfu": of_peak[0], "mfu_causal": of_peak[1], "memory_gb": peak_memory_gb(run, device)}
+        more: dict[str, Any] = {
+            "mfu": utilization(model, entry.rate, device),
+            "mfu_causal": utilization(model, entry.rate, device, causal=True),
+            "memory_gb": peak_memory_gb(run, device),
+        }
         more |= {"micro_rows": len(run.micro_batches[0][0]), "losses": [float(run.losses[n]) for n in (0, -1)]}
         found.append(replace(entry, more=more))
     return found

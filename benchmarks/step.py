@@ -14,9 +14,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.common import Entry, elapsed, interleaved, main, peak_memory_gb
+from benchmarks.common import Entry, elapsed, interleaved, main, peak_memory_gb, utilization
 from ngpt_train.config import load_config
-from ngpt_train.observe.meters import Meter
 from ngpt_train.study.random_steps import steps_of, tokens_of, with_vocabulary
 from ngpt_train.training import TrainState, build_state
 from ngpt_train.training.step import dropout_seeds
@@ -38,8 +37,14 @@ def bench(overrides: Sequence[str]) -> Iterator[Entry]:
             run()
     for entry in interleaved(runs, "gpt", ROUNDS, "tokens", elapsed(states["gpt"].world.device)):
         state = states[entry.name]
-        more = {"mfu": mfu(state, entry), "activations_mb": saved_activations(state) / 1e6}
-        yield replace(entry, more=more | {"memory_gb": peak_memory_gb(runs[entry.name], state.world.device)})
+        device = state.world.device
+        assert entry.rate is not None
+        more = {
+            "mfu": utilization(state.model, entry.rate, device),
+            "activations_mb": saved_activations(state) / 1e6,
+            "memory_gb": peak_memory_gb(runs[entry.name], device),
+        }
+        yield replace(entry, more=more)
 
 
 def saved_activations(state: TrainState) -> int:
@@ -60,17 +65,6 @@ def saved_activations(state: TrainState) -> int:
     loss.backward()
     state.optimizer.zero_grad(set_to_none=True)
     return sum(kept.values())
-
-
-def mfu(state: TrainState, entry: Entry) -> float | None:
-    """Model FLOPs utilization, 0 to 1, by PaLM's count: (6 weights + 12 L d_model T) tokens/s over the devices' peak.
-
-    None where the peak is not known.
-    """
-    flops = state.model.flops_per_token(state.config.model.context)
-    dtype = state.model.compute_dtype or torch.float32
-    peak = Meter(flops, state.world.size, state.world.device, dtype).peak
-    return None if peak is None or entry.rate is None else flops * entry.rate / peak
 
 
 if __name__ == "__main__":
