@@ -144,12 +144,12 @@ def test_nowhere_to_go_back_to(tmp_path: Path, corpus: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_resume_after_any_step(tmp_path: Path, corpus: Path) -> None:
-    """Equals the undisturbed run, with guards on and a rollback before, at or after the resume."""
+def test_a_resume_around_a_rollback(tmp_path: Path, corpus: Path) -> None:
+    """Equals the undisturbed run, with guards on and the rollback before, at or after the resume."""
     shared = tmp_path / "whole"
     assert spoiled(SPOILED, given(shared, corpus, "logging.every=1")).returncode == 0
     expected = numbers(shared / "runs/test")
-    for stop_at in range(1, STEPS):
+    for stop_at in (1, 6, *range(SAVED - 1, BAD + 3), STEPS - 1):
         directory = tmp_path / str(stop_at)
         for stop in ([f"train.stop_at={stop_at}"], []):
             assert spoiled(SPOILED, given(directory, corpus, "logging.every=1", *stop)).returncode == 0
