@@ -26,7 +26,7 @@ from benchmarks.common import main
 from ngpt_train.config import ConfigError, load_config
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
-from ngpt_train.distributed import World, join_world
+from ngpt_train.distributed.world import World, join_world
 from ngpt_train.study.random_steps import tokens_of, with_vocabulary
 from ngpt_train.training import build_state, train_step
 

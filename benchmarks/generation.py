@@ -27,8 +27,8 @@ from torch import Tensor
 from benchmarks.common import Entry, Run, elapsed, interleaved, main
 from ngpt_train.config import ConfigError, load_config
 from ngpt_train.core.files import write_json
-from ngpt_train.distributed import resolve_device, resolve_precision
-from ngpt_train.distributed.layouts import choose_kernels
+from ngpt_train.distributed.layouts import choose_kernels, resolve_precision
+from ngpt_train.distributed.world import resolve_device
 from ngpt_train.interop.exporting import rounded
 from ngpt_train.interop.layouts.layout import layout_of
 from ngpt_train.interop.safetensors_files import FLOATS, write_tensors

@@ -43,7 +43,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import Decoder, initialisation
 from ngpt_train.models.weights import export_weights
-from ngpt_train.optim import build_optimizer
+from ngpt_train.optim.optimizer import build_optimizer
 from ngpt_train.study.random_steps import tokens_of
 from ngpt_train.training import TrainState, build_state, train_step
 

@@ -213,7 +213,8 @@ def checked(device: str, model: str, scale: str, choose: str, cache: str) -> int
 
     from ngpt_train.config.architectures import architectures
     from ngpt_train.config.schema import Config
-    from ngpt_train.distributed import World, first_contact
+    from ngpt_train.distributed.first_contact import first_contact
+    from ngpt_train.distributed.world import World
 
     if device == "cpu":
         first_contact.__globals__["on_gpu"] = lambda _: True  # the interpreter plays it

@@ -12,7 +12,7 @@ import time
 import torch
 
 from ngpt_train.config import load_config
-from ngpt_train.observe.telemetry import Telemetry
+from ngpt_train.observe.telemetry.collector import Telemetry
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.step import NOBODY
 

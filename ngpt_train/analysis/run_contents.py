@@ -15,12 +15,12 @@ from ngpt_train.analysis.measures.batch_statistics import batch_gaps
 from ngpt_train.analysis.measures.condition import renormalized
 from ngpt_train.analysis.measures.gradient_norms import gradient_l1, on_device
 from ngpt_train.analysis.measures.of_run import OfRun
-from ngpt_train.config import read_yaml
+from ngpt_train.config.stored import read_yaml
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import json_lines
 from ngpt_train.evaluation.restore import Restored
-from ngpt_train.models import Decoder, export_weights
-from ngpt_train.models.weights import canonical
+from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.weights import canonical, export_weights
 from ngpt_train.observe.telemetry.vectors_in_use import vectors_in_use
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,8 @@ from ngpt_train.data.hashes import canonical_hash
 from ngpt_train.data.rows import rows_of
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.token_sequence import Tokens
-from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, with_eos
+from ngpt_train.data.tokenizers import load_tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer, with_eos
 
 if TYPE_CHECKING:  # which make data sets
     from ngpt_train.data.mixed import Mixed

@@ -13,14 +13,16 @@ import os
 import time
 import uuid
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json, read_whole
 from ngpt_train.data.directory import lock
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
 
 logger = logging.getLogger(__name__)
 

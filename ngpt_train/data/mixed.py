@@ -26,7 +26,8 @@ from ngpt_train.data.position import Reader, Share
 from ngpt_train.data.rows import Batch, row_format
 from ngpt_train.data.streamed.streamed_text import corpus_of, list_shards, open_text
 from ngpt_train.data.token_sequence import Tokens
-from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, tokenizer_identity
+from ngpt_train.data.tokenizers import load_tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer, tokenizer_identity
 
 logger = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED, PADDING
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.token_sequence import Tokens
-from ngpt_train.data.tokenizers import Ids
+from ngpt_train.data.tokenizers.tokenizer import Ids
 
 Batch = tuple[NDArray[np.int64], ...]  # tokens, targets and, where the model needs them, document ids: (N, context)
 NOTHING = -1  # in place of an id where a row is padded

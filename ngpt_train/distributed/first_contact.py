@@ -35,9 +35,10 @@ from ngpt_train.kernels.check.calls import DESCRIBE, Call, of_adam, recorded
 from ngpt_train.kernels.check.cases import OF_ATTENTION
 from ngpt_train.kernels.check.children import Finding, Request, as_json, findings
 from ngpt_train.kernels.check.kept import Kept
-from ngpt_train.models import Decoder, build_model
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.models.layers.linear import cast_linears
+from ngpt_train.models.registry import build_model
 
 logger = logging.getLogger(__name__)
 

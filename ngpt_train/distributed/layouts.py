@@ -22,7 +22,8 @@ from ngpt_train.distributed.recomputation import checkpoint_blocks
 from ngpt_train.distributed.statistics import synchronise_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
-from ngpt_train.models import Decoder, build_model
+from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.registry import build_model
 
 # DDP must not overwrite a rank's running statistics with those of rank 0. torch 2.13 has renamed the option.
 _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters

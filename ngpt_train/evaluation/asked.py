@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.evaluation import EvalConfig
-from ngpt_train.data import Tokenizer
-from ngpt_train.distributed import World
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
+from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.generation.continued_prompts import Texts
 from ngpt_train.evaluation.generation.tokens import row_of
 from ngpt_train.evaluation.validation import evaluating
-from ngpt_train.training import TrainState
+from ngpt_train.training.state import TrainState
 
 if TYPE_CHECKING:
-    from ngpt_train.evaluation.tasks import Tasks
+    from ngpt_train.evaluation.tasks.run_tasks import Tasks
 
 
 def tasks_of(validation: EvalConfig, model: ModelConfig, world: World) -> Tasks | None:
@@ -28,7 +28,7 @@ def tasks_of(validation: EvalConfig, model: ModelConfig, world: World) -> Tasks 
     """
     if validation.tasks is None:
         return None
-    from ngpt_train.evaluation.tasks import Tasks
+    from ngpt_train.evaluation.tasks.run_tasks import Tasks
 
     return Tasks(validation, model.source_length(model.context), world)
 

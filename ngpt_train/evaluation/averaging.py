@@ -6,15 +6,15 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ngpt_train.config import read_yaml
 from ngpt_train.config.schema import Config
-from ngpt_train.config.stored import what_differs
+from ngpt_train.config.stored import read_yaml, what_differs
 from ngpt_train.config.validate import show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json
-from ngpt_train.distributed import World
-from ngpt_train.models import Decoder
-from ngpt_train.training.checkpoint import list_checkpoints, load_model, step_of
+from ngpt_train.distributed.world import World
+from ngpt_train.models.decoder import Decoder
+from ngpt_train.training.checkpoint.catalogue import list_checkpoints, step_of
+from ngpt_train.training.checkpoint.load import load_model
 
 
 def newest(key: str, n: int, last: Path, config: Config) -> list[Path]:

@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import Tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.evaluation.evaluations import Evaluations, RowFiles
-from ngpt_train.training import TrainState
 from ngpt_train.training.guards import explain_out_of_memory
-from ngpt_train.training.hooks import Hook, Record, TrainingRun, due
+from ngpt_train.training.hooks.hook import Hook, Record, TrainingRun, due
+from ngpt_train.training.state import TrainState
 
 if TYPE_CHECKING:
-    from ngpt_train.evaluation.tasks import Tasks
+    from ngpt_train.evaluation.tasks.run_tasks import Tasks
 
 
 class Validations(Hook):

@@ -20,11 +20,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ngpt_train.data import Tokenizer
-from ngpt_train.data.tokenizers.tokenizer import encode_document
-from ngpt_train.distributed import World
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer, encode_document
+from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.validation import not_training
-from ngpt_train.models import Decoder
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.rope import UNSCALED, RopeScaling
 
 # Most ids of one forward pass of several windows; a longer window is a pass of its own.

@@ -9,24 +9,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngpt_train.config import read_yaml
 from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config, TrainConfig, build
 from ngpt_train.config.sections.generation import GenerateConfig
+from ngpt_train.config.stored import read_yaml
 from ngpt_train.config.validate import check_leaf, check_leaves
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
-from ngpt_train.data import Tokenizer, read_tokenizer
-from ngpt_train.distributed import World, resolve_device, resolve_precision
-from ngpt_train.distributed.layouts import choose_kernels
+from ngpt_train.data.tokenizers import read_tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
+from ngpt_train.distributed.layouts import choose_kernels, resolve_precision
+from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.evaluation.averaging import load_mean, newest
 from ngpt_train.evaluation.generation.continued_prompts import Texts
-from ngpt_train.models import Decoder, build_model
+from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.registry import build_model
 from ngpt_train.report.enough_memory import check_weights_fit
-from ngpt_train.training.checkpoint import find_checkpoint, load_model, read_progress, step_of
-from ngpt_train.training.checkpoint.load import open_tensors
+from ngpt_train.training.checkpoint.catalogue import find_checkpoint, step_of
+from ngpt_train.training.checkpoint.integrity import read_progress
+from ngpt_train.training.checkpoint.load import load_model, open_tensors
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.core.files import write_atomically
-from ngpt_train.data import Rows
-from ngpt_train.distributed import World, averaged_statistics
-from ngpt_train.models import Decoder
+from ngpt_train.data.rows import Rows
+from ngpt_train.distributed.statistics import averaged_statistics
+from ngpt_train.distributed.world import World
+from ngpt_train.models.decoder import Decoder
 
 # Most tokens in one forward pass. It is not train.micro_rows, which may depend on the number of ranks: rounding depends
 # on which rows share a matrix product.

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ngpt_train.config import write_yaml
 from ngpt_train.config.sections.exchange import ExportConfig
+from ngpt_train.config.stored import write_yaml
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import sync, write_json
 from ngpt_train.core.secrets import redacted
@@ -22,7 +22,7 @@ from ngpt_train.interop.new_directory import check_free, new_directory
 from ngpt_train.interop.safetensors_files import FLOATS, write_tensors
 from ngpt_train.interop.tokenizers.tokenizer_files import write_tokenizers
 from ngpt_train.interop.verification import check_bits, check_logits, check_reader, difference, random_rows
-from ngpt_train.models import export_weights, load_weights
+from ngpt_train.models.weights import export_weights, load_weights
 
 CONFIG = "ngpt_train_config.yaml"  # of the run, in every export
 STATISTICS = "statistics."  # before the names of running statistics, as in a checkpoint

@@ -10,15 +10,16 @@ from typing import Any
 
 from torch import Tensor
 
-from ngpt_train.config import load_config, read_yaml
 from ngpt_train.config.architectures import architectures
+from ngpt_train.config.composition.compose import load_config
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config, TokenizerConfig, build, schema_keys
+from ngpt_train.config.stored import read_yaml
 from ngpt_train.config.validate import any_of, check_leaf, flatten, show
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
-from ngpt_train.data import Tokenizer
 from ngpt_train.data.tokenizers import load_tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.interop.exporting import CONFIG
 from ngpt_train.interop.layouts.layout import LAYOUTS
 from ngpt_train.interop.layouts.llama_config import ALSO, NOTE

@@ -10,22 +10,21 @@ from typing import Any
 import torch
 
 import ngpt_train
-from ngpt_train.config import write_yaml
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import TokenizerConfig
+from ngpt_train.config.stored import write_yaml
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.data.tokenizers import MODEL_FILES, write_tokenizer
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from ngpt_train.distributed import World
+from ngpt_train.distributed.world import World
 from ngpt_train.interop.exporting import STATISTICS
 from ngpt_train.interop.fit import check_tensors, shapes_of
 from ngpt_train.interop.foreign_model import Imported
 from ngpt_train.interop.new_directory import new_directory
-from ngpt_train.models import build_model
-from ngpt_train.training.checkpoint import Checkpoints
-from ngpt_train.training.checkpoint.save import SPARE, Snapshot
+from ngpt_train.models.registry import build_model
+from ngpt_train.training.checkpoint.save import SPARE, Checkpoints, Snapshot
 from ngpt_train.training.checkpoint.tensor_files import pieces_of
 
 

@@ -5,9 +5,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config import to_dict
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import to_dict
 from ngpt_train.observe.console import Clock, LogFile, console_sink
 from ngpt_train.observe.sinks import JsonlSink, Sink, TensorboardSink
 from ngpt_train.observe.wandb_sink import WandbSink

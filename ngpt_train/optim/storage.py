@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ngpt_train.models import Decoder
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.optim.row_adam import local_rows
 
 TABLES = ("embedding", "source_embedding", "output", "positions")

@@ -16,8 +16,10 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.distributed import World, resolve_kind
-from ngpt_train.models import Decoder, build_model
+from ngpt_train.distributed.layouts import resolve_kind
+from ngpt_train.distributed.world import World
+from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.registry import build_model
 from ngpt_train.report.memory import state_items
 
 GIB = 2**30

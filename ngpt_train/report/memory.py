@@ -15,7 +15,7 @@ import torch
 
 from ngpt_train.config.schema import Config
 from ngpt_train.kernels.cross_entropy import CPU_ROWS, GPU_ROWS
-from ngpt_train.models import Decoder
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.linear import cast_linears
 from ngpt_train.report.counting import count_pass, count_products, gradients_of_loss
 

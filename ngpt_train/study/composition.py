@@ -8,9 +8,10 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from ngpt_train.config import ConfigError, load_config
+from ngpt_train.config.composition.compose import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import mistake, show
+from ngpt_train.core.errors import ConfigError
 from ngpt_train.study.definition import LR, SAME_BUDGET, Study, merged
 from ngpt_train.study.points import Point
 

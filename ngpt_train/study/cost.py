@@ -123,7 +123,7 @@ def _measure(configs: Mapping[str, Config], threads: int, here: bool, answers: C
     import torch
 
     from ngpt_train.core.log import saying_nothing  # which imports torch
-    from ngpt_train.models import build_model
+    from ngpt_train.models.registry import build_model
     from ngpt_train.report.launch_plan import planned_vocabulary
 
     torch.set_num_threads(threads)
@@ -149,9 +149,9 @@ def _measure(configs: Mapping[str, Config], threads: int, here: bool, answers: C
 
 def _measured(config: Config, size: ArmSize) -> ArmSize:
     """`size` with the seconds per token of a step of as many rows as a micro batch has, or fewer."""
-    from ngpt_train.distributed import resolve_device
+    from ngpt_train.distributed.world import resolve_device
     from ngpt_train.study.random_steps import steps_of
-    from ngpt_train.training import build_state
+    from ngpt_train.training.state import build_state
 
     device = resolve_device(config.train.device, 0).type
     of_row = size.flops_per_token * config.model.context

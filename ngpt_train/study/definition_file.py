@@ -8,9 +8,8 @@ from typing import Any
 
 import yaml
 
-from ngpt_train.config import ConfigError
 from ngpt_train.config.validate import show
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_yaml_text, write_atomically
 from ngpt_train.core.secrets import redacted
 from ngpt_train.study.composition import Runs

@@ -8,13 +8,15 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ngpt_train.observe.console import Clock, PlainConsole, format_count, format_seconds
-from ngpt_train.study.cost import Cost
 from ngpt_train.study.definition import Study, text_of
 from ngpt_train.study.points import FAILED, Point, Result
 from ngpt_train.study.tuning import Trials, best_values
+
+if TYPE_CHECKING:
+    from ngpt_train.study.cost import Cost
 
 LINE_SECONDS = 60.0  # between two lines of how far it is, where nothing else is said
 _TABLE_SECONDS = 0.5  # between two drawings of the table

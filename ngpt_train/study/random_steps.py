@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
-from ngpt_train.training import TrainState, train_step
+from ngpt_train.training.state import TrainState
+from ngpt_train.training.step import train_step
 
 VOCAB_SIZE = 32_000  # the paper's
 

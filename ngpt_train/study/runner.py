@@ -12,9 +12,9 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Protocol
 
-from ngpt_train.config import ConfigError, read_yaml
+from ngpt_train.config.stored import read_yaml
 from ngpt_train.config.validate import show
-from ngpt_train.core.errors import DataError
+from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.core.lock import DirectoryLock
 from ngpt_train.study import sharing

@@ -8,10 +8,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config import read_yaml, redact, to_dict
 from ngpt_train.config.keys import TABLES
 from ngpt_train.config.schema import Config
-from ngpt_train.config.stored import what_differs
+from ngpt_train.config.stored import read_yaml, redact, to_dict, what_differs
 from ngpt_train.config.validate import flatten
 from ngpt_train.core.errors import DataError
 from ngpt_train.study.definition import Study

@@ -10,18 +10,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import ngpt_train
-from ngpt_train.config import read_yaml
 from ngpt_train.config.schema import Config
-from ngpt_train.config.stored import differing_weights
+from ngpt_train.config.stored import differing_weights, read_yaml
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import DataError
-from ngpt_train.distributed import resolve_kind
+from ngpt_train.distributed.layouts import resolve_kind
 from ngpt_train.models.initialisation import standard_deviations
-from ngpt_train.training.checkpoint import find_checkpoint
+from ngpt_train.training.checkpoint.catalogue import find_checkpoint
 from ngpt_train.training.state import TrainState
 
 if TYPE_CHECKING:
-    from ngpt_train.data import Dataset  # needs numpy, which the commit does not
+    from ngpt_train.data.dataset import Dataset  # needs numpy, which the commit does not
 
 
 def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from types import FrameType
 from typing import Any
 
 from ngpt_train.core.errors import DataError
-from ngpt_train.distributed import World
+from ngpt_train.distributed.world import World
 
 # Of a launcher or a queue, of Ctrl-C, and of a terminal that is closed.
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)

@@ -8,9 +8,14 @@ import torch
 from torch import Tensor, nn
 
 from ngpt_train.config.schema import Config
-from ngpt_train.distributed import World, first_contact, join_world, parallelize
-from ngpt_train.models import Decoder
-from ngpt_train.optim import LossScale, MovingAverage, build_optimizer, lr_factors, round_to_bf16_
+from ngpt_train.distributed.first_contact import first_contact
+from ngpt_train.distributed.layouts import parallelize
+from ngpt_train.distributed.world import World, join_world
+from ngpt_train.models.decoder import Decoder
+from ngpt_train.optim.loss_scale import LossScale
+from ngpt_train.optim.moving_average import MovingAverage
+from ngpt_train.optim.optimizer import build_optimizer, lr_factors
+from ngpt_train.optim.storage import round_to_bf16_
 from ngpt_train.training.feed import resolve_micro_rows
 from ngpt_train.training.guards import Guards, explain_out_of_memory
 from ngpt_train.training.interval import Interval

@@ -15,18 +15,18 @@ from typing import Any, NoReturn
 import torch
 
 import ngpt_train
-from ngpt_train.config import read_yaml
 from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import read_yaml
 from ngpt_train.config.validate import mistake
 from ngpt_train.core.checkout import git_commit
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import check_kinds, write_json
 from ngpt_train.core.lock import DirectoryLock
-from ngpt_train.distributed import resolve_device
+from ngpt_train.distributed.world import resolve_device
 from ngpt_train.evaluation.trust import taken
-from ngpt_train.study.audit import CERTIFICATE
 from ngpt_train.study.audit.again import command_of
 from ngpt_train.study.audit.auditing import audit
+from ngpt_train.study.audit.certificate import CERTIFICATE
 from ngpt_train.training.guards import NumericalError
 from ngpt_train.training.provenance import processor
 

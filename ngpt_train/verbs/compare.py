@@ -13,7 +13,7 @@ from ngpt_train.config.sections.studies import CompareConfig
 from ngpt_train.config.validate import did_you_mean, mistake, show, similar_keys
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.secrets import command_of
-from ngpt_train.study.audit import read_certificates
+from ngpt_train.study.audit.certificate import read_certificates
 from ngpt_train.study.compare import step_times
 from ngpt_train.study.compare.comparison import check_out, choose_arms, make_directory, make_report, write_reports
 from ngpt_train.study.compare.given_runs import gather

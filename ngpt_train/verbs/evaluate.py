@@ -18,11 +18,10 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
 from ngpt_train.data import open_dataset
 from ngpt_train.data.sources import open_source
-from ngpt_train.data.tokenizers import tokenizer_identity
-from ngpt_train.distributed import join_world
-from ngpt_train.evaluation import Evaluations
+from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
+from ngpt_train.distributed.world import join_world
 from ngpt_train.evaluation.asked import tasks_of
-from ngpt_train.evaluation.evaluations import file_name
+from ngpt_train.evaluation.evaluations import Evaluations, file_name
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
 from ngpt_train.evaluation.trust import is_text_of, taken
 

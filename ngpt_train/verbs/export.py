@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from ngpt_train.config.schema import Config
-from ngpt_train.distributed import World
+from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.restore import find_trained, restore
 from ngpt_train.interop.exporting import export
 from ngpt_train.interop.layouts.layout import chosen_layout

@@ -12,10 +12,10 @@ from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.files import write_atomically
 from ngpt_train.core.log import saying_nothing
-from ngpt_train.data import Tokenizer
-from ngpt_train.distributed import World, resolve_device
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.compile_cache import keep_compiled
 from ngpt_train.distributed.layouts import resolve_compile
+from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.evaluation.generation.continued_prompts import Text, Texts
 from ngpt_train.evaluation.generation.prompts import read_prompts, typed_prompts
 from ngpt_train.evaluation.restore import find_trained, restore

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ngpt_train.config.schema import Config
-from ngpt_train.data import Dataset, prepare_dataset
+from ngpt_train.data.dataset import Dataset
+from ngpt_train.data.prepared.build import prepare_dataset
 
 
 def main(config: Config, overrides: Sequence[str]) -> int:

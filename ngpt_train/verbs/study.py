@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ngpt_train.config import ConfigError
 from ngpt_train.config.schema import Config
 from ngpt_train.config.validate import did_you_mean, mistake, nearest
+from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.lock import DirectoryLock
 from ngpt_train.study.compare.comparison import check_out
 from ngpt_train.study.composition import Runs, check_text

@@ -9,33 +9,40 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config import read_yaml
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import commits_of, with_commits
-from ngpt_train.config.stored import with_first_values
+from ngpt_train.config.stored import read_yaml, with_first_values
 from ngpt_train.core.errors import DataError, is_told_here, same_on_host
 from ngpt_train.core.files import read_json
 from ngpt_train.core.launcher import end_with_launcher
-from ngpt_train.data import Dataset, Tokenizer, TrainLoader, open_dataset, read_tokenizer, reader_of
-from ngpt_train.distributed import PRECISIONS, World, join_world, resolve_device, resolve_precision
-from ngpt_train.evaluation import Evaluations
+from ngpt_train.data import open_dataset
+from ngpt_train.data.dataset import Dataset
+from ngpt_train.data.loader import TrainLoader, reader_of
+from ngpt_train.data.tokenizers import read_tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
+from ngpt_train.distributed.layouts import PRECISIONS, resolve_precision
+from ngpt_train.distributed.world import World, join_world, resolve_device
 from ngpt_train.evaluation.asked import tasks_of
+from ngpt_train.evaluation.evaluations import Evaluations
 from ngpt_train.evaluation.trust import note_names
-from ngpt_train.observe import Sink, build_sinks
-from ngpt_train.observe.telemetry import Telemetry
-from ngpt_train.optim import round_to_bf16_
+from ngpt_train.observe import build_sinks
+from ngpt_train.observe.sinks import Sink
+from ngpt_train.observe.telemetry.collector import Telemetry
+from ngpt_train.optim.storage import round_to_bf16_
 from ngpt_train.report.curves import plot_run
 from ngpt_train.report.enough_memory import check_state_fits
-from ngpt_train.training import TrainState, build_state, check_kernels
-from ngpt_train.training.checkpoint import load_model, load_state, newest_undamaged, newest_with_config, step_of
+from ngpt_train.training.checkpoint.catalogue import step_of
+from ngpt_train.training.checkpoint.integrity import newest_undamaged, newest_with_config
+from ngpt_train.training.checkpoint.load import load_model, load_state
 from ngpt_train.training.feed import Feed
-from ngpt_train.training.hooks import TrainingRun
+from ngpt_train.training.hooks.hook import TrainingRun
 from ngpt_train.training.hooks.rollback import GoBack, describe, go_back
 from ngpt_train.training.loop import train
 from ngpt_train.training.provenance import describe_start, initial_checkpoint
 from ngpt_train.training.run_directory import DONE, RunDirectory
 from ngpt_train.training.signals import Patience, StopRequest
+from ngpt_train.training.state import TrainState, build_state, check_kernels
 from ngpt_train.verbs.train_hooks import add_hooks
 from ngpt_train.verbs.train_notes import stopped_before_the_end
 

@@ -6,19 +6,21 @@ import importlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ngpt_train.config import write_yaml
 from ngpt_train.config.architectures import plugins
 from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import write_yaml
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.core.files import write_json
-from ngpt_train.data import Dataset, epoch_rows, many_epochs, write_tokenizer
-from ngpt_train.evaluation import Evaluations
+from ngpt_train.data.dataset import Dataset
+from ngpt_train.data.epochs import epoch_rows, many_epochs
+from ngpt_train.data.tokenizers import write_tokenizer
 from ngpt_train.evaluation.asked import sampling_of
+from ngpt_train.evaluation.evaluations import Evaluations
 from ngpt_train.evaluation.in_training import TaskScores, Validations
 from ngpt_train.observe.meters import Meter
-from ngpt_train.training import TrainState
-from ngpt_train.training.checkpoint import Checkpoints, step_of
-from ngpt_train.training.hooks import Hook, TrainingRun
+from ngpt_train.training.checkpoint.catalogue import step_of
+from ngpt_train.training.checkpoint.save import Checkpoints
+from ngpt_train.training.hooks.hook import Hook, TrainingRun
 from ngpt_train.training.hooks.observed_steps import ObservedSteps
 from ngpt_train.training.hooks.profiler import Profiler
 from ngpt_train.training.hooks.replicas import Replicas
@@ -29,11 +31,12 @@ from ngpt_train.training.hooks.stopping import StopTogether
 from ngpt_train.training.hooks.train_records import TrainRecords
 from ngpt_train.training.hooks.watchdog import Watchdog
 from ngpt_train.training.run_directory import RunDirectory
+from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import Observer
 from ngpt_train.verbs.train_notes import Notes
 
 if TYPE_CHECKING:
-    from ngpt_train.evaluation.tasks import Tasks
+    from ngpt_train.evaluation.tasks.run_tasks import Tasks
 
 
 def add_hooks(

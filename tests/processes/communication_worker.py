@@ -13,7 +13,7 @@ import torch
 
 from benchmarks.communication import Collectives
 from ngpt_train.distributed.sharding import held
-from ngpt_train.optim import RowAdam
+from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.training import TrainState, build_state, train_step
 from ngpt_train.training.step import update_weights_
 from tests.properties.architectures import SMALL

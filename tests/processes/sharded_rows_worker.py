@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 
 from ngpt_train.kernels import dispatch
-from ngpt_train.optim import RowAdam
+from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.training import build_state, train_step
 from tests.properties.architectures import SMALL
 from tests.properties.runs import run_config, text_like_rows

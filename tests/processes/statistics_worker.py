@@ -14,7 +14,8 @@ from torch.distributed.tensor import DTensor
 
 from ngpt_train.config.schema import Config
 from ngpt_train.data import Batch
-from ngpt_train.evaluation import Validation, validation
+from ngpt_train.evaluation import validation
+from ngpt_train.evaluation.validation import Validation
 from ngpt_train.models import export_weights
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ngpt_train.models import build_model, export_weights, load_weights
 from ngpt_train.models.weights import export_gradients
-from ngpt_train.observe.telemetry import Telemetry
+from ngpt_train.observe.telemetry.collector import Telemetry
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import MicroBatch

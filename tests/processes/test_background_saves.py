@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ngpt_train.distributed import World
+from ngpt_train.distributed.world import World
 from ngpt_train.training.checkpoint import list_checkpoints
 from ngpt_train.training.checkpoint.integrity import verify
 from ngpt_train.training.hooks.stopping import MOST_STEPS

@@ -17,7 +17,7 @@ from torch import Tensor
 from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
 from ngpt_train.config.architectures import architectures, use_plugins
-from ngpt_train.distributed import World
+from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.restore import find_trained, restore
 from ngpt_train.models import export_weights
 from tests.processes.runs import arguments, numbers, records, run

@@ -25,7 +25,7 @@ from ngpt_train.analysis.measures.of_run import (
     zipped,
 )
 from ngpt_train.core.constants import IGNORED
-from ngpt_train.models import Decoder
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical
 
 SQUARES = {"variance": "sigma", "psi_squared": "psi"}  # a running mean of squares -> the symbol of its root

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, as_values, by_layer, named_curve
 from ngpt_train.core.constants import IGNORED
-from ngpt_train.models import Decoder
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import export_gradients
 
 SECOND = "w_down"  # the second fully connected weight of the MLP

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from ngpt_train.data import Tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
 # By the first character of the piece that is no space; `piece_types` has the rules.

@@ -28,15 +28,8 @@ from ngpt_train.data.rows import check_length
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local_files import shards_of, units_of
 from ngpt_train.data.sources.source import Counts, Source, Unit, draw_sample, training_part
-from ngpt_train.data.tokenizers import (
-    Tokenizer,
-    load_tokenizer,
-    possible_keys,
-    read_tokenizer,
-    tokenizer_identity,
-    tokenizer_key,
-    write_tokenizer,
-)
+from ngpt_train.data.tokenizers import load_tokenizer, possible_keys, read_tokenizer, tokenizer_key, write_tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer, tokenizer_identity
 
 logger = logging.getLogger(__name__)
 

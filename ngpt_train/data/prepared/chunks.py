@@ -28,10 +28,10 @@ from numpy.typing import NDArray
 from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.processes import end_with_parent
-from ngpt_train.data.prepared.manifest import STEMS
 from ngpt_train.data.sources.source import Counts, Shard, ShardSource, Unit, halves, place_of
-from ngpt_train.data.tokenizers import Ids, Tokenizer, with_eos
+from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer, with_eos
 
+STEMS = {"train": "train", "validation": "val"}  # of the files of each split
 # Characters of a chunk, or one document: what a process holds in memory.
 CHUNK_CHARACTERS = 2_000_000
 # Units that may be tokenized before their turn, per process: bounds the disk that they take.

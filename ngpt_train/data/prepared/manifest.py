@@ -15,12 +15,12 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import parse_json, read_whole
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.hashes import FileHashes, canonical_hash
+from ngpt_train.data.prepared.chunks import STEMS
 from ngpt_train.data.token_sequence import AGAIN, StoredNumbers, Tokens
 from ngpt_train.data.tokenizers import read_tokenizer
 
 FORMAT = 1
 MANIFEST = "manifest.json"
-STEMS = {"train": "train", "validation": "val"}  # of the files of each split
 DTYPES = ("<u1", "<u2", "<u4")
 MOST = 2**53  # tokens; JSON's numbers are exact below it
 

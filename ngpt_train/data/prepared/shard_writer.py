@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.core.files import parse_json, read_whole
 from ngpt_train.data.hashes import READ_BYTES
-from ngpt_train.data.prepared.chunks import Chunk
-from ngpt_train.data.prepared.manifest import STEMS
+from ngpt_train.data.prepared.chunks import STEMS, Chunk
 from ngpt_train.data.sources.source import Counts
 
 logger = logging.getLogger(__name__)

@@ -20,9 +20,11 @@ from ngpt_train.config.schema import Config, TokenizerConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.dataset import Dataset
 from ngpt_train.data.hashes import FileHashes, cache_directory, canonical_hash
-from ngpt_train.data.prepared.manifest import MANIFEST, STEMS, fingerprint, open_ids, open_prepared
+from ngpt_train.data.prepared.chunks import STEMS
+from ngpt_train.data.prepared.manifest import MANIFEST, fingerprint, open_ids, open_prepared
 from ngpt_train.data.token_sequence import StoredNumbers, Tokens
-from ngpt_train.data.tokenizers import Tokenizer, known_vocabulary, load_tokenizer, possible_keys, tokenizer_key
+from ngpt_train.data.tokenizers import known_vocabulary, load_tokenizer, possible_keys, tokenizer_key
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.data.permutation import keyed_hash, keyed_order, permuted
 from ngpt_train.data.rows import Cursor, RowFormat, row_format, rows_of_stream
 from ngpt_train.data.streamed.shard_cache import OpenShards
-from ngpt_train.data.tokenizers import Ids, Tokenizer, with_eos
+from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer, with_eos
 
 # A window has at least so many pieces for each stream, so that streams stay together to within a fraction of a window.
 PIECES_PER_STREAM = 4

@@ -20,7 +20,8 @@ from ngpt_train.data.sources.source import Shard, Source, draw_sample
 from ngpt_train.data.streamed.shard_cache import OpenShards, ShardCache
 from ngpt_train.data.streamed.stream import StreamSettings, stream_settings, window_shards
 from ngpt_train.data.token_sequence import Tokens
-from ngpt_train.data.tokenizers import Tokenizer, load_tokenizer, with_eos
+from ngpt_train.data.tokenizers import load_tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer, with_eos
 
 logger = logging.getLogger(__name__)
 

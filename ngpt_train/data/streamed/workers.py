@@ -32,7 +32,7 @@ from ngpt_train.data.position import Reader, Share
 from ngpt_train.data.rows import Batch, Cursor
 from ngpt_train.data.streamed.stream import Stream, Windows
 from ngpt_train.data.streamed.streamed_text import Start, StreamedText
-from ngpt_train.data.tokenizers import Ids
+from ngpt_train.data.tokenizers.tokenizer import Ids
 
 SENT_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start
 POLL_SECONDS = 1.0

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ngpt_train.config.schema import Config
-from ngpt_train.distributed import resolve_device, resolve_precision
+from ngpt_train.distributed.layouts import resolve_precision
+from ngpt_train.distributed.world import resolve_device
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.findings import (
     CONFIG,

@@ -30,7 +30,7 @@ from ngpt_train.doctor.findings import (
     unchecked,
 )
 from ngpt_train.doctor.rank_store import connection, tell, told
-from ngpt_train.training.checkpoint import list_checkpoints
+from ngpt_train.training.checkpoint.catalogue import list_checkpoints
 from ngpt_train.training.run_directory import RunDirectory
 
 BLOCK = 1 << 22

@@ -8,8 +8,8 @@ from dataclasses import replace
 import torch
 
 from ngpt_train.config.schema import Config
-from ngpt_train.distributed import World, resolve_device
 from ngpt_train.distributed.first_contact import first_contact
+from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.findings import CONFIG, WARNING, WRONG, Answer, Finding, of_each, unchecked
 from ngpt_train.training.feed import resolve_micro_rows

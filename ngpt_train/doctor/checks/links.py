@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from ngpt_train.config.schema import Config
-from ngpt_train.distributed import resolve_device
+from ngpt_train.distributed.world import resolve_device
 from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.checks.devices import nvidia_smi
 from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, Place, gb, unchecked

@@ -13,13 +13,15 @@ from torch import Tensor
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.constants import IGNORED
-from ngpt_train.distributed import World, resolve_device, resolve_kind, resolve_precision
+from ngpt_train.distributed.layouts import resolve_kind, resolve_precision
+from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place
 from ngpt_train.doctor.rank_store import join
 from ngpt_train.kernels import dispatch
 from ngpt_train.report.enough_memory import check_state_fits
-from ngpt_train.training import build_state, train_step
+from ngpt_train.training.state import build_state
+from ngpt_train.training.step import train_step
 
 STEPS, CONTEXT, ROWS_OF_A_RANK, VOCABULARY = 3, 32, 2, 512
 NARROW = 512  # width up to which the cut has two blocks, because a CPU is enough for it

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 
 import ngpt_train
-from ngpt_train.config import to_dict
 from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import to_dict
 from ngpt_train.core.secrets import redacted
 from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, differences, different, unchecked

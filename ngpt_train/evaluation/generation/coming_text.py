@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ngpt_train.data import Tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 
 # What `Tokenizer.decode` puts for bytes that are no character; at the end of a text for one that is not complete yet.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"

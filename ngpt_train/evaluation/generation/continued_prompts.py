@@ -14,10 +14,10 @@ from torch import Tensor
 
 from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.data import Tokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.evaluation.generation.coming_text import ComingText
 from ngpt_train.evaluation.generation.tokens import Row, continue_rows, reader_of, row_of
-from ngpt_train.models import Decoder
+from ngpt_train.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 

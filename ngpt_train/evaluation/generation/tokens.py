@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.evaluation.generation.sampling import restricted, sample
-from ngpt_train.models import Decoder
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.decoding import Recomputed
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.training.guards import NumericalError

@@ -17,11 +17,11 @@ from lm_eval.models.utils import handle_stop_sequences, normalize_gen_kwargs, po
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.data import Tokenizer
-from ngpt_train.distributed import World
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
+from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
 from ngpt_train.evaluation.validation import evaluating
-from ngpt_train.models import Decoder
+from ngpt_train.models.decoder import Decoder
 
 MOST_NEW_TOKENS = 256  # of a task that does not say; the harness's own default
 Ids = list[int]

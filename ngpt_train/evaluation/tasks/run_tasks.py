@@ -25,11 +25,11 @@ from lm_eval.evaluator import evaluate
 from ngpt_train.config.sections.evaluation import EvalConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
-from ngpt_train.data import Tokenizer
-from ngpt_train.distributed import World
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
+from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.tasks.adapter import Adapter, no_whole_texts
 from ngpt_train.evaluation.tasks.task_files import load_tasks
-from ngpt_train.models import Decoder
+from ngpt_train.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 

@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ngpt_train.core.constants import PADDING
-from ngpt_train.distributed import World
+from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.validation import evaluating
-from ngpt_train.models import Decoder
+from ngpt_train.models.decoder import Decoder
 
 # Of one forward pass: ids that are read, and numbers among its logits. Both are the same for any number of ranks,
 # because rounding depends on which rows share a matrix product.

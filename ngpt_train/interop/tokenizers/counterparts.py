@@ -11,10 +11,10 @@ from itertools import pairwise
 from typing import Any
 
 from ngpt_train.core.files import parse_json
-from ngpt_train.data import Tokenizer
 from ngpt_train.data.tokenizers.gpt2 import byte_of_character, parse_ranks
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.data.tokenizers.sentence_piece import SPACE_SYMBOL, SentencePieceTokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.interop.tokenizers.sentence_piece_file import BPE, SentencePieceFile, read_file
 
 END_OF_TEXT = "<|endoftext|>"

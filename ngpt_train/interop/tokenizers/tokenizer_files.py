@@ -9,10 +9,10 @@ from typing import Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, read_whole, write_json
-from ngpt_train.data import Tokenizer, read_tokenizer
-from ngpt_train.data.tokenizers import write_tokenizer
+from ngpt_train.data.tokenizers import read_tokenizer, write_tokenizer
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.interop.tokenizers.counterparts import NoCounterpartError, tokenizer_json
 
 OWN = "ngpt_train_tokenizer"  # the folder of our own files, in the form of a checkpoint

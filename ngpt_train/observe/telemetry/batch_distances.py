@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngpt_train.models import Decoder
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical
 from ngpt_train.observe.telemetry.step_numbers import Numbers, Record, ratio, stacked
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from ngpt_train.kernels.attention import watched
-from ngpt_train.models import Decoder
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical
 from ngpt_train.observe.telemetry.step_numbers import Numbers, Record, ratio, stacked
 

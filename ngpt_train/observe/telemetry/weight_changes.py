@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ngpt_train.distributed.sharding import first_row, held, replicas
-from ngpt_train.models import Decoder
+from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical, named_weights
 from ngpt_train.observe.telemetry.step_numbers import Numbers, Record, norms, ratio
 

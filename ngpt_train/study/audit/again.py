@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ngpt_train.config import write_yaml
 from ngpt_train.config.schema import Config
+from ngpt_train.config.stored import write_yaml
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json, write_json
 from ngpt_train.study.audit.certificate import Finding

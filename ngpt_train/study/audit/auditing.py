@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config import read_yaml, to_dict
 from ngpt_train.config.keys import TABLES
 from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import AuditConfig
-from ngpt_train.config.stored import what_differs
+from ngpt_train.config.stored import read_yaml, to_dict, what_differs
 from ngpt_train.config.validate import flatten, show
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import read_json

@@ -63,7 +63,7 @@ def measure(runs: Mapping[str, Run], own: Config, rounds: int = ROUNDS) -> Times
 
     from ngpt_train.evaluation import trust
     from ngpt_train.study.random_steps import steps_of, with_vocabulary
-    from ngpt_train.training import build_state
+    from ngpt_train.training.state import build_state
 
     steps, untimed, on_cpu = {}, {}, not torch.cuda.is_available()
     for name, run in runs.items():

@@ -16,7 +16,7 @@ from ngpt_train.core.files import read_json
 from ngpt_train.training.checkpoint.catalogue import MANIFEST, NAME, step_of
 
 if TYPE_CHECKING:
-    from ngpt_train.distributed import World
+    from ngpt_train.distributed.world import World
 
 FORMAT = 2  # tensors in safetensors; 1: in torch's own files, whose index is a pickle
 STATE = "state.json"

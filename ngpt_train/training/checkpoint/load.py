@@ -29,8 +29,8 @@ from ngpt_train.training.checkpoint.state_tensors import (
 from ngpt_train.training.checkpoint.tensor_files import StoredTensors
 
 if TYPE_CHECKING:
-    from ngpt_train.distributed import World
-    from ngpt_train.models import Decoder
+    from ngpt_train.distributed.world import World
+    from ngpt_train.models.decoder import Decoder
     from ngpt_train.training.state import TrainState
 
 

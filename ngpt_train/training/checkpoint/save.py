@@ -45,7 +45,7 @@ from ngpt_train.training.checkpoint.tensor_files import Piece, Place, in_one_lin
 from ngpt_train.training.guards import NumericalError
 
 if TYPE_CHECKING:
-    from ngpt_train.distributed import World
+    from ngpt_train.distributed.world import World
     from ngpt_train.training.state import TrainState
 
 logger = logging.getLogger(__name__)

@@ -26,8 +26,8 @@ from ngpt_train.models.weights import canonical, named_weights
 from ngpt_train.optim.row_adam import local_rows
 
 if TYPE_CHECKING:
-    from ngpt_train.distributed import World
-    from ngpt_train.models import Decoder
+    from ngpt_train.distributed.world import World
+    from ngpt_train.models.decoder import Decoder
     from ngpt_train.training.state import TrainState
 
 OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
-    from ngpt_train.data import Position
+    from ngpt_train.data.position import Position
     from ngpt_train.training.signals import StopRequest
     from ngpt_train.training.state import TrainState
     from ngpt_train.training.step import MicroBatch, Observer, StepResult

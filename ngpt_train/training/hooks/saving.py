@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from ngpt_train.core.constants import ALARM
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import merged
-from ngpt_train.training.checkpoint import Saves
+from ngpt_train.data.position import merged
+from ngpt_train.training.checkpoint.background import Saves
 from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
 
 if TYPE_CHECKING:
-    from ngpt_train.training.checkpoint import Checkpoints
+    from ngpt_train.training.checkpoint.save import Checkpoints
 
 ALARMING = 3  # failures in a row
 MOST_AT_THE_END = 3  # attempts to save the last step

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ngpt_train.training.hooks.hook import Hook, TrainingRun
 
 if TYPE_CHECKING:
-    from ngpt_train.distributed import World
+    from ngpt_train.distributed.world import World
     from ngpt_train.training.signals import StopRequest
 
 # Seconds between two questions of the ranks to each other whether one was told to stop. torchrun kills its workers 30

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
-from ngpt_train.data import data_hash
+from ngpt_train.data.position import data_hash
 from ngpt_train.training.hooks.hook import Hook, Record, TrainingRun, due
 
 if TYPE_CHECKING:
-    from ngpt_train.data import Position
-    from ngpt_train.distributed import World
+    from ngpt_train.data.position import Position
+    from ngpt_train.distributed.world import World
 
 
 class Meter(Protocol):

@@ -30,7 +30,7 @@ from ngpt_train.distributed.long_work import RankLostError
 from ngpt_train.training.hooks.hook import STEP, Hook, TrainingRun
 
 if TYPE_CHECKING:
-    from ngpt_train.distributed import World
+    from ngpt_train.distributed.world import World
 
 BEATS = 10  # within parallel.hang_seconds
 # A step that takes so many times the longest of this start hangs. The first ones compile, and do not count.

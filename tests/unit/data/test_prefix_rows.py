@@ -19,8 +19,9 @@ from ngpt_train.data import Batch, Dataset, Rows, Tokens, TrainLoader, open_data
 from ngpt_train.data.loader import PreparedReader
 from ngpt_train.data.prepared.shard_writer import SplitWriter
 from ngpt_train.data.rows import NextToken, PrefixContinuation, RowFormat
-from ngpt_train.distributed import World
-from ngpt_train.evaluation import Validation, validation
+from ngpt_train.distributed.world import World
+from ngpt_train.evaluation import validation
+from ngpt_train.evaluation.validation import Validation
 from ngpt_train.models import build_model
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.ntransformer.keys import NTransformerConfig

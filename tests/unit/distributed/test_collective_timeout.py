@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from ngpt_train.config import load_config
-from ngpt_train.distributed import join_world
+from ngpt_train.distributed.world import join_world
 
 
 @pytest.mark.parametrize(

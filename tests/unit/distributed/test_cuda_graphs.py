@@ -16,7 +16,7 @@ from ngpt_train.data import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
 from ngpt_train.distributed import layouts
 from ngpt_train.distributed.cuda_graphs import check_cuda_graphs
-from ngpt_train.evaluation import Validation
+from ngpt_train.evaluation.validation import Validation
 from ngpt_train.models import export_weights
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state

@@ -17,7 +17,8 @@ import torch
 from ngpt_train.__main__ import main
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.distributed import World, first_contact
+from ngpt_train.distributed.first_contact import first_contact
+from ngpt_train.distributed.world import World
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.check.calls import Call, recorded
 from ngpt_train.kernels.check.children import Finding

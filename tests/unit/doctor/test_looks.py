@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from ngpt_train.config.schema import Config
-from ngpt_train.distributed import World
 from ngpt_train.distributed.first_contact import Contact
+from ngpt_train.distributed.world import World
 from ngpt_train.doctor.checks import (
     compiler,
     devices,

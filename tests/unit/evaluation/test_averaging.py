@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.distributed import World
+from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
 from ngpt_train.kernels import attention, dispatch
 from ngpt_train.models import export_weights

@@ -10,9 +10,10 @@ import torch
 from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.data import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
-from ngpt_train.distributed import World
-from ngpt_train.evaluation import Validation, unigram_loss, validation
+from ngpt_train.distributed.world import World
+from ngpt_train.evaluation import validation
 from ngpt_train.evaluation.generation.sampling import sample
+from ngpt_train.evaluation.validation import Validation, unigram_loss
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.ngpt.keys import NGPTConfig
 from tests.unit.evaluation.generated import generate

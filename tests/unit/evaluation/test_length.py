@@ -10,7 +10,7 @@ import torch
 from ngpt_train.config import load_config
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
-from ngpt_train.distributed import World
+from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.length_curves import Window, bins, measure, plot_lengths, scaling_of, windows
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.gpt.keys import GPTConfig

@@ -17,8 +17,9 @@ from ngpt_train.config import load_config
 from ngpt_train.config.sections.evaluation import EvalConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
-from ngpt_train.distributed import World
-from ngpt_train.evaluation.tasks import TaskResults, Tasks, task_files
+from ngpt_train.distributed.world import World
+from ngpt_train.evaluation.tasks import task_files
+from ngpt_train.evaluation.tasks.run_tasks import TaskResults, Tasks
 from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.gpt.keys import GPTConfig

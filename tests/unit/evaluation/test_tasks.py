@@ -13,7 +13,7 @@ from ngpt_train.config import load_config
 from ngpt_train.config.sections.exchange import ExportConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
-from ngpt_train.distributed import World
+from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.restore import named, restore
 from ngpt_train.evaluation.tasks.adapter import Adapter
 from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods

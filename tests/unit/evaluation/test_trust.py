@@ -121,7 +121,7 @@ def test_compiled_code_is_not_where_a_run_says(tmp_path: Path, monkeypatch: pyte
         built.append(config)
         raise RuntimeError("seen")
 
-    monkeypatch.setattr("ngpt_train.training.build_state", build_state)
+    monkeypatch.setattr("ngpt_train.training.state.build_state", build_state)
     step_times.measure({"arm": Run(tmp_path, {}, [], [], [], [], None)}, own, rounds=0)
     assert [(x.data.cache, x.model.d_model) for x in built] == [("ours", stored.model.d_model)]
 

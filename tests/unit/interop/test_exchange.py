@@ -17,7 +17,7 @@ from ngpt_train.config.sections.exchange import ExportConfig
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import Tokenizer
 from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer
-from ngpt_train.distributed import World
+from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.restore import Restored, named, restore
 from ngpt_train.interop import exporting, verification
 from ngpt_train.interop.card import plain

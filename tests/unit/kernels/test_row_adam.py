@@ -12,7 +12,9 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.optim import OptimConfig
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import build_model, export_weights
-from ngpt_train.optim import RowAdam, build_optimizer, row_adam
+from ngpt_train.optim import row_adam
+from ngpt_train.optim.optimizer import build_optimizer
+from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
 from ngpt_train.training.state import TrainState

@@ -13,7 +13,7 @@ from benchmarks import paper_steps
 from benchmarks.paper_steps import OPERATIONS, Variant, make_config
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.gpu import adam, cross_entropy, rotary, sphere_step, swiglu
-from ngpt_train.optim import RowAdam
+from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.training import build_state
 
 KERNELS = {

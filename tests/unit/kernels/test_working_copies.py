@@ -18,7 +18,7 @@ from ngpt_train.data import Position
 from ngpt_train.kernels import dispatch
 from ngpt_train.models import export_weights, load_weights
 from ngpt_train.models.layers.linear import FusedLinear, cast_linears
-from ngpt_train.optim import RowAdam
+from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
 from ngpt_train.training.hooks import TrainingRun

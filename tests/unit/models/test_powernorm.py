@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from ngpt_train.__main__ import main
 from ngpt_train.config import load_config
-from ngpt_train.evaluation import Validation
+from ngpt_train.evaluation.validation import Validation
 from ngpt_train.models import Decoder, build_model, export_gradients, export_weights, load_weights
 from ngpt_train.models.powernorm.keys import PowerNormConfig
 from ngpt_train.models.powernorm.model import BatchNorm, NormOverBatch, PowerNorm, PowerNormV

@@ -6,7 +6,7 @@ from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.models import build_model
 from ngpt_train.models.ngpt.keys import nugpt_lr_factors
-from ngpt_train.optim import build_optimizer, lr_factors
+from ngpt_train.optim.optimizer import build_optimizer, lr_factors
 from tests.reference.training import nugpt_rates
 
 

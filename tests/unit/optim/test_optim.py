@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.sections.optim import OptimConfig, ScheduleConfig
 from ngpt_train.models import build_model
-from ngpt_train.optim import build_optimizer, lr_at
+from ngpt_train.optim.optimizer import build_optimizer
+from ngpt_train.optim.schedule import lr_at
 from tests.properties.architectures import ARCHITECTURES, SMALL, config
 
 PEAK = 0.8

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
-from ngpt_train.distributed import World
+from ngpt_train.distributed.world import World
 from ngpt_train.models import build_model
 from ngpt_train.report import enough_memory
 from ngpt_train.report.launch_plan import make_plan

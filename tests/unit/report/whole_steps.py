@@ -11,8 +11,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ngpt_train.config.schema import Config
-from ngpt_train.distributed import World, layouts
+from ngpt_train.distributed import layouts
 from ngpt_train.distributed.sharding import held
+from ngpt_train.distributed.world import World
 from ngpt_train.models import Decoder
 from ngpt_train.report.counting import MemoryCounter, counting
 from ngpt_train.training import build_state, train_step

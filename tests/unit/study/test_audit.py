@@ -17,9 +17,9 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import AuditConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
-from ngpt_train.study.audit import CERTIFICATE, read_certificates
 from ngpt_train.study.audit.again import Window, choose, windows
 from ngpt_train.study.audit.auditing import audit
+from ngpt_train.study.audit.certificate import CERTIFICATE, read_certificates
 from ngpt_train.study.compare.runs import read_run
 from tests.processes.runs import arguments, train, write_corpus
 

@@ -12,7 +12,8 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy
-from ngpt_train.optim import LossScale, loss_scale
+from ngpt_train.optim import loss_scale
+from ngpt_train.optim.loss_scale import LossScale
 from ngpt_train.training import StepResult, build_state, loop, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load_state
 from ngpt_train.training.guards import NumericalError

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.cross_entropy import linear_cross_entropy_forward
-from ngpt_train.observe.telemetry import Telemetry
+from ngpt_train.observe.telemetry.collector import Telemetry
 from ngpt_train.training import build_state, train_step
 from tests.properties.architectures import ARCHITECTURES, Size
 from tests.properties.runs import padded_rows, run_config, text_like_rows

@@ -12,7 +12,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data import Tokens
 from ngpt_train.data.rows import NextToken, RowFormat
-from ngpt_train.evaluation import Validation
+from ngpt_train.evaluation.validation import Validation
 from ngpt_train.models import load_weights
 from ngpt_train.training import build_state, train_step
 from tests.properties.architectures import ARCHITECTURES, SMALL, export_gradients, shapes
