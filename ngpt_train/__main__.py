@@ -143,7 +143,7 @@ def _shortened(message: str) -> str:
 
 
 def _command(arguments: list[str]) -> Callable[[], int]:
-    """What the command line asks for, checked as far as it can be without the machine's devices and files."""
+    """The command of these arguments. Everything is checked that needs neither devices nor files."""
     check_ranks()
     if not arguments or arguments[0] in ("--help", "-h"):
         return partial(_show, _overview())
@@ -221,7 +221,7 @@ def _parse(arguments: list[str]) -> CommandLine:
 
 
 def _options(line: CommandLine) -> list[str]:
-    """Those that a process needs which runs with the same files."""
+    """The options for another process that is to read the same config files."""
     of_plugins = [word for folder in line.plugins for word in ("--plugin", folder)]
     return [*(["--config-dir", line.config_dir] if line.config_dir else []), *of_plugins]
 

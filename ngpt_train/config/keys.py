@@ -1,4 +1,4 @@
-"""What a key of the schema is made of."""
+"""The parts of a key: default, help, limits, choices."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ BoolOrAuto = Union[bool, str]
 
 
 class Limits(TypedDict, total=False):
-    """What a value may be. `minimum`/`maximum` are inclusive, `above`/`below` exclusive. A string key with `choices`
-    takes one of them; a number-or-string key takes a number within the limits or one of the choices; a key for a list
-    of words takes one or more of them, on the command line a single one without brackets too."""
+    """The values that a key takes. `minimum`/`maximum` are inclusive, `above`/`below` exclusive. A string key with
+    `choices` takes one of them; a number-or-string key takes a number within the limits or one of the choices; a key
+    for a list of words takes one or more of them, on the command line a single one without brackets too."""
 
     choices: tuple[str, ...]
     minimum: float
@@ -35,7 +35,7 @@ class Limits(TypedDict, total=False):
 
 
 class Table(NamedTuple):
-    """What a key takes whose value is a mapping. problem: what is wrong with one, or None."""
+    """A key whose value is a mapping. problem: says what is wrong with a mapping, or None."""
 
     problem: Callable[[Mapping[Any, Any]], str | None]
     example: str
@@ -80,7 +80,7 @@ class VerbKeys:
     verb: ClassVar[str]
 
     def refused(self, config: Config) -> Iterator[Conflict]:
-        """What the verb cannot do without, and which of its keys exclude each other."""
+        """Keys that the verb lacks, and keys that exclude each other."""
         yield from ()
 
 

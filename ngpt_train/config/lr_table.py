@@ -28,7 +28,7 @@ NEAR = 2.0
 
 @dataclass(frozen=True)
 class Run:
-    """What a learning rate is looked up for."""
+    """The run that a learning rate is looked up for."""
 
     model: str
     context: int
@@ -90,7 +90,7 @@ def _amount(budget: float, unit: str) -> str:
 
 
 def problem_of(table: Mapping[Any, Any]) -> str | None:
-    """What is wrong with a table and where, or None."""
+    """The first mistake in a table, and where it is; None for a correct one."""
     return next(_problems(table), None)
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class LrFactors(NamedTuple):
-    """What optim.lr is multiplied by, for each kind of parameter."""
+    """Factors of optim.lr, for each kind of parameter."""
 
     embedding: float  # of the input; an encoder-decoder has two
     hidden: float  # the matrices of the blocks
@@ -26,7 +26,7 @@ class LrFactors(NamedTuple):
 
 @dataclass
 class ModelConfig:
-    """What every architecture has. The subclasses add what is their own."""
+    """The keys of every architecture. Subclasses add their own."""
 
     name: str = key("gpt", "Architecture, chosen with model=NAME.")
     d_model: int = key(128, "Width of the residual stream.", minimum=1, maximum=1_000_000)
@@ -102,11 +102,11 @@ class ModelConfig:
         return 0
 
     def source_length(self, context: int) -> int:
-        """Of a row's `context` tokens those that an encoder reads."""
+        """How many of a row's `context` tokens an encoder reads."""
         return 0
 
     def lr_factors(self, steps: int) -> LrFactors | None:
-        """Of a run of `steps` steps; None: all parameters have optim.lr itself, and are not told apart."""
+        """The factors in a run of `steps` steps. None: all parameters have optim.lr, in one group."""
         return None
 
     def resolve(self, config: Config) -> None:
@@ -129,7 +129,7 @@ class ModelConfig:
         return str(measured.get("source", "model.init_table")) if measured.keys() - {"source"} and follows else ""
 
     def paper_start(self, name: str) -> float | str:
-        """What auto stands for in one of `starts` where nothing was measured."""
+        """The value of `name`, one of `starts`, where it is auto and nothing was measured."""
         value: float | str = attrgetter(name)(type(self)())
         return value
 
@@ -193,7 +193,7 @@ class ModelConfig:
             yield "model.attention_dropout kernels.attention", problem, fix
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
-        """What excludes each other, with a key of its own among it. `config` is resolved."""
+        """Keys that exclude each other, one of them the architecture's own. `config` is resolved."""
         yield from ()
 
     def not_in_weights(self) -> set[str]:

@@ -59,7 +59,7 @@ class Key:
         return self.table is not None
 
     def expected(self, value: Any = None) -> str:
-        """What the key takes instead of `value`, in words: `an integer >= 1 or auto`."""
+        """The values that the key takes instead of `value`, in words: `an integer >= 1 or auto`."""
         limits = [
             f"{sign} {show(limit)}"
             for sign, _, limit in self._limits()
@@ -85,7 +85,7 @@ class Key:
         return f"a list of {kind}{bounds} such as {show(self.default or example)}"
 
     def problem(self, value: Any) -> str | None:
-        """What is wrong with `value`, or None."""
+        """The mistake in `value`, in words, or None."""
         text = f"must be {self.expected(value)}"
         if value == _MISSING:
             return f"{text}; {_MISSING} stands for no value"

@@ -42,7 +42,7 @@ class End(NamedTuple):
 
 
 def this_job(environment: Mapping[str, str] = os.environ) -> dict[str, Any]:
-    """What identifies the job that this process belongs to, however often its processes are started again.
+    """Identifies this process's job. All starts of the job have the same answer.
 
     torchrun: the job's name, --rdzv-id. agent: the directory that a torchrun has made for its logs, which it keeps
     when it starts its processes again. slurm, requeued: job and how often Slurm has put it back into its queue.

@@ -1,4 +1,4 @@
-"""What the files of a run may say: the kind of each field. Others may have written them, so each field is checked as it
+"""The kind of each field in the files of a run. Others may have written them, so each field is checked as it
 is read, and whoever uses it later may trust it."""
 
 from __future__ import annotations

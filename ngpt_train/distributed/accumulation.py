@@ -1,4 +1,4 @@
-"""What the ranks tell each other in one of several micro batches of a step."""
+"""Communication between ranks in one of several micro batches of a step."""
 
 from contextlib import AbstractContextManager, nullcontext
 

@@ -152,7 +152,7 @@ def adam_calls(config: Config, world: World, model: Decoder) -> Counter[Call]:
 
 
 def on_all_hosts(world: World, calls: list[Call], request: Request, cache: Path) -> list[Finding]:
-    """What is found of each call. A problem of any host counts; times are those of rank 0's host."""
+    """The finding for each call. A problem of any host counts; times are of rank 0's host."""
 
     def of_host() -> list[Finding] | None:
         return with_cache(calls, request, cache, world.device) if world.local_rank == 0 else None

@@ -92,7 +92,7 @@ class LongWork:
             raise RankLostError(f"the process group's store on {host} is gone: {error}") from None
 
     def _not_done(self, ranks: Sequence[int]) -> str:
-        """Those of `ranks` that still work, in words."""
+        """The `ranks` that still work, in words."""
         left = [rank for rank in ranks if not self.store.check([f"{self.name}/done/{rank}"])]
         names = [_name_of(rank) for rank in left]
         found = [self.store.get(name).decode() if self.store.check([name]) else "" for name in names]

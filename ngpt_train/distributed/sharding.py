@@ -1,5 +1,5 @@
-"""What a rank holds of a sharded tensor. FSDP2 shards rows: over all ranks, or, with hybrid sharding (HSDP), over the
-ranks of a group, where each group holds the whole tensor once."""
+"""The rows of a sharded tensor that a rank holds. FSDP2 shards rows: over all ranks, or, with hybrid sharding (HSDP),
+over the ranks of a group, where each group holds the whole tensor once."""
 
 import torch
 from torch import Tensor

@@ -98,7 +98,7 @@ def rotary(
 def unsupported(
     qkv: QKV, rope: Rope | None, normalized: bool = False, scale: Tensor | None = None, norm: Map = normalize
 ) -> str | None:
-    """What the kernel and the gradients by hand do not have, for the log."""
+    """Why neither the kernel nor the gradients by hand take this call; for the log."""
     if rope is None:
         return "queries without a rotation, as in cross-attention"
     if qkv.joined is None:

@@ -214,7 +214,7 @@ class Decoder(nn.Module):
         return decoding.by_decoder(self, prompt, new)
 
     def cached(self, compiled: bool = False) -> decoding.Cached:
-        """What computes the same of several texts at once, each token once. compiled: whether the blocks are."""
+        """A decoder of several texts at once that computes each token once. compiled: with compiled blocks."""
         return decoding.Cached(self, compiled)
 
     def init_weights_(self, seed: int) -> None:

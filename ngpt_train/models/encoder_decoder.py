@@ -43,7 +43,7 @@ class EncoderDecoder(Decoder):
     # An architecture may override these. valid is false for padding, None: there is none.
 
     def encode(self, h: Tensor, rope: Rope | None, mask: Mask, valid: Tensor | None) -> Tensor:
-        """What the decoder attends to `(B, S, d_model)`, from the embedded source h; valid is `(B, S)`."""
+        """The memory `(B, S, d_model)` that the decoder attends to, from the embedded source h; valid is `(B, S)`."""
         return self.run_blocks(self.encoder, h, rope, mask)
 
     def decode(

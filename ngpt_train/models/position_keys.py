@@ -1,4 +1,4 @@
-"""What follows from the key `positions` of an architecture that has several kinds of them."""
+"""The key `positions`, for architectures with several kinds of positions."""
 
 from __future__ import annotations
 

@@ -144,6 +144,6 @@ def _settings(config: Config) -> dict[str, str]:
 
 
 def _as_overrides(config: Config, given: set[str]) -> list[str]:
-    """What was chosen, without what the user's arguments say already."""
+    """The choice as arguments, without the user's own."""
     kept = given | ({"parallel"} if given & LAYOUT_KEYS else set())
     return [setting for name, setting in _settings(config).items() if name not in kept]

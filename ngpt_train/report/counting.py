@@ -165,7 +165,7 @@ def count_pass(
 
 
 def count_products(shape: ModelConfig, dtype: torch.dtype, rows: int) -> Products:
-    """What the products of a forward pass over `rows` rows read and make."""
+    """Values that the matrix products of a forward pass over `rows` rows read and write."""
 
     def count(few: ModelConfig) -> list[float]:
         with fake():

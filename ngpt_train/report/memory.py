@@ -32,7 +32,7 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class Layout:
-    """What of a run's layout decides about the memory of a rank."""
+    """The parts of a run's layout that decide a rank's memory."""
 
     kind: str  # single, ddp, fsdp, hsdp
     n_shards: int  # of each matrix by FSDP2; 0: without FSDP2
@@ -80,7 +80,7 @@ def gradients_at_peak(whole: MemoryItem, model: Decoder, activations: list[Memor
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What FSDP2 does in one of a step's micro batches. gradients: bytes that a rank holds when the backward pass has
+    """FSDP2 in one micro batch of a step. gradients: bytes that a rank holds when the backward pass has
     done so many blocks, without those that this pass makes before it scatters or adds them."""
 
     gradients: Callable[[int], float]
@@ -90,7 +90,7 @@ class MicroBatch:
 
 
 def micro_batches(config: Config, model: Decoder, layout: Layout, shards: int) -> list[MicroBatch]:
-    """Those of a step's micro batches that may hold most. shards: bytes of the rank's gradients."""
+    """The micro batches of a step that may need most memory. shards: bytes of the rank's gradients."""
     several = layout.micro_batches > 1
     stays = several and config.parallel.gather == "step"
     if not several or config.parallel.scatter == "micro_batch":
@@ -108,8 +108,8 @@ def micro_batches(config: Config, model: Decoder, layout: Layout, shards: int) -
 
 
 def moments(config: Config, model: Decoder, layout: Layout) -> Iterator[list[MemoryItem]]:
-    """What a rank holds under FSDP2 at the moments at which that may be most: in the loss, in the backward pass of each
-    block, from the last to the first, and in that of the embedding.
+    """A rank's memory under FSDP2 at the moments when it may be largest: in the loss, in the backward pass of each
+    block, from the last to the first, and in the embedding's backward pass.
 
     FSDP2 gathers a block for its pass, and in the backward pass the one before it too. When a block's backward pass has
     ended it copies the block's whole gradients into a buffer in fp32, from which it scatters them, and keeps that until
@@ -177,8 +177,8 @@ def state_items(model: Decoder, n_shards: int, averages: bool) -> list[MemoryIte
 
 
 def copies_to_save(model: Decoder, averages: bool, world_size: int) -> MemoryItem:
-    """What a rank copies into its host's memory to write a checkpoint beside training: each value is written by one
-    rank, and all write about as many."""
+    """A rank's copy in its host's memory, from which a checkpoint is written beside training: each value is written by
+    one rank, and all write about as many."""
     size = 16 if averages else 12
     return MemoryItem("copies to save", size * model.n_params() // world_size, False, f"{size} x parameters / ranks")
 
@@ -220,7 +220,7 @@ class Activations:
 
 
 def activations_of(config: Config, model: Decoder, layout: Layout, new_gradients: bool = False) -> Activations:
-    """What the forward pass of a micro batch keeps for the backward pass, and what the passes need besides.
+    """Activations of a micro batch: kept by the forward pass for the backward pass, and used by the passes besides.
 
     new_gradients: what the backward pass makes has the gradients of matrices, which are not added to others.
     """
@@ -283,7 +283,7 @@ def of_compiled_blocks(
 
 
 def dropout_bytes(config: Config, model: Decoder, layout: Layout) -> int:
-    """What dropout adds to what compiled blocks keep of a micro batch, in bytes.
+    """Bytes that compiled blocks keep of a micro batch for dropout.
 
     A block keeps a bool for each value that it may drop. With attention_dropout it also keeps the weights of the
     softmax in fp32 and, dropped, in the dtype of the products.

@@ -18,7 +18,7 @@ CHOSEN = 1.15
 
 @dataclass(frozen=True)
 class Tuning:
-    """What the values of one key have shown, all else equal.
+    """The result of tuning one key, all else equal.
 
     Everything but `state` is None where it is not known: the parabola needs a bracket and three finite losses.
     """

@@ -1,4 +1,4 @@
-"""What a study will cost: runs, tokens, FLOPs by the formulas of `plan`, and hours by a step that is measured here."""
+"""The cost of a study: runs, tokens, FLOPs by the formulas of `plan`, and hours by a step that is measured here."""
 
 from __future__ import annotations
 

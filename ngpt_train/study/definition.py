@@ -1,4 +1,4 @@
-"""What a study is: its arms, budgets, seeds and what is tuned, from the section `study` of the configuration.
+"""The definition of a study: arms, budgets, seeds and tuned keys, from the section `study` of the configuration.
 
 Nothing heavy is imported here, so that a mistake is reported at once.
 """
@@ -145,7 +145,7 @@ def read_study(
 
 
 def _row(content: Any, groups: Mapping[str, Sequence[str]], place: str) -> tuple[str, ...]:
-    """What a mapping of groups to options and keys to values says, as arguments. Raises ConfigError."""
+    """A mapping of groups to options and keys to values, as arguments. Raises ConfigError."""
     said = parse_row(content, groups, place)
     row = tuple(f"{name}={show(value)}" for name, value in {**said.choices, **said.values}.items())
     for argument in filter(is_of_study, row):

@@ -41,7 +41,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Result:
-    """What has become of a point.
+    """The result of a point.
 
     state: done; failed, then it has no loss and `reason` says why; unfinished, it has begun; waiting.
     loss: of the validation at the end, in the study's metric.
@@ -63,7 +63,7 @@ NextPoints = Callable[[Study, Callable[[str, int], float], Mapping[Point, Result
 
 
 def result_of(point: Point, run: Path, steps: int, metric: str) -> Result:
-    """What the run directory `run` of a point with so many steps says, and the record of a run that crashed too often.
+    """The result of a point with so many steps, from its run directory `run` or from the record of its crashes.
 
     Raises DataError where a file is damaged.
     """
@@ -91,7 +91,7 @@ def failure_record(run: Path) -> Path:
 
 
 def reason_of(record: Path) -> str:
-    """What the record of a run that crashed too often says. Raises DataError."""
+    """Why a run crashed too often, by the record of its crashes. Raises DataError."""
     return str(checked(read_json(record), {"reason": TEXT}, str(record)).get("reason") or "it crashed")
 
 

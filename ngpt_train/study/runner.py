@@ -174,7 +174,7 @@ class Runner:
                 self.engine.start(job)
 
     def _judge(self, ended: Ended) -> None:
-        """What follows from the end of a job: a result, another start, or the record of a failure."""
+        """After the end of a job: takes its result, starts it again, or records a failure."""
         point, run = ended.job.point, ended.job.run
         result = result_of(point, run, self._steps(point), self.study.metric)
         if result.is_final:

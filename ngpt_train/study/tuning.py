@@ -51,7 +51,7 @@ def next_points(study: Study, starts: Callable[[str, int], float], results: Mapp
 def tunings(
     trials: Mapping[int, Trials], listed: Collection[str] = (), confidence: float = 0.95, complete: bool = False
 ) -> dict[tuple[int, str], Tuning]:
-    """What is known of an arm: for each budget and tuned key, with the other keys at their best values.
+    """The tuning of an arm: of each key at each budget, with the other keys at their best values.
 
     trials: by budget. listed: keys whose values the study lists, so that none outside them is allowed. complete: see
     `best_values`.
@@ -173,8 +173,8 @@ def _expected_lr(budget: int, smaller: Mapping[int, Trials]) -> float | None:
 
 
 def _next_of_budget(study: Study, lattice: Lattice, trials: Trials, sigma: float) -> list[tuple[Values, int]]:
-    """What the best point still lacks: neighbours in lr, its other seeds, worse points on both sides, other values of
-    the further keys. A better point that these find is the next round's best, and lacks some of them anew."""
+    """Points that the best point still lacks: neighbours in lr, its other seeds, worse points on both sides, other
+    values of the further keys. A better point that these find is the next round's best, and lacks some of them anew."""
     first = study.seeds[0]
     best = best_values(trials)
     room = study.max_points * len(study.tune) - len(trials)

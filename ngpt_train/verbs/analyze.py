@@ -123,7 +123,7 @@ def rows_of_run(restored: Restored, config: Config, overrides: Sequence[str]) ->
 
 
 def summary(measured: Measured) -> str:
-    """What is shown, and why the rest is not."""
+    """The measures that are shown, and why others are not."""
     lines = [f"{name}: {', '.join(curves)}" for name, curves in measured.curves.items()]
     by_reason: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     for each in measured.skipped:

@@ -93,8 +93,8 @@ def _unknown(of: str, names: Sequence[str] | None, name: str, known: Collection[
 
 
 def _step_times(arms: Mapping[str, Sequence[Run]], out: Path | None, own: Config, measures: bool) -> step_times.Times:
-    """Those that an earlier comparison left in `out`, unless they are to be measured `again`. Where some are missing,
-    all are measured: they are of steps in turn."""
+    """The step times that an earlier comparison left in `out`, unless they are to be measured `again`. Where some are
+    missing, all are measured: steps are timed in turn."""
     longest = {name: max(runs, key=lambda run: run.steps) for name, runs in arms.items()}
     again = own.compare.step_times
     known = {} if again or out is None else step_times.stored(out, longest)

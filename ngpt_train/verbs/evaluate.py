@@ -210,7 +210,7 @@ def of_text(config: Config) -> str:
 
 
 def identity(restored: Restored) -> dict[str, Any]:
-    """Of which weights a result is."""
+    """Identifies the weights of a result."""
     return {
         "checkpoint": str(restored.path),
         "step": restored.step,

@@ -84,7 +84,8 @@ def make(
 
 
 def engine_of(config: Config, study: Study, on_cpu: bool) -> Engine:
-    """What makes the runs. on_cpu: no arm has a GPU. Raises ConfigError where a cluster cannot be used from here."""
+    """The engine that makes the runs. on_cpu: no arm has a GPU. Raises ConfigError where a cluster cannot be used from
+    here."""
     if config.study.engine == "slurm":
         return slurm_engine(config.study, study.path, is_used=not config.study.dry_run)
     return local_engine(config.study, [] if on_cpu else usable_gpus(), usable_cores(), study.runs)

@@ -162,7 +162,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 
 def _resolved(values: Mapping[str, Any], schema: type[ModelConfig], origins: Mapping[str, Origin]) -> dict[str, Any]:
-    """What the values stand for that name other keys or the environment, as ${scale.name} and ${oc.env:HOME} do."""
+    """`values`, with ${scale.name} and ${oc.env:HOME} replaced by the key's value and the environment's."""
     keys = schema_keys(schema)
     interpolated = [name for name in keys if is_interpolation(values.get(name))]
     if not interpolated:

@@ -31,7 +31,7 @@ _MOST_CHARACTERS = 4096  # of a number, word or list; Hydra's grammar reads a fe
 
 @dataclass
 class Overrides:
-    """What the command line says: options of groups, values of keys, and these values as they were typed."""
+    """The command line: options of groups, values of keys, and these values as they were typed."""
 
     choices: dict[str, str] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)

@@ -77,7 +77,7 @@ def list_experiments() -> list[str]:
 
 @dataclass(frozen=True)
 class Option:
-    """What one option of a group is: a YAML file, a row of a table of experiments, or what is built in."""
+    """One option of a group: a YAML file, a row of a table of experiments, or a built-in one."""
 
     group: str
     name: str
@@ -172,7 +172,7 @@ class Files:
         return lists
 
     def said(self, option: Option, package: str, keys: Mapping[str, Key]) -> list[Said]:
-        """What the option sets; for a row of a table first the common part of the table, then the row.
+        """The keys that the option sets. A row of a table comes after the table's common part.
         Raises ConfigError for a key that is unknown or whose value is wrong. `package` is the section that the file
         fills, empty for the root."""
         if option.group in _GLOBAL_GROUPS and package:
@@ -320,7 +320,7 @@ def _parsed(path: Path, modified: int, size: int) -> Any:
 
 
 def parse(text: str) -> Any:
-    """What YAML says as the configuration reads it: 1.0e6 is a number. Raises YAMLError, OmegaConfBaseException."""
+    """The content of YAML text; 1.0e6 is a number here. Raises YAMLError, OmegaConfBaseException."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)

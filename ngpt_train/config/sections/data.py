@@ -151,7 +151,7 @@ class DataConfig:
         return (self.on_hub or self.kind == "mixture") if self.streaming == AUTO else bool(self.streaming)
 
     def conflicts(self, model: ModelConfig, tokenizer: TokenizerConfig) -> Iterator[Conflict]:
-        """What excludes each other. Raises ConfigError for a faulty mixture."""
+        """Keys that exclude each other. Raises ConfigError for a faulty mixture."""
         texts = self.kind == "mixture" and all(source.data.kind != "tokens" for source in mixture_of(self))
         if tokenizer.kind == "words" and tokenizer.from_text and texts:
             fix = "Name a vocabulary with tokenizer.path=FILE, or choose another tokenizer"
@@ -234,7 +234,7 @@ class TokenizerConfig:
         return self.kind in ("sentencepiece", "words") and self.path is None
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What excludes each other."""
+        """Keys that exclude each other."""
         names = "tokenizer.path tokenizer.kind"
         if self.path is not None and self.kind == "bytes":
             fix = "Choose tokenizer=sentencepiece or another, or leave tokenizer.path out"

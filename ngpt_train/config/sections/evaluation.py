@@ -64,7 +64,7 @@ class EvalConfig:
     )
 
     def resolve(self, config: Config, origins: Mapping[str, Origin]) -> None:
-        """Of rows and tokens, which both say how much text a validation has, keeps the one that was set last. Raises
+        """eval.rows and eval.tokens both set the size of a validation: keeps the key that was set last. Raises
         ConfigError."""
         names = "eval.rows eval.tokens"
         if self.rows is None and self.tokens is None:
@@ -72,7 +72,7 @@ class EvalConfig:
         keep_later(config, names, "both set the validation set", origins)
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What excludes each other among the tasks."""
+        """Keys of tasks that exclude each other."""
         if self.tasks == []:
             yield "eval.tasks", "no task", "Name one, as in tasks=[arc_easy], or leave it out"
         if any("/" in name or name in ("", ".", "..") for name in self.tasks or []):
@@ -118,7 +118,7 @@ class LengthConfig:
     )
 
     def conflicts(self, validation: EvalConfig) -> Iterator[Conflict]:
-        """What excludes each other."""
+        """Keys that exclude each other."""
         if self.contexts == []:
             yield "evaluate.length.contexts", "no context", "Name one, as in [1024], or leave it out"
         if self.contexts is not None and validation.tasks is not None:

@@ -85,7 +85,7 @@ class OptimConfig:
         return lr_table.look_up(row, lr_table.Run(config.model.name, context, tokens, steps))
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What excludes each other."""
+        """Keys that exclude each other."""
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             yield "optim.betas", "not two numbers >= 0 and < 1", "For example optim.betas=[0.9,0.95]"
         if self.weight_decay and self.name == "adam":
@@ -147,7 +147,7 @@ class ScheduleConfig:
             self.warmup_steps, self.warmup_tokens = self.auto_warmup(train.steps), None
 
     def conflicts(self, config: Config) -> Iterator[Conflict]:
-        """What excludes each other. `config` is resolved."""
+        """Keys that exclude each other. `config` is resolved."""
         train, lr = config.train, config.optim.lr
         if int(self.warmup_steps) >= train.steps:
             problem = "the warmup leaves no step at the full learning rate"

@@ -55,7 +55,7 @@ class ParallelConfig:
     )
 
     def conflicts(self, world_size: int) -> Iterator[Conflict]:
-        """What excludes each other on `world_size` ranks."""
+        """Keys that exclude each other on `world_size` ranks."""
         if self.kind == "single" and world_size > 1:
             problem = f"one process, but there are {world_size} ranks"
             yield "parallel.kind", problem, "Set parallel=auto, ddp, fsdp or hsdp, or use one rank"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class CheckpointConfig:
-    """What is saved, and for how long it is kept. The last step is always saved."""
+    """Checkpoints: when they are written, and how long they are kept. The last step is always saved."""
 
     every: int = key(1000, "Steps between checkpoints; 0 saves at the end only.", **COUNT_OR_0)
     keep_last: int = key(2, "Newest checkpoints that are kept.", **COUNT)
@@ -37,7 +37,7 @@ class CheckpointConfig:
     )
 
     def conflicts(self, validation: EvalConfig) -> Iterator[Conflict]:
-        """What excludes each other."""
+        """Keys that exclude each other."""
         if self.keep_best and self.every and (not validation.every or self.every % validation.every):
             fix = f"Set eval.every to {self.every}, or to a divisor of it"
             yield "checkpoint.keep_best checkpoint.every eval.every", "not every checkpoint is validated", fix
@@ -48,7 +48,7 @@ class CheckpointConfig:
 
 @dataclass
 class GuardsConfig:
-    """What happens when training goes wrong."""
+    """Guards against losses and gradients that go wrong."""
 
     rollback: bool = key(
         False,
@@ -112,7 +112,7 @@ class WandbConfig:
 
 @dataclass
 class LoggingConfig:
-    """What is written while training."""
+    """Records that are written while training."""
 
     every: int = key(10, "Steps between lines of metrics.jsonl and of the console.", **COUNT)
     telemetry: int = key(

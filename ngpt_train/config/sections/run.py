@@ -49,7 +49,7 @@ class RunConfig:
     )
 
     def conflicts(self) -> Iterator[Conflict]:
-        """What excludes each other. `name` is resolved."""
+        """Keys that exclude each other. `name` is resolved."""
         if not _NAME.fullmatch(self.name):
             fix = "Letters, digits, '.', '_' and '-', at most one '/', parts of 200 at most, none with '.' or '-' first"
             yield "run.name", "not a directory name", fix

@@ -69,7 +69,7 @@ class InitConfig:
 
 
 def problem_of(table: Mapping[Any, Any]) -> str | None:
-    """What is wrong with an init_table and where, or None."""
+    """The first mistake in an init_table, and where it is; None for a correct one."""
     return next(_problems(table), None) if table else None  # while the schema is made there are no keys yet
 
 

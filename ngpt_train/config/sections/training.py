@@ -87,7 +87,7 @@ class TrainConfig:
         self.batch_tokens = self.rows_per_step * context
 
     def conflicts(self, config: Config, world_size: int) -> Iterator[Conflict]:
-        """What excludes each other. world_size: the ranks that share the batch."""
+        """Keys that exclude each other. world_size: the ranks that share the batch."""
         yield from self._batch_conflicts(world_size)
         if self.cuda_graphs:
             yield from self._cuda_graphs_conflicts(config.parallel.kind, world_size)
@@ -111,7 +111,7 @@ class TrainConfig:
         yield names, problem, fix
 
     def _cuda_graphs_conflicts(self, layout: str, world_size: int) -> Iterator[Conflict]:
-        """What distributed/cuda_graphs.py does not support."""
+        """Keys that distributed/cuda_graphs.py does not support."""
         without = "or train.cuda_graphs=false"
         if self.device == "cpu":
             yield "train.cuda_graphs train.device", "CPUs have no CUDA graphs", f"Set train.device=cuda, {without}"

@@ -61,8 +61,8 @@ def windows(model: Decoder, scored: Sequence[Scored]) -> list[Window]:
 def log_likelihoods(
     model: Decoder, scored: Sequence[Scored], world: World
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Of each continuation log p(continuation | what stands before it) in nats, and whether each of its ids is the most
-    likely one, both `(N,)` and the same on every rank; a collective call.
+    """For each continuation: log p(continuation | what stands before it) in nats, and whether each of its ids is the
+    most likely one, both `(N,)` and the same on every rank; a collective call.
 
     Rows are padded on the right, where no scored position sees it. The log-probabilities are computed in fp32 (fp64 for
     an fp64 model) and summed in fp64. The number of ranks changes no bit of a replicated model's result. Raises

@@ -105,7 +105,7 @@ def rotary_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
 
 
 def cross_entropy_case(call: Call, draw: Draw, every_token: bool) -> Comparison:
-    """Of two chunks of tokens unless every_token: products in fp64 are slow on many GPUs."""
+    """Two chunks of tokens, or all with every_token: products in fp64 are slow on many GPUs."""
     d, V, z_loss, smoothing = call.shape[-1], call["vocabulary"], call["z_loss"], call["label_smoothing"]
     n_tokens = torch.Size(call.shape[:-1]).numel()
     n_tokens = n_tokens if every_token else min(HEAD_TOKENS, n_tokens)
@@ -183,7 +183,7 @@ CASES: dict[str, Callable[[Call, Draw, bool], Comparison]] = {
 
 
 def tolerance_of_sums(call: Call, kernels: bool) -> float:
-    """Of gradients that are sums over tokens: the kernels sum fp32 values, plain PyTorch rounds some of these values to
+    """The tolerance for gradients that are sums over tokens. The kernels sum fp32 values; plain PyTorch rounds some to
     the activations' dtype before."""
     return (VECTOR_TOLERANCE if kernels else MATRIX_TOLERANCE)[getattr(torch, call.dtype)]
 

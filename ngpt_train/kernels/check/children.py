@@ -26,7 +26,7 @@ UNUSABLE = 3  # exit code of a process whose GPU no longer works for it
 
 @dataclass(frozen=True)
 class Request:
-    """What a process is to do. compiled: whether the model's blocks are; times: whether kernels are timed."""
+    """The task of a process. compiled: with compiled blocks. times: kernels are timed, too."""
 
     device: str
     dtype: str
@@ -38,7 +38,7 @@ class Request:
 
 @dataclass
 class Finding:
-    """What is known of a call of a kernel on this machine."""
+    """The result of checking one call of a kernel on this machine."""
 
     error: float | None = None  # the largest relative error of an output or a gradient
     problem: str | None = "it was not checked"  # why the kernel must not run, in words; None: it is right

@@ -122,7 +122,7 @@ def in_fp64(tensor: Tensor, requires_grad: bool | None = None) -> Tensor:
 def gradients_of(
     outputs: Sequence[Tensor], inputs: Sequence[Tensor], gradients: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """Of those `inputs` that require one, in their order. gradients: dL/d output, of each output."""
+    """The gradients of the `inputs` that require one, in their order. gradients: dL/d output of each output."""
     wanted = [tensor for tensor in inputs if tensor.requires_grad]
     return torch.autograd.grad(outputs[: len(gradients)], wanted, gradients) if wanted else ()
 

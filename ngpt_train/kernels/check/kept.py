@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """What the findings of a call depend on, beside the call: device, driver, versions and code."""
+    """Device, driver, versions and code: findings hold for these alone."""
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name(device) if on_gpu else device.type,

@@ -102,7 +102,7 @@ def layer_scale(config: ComposedConfig) -> nn.Module:
 
 
 class Composition(DecoderOverBatch):
-    """What the composed decoder and encoder-decoder share: embedding, positions and initialisation."""
+    """Embedding, positions and initialisation of the composed decoder and encoder-decoder."""
 
     config: ComposedConfig
     positions: Tensor | None

@@ -18,7 +18,7 @@ SHORT = 6  # letters of a label that has room beside a point
 
 @dataclass(frozen=True)
 class Choice:
-    """What a reader chooses: one of the options, or any of them."""
+    """A reader's choice: one of the options, or any of them."""
 
     name: str  # "arm" chooses among the arms of marks, and is the figure's legend
     label: str

@@ -36,7 +36,7 @@ LINE, SYMBOL = 0.75, 0.62  # points for a pixel of the page
 
 @dataclass(frozen=True)
 class Picture:
-    """What a picture shows of a chart: what is chosen, and the choice whose options have a panel each. A choice that is
+    """A chart as a picture: the options chosen, and the choice whose options have a panel each. A choice that is
     not named here is as at first."""
 
     caption: str = ""

@@ -74,7 +74,7 @@ def windows(checkpoints: Sequence[int], last: int, steps: int, cuts: Collection[
 
 @dataclass
 class Compared:
-    """What the comparison of one window has found. largest: the largest relative difference of a number."""
+    """The comparison of one window. largest: the largest relative difference of a number."""
 
     window: Window
     train_records: int = 0
@@ -181,7 +181,7 @@ def _last_error(log: str) -> str:
 def compare(
     run: Run, again: Run, window: Window, config: Config, facts: Mapping[str, Any], exactness: Exactness
 ) -> Compared:
-    """What the run recorded of a window, beside what came out again. facts: of the start that trained it."""
+    """Compares the run's records of a window with a repeated training. facts: of the start that trained it."""
     compared = Compared(window)
     for name in FACTS:
         recorded, now = facts.get(name), again.facts.get(name)

@@ -144,7 +144,7 @@ def _commit(starts: Sequence[Mapping[str, Any]], here: Mapping[str, Any]) -> lis
 def _checkpoint(
     path: Path, run: Run, config: Config, starts: Sequence[Mapping[str, Any]], newest: bool
 ) -> list[Finding]:
-    """What a kept checkpoint says, beside the records and config.yaml."""
+    """Compares a kept checkpoint with the records and config.yaml."""
     step, name = step_of(path), path.name
     try:
         problems = differences(path, read_manifest(path).files)
@@ -227,7 +227,7 @@ def _certificate(
 
 
 def _notes(run: Run, here: Mapping[str, Any], exactness: Exactness) -> list[str]:
-    """What a reader of the certificate should know."""
+    """Notes for readers of the certificate."""
     notes = [
         f"compared within {exactness.tolerance:g} of each number, not to the bit: {why}" for why in exactness.why_not
     ]
@@ -242,7 +242,7 @@ def _notes(run: Run, here: Mapping[str, Any], exactness: Exactness) -> list[str]
 
 
 def _not_reached(run: Run, windows: Sequence[Compared], checkpoints: Sequence[int]) -> list[str]:
-    """What of the run's files no window has looked at, and no sum either."""
+    """Files of the run that neither a window nor a sum has checked."""
     notes = []
     ends = {x.window.end for x in windows}
     reached = {x.window.start for x in windows} | {x.window.end for x in windows if x.checkpoint}

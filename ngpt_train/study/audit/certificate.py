@@ -1,4 +1,4 @@
-"""What an audit has found, as the file audit.json of a run, which `compare` reads."""
+"""The certificate of an audit: the file audit.json of a run, which `compare` reads."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sums_of(run: Path) -> dict[str, str]:
 
 
 def read_certificates(runs: Iterable[Run]) -> list[dict[str, Any]]:
-    """What the certificates of these runs say, for those that have one: `run`, `equal`, `how`, `steps_compared`,
+    """The certificates of these runs, where they have one: `run`, `equal`, `how`, `steps_compared`,
     `steps`, `windows`, `found` (how many), `commit`, `device`, `time`, and `valid`: whether it is of the records and
     the config that are there now. A certificate that cannot be read is not valid."""
     return [_summary(run.path) for run in runs if (run.path / CERTIFICATE).exists()]

@@ -1,4 +1,4 @@
-"""What the records of a run must satisfy without training: their order, and what they say of each other."""
+"""Checks of a run's records that need no training: their order, and that they agree with each other."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Record = Mapping[str, Any]
 def check_records(
     run: Run, config: Config, starts: Sequence[int], checkpoints: Sequence[int], exact: bool
 ) -> list[Finding]:
-    """What cannot be true of metrics.jsonl and evals/.
+    """Contradictions in metrics.jsonl and evals/.
 
     config: of the last start. starts: the steps at which the starts of the run began. checkpoints: the steps of those
     that are kept. exact: whether this is the kind of machine that the run was computed on; else the last digits of what

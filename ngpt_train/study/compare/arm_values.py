@@ -65,7 +65,7 @@ def _comparable(one: Mapping[int, list[Any]], other: Mapping[int, list[Any]]) ->
 
 
 def see(key: str, arms: Arms, values: Callable[[Run], list[Any]]) -> Seen:
-    """What `values` says of the runs of each arm and budget."""
+    """`values` of the runs of each arm and budget."""
     budgets = common_budgets(arms)
     seen = Seen(key)
     for arm, runs in arms.items():
@@ -92,7 +92,7 @@ def excess(arms: Arms) -> float:
 
 
 def first_differences(arms: Arms) -> Iterator[tuple[int, Run, Run, int, list[Any]]]:
-    """Of runs of one seed, of one arm or else of two: the seed, both, the tokens and the hashes at which their rows
+    """Pairs of runs of one seed, of one arm or of two: the seed, both runs, the tokens and the hashes where their rows
     first differ."""
     (_, ones), *others = arms.items()
     pairs = itertools.product(ones, others[0][1]) if others else itertools.combinations(ones, 2)

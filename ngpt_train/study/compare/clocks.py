@@ -1,4 +1,4 @@
-"""What a token costs an arm, in FLOPs and in seconds."""
+"""The cost of a token for an arm, in FLOPs and in seconds."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MEASURED, OWN = "measured in turn", "own"
 
 @dataclass(frozen=True)
 class Cost:
-    """Of a token of the baseline over that of an arm. log_error: standard error of its logarithm, known with `df`
-    degrees of freedom."""
+    """The cost of a baseline's token over the cost of an arm's. log_error: standard error of its logarithm, known with
+    `df` degrees of freedom."""
 
     ratio: float
     log_error: float = 0.0

@@ -34,7 +34,7 @@ def check_comparable(runs: Iterable[Run]) -> str:
 
 
 def _why_not(one: Run, other: Run) -> str:
-    """What makes the losses of two runs say nothing about each other; empty where they do."""
+    """Why the losses of two runs cannot be compared; empty where they can."""
     hashes = one.rows_hash, other.rows_hash
     if hashes[0] == hashes[1] is not None:
         return ""

@@ -205,9 +205,8 @@ def _of_arm(arm: Arm, runs: Sequence[Run], overrides: Sequence[str]) -> dict[str
 
 
 def _tuning_of_keys(arm: Arm, budget: int | None, overrides: Sequence[str]) -> dict[str, Any]:
-    """Of the keys of optimizer, schedule, batch and initialisation at a budget: those of which several values were
-    tried there, those that the arm's definition sets or that are not what its recipe brings, and the others that are
-    on, each with its values."""
+    """Keys of optimizer, schedule, batch and initialisation at a budget, each with its values, in three groups: several
+    values were tried there; set by the arm's definition or otherwise than by its recipe; all others that are on."""
     tried: dict[str, dict[Any, None]] = {}
     for trial in arm.trials:
         for key, value in trial.values if trial.budget == budget else ():
@@ -250,7 +249,7 @@ def _point(trial: Trial) -> dict[str, Any]:
 
 
 def _tunings(arm: Arm) -> list[dict[str, Any]]:
-    """Of each budget and tuned key, with the other keys at their best values."""
+    """Tuning of each key at each budget, with the other keys at their best values."""
     entries = []
     for (budget, key), tuning in sorted(arm.tunings.items()):
         best = dict(arm.best.get(budget, ()))

@@ -61,7 +61,7 @@ def gather(paths: Sequence[Path]) -> Gathered:
 
 
 def _directories(path: Path) -> list[Path]:
-    """Of the runs in a directory, which is one of them, or a study, or holds them."""
+    """The run directories of `path`: a run, a study, or a directory of runs."""
     if not path.is_dir():
         raise DataError(f"{path} is not a directory. Name run directories, such as runs/NAME, or a study's.")
     if (path / "config.yaml").is_file():

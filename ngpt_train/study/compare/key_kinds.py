@@ -119,7 +119,7 @@ def is_harmless(key: str) -> bool:
 
 
 def compared_keys(configs: Iterable[Mapping[str, Any]]) -> list[str]:
-    """Those of the configs, and model.init.*, whose defaults are what runs had before there were such keys."""
+    """The keys of the configs, and model.init.*: older runs lack these, and had their defaults."""
     keys = dict.fromkeys(key for config in configs for key in config) | dict.fromkeys(INIT_KEYS)
     return [key for key in keys if not is_harmless(key)]
 

@@ -98,8 +98,8 @@ def examine(
 
 
 def looked_at(arms: Arms) -> dict[str, Any]:
-    """Of report.json: how many keys of the config are compared, which of them are options that an arm lacks and others
-    have as their architecture brings them, and which facts of run.json are compared."""
+    """`looked_at` of report.json: how many keys of the config are compared, which of them are options that an arm lacks
+    and others have as their architecture brings them, and which facts of run.json are compared."""
     seen = [see(key, arms, partial(_of_key, key)) for key in compared_keys(_configs(arms))]
     options = [x.key for x in seen if x.key.startswith("model.") and _only_by_name(x, arms)]
     facts = dict.fromkeys(name for runs in arms.values() for run in runs for name in run.facts_by_name)

@@ -101,5 +101,5 @@ def contradictions(record: Mapping[str, Any], rows: Rows | None) -> Iterator[tup
 
 
 def n_bytes(total: float, bits: float) -> int:
-    """Of the text that all targets stand for, whose losses sum to `total`. A text has a whole number of bytes."""
+    """Bytes of the text of all targets, whose losses sum to `total`: a whole number."""
     return round(min(total / math.log(2) / bits, 2.0**53))

@@ -162,7 +162,7 @@ class Run:
 
     @cached_property
     def rows(self) -> Rows | None:
-        """Those of the last validation; None where its file is missing. Raises DataError where it is damaged."""
+        """The rows of the last validation; None where its file is missing. Raises DataError where it is damaged."""
         return self.rows_at(self.evals[-1]["step"]) if self.evals else None
 
     def rows_at(self, step: int, of: str = "") -> Rows | None:

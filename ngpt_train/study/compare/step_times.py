@@ -28,13 +28,13 @@ Times = dict[str, dict[str, Any]]
 
 
 def fingerprint(run: Run) -> str:
-    """Of the keys that a step's time depends on."""
+    """A hash of the keys that a step's time depends on."""
     keys = {key: value for key, value in run.config.items() if key.startswith(_OF_A_STEP)}
     return hashlib.sha256(json.dumps(keys, sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def stored(out: Path, runs: Mapping[str, Run]) -> Times:
-    """What an earlier comparison has left in `out` of these arms, each given by one of its runs."""
+    """Step times of these arms that an earlier comparison left in `out`; an arm is given by one of its runs."""
     if not (out / FILE).exists():
         return {}
     of_arms = checked(read_json(out / FILE), {"arms": TABLE}, str(out / FILE), ["arms"])["arms"]

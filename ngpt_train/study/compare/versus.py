@@ -22,7 +22,7 @@ StepTimes = Mapping[str, Mapping[str, Any]]  # by arm, as `step_times.py` measur
 
 @dataclass
 class Versus:
-    """What report.json says of an arm and the baseline."""
+    """The entries of report.json for an arm and the baseline."""
 
     verdict: str
     differences: list[dict[str, Any]] = field(default_factory=list)
@@ -76,7 +76,7 @@ def versus(
 
 
 def _noise_by_budget(pair: Pair, arm: str, baseline: str) -> list[str]:
-    """What each budget says of the noise that is pooled; nothing, where one budget alone has several seeds."""
+    """Notes on the noise of each budget, which is pooled; none where one budget alone has several seeds."""
     several = [
         (b, of_seeds) for b, of_seeds, n in zip(pair.budgets, pair.difference, pair.n_seeds, strict=True) if n > 1
     ]
@@ -96,7 +96,7 @@ def _why_no_loss(arm: Arm, budget: int) -> str:
 def _trend(
     arm: Arm, baseline: Arm, pair: Pair, noise: Noise, ratios: Sequence[Ratio], confidence: float
 ) -> list[dict[str, Any]]:
-    """Of the budgets at which both arms are tuned, or were not to be."""
+    """The trend over the budgets at which both arms are tuned, or were not to be."""
     unknown = Ratio(None, None, None)
     counted = [
         unknown if "edge" in (arm.state(budget), baseline.state(budget)) else ratio
@@ -145,8 +145,8 @@ def _within_schedule(arm: Arm, baseline: Arm, metric: str, confidence: float) ->
 
 
 def verdict(arm_state: str, baseline_state: str, found: Difference | None) -> str:
-    """Of the largest budget that both arms have, at equal tokens. untuned: the optimum of one is not inside the values
-    that were tried, or only one of the two was tuned at all."""
+    """The verdict at the largest budget that both arms have, at equal tokens. untuned: the optimum of one is not inside
+    the values that were tried, or only one of the two was tuned at all."""
     states = {arm_state, baseline_state}
     if "edge" in states or len(states) > 1:
         return "untuned"

@@ -1,4 +1,4 @@
-"""What runs the points of a study: this machine, or a cluster."""
+"""Engines run the points of a study: on this machine, or on a cluster."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1  # of Linux' prctl
 
 
 def ending_with_us() -> list[str]:
-    """What stands in front of a command that shall end with this process."""
+    """Arguments in front of a command, so that it ends with this process."""
     return [sys.executable, __file__, str(os.getpid())]
 
 

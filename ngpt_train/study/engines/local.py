@@ -124,7 +124,7 @@ def began_with(run: Path) -> int | None:
 
 
 def launcher(ranks: int) -> list[str]:
-    """What starts a module in so many processes."""
+    """The command that starts a module in so many processes."""
     if ranks < 2:
         return [sys.executable, "-m"]
     # After SIGTERM the ranks have as long to save as a run of one process.

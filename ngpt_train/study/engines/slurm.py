@@ -43,7 +43,7 @@ _DECIDED = ("job-name", "output", "error", "signal", "requeue", "nodes", "ntasks
 
 @dataclass
 class Training:
-    """What a job does: it trains one run, or goes on with it. submitit takes it to the node and calls it there."""
+    """A job: it trains one run, or goes on with it. submitit takes it to the node and calls it there."""
 
     command: list[str]
     environment: dict[str, str]
@@ -78,7 +78,7 @@ class Training:
         return code, how
 
     def checkpoint(self) -> Any:
-        """What the job does when it is queued again. submitit calls it when the job's time is nearly over."""
+        """Queues the job again. submitit calls it when the job's time is nearly over."""
         from submitit.helpers import DelayedSubmission
 
         self._end()
@@ -231,7 +231,7 @@ def _check_here() -> None:
 
 
 def parameters(slurm: SlurmConfig, name: str) -> dict[str, Any]:
-    """What submitit is told of a job."""
+    """submitit's parameters of a job."""
     return {
         "job_name": name,
         "partition": slurm.partition,

@@ -25,7 +25,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Optimum:
-    """What tuning found for an architecture at a size and budget. architecture: a name for all that is no size."""
+    """The best learning rate of an architecture at a size and budget. architecture: a name for all that is no size."""
 
     architecture: str
     width: int
@@ -52,7 +52,8 @@ class Optima:
 
 
 def read_optima(paths: Sequence[Path], confidence: float | None = None) -> Optima:
-    """Of studies, runs, and directories of runs. Raises DataError where one holds no run, or where none has ended."""
+    """The optima of studies, runs, and directories of runs. Raises DataError where one holds no run, or none has
+    ended."""
     runs: list[Run] = []
     tuned, metrics, confidences = {LR}, set[str](), list[float]()
     for path in paths:

@@ -1,4 +1,4 @@
-"""What `transfer` writes: the drift along each axis as a sentence, as JSON, and as a figure."""
+"""The output of `transfer`: the drift along each axis as a sentence, as JSON, and as a figure."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def html(report: Report) -> str:
 
 
 def _first_screen(report: Report, drawn: list[Chart]) -> list[str]:
-    """What it is about, its confounds, the verdicts."""
+    """Title, confounds and verdicts."""
     keys = tables.tuning_of_keys(report)
     sections = {"verdicts": "Verdicts", keys.name: "What was tuned", **{chart.name: chart.title for chart in drawn}}
     sections |= {"differences": "Noise", "referee": "What differs", "failures": "Failures", "audits": "Audits"}

@@ -1,4 +1,4 @@
-"""What the figures draw, as numbers: taken from the report, or computed from it alone."""
+"""The numbers that figures draw: taken from the report, or computed from it alone."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATIOS = (  # each coarser than the one before
 
 
 def end_losses(report: Report, arm: str) -> dict[int, list[float]]:
-    """Of the arm at its best values: budget -> the loss of each seed."""
+    """losses[budget]: the loss of each seed, of the arm at its best values."""
     best = {curve["run"] for curve in report["curves"] if curve["best"]}
     others = {curve["run"] for curve in report["curves"]} - best
     found: dict[int, list[float]] = {}
@@ -59,7 +59,7 @@ def _product(a: float | None, b: float | None) -> float | None:
 
 
 def cost_of(report: Report, arm: str, budget: float, axis: str) -> float | None:
-    """What `budget` tokens cost the arm in tokens, FLOPs or seconds; None where it is not known."""
+    """The cost of `budget` tokens for the arm in tokens, FLOPs or seconds; None where it is not known."""
     if axis == "tokens":
         return float(budget)
     ends = [
@@ -72,7 +72,7 @@ def cost_of(report: Report, arm: str, budget: float, axis: str) -> float | None:
 
 
 def axes_of(report: Report) -> list[str]:
-    """Those of tokens, FLOPs and seconds over which some curve can be drawn."""
+    """The units, of tokens, FLOPs and seconds, over which some curve can be drawn."""
     return [axis for axis in UNITS if any(any(eval_axis(report, curve, axis)) for curve in report["curves"])]
 
 
@@ -115,7 +115,7 @@ def arrows(report: Report, axis: str) -> list[tuple[str, float, float, float]]:
 
 
 def means(entry: Mapping[str, Any]) -> list[tuple[Any, float]]:
-    """Of one tuning curve: (value, loss averaged over the seeds) by value, without failed points."""
+    """The points of a tuning curve: (value, loss averaged over the seeds) by value, without failed points."""
     by_value: dict[Any, list[float]] = {}
     for point in entry["points"]:
         if not point["failed"] and point["loss"] is not None:

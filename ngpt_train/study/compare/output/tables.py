@@ -106,7 +106,7 @@ def by_budget(report: Report) -> Table:
 
 
 def tuning_of_keys(report: Report) -> Table:
-    """What was tuned, and what was not: keys that are alike in all arms stand in the first row."""
+    """Tuned and untuned keys. Keys that are alike in all arms stand in the first row."""
     of_arms = report["tuning_of_keys"]
     first, *others = (of["not_tuned"] for of in of_arms.values())
     alike = {key: value for key, value in first.items() if all(key in of and of[key] == value for of in others)}

@@ -24,7 +24,7 @@ def is_tuned(report: Report, arm: str) -> bool:
 
 
 def stamps(report: Report, arm: str) -> list[str]:
-    """What every table and figure says beside the arm's name."""
+    """Remarks that stand beside the arm's name in every table and figure."""
     found = [] if is_tuned(report, arm) else ["untuned"]
     return [*found, "not resolved"] if report["verdicts"].get(arm) == "not_resolved" else found
 
@@ -91,7 +91,7 @@ def ratio(s: Mapping[str, Any] | None) -> str:
 
 
 def finding(report: Report, arm: str) -> str:
-    """What is known about the arm, in plain sentences."""
+    """The results of the arm, in plain sentences."""
     if arm == report["baseline"]:
         rest = "" if is_tuned(report, arm) else f" {_untuned(report, arm)}, and every comparison with it is too."
         return f"The baseline.{rest}"
@@ -183,7 +183,7 @@ def _trend(report: Report, arm: str) -> str:
 
 
 def _between(report: Report, arm: str) -> str:
-    """What values between those that were tried may change, at the budget of the verdict."""
+    """How much lower the losses may be at values between the tried ones, at the budget of the verdict."""
     at = (difference_of(report, arm) or {}).get("budget")
     prices = {
         name: sum(t["price_of_grid"] or 0 for t in report["tuning"] if (t["arm"], t["budget"]) == (name, at))
@@ -242,7 +242,7 @@ NO_CONFOUNDS = "No confounds were found between the arms in what was looked at."
 
 
 def facts(report: Report) -> list[str]:
-    """What was compared."""
+    """Numbers of arms, budgets and seeds, and the metric."""
     seeds = len({entry["seed"] for entry in report["losses"]})
     budgets = sorted(report["budgets"])
     span = " to ".join(si(budget) for budget in dict.fromkeys(budgets[:1] + budgets[-1:]))
@@ -256,7 +256,7 @@ def facts(report: Report) -> list[str]:
 
 
 def cautions(report: Report) -> list[str]:
-    """What a reader must know before the first number."""
+    """Warnings that stand before the first number."""
     n_seeds = len({entry["seed"] for entry in report["losses"]})
     said = []
     if n_seeds == 1:
@@ -276,7 +276,7 @@ def cautions(report: Report) -> list[str]:
 
 
 def _lost(report: Report) -> list[str]:
-    """Of the arms that have been tried at a budget, and have no loss there."""
+    """Warnings for arms that have been tried at a budget, and have no loss there."""
     without = dict.fromkeys(x["arm"] for x in report["failures"] if x["arm"] not in report["arms"])
     said = [f"No run of {arm} has ended, because runs failed." for arm in without]
     for arm, budget in dict.fromkeys((x["arm"], x["budget"]) for x in report["failures"] if x["budget"] is not None):
@@ -326,7 +326,7 @@ def confounds(report: Report) -> list[Mapping[str, Any]]:
 
 
 def looked_at(report: Report) -> list[str]:
-    """What the referee compared, what differs without being a confound, what it cannot see, and what was not tuned."""
+    """The referee's scope: keys compared, differences that are no confounds, blind spots, untuned keys."""
     seen = report["looked_at"]
     follows = [entry for entry in report["referee"] if entry["kind"] == "follows"]
     brought = _keys([entry for entry in follows if entry["note"] == BROUGHT])
@@ -360,7 +360,7 @@ def _untuned_keys(report: Report) -> str:
 
 
 def size_text(size: Any) -> str:
-    """Of a difference that the referee found: a number is the ratio of the values."""
+    """The size of a difference that the referee found; a number is the ratio of the values."""
     if type(size) not in (int, float):
         return str(size)
     digits = next((n for n in (3, 4, 5, 6, 7) if float(f"{size:.{n}g}") != 1), 3)  # 1.0001 times is not once
@@ -368,7 +368,7 @@ def size_text(size: Any) -> str:
 
 
 def audit_says(audit: Mapping[str, Any]) -> str:
-    """What the certificate of a run says of its records as they are now."""
+    """The certificate of a run in words; it may be of records that have changed since."""
     if not audit["valid"]:
         return "outdated" if not audit["note"] else "unreadable"
     return "equal" if audit["equal"] else "not equal"

@@ -297,8 +297,8 @@ def within_schedule(logs: Mapping[int, Sequence[float]], confidence: float) -> d
 
 
 def log_ratio(arm: Records, baseline: Records, metric: str) -> float | None:
-    """Of two runs, by their eval records. Positive where the arm ends lower: then it is somewhere on its own way where
-    the baseline ends. None where they were not validated on their way."""
+    """log(tokens of the baseline / tokens of the arm) at equal loss, of two runs, by their eval records. Positive where
+    the arm ends lower: then it reaches the baseline's end loss on its way. None where they were not validated on it."""
     (tokens, losses), (of_baseline, baseline_losses) = (curve(records, metric) for records in (arm, baseline))
     if min(len(tokens), len(of_baseline)) < 2:
         return None

@@ -111,9 +111,9 @@ def t_quantile(confidence: float, df: np.ndarray | float) -> np.ndarray:
 
 
 class Noise:
-    """Of estimates sum_k u[k, 0] baseline[k] + u[k, 1] difference[k], where baseline and difference are means over the
-    seeds, and u[:, 0] has the sum 0: what a seed adds to the losses of all budgets cancels. Behind the K budgets of
-    both come those M that the baseline alone has; u may end before them."""
+    """The noise of estimates sum_k u[k, 0] baseline[k] + u[k, 1] difference[k], where baseline and difference are means
+    over the seeds, and u[:, 0] has the sum 0: what a seed adds to the losses of all budgets cancels. Behind the K
+    budgets of both come those M that the baseline alone has; u may end before them."""
 
     def __init__(self, pair: Pair) -> None:
         """Pools over budgets: their noise between seeds is taken to be alike, and of different runs."""
@@ -140,7 +140,7 @@ class Noise:
             self.rows = _over_rows(baseline_rows, difference_rows)
 
     def spread(self, u: np.ndarray) -> Spread:
-        """Of n estimates; u: (n, K, 2) or (n, K + M, 2)."""
+        """The spread of n estimates; u: (n, K, 2) or (n, K + M, 2)."""
         u = np.pad(u, ((0, 0), (0, len(self.n_seeds) - u.shape[1]), (0, 0)))
         form = np.einsum("nki,nkj,k->nij", u, u, 1 / self.n_seeds)
         seeds = np.einsum("nij,ij->n", form, self.seeds)
@@ -244,7 +244,7 @@ def needed(pair: Pair, found: Difference, at: int, steps: int, confidence: float
 
 
 def chance(spread: Spread, size: float, confidence: float) -> float:
-    """That the interval of a difference of this size excludes 0 on the right side."""
+    """The probability that the interval of a difference of this size excludes 0 on the right side."""
     error, df = float(spread.error[0]), float(spread.df[0])
     if error == 0:
         return 1.0
