@@ -106,7 +106,7 @@ class LengthConfig:
     )
     stride: Union[int, None] = key(
         None,
-        "Tokens by which the window moves along a document, which are those that it adds to the loss; null: half of "
+        "Tokens by which the window moves along a document: the targets that it adds to the loss; null: half of "
         "the context.",
         **COUNT,
     )

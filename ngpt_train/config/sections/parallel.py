@@ -19,7 +19,7 @@ class ParallelConfig:
         "on CPUs, and on GPUs fsdp on one host and hsdp on several.",
         choices=(AUTO, "single", "ddp", "fsdp", "hsdp"),
     )
-    shard: IntOrAuto = key(AUTO, "hsdp: ranks of a group; auto: those of a host.", minimum=2, maximum=1_000_000)
+    shard: IntOrAuto = key(AUTO, "hsdp: ranks of a group; auto: the ranks of a host.", minimum=2, maximum=1_000_000)
     gather: str = key(
         "pass",
         "fsdp and hsdp: how often the ranks put the matrices of a block together. pass: in each forward and each "

@@ -19,8 +19,8 @@ class PlanConfig:
     ranks_per_host: int = key(8, "Ranks of each host, the groups of parallel=hsdp.", minimum=1, maximum=10_000)
     device: Union[str, None] = key(
         None,
-        "Card for whose memory micro rows, recomputation and layout are chosen and printed; null keeps those of the "
-        "config. The arguments' own are kept.",
+        "Card for whose memory micro rows, recomputation and layout are chosen and printed, but for your arguments; "
+        "null keeps the config's.",
         choices=tuple(CARDS),
     )
     flops_per_s: Union[float, None] = key(

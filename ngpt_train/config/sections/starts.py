@@ -39,7 +39,7 @@ class InitConfig:
     )
     hidden: FloatOrAuto = key(
         0.02,
-        "As model.init.embedding, of all matrices but the embeddings and those of model.init.residual; also of learned "
+        "As model.init.embedding, of all matrices but embeddings and the ones of model.init.residual; also of learned "
         "positions.",
         choices=(AUTO, *RULES),
         above=0,

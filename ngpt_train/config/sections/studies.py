@@ -119,7 +119,7 @@ class StudyConfig:
     )
     threads: IntOrAuto = key(
         AUTO,
-        "Threads of each run (OMP_NUM_THREADS); auto: those of the study's runs so far, at first cores over jobs.",
+        "Threads of each run (OMP_NUM_THREADS); auto: as the study's runs so far, at first cores over jobs.",
         minimum=1,
         maximum=10_000,
     )
@@ -150,25 +150,25 @@ class CompareConfig:
         "whose configs differ in nothing but seed, budget and tuned keys.",
     )
     baseline: Union[str, None] = key(
-        None, "The arm, or a run of it, that the others are compared with; null is gpt, else that of the first run."
+        None, "The arm, or a run of it, that the others are compared with; null: gpt, else the first run's arm."
     )
     tuned: Union[list[str], None] = key(
         None,
-        "Keys whose best value is taken for each arm and budget. null: those of the study, else optim.lr unless "
+        "Keys whose best value is taken for each arm and budget. null: the study's, else optim.lr unless "
         "nothing else differs; []: none.",
     )
     under_test: Union[list[str], None] = key(
         None,
         "Keys or groups, such as [model], whose difference is the question; all others that differ are confounds, but "
-        "for what follows from these. null: those of the study, else the architecture.",
+        "for what follows from these. null: the study's, else the architecture.",
     )
     metric: Union[str, None] = key(
         None,
-        "What is compared. null: that of the study, else the loss, or bits per byte where tokenizers differ.",
+        "The metric compared. null: the study's, else the loss, or bits per byte where tokenizers differ.",
         choices=("loss", "bits_per_byte"),
     )
     confidence: Union[float, None] = key(
-        None, "Confidence of the intervals; null: that of the study, else 0.95.", minimum=0.5, maximum=0.9999
+        None, "Confidence of the intervals; null: the study's, else 0.95.", minimum=0.5, maximum=0.9999
     )
     step_times: bool = key(
         False,
@@ -210,4 +210,4 @@ class TransferConfig:
     widths: list[int] = key([], "d_model of the arms, such as [64,128]; heads keep their width.", **COUNT)
     depths: list[int] = key([], "n_layers of the arms, such as [2,4,8].", **COUNT)
     within: float = key(0.5, "Octaves of drift, +-, within which a rate transfers.", above=0, maximum=10)
-    out: Union[str, None] = key(None, "Directory for transfer.json and figure; null: transfer/ in that of the study.")
+    out: Union[str, None] = key(None, "Directory for transfer.json and figure; null: the study's transfer/.")
