@@ -146,6 +146,8 @@ def test_a_row_is_of_one_budget_and_a_ratio_beyond_the_data_is_marked() -> None:
     at_last = [row for row in tables.speedups(report).rows if row[2] == "8.39M" and "annealed" in row[1]]
     assert at_last
     assert all("extrapolated" in ratio for row in at_last for ratio in row[3:6])
+    others = {(row[0], row[2]) for row in tables.speedups(report).rows if "annealed" not in row[1]}
+    assert not others & {(row[0], row[2]) for row in at_last}, "a flattering ratio beside the other one"
     assert "extrapolated" in next(
         line for line in console(report).splitlines() if line.startswith("ngpt ") and "8.39M" in line
     )

@@ -166,10 +166,13 @@ def differences(report: Report) -> Table:
 
 
 def speedups(report: Report) -> Table:
-    """A row for each arm, way and budget. Rows in which nothing is known, for one reason, share a row."""
+    """A row for each arm and budget, between annealed runs; within one schedule where nothing else is known. Rows in
+    which nothing is known, for one reason, share a row."""
     groups, unknown = dict[tuple[str, str, int], list[Any]](), dict[tuple[str, str, str], dict[str, None]]()
+    annealed = {(s["arm"], s["budget"]) for s in report["speedups"] if s["how"] == "annealed" and is_known(s)}
     for s in report["speedups"]:
-        groups.setdefault((s["arm"], s["how"], s["budget"]), []).append(s)
+        if s["how"] == "annealed" or (s["arm"], s["budget"]) not in annealed:
+            groups.setdefault((s["arm"], s["how"], s["budget"]), []).append(s)
     rows = []
     for (arm, how, budget), entries in groups.items():
         ratios = {s["unit"]: ratio(s) if is_known(s) else DASH for s in entries}
@@ -182,9 +185,10 @@ def speedups(report: Report) -> Table:
         whose = "all arms" if len(arms) == len(report["arms"]) - 1 > 1 else ", ".join(arms)
         rows.append([whose, in_words, at, *(DASH for _ in UNITS), why or DASH])
     note = (
-        "How many times the arm's tokens, FLOPs or seconds the baseline needs. Within one schedule, for the loss that "
-        "the worse of the two ends at, flatters the arm whose learning rate decays faster; it is no verdict. The "
-        "intervals have the noise of the losses, and not the error of the form that is fitted."
+        "How many times the arm's tokens, FLOPs or seconds the baseline needs. A ratio within one schedule, for the "
+        "loss that the worse of the two ends at, stands here where no other is known, and is no verdict: it flatters "
+        "the arm whose learning rate decays faster. The intervals have the noise of the losses, and not the error of "
+        "the form that is fitted."
     )
     columns = [("Arm", ARM), ("How", TEXT), ("Budget (tokens)", NUMBER), *((unit, NUMBER) for unit in UNITS.values())]
     columns.append(("Remarks", TEXT))
