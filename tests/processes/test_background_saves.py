@@ -100,14 +100,18 @@ def undisturbed_by_two(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -
     ("point", "rank"), [(x, rank) for x in POINTS for rank in "01" if rank == "0" or x not in OF_RANK_0]
 )
 def test_a_rank_killed_in_a_save(tmp_path: Path, corpus: Path, undisturbed_by_two: Path, point: str, rank: str) -> None:
-    """torchrun starts both again, and no step is lost or repeated."""
+    """torchrun starts both again from the newest complete checkpoint, and no step is lost or repeated. Caught: a
+    checkpoint that is deleted before the newer one has its name."""
     given = arguments(tmp_path / "killed", corpus, *BY_TWO)
     process = started(given, "kill", point, "8", rank, ranks=RANKS, restarts=1)
     output = output_of(process)
     assert process.returncode == 0, output[-4000:]
     directory = tmp_path / "killed/runs/test"
-    assert len(json.loads((directory / "run.json").read_text())["starts"]) == 2, "nobody was killed"
+    starts = json.loads((directory / "run.json").read_text())["starts"]
+    assert [start["step"] for start in starts] == [0, 8 if point in ("after-rename", "pruning") else 4]
     assert numbers(directory) == numbers(undisturbed_by_two)
+    assert [path.name for path in list_checkpoints(directory / "checkpoints")] == ["step_00000012"]
+    assert not list((directory / "checkpoints").glob(".*")), "what the kill has left is gone"
     check_all_complete(directory)
 
 

@@ -42,7 +42,7 @@ def test_z_loss(tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, floa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("layout", "recompute"), [("single", "none"), ("fsdp", "selective")])
+@pytest.mark.parametrize(("layout", "recompute"), [("single", "none"), ("ddp", "full"), ("fsdp", "selective")])
 def test_compile(
     tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]], layout: str, recompute: str
 ) -> None:

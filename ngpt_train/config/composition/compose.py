@@ -161,6 +161,13 @@ def _merged(old: Any, new: Any) -> Any:
     return {**old, **{name: _merged(old.get(name), value) for name, value in new.items()}}
 
 
+@cache  # omegaconf takes a tenth of a second
+def _typed(schema: type[ModelConfig]) -> Any:
+    from omegaconf import OmegaConf
+
+    return OmegaConf.structured(Config(model=schema()))
+
+
 def _resolved(values: Mapping[str, Any], schema: type[ModelConfig], origins: Mapping[str, Origin]) -> dict[str, Any]:
     """`values`, with ${scale.name} and ${oc.env:HOME} replaced by the key's value and the environment's."""
     keys = schema_keys(schema)
@@ -174,7 +181,7 @@ def _resolved(values: Mapping[str, Any], schema: type[ModelConfig], origins: Map
 
     try:
         # By the schema's types: an environment variable is text, and train.steps=${oc.env:STEPS} a number.
-        tree = OmegaConf.merge(OmegaConf.structured(Config(model=schema())), nested(values))
+        tree = OmegaConf.merge(_typed(schema), nested(values))
         found = dict(flatten(cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True)), keys))
     except RecursionError:
         deepest = max(interpolated, key=lambda name: str(values[name]).count("${"))
