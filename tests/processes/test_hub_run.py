@@ -13,7 +13,7 @@ from tests.hub_server import Hub
 from tests.processes.runs import arguments, records, run, start, train, wait_for_step, write_parquet_shards
 from tests.processes.test_torchrun import kill
 
-STREAMED = ("data.streaming=true", "data.streams=24", "data.open_shards=2", "train.batch_rows=24", "train.micro_rows=1")
+STREAMED = ("data.streaming=true", "data.streams=24", "data.open_shards=2", "train.batch_rows=24", "train.micro_rows=2")
 
 
 @pytest.fixture
@@ -40,8 +40,7 @@ def on_hub(tmp_path: Path, *overrides: str) -> list[str]:
 
 def test_killed_while_the_server_fails(hub: Hub, text: Path, tmp_path: Path) -> None:
     train(arguments(tmp_path / "here", text, *STREAMED, "train.steps=20"))
-    hub.faults += [hub_server.dropped(300), hub_server.status(503), hub_server.truncated(100), hub_server.altered]
-    hub.faults += [hub_server.status(429, **{"Retry-After": "1"}), hub_server.dropped(10)]
+    hub.faults += [hub_server.dropped(300), hub_server.altered, hub_server.status(429, **{"Retry-After": "1"})]
     given = on_hub(tmp_path / "hub", "train.steps=20", "checkpoint.every=3")
     directory = tmp_path / "hub/runs/test"
     process = start(given, ranks=2)
@@ -55,7 +54,7 @@ def test_killed_while_the_server_fails(hub: Hub, text: Path, tmp_path: Path) -> 
     hashes = {step: record["data_hash"] for step, record in records(directory).items()}
     assert hashes == {s: record["data_hash"] for s, record in records(tmp_path / "here/runs/test").items()}
     fetched = [request.path for request in hub.contents() if request.start is None]
-    assert len(fetched) <= len(hub.files) + 6, "a shard was fetched by two processes"
+    assert len(fetched) <= len(hub.files) + 3, "a shard was fetched by two processes"
 
 
 def test_a_mixture_goes_on_with_its_commits(hub: Hub, text: Path, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ YAML = """\
 arms:
   gpt: {model: gpt}
   ngpt: {model: ngpt}
-budgets: [102_400]  # 200 steps
+budgets: [51_200]  # 100 steps
 seeds: [0]
 max_points: 1
 """
@@ -47,10 +47,10 @@ def test_a_dry_run_shows_the_cost_and_writes_nothing(arguments: list[str], tmp_p
     rows = {row.split()[0]: row.split() for row in said.splitlines() if row.startswith(("gpt ", "ngpt ", "in all"))}
     plan = tmp_path / "plan.json"
     given = [x for x in arguments[2:] if not x.startswith("study")]
-    assert runs.run("plan", ["model=gpt", *given, "train.steps=200", f"plan.out={plan}"]).returncode == 0
+    assert runs.run("plan", ["model=gpt", *given, "train.steps=100", f"plan.out={plan}"]).returncode == 0
     planned = json.loads(plan.read_text())
     _, parameters, tokens, steps, n, all_tokens, flops, *hours = rows["gpt"]
-    assert (tokens, steps, n, all_tokens) == ("102k", "200", "5", "512k")
+    assert (tokens, steps, n, all_tokens) == ("51.2k", "100", "5", "256k")
     assert float(flops) == pytest.approx(5 * planned["total_flops"], rel=5e-3)
     assert parameters == f"{planned['parameters']['total'] / 1000:.3g}k"
     assert all(0 <= float(x) < 1 for x in hours)
@@ -64,10 +64,10 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str]
     """Caught: a run that goes on without the study, that begins anew or is made twice; a second study beside the first;
     a report that depends on kills."""
     root = tmp_path / "studies" / "small"
-    gpt, ngpt = (root / "runs" / name for name in ("gpt-102400-lr0.008-seed0", "ngpt-102400-lr0.02-seed0"))
+    gpt, ngpt = (root / "runs" / name for name in ("gpt-51200-lr0.008-seed0", "ngpt-51200-lr0.02-seed0"))
     given = [*arguments, "study.jobs=1", "study.threads=1"]
     killed = begin("study", given)
-    runs.wait_for_step(gpt, 20)
+    runs.wait_for_step(gpt, 10)
     paused = list(trainers(root))  # or the run would be at its end before the second study is refused
     for process in paused:
         os.kill(process, signal.SIGSTOP)
@@ -78,10 +78,10 @@ def test_killed_at_any_moment_it_ends_as_if_it_had_not_been(arguments: list[str]
         os.kill(process, signal.SIGCONT)
     wait_for_no_trainer(root)
     step = json.loads((gpt / "exit.json").read_text())["step"]
-    assert 20 <= step < 200
+    assert 10 <= step < 100
 
     stopped = begin("study", given)
-    runs.wait_for_step(ngpt, 20)
+    runs.wait_for_step(ngpt, 10)
     stopped.send_signal(signal.SIGINT)
     said, _ = stopped.communicate(timeout=120)
     assert stopped.returncode == 0
@@ -122,10 +122,10 @@ def test_on_a_cluster_it_ends_as_on_this_machine(arguments: list[str], tmp_path:
     fakes = tmp_path / "fakes"
     variables = fake_slurm.install(fakes)
     root = tmp_path / "studies" / "small"
-    gpt, ngpt = (root / "runs" / name for name in ("gpt-102400-lr0.008-seed0", "ngpt-102400-lr0.02-seed0"))
+    gpt, ngpt = (root / "runs" / name for name in ("gpt-51200-lr0.008-seed0", "ngpt-51200-lr0.02-seed0"))
     given = [*arguments, "study.engine=slurm", "study.slurm.gpus=0", "study.slurm.cpus=1"]
     killed = begin("study", given, **variables)
-    runs.wait_for_step(gpt, 20)
+    runs.wait_for_step(gpt, 10)
     runs.wait_for_step(ngpt, 5)
     killed.kill()
     killed.wait()

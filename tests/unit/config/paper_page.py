@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ngpt_train.config import list_experiments, load_config
+from ngpt_train.config import Config, list_experiments, load_config
 
 PAGE = Path(__file__).parents[3] / "docs" / "papers.md"
 COLUMNS = ("steps", "lr")
@@ -37,8 +38,13 @@ def line(cells: Any) -> str:
     return f"| {' | '.join(cells)} |"
 
 
+@cache  # the tests of the rows look at the same ones
+def config_of_row(name: str) -> Config:
+    return load_config([f"experiment={name}"])
+
+
 def described(name: str) -> tuple[str, ...]:
-    config = load_config([f"experiment={name}"])
+    config = config_of_row(name)
     # A recipe's table of learning rates has sources of its own.
     lr = "recipe" if name.split("/")[1] == "ngpt_runs" else f"{config.optim.lr:g}"
     return f"{config.train.steps:,}", lr

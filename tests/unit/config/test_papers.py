@@ -22,7 +22,7 @@ from ngpt_train.config.sections.data import is_commit
 from ngpt_train.models import build_model
 from ngpt_train.verbs.plan import planned_vocabulary
 from tests.properties.architectures import ARCHITECTURES
-from tests.unit.config.paper_page import PAGE, tables_of_page
+from tests.unit.config.paper_page import PAGE, config_of_row, tables_of_page
 from tests.unit.data.test_hub import known_to
 
 NAMES = [name for name in list_experiments() if name.startswith("paper/")]
@@ -49,7 +49,7 @@ NO_DROPOUT, DROPOUT = (0, 0, 0), (0.1, 0.1, 0.1)  # of the embedding, the residu
 @cache
 def resolved(name: str) -> Any:
     """The row's config, with the vocabulary that `plan` finds; Any, because the keys of model.* differ."""
-    config = load_config([f"experiment=paper/{name}"])
+    config = config_of_row(f"paper/{name}")
     if config.model.vocab_size == AUTO:
         config.model.vocab_size = planned_vocabulary(config)
     return config
@@ -88,10 +88,14 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("socket.socket.connect", refused)
 
 
-def test_all_rows_of_the_tables() -> None:
-    """How many rows each table has, so that none is lost, or looked at by no test."""
+def test_all_rows_of_the_tables_and_of_the_page() -> None:
+    """How many rows each table has, so that none is lost, or looked at by no test; and what docs/papers.md says of
+    them. `python -m tests.unit.config.paper_page` writes its tables anew."""
     rows = {table: len(of(table)) for table in dict.fromkeys(name.split("/")[1] for name in NAMES)}
     assert rows == ROWS
+    text = PAGE.read_text()
+    for table, lines in tables_of_page().items():
+        assert "\n".join(lines) in text, f"the rows of {table} in {PAGE.name} are not the configs'"
 
 
 def test_rows_of_a_table_differ() -> None:
@@ -576,12 +580,3 @@ def test_training_without_a_network_ends(
     assert resolved(row).data.repo in said
     assert re.search(r"no connection to http://127\.0\.0\.1:9.*; given up.*data=local", said)
     assert not list(tmp_path.rglob("metrics.jsonl"))
-
-
-def test_the_page_says_what_the_rows_are() -> None:
-    """docs/papers.md: `python -m tests.unit.config.paper_page` writes its tables anew."""
-    written = tables_of_page()
-    text = PAGE.read_text()
-    assert len(written) == len(ROWS)
-    for table, lines in written.items():
-        assert "\n".join(lines) in text, f"the rows of {table} in {PAGE.name} are not the configs'"

@@ -16,7 +16,7 @@ from tests.properties.architectures import ARCHITECTURES, Size
 from tests.properties.runs import padded_rows, run_config, text_like_rows
 from tests.reference.training import Recipe
 
-ROWS, T = 4, 8
+ROWS, T = 2, 8
 TINY = Size(d_model=32, n_layers=1, n_heads=2, vocab_size=48, n_kv_heads=1, d_mlp=40, source_context=4)
 RECIPE = Recipe(20, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=1.0, warmup_steps=0)
 # What on a GPU ends in a copy to the host: a number of it, or a size that depends on values.
