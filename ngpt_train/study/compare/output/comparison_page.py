@@ -149,13 +149,11 @@ def _table(report: Report, table: Table) -> str:
 
 
 def _cards(report: Report, table: Table) -> str:
-    """The table of verdicts. Its last column is sentences: they stand beneath their row."""
-    *columns, _ = table.columns
-    bodies = []
-    for *texts, words in table.rows:
-        cells = zip(texts, columns, strict=True)
-        row = "".join(_cell(report, text, kind, name, texts[1]) for text, (name, kind) in cells)
-        sentences = f'<td colspan="{len(columns)}"><p>{escape(words)}</p></td>'
-        bodies.append(f'<tbody><tr>{row}</tr><tr class="words">{sentences}</tr></tbody>')
+    """The table of verdicts, whose rows are cards on a narrow screen."""
+    rows = []
+    for texts in table.rows:
+        cells = zip(texts, table.columns, strict=True)
+        rows.append("".join(_cell(report, text, kind, name, texts[1]) for text, (name, kind) in cells))
+    body = "".join(f"<tbody><tr>{row}</tr></tbody>" for row in rows)
     note = f'<p class="note">{escape(table.note)}</p>'
-    return f'<table class="cards">{_head(columns)}{"".join(bodies)}</table>{note}'
+    return f'<table class="cards">{_head(table.columns)}{body}</table>{note}'

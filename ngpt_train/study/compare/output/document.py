@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
 from ngpt_train.core.files import write_atomically
@@ -19,7 +18,6 @@ from ngpt_train.study.compare.output.wording import (
     confound,
     confounds,
     facts,
-    finding,
     label,
     looked_at,
 )
@@ -31,17 +29,13 @@ def write_document(report: Report, path: Path, figures: Mapping[str, str]) -> No
 
 
 def document(report: Report, figures: Mapping[str, str]) -> str:
-    table = tables.verdicts(report)
-    short = replace(table, columns=table.columns[:-1], rows=[row[:-1] for row in table.rows])
-    findings = [finding(report, arm) for arm in report["arms"] if arm != report["baseline"]]
     found, keys = confounds(report), tables.tuning_of_keys(report)
     of_confounds = [f"{code(entry['key'])} {escaped(confound(entry))}" for entry in found]
     parts = [
         f"# {escaped(str(report['title']))}",
         escaped(" · ".join(facts(report))) + ".",
         "## Verdicts",
-        _table(report, short),
-        _list(map(escaped, findings)),
+        _table(report, tables.verdicts(report)),
         "**Confounds**, any of which may be the cause of a difference:\n\n" + _list(of_confounds)
         if found
         else NO_CONFOUNDS,

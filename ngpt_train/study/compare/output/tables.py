@@ -18,7 +18,6 @@ from ngpt_train.study.compare.output.wording import (
     arms_and_values,
     audit_says,
     budget_of,
-    finding,
     is_known,
     is_tuned,
     known_speedups,
@@ -55,6 +54,7 @@ def _minus(report: Report) -> tuple[str, str]:
 def verdicts(report: Report) -> Table:
     """A row for each arm, at the budget of its verdict."""
     baseline = report["baseline"]
+    trends = {trend["arm"]: trend for trend in report["trends"]}
     rows = []
     for arm in [baseline, *(name for name in report["arms"] if name != baseline)]:
         ratios = speedups_of(report, arm)
@@ -62,15 +62,18 @@ def verdicts(report: Report) -> Table:
         if arm == baseline:
             word = "baseline" if is_tuned(report, arm) else "untuned"
         at = _at(report, arm, budget_of(report, arm))
-        rows.append([arm, word, *at, *(ratio(ratios.get(unit)) for unit in UNITS), finding(report, arm)])
+        rows.append([arm, word, *at, *(ratio(ratios.get(unit)) for unit in UNITS), ratio(trends.get(arm))])
     columns = [("Arm", ARM), ("Verdict", VERDICT), ("Tokens", NUMBER), ("End loss", NUMBER), _minus(report)]
-    columns += [*((f"Speed-up, {words}", NUMBER) for words in UNITS.values()), ("In words", TEXT)]
+    columns += [*((f"Speed-up, {words}", NUMBER) for words in UNITS.values()), ("Twice the budget", NUMBER)]
     note = (
         f"Each row is of one budget, the largest that the arm and {baseline} both have. Loss in {report['unit']}, mean "
         f"over seeds. Speed-up: how many times the arm's tokens, FLOPs or seconds {baseline} needs for the loss that "
         f"the arm ends at, between annealed runs; extrapolated: it, or an end of its interval, lies beyond the budgets "
-        f"of {baseline}. In brackets: {percent(report['confidence'])} intervals."
+        f"of {baseline}. Twice the budget: the factor by which the speed-up in tokens then changes. In brackets: "
+        f"{percent(report['confidence'])} intervals, which lack the price of the grid (Tuning)."
     )
+    if any(s["clock"] == "own" for s in report["speedups"]):
+        note += " Seconds by the runs' own clocks are marked in Speed-up."
     if POOLED in report["notes"]:
         note += f" {POOLED}"
     if any(d["n_seeds"] == 1 for d in report["differences"]):
@@ -96,7 +99,7 @@ def by_budget(report: Report) -> Table:
     """For a terminal: a row for each arm and budget."""
     rows = []
     for arm in report["arms"]:
-        ratios = {s["budget"]: s for s in known_speedups(report, arm, "annealed") if s["unit"] == "tokens"}
+        ratios = {s["budget"]: s for s in known_speedups(report, arm) if s["unit"] == "tokens"}
         word = "baseline" if arm == report["baseline"] else VERDICTS.get(report["verdicts"].get(arm), DASH)
         for budget in end_losses(report, arm):
             said = word if budget == budget_of(report, arm) else ""
@@ -268,12 +271,13 @@ def referee(report: Report) -> Table:
     for entry in sorted(report["referee"], key=lambda entry: list(words).index(entry["kind"])):
         arms, values = arms_and_values(entry)
         named = ", ".join(label(report, arm) if arm in report["arms"] else arm for arm in arms)
+        named = "all arms" if arms == list(report["arms"]) else named
         size = size_text(entry["size"]) if entry["size"] is not None else DASH
         rows.append([words[entry["kind"]], named, entry["key"], " | ".join(values), size, entry["note"] or DASH])
     columns = [("Kind", VERDICT), ("Arms", TEXT), ("What differs", CODE), ("Values", CODE), ("Size", TEXT)]
     note = (
         "Every way in which two arms differ: the thing under test, what follows from it, and confounds, which may be "
-        "the true cause of a difference."
+        "the true cause of a difference. Values of all arms stand in the order of End loss."
     )
     empty = "The arms differ in nothing."
     return Table("referee", "What differs between the arms", [*columns, ("Note", TEXT)], rows, note, empty)
