@@ -66,7 +66,7 @@ def test_the_script_has_no_known_mistake() -> None:
 
 def test_a_job_without_a_name_is_refused(fakes: Path) -> None:
     process = start(fakes, ["model=ngpt", "run.name=x"])
-    assert "give run.root=DIRECTORY" in process.communicate(timeout=20)[0]
+    assert "give run.root=DIRECTORY" in process.communicate(timeout=100)[0]
     assert process.returncode == 2
 
 

@@ -86,12 +86,12 @@ def test_a_long_validation_is_no_hang(tmp_path: Path, corpus: Path) -> None:
         "from ngpt_train.__main__ import main\n"
         "losses = Evaluations.row_losses\n"
         "def slow(self, model, world, last):\n"
-        "    if world.rank == 1: time.sleep(8)\n"
+        "    if world.rank == 1: time.sleep(16)\n"
         "    return losses(self, model, world, last)\n"
         "Evaluations.row_losses = slow\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
-    given = arguments(tmp_path, corpus, "train.steps=9", "parallel.hang_seconds=3", "eval.every=8")
+    given = arguments(tmp_path, corpus, "train.steps=9", "parallel.hang_seconds=8", "eval.every=8")
     command = with_restarts(given, restarts=0)
     command[command.index("-m", 3) : command.index("train")] = [str(program)]
     finished = subprocess.run(
