@@ -98,6 +98,11 @@ def told(
     return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
 
+def places_told(store: dist.Store, size: int, seconds: float = 0.0) -> list[Place]:
+    """The places of the ranks that have told theirs within `seconds`, as `examine` has every rank do at its begin."""
+    return [Place(**place) for place in told(store, "place", range(size), seconds).values()]
+
+
 def absent(store: dist.Store, place: Place, name: str, seconds: float) -> list[int]:
     """Waits until all ranks are here; the ranks that were not in time."""
     tell(store, place, name, True)

@@ -20,6 +20,7 @@ from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.findings import (
     CONFIG,
     MACHINE,
+    OK,
     WARNING,
     WRONG,
     Answer,
@@ -29,7 +30,7 @@ from ngpt_train.doctor.findings import (
     of_each,
     unchecked,
 )
-from ngpt_train.doctor.rank_store import connection, tell, told
+from ngpt_train.doctor.rank_store import connection, places_told, tell, told
 from ngpt_train.training.checkpoint.catalogue import list_checkpoints
 from ngpt_train.training.run_directory import RunDirectory
 
@@ -114,8 +115,8 @@ def _write_marker(marker: Path, place: Place, store: dist.Store | None) -> dict[
             seen = {"writable": True, "lock": _lock(file.fileno(), marker), "ahead": _ahead_of_files(marker)}
             if store is not None:
                 tell(store, place, "marker", True)
-                first_ranks = told(store, "first ranks", [0], SHOWS_SECONDS).get(0, [])
-                told(store, "marker seen", [rank for rank in first_ranks if rank != 0], 2 * SHOWS_SECONDS)
+                others = [other.rank for other in places_told(store, place.size) if other.speaks_for_host]
+                told(store, "marker seen", others[1:], 2 * SHOWS_SECONDS)
         return seen
     finally:
         with contextlib.suppress(OSError):
@@ -255,14 +256,13 @@ def _room(config: Config, answer: Answer, checkpoint_bytes: int, said: str) -> I
     for_good = (config.train.stop_at or config.train.steps) // checkpoint.keep_every if checkpoint.keep_every else 0
     needed, in_the_end = more * checkpoint_bytes, (more + for_good) * checkpoint_bytes
     found = f"{gb(space['free'])} free in {space['directory']}, checkpoints need {gb(needed)} ({more} of {said})"
+    verdict, remedy = OK, "make room, lower checkpoint.keep_last, or choose another run.root"
     if space["free"] < needed:
-        remedy = "make room, lower checkpoint.keep_last, or choose another run.root"
-        yield Finding("free space", found, WRONG, remedy)
+        verdict = WRONG
     elif space["free"] < in_the_end:
         found += f", and checkpoint.keep_every={checkpoint.keep_every} {gb(in_the_end)} by the end"
-        yield Finding("free space", found, WARNING, "make room, or raise checkpoint.keep_every")
-    else:
-        yield Finding("free space", found)
+        verdict, remedy = WARNING, "make room, or raise checkpoint.keep_every"
+    yield Finding("free space", found, verdict, remedy)
     if space["inodes"] is not None and space["inodes"] < LEAST_INODES:
         found = f"{space['inodes']} files may still be made in {space['directory']}"
         yield Finding("free space", found, WRONG, "delete small files (df -i), or choose another run.root")
@@ -275,11 +275,8 @@ def _speed_of_saves(answer: Answer, checkpoint_bytes: int) -> Iterator[Finding]:
     seconds = checkpoint_bytes / speed["write"]
     found = f"writes {gb(speed['write'])}/s, reads {gb(speed['read'])}/s (on one rank): {seconds:.3g} s for a "
     found += f"checkpoint of {gb(checkpoint_bytes)}"
-    if seconds > SLOW_SAVE:
-        remedy = "take a faster file system for run.root, or raise checkpoint.every"
-        yield Finding("disk speed", found, WARNING, remedy)
-    else:
-        yield Finding("disk speed", found)
+    remedy = "take a faster file system for run.root, or raise checkpoint.every"
+    yield Finding("disk speed", found, WARNING if seconds > SLOW_SAVE else OK, remedy)
 
 
 def _cache(config: Config, answer: Answer) -> Iterator[Finding]:

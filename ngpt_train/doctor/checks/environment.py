@@ -98,18 +98,13 @@ def files_needed(config: Config, place: Place, on_gpus: bool) -> int:
 def _limits(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
     limits = answer.facts["limits"]
     files, needed = limits["open files"], files_needed(config, answer.place, on_gpus)
-    if files == UNLIMITED or files >= COMFORTABLE_FILES:
-        yield Finding("open files", f"at most {files}")
-    else:
-        found = f"at most {files} in a process, this run needs some {needed}"
-        remedy = "ulimit -n 65536 before the start; in a container --ulimit nofile=65536; under Slurm in slurmd's unit"
-        yield Finding("open files", found, WRONG if files < needed else WARNING, remedy)
+    verdict = OK if files == UNLIMITED or files >= COMFORTABLE_FILES else WRONG if files < needed else WARNING
+    remedy = "ulimit -n 65536 before the start; in a container --ulimit nofile=65536; under Slurm in slurmd's unit"
+    yield Finding("open files", f"at most {files} in a process, this run needs some {needed}", verdict, remedy)
     most = min([n for n in (limits["processes"], answer.facts["tasks"]) if isinstance(n, int)], default=UNLIMITED)
-    if isinstance(most, int) and most < COMFORTABLE_PROCESSES:
-        remedy = "ulimit -u unlimited; in a container --pids-limit=-1: threads count as processes"
-        yield Finding("processes", f"at most {most}, threads included", WARNING, remedy)
-    else:
-        yield Finding("processes", f"at most {most}")
+    verdict = WARNING if isinstance(most, int) and most < COMFORTABLE_PROCESSES else OK
+    remedy = "ulimit -u unlimited; in a container --pids-limit=-1: threads count as processes"
+    yield Finding("processes", f"at most {most}, threads included", verdict, remedy)
     locked = limits["memlock"]
     limit = locked if locked == UNLIMITED else gb(locked)
     if on_gpus and answer.facts["infiniband"] and locked != UNLIMITED and locked < LOCKED:
@@ -126,11 +121,10 @@ def _shared_memory(answer: Answer, on_gpus: bool) -> Iterator[Finding]:
     if shm is None:
         problem = f"cannot be used ({answer.facts['shm_problem']})"
         yield Finding("/dev/shm", problem, WRONG if is_used else WARNING, remedy)
-    elif shm < COMFORTABLE_SHM or free < COMFORTABLE_SHM:
-        found = f"{gb(shm)}, {gb(free)} of it free; NCCL and PyTorch share memory there"
-        yield Finding("/dev/shm", found, WRONG if is_used and free < LEAST_SHM else WARNING, remedy)
     else:
-        yield Finding("/dev/shm", f"{gb(shm)}, {gb(free)} of it free")
+        found = f"{gb(shm)}, {gb(free)} of it free; NCCL and PyTorch share memory there"
+        verdict = OK if min(shm, free) >= COMFORTABLE_SHM else WRONG if is_used and free < LEAST_SHM else WARNING
+        yield Finding("/dev/shm", found, verdict, remedy)
 
 
 def _cpus(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
@@ -138,11 +132,9 @@ def _cpus(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
     workers = config.data.workers if config.data.streamed else 0
     found = f"{cpus:g} for {ranks} rank{'s' if ranks > 1 else ''} of this host"
     found += f" with {workers} data worker{'s' if workers > 1 else ''} each" if workers else ""
-    if (processes := ranks * (1 + workers)) > cpus:
-        remedy = "ask for more CPUs (--cpus-per-task), start fewer ranks, or set data.workers"
-        yield Finding("CPUs", f"{found}: {processes} processes share them", WARNING, remedy)
-    else:
-        yield Finding("CPUs", found)
+    processes = ranks * (1 + workers)
+    remedy = "ask for more CPUs (--cpus-per-task), start fewer ranks, or set data.workers"
+    yield Finding("CPUs", f"{found}: {processes} processes share them", WARNING if processes > cpus else OK, remedy)
     threads = answer.facts["variables"].get("OMP_NUM_THREADS")
     share = max(1, int(cpus / ranks) - workers)
     problem = None
@@ -157,8 +149,8 @@ def _cpus(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
         problem = f"1, torchrun's default, although each rank has {share} CPUs"
     else:
         found = threads
-    remedy = f"export OMP_NUM_THREADS={share}" if problem else ""
-    yield Finding("OMP_NUM_THREADS", problem or found, WARNING if problem else OK, remedy)
+    verdict = WARNING if problem else OK
+    yield Finding("OMP_NUM_THREADS", problem or found, verdict, f"export OMP_NUM_THREADS={share}")
 
 
 def _memory(answer: Answer, memory_of_a_rank: int) -> Iterator[Finding]:
@@ -168,11 +160,8 @@ def _memory(answer: Answer, memory_of_a_rank: int) -> Iterator[Finding]:
     needed = ranks * memory_of_a_rank
     who = f"{ranks} ranks need" if ranks > 1 else "the rank needs"
     found = f"{gb(free)} free on this host, {who} some {gb(needed)} (`plan`)"
-    if needed > free:
-        remedy = "a smaller scale or train.micro_rows, parallel=fsdp over more hosts, or a larger machine"
-        yield Finding("memory", found, WARNING, remedy)
-    else:
-        yield Finding("memory", found)
+    remedy = "a smaller scale or train.micro_rows, parallel=fsdp over more hosts, or a larger machine"
+    yield Finding("memory", found, WARNING if needed > free else OK, remedy)
 
 
 def _variables(answer: Answer) -> Iterator[Finding]:
