@@ -118,14 +118,10 @@ def arithmetic(device: torch.device, precision: torch.dtype) -> str | None:
     """The fault of a product of matrices of whole numbers, which has no rounding; None: it is right."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-2, 3, (256, 256), generator=generator) for _ in range(2))
-    expected = (a.double() @ b.double()).float()
-    found = (a.to(device, torch.float32) @ b.to(device, torch.float32)).cpu()
-    if not torch.equal(found, expected):
-        return "a product of matrices in fp32 is wrong"
-    if precision != torch.float32:
-        rounded = (a.to(device, precision) @ b.to(device, precision)).cpu()
-        if not torch.equal(rounded, expected.to(precision)):
-            return f"a product of matrices in {precision} is wrong".replace("torch.", "")
+    for dtype in (torch.float32, precision):
+        found = (a.to(device, dtype) @ b.to(device, dtype)).cpu()
+        if not torch.equal(found, (a.double() @ b.double()).to(dtype)):
+            return f"a product of matrices in {dtype} is wrong".replace("torch.", "")
     return None
 
 
@@ -165,24 +161,22 @@ def _device(config: Config, answer: Answer) -> Iterator[Finding]:
         yield unchecked("devices", answer.problem, remedy, WRONG if device is None else WARNING)
     if device is None:
         return
+    verdict, remedy = WARNING, ""
     if device.startswith("cuda"):
-        yield Finding("devices", f"{device}: {facts.get('name')}, {gb(facts.get('memory', 0))}")
-        if is_hidden and config.parallel.kind != "single" and answer.place.size > 1:
-            yield Finding("devices", hidden)
+        verdict, found = OK, f"{device}: {facts.get('name')}, {gb(facts.get('memory', 0))}"
     elif config.train.device == "cpu":
-        yield Finding("devices", "the CPU, as train.device=cpu says")
-    elif gpus and count == 0:
-        if visible is not None:
-            found, remedy = hidden, "unset CUDA_VISIBLE_DEVICES, or set train.device=cpu"
-        elif facts.get("cuda_build") is None:
-            found = f"nvidia-smi lists {gpus} GPUs, but this torch is built for CPUs"
-            remedy = "install the build of torch for CUDA"
-        else:
-            found = f"nvidia-smi lists {gpus} GPUs, but torch finds none"
-            remedy = f"install a driver for CUDA {facts['cuda_build']}, or another build of torch"
-        yield Finding("devices", f"{found}, so the run takes the CPU", WARNING, remedy)
+        verdict, found = OK, "the CPU, as train.device=cpu says"
+    elif not gpus or count:
+        verdict, found = OK, "no GPU, so the run takes the CPU"
+    elif visible is not None:
+        found, remedy = hidden, "unset CUDA_VISIBLE_DEVICES, or set train.device=cpu"
+    elif facts.get("cuda_build") is None:
+        found = f"nvidia-smi lists {gpus} GPUs, but this torch is built for CPUs"
+        remedy = "install the build of torch for CUDA"
     else:
-        yield Finding("devices", "no GPU, so the run takes the CPU")
+        found = f"nvidia-smi lists {gpus} GPUs, but torch finds none"
+        remedy = f"install a driver for CUDA {facts['cuda_build']}, or another build of torch"
+    yield Finding("devices", found if verdict == OK else f"{found}, so the run takes the CPU", verdict, remedy)
 
 
 def _gpu(answer: Answer, memory_of_a_rank: int | None) -> Iterator[Finding]:

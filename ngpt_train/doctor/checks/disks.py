@@ -59,8 +59,10 @@ def look(config: Config, place: Place, token: str, checkpoint_bytes: int, report
     nearest = _existing(root)
     report(space=_space(nearest), kept=len(list_checkpoints(run.checkpoints)))
     cache = Path(config.data.cache).expanduser().absolute()
-    report(cache=str(cache), cache_space=_space(_existing(cache)), cache_problem=_unwritable(_existing(cache)))
-    report(compile_cache=why_unusable(cache / "compiled" / machine()) if _unwritable(_existing(cache)) is None else "")
+    problem = _unwritable(_existing(cache))
+    report(cache=str(cache), cache_space=_space(_existing(cache)), cache_problem=problem)
+    if problem is None:
+        report(compile_cache=why_unusable(cache / "compiled" / machine()))
     if place.rank == 0 and _unwritable(nearest) is None:
         # The others would share the disk's time.
         n_bytes = min(MOST_WRITTEN, max(BLOCK, checkpoint_bytes), _space(nearest)["free"] // 2)
@@ -95,11 +97,11 @@ def _see(root: Path, place: Place, token: str, store: dist.Store | None) -> dict
     """Rank 0 writes and locks a file in run.root; the other hosts look for it."""
     marker = root / f".ngpt-train-doctor-{token}"
     try:
-        return _write_marker(marker, place, store) if place.rank == 0 else _find_marker(marker, place, store)
+        return _write_marker(marker, place, store) if store is None or place.rank == 0 else _find_marker(marker, store)
     except OSError as error:
         return {"writable": False, "problem": error.strerror or str(error)}
     finally:
-        if store is not None and place.rank != 0:
+        if store is not None:
             tell(store, place, "marker seen", True)
 
 
@@ -125,8 +127,7 @@ def _write_marker(marker: Path, place: Place, store: dist.Store | None) -> dict[
                 path.rmdir()
 
 
-def _find_marker(marker: Path, place: Place, store: dist.Store | None) -> dict[str, Any]:
-    assert store is not None
+def _find_marker(marker: Path, store: dist.Store) -> dict[str, Any]:
     if not told(store, "marker", [0], 2 * SHOWS_SECONDS):
         return {"problem": "rank 0 could not write there"}
     deadline = time.monotonic() + SHOWS_SECONDS

@@ -144,17 +144,14 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
         yield from _layout(name, answers, reference)
     if "layouts" in answers[0].facts and "hsdp" not in answers[0].facts["layouts"]:
         yield Finding("steps, hsdp", "not possible with so few ranks: it takes four, or another number with divisors")
-    half = [answer for answer in answers if "as_it_runs" in answer.facts]
-    for answer in half:
-        losses = answer.facts["as_it_runs"]["losses"]
-        name, precision = answer.facts["own"], answer.facts["precision"]
-        words = f"{name} in {precision}"
-        if reference is not None and not _close(losses, reference["losses"], TOLERANCE_OF_HALF):
+    for answer in answers:
+        if "as_it_runs" in answer.facts and reference is not None:
+            losses = answer.facts["as_it_runs"]["losses"]
+            verdict = OK if _close(losses, reference["losses"], TOLERANCE_OF_HALF) else WRONG
             found = f"losses {_shown(losses)} here, in fp32 {_shown(reference['losses'])}"
             remedy = "train.precision=fp32 and kernels=torch tell whether the products or a kernel are at fault"
-            yield Finding(f"steps, {words}", found, WRONG, remedy, (answer.place,))
-        else:
-            yield Finding(f"steps, {words}", f"losses {_shown(losses)}, as in fp32", where=(answer.place,))
+            check = f"steps, {answer.facts['own']} in {answer.facts['precision']}"
+            yield Finding(check, found, verdict, remedy, (answer.place,))
 
 
 def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[float]] | None) -> Iterator[Finding]:
@@ -177,14 +174,11 @@ def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[floa
             continue
         found = answer.facts[name]
         equal = _close(found["losses"], reference["losses"], TOLERANCE)
-        if equal and _close(found["norms"], reference["norms"], 10 * TOLERANCE):
-            said = f"losses {_shown(found['losses'])}" + ("" if name == "single" else ", equal to one process's")
-            yield Finding(check, said, OK, where=(answer.place,))
-        else:
-            what = "losses" if not equal else "norms"
-            said = f"{what} {_shown(found[what])} here, in one process of rank 0 {_shown(reference[what])}"
-            remedy = "a device calculates wrong, or torch differs: leave this rank's host out, and look at versions"
-            yield Finding(check, said, WRONG, remedy, (answer.place,))
+        verdict = OK if equal and _close(found["norms"], reference["norms"], 10 * TOLERANCE) else WRONG
+        what = "losses" if verdict == OK or not equal else "norms"
+        said = f"{what} {_shown(found[what])} here, in one process of rank 0 {_shown(reference[what])}"
+        remedy = "a device calculates wrong, or torch differs: leave this rank's host out, and look at versions"
+        yield Finding(check, said, verdict, remedy, (answer.place,))
 
 
 def _waited(problem: str) -> bool:
