@@ -5,19 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ngpt_train.analysis.measures.embeddings import row_norms
 from ngpt_train.analysis.measures.of_run import (
     Curve,
-    NoMeaning,
     OfRun,
-    as_values,
     by_layer,
     named_curve,
     over_ranks,
+    some,
     zipped,
 )
 
@@ -99,13 +97,9 @@ def of_one_layer(run: OfRun, layer: int) -> list[Curve]:
                 continue
             curves.append(Curve(f"{name}_norms", named_curve(stack, ""), *over_ranks(row_norms(layers[layer]))))
             for number, sigma in enumerate(singular_values(heads(layers[layer], n_heads_of(run, name)))):
-                rank = np.linspace(0, 1, len(sigma))
-                curves.append(
-                    Curve(f"{name}_singular_values", named_curve(stack, f"head {number}"), rank, as_values(sigma))
-                )
-    if not curves:
-        raise NoMeaning(f"has {run.model.n_layers} layers, and the figure shows layer {layer + 1}")
-    return curves
+                said = named_curve(stack, f"head {number}")
+                curves.append(Curve(f"{name}_singular_values", said, *over_ranks(sigma)))
+    return some(curves, f"has {run.model.n_layers} layers, and the figure shows layer {layer + 1}")
 
 
 def figure_11(run: OfRun) -> list[Curve]:
