@@ -26,7 +26,7 @@ from ngpt_train.doctor.checks import (
     wandb_server,
 )
 from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, Place, merged, unchecked, with_host_names
-from ngpt_train.doctor.rank_store import absent, answer_clocks, ask_clock, places_told, tell, told
+from ngpt_train.doctor.rank_store import absent, ask_clocks, places_told, tell, tell_clock, told
 from ngpt_train.report.launch_plan import make_plan
 
 # Seconds that each look may take, and all of them. What waits goes on side by side, and compiling beside all the rest;
@@ -92,10 +92,9 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
         "compiler": lambda report: compiler.look(config, place.local_rank, report),
     }
     under_way = {name: Check(look, left(name)) for name, look in looks.items() if is_asked(name, place)}
-    if place.rank == 0:
-        answer_clocks(store, place, first_ranks[1:], MEETING_SECONDS)
-    elif place.speaks_for_host:
-        tell(store, place, "clock", ask_clock(store, place, MEETING_SECONDS))
+    clocks = ask_clocks(store, place, first_ranks[1:], MEETING_SECONDS) if place.rank == 0 else {}
+    if place.rank != 0 and place.speaks_for_host:
+        tell_clock(store, place, MEETING_SECONDS)
     compiling = under_way.pop("compiler", None)  # beside all the rest
     found |= {name: Answer(place, *check.result()) for name, check in under_way.items()}
     checkpoint_bytes = 0
@@ -120,8 +119,8 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
     tell(store, place, "answers", {name: [each.facts, each.problem, each.seconds] for name, each in found.items()})
     if place.rank != 0:
         return None
-    examination = Examination(with_host_names(places))
-    examination.absent = [rank for rank in range(place.size) if rank not in {other.rank for other in places}]
+    missing = set(range(place.size)) - {other.rank for other in places}
+    examination = Examination(with_host_names(places), absent=sorted(missing), clocks=clocks)
     _gather(examination, store, list(found))
     examination.seconds = time.monotonic() - begin
     return examination
@@ -141,8 +140,6 @@ def _gather(examination: Examination, store: dist.Store, names: Sequence[str]) -
             for place in examination.places
             if is_asked(name, place)
         ]
-    clocks = told(store, "clock", list(answers), 0.0)
-    examination.clocks = {rank: clock for rank, clock in clocks.items() if clock}
 
 
 def vocabulary_of(config: Config, found: dict[str, Answer]) -> int | None:

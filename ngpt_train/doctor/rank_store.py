@@ -110,26 +110,26 @@ def absent(store: dist.Store, place: Place, name: str, seconds: float) -> list[i
     return [rank for rank in range(place.size) if rank not in come]
 
 
-def ask_clock(store: dist.Store, place: Place, seconds: float) -> dict[str, float] | None:
-    """By how many seconds this host's clock is `ahead` of rank 0's, and how `uncertain` that is; None: no answer."""
-    found: list[dict[str, float]] = []
-    for turn in range(ROUNDS):
-        before = time.time()
-        tell(store, place, f"clock/{turn}", True)
-        answer = told(store, f"clock of {place.rank}/{turn}", [0], seconds, CLOCK_SECONDS)
-        after = time.time()
-        if not answer:
-            break
-        found.append({"ahead": (before + after) / 2 - answer[0], "uncertain": (after - before) / 2})
-    return min(found, key=lambda clock: clock["uncertain"], default=None)
-
-
-def answer_clocks(store: dist.Store, place: Place, ranks: Sequence[int], seconds: float) -> None:
-    """Rank 0's part of `ask_clock`: answers one rank after the other."""
+def ask_clocks(store: dist.Store, place: Place, ranks: Sequence[int], seconds: float) -> dict[int, dict[str, float]]:
+    """By how many seconds the clocks of other ranks are `ahead` of this one's, and how `uncertain` that is; without the
+    ranks that do not answer."""
     deadline = time.monotonic() + seconds
+    clocks: dict[int, dict[str, float]] = {}
     for rank in ranks:
         for turn in range(ROUNDS):
-            left = max(0.0, deadline - time.monotonic())
-            if not told(store, f"clock/{turn}", [rank], left, CLOCK_SECONDS):
+            before, left = time.time(), max(0.0, deadline - time.monotonic())
+            tell(store, place, f"the clock of {rank}/{turn}", True)
+            if not (answer := told(store, f"clock/{turn}", [rank], left, CLOCK_SECONDS)):
                 break
-            tell(store, place, f"clock of {rank}/{turn}", time.time())
+            uncertain = (time.time() - before) / 2
+            if rank not in clocks or uncertain < clocks[rank]["uncertain"]:
+                clocks[rank] = {"ahead": answer[rank] - before - uncertain, "uncertain": uncertain}
+    return clocks
+
+
+def tell_clock(store: dist.Store, place: Place, seconds: float) -> None:
+    """Answers rank 0's `ask_clocks`."""
+    for turn in range(ROUNDS):
+        if not told(store, f"the clock of {place.rank}/{turn}", [0], seconds, CLOCK_SECONDS):
+            break
+        tell(store, place, f"clock/{turn}", time.time())
