@@ -1,7 +1,5 @@
 """Runs a check in a process of its own, so that one that hangs or crashes ends alone and in time."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json

@@ -1,7 +1,5 @@
 """All looks of a rank in their order, and the table that rank 0 makes of them."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Findings about a machine, and the ranks that they are true of."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

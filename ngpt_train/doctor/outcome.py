@@ -1,7 +1,5 @@
 """The findings, as a table for people and as JSON for an attachment."""
 
-from __future__ import annotations
-
 import textwrap
 import time
 from collections.abc import Sequence

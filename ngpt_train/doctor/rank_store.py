@@ -3,8 +3,6 @@
 Keys are `NAME/RANK`, values are JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

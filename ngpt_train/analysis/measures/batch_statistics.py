@@ -4,8 +4,6 @@ Symbols are the paper's: X, Y `(B, d)`, whose rows are the valid tokens of a bat
 the batch's own as mu_B and so on. sigma = sqrt(variance + eps) and psi = sqrt(mean square + eps), as the model divides.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Condition numbers, row norms and singular values of matrices: nGPT's figures 5, 10, 11 and 12."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from functools import lru_cache
 

@@ -1,7 +1,5 @@
 """Gradients of the loss of a run's own rows: NormFormer's figures 3 and 7."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Learned vectors: nGPT's figures 6 and 14, NormFormer's 4 and 6, TnT's 3 and 4."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 

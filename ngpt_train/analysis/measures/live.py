@@ -1,7 +1,5 @@
 """Figures over steps, from the telemetry records of runs (docs/telemetry.md), while they train or after."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

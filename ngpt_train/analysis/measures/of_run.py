@@ -1,7 +1,5 @@
 """The input of a measure, OfRun, and its result, Curves."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Classes of targets: each target has one label of every kind."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise

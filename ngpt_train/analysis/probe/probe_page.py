@@ -1,7 +1,5 @@
 """page.html of `probe`: losses by class, and rows to read, which opens without a network."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path

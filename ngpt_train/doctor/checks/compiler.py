@@ -1,7 +1,5 @@
 """torch.compile works: its compilers, and one small function."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The GPUs: which there are, what they can, who else uses them, and a calculation on them."""
 
-from __future__ import annotations
-
 import csv
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The directories that a run writes: shared, writable, lockable, large and fast enough."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

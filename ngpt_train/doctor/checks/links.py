@@ -1,7 +1,5 @@
 """The speed between ranks, beside the speed of their links."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

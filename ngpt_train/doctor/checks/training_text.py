@@ -1,7 +1,5 @@
 """The text or the tokens are there, can be read, and fit the tokenizer and the model."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re
@@ -23,8 +21,8 @@ from ngpt_train.data.sources.source import Shard, Source
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.findings import (
-    CONFIG,
     MACHINE,
+    OK,
     WARNING,
     WRONG,
     Answer,
@@ -177,9 +175,8 @@ def _data(config: Config, answer: Answer) -> Iterator[Finding]:
 def _tokenizer(config: Config, answer: Answer) -> Iterator[Finding]:
     facts = answer.facts
     if refused := facts.get("tokenizer_refused"):
-        code = facts.get("code", MACHINE)
         remedy = "copy the file where all hosts see it, and set tokenizer.path to it"
-        yield Finding("tokenizer", first_line(refused), WRONG, remedy, code=CONFIG if code == 2 else MACHINE)
+        yield Finding("tokenizer", first_line(refused), WRONG, remedy, code=facts.get("code", MACHINE))
     elif facts.get("begun") == "the tokenizer" and "tokenizer" not in facts and answer.problem:
         remedy = "copy its file here and set tokenizer.path=FILE"
         yield unchecked("tokenizer", answer.problem, remedy, WRONG)
@@ -188,8 +185,6 @@ def _tokenizer(config: Config, answer: Answer) -> Iterator[Finding]:
     name, size = facts["tokenizer"]["name"], facts["tokenizer"]["size"]
     at_most = "at most " if facts["tokenizer"].get("at_most") else ""
     vocabulary = config.model.vocab_size
-    if vocabulary != AUTO and int(vocabulary) < size:
-        found = f"model.vocab_size={vocabulary}: the tokenizer {name} has {at_most}{size} ids"
-        yield Finding("tokenizer", found, WRONG, f"set model.vocab_size=auto, or at least {size}")
-    else:
-        yield Finding("tokenizer", f"{name}, {at_most}{size} ids, for model.vocab_size={vocabulary}")
+    verdict = WRONG if vocabulary != AUTO and int(vocabulary) < size else OK
+    found = f"model.vocab_size={vocabulary}: the tokenizer {name} has {at_most}{size} ids"
+    yield Finding("tokenizer", found, verdict, f"set model.vocab_size=auto, or at least {size}")

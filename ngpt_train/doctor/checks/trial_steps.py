@@ -1,7 +1,5 @@
 """Three training steps in each layout that is possible here, whose losses must be equal."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence

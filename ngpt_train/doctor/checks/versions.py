@@ -1,7 +1,5 @@
 """All hosts run the same Python, torch, CUDA, files of this package, and configuration."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 from collections.abc import Iterator, Sequence
