@@ -162,8 +162,9 @@ def plan(config: Config, place: Place, found: dict[str, Answer], report: Report)
     )
     weights = made["parameters"]["total"]
     factor = disks.LARGEST_FACTOR + (0 if config.optim.ema_decay is None else 4)
-    report(parameters=weights, vocabulary=vocabulary, vocabulary_is_known=known is not None)
-    report(checkpoint_bytes=factor * weights, memory_of_a_rank=made["memory_per_rank"]["total"])
+    assumed = "" if known else f", if the vocabulary has {vocabulary:,} ids"
+    report(parameters=weights, vocabulary=vocabulary, memory_of_a_rank=made["memory_per_rank"]["total"])
+    report(checkpoint_bytes=factor * weights, checkpoint=f"{factor * weights / 1e6:,.0f} MB{assumed}")
 
 
 def judge(config: Config, examination: Examination) -> list[Finding]:
@@ -172,6 +173,7 @@ def judge(config: Config, examination: Examination) -> list[Finding]:
     on_gpus = str(examination.fact("devices", "device")).startswith("cuda")
     memory = examination.fact("plan", "memory_of_a_rank")
     size = examination.fact("plan", "checkpoint_bytes") or 0
+    said = examination.fact("plan", "checkpoint") or "unknown size"
     parts: dict[str, Callable[[], Iterator[Finding]]] = {
         "ranks": lambda: _ranks(examination),
         "versions": lambda: versions.judge(of("versions")),
@@ -180,7 +182,7 @@ def judge(config: Config, examination: Examination) -> list[Finding]:
         "kernels": lambda: kernel_check.judge(of("kernels")),
         "environment": lambda: environment.judge(config, of("environment"), on_gpus, memory),
         "compiler": lambda: compiler.judge(of("compiler")),
-        "disks": lambda: disks.judge(config, of("disks"), size, _checkpoint_in_words(examination)),
+        "disks": lambda: disks.judge(config, of("disks"), size, said),
         "text": lambda: training_text.judge(config, of("text")),
         "wandb": lambda: wandb_server.judge(config, of("wandb")),
         "links": lambda: links.judge(of("links")),
@@ -232,14 +234,6 @@ def _clocks(examination: Examination) -> Iterator[Finding]:
         found += ": requests that are signed by time (Kerberos, S3, TLS) fail" if is_grave else ""
         remedy = "run NTP on all hosts (chronyc tracking, timedatectl)"
         yield Finding("clock", found, WRONG if is_grave else WARNING, remedy, (named[rank],))
-
-
-def _checkpoint_in_words(examination: Examination) -> str:
-    size = examination.fact("plan", "checkpoint_bytes")
-    if size is None:
-        return "unknown size"
-    assumed = "" if examination.fact("plan", "vocabulary_is_known") else ", if the vocabulary has 32,000 ids"
-    return f"{size / 1e6:,.0f} MB{assumed}"
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

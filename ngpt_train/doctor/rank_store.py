@@ -36,18 +36,16 @@ def here(environment: Mapping[str, str] = os.environ) -> Place:
 
 
 def first_connection(place: Place, seconds: float) -> dist.Store:
-    """The store of this start, held by torchrun or else by rank 0; a single process has one of its own.
+    """As `connection`, in a process that is the first of its rank: the store is held by torchrun or else by rank 0."""
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return connection(place, seconds, holds_store=place.rank == 0 and not by_torchrun)
 
-    Raises RuntimeError where it does not answer within `seconds`.
-    """
+
+def connection(place: Place, seconds: float = STORE_SECONDS, holds_store: bool = False) -> dist.Store:
+    """A connection to the store of this start; a single process has a store of its own. A forked check must not use its
+    parent's. Raises RuntimeError where the store does not answer within `seconds`."""
     if place.size == 1:
         return dist.HashStore()
-    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return connection(seconds, holds_store=place.rank == 0 and not by_torchrun)
-
-
-def connection(seconds: float = STORE_SECONDS, holds_store: bool = False) -> dist.Store:
-    """A connection to the store. A forked check must not use its parent's. Raises RuntimeError."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not holds_store:
         wait_for_port(address, port, seconds)
@@ -72,7 +70,7 @@ def wait_for_port(address: str, port: int, seconds: float) -> None:
 
 def join(place: Place, group: str, device: torch.device, seconds: float) -> None:
     """Joins all ranks in a process group, in a check's process. Raises RuntimeError where they do not come together."""
-    store: dist.Store = dist.HashStore() if place.size == 1 else dist.PrefixStore(group, connection(seconds))
+    store = dist.PrefixStore(group, connection(place, seconds))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)

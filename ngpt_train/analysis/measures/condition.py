@@ -1,6 +1,5 @@
 """Condition numbers, row norms and singular values of matrices: nGPT's figures 5, 10, 11 and 12."""
 
-from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
@@ -52,13 +51,10 @@ def n_heads_of(run: OfRun, name: str) -> int:
 
 
 @lru_cache(maxsize=2)  # of the run at hand, for figures 5 and 10: minutes for a large model
-def medians(run: OfRun, renormalize: bool) -> tuple[Curve, ...]:
-    return tuple(_medians(run, renormalize))
-
-
-def _medians(run: OfRun, renormalize: bool) -> Iterator[Curve]:
+def medians(run: OfRun, renormalize: bool) -> list[Curve]:
     """For each matrix and layer: condition numbers of the heads, and their median, the mean of the middle two of an
     even number. x is the layer i of `layers.{i}`."""
+    curves = []
     for name in (*ATTENTION, *MLP):
         for stack, layers in by_layer(run.weights, name).items():
             points, middle = [], []
@@ -69,9 +65,10 @@ def _medians(run: OfRun, renormalize: bool) -> Iterator[Curve]:
                 middle.append((layer, float(found.quantile(0.5))))
             suffix = " (renormalized)" if renormalize else ""
             kind = "dotted" if renormalize else "line"
-            yield Curve(name, named_curve(stack, f"median{suffix}"), *zipped(middle), kind=kind)
+            curves.append(Curve(name, named_curve(stack, f"median{suffix}"), *zipped(middle), kind=kind))
             if name in ATTENTION:
-                yield Curve(name, named_curve(stack, f"heads{suffix}"), *zipped(points), kind="points")
+                curves.append(Curve(name, named_curve(stack, f"heads{suffix}"), *zipped(points), kind="points"))
+    return curves
 
 
 def figure_5(run: OfRun) -> list[Curve]:

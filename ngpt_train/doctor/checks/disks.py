@@ -46,14 +46,13 @@ def look(config: Config, place: Place, token: str, checkpoint_bytes: int, report
 
     token: text that all ranks have, and no file of before. checkpoint_bytes: of this run.
     """
-    store = connection() if place.size > 1 else None
     run = RunDirectory(config)
     try:
         report(checkpoint=str(run.check(config) or ""), holder=_left_lock(run.path / "lock"))
     except (ConfigError, DataError) as error:
         report(refused=str(error), code=error.exit_code)
     root = Path(config.run.root).expanduser().absolute()
-    report(root=str(root), shared=_see(root, place, token, store))
+    report(root=str(root), shared=_see(root, place, token))
     nearest = _existing(root)
     report(space=_space(nearest), kept=len(list_checkpoints(run.checkpoints)))
     cache = Path(config.data.cache).expanduser().absolute()
@@ -91,19 +90,19 @@ def _left_lock(path: Path) -> str:
         return ""
 
 
-def _see(root: Path, place: Place, token: str, store: dist.Store | None) -> dict[str, Any]:
+def _see(root: Path, place: Place, token: str) -> dict[str, Any]:
     """Rank 0 writes and locks a file in run.root; the other hosts look for it."""
+    store = connection(place)
     marker = root / f".ngpt-train-doctor-{token}"
     try:
-        return _write_marker(marker, place, store) if store is None or place.rank == 0 else _find_marker(marker, store)
+        return _write_marker(marker, place, store) if place.rank == 0 else _find_marker(marker, store)
     except OSError as error:
         return {"writable": False, "problem": error.strerror or str(error)}
     finally:
-        if store is not None:
-            tell(store, place, "marker seen", True)
+        tell(store, place, "marker seen", True)
 
 
-def _write_marker(marker: Path, place: Place, store: dist.Store | None) -> dict[str, Any]:
+def _write_marker(marker: Path, place: Place, store: dist.Store) -> dict[str, Any]:
     root = marker.parent
     made = [path for path in (root, *root.parents) if not path.exists()]
     try:
@@ -113,10 +112,9 @@ def _write_marker(marker: Path, place: Place, store: dist.Store | None) -> dict[
             file.flush()
             os.fsync(file.fileno())
             seen = {"writable": True, "lock": _lock(file.fileno(), marker), "ahead": _ahead_of_files(marker)}
-            if store is not None:
-                tell(store, place, "marker", True)
-                others = [other.rank for other in places_told(store, place.size) if other.speaks_for_host]
-                told(store, "marker seen", others[1:], 2 * SHOWS_SECONDS)
+            tell(store, place, "marker", True)
+            first_ranks = [other.rank for other in places_told(store, place.size) if other.speaks_for_host]
+            told(store, "marker seen", first_ranks[1:], 2 * SHOWS_SECONDS)
         return seen
     finally:
         with contextlib.suppress(OSError):

@@ -38,7 +38,7 @@ def look(config: Config, place: Place, seconds: float, report: Report) -> None:
     if place.size == 1:
         return
     device = resolve_device(config.train.device, place.local_rank)
-    store = connection()
+    store = connection(place)
     report(device=device.type, links=link_speeds(device))
     places = places_told(store, place.size)
     first_ranks = [other.rank for other in places if other.speaks_for_host]

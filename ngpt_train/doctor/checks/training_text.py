@@ -18,6 +18,7 @@ from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.hub import HubText
 from ngpt_train.data.sources.hub_client import HubClient
 from ngpt_train.data.sources.source import Shard, Source
+from ngpt_train.data.token_sequence import Tokens
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.findings import (
@@ -51,6 +52,7 @@ def look(config: Config, report: Report) -> None:
                 report(**{f"size of {name}": _size(data)})
                 dataset = open_dataset(replace(config, data=data))
                 vocabulary = {"name": dataset.tokenizer.name, "size": dataset.tokenizer.vocab_size}
+                assert isinstance(dataset.train, Tokens)
                 numbers = f"{len(dataset.train):,} tokens to train, {len(dataset.validation):,} to validate"
                 found = {"said": f"{numbers}, checksums right", "identity": dataset.fingerprint}
             else:

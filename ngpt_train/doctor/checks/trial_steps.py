@@ -27,7 +27,6 @@ NARROW = 512  # width up to which the cut has two blocks, because a CPU is enoug
 TOLERANCE = 1e-5
 TOLERANCE_OF_HALF = 0.02  # of a loss that is computed in bf16 or fp16
 LR = 1e-3
-TOGETHER = "that the ranks come together"
 
 
 def look(
@@ -41,14 +40,14 @@ def look(
     device = resolve_device(config.train.device, place.local_rank)
     precision = str(resolve_precision(config.train.precision, device.type)).removeprefix("torch.")
     own = resolve_kind(config.parallel.kind, place.size, device.type, place.local_size)
-    names = layouts(config, place)
+    names = ["single", "ddp", "fsdp", *(["hsdp"] if group_size(config, place.size) else [])]
     report(own=own, layouts=names, precision=precision)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dispatch.switch_off(off)
     report(begun="single")
     report(single=run(cut(config, place.size, "single"), World(0, 1, 0, device)))
-    report(begun=TOGETHER)
+    report(begun="that the ranks come together")
     if apart is not None:
         raise RuntimeError(apart)
     join(place, "steps", device, seconds / 2)
@@ -63,13 +62,8 @@ def look(
     report(begun="")
 
 
-def layouts(config: Config, place: Place) -> list[str]:
-    """The layouts that can be tried: hsdp needs groups of two ranks or more, and two groups."""
-    return ["single", "ddp", "fsdp", *(["hsdp"] if group_size(config, place.size) else [])]
-
-
 def group_size(config: Config, size: int) -> int | None:
-    """Ranks of a group of hsdp; None where there are no two groups."""
+    """Ranks of a group of hsdp; None where there are no two groups of two ranks or more."""
     wanted = config.parallel.shard
     if isinstance(wanted, int) and size % wanted == 0 and wanted < size:
         return wanted
