@@ -163,7 +163,8 @@ def plan(config: Config, place: Place, found: dict[str, Answer], report: Report)
     weights = made["parameters"]["total"]
     factor = disks.LARGEST_FACTOR + (0 if config.optim.ema_decay is None else 4)
     assumed = "" if known else f", if the vocabulary has {vocabulary:,} ids"
-    report(parameters=weights, vocabulary=vocabulary, memory_of_a_rank=made["memory_per_rank"]["total"])
+    report(parameters=weights, vocabulary=vocabulary, vocabulary_is_known=known is not None)
+    report(memory_of_a_rank=made["memory_per_rank"]["total"])
     report(checkpoint_bytes=factor * weights, checkpoint=f"{factor * weights / 1e6:,.0f} MB{assumed}")
 
 

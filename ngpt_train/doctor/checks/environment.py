@@ -126,9 +126,11 @@ def _cpus(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
     cpus, ranks, workers = answer.facts["cpus"], answer.place.local_size, data_workers(config)
     found = f"{cpus:g} for {ranks} rank{'s' if ranks > 1 else ''} of this host"
     found += f" with {workers} data worker{'s' if workers > 1 else ''} each" if workers else ""
-    processes = ranks * (1 + workers)
-    remedy = "ask for more CPUs (--cpus-per-task), start fewer ranks, or set data.workers"
-    yield Finding("CPUs", f"{found}: {processes} processes share them", WARNING if processes > cpus else OK, remedy)
+    if (processes := ranks * (1 + workers)) > cpus:
+        remedy = "ask for more CPUs (--cpus-per-task), start fewer ranks, or set data.workers"
+        yield Finding("CPUs", f"{found}: {processes} processes share them", WARNING, remedy)
+    else:
+        yield Finding("CPUs", found)
     threads = answer.facts["variables"].get("OMP_NUM_THREADS")
     share = max(1, int(cpus / ranks) - workers)
     verdict = WARNING
