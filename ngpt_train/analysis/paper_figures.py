@@ -1,7 +1,5 @@
 """The figures by name: what their panels show, and the function that measures them; and their curves for runs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The data of each run: its weights, the gradients and statistics of its own rows, its records."""
 
-from __future__ import annotations
-
 import copy
 import logging
 from collections.abc import Callable, Collection, Sequence

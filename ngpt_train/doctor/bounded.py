@@ -1,7 +1,5 @@
 """Runs a check in a process of its own, so that one that hangs or crashes ends alone and in time."""
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import json
@@ -48,43 +46,41 @@ class Check:
         """The facts that were reported, why there are no more of them (None: there are none), and the seconds."""
         facts: dict[str, Any] = {}
         problem: str | None = None
-        lines, ended = b"", False
-        while not ended:
+        too_long = f"it took longer than {self._seconds:.0f} s"
+        lines, content = b"", b"any"
+        while content:
             left = self._begin + self._seconds - time.monotonic()
-            if left <= 0 or not select.select([self._end], [], [], left)[0]:
-                problem = f"it took longer than {self._seconds:.0f} s{self._where()}"
+            if not select.select([self._end], [], [], max(0.0, left))[0]:
+                problem = too_long + self._where()
                 break
             content = os.read(self._end, 1 << 16)
-            lines, ended = lines + content, not content
+            lines += content
+        os.close(self._end)
+        signalled = self._bury(at_once=problem is not None)
         for line in lines.split(b"\n")[:-1]:
             said = json.loads(line)
             problem = said.pop("problem", problem)
             facts |= said
-        os.close(self._end)
-        signalled = self._bury()
         if problem is None and signalled:
-            problem = f"it was ended by {signal.Signals(signalled).name}{self._where()}"
+            ended = f"it was ended by {signal.Signals(signalled).name}"
+            problem = (too_long if signalled == signal.SIGALRM else ended) + self._where()
         self._said.close()
         return facts, problem, time.monotonic() - self._begin
 
-    def _bury(self) -> int:
-        """Kills the process and what it has started; the signal that had ended it before, 0 for none."""
-        deadline = time.monotonic() + BURIAL
-        with contextlib.suppress(ProcessLookupError):
+    def _bury(self, at_once: bool) -> int:
+        """Kills the process, unless it ends by itself, and what it has started; the signal that ended it, 0: none."""
+        if at_once:
+            self._kill()
+        deadline, gone, status = time.monotonic() + BURIAL, 0, 0
+        while not gone and time.monotonic() < deadline:
             gone, status = os.waitpid(self._pid, os.WNOHANG)
-            if not gone and self._over():
-                os.killpg(self._pid, signal.SIGKILL)
-            while not gone and time.monotonic() < deadline:
-                time.sleep(0.005)
-                gone, status = os.waitpid(self._pid, os.WNOHANG)
-            if gone:  # what it may have left
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._pid, signal.SIGKILL)
-            return os.WTERMSIG(status) if gone and os.WIFSIGNALED(status) else 0
-        return 0
+            time.sleep(0.0 if gone else 0.005)
+        self._kill()  # what it may have left
+        return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
-    def _over(self) -> bool:
-        return time.monotonic() - self._begin >= self._seconds
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._pid, signal.SIGKILL)
 
     def _where(self) -> str:
         """The innermost line of the package that a check was in when it crashed, or its time was nearly up."""

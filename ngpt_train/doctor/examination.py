@@ -1,7 +1,5 @@
 """All looks of a rank in their order, and the table that rank 0 makes of them."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +24,7 @@ from ngpt_train.doctor.checks import (
     wandb_server,
 )
 from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, Place, merged, unchecked, with_host_names
-from ngpt_train.doctor.rank_store import absent, answer_clocks, ask_clock, tell, told
+from ngpt_train.doctor.rank_store import absent, ask_clocks, places_told, tell, tell_clock, told
 from ngpt_train.report.launch_plan import make_plan
 
 # Seconds that each look may take, and all of them. What waits goes on side by side, and compiling beside all the rest;
@@ -39,8 +37,7 @@ ALL_SECONDS, LEAST_SECONDS = 80.0, 8.0
 HELLO_SECONDS, MEETING_SECONDS, LAST_SECONDS = 30.0, 10.0, 5.0
 OF_RANK_0 = ("wandb", "plan")
 OF_FIRST_RANKS = ("versions", "text", "compiler", "kernels", "disks")  # the first rank of each host speaks for it
-OF_HOSTS = ("versions", "compiler", "kernels", "disks", "data", "wandb")  # rows that are true of all ranks of a host
-TOGETHER = ("links", "steps")  # looks that all ranks have at the same time
+OF_HOSTS = (*OF_RANK_0, *OF_FIRST_RANKS)  # what they say is true of all ranks of a host
 ASSUMED_VOCABULARY = 32_000  # where the tokenizer cannot be had
 SKEW, SIGNED_REQUESTS_FAIL = 1.0, 300.0  # seconds by which clocks may differ
 
@@ -66,21 +63,23 @@ class Examination:
 def examine(config: Config, place: Place, store: dist.Store) -> Examination | None:
     """Looks at everything; the examination of all ranks on rank 0, None on the others. Collective."""
     begin = time.monotonic()
-    token = uuid.uuid4().hex[:12]
-    tell(store, place, "hello", {"place": vars(place), "token": token})
-    everybody = range(place.size)
-    hello = told(store, "hello", everybody if place.rank == 0 else [0, place.rank], HELLO_SECONDS)
-    token = hello[0]["token"] if 0 in hello else token
-    examination = Examination(with_host_names([Place(**said["place"]) for said in hello.values()]))
-    examination.absent = [rank for rank in everybody if rank not in hello] if place.rank == 0 else []
-    first_ranks = [other.rank for other in examination.places if other.speaks_for_host]
-    tell(store, place, "first ranks", first_ranks)
+    token = store.compare_set("token", "", uuid.uuid4().hex[:12]).decode()  # of the rank that comes first
+    tell(store, place, "place", vars(place))
+    places = places_told(store, place.size, HELLO_SECONDS)
+    first_ranks = [other.rank for other in places if other.speaks_for_host]
+    found: dict[str, Answer] = {}
 
     def left(name: str) -> float:
         return max(LEAST_SECONDS, min(SECONDS[name], begin + ALL_SECONDS - time.monotonic()))
 
-    def answer(check: Check) -> Answer:
-        return Answer(place, *check.result())
+    def answer(name: str, look: Look, together: bool = False) -> Answer:
+        """together: all ranks have the look at the same time."""
+        missing = absent(store, place, name, MEETING_SECONDS + SECONDS["kernels"]) if together else []
+        if missing:
+            found[name] = Answer(place, {}, f"rank {', '.join(map(str, missing[:8]))} did not come to it")
+        else:
+            found[name] = Answer(place, *Check(look, left(name)).result())
+        return found[name]
 
     looks: dict[str, Look] = {
         "versions": lambda report: versions.look(config, report),
@@ -91,43 +90,35 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
         "compiler": lambda report: compiler.look(config, place.local_rank, report),
     }
     under_way = {name: Check(look, left(name)) for name, look in looks.items() if is_asked(name, place)}
-    if place.rank == 0:
-        answer_clocks(store, place, first_ranks[1:], MEETING_SECONDS)
-    elif place.speaks_for_host:
-        tell(store, place, "clock", ask_clock(store, place, MEETING_SECONDS))
+    clocks = ask_clocks(store, place, first_ranks[1:], MEETING_SECONDS) if place.rank == 0 else {}
+    if place.rank != 0 and place.speaks_for_host:
+        tell_clock(store, place, MEETING_SECONDS)
     compiling = under_way.pop("compiler", None)  # beside all the rest
-    found = {name: answer(check) for name, check in under_way.items()}
+    found |= {name: Answer(place, *check.result()) for name, check in under_way.items()}
     checkpoint_bytes = 0
     if place.rank == 0:
-        found["plan"] = answer(Check(lambda report: plan(config, place, found, report), left("plan")))
-        checkpoint_bytes = found["plan"].facts.get("checkpoint_bytes", 0)
-    vocabulary = vocabulary_of(config, found)
+        planned = answer("plan", lambda report: plan(config, place, found, report))
+        checkpoint_bytes = planned.facts.get("checkpoint_bytes", 0)
+    if place.speaks_for_host:
+        vocabulary = vocabulary_of(config, found) or ASSUMED_VOCABULARY
+        size, local_rank = place.size, place.local_rank
+        checked = answer("kernels", lambda report: kernel_check.look(config, size, local_rank, vocabulary, report))
+        tell(store, place, "kernels that are off", checked.facts.get("off", {}))
+        answer("disks", lambda report: disks.look(config, place, token, checkpoint_bytes, report))
+    answer("links", lambda report: links.look(config, place, left("links"), report), together=True)
     off: dict[str, str] = {}
-    later: dict[str, Look] = {
-        "kernels": lambda report: kernel_check.look(config, place.size, place.local_rank, vocabulary, report),
-        "disks": lambda report: disks.look(config, place, token, checkpoint_bytes, report),
-        "links": lambda report: links.look(config, place, left("links"), report),
-        "steps": lambda report: trial_steps.look(config, place, left("steps"), off, found["links"].problem, report),
-    }
-    for name, look in later.items():
-        if name == "links" and place.size == 1:
-            found[name] = Answer(place, {})
-        elif name in TOGETHER and (missing := absent(store, place, name, MEETING_SECONDS + SECONDS["kernels"])):
-            ranks = ", ".join(map(str, missing[:8]))
-            found[name] = Answer(place, {}, f"rank {ranks} did not come to it")
-        elif is_asked(name, place):
-            found[name] = answer(Check(look, left(name)))
-        if name == "kernels" and place.speaks_for_host:
-            tell(store, place, "kernels that are off", found[name].facts.get("off", {}))
-        if name == "links":  # the first ranks of all hosts have told before they came to it
-            for of_host in told(store, "kernels that are off", everybody, 0.0).values():
-                off |= of_host
+    # The first ranks of all hosts have told before they came to the links.
+    for of_host in told(store, "kernels that are off", first_ranks, 0.0).values():
+        off |= of_host
+    apart = found["links"].problem
+    answer("steps", lambda report: trial_steps.look(config, place, left("steps"), off, apart, report), together=True)
     if compiling is not None:
-        found["compiler"] = answer(compiling)
-    for name, one in found.items():
-        tell(store, place, f"answer/{name}", [one.facts, one.problem, one.seconds])
+        found["compiler"] = Answer(place, *compiling.result())
+    tell(store, place, "answers", {name: [each.facts, each.problem, each.seconds] for name, each in found.items()})
     if place.rank != 0:
         return None
+    missing = set(range(place.size)) - {other.rank for other in places}
+    examination = Examination(with_host_names(places), absent=sorted(missing), clocks=clocks)
     _gather(examination, store, list(found))
     examination.seconds = time.monotonic() - begin
     return examination
@@ -139,30 +130,27 @@ def is_asked(name: str, place: Place) -> bool:
 
 
 def _gather(examination: Examination, store: dist.Store, names: Sequence[str]) -> None:
-    deadline = time.monotonic() + LAST_SECONDS
     nothing: list[Any] = [{}, "no answer came from it", 0.0]
+    answers = told(store, "answers", [place.rank for place in examination.places], LAST_SECONDS)
     for name in names:
-        asked = [place for place in examination.places if is_asked(name, place)]
-        left = max(0.0, deadline - time.monotonic())
-        answers = told(store, f"answer/{name}", [place.rank for place in asked], left)
-        examination.answers[name] = [Answer(place, *answers.get(place.rank, nothing)) for place in asked]
-    others = [place.rank for place in examination.places if place.speaks_for_host and place.rank]
-    clocks = told(store, "clock", others, LAST_SECONDS) if others else {}
-    examination.clocks = {rank: clock for rank, clock in clocks.items() if clock}
+        examination.answers[name] = [
+            Answer(place, *answers.get(place.rank, {}).get(name, nothing))
+            for place in examination.places
+            if is_asked(name, place)
+        ]
 
 
-def vocabulary_of(config: Config, found: dict[str, Answer]) -> int:
-    """model.vocab_size, which may follow from the tokenizer."""
+def vocabulary_of(config: Config, found: dict[str, Answer]) -> int | None:
+    """model.vocab_size, which may follow from the tokenizer; None where that cannot be had."""
     if config.model.vocab_size != AUTO:
         return int(config.model.vocab_size)
-    known = found["text"].facts.get("tokenizer", {}).get("size") if "text" in found else None
-    return known or ASSUMED_VOCABULARY
+    return found["text"].facts.get("tokenizer", {}).get("size")
 
 
 def plan(config: Config, place: Place, found: dict[str, Answer], report: Report) -> None:
     """Memory of a rank and bytes of a checkpoint, as `plan` counts them, with the tokenizer's vocabulary."""
-    is_known = config.model.vocab_size != AUTO or bool(found["text"].facts.get("tokenizer", {}).get("size"))
-    vocabulary = vocabulary_of(config, found)
+    known = vocabulary_of(config, found)
+    vocabulary = known or ASSUMED_VOCABULARY
     on_gpu = str(found["devices"].facts.get("device", "")).startswith("cuda")
     made = make_plan(
         replace(
@@ -174,8 +162,10 @@ def plan(config: Config, place: Place, found: dict[str, Answer], report: Report)
     )
     weights = made["parameters"]["total"]
     factor = disks.LARGEST_FACTOR + (0 if config.optim.ema_decay is None else 4)
-    report(parameters=weights, vocabulary=vocabulary, vocabulary_is_known=is_known)
-    report(checkpoint_bytes=factor * weights, memory_of_a_rank=made["memory_per_rank"]["total"])
+    assumed = "" if known else f", if the vocabulary has {vocabulary:,} ids"
+    report(parameters=weights, vocabulary=vocabulary, vocabulary_is_known=known is not None)
+    report(memory_of_a_rank=made["memory_per_rank"]["total"])
+    report(checkpoint_bytes=factor * weights, checkpoint=f"{factor * weights / 1e6:,.0f} MB{assumed}")
 
 
 def judge(config: Config, examination: Examination) -> list[Finding]:
@@ -184,6 +174,7 @@ def judge(config: Config, examination: Examination) -> list[Finding]:
     on_gpus = str(examination.fact("devices", "device")).startswith("cuda")
     memory = examination.fact("plan", "memory_of_a_rank")
     size = examination.fact("plan", "checkpoint_bytes") or 0
+    said = examination.fact("plan", "checkpoint") or "unknown size"
     parts: dict[str, Callable[[], Iterator[Finding]]] = {
         "ranks": lambda: _ranks(examination),
         "versions": lambda: versions.judge(of("versions")),
@@ -192,8 +183,8 @@ def judge(config: Config, examination: Examination) -> list[Finding]:
         "kernels": lambda: kernel_check.judge(of("kernels")),
         "environment": lambda: environment.judge(config, of("environment"), on_gpus, memory),
         "compiler": lambda: compiler.judge(of("compiler")),
-        "disks": lambda: disks.judge(config, of("disks"), size, _checkpoint_in_words(examination)),
-        "data": lambda: training_text.judge(config, of("text")),
+        "disks": lambda: disks.judge(config, of("disks"), size, said),
+        "text": lambda: training_text.judge(config, of("text")),
         "wandb": lambda: wandb_server.judge(config, of("wandb")),
         "links": lambda: links.judge(of("links")),
         "steps": lambda: trial_steps.judge(of("steps")),
@@ -244,14 +235,6 @@ def _clocks(examination: Examination) -> Iterator[Finding]:
         found += ": requests that are signed by time (Kerberos, S3, TLS) fail" if is_grave else ""
         remedy = "run NTP on all hosts (chronyc tracking, timedatectl)"
         yield Finding("clock", found, WRONG if is_grave else WARNING, remedy, (named[rank],))
-
-
-def _checkpoint_in_words(examination: Examination) -> str:
-    size = examination.fact("plan", "checkpoint_bytes")
-    if size is None:
-        return "unknown size"
-    assumed = "" if examination.fact("plan", "vocabulary_is_known") else ", if the vocabulary has 32,000 ids"
-    return f"{size / 1e6:,.0f} MB{assumed}"
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

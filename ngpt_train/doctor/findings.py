@@ -1,7 +1,5 @@
 """Findings about a machine, and the ranks that they are true of."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +9,6 @@ OK, WARNING, WRONG = "ok", "warning", "wrong"
 VERDICTS = (OK, WARNING, WRONG)  # from harmless to grave
 # Exit codes of a run that meets a fault: of a ConfigError, and of everything else that is wrong with a machine.
 CONFIG, MACHINE = 2, 3
-EVERYWHERE = ""
 MOST_NAMED = 4  # places that a row about a difference names
 
 
@@ -53,8 +50,9 @@ class Answer:
 
 @dataclass(frozen=True)
 class Finding:
-    """A row of the table. found: in words. code: the exit code of `train` where the verdict is `wrong`. where: the
-    ranks that it is true of; none: all. checked: False where the check itself failed."""
+    """A row of the table. found: in words. remedy: shown unless the verdict is `ok`. code: the exit code of `train`
+    where the verdict is `wrong`. where: the ranks that it is true of; none: all. checked: False where the check itself
+    failed."""
 
     check: str
     found: str
@@ -66,9 +64,9 @@ class Finding:
 
 
 def in_words(places: Sequence[Place], everybody: Sequence[Place]) -> str:
-    """The hosts, or single ranks of hosts, that `places` are; EVERYWHERE if they are all."""
+    """The hosts, or single ranks of hosts, that `places` are; empty if they are all."""
     if not places or {place.rank for place in places} == {place.rank for place in everybody}:
-        return EVERYWHERE
+        return ""
     several_nodes = len({place.node for place in everybody}) > 1
     parts = []
     for node in sorted({place.node for place in places}):
@@ -115,16 +113,14 @@ def different(answers: Iterable[Answer], name: str) -> tuple[Any, dict[str, list
     return usual, others
 
 
-def differences(
-    answers: Sequence[Answer], name: str, check: str, verdict: str, remedy: str, said: str | None = None
-) -> Iterator[Finding]:
-    """A row for each value of the fact `name` that differs from the usual one. said: the fact in words."""
+def differences(answers: Sequence[Answer], name: str, check: str, verdict: str, remedy: str) -> Iterator[Finding]:
+    """A row for each value of the fact `name` that differs from the usual one."""
     usual, others = different(answers, name)
     everybody = [answer.place for answer in answers]
     for value, places in others.items():
         rest = [place for place in everybody if place not in places]
         on = in_words(rest, everybody) if len(rest) <= MOST_NAMED else "the others"
-        found = f"{said or name} is {_short(value)} here, and {_short(usual)} on {on}"
+        found = f"{name} is {_short(value)} here, and {_short(usual)} on {on}"
         yield Finding(check, found, verdict, remedy, tuple(places))
 
 

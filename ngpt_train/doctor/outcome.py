@@ -1,7 +1,5 @@
 """The findings, as a table for people and as JSON for an attachment."""
 
-from __future__ import annotations
-
 import textwrap
 import time
 from collections.abc import Sequence
@@ -10,7 +8,7 @@ from typing import Any
 import ngpt_train
 from ngpt_train.core.secrets import redacted
 from ngpt_train.doctor.examination import Examination
-from ngpt_train.doctor.findings import EVERYWHERE, WARNING, WRONG, Finding, in_words
+from ngpt_train.doctor.findings import OK, VERDICTS, WARNING, WRONG, Finding, in_words
 
 FORMAT = 1
 WIDTH, CHECK, VERDICT = 120, 20, 8
@@ -18,13 +16,12 @@ WIDTH, CHECK, VERDICT = 120, 20, 8
 
 def as_json(examination: Examination, findings: Sequence[Finding], code: int) -> dict[str, Any]:
     """docs/doctor.md says what the fields mean. Secrets are redacted."""
-    verdicts = [finding.verdict for finding in findings]
     return redacted(
         {
             "format": FORMAT,
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "ngpt_train": ngpt_train.__version__,
-            "verdict": WRONG if WRONG in verdicts else WARNING if WARNING in verdicts else "ok",
+            "verdict": max((finding.verdict for finding in findings), key=VERDICTS.index),
             "exit_code": code,
             "seconds": round(examination.seconds, 1),
             "findings": [
@@ -34,7 +31,7 @@ def as_json(examination: Examination, findings: Sequence[Finding], code: int) ->
                     "where": in_words(finding.where, examination.places) or "all",
                     "ranks": [place.rank for place in finding.where or examination.places],
                     "found": finding.found,
-                    "mend": finding.remedy,
+                    "mend": "" if finding.verdict == OK else finding.remedy,
                     "checked": finding.checked,
                 }
                 for finding in findings
@@ -56,7 +53,7 @@ def as_text(report: dict[str, Any]) -> str:
     lines = [f"{'check':<{CHECK}} {'verdict':<{VERDICT}} found, and how to mend it"]
     before = ""
     for row in report["findings"]:
-        where = "" if row["where"] in ("all", EVERYWHERE) else f"{row['where']}: "
+        where = "" if row["where"] == "all" else f"{row['where']}: "
         name = row["check"] if row["check"] != before else ""
         before = row["check"]
         lines += _cell(f"{name:<{CHECK}} {row['verdict']:<{VERDICT}} ", f"{where}{row['found']}")

@@ -3,8 +3,6 @@
 Keys are `NAME/RANK`, values are JSON.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket
@@ -38,18 +36,16 @@ def here(environment: Mapping[str, str] = os.environ) -> Place:
 
 
 def first_connection(place: Place, seconds: float) -> dist.Store:
-    """The store of this start, held by torchrun or else by rank 0; a single process has one of its own.
+    """As `connection`, in a process that is the first of its rank: the store is held by torchrun or else by rank 0."""
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return connection(place, seconds, holds_store=place.rank == 0 and not by_torchrun)
 
-    Raises RuntimeError where it does not answer within `seconds`.
-    """
+
+def connection(place: Place, seconds: float = STORE_SECONDS, holds_store: bool = False) -> dist.Store:
+    """A connection to the store of this start; a single process has a store of its own. A forked check must not use its
+    parent's. Raises RuntimeError where the store does not answer within `seconds`."""
     if place.size == 1:
         return dist.HashStore()
-    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return connection(seconds, holds_store=place.rank == 0 and not by_torchrun)
-
-
-def connection(seconds: float = STORE_SECONDS, holds_store: bool = False) -> dist.Store:
-    """A connection to the store. A forked check must not use its parent's. Raises RuntimeError."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     if not holds_store:
         wait_for_port(address, port, seconds)
@@ -74,7 +70,7 @@ def wait_for_port(address: str, port: int, seconds: float) -> None:
 
 def join(place: Place, group: str, device: torch.device, seconds: float) -> None:
     """Joins all ranks in a process group, in a check's process. Raises RuntimeError where they do not come together."""
-    store: dist.Store = dist.HashStore() if place.size == 1 else dist.PrefixStore(group, connection(seconds))
+    store = dist.PrefixStore(group, connection(place, seconds))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -98,6 +94,11 @@ def told(
     return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
 
+def places_told(store: dist.Store, size: int, seconds: float = 0.0) -> list[Place]:
+    """The places of the ranks that have told theirs within `seconds`, as `examine` has every rank do at its begin."""
+    return [Place(**place) for place in told(store, "place", range(size), seconds).values()]
+
+
 def absent(store: dist.Store, place: Place, name: str, seconds: float) -> list[int]:
     """Waits until all ranks are here; the ranks that were not in time."""
     tell(store, place, name, True)
@@ -105,26 +106,26 @@ def absent(store: dist.Store, place: Place, name: str, seconds: float) -> list[i
     return [rank for rank in range(place.size) if rank not in come]
 
 
-def ask_clock(store: dist.Store, place: Place, seconds: float) -> dict[str, float] | None:
-    """By how many seconds this host's clock is `ahead` of rank 0's, and how `uncertain` that is; None: no answer."""
-    found: list[dict[str, float]] = []
-    for turn in range(ROUNDS):
-        before = time.time()
-        tell(store, place, f"clock/{turn}", True)
-        answer = told(store, f"clock of {place.rank}/{turn}", [0], seconds, CLOCK_SECONDS)
-        after = time.time()
-        if not answer:
-            break
-        found.append({"ahead": (before + after) / 2 - answer[0], "uncertain": (after - before) / 2})
-    return min(found, key=lambda clock: clock["uncertain"], default=None)
-
-
-def answer_clocks(store: dist.Store, place: Place, ranks: Sequence[int], seconds: float) -> None:
-    """Rank 0's part of `ask_clock`: answers one rank after the other."""
+def ask_clocks(store: dist.Store, place: Place, ranks: Sequence[int], seconds: float) -> dict[int, dict[str, float]]:
+    """By how many seconds the clocks of other ranks are `ahead` of this one's, and how `uncertain` that is; without the
+    ranks that do not answer."""
     deadline = time.monotonic() + seconds
+    clocks: dict[int, dict[str, float]] = {}
     for rank in ranks:
         for turn in range(ROUNDS):
-            left = max(0.0, deadline - time.monotonic())
-            if not told(store, f"clock/{turn}", [rank], left, CLOCK_SECONDS):
+            before, left = time.time(), max(0.0, deadline - time.monotonic())
+            tell(store, place, f"the clock of {rank}/{turn}", True)
+            if not (answer := told(store, f"clock/{turn}", [rank], left, CLOCK_SECONDS)):
                 break
-            tell(store, place, f"clock of {rank}/{turn}", time.time())
+            uncertain = (time.time() - before) / 2
+            if rank not in clocks or uncertain < clocks[rank]["uncertain"]:
+                clocks[rank] = {"ahead": answer[rank] - before - uncertain, "uncertain": uncertain}
+    return clocks
+
+
+def tell_clock(store: dist.Store, place: Place, seconds: float) -> None:
+    """Answers rank 0's `ask_clocks`."""
+    for turn in range(ROUNDS):
+        if not told(store, f"the clock of {place.rank}/{turn}", [0], seconds, CLOCK_SECONDS):
+            break
+        tell(store, place, f"clock/{turn}", time.time())

@@ -4,8 +4,6 @@ Symbols are the paper's: X, Y `(B, d)`, whose rows are the valid tokens of a bat
 the batch's own as mu_B and so on. sigma = sqrt(variance + eps) and psi = sqrt(mean square + eps), as the model divides.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,6 +20,7 @@ from ngpt_train.analysis.measures.of_run import (
     as_values,
     by_layer,
     named_curve,
+    some,
     zipped,
 )
 from ngpt_train.core.constants import IGNORED
@@ -142,7 +141,11 @@ def compared(norm: Any, values: Sequence[Tensor]) -> dict[str, float]:
 def over_batches(run: OfRun, names: Sequence[str]) -> list[Curve]:
     """At the first norm over the batch, x is the number of the batch. At each layer: the mean over the batches, and
     their variance, divided by n - 1."""
-    gaps = gaps_of(run)
+    if not run.over_batch:
+        raise NoMeaning("has no norm over the batch")
+    if run.batches is None:
+        raise NoMeaning(run.no_rows)
+    gaps = run.batches
     first = gaps[0].norm
     curves = []
     for name in names:
@@ -160,17 +163,7 @@ def over_batches(run: OfRun, names: Sequence[str]) -> list[Curve]:
                 if all_values.shape[1] > 1:
                     variance = all_values.var(axis=1, ddof=1)
                     curves.append(Curve(f"{name}_variance", named_curve(stack, kind), x, variance))
-    if not curves:
-        raise NoMeaning(f"has a norm over the batch, but {' and '.join(names)} are not among its statistics")
-    return curves
-
-
-def gaps_of(run: OfRun) -> Sequence[BatchGap]:
-    if not run.over_batch:
-        raise NoMeaning("has no norm over the batch")
-    if run.batches is None:
-        raise NoMeaning(run.no_rows)
-    return run.batches
+    return some(curves, f"has a norm over the batch, but {' and '.join(names)} are not among its statistics")
 
 
 def figure_2(run: OfRun) -> list[Curve]:

@@ -1,23 +1,18 @@
 """Condition numbers, row norms and singular values of matrices: nGPT's figures 5, 10, 11 and 12."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from functools import lru_cache
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ngpt_train.analysis.measures.embeddings import row_norms
 from ngpt_train.analysis.measures.of_run import (
     Curve,
-    NoMeaning,
     OfRun,
-    as_values,
     by_layer,
     named_curve,
     over_ranks,
+    some,
     zipped,
 )
 
@@ -56,13 +51,10 @@ def n_heads_of(run: OfRun, name: str) -> int:
 
 
 @lru_cache(maxsize=2)  # of the run at hand, for figures 5 and 10: minutes for a large model
-def medians(run: OfRun, renormalize: bool) -> tuple[Curve, ...]:
-    return tuple(_medians(run, renormalize))
-
-
-def _medians(run: OfRun, renormalize: bool) -> Iterator[Curve]:
+def medians(run: OfRun, renormalize: bool) -> list[Curve]:
     """For each matrix and layer: condition numbers of the heads, and their median, the mean of the middle two of an
     even number. x is the layer i of `layers.{i}`."""
+    curves = []
     for name in (*ATTENTION, *MLP):
         for stack, layers in by_layer(run.weights, name).items():
             points, middle = [], []
@@ -73,9 +65,10 @@ def _medians(run: OfRun, renormalize: bool) -> Iterator[Curve]:
                 middle.append((layer, float(found.quantile(0.5))))
             suffix = " (renormalized)" if renormalize else ""
             kind = "dotted" if renormalize else "line"
-            yield Curve(name, named_curve(stack, f"median{suffix}"), *zipped(middle), kind=kind)
+            curves.append(Curve(name, named_curve(stack, f"median{suffix}"), *zipped(middle), kind=kind))
             if name in ATTENTION:
-                yield Curve(name, named_curve(stack, f"heads{suffix}"), *zipped(points), kind="points")
+                curves.append(Curve(name, named_curve(stack, f"heads{suffix}"), *zipped(points), kind="points"))
+    return curves
 
 
 def figure_5(run: OfRun) -> list[Curve]:
@@ -99,13 +92,9 @@ def of_one_layer(run: OfRun, layer: int) -> list[Curve]:
                 continue
             curves.append(Curve(f"{name}_norms", named_curve(stack, ""), *over_ranks(row_norms(layers[layer]))))
             for number, sigma in enumerate(singular_values(heads(layers[layer], n_heads_of(run, name)))):
-                rank = np.linspace(0, 1, len(sigma))
-                curves.append(
-                    Curve(f"{name}_singular_values", named_curve(stack, f"head {number}"), rank, as_values(sigma))
-                )
-    if not curves:
-        raise NoMeaning(f"has {run.model.n_layers} layers, and the figure shows layer {layer + 1}")
-    return curves
+                said = named_curve(stack, f"head {number}")
+                curves.append(Curve(f"{name}_singular_values", said, *over_ranks(sigma)))
+    return some(curves, f"has {run.model.n_layers} layers, and the figure shows layer {layer + 1}")
 
 
 def figure_11(run: OfRun) -> list[Curve]:

@@ -1,7 +1,5 @@
 """Embeddings: nGPT's figure 4 and PowerNorm's figure 6."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import numpy as np

@@ -1,14 +1,12 @@
 """Gradients of the loss of a run's own rows: NormFormer's figures 3 and 7."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, as_values, by_layer, named_curve
+from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, layer_curves
 from ngpt_train.core.constants import IGNORED
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import export_gradients
@@ -40,8 +38,7 @@ def gradient_l1(model: Decoder, batches: Sequence[Sequence[Tensor]]) -> tuple[di
 def figure_3(run: OfRun) -> list[Curve]:
     """NormFormer, figure 3: ||g||_1 = sum |g_ij| of the gradient g of W_down, the second fully connected weight, at
     each layer; of the mean loss of the run's own rows."""
-    layers = by_layer(measured(run), SECOND)
-    return [Curve(SECOND, named_curve(stack, ""), *points(of)) for stack, of in layers.items()]
+    return layer_curves(measured(run), SECOND, float)
 
 
 def figure_7(run: OfRun) -> list[Curve]:
@@ -50,14 +47,9 @@ def figure_7(run: OfRun) -> list[Curve]:
     Here ||g||_1 / L of one run; `ratios_to_first` divides. The paper normalises norms "to control for different losses"
     and does not say how; here they are divided by them.
     """
-    gradients = measured(run)
-    assert run.loss is not None
-    found = []
-    for name in PARAMETERS:
-        for stack, of in by_layer(gradients, name).items():
-            x, y = points(of)
-            found.append(Curve(name, named_curve(stack, ""), x, y / run.loss))
-    return found
+    gradients, loss = measured(run), run.loss
+    assert loss is not None
+    return [curve for name in PARAMETERS for curve in layer_curves(gradients, name, lambda g_l1: g_l1 / loss)]
 
 
 def ratios_to_first(curves: Mapping[str, list[Curve]]) -> dict[str, list[Curve]]:
@@ -75,10 +67,6 @@ def ratios_to_first(curves: Mapping[str, list[Curve]]) -> dict[str, list[Curve]]
                 with np.errstate(divide="ignore", invalid="ignore"):
                     found[run].append(Curve(curve.panel, curve.name, x, curve.y[here] / first.y[there]))
     return found
-
-
-def points(layers: Mapping[int, float]) -> tuple[np.ndarray, np.ndarray]:
-    return as_values(list(layers)), as_values(list(layers.values()))
 
 
 def measured(run: OfRun) -> Mapping[str, float]:

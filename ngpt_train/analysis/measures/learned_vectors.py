@@ -1,21 +1,23 @@
 """Learned vectors: nGPT's figures 6 and 14, NormFormer's 4 and 6, TnT's 3 and 4."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 from torch import Tensor
 
 from ngpt_train.analysis.measures.of_run import (
     CROSS,
+    DECODER,
     Curve,
     NoMeaning,
     OfRun,
     Values,
     as_values,
     by_layer,
+    layer_curves,
     named_curve,
+    some,
 )
 
 BINS = 100  # of a histogram, over the values of all runs
@@ -24,33 +26,20 @@ SCALES = ("s_u", "s_v", "s_qk")
 QUARTERS = {"least": 0.0, "lower quarter": 0.25, "median": 0.5, "upper quarter": 0.75, "largest": 1.0}
 
 
-def mean_rate(alpha: Tensor) -> float:
-    """The mean of |alpha_i| over the dimensions: a rate is used as its absolute value."""
-    return float(alpha.double().abs().mean())
+def means(named: Mapping[str, Tensor], name: str, said: str = "", kind: str = "line") -> list[Curve]:
+    """The mean entry of the vector `name` at each layer; of alpha the mean of |alpha_i|, because a rate is used as its
+    absolute value. s_v comes without the constant factor sqrt(d_model) of eq. 21."""
 
+    def mean(vector: Tensor) -> float:
+        return float((vector.double().abs() if name.startswith("alpha") else vector.double()).mean())
 
-def mean_scale(s: Tensor) -> float:
-    """The mean of s_i. s_v comes without the constant factor sqrt(d_model) of eq. 21."""
-    return float(s.double().mean())
-
-
-def means(named: Mapping[str, Tensor], name: str) -> dict[str, tuple[Values, Values]]:
-    """By stack: layers, and the mean of the vector `name` at each."""
-    mean = mean_rate if name.startswith("alpha") else mean_scale
-    return {
-        stack: (as_values(list(layers)), as_values([mean(vector) for vector in layers.values()]))
-        for stack, layers in by_layer(named, name).items()
-    }
+    return layer_curves(named, name, mean, said, kind)
 
 
 def figure_6(run: OfRun) -> list[Curve]:
     """nGPT, figure 6: the mean of |alpha|, s_u, s_v and s_qk at each layer, and all of s_z; effective values, stored *
     init / scale (section 2.5)."""
-    curves = [
-        Curve(name, named_curve(stack, ""), *found)
-        for name in (*RATES, *SCALES)
-        for stack, found in means(run.in_use, name).items()
-    ]
+    curves = [curve for name in (*RATES, *SCALES) for curve in means(run.in_use, name)]
     if not curves or "s_z" not in run.in_use:
         raise NoMeaning("has no eigen learning rates and scaling factors")
     return [*curves, values_of(run, "s_z")]
@@ -66,10 +55,9 @@ def values_of(run: OfRun, name: str) -> Curve:
 def figure_14(run: OfRun) -> list[Curve]:
     """nGPT, figure 14: the effective entries of |alpha_A|, |alpha_M|, s_qk, s_u, s_v of all layers, and of s_z."""
     there = {path.split(".")[-1] for path in run.in_use}
-    names = [name for name in (*RATES, "s_qk", "s_u", "s_v", "s_z") if name in there]
-    if not names:
-        raise NoMeaning("has no eigen learning rates and scaling factors")
-    return [values_of(run, name) for name in names]
+    names = (*RATES, "s_qk", "s_u", "s_v", "s_z")
+    curves = (values_of(run, name) for name in names if name in there)
+    return some(curves, "has no eigen learning rates and scaling factors")
 
 
 def histograms(curves: Mapping[str, list[Curve]]) -> dict[str, list[Curve]]:
@@ -102,16 +90,16 @@ def _density(curve: Curve, edges: Values) -> Curve:
 # TnT
 
 
-def tnt(run: OfRun, names: Mapping[str, str]) -> list[Curve]:
-    """Means at each layer of encoder and decoder, effective and as stored. names: panel -> vector."""
+def tnt(run: OfRun, *names: str) -> list[Curve]:
+    """Means of vectors at each layer of encoder and decoder, effective and as stored."""
     if not any(path.startswith("encoder.") for path in run.in_use) or not by_layer(run.in_use, "alpha_attn"):
         raise NoMeaning("is no encoder-decoder with eigen learning rates and scaling factors")
     curves = []
-    for panel, name in names.items():
+    for name in names:
         for said, kind, named in (("effective", "line", run.in_use), ("stored", "dotted", run.weights)):
-            for stack, found in means(named, name).items():
-                where = "decoder" if stack == CROSS else stack
-                curves.append(Curve("s_qk_cross" if stack == CROSS else panel, f"{where} {said}", *found, kind=kind))
+            for curve in means(named, name, said, kind):
+                of_cross = replace(curve, panel="s_qk_cross", name=f"{DECODER} {said}")
+                curves.append(of_cross if curve.name.startswith(CROSS) else curve)
     return curves
 
 
@@ -121,12 +109,12 @@ def tnt_figure_3(run: OfRun) -> list[Curve]:
     The paper's values, 0.02 to 0.27 around 1 / sqrt(d_model) = 0.03, look like those that are stored; effective ones
     are stored * init / scale.
     """
-    return tnt(run, {"alpha_attn": "alpha_attn", "alpha_cross": "alpha_cross", "alpha_mlp": "alpha_mlp"})
+    return tnt(run, "alpha_attn", "alpha_cross", "alpha_mlp")
 
 
 def tnt_figure_4(run: OfRun) -> list[Curve]:
     """TnT, figure 4: the mean of s_qk, s_u and s_v at each layer of encoder and decoder."""
-    return tnt(run, {"s_qk": "s_qk", "s_u": "s_u", "s_v": "s_v"})
+    return tnt(run, "s_qk", "s_u", "s_v")
 
 
 # NormFormer
@@ -142,19 +130,10 @@ def normformer_figure_4(run: OfRun) -> list[Curve]:
             for said, values in zip(QUARTERS, quantiles.T, strict=True):
                 kind = "line" if said == "median" else "dotted"
                 curves.append(Curve(name, named_curve(stack, said), as_values(list(layers)), values, kind=kind))
-    if not curves:
-        raise NoMeaning("has none of NormFormer's three additions")
-    return curves
+    return some(curves, "has none of NormFormer's three additions")
 
 
 def normformer_figure_6(run: OfRun) -> list[Curve]:
     """NormFormer, figure 6: the mean of lambda_resid at each layer. x is the depth, layer number / total layers."""
-    curves = []
-    for stack, layers in by_layer(run.in_use, "res_scale").items():
-        n_layers = max(layers) + 1
-        depth = as_values([layer / n_layers for layer in layers])
-        values = as_values([mean_scale(vector) for vector in layers.values()])
-        curves.append(Curve("res_scale", named_curve(stack, ""), depth, values))
-    if not curves:
-        raise NoMeaning("has no lambda of residual connections (model.res_scale)")
-    return curves
+    curves = (replace(curve, x=curve.x / (curve.x.max() + 1)) for curve in means(run.in_use, "res_scale"))
+    return some(curves, "has no lambda of residual connections (model.res_scale)")

@@ -1,7 +1,5 @@
 """Figures over steps, from the telemetry records of runs (docs/telemetry.md), while they train or after."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -9,7 +7,7 @@ import numpy as np
 
 from ngpt_train.analysis.measures.batch_statistics import KINDS
 from ngpt_train.analysis.measures.gradient_norms import PARAMETERS, SECOND
-from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, by_layer, named_curve
+from ngpt_train.analysis.measures.of_run import Curve, NoMeaning, OfRun, by_layer, named_curve, some
 
 
 def over_steps(records: Iterable[Mapping[str, Any]], name: str, factor: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
@@ -35,10 +33,7 @@ def of_layers(
 def found_in(run: OfRun, curves: Iterable[Curve], of_what: str) -> list[Curve]:
     if not run.telemetry:
         raise NoMeaning("has no telemetry records; train with logging.telemetry=100")
-    found = list(curves)
-    if not found:
-        raise NoMeaning(f"has no {of_what} in its telemetry records")
-    return found
+    return some(curves, f"has no {of_what} in its telemetry records")
 
 
 def of_vectors(*names: str) -> Any:
@@ -68,10 +63,10 @@ def tnt(*names: str) -> Any:
 
     def of_encoder_decoders(run: OfRun) -> list[Curve]:
         """The mean entry of each layer's vector in encoder and decoder, effective values, over steps."""
-        found = found_in(run, measure(run), ", ".join(names))
+        found: list[Curve] = measure(run)
         if not any(curve.name.startswith("encoder") for curve in found):
             raise NoMeaning("has no encoder")
-        return list(found)
+        return found
 
     return of_encoder_decoders
 

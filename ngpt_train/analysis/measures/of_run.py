@@ -1,9 +1,7 @@
 """The input of a measure, OfRun, and its result, Curves."""
 
-from __future__ import annotations
-
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -93,6 +91,26 @@ def by_layer(named: Mapping[str, Any], name: str) -> dict[str, dict[int, Any]]:
 def named_curve(stack: str, name: str) -> str:
     """The name of a curve of a stack: `encoder median`."""
     return f"{stack} {name}".strip()
+
+
+def layer_curves(
+    named: Mapping[str, Any], name: str, number: Callable[[Any], float], said: str = "", kind: str = "line"
+) -> list[Curve]:
+    """A curve for each stack: the number of each value under `layers.{i}.NAME`, over the layers i."""
+    return [
+        Curve(
+            name, named_curve(stack, said), as_values(list(layers)), as_values(list(map(number, layers.values()))), kind
+        )
+        for stack, layers in by_layer(named, name).items()
+    ]
+
+
+def some(curves: Iterable[Curve], otherwise: str) -> list[Curve]:
+    """The curves; raises NoMeaning(otherwise) if there are none."""
+    found = list(curves)
+    if not found:
+        raise NoMeaning(otherwise)
+    return found
 
 
 def as_values(values: Any) -> Values:

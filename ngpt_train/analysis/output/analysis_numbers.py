@@ -1,7 +1,5 @@
 """analysis.json and analysis.parquet: every point of every curve, with all its digits."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

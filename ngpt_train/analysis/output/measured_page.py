@@ -1,7 +1,5 @@
 """The figures of `analyze`: page.html, which opens without a network, and each figure as PNG and SVG."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Classes of targets: each target has one label of every kind."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -36,10 +34,9 @@ def of_frequency(targets: NDArray[np.int64], counts: NDArray[np.int64], counted:
     ends = [10**power for power in range(1, len(str(len(counts))))] + [len(counts)]
     ends = [end for end, before in zip(ends, [0, *ends], strict=False) if end > before]
     names = [f"{first:,} to {end:,}" for first, end in zip([1, *(end + 1 for end in ends)], ends, strict=False)]
-    labels = np.where(counts > 0, np.searchsorted(ends, ranks), len(ends))
-    return Classes(
-        "frequency", f"rank of the target by frequency in {counted}", [*names, "not in it"], _labels(labels, targets)
-    )
+    of_ids = np.where(counts > 0, np.searchsorted(ends, ranks), len(ends))
+    labels = of_ids[np.where(targets == IGNORED, 0, targets)]
+    return Classes("frequency", f"rank of the target by frequency in {counted}", [*names, "not in it"], labels)
 
 
 def of_position(targets: NDArray[np.int64]) -> Classes:
@@ -80,7 +77,3 @@ def of_source(validation: Tokens, names: Sequence[str], config: Config, chosen: 
     same_shape = Tokens(validation.split, validation.path, numbers, eos, offsets)
     _, labels, *_ = rows_of(same_shape, config).batch(chosen)
     return Classes("source", "the source of the document", names, labels)
-
-
-def _labels(of_ids: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
-    return np.asarray(of_ids[np.where(targets == IGNORED, 0, targets)])

@@ -3,8 +3,6 @@
 Sums of losses over classes add up to the validation loss to the last bit.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any

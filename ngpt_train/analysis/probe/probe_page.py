@@ -1,7 +1,5 @@
 """page.html of `probe`: losses by class, and rows to read, which opens without a network."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -25,9 +23,13 @@ def html(report: Mapping[str, Any]) -> str:
     names = [model["name"] for model in report["models"]]
     looks = styles(names, names[0])
     charts = [_chart(each, names, looks) for each in report["classes"]] + [_positions(report, names, looks)]
+    for chart in charts:
+        chart.choices.append(chart.choice_of_arms("Models"))
+    facts = f"{report['data']}, {report['rows_evaluated']:,} validation rows, rows_hash {report['rows_hash']}."
+    title_of_rows = "Rows where the models differ most" if len(names) == 2 else "Rows with the largest loss"
     sections = {chart.name: chart.title for chart in charts} | {"rows": "Rows"}
     body = [
-        f"<header><h1>{TITLE}</h1>\n<p class='facts'>{escape(_facts(report))}</p>\n{THEME}\n</header>",
+        f"<header><h1>{TITLE}</h1>\n<p class='facts'>{escape(facts)}</p>\n{THEME}\n</header>",
         section("models", "Models", table(report["models"])),
         links(sections),
     ]
@@ -36,15 +38,9 @@ def html(report: Mapping[str, Any]) -> str:
         lines = says + table(class_rows(each, names))
         body.append(section(chart.name, chart.title, figure(chart) + lines))
     body.append(section(charts[-1].name, charts[-1].title, figure(charts[-1])))
-    body.append(
-        section("rows", _title_of_rows(names), _legend(looks) + "".join(_row(row, looks) for row in report["rows"]))
-    )
+    body.append(section("rows", title_of_rows, _legend(looks) + "".join(_row(row, looks) for row in report["rows"])))
     body.append(section("again", "How to regenerate", f"<pre><code>{escape(report['command'])}</code></pre>"))
     return page(TITLE, ("models", "To the models"), "\n".join(body), charts)
-
-
-def _facts(report: Mapping[str, Any]) -> str:
-    return f"{report['data']}, {report['rows_evaluated']:,} validation rows, rows_hash {report['rows_hash']}."
 
 
 def class_rows(each: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
@@ -82,7 +78,7 @@ def _chart(each: Mapping[str, Any], names: Sequence[str], looks: Mapping[str, St
             marks.append(Mark(name, [loss], [len(lines) - 1], hover=hover, bar=True, label=f"{loss:.4f}"))
     title = f"Loss by {each['kind']}"
     plot = Plot(marks, [Axis("nats per token", least=0)], [rows(lines, each["says"])], height=90 + 30 * len(lines))
-    return _with_legend(Chart(each["kind"], title, "", [plot], looks, {name: name for name in names}))
+    return Chart(each["kind"], title, "", [plot], looks, {name: name for name in names})
 
 
 def _positions(report: Mapping[str, Any], names: Sequence[str], looks: Mapping[str, Style]) -> Chart:
@@ -94,17 +90,7 @@ def _positions(report: Mapping[str, Any], names: Sequence[str], looks: Mapping[s
         losses = [of["loss_sum"][name][position] / of["targets"][position] for position in at]
         marks.append(Mark(name, at, losses, hover=hover, line=1.2))
     plot = Plot(marks, [Axis("position in the row", whole=True)], [Axis("nats per token")])
-    chart = Chart("every-position", "Loss at every position", "", [plot], looks, {name: name for name in names})
-    return _with_legend(chart)
-
-
-def _with_legend(chart: Chart) -> Chart:
-    chart.choices.append(chart.choice_of_arms("Models"))
-    return chart
-
-
-def _title_of_rows(names: Sequence[str]) -> str:
-    return "Rows where the models differ most" if len(names) == 2 else "Rows with the largest loss"
+    return Chart("every-position", "Loss at every position", "", [plot], looks, {name: name for name in names})
 
 
 def _legend(looks: Mapping[str, Style]) -> str:

@@ -1,7 +1,5 @@
 """The text that ids stand for, one by one, and what kind of text that is."""
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import NDArray
 

@@ -1,7 +1,5 @@
 """torch.compile works: its compilers, and one small function."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import shutil
@@ -64,7 +62,6 @@ def compiled_is_wrong(device: torch.device) -> str | None:
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1
-    inductor.fx_graph_cache = False
 
     def formula(x: Tensor) -> Tensor:
         return torch.nn.functional.silu(x) * x.mean(-1, keepdim=True) + 1

@@ -1,7 +1,5 @@
 """The GPUs: which there are, what they can, who else uses them, and a calculation on them."""
 
-from __future__ import annotations
-
 import csv
 import os
 import shutil
@@ -17,6 +15,7 @@ from ngpt_train.distributed.world import resolve_device
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.findings import (
     CONFIG,
+    OK,
     WARNING,
     WRONG,
     Answer,
@@ -44,6 +43,9 @@ FIELDS = {
     "PCIe widest": "pcie.link.width.max",
 }
 SLOWED = {"hot": "the heat of its chip", "hot, by software": "its temperature", "power brake": "the power supply"}
+TYPE = "the device type"
+ALIKE = dict.fromkeys((TYPE, "the GPU", "the GPU's memory"), "use like machines for one run")
+ALIKE["the driver"] = "install the same driver on all hosts"
 BF16 = (8, 0)  # compute capability of the oldest GPUs with bf16: Ampere
 MOST_OF_MEMORY = 0.92  # that a plan may take: driver, NCCL and fragments need the rest
 
@@ -114,14 +116,10 @@ def arithmetic(device: torch.device, precision: torch.dtype) -> str | None:
     """The fault of a product of matrices of whole numbers, which has no rounding; None: it is right."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-2, 3, (256, 256), generator=generator) for _ in range(2))
-    expected = (a.double() @ b.double()).float()
-    found = (a.to(device, torch.float32) @ b.to(device, torch.float32)).cpu()
-    if not torch.equal(found, expected):
-        return "a product of matrices in fp32 is wrong"
-    if precision != torch.float32:
-        rounded = (a.to(device, precision) @ b.to(device, precision)).cpu()
-        if not torch.equal(rounded, expected.to(precision)):
-            return f"a product of matrices in {precision} is wrong".replace("torch.", "")
+    for dtype in (torch.float32, precision):
+        found = (a.to(device, dtype) @ b.to(device, dtype)).cpu()
+        if not torch.equal(found, (a.double() @ b.double()).to(dtype)):
+            return f"a product of matrices in {dtype} is wrong".replace("torch.", "")
     return None
 
 
@@ -131,22 +129,19 @@ def judge(config: Config, answers: Sequence[Answer], memory_of_a_rank: int | Non
     yield from of_each(answers, lambda answer: _gpu(answer, memory_of_a_rank))
     yield from _shared(answers)
     yield from of_each(answers, lambda answer: _kernels(config, answer))
-    alike = "use like machines for one run"
     of_all = [Answer(answer.place, dict(_compared(answer.facts))) for answer in answers]
-    yield from differences(of_all, "device type", "devices", WRONG, alike, "the device type")
-    yield from differences(of_all, "name", "devices", WARNING, alike, "the GPU")
-    yield from differences(of_all, "memory", "devices", WARNING, alike, "the GPU's memory")
-    yield from differences(of_all, "driver", "devices", WARNING, "install the same driver on all hosts", "the driver")
+    for name, remedy in ALIKE.items():
+        yield from differences(of_all, name, "devices", WRONG if name == TYPE else WARNING, remedy)
 
 
 def _compared(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Facts that are equal on ranks of like machines."""
+    """Facts that are equal on ranks of like machines, by their names in ALIKE."""
     if "device" in facts:
-        yield "device type", facts["device"].partition(":")[0]
+        yield TYPE, facts["device"].partition(":")[0]
     if "name" in facts:
-        yield from (("name", facts["name"]), ("memory", gb(facts["memory"])))
+        yield from (("the GPU", facts["name"]), ("the GPU's memory", gb(facts["memory"])))
     if facts.get("smi"):
-        yield "driver", facts["smi"][0].get("driver")
+        yield "the driver", facts["smi"][0].get("driver")
 
 
 def _device(config: Config, answer: Answer) -> Iterator[Finding]:
@@ -164,24 +159,22 @@ def _device(config: Config, answer: Answer) -> Iterator[Finding]:
         yield unchecked("devices", answer.problem, remedy, WRONG if device is None else WARNING)
     if device is None:
         return
+    verdict, remedy = WARNING, ""
     if device.startswith("cuda"):
-        yield Finding("devices", f"{device}: {facts.get('name')}, {gb(facts.get('memory', 0))}")
-        if is_hidden and config.parallel.kind != "single" and answer.place.size > 1:
-            yield Finding("devices", hidden)
+        verdict, found = OK, f"{device}: {facts.get('name')}, {gb(facts.get('memory', 0))}"
     elif config.train.device == "cpu":
-        yield Finding("devices", "the CPU, as train.device=cpu says")
-    elif gpus and count == 0:
-        if visible is not None:
-            found, remedy = hidden, "unset CUDA_VISIBLE_DEVICES, or set train.device=cpu"
-        elif facts.get("cuda_build") is None:
-            found = f"nvidia-smi lists {gpus} GPUs, but this torch is built for CPUs"
-            remedy = "install the build of torch for CUDA"
-        else:
-            found = f"nvidia-smi lists {gpus} GPUs, but torch finds none"
-            remedy = f"install a driver for CUDA {facts['cuda_build']}, or another build of torch"
-        yield Finding("devices", f"{found}, so the run takes the CPU", WARNING, remedy)
+        verdict, found = OK, "the CPU, as train.device=cpu says"
+    elif not gpus or count:
+        verdict, found = OK, "no GPU, so the run takes the CPU"
+    elif visible is not None:
+        found, remedy = hidden, "unset CUDA_VISIBLE_DEVICES, or set train.device=cpu"
+    elif facts.get("cuda_build") is None:
+        found = f"nvidia-smi lists {gpus} GPUs, but this torch is built for CPUs"
+        remedy = "install the build of torch for CUDA"
     else:
-        yield Finding("devices", "no GPU, so the run takes the CPU")
+        found = f"nvidia-smi lists {gpus} GPUs, but torch finds none"
+        remedy = f"install a driver for CUDA {facts['cuda_build']}, or another build of torch"
+    yield Finding("devices", found if verdict == OK else f"{found}, so the run takes the CPU", verdict, remedy)
 
 
 def _gpu(answer: Answer, memory_of_a_rank: int | None) -> Iterator[Finding]:
@@ -200,12 +193,11 @@ def _gpu(answer: Answer, memory_of_a_rank: int | None) -> Iterator[Finding]:
     if capability < BF16 and facts["precision"] == "bfloat16":
         yield Finding("GPU", f"{named} computes no bf16 in hardware", WARNING, "set train.precision=fp16 or fp32")
     memory, free = facts["memory"], facts["free"]
-    if memory_of_a_rank is not None and memory_of_a_rank > MOST_OF_MEMORY * memory:
+    if memory_of_a_rank is not None:
         found = f"{gb(memory)}, and `plan` expects {gb(memory_of_a_rank)} of a rank"
+        verdict = WARNING if memory_of_a_rank > MOST_OF_MEMORY * memory else OK
         remedy = "smaller train.micro_rows, train.activation_checkpointing=full, parallel=fsdp, or more GPUs"
-        yield Finding("GPU memory", found, WARNING, remedy)
-    elif memory_of_a_rank is not None:
-        yield Finding("GPU memory", f"{gb(memory)}, `plan` expects {gb(memory_of_a_rank)} of a rank")
+        yield Finding("GPU memory", found, verdict, remedy)
 
     def of_this(entries: Sequence[dict[str, str]] | None) -> list[dict[str, str]]:
         return [entry for entry in entries or [] if facts["gpu"] and facts["gpu"] in entry.get("uuid", "")]
@@ -260,8 +252,6 @@ def _kernels(config: Config, answer: Answer) -> Iterator[Finding]:
     if "flash" in facts:
         yield Finding("flash-attn", facts["flash"])
     elif "no_flash" in facts:
+        verdict = WRONG if config.kernels.attention == "flash_attn" else OK
         found = f"not used: {first_line(facts['no_flash'])}"
-        if config.kernels.attention == "flash_attn":
-            yield Finding("flash-attn", found, WRONG, "set kernels.attention=auto")
-        else:
-            yield Finding("flash-attn", found)
+        yield Finding("flash-attn", found, verdict, "set kernels.attention=auto")

@@ -1,7 +1,5 @@
 """The directories that a run writes: shared, writable, lockable, large and fast enough."""
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os
@@ -20,6 +18,7 @@ from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.findings import (
     CONFIG,
     MACHINE,
+    OK,
     WARNING,
     WRONG,
     Answer,
@@ -29,7 +28,7 @@ from ngpt_train.doctor.findings import (
     of_each,
     unchecked,
 )
-from ngpt_train.doctor.rank_store import connection, tell, told
+from ngpt_train.doctor.rank_store import connection, places_told, tell, told
 from ngpt_train.training.checkpoint.catalogue import list_checkpoints
 from ngpt_train.training.run_directory import RunDirectory
 
@@ -47,19 +46,20 @@ def look(config: Config, place: Place, token: str, checkpoint_bytes: int, report
 
     token: text that all ranks have, and no file of before. checkpoint_bytes: of this run.
     """
-    store = connection() if place.size > 1 else None
     run = RunDirectory(config)
     try:
         report(checkpoint=str(run.check(config) or ""), holder=_left_lock(run.path / "lock"))
     except (ConfigError, DataError) as error:
         report(refused=str(error), code=error.exit_code)
     root = Path(config.run.root).expanduser().absolute()
-    report(root=str(root), shared=_see(root, place, token, store))
+    report(root=str(root), shared=_see(root, place, token))
     nearest = _existing(root)
     report(space=_space(nearest), kept=len(list_checkpoints(run.checkpoints)))
     cache = Path(config.data.cache).expanduser().absolute()
-    report(cache=str(cache), cache_space=_space(_existing(cache)), cache_problem=_unwritable(_existing(cache)))
-    report(compile_cache=why_unusable(cache / "compiled" / machine()) if _unwritable(_existing(cache)) is None else "")
+    problem = _unwritable(_existing(cache))
+    report(cache=str(cache), cache_space=_space(_existing(cache)), cache_problem=problem)
+    if problem is None:
+        report(compile_cache=why_unusable(cache / "compiled" / machine()))
     if place.rank == 0 and _unwritable(nearest) is None:
         # The others would share the disk's time.
         n_bytes = min(MOST_WRITTEN, max(BLOCK, checkpoint_bytes), _space(nearest)["free"] // 2)
@@ -90,19 +90,19 @@ def _left_lock(path: Path) -> str:
         return ""
 
 
-def _see(root: Path, place: Place, token: str, store: dist.Store | None) -> dict[str, Any]:
+def _see(root: Path, place: Place, token: str) -> dict[str, Any]:
     """Rank 0 writes and locks a file in run.root; the other hosts look for it."""
+    store = connection(place)
     marker = root / f".ngpt-train-doctor-{token}"
     try:
-        return _write_marker(marker, place, store) if place.rank == 0 else _find_marker(marker, place, store)
+        return _write_marker(marker, place, store) if place.rank == 0 else _find_marker(marker, store)
     except OSError as error:
         return {"writable": False, "problem": error.strerror or str(error)}
     finally:
-        if store is not None and place.rank != 0:
-            tell(store, place, "marker seen", True)
+        tell(store, place, "marker seen", True)
 
 
-def _write_marker(marker: Path, place: Place, store: dist.Store | None) -> dict[str, Any]:
+def _write_marker(marker: Path, place: Place, store: dist.Store) -> dict[str, Any]:
     root = marker.parent
     made = [path for path in (root, *root.parents) if not path.exists()]
     try:
@@ -112,10 +112,9 @@ def _write_marker(marker: Path, place: Place, store: dist.Store | None) -> dict[
             file.flush()
             os.fsync(file.fileno())
             seen = {"writable": True, "lock": _lock(file.fileno(), marker), "ahead": _ahead_of_files(marker)}
-            if store is not None:
-                tell(store, place, "marker", True)
-                first_ranks = told(store, "first ranks", [0], SHOWS_SECONDS).get(0, [])
-                told(store, "marker seen", [rank for rank in first_ranks if rank != 0], 2 * SHOWS_SECONDS)
+            tell(store, place, "marker", True)
+            first_ranks = [other.rank for other in places_told(store, place.size) if other.speaks_for_host]
+            told(store, "marker seen", first_ranks[1:], 2 * SHOWS_SECONDS)
         return seen
     finally:
         with contextlib.suppress(OSError):
@@ -124,8 +123,7 @@ def _write_marker(marker: Path, place: Place, store: dist.Store | None) -> dict[
                 path.rmdir()
 
 
-def _find_marker(marker: Path, place: Place, store: dist.Store | None) -> dict[str, Any]:
-    assert store is not None
+def _find_marker(marker: Path, store: dist.Store) -> dict[str, Any]:
     if not told(store, "marker", [0], 2 * SHOWS_SECONDS):
         return {"problem": "rank 0 could not write there"}
     deadline = time.monotonic() + SHOWS_SECONDS
@@ -255,14 +253,13 @@ def _room(config: Config, answer: Answer, checkpoint_bytes: int, said: str) -> I
     for_good = (config.train.stop_at or config.train.steps) // checkpoint.keep_every if checkpoint.keep_every else 0
     needed, in_the_end = more * checkpoint_bytes, (more + for_good) * checkpoint_bytes
     found = f"{gb(space['free'])} free in {space['directory']}, checkpoints need {gb(needed)} ({more} of {said})"
+    verdict, remedy = OK, "make room, lower checkpoint.keep_last, or choose another run.root"
     if space["free"] < needed:
-        remedy = "make room, lower checkpoint.keep_last, or choose another run.root"
-        yield Finding("free space", found, WRONG, remedy)
+        verdict = WRONG
     elif space["free"] < in_the_end:
         found += f", and checkpoint.keep_every={checkpoint.keep_every} {gb(in_the_end)} by the end"
-        yield Finding("free space", found, WARNING, "make room, or raise checkpoint.keep_every")
-    else:
-        yield Finding("free space", found)
+        verdict, remedy = WARNING, "make room, or raise checkpoint.keep_every"
+    yield Finding("free space", found, verdict, remedy)
     if space["inodes"] is not None and space["inodes"] < LEAST_INODES:
         found = f"{space['inodes']} files may still be made in {space['directory']}"
         yield Finding("free space", found, WRONG, "delete small files (df -i), or choose another run.root")
@@ -275,11 +272,8 @@ def _speed_of_saves(answer: Answer, checkpoint_bytes: int) -> Iterator[Finding]:
     seconds = checkpoint_bytes / speed["write"]
     found = f"writes {gb(speed['write'])}/s, reads {gb(speed['read'])}/s (on one rank): {seconds:.3g} s for a "
     found += f"checkpoint of {gb(checkpoint_bytes)}"
-    if seconds > SLOW_SAVE:
-        remedy = "take a faster file system for run.root, or raise checkpoint.every"
-        yield Finding("disk speed", found, WARNING, remedy)
-    else:
-        yield Finding("disk speed", found)
+    remedy = "take a faster file system for run.root, or raise checkpoint.every"
+    yield Finding("disk speed", found, WARNING if seconds > SLOW_SAVE else OK, remedy)
 
 
 def _cache(config: Config, answer: Answer) -> Iterator[Finding]:

@@ -1,7 +1,5 @@
 """Limits of the operating system and the environment: files, shared memory, CPUs, memory, variables."""
 
-from __future__ import annotations
-
 import os
 import re
 import resource
@@ -11,7 +9,7 @@ from pathlib import Path
 
 from ngpt_train.config.schema import Config
 from ngpt_train.doctor.bounded import Report
-from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place, differences, gb, of_each, unchecked
+from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, differences, gb, of_each, unchecked
 from ngpt_train.training.checkpoint.background import available_memory
 
 LIMITS = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
@@ -88,35 +86,27 @@ def judge(config: Config, answers: Sequence[Answer], on_gpus: bool, memory_of_a_
             yield unchecked("environment", answer.problem, "look at the load of this host")
 
 
-def files_needed(config: Config, place: Place, on_gpus: bool) -> int:
-    """Open files that a rank of this run needs at least."""
-    workers = config.data.workers if config.data.streamed else 0
-    of_cuda = FILES_OF_CUDA if on_gpus else 0
-    return FILES_AT_START + of_cuda + FILES_OF_A_RANK * place.size + FILES_OF_A_WORKER * workers
+def data_workers(config: Config) -> int:
+    return config.data.workers if config.data.streamed else 0
 
 
 def _limits(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
     limits = answer.facts["limits"]
-    files, needed = limits["open files"], files_needed(config, answer.place, on_gpus)
-    if files == UNLIMITED or files >= COMFORTABLE_FILES:
-        yield Finding("open files", f"at most {files}")
-    else:
-        found = f"at most {files} in a process, this run needs some {needed}"
-        remedy = "ulimit -n 65536 before the start; in a container --ulimit nofile=65536; under Slurm in slurmd's unit"
-        yield Finding("open files", found, WRONG if files < needed else WARNING, remedy)
+    files, needed = limits["open files"], FILES_AT_START + (FILES_OF_CUDA if on_gpus else 0)
+    needed += FILES_OF_A_RANK * answer.place.size + FILES_OF_A_WORKER * data_workers(config)
+    verdict = OK if files == UNLIMITED or files >= COMFORTABLE_FILES else WRONG if files < needed else WARNING
+    remedy = "ulimit -n 65536 before the start; in a container --ulimit nofile=65536; under Slurm in slurmd's unit"
+    yield Finding("open files", f"at most {files} in a process, this run needs some {needed}", verdict, remedy)
     most = min([n for n in (limits["processes"], answer.facts["tasks"]) if isinstance(n, int)], default=UNLIMITED)
-    if isinstance(most, int) and most < COMFORTABLE_PROCESSES:
-        remedy = "ulimit -u unlimited; in a container --pids-limit=-1: threads count as processes"
-        yield Finding("processes", f"at most {most}, threads included", WARNING, remedy)
-    else:
-        yield Finding("processes", f"at most {most}")
-    locked = limits["memlock"]
+    verdict = WARNING if isinstance(most, int) and most < COMFORTABLE_PROCESSES else OK
+    remedy = "ulimit -u unlimited; in a container --pids-limit=-1: threads count as processes"
+    yield Finding("processes", f"at most {most}, threads included", verdict, remedy)
+    locked, infiniband = limits["memlock"], answer.facts["infiniband"]
     limit = locked if locked == UNLIMITED else gb(locked)
-    if on_gpus and answer.facts["infiniband"] and locked != UNLIMITED and locked < LOCKED:
-        remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1: NCCL fails to register memory otherwise"
-        yield Finding("memlock", f"at most {limit}, and there is InfiniBand", WRONG, remedy)
-    else:
-        yield Finding("memlock", f"at most {limit}" + ("" if on_gpus else "; it matters to InfiniBand alone"))
+    verdict = WRONG if on_gpus and infiniband and locked != UNLIMITED and locked < LOCKED else OK
+    remedy = "ulimit -l unlimited; in a container --ulimit memlock=-1: NCCL fails to register memory otherwise"
+    found = f"at most {limit}, and there is {'' if infiniband else 'no '}InfiniBand"
+    yield Finding("memlock", found, verdict, remedy)
 
 
 def _shared_memory(answer: Answer, on_gpus: bool) -> Iterator[Finding]:
@@ -126,16 +116,14 @@ def _shared_memory(answer: Answer, on_gpus: bool) -> Iterator[Finding]:
     if shm is None:
         problem = f"cannot be used ({answer.facts['shm_problem']})"
         yield Finding("/dev/shm", problem, WRONG if is_used else WARNING, remedy)
-    elif shm < COMFORTABLE_SHM or free < COMFORTABLE_SHM:
-        found = f"{gb(shm)}, {gb(free)} of it free; NCCL and PyTorch share memory there"
-        yield Finding("/dev/shm", found, WRONG if is_used and free < LEAST_SHM else WARNING, remedy)
     else:
-        yield Finding("/dev/shm", f"{gb(shm)}, {gb(free)} of it free")
+        found = f"{gb(shm)}, {gb(free)} of it free; NCCL and PyTorch share memory there"
+        verdict = OK if min(shm, free) >= COMFORTABLE_SHM else WRONG if is_used and free < LEAST_SHM else WARNING
+        yield Finding("/dev/shm", found, verdict, remedy)
 
 
 def _cpus(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
-    cpus, ranks = answer.facts["cpus"], answer.place.local_size
-    workers = config.data.workers if config.data.streamed else 0
+    cpus, ranks, workers = answer.facts["cpus"], answer.place.local_size, data_workers(config)
     found = f"{cpus:g} for {ranks} rank{'s' if ranks > 1 else ''} of this host"
     found += f" with {workers} data worker{'s' if workers > 1 else ''} each" if workers else ""
     if (processes := ranks * (1 + workers)) > cpus:
@@ -145,20 +133,19 @@ def _cpus(config: Config, answer: Answer, on_gpus: bool) -> Iterator[Finding]:
         yield Finding("CPUs", found)
     threads = answer.facts["variables"].get("OMP_NUM_THREADS")
     share = max(1, int(cpus / ranks) - workers)
-    problem = None
+    verdict = WARNING
     if threads is None:
         found = f"not set, so each process starts {cpus:g} thread{'s' if cpus > 1 else ''}"
-        problem = None if ranks == 1 and not workers else found
+        verdict = OK if ranks == 1 and not workers else WARNING
     elif not (threads.isdecimal() and int(threads)):
-        problem = f"{threads}: not a number of threads"
+        found = f"{threads}: not a number of threads"
     elif int(threads) * ranks > max(cpus, ranks):
-        problem = f"{threads} threads in each of {ranks} ranks, for {cpus:g} CPUs"
+        found = f"{threads} threads in each of {ranks} ranks, for {cpus:g} CPUs"
     elif int(threads) == 1 and share > 1 and not on_gpus:
-        problem = f"1, torchrun's default, although each rank has {share} CPUs"
+        found = f"1, torchrun's default, although each rank has {share} CPUs"
     else:
-        found = threads
-    remedy = f"export OMP_NUM_THREADS={share}" if problem else ""
-    yield Finding("OMP_NUM_THREADS", problem or found, WARNING if problem else OK, remedy)
+        verdict, found = OK, threads
+    yield Finding("OMP_NUM_THREADS", found, verdict, f"export OMP_NUM_THREADS={share}")
 
 
 def _memory(answer: Answer, memory_of_a_rank: int) -> Iterator[Finding]:
@@ -168,11 +155,8 @@ def _memory(answer: Answer, memory_of_a_rank: int) -> Iterator[Finding]:
     needed = ranks * memory_of_a_rank
     who = f"{ranks} ranks need" if ranks > 1 else "the rank needs"
     found = f"{gb(free)} free on this host, {who} some {gb(needed)} (`plan`)"
-    if needed > free:
-        remedy = "a smaller scale or train.micro_rows, parallel=fsdp over more hosts, or a larger machine"
-        yield Finding("memory", found, WARNING, remedy)
-    else:
-        yield Finding("memory", found)
+    remedy = "a smaller scale or train.micro_rows, parallel=fsdp over more hosts, or a larger machine"
+    yield Finding("memory", found, WARNING if needed > free else OK, remedy)
 
 
 def _variables(answer: Answer) -> Iterator[Finding]:

@@ -1,7 +1,5 @@
 """The kernels that the run would use, checked on the model's own shapes as `train` does before its first step."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 

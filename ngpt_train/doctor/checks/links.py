@@ -1,7 +1,5 @@
 """The speed between ranks, beside the speed of their links."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re
@@ -21,8 +19,8 @@ from ngpt_train.config.schema import Config
 from ngpt_train.distributed.world import resolve_device
 from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.checks.devices import nvidia_smi
-from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, Place, gb, unchecked
-from ngpt_train.doctor.rank_store import connection, join, tell, told
+from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place, gb, unchecked
+from ngpt_train.doctor.rank_store import connection, join, places_told, tell, told
 
 GATHER_SECONDS, CONNECT_SECONDS = 5.0, 3.0
 SMALL, LARGE_ON_CPU, LARGE_ON_GPU = 1 << 20, 1 << 24, 1 << 28  # bytes of a measurement
@@ -37,12 +35,13 @@ BLOCKED = (
 
 def look(config: Config, place: Place, seconds: float, report: Report) -> None:
     """The speed of the links, then that of collectives over them. Collective, in a process of each rank."""
+    if place.size == 1:
+        return
     device = resolve_device(config.train.device, place.local_rank)
-    store = connection()
+    store = connection(place)
     report(device=device.type, links=link_speeds(device))
-    tell(store, place, "link places", [place.node, place.local_rank])
-    places = list(told(store, "link places", range(place.size), GATHER_SECONDS).values())
-    first_ranks = [rank for rank, (_, local_rank) in enumerate(places) if local_rank == 0]
+    places = places_told(store, place.size)
+    first_ranks = [other.rank for other in places if other.speaks_for_host]
     if place.speaks_for_host and len(first_ranks) > 1:
         report(unreachable=unreachable(place, store, first_ranks))
     join(place, "links", device, seconds / 2)
@@ -51,13 +50,13 @@ def look(config: Config, place: Place, seconds: float, report: Report) -> None:
         between = dist.new_group(first_ranks)
         if place.rank in first_ranks:
             report(between=bandwidths(device, between))
-    for node in sorted({node for node, _ in places}):
-        of_node = [rank for rank, (of_rank, _) in enumerate(places) if of_rank == node]
+    for node in sorted({other.node for other in places}):
+        of_node = [other.rank for other in places if other.node == node]
         if len(of_node) > 1:
             group = dist.new_group(of_node)
             if place.rank in of_node:
                 report(within=bandwidths(device, group))
-    if len(first_ranks) > 1 and len(first_ranks) < place.size:
+    if 1 < len(first_ranks) < place.size:
         report(all=bandwidths(device, dist.group.WORLD))
 
 
@@ -217,13 +216,11 @@ def _bandwidth(name: str, words: str, answers: Sequence[Answer]) -> Iterator[Fin
     found = ", ".join(f"{key} {gb(speed)}/s" for key, speed in slowest.items())
     found += f" over {len(answers)} ranks; " + (f"{kind} should give {gb(should)}/s" if should else kind)
     places = tuple(answer.place for answer in answers) if name == "within" else ()
-    if should and slowest["all-reduce"] < ENOUGH * should:
-        remedy = "NCCL_DEBUG=INFO says which network NCCL takes: set NCCL_SOCKET_IFNAME and NCCL_IB_HCA"
-        if name == "within":
-            remedy = "look at `nvidia-smi topo -m`, and at NCCL_P2P_DISABLE and NCCL_SHM_DISABLE"
-        yield Finding(f"links {words}", found, WARNING, remedy, places)
-    else:
-        yield Finding(f"links {words}", found, where=places)
+    remedy = "NCCL_DEBUG=INFO says which network NCCL takes: set NCCL_SOCKET_IFNAME and NCCL_IB_HCA"
+    if name == "within":
+        remedy = "look at `nvidia-smi topo -m`, and at NCCL_P2P_DISABLE and NCCL_SHM_DISABLE"
+    verdict = WARNING if should and slowest["all-reduce"] < ENOUGH * should else OK
+    yield Finding(f"links {words}", found, verdict, remedy, places)
 
 
 def _expected(name: str, answers: Sequence[Answer]) -> tuple[str, float | None]:

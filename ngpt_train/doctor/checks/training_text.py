@@ -1,7 +1,5 @@
 """The text or the tokens are there, can be read, and fit the tokenizer and the model."""
 
-from __future__ import annotations
-
 import hashlib
 import logging
 import re
@@ -16,17 +14,16 @@ from ngpt_train.config.schema import Config, DataConfig
 from ngpt_train.config.sections.data import mixture_of
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import open_dataset
-from ngpt_train.data.prepared.chunks import STEMS
-from ngpt_train.data.prepared.manifest import MANIFEST, read_manifest
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.hub import HubText
 from ngpt_train.data.sources.hub_client import HubClient
 from ngpt_train.data.sources.source import Shard, Source
+from ngpt_train.data.token_sequence import Tokens
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.doctor.bounded import Report, first_line
 from ngpt_train.doctor.findings import (
-    CONFIG,
     MACHINE,
+    OK,
     WARNING,
     WRONG,
     Answer,
@@ -55,7 +52,9 @@ def look(config: Config, report: Report) -> None:
                 report(**{f"size of {name}": _size(data)})
                 dataset = open_dataset(replace(config, data=data))
                 vocabulary = {"name": dataset.tokenizer.name, "size": dataset.tokenizer.vocab_size}
-                found = {"said": _tokens(dataset.train, dataset.validation), "identity": dataset.fingerprint}
+                assert isinstance(dataset.train, Tokens)
+                numbers = f"{len(dataset.train):,} tokens to train, {len(dataset.validation):,} to validate"
+                found = {"said": f"{numbers}, checksums right", "identity": dataset.fingerprint}
             else:
                 found = _text(data)
         except (ConfigError, DataError) as error:
@@ -90,17 +89,9 @@ def sources(config: Config) -> list[tuple[str, DataConfig]]:
 
 
 def _size(data: DataConfig) -> int:
-    """Bytes of the files of prepared tokens, as their manifest says."""
-    path = Path(data.path or "").expanduser()
-    if not (path / MANIFEST).exists():
-        return sum(file.stat().st_size for file in path.glob("*.bin")) if path.is_dir() else 0
-    manifest = read_manifest(path)
-    shards = [shard for split in STEMS for shard in manifest["splits"][split]["shards"]]
-    return sum((path / shard["file"]).stat().st_size for shard in shards if (path / shard["file"]).exists())
-
-
-def _tokens(train: Any, validation: Any) -> str:
-    return f"{len(train):,} tokens to train, {len(validation):,} to validate, checksums right"
+    """Bytes of the files of prepared tokens."""
+    files = Path(data.path or "").expanduser().glob("*.bin")
+    return sum(file.stat().st_size for file in files if file.exists())
 
 
 def _text(data: DataConfig) -> dict[str, Any]:
@@ -141,9 +132,11 @@ def judge(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
     """Each source, the tokenizer, the vocabulary, the checkpoint to begin from."""
     yield from of_each(answers, lambda answer: _data(config, answer))
     for name, _ in sources(config):
-        having = [Answer(answer.place, answer.facts.get(f"source {name}", {})) for answer in answers]
+        identity = f"{_named(name)}: the identity of its files"
+        there = [answer for answer in answers if "identity" in answer.facts.get(f"source {name}", {})]
+        having = [Answer(answer.place, {identity: answer.facts[f"source {name}"]["identity"]}) for answer in there]
         remedy = "name files that all hosts see, the same Python for data=embedded, or data=tokens with a path"
-        yield from differences(having, "identity", "data", WRONG, remedy, f"{_named(name)}: the identity of its files")
+        yield from differences(having, identity, "data", WRONG, remedy)
     yield from of_each(answers, lambda answer: _tokenizer(config, answer))
 
 
@@ -158,7 +151,7 @@ def _data(config: Config, answer: Answer) -> Iterator[Finding]:
         where = f"data={data.kind}" if not name else _named(name)
         if found is None:
             size = facts.get(f"size of {name}", 0)
-            if size and answer.problem and "longer than" in answer.problem:
+            if size and answer.timed_out:
                 said = f"{where}: {gb(size)} of tokens are there; their checksums take longer than this look"
                 yield Finding("data", said, WARNING, "nothing: `train` computes them once, before the first step")
             elif answer.problem:
@@ -184,9 +177,8 @@ def _data(config: Config, answer: Answer) -> Iterator[Finding]:
 def _tokenizer(config: Config, answer: Answer) -> Iterator[Finding]:
     facts = answer.facts
     if refused := facts.get("tokenizer_refused"):
-        code = facts.get("code", MACHINE)
         remedy = "copy the file where all hosts see it, and set tokenizer.path to it"
-        yield Finding("tokenizer", first_line(refused), WRONG, remedy, code=CONFIG if code == 2 else MACHINE)
+        yield Finding("tokenizer", first_line(refused), WRONG, remedy, code=facts.get("code", MACHINE))
     elif facts.get("begun") == "the tokenizer" and "tokenizer" not in facts and answer.problem:
         remedy = "copy its file here and set tokenizer.path=FILE"
         yield unchecked("tokenizer", answer.problem, remedy, WRONG)
@@ -195,8 +187,6 @@ def _tokenizer(config: Config, answer: Answer) -> Iterator[Finding]:
     name, size = facts["tokenizer"]["name"], facts["tokenizer"]["size"]
     at_most = "at most " if facts["tokenizer"].get("at_most") else ""
     vocabulary = config.model.vocab_size
-    if vocabulary != AUTO and int(vocabulary) < size:
-        found = f"model.vocab_size={vocabulary}: the tokenizer {name} has {at_most}{size} ids"
-        yield Finding("tokenizer", found, WRONG, f"set model.vocab_size=auto, or at least {size}")
-    else:
-        yield Finding("tokenizer", f"{name}, {at_most}{size} ids, for model.vocab_size={vocabulary}")
+    verdict = WRONG if vocabulary != AUTO and int(vocabulary) < size else OK
+    found = f"model.vocab_size={vocabulary}: the tokenizer {name} has {at_most}{size} ids"
+    yield Finding("tokenizer", found, verdict, f"set model.vocab_size=auto, or at least {size}")

@@ -1,7 +1,5 @@
 """Three training steps in each layout that is possible here, whose losses must be equal."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -29,7 +27,6 @@ NARROW = 512  # width up to which the cut has two blocks, because a CPU is enoug
 TOLERANCE = 1e-5
 TOLERANCE_OF_HALF = 0.02  # of a loss that is computed in bf16 or fp16
 LR = 1e-3
-TOGETHER = "that the ranks come together"
 
 
 def look(
@@ -43,14 +40,14 @@ def look(
     device = resolve_device(config.train.device, place.local_rank)
     precision = str(resolve_precision(config.train.precision, device.type)).removeprefix("torch.")
     own = resolve_kind(config.parallel.kind, place.size, device.type, place.local_size)
-    names = layouts(config, place)
+    names = ["single", "ddp", "fsdp", *(["hsdp"] if group_size(config, place.size) else [])]
     report(own=own, layouts=names, precision=precision)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dispatch.switch_off(off)
     report(begun="single")
     report(single=run(cut(config, place.size, "single"), World(0, 1, 0, device)))
-    report(begun=TOGETHER)
+    report(begun="that the ranks come together")
     if apart is not None:
         raise RuntimeError(apart)
     join(place, "steps", device, seconds / 2)
@@ -65,13 +62,8 @@ def look(
     report(begun="")
 
 
-def layouts(config: Config, place: Place) -> list[str]:
-    """The layouts that can be tried: hsdp needs groups of two ranks or more, and two groups."""
-    return ["single", "ddp", "fsdp", *(["hsdp"] if group_size(config, place.size) else [])]
-
-
 def group_size(config: Config, size: int) -> int | None:
-    """Ranks of a group of hsdp; None where there are no two groups."""
+    """Ranks of a group of hsdp; None where there are no two groups of two ranks or more."""
     wanted = config.parallel.shard
     if isinstance(wanted, int) and size % wanted == 0 and wanted < size:
         return wanted
@@ -144,17 +136,15 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
         yield from _layout(name, answers, reference)
     if "layouts" in answers[0].facts and "hsdp" not in answers[0].facts["layouts"]:
         yield Finding("steps, hsdp", "not possible with so few ranks: it takes four, or another number with divisors")
-    half = [answer for answer in answers if "as_it_runs" in answer.facts]
-    for answer in half:
-        losses = answer.facts["as_it_runs"]["losses"]
-        name, precision = answer.facts["own"], answer.facts["precision"]
-        words = f"{name} in {precision}"
-        if reference is not None and not _close(losses, reference["losses"], TOLERANCE_OF_HALF):
-            found = f"losses {_shown(losses)} here, in fp32 {_shown(reference['losses'])}"
+    for answer in answers:
+        if "as_it_runs" in answer.facts and reference is not None:
+            losses = answer.facts["as_it_runs"]["losses"]
+            verdict, found = OK, f"losses {_shown(losses)}, as in fp32"
+            if not _close(losses, reference["losses"], TOLERANCE_OF_HALF):
+                verdict, found = WRONG, f"losses {_shown(losses)} here, in fp32 {_shown(reference['losses'])}"
             remedy = "train.precision=fp32 and kernels=torch tell whether the products or a kernel are at fault"
-            yield Finding(f"steps, {words}", found, WRONG, remedy, (answer.place,))
-        else:
-            yield Finding(f"steps, {words}", f"losses {_shown(losses)}, as in fp32", where=(answer.place,))
+            check = f"steps, {answer.facts['own']} in {answer.facts['precision']}"
+            yield Finding(check, found, verdict, remedy, (answer.place,))
 
 
 def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[float]] | None) -> Iterator[Finding]:
@@ -176,15 +166,14 @@ def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[floa
         if name not in answer.facts or reference is None:
             continue
         found = answer.facts[name]
-        equal = _close(found["losses"], reference["losses"], TOLERANCE)
-        if equal and _close(found["norms"], reference["norms"], 10 * TOLERANCE):
-            said = f"losses {_shown(found['losses'])}" + ("" if name == "single" else ", equal to one process's")
-            yield Finding(check, said, OK, where=(answer.place,))
-        else:
-            what = "losses" if not equal else "norms"
-            said = f"{what} {_shown(found[what])} here, in one process of rank 0 {_shown(reference[what])}"
-            remedy = "a device calculates wrong, or torch differs: leave this rank's host out, and look at versions"
-            yield Finding(check, said, WRONG, remedy, (answer.place,))
+        said = f"losses {_shown(found['losses'])}" + ("" if name == "single" else ", equal to one process's")
+        verdict = OK
+        for what, tolerance in (("norms", 10 * TOLERANCE), ("losses", TOLERANCE)):
+            if not _close(found[what], reference[what], tolerance):
+                said = f"{what} {_shown(found[what])} here, in one process of rank 0 {_shown(reference[what])}"
+                verdict = WRONG
+        remedy = "a device calculates wrong, or torch differs: leave this rank's host out, and look at versions"
+        yield Finding(check, said, verdict, remedy, (answer.place,))
 
 
 def _waited(problem: str) -> bool:

@@ -1,7 +1,5 @@
 """All hosts run the same Python, torch, CUDA, files of this package, and configuration."""
 
-from __future__ import annotations
-
 import hashlib
 import platform
 from collections.abc import Iterator, Sequence
@@ -13,6 +11,7 @@ import torch
 import ngpt_train
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import to_dict
+from ngpt_train.config.validate import flatten
 from ngpt_train.core.secrets import redacted
 from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, differences, different, unchecked
@@ -50,7 +49,7 @@ def look(config: Config, report: Report) -> None:
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
     )
     report(code=code_hash())
-    report(config={name: str(value) for name, value in _leaves(redacted(to_dict(config)))})
+    report(config={name: str(value) for name, value in flatten(redacted(to_dict(config)), ())})
     report(commit=git_commit())
 
 
@@ -70,15 +69,6 @@ def code_hash() -> str:
         for path in sorted(root.rglob(pattern)):
             digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def _leaves(tree: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """The values of a tree by their dotted names."""
-    if not isinstance(tree, dict):
-        yield name, tree
-        return
-    for key, value in tree.items():
-        yield from _leaves(value, f"{name}.{key}" if name else key)
 
 
 def judge(answers: Sequence[Answer]) -> Iterator[Finding]:

@@ -1,7 +1,5 @@
 """Weights & Biases: the package, the key, and the way to its server."""
 
-from __future__ import annotations
-
 import base64
 import json
 import netrc

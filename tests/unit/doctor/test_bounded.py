@@ -36,6 +36,13 @@ def test_a_check_that_hangs() -> None:
     assert problem.startswith("it took longer than 1 s")
 
 
+def test_an_answer_that_is_fetched_late() -> None:
+    """Caught: facts that came in time are lost, because other checks took long."""
+    check = Check(lambda report: report(cpus=2), 0.3)
+    time.sleep(0.6)
+    assert check.result()[:2] == ({"cpus": 2}, None)
+
+
 def test_what_a_hanging_check_has_started_ends_too() -> None:
     """Caught: a compiler that goes on for ever."""
 
