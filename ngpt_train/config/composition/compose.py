@@ -181,7 +181,7 @@ def _resolved(values: Mapping[str, Any], schema: type[ModelConfig], origins: Map
 
     try:
         # By the schema's types: an environment variable is text, and train.steps=${oc.env:STEPS} a number.
-        tree = OmegaConf.merge(_typed(schema), nested(values))
+        tree = OmegaConf.merge(_typed(cast(Any, schema)), nested(values))
         found = dict(flatten(cast(dict[str, Any], OmegaConf.to_container(tree, resolve=True)), keys))
     except RecursionError:
         deepest = max(interpolated, key=lambda name: str(values[name]).count("${"))
