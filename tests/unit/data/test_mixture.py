@@ -34,7 +34,7 @@ def test_mixture(text: Path) -> None:
     mixture = f"web 6 local {text}; old 3 tokens {text.parent / 'prepared'}\nnew 1 local {other}"
     config = replace(alone, data=replace(alone.data, kind="mixture", path=None, mixture=mixture))
     expected, end = batches(config, [(40, 1, 0)])
-    found, state = batches(config, [(9, 2, 0), (11, 6, 1), (1, 1, 2), (19, 3, 0)], ahead=2)
+    found, state = batches(config, [(9, 6, 0), (11, 2, 1), (1, 1, 2), (19, 3, 0)], ahead=2)
     np.testing.assert_array_equal(np.stack(found), np.stack(expected))
     assert state == end
     taken = {name: sum(sum(row) for row in state["cursors"][f"{name}/rows"]) for name in ("web", "old", "new")}

@@ -122,9 +122,14 @@ NORMS: dict[str, Callable[..., powernorm.Norm]] = {
 }
 
 
-@pytest.mark.parametrize("with_", [composed_with, composed_encoder_decoder_with], ids=["decoder", "encoder_decoder"])
 @pytest.mark.parametrize(
-    ("norm", "placement"), [*(("pn", name) for name in PLACES), ("pn_v", "peri"), ("batch", "post")]
+    ("with_", "norm", "placement"),
+    [
+        *((composed_with, "pn", name) for name in PLACES),
+        (composed_encoder_decoder_with, "pn", "reordered"),
+        (composed_encoder_decoder_with, "pn_v", "peri"),
+        (composed_encoder_decoder_with, "batch", "post"),
+    ],
 )
 def test_norms_over_the_batch_in_every_place(norm: str, placement: str, with_: Callable[..., Architecture]) -> None:
     """Six passes by the reference, padding in each. Caught: two norms of a block with each other's statistics, the
@@ -187,8 +192,7 @@ def history(name: str, placement: str, *options: str) -> list[dict[str, Tensor]]
     return found
 
 
-@pytest.mark.parametrize("placement", ["post", "peri"])
-@pytest.mark.parametrize("name", ["composed", "composed_encoder_decoder"])
+@pytest.mark.parametrize(("name", "placement"), [("composed", "post"), ("composed_encoder_decoder", "peri")])
 def test_recomputation_changes_nothing(name: str, placement: str) -> None:
     """Caught: statistics that a forward pass advances by itself."""
     plain = history(name, placement)

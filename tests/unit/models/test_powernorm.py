@@ -138,16 +138,10 @@ class ByReference:
     ("norm", "warmup", "groups"),
     [
         ("pn", 0, 0),
-        ("pn", 0, 2),
-        ("pn", 10, 0),
         ("pn", 10, 2),
-        ("pn_v", 0, 0),
         ("pn_v", 0, 2),
         ("batch", 0, 0),
-        ("batch", 0, 2),
-        ("layer", 0, 0),
         ("layer", 0, 2),
-        ("layer", 0, 1),
         ("pn", 0, 1),
     ],
 )
