@@ -557,8 +557,8 @@ def test_the_cache_is_bounded(tmp_path: Path) -> None:
 
 
 def test_processes_that_share_a_small_cache(tmp_path: Path) -> None:
-    """Caught: shards that others delete as soon as they are made, so that all make them again, or give up; one that each
-    of three which come to it at the same moment decodes, or of which they read a half."""
+    """Caught: shards that others delete as soon as they are made, so that all make them again, or give up; one that all
+    three decode because they come to it at the same moment, or of which they read a half."""
     source = Made(tmp_path / "log", wait=0.2)
     cache = ShardCache(tmp_path / "cache", 1, source, "text", skip_bad=False)
     assert in_processes(cache, [list("abcd") * 8, list("adcb") * 8, list("abdc") * 8]) == [0, 0, 0]
