@@ -100,8 +100,10 @@ def test_formula_is_torchs_cross_entropy(scaled: bool, z_loss: float) -> None:
     assert error(formula(h, matrix, targets, scale if scaled else None, z_loss), expected) < 1e-13
 
 
-@pytest.mark.parametrize(("scaled", "z_loss"), [(True, 0.0), (False, 0.02), (True, 0.02)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "scaled", "z_loss"),
+    [(torch.float32, True, 0.0), (torch.float32, True, 0.02), (torch.bfloat16, False, 0.02)],
+)
 @pytest.mark.parametrize(("leading", "d", "n_vocab"), SHAPES)
 def test_against_fp64(implementation, leading, d, n_vocab, dtype, scaled, z_loss) -> None:
     """Catches a wrong term, sign, mask or stride in the loss or in any gradient, and a chunk left out."""
@@ -117,7 +119,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         check(h, matrix, targets, scale, 0.01, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_shapes(implementation, seed: int) -> None:
     """Catches what goes wrong only where a size meets a block or a chunk exactly, or misses it by one."""
     generator = torch.Generator().manual_seed(seed)
@@ -209,9 +211,10 @@ def test_target_outside_the_vocabulary(implementation, target: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_chunks_are_summed_in_fp32(implementation, dtype: torch.dtype) -> None:
+def test_chunks_are_summed_in_fp32(implementation, dtype: torch.dtype, monkeypatch) -> None:
     """Catches a gradient of the matrix that is summed in bf16: of 200 chunks alike, more than half would be lost."""
-    h, matrix, targets, scale = draw((1000,), 64, 101, dtype)
+    monkeypatch.setattr(cross_entropy, "CPU_ROWS", 1)
+    h, matrix, targets, scale = draw((200,), 64, 101, dtype)
     with torch.no_grad():
         h.copy_(h[:1].expand_as(h))
         targets.fill_(3)
@@ -362,8 +365,10 @@ def test_recomputed(implementation) -> None:
     assert seen.products == 2 * 3  # all anew: none of it was kept
 
 
-@pytest.mark.parametrize("needed", [(True, True, True), (True, False, False), (False, True, False)])
-@pytest.mark.parametrize(("scaled", "z_loss"), [(False, 0.01), (True, 0.01), (True, 0.0)])
+@pytest.mark.parametrize(
+    ("scaled", "z_loss", "needed"),
+    [(True, 0.01, (True, True, True)), (False, 0.01, (True, False, False)), (True, 0.0, (False, True, False))],
+)
 def test_opcheck(implementation, scaled: bool, z_loss: float, needed: tuple[bool, bool, bool]) -> None:
     """Catches an operation that changes or aliases an argument, and a fake kernel of another shape, stride or dtype."""
     h, matrix, targets, scale = (t.detach() for t in draw((2, 4), 64, 101, torch.bfloat16))
