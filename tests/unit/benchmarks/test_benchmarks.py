@@ -63,7 +63,7 @@ def test_what_is_printed_and_written(
 
 def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A side is left out, or files are left behind."""
-    for name, value in (("TOKENS", 20_000), ("PREPARED_TOKENS", 20_000), ("ROUNDS", 2)):
+    for name, value in (("TOKENS", 20_000), ("PREPARED_TOKENS", 20_000), ("ROUNDS", 1)):
         monkeypatch.setattr(data, name, value)
     text = write_parquet_shards(tmp_path / "text", (900, 1500))
     (tmp_path / "tmp").mkdir()
