@@ -12,7 +12,6 @@ Elsewhere:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -35,7 +34,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import epochs, open_dataset, reader_of
+from ngpt_train.data import open_dataset, reader_of
 from ngpt_train.data.position import Reader
 from ngpt_train.data.sources.local_files import LocalText, list_files
 from ngpt_train.data.sources.source import FetchError, Shard
@@ -342,16 +341,6 @@ def test_a_killed_worker_is_noticed(text: Path, tmp_path: Path) -> None:
         take_all(reader, 2400)
     assert time.monotonic() - start < 10
     reader.close()
-
-
-def test_the_error_of_a_worker(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """About a shard that nothing has opened before the workers start. Caught: a traceback of the worker."""
-    monkeypatch.setattr(epochs, "MOST_BYTES", 0)
-    make, message = FAULTS["utf8"]
-    make(text)
-    cfg = config(text, tmp_path / "cache", workers=1, open_shards=1)
-    with contextlib.closing(reader_of(open_dataset(cfg), cfg)) as reader, pytest.raises(DataError, match=message):
-        take_all(reader, 0)
 
 
 UNCLOSED = """

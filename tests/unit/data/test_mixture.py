@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from ngpt_train.config import check, load_config
-from ngpt_train.core.errors import ConfigError, DataError
+from ngpt_train.core.errors import ConfigError
 from ngpt_train.data import open_dataset, prepare_dataset, tokenizers
 from ngpt_train.data.mixed import Mixture
 from tests.processes.runs import write_parquet_shards
@@ -106,19 +106,6 @@ def test_a_tokenizer_of_all_sources(text: Path, monkeypatch: pytest.MonkeyPatch)
         drawn.clear()
         assert open_dataset(config, found.tokenizer).fingerprint == found.fingerprint
         assert not drawn
-
-
-def test_sources_with_other_tokenizers(text: Path) -> None:
-    config = streamed(text)
-    gpt2 = replace(config, tokenizer=replace(config.tokenizer, kind="gpt2"))
-    for name, one in (("a", config), ("b", gpt2)):
-        prepare_dataset(replace(one, data=replace(one.data, streaming=False)), text.parent / name)
-    mixture = f"a 1 tokens {text.parent / 'a'}; b 1 tokens {text.parent / 'b'}"
-    mixed = replace(config, data=replace(config.data, kind="mixture", path=None, mixture=mixture))
-    with pytest.raises(
-        DataError, match=r"data\.mixture: b has the tokenizer gpt2 with eos 50256, another source bytes"
-    ):
-        open_dataset(mixed)
 
 
 @pytest.mark.parametrize(
