@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import sys
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from benchmarks import attention, checkpoint, communication, data, step
 from benchmarks.common import Entry, Run, interleaved, main
 from ngpt_train.config import ConfigError, load_config
-from ngpt_train.data import TrainLoader, open_dataset, reader_of
+from ngpt_train.data import TrainLoader, open_dataset, reader_of, tokenizers
 from ngpt_train.models import build_model
 from tests.processes.runs import write_parquet_shards
 
@@ -63,8 +64,11 @@ def test_what_is_printed_and_written(
 
 def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A side is left out, or files are left behind."""
-    for name, value in (("TOKENS", 20_000), ("PREPARED_TOKENS", 20_000), ("ROUNDS", 2)):
+    for name, value in (("TOKENS", 20_000), ("PREPARED_TOKENS", 20_000), ("ROUNDS", 1)):
         monkeypatch.setattr(data, name, value)
+    # A dozen times the data are opened, and each time GPT-2's vocabulary would be parsed.
+    for name in ("gpt2_ranks", "parse_ranks"):
+        monkeypatch.setattr(tokenizers, name, functools.cache(getattr(tokenizers, name)))
     text = write_parquet_shards(tmp_path / "text", (900, 1500))
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(data.tempfile, "tempdir", str(tmp_path / "tmp"))

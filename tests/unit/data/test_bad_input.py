@@ -12,7 +12,6 @@ Elsewhere:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import json
@@ -35,7 +34,7 @@ from numpy.typing import NDArray
 
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import epochs, open_dataset, reader_of
+from ngpt_train.data import open_dataset, reader_of
 from ngpt_train.data.position import Reader
 from ngpt_train.data.sources.local_files import LocalText, list_files
 from ngpt_train.data.sources.source import FetchError, Shard
@@ -144,8 +143,7 @@ def test_faulty_files_end_the_run(text: Path, tmp_path: Path, way: str, fault: s
     assert not list((tmp_path / "cache").glob("*/.*"))
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("fault", ["truncated", "cut line"])
+@pytest.mark.parametrize(("fault", "workers"), [("truncated", 0), ("cut line", 1)])
 def test_skip_leaves_out_the_whole_shard_and_nothing_else(text: Path, tmp_path: Path, fault: str, workers: int) -> None:
     """Caught: documents before the fault that are trained on; a shard too many; a skip that nobody hears of."""
     make, message = FAULTS[fault]
@@ -345,16 +343,6 @@ def test_a_killed_worker_is_noticed(text: Path, tmp_path: Path) -> None:
     reader.close()
 
 
-def test_the_error_of_a_worker(text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """About a shard that nothing has opened before the workers start. Caught: a traceback of the worker."""
-    monkeypatch.setattr(epochs, "MOST_BYTES", 0)
-    make, message = FAULTS["utf8"]
-    make(text)
-    cfg = config(text, tmp_path / "cache", workers=1, open_shards=1)
-    with contextlib.closing(reader_of(open_dataset(cfg), cfg)) as reader, pytest.raises(DataError, match=message):
-        take_all(reader, 0)
-
-
 UNCLOSED = """
 import sys
 import numpy as np
@@ -461,20 +449,19 @@ def test_a_damaged_copy_is_made_again(
     assert len(source.asked()) == 2
 
 
-@pytest.mark.parametrize("kind", ["pipe", "link"])
-def test_no_directory_in_the_place_of_a_copy(tmp_path: Path, kind: str) -> None:
+def test_no_directory_in_the_place_of_a_copy(tmp_path: Path) -> None:
     """Caught: a pipe that is waited for; a file that is deleted although only a link leads to it."""
     cache = ShardCache(tmp_path / "cache", 1e9, Made(tmp_path / "log"), "text", skip_bad=False)
-    cache.open(shard("a"))
-    (place,) = (tmp_path / "cache").glob(f"[!.]*/{HEADER}")
+    for name in "ab":
+        cache.open(shard(name))
+    linked, pipe = (path.parent for path in (tmp_path / "cache").glob(f"[!.]*/{HEADER}"))
     outside = tmp_path / "outside"
-    place.parent.rename(outside)
+    linked.rename(outside)
     (outside / HEADER).write_text("precious")
-    if kind == "pipe":
-        os.mkfifo(place.parent)
-    else:
-        place.parent.symlink_to(outside)
-    assert in_processes(cache, [["a"]]) == [0]
+    linked.symlink_to(outside)
+    pipe.rename(tmp_path / "moved")
+    os.mkfifo(pipe)
+    assert in_processes(cache, [["a", "b"]]) == [0]
     assert (outside / HEADER).read_text() == "precious"
 
 
@@ -501,14 +488,6 @@ def in_processes(cache: ShardCache, orders: list[list[str]]) -> list[int | None]
     for process in processes:
         process.join(60)
     return [process.exitcode for process in processes]
-
-
-def test_processes_decode_a_shard_once(tmp_path: Path) -> None:
-    """Caught: each of three that come to it at the same moment decodes it, or reads a half."""
-    source = Made(tmp_path / "log", wait=0.5)
-    cache = ShardCache(tmp_path / "cache", 1e9, source, "text", skip_bad=False)
-    assert in_processes(cache, 3 * [["a"]]) == [0, 0, 0]
-    assert source.asked() == ["a"]
 
 
 def test_a_kill_while_a_shard_is_decoded(tmp_path: Path) -> None:
@@ -567,10 +546,11 @@ def test_the_cache_is_bounded(tmp_path: Path) -> None:
 
 
 def test_processes_that_share_a_small_cache(tmp_path: Path) -> None:
-    """Caught: shards that others delete as soon as they are made, so that all make them again, or give up."""
-    source = Made(tmp_path / "log")
+    """Caught: shards that others delete as soon as they are made, so that all make them again, or give up; one that all
+    three decode because they come to it at the same moment, or of which they read a half."""
+    source = Made(tmp_path / "log", wait=0.2)
     cache = ShardCache(tmp_path / "cache", 1, source, "text", skip_bad=False)
-    assert in_processes(cache, [list("abcd") * 8, list("dcba") * 8, list("bdac") * 8]) == [0, 0, 0]
+    assert in_processes(cache, [list("abcd") * 8, list("adcb") * 8, list("abdc") * 8]) == [0, 0, 0]
     assert sorted(source.asked()) == list("abcd")
 
 
@@ -633,7 +613,7 @@ from ngpt_train.data.sources import local_files
 from tests.unit.data.test_bad_input import config
 if __name__ == "__main__":
     way, text, cache, workers = sys.argv[1:]
-    local_files.UNIT_BYTES = 500_000  # so that there is work for two processes
+    local_files.UNIT_BYTES = 200_000  # so that there is work for two processes
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
     try:
         open_dataset(config(text, Path(cache), way, prepare_workers=int(workers)))
@@ -642,12 +622,12 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(("way", "workers"), [("prepared", 1), ("prepared", 2), ("streamed", 0)])
+@pytest.mark.parametrize(("way", "workers"), [("prepared", 2), ("streamed", 0)])
 def test_files_that_may_not_grow(tmp_path: Path, way: str, workers: int) -> None:
     """A quota, and what stands for a full disk without a disk. Caught: a traceback out of a process of `prepare`."""
     (tmp_path / "text").mkdir()
     for name in "ab":
-        (tmp_path / "text" / f"{name}.jsonl").write_bytes(lines(texts(9000)))
+        (tmp_path / "text" / f"{name}.jsonl").write_bytes(lines(texts(3000)))
     (tmp_path / "limited.py").write_text(LIMITED)
     finished = subprocess.run(
         [sys.executable, tmp_path / "limited.py", way, tmp_path / "text", tmp_path / "cache", str(max(1, workers))],

@@ -57,8 +57,7 @@ def both(dataset: Dataset) -> tuple[list[list[int]], list[list[int]]]:
     return read(dataset.train), read(dataset.validation)
 
 
-@pytest.mark.parametrize("code", [3, 4, 5, 8])
-@pytest.mark.parametrize("ending", ["", ".bin", ".idx", "/"])
+@pytest.mark.parametrize(("code", "ending"), [(3, ""), (4, ".bin"), (5, ".idx"), (8, "/")])
 def test_the_last_documents_of_a_single_pair_validate(tmp_path: Path, code: int, ending: str) -> None:
     texts = documents(20)
     (tmp_path / "corpus").mkdir()

@@ -9,7 +9,6 @@ import json
 import logging
 import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -95,7 +94,7 @@ def split_documents(dataset: Dataset, split: str) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize("shard_tokens", [1, 700, 100_000_000])
+@pytest.mark.parametrize("shard_tokens", [1, 700])
 def test_every_document_once_in_one_split(cfg: Config, shard_tokens: int) -> None:
     texts = documents()
     write_corpus(Path(cfg.data.path or ""), ["", *texts, ""])
@@ -419,7 +418,7 @@ def test_a_file_that_changes_meanwhile(cfg: Config, monkeypatch: pytest.MonkeyPa
     assert not (tmp_path / "cache").exists()
 
 
-def run_prepare(cfg: Config, patch: str = "") -> subprocess.Popen[str]:
+def run_prepare(cfg: Config, patch: str) -> subprocess.Popen[str]:
     code = (
         "import logging, sys; from ngpt_train.config.schema import Config; from ngpt_train.data import open_dataset\n"
         "logging.basicConfig(level=logging.INFO, format='%(message)s')\n"
@@ -429,22 +428,6 @@ def run_prepare(cfg: Config, patch: str = "") -> subprocess.Popen[str]:
     )
     command = [sys.executable, "-c", code, str(cfg.data.path), str(cfg.data.cache)]
     return subprocess.Popen(command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-
-
-def test_a_killed_prepare_leaves_nothing_that_looks_complete(cfg: Config, tmp_path: Path) -> None:
-    killed = run_prepare(
-        cfg,
-        "import os, signal; from ngpt_train.data.prepared import build\n"
-        "build.fingerprint = lambda *_: os.kill(os.getpid(), signal.SIGKILL)",
-    )
-    killed.communicate()
-    assert killed.returncode == -signal.SIGKILL
-    left = list((tmp_path / "cache" / "tokens").iterdir())
-    assert any("partial" in path.name for path in left)
-    assert all(path.name.startswith(".") for path in left)
-    dataset = open_dataset(cfg)
-    assert sorted(split_documents(dataset, "train") + split_documents(dataset, "validation")) == sorted(documents())
-    assert list((tmp_path / "cache" / "tokens").iterdir()) == [dataset.path]
 
 
 def test_two_processes_prepare_once(cfg: Config, tmp_path: Path) -> None:

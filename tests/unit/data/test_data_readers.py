@@ -6,6 +6,7 @@ import gzip
 import json
 import os
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -164,4 +165,4 @@ def test_embedded_is_the_standard_library() -> None:
     documents = list(source.documents())
     assert any("class JSONDecoder" in text for text in documents)
     assert sum(text.startswith("The ") for text in documents) > 20  # the topics of help()
-    assert documents == list(source.documents())
+    assert documents[:300] == list(islice(source.documents(), 300))

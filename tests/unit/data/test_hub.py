@@ -89,7 +89,7 @@ def read(listing: Source, scratch: Path, index: int = 0) -> list[str]:
 # --- what is listed
 
 
-@pytest.mark.parametrize("page", [1000, 2, 1])
+@pytest.mark.parametrize("page", [1000, 2])
 def test_listing_is_complete_and_in_a_fixed_order(hub: Hub, page: int) -> None:
     hub.page = page
     listing = list_hub(options())
@@ -110,7 +110,7 @@ def test_listing_is_complete_and_in_a_fixed_order(hub: Hub, page: int) -> None:
     assert pickle.loads(pickle.dumps(listing)) == listing
 
 
-@pytest.mark.parametrize("revision", [None, "main", COMMIT, "refs/convert/parquet"])
+@pytest.mark.parametrize("revision", [None, "refs/convert/parquet"])
 def test_revision_becomes_a_commit(hub: Hub, revision: str | None) -> None:
     hub.revisions["refs/convert/parquet"] = COMMIT
     hub.revisions["main"] = COMMIT
@@ -311,11 +311,12 @@ def test_what_the_hub_s_own_client_cannot_do(hub: Hub, tmp_path: Path, monkeypat
     def download(to: str) -> Path:
         return Path(api.hf_hub_download(REPO, name, repo_type="dataset", revision=COMMIT, local_dir=tmp_path / to))
 
-    def is_endless(call: Callable[[], object]) -> bool:
-        thread = threading.Thread(target=lambda: suppressed(call), daemon=True)
-        thread.start()
-        thread.join(1.5)  # five times HF_HUB_DOWNLOAD_TIMEOUT
-        return thread.is_alive()
+    def are_endless(*calls: Callable[[], object]) -> bool:
+        threads = [threading.Thread(target=suppressed, args=(call,), daemon=True) for call in calls]
+        for thread in threads:
+            thread.start()
+        time.sleep(1.5)  # five times HF_HUB_DOWNLOAD_TIMEOUT
+        return all(thread.is_alive() for thread in threads)
 
     def suppressed(call: Callable[[], object]) -> None:
         with contextlib.suppress(Exception):
@@ -343,9 +344,9 @@ def test_what_the_hub_s_own_client_cannot_do(hub: Hub, tmp_path: Path, monkeypat
     assert max(waits) >= 3600
     # Nothing ends a wait for a list, or a connection that trickles.
     hub.api_faults = [lambda handler, data, start: hub_server.stalled(0)(handler, b"[]", 0)]
-    assert is_endless(lambda: list(api.list_repo_tree(REPO, repo_type="dataset", recursive=True)))
     hub.faults = [hub_server.trickling(0.05)]
-    assert is_endless(lambda: download("trickling"))
+    listing = lambda: list(api.list_repo_tree(REPO, repo_type="dataset", recursive=True))  # noqa: E731
+    assert are_endless(listing, lambda: download("trickling"))
 
 
 # --- what is fetched
@@ -360,13 +361,9 @@ def test_documents_arrive(hub: Hub, tmp_path: Path, index: int) -> None:
 
 FAULTS: list[tuple[str, list[Fault], list[int | None]]] = [
     # Name, faults, and where each request for content begins.
-    ("429", [hub_server.status(429, Retry_After="0")], [None, None]),
-    ("server errors", [hub_server.status(code) for code in (500, 502, 503, 504)], [None] * 5),
-    ("no answer in time", [hub_server.status(408)], [None, None]),
-    ("dropped at once", [hub_server.dropped(0)], [None, None]),
+    ("errors", [hub_server.status(code) for code in (408, 429, 500, 502, 503, 504)], [None] * 7),
     ("dropped in the middle", [hub_server.dropped(700), hub_server.dropped(300)], [None, 700, 1000]),
     ("cut", [hub_server.truncated(900)], [None, 900]),
-    ("stalled at once", [hub_server.stalled(0)], [None, None]),
     ("stalled in the middle", [hub_server.stalled(800)], [None, 800]),
     ("dropped, then an error", [hub_server.dropped(700), hub_server.status(503)], [None, 700, 700]),
     ("no ranges", [hub_server.dropped(700), hub_server.without_ranges], [None, 700]),
@@ -425,9 +422,7 @@ def test_server_asks_for_more_time_than_there_is(hub: Hub, tmp_path: Path) -> No
     ("fault", "problem"),
     [
         (hub_server.status(503), "HTTP 503"),
-        (hub_server.stalled(5), "nothing arrived for"),
         (hub_server.trickling(0.05), r"the time was up after \d+ bytes"),
-        (hub_server.truncated(0), r"after 0 of \d+ bytes"),
         (hub_server.altered, "has the hash"),
     ],
 )

@@ -96,8 +96,10 @@ def test_long_rows(tmp_path: Path) -> None:
     assert error(theirs(tokens, position_ids=at).logits, expected) < 1e-12
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["ngpt", "ngpt engpt", "ngpt tied", "ngpt without qk-norm", "ngpt scalars"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("ngpt", torch.bfloat16), ("ngpt engpt", torch.bfloat16), ("ngpt without qk-norm", torch.float16)],
+)
 @torch.no_grad()
 def test_half_precision(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Caught: norms, scale vectors or logits that are computed, or loaded, in half precision.
@@ -131,7 +133,7 @@ def greedy(model: Decoder, prompt: Tensor, n: int) -> list[int]:
     return new
 
 
-@pytest.mark.parametrize("name", ["ngpt", "ngpt engpt", "ngpt interleaved", "ngpt tied"])
+@pytest.mark.parametrize("name", ["ngpt engpt", "ngpt interleaved"])
 def test_generation(name: str, tmp_path: Path) -> None:
     """Caught: a cache whose keys have other positions, s_qk or heads than those of the whole text."""
     model, tokens = model_of(name, seed=5)
@@ -142,8 +144,7 @@ def test_generation(name: str, tmp_path: Path) -> None:
     assert generate()[0, 7:].tolist() == ours
     assert generate(use_cache=False)[0, 7:].tolist() == ours
     assert generate(cache_implementation="static", disable_compile=True)[0, 7:].tolist() == ours
-    if name != "ngpt tied":  # which repeats itself
-        assert len(set(ours)) > 3, "the text says nothing"
+    assert len(set(ours)) > 3, "the text says nothing"
 
 
 @torch.no_grad()
@@ -179,8 +180,7 @@ def score(model: Any, texts: Tensor) -> float:
     return log_p.sum().item()
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize(("attention", "dtype"), [("sdpa", torch.float32), ("eager", torch.bfloat16)])
 @torch.no_grad()
 def test_left_padding(attention: str, dtype: torch.dtype, tmp_path: Path) -> None:
     """Caught: padding that is attended to, that moves positions, or that makes NaN."""
@@ -201,7 +201,7 @@ def test_left_padding(attention: str, dtype: torch.dtype, tmp_path: Path) -> Non
         ]
 
 
-@pytest.mark.parametrize("name", ["ngpt", "ngpt engpt", "ngpt tied", "ngpt free alpha"])
+@pytest.mark.parametrize("name", ["ngpt engpt", "ngpt tied"])
 def test_training(name: str, tmp_path: Path) -> None:
     """Caught: a loss of other targets; a scale vector without a gradient; checkpointed blocks with another one."""
     model, tokens = model_of(name, torch.float64)

@@ -1,5 +1,6 @@
 """Tokenizers in the files of transformers give our ids."""
 
+import functools
 import json
 import random
 from collections.abc import Callable
@@ -69,7 +70,7 @@ def loaded(kind: str) -> Callable[[], Tokenizer]:
     return load
 
 
-KINDS: dict[str, Callable[[], Tokenizer]] = {
+MADE: dict[str, Callable[[], Tokenizer]] = {
     "bytes": loaded("bytes"),
     "gpt2": loaded("gpt2"),
     "sentencepiece": trained("sentencepiece", 600),
@@ -77,6 +78,7 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
     "words": trained("words", 500),
     "hf": hf_tokenizer,
 }
+KINDS = {kind: functools.cache(make) for kind, make in MADE.items()}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -97,7 +97,7 @@ def test_the_body_is_the_formula(step: int) -> None:
 
 
 @shapes
-@pytest.mark.parametrize("step", [1, 2, 500])
+@pytest.mark.parametrize("step", [1, 500])
 def test_formula(rows: int, d: int, step: int) -> None:
     """Caught: corrections rounded in fp32 (5e-5 at step 1), eps under the root or before the correction, coupled decay,
     decay after the move, a norm over the padded or over all rows, the second moment from the unscaled gradient."""
@@ -130,8 +130,7 @@ def test_options(changed: dict[str, Any]) -> None:
             assert error(actual[name], x) <= 1e-6, (name, step)
 
 
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-@pytest.mark.parametrize("unit_rows", [True, False])
+@pytest.mark.parametrize(("decay", "unit_rows"), [(0.0, True), (0.1, False)])
 def test_equals_torch(decay: float, unit_rows: bool) -> None:
     """After 5 and after 50 steps with a new gradient each, 1e-6. Caught: an error that adds up."""
     options = OPTIONS | {"weight_decay": decay, "unit_rows": unit_rows, "eps": 1e-8, "lr": 1e-2}
@@ -162,9 +161,15 @@ def test_a_copy_in_bf16(kernels: str) -> None:
 
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "sliced", "expanded"])
-@pytest.mark.parametrize("grad_scale", [None, 1.7])
+@pytest.mark.parametrize(
+    ("dtype", "layout", "grad_scale"),
+    [
+        (torch.float32, "contiguous", None),
+        (torch.float32, "transposed", 1.7),
+        (torch.bfloat16, "sliced", 1.7),
+        (torch.float16, "expanded", None),
+    ],
+)
 def test_gradients_of_any_kind(kernels: str, dtype: torch.dtype, layout: str, grad_scale: float | None) -> None:
     """Caught: the weight's strides taken for the gradient's; moments in bf16; a gradient that the step changes."""
     gradient = matrix(11, 40, 3, 0.05).to(dtype)

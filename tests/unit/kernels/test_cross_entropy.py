@@ -100,8 +100,10 @@ def test_formula_is_torchs_cross_entropy(scaled: bool, z_loss: float) -> None:
     assert error(formula(h, matrix, targets, scale if scaled else None, z_loss), expected) < 1e-13
 
 
-@pytest.mark.parametrize(("scaled", "z_loss"), [(True, 0.0), (False, 0.02), (True, 0.02)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "scaled", "z_loss"),
+    [(torch.float32, True, 0.0), (torch.float32, True, 0.02), (torch.bfloat16, False, 0.02)],
+)
 @pytest.mark.parametrize(("leading", "d", "n_vocab"), SHAPES)
 def test_against_fp64(implementation, leading, d, n_vocab, dtype, scaled, z_loss) -> None:
     """Catches a wrong term, sign, mask or stride in the loss or in any gradient, and a chunk left out."""
@@ -117,7 +119,7 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         check(h, matrix, targets, scale, 0.01, TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_random_shapes(implementation, seed: int) -> None:
     """Catches what goes wrong only where a size meets a block or a chunk exactly, or misses it by one."""
     generator = torch.Generator().manual_seed(seed)
@@ -209,9 +211,10 @@ def test_target_outside_the_vocabulary(implementation, target: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
-def test_chunks_are_summed_in_fp32(implementation, dtype: torch.dtype) -> None:
+def test_chunks_are_summed_in_fp32(implementation, dtype: torch.dtype, monkeypatch) -> None:
     """Catches a gradient of the matrix that is summed in bf16: of 200 chunks alike, more than half would be lost."""
-    h, matrix, targets, scale = draw((1000,), 64, 101, dtype)
+    monkeypatch.setattr(cross_entropy, "CPU_ROWS", 1)
+    h, matrix, targets, scale = draw((200,), 64, 101, dtype)
     with torch.no_grad():
         h.copy_(h[:1].expand_as(h))
         targets.fill_(3)
@@ -235,16 +238,6 @@ def test_chunks_do_not_change_the_loss(implementation, monkeypatch) -> None:
         monkeypatch.setattr(cross_entropy, "CPU_ROWS", rows)
         losses.append(float(linear_cross_entropy(h, matrix, targets, scale).detach()))
     assert max(losses) - min(losses) <= 2e-7 * losses[0]
-
-
-def test_deterministic(implementation) -> None:
-    """Catches anything that reads what it did not write, and sums in no fixed order."""
-    h, matrix, targets, scale = draw((23,), 64, 101)
-    runs = []
-    for _ in "ab":
-        loss = linear_cross_entropy(h, matrix, targets, scale)
-        runs.append([loss, *torch.autograd.grad(loss, (h, matrix, scale))])
-    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
 
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2), (1, 2)])
@@ -362,19 +355,13 @@ def test_recomputed(implementation) -> None:
     assert seen.products == 2 * 3  # all anew: none of it was kept
 
 
-@pytest.mark.parametrize("needed", [(True, True, True), (True, False, False), (False, True, False)])
-@pytest.mark.parametrize(("scaled", "z_loss"), [(False, 0.01), (True, 0.01), (True, 0.0)])
+@pytest.mark.parametrize(
+    ("scaled", "z_loss", "needed"),
+    [(True, 0.01, (True, True, True)), (False, 0.01, (True, False, False)), (True, 0.0, (False, True, False))],
+)
 def test_opcheck(implementation, scaled: bool, z_loss: float, needed: tuple[bool, bool, bool]) -> None:
     """Catches an operation that changes or aliases an argument, and a fake kernel of another shape, stride or dtype."""
     h, matrix, targets, scale = (t.detach() for t in draw((2, 4), 64, 101, torch.bfloat16))
     needed = (*needed[:2], needed[2] and scaled)
     arguments = (h, matrix, targets, scale if scaled else None, z_loss, *needed, 0.1 if z_loss and scaled else 0.0)
     torch.library.opcheck(linear_cross_entropy_forward, arguments)
-
-
-def test_matrix_is_left_alone(implementation) -> None:
-    """Catches a scale folded into the stored matrix, and logits written over a tensor of the caller's."""
-    h, matrix, targets, scale = draw((9,), 64, 101)
-    before = [t.detach().clone() for t in (h, matrix, targets, scale)]
-    linear_cross_entropy(h, matrix, targets, scale).backward()
-    assert all(torch.equal(a, b) for a, b in zip(before, (h, matrix, targets, scale), strict=True))

@@ -56,8 +56,7 @@ def error(out: Tensor, expected: Tensor) -> float:
     return float((out.detach().double() - expected).norm() / expected.norm())
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.02])
-@pytest.mark.parametrize("smoothing", [E, 0.6])
+@pytest.mark.parametrize(("smoothing", "z_loss"), [(E, 0.0), (0.6, 0.02)])
 def test_written_out_is_torchs(smoothing: float, z_loss: float) -> None:
     """The reference of the next test is torch's convention: the target has a part of the smoothed share too."""
     h, matrix, targets, scale = draw()
@@ -69,8 +68,7 @@ def test_written_out_is_torchs(smoothing: float, z_loss: float) -> None:
     )
 
 
-@pytest.mark.parametrize("z_loss", [0.0, 0.02])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+@pytest.mark.parametrize(("dtype", "tolerance", "z_loss"), [(torch.float32, 1e-5, 0.02), (torch.bfloat16, 1e-2, 0.0)])
 def test_loss_and_gradients(implementation: None, dtype: torch.dtype, tolerance: float, z_loss: float) -> None:
     """With nGPT's s_z. Caught: a share of another size, one spread over V - 1 tokens (fairseq's) or over the padding of
     a row, a mean over the first block of columns, gradients where a target does not count, a plain loss that is not the

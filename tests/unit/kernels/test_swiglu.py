@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.swiglu import backward_by_hand, swiglu
+from tests.combinations import pairs_first
 
 pytest.importorskip("triton")
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -45,9 +46,11 @@ def compare(arguments: list[Tensor], dy: Tensor) -> None:
         assert error(found, right) <= TOLERANCE[found.dtype]
 
 
-@pytest.mark.parametrize("scaled", [True, False])
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("shape", [(1, 1), (1, 37), (2, 3, 64), (7, 1024), (2, 2, 1280), (3, 2500)], ids=str)
+@pairs_first(
+    shape=[(1, 1), (1, 37), (2, 3, 64), (7, 1024), (2, 2, 1280), (3, 2500)],
+    dtype=list(TOLERANCE),
+    scaled=[True, False],
+)
 @pytest.mark.usefixtures("way", "poison")
 def test_matches_fp64(shape: tuple[int, ...], dtype: torch.dtype, scaled: bool) -> None:
     """Catches a wrong sign, factor, mask or offset, and columns, rows or partial sums that nobody writes."""

@@ -122,9 +122,14 @@ NORMS: dict[str, Callable[..., powernorm.Norm]] = {
 }
 
 
-@pytest.mark.parametrize("with_", [composed_with, composed_encoder_decoder_with], ids=["decoder", "encoder_decoder"])
 @pytest.mark.parametrize(
-    ("norm", "placement"), [*(("pn", name) for name in PLACES), ("pn_v", "peri"), ("batch", "post")]
+    ("with_", "norm", "placement"),
+    [
+        *((composed_with, "pn", name) for name in PLACES),
+        (composed_encoder_decoder_with, "pn", "reordered"),
+        (composed_encoder_decoder_with, "pn_v", "peri"),
+        (composed_encoder_decoder_with, "batch", "post"),
+    ],
 )
 def test_norms_over_the_batch_in_every_place(norm: str, placement: str, with_: Callable[..., Architecture]) -> None:
     """Six passes by the reference, padding in each. Caught: two norms of a block with each other's statistics, the
@@ -168,10 +173,10 @@ def test_norms_over_the_batch_in_every_place(norm: str, placement: str, with_: C
 RECIPE = Recipe(4, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmup_steps=2)
 
 
-def history(name: str, placement: str, *options: str) -> list[dict[str, Tensor]]:
+def history(name: str, *options: str) -> list[dict[str, Tensor]]:
     """Loss, statistics and weights after each step of a run, the first two of which are PowerNorm's warm-up."""
     size = Size(d_model=16, n_layers=2, n_heads=4, vocab_size=61, n_kv_heads=4, d_mlp=32, source_context=10)
-    lines = [f"model.{key}={value}" for key, value in PLACES[placement].items()]
+    lines = [f"model.{key}={value}" for key, value in PLACES["pre"].items()]
     state = build_state(
         run_config(
             name, size, RECIPE, rows=4, context=24, micro_rows=2, parallel="single",
@@ -187,26 +192,13 @@ def history(name: str, placement: str, *options: str) -> list[dict[str, Tensor]]
     return found
 
 
-@pytest.mark.parametrize("placement", ["post", "peri"])
-@pytest.mark.parametrize("name", ["composed", "composed_encoder_decoder"])
-def test_recomputation_changes_nothing(name: str, placement: str) -> None:
-    """Caught: statistics that a forward pass advances by itself."""
-    plain = history(name, placement)
-    again = history(name, placement, "train.activation_checkpointing=full")
-    for one, other in zip(plain, again, strict=True):
-        assert all(torch.equal(other[key], x) for key, x in one.items())
-    assert not torch.equal(
-        plain[3]["layers.0.norm_post_mlp.psi_squared"], plain[0]["layers.0.norm_post_mlp.psi_squared"]
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["composed", "composed_encoder_decoder"])
 def test_compile_changes_nothing(name: str) -> None:
     """Caught: statistics that a compiled block advances by itself."""
     torch.compiler.reset()
-    plain = history(name, "pre")
-    compiled = history(name, "pre", "train.compile=true", "train.activation_checkpointing=full")
+    plain = history(name)
+    compiled = history(name, "train.compile=true", "train.activation_checkpointing=full")
     # Two steps of the warm-up and one after it. Later ones are at weights that Adam has moved by their roundings.
     for one, other in zip(plain[:3], compiled[:3], strict=True):
         assert other["loss"].item() == pytest.approx(one["loss"].item(), rel=1e-5)

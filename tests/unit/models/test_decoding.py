@@ -15,7 +15,6 @@ GROUPED = Size(24, 3, 6, 31, n_kv_heads=2, d_mlp=50, n_encoder_layers=2)
 ALL = ARCHITECTURES | VARIANTS
 # Each kind of positions, norms of q and k, tied embeddings, gelu, scales; the others are in the slow tier.
 FAST = [
-    *ARCHITECTURES,
     "composed qkv norm",
     "composed dyt",
     "composed normformer",
@@ -28,9 +27,6 @@ FAST = [
     "normformer all, after",
     "ntransformer interleaved",
 ]
-every_one = pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in ALL]
-)
 
 
 def model_of(name: str, size: Size, dtype: torch.dtype = torch.float64) -> Decoder:
@@ -59,8 +55,14 @@ def greedily(model: Decoder, prompts: list[Tensor], n: int, compiled: bool = Fal
         logits = cached.next(dict(enumerate(tokens.tolist())))
 
 
-@every_one
-@pytest.mark.parametrize("size", [SMALL, GROUPED], ids=["small", "grouped"])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *((name, GROUPED) for name in ARCHITECTURES),
+        *(pytest.param(name, SMALL, marks=[] if name in FAST else [pytest.mark.slow]) for name in VARIANTS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "small" if value is SMALL else "grouped",
+)
 def test_kept_keys_and_values_change_nothing(name: str, size: Size) -> None:
     """Prompts of several lengths beside each other, one of which outgrows the context, one of which has.
 
