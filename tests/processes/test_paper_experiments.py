@@ -9,7 +9,6 @@ import pytest
 
 from ngpt_train.__main__ import main
 from ngpt_train.config import list_experiments
-from ngpt_train.verbs import train
 from tests.processes.runs import arguments, numbers, run
 
 # Those that differ in more than numbers; tests/unit/config/test_papers.py composes every row of every table.
@@ -42,12 +41,6 @@ def test_plan_is_a_command(row: str, parameters: str) -> None:
     planned = run("plan", [f"experiment=paper/{row}"])
     assert (planned.returncode, "Traceback" in planned.stderr) == (0, False)
     assert re.search(rf"^  total +{parameters}$", planned.stdout, re.MULTILINE)
-
-
-@pytest.fixture(autouse=True)
-def no_figures(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They would take a fifth of the time."""
-    monkeypatch.setattr(train, "plot_run", lambda directory: None)
 
 
 @pytest.mark.parametrize("row", SAMPLE)
