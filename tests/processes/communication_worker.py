@@ -85,8 +85,7 @@ def main(out: str, parallel: str) -> None:
     report = {
         "update": {
             f"{name}, {kernels}": of_the_update(name, parallel, kernels)
-            for name in ("ngpt", "ntransformer")
-            for kernels in ("torch", "triton")
+            for name, kernels in (("ngpt", "torch"), ("ngpt", "triton"), ("ntransformer", "torch"))
         },
         "steps": {
             f"{exchange}, {n}": of_whole_steps(parallel, options, n)

@@ -6,7 +6,8 @@ and stderr, which ends as `python -m ngpt_train` does. The server itself compose
 no test sees another.
 
 A fork cannot show everything. These need a real process (`runs.start`): kills and signals, what torchrun does,
-variables that are read during an import, and what depends on the seed of Python's hashes, which all forks share.
+variables that are read during an import, and what depends on the seed of Python's hashes, which all forks share. Nor is
+the picture of a run's curves drawn, which takes a third of a short run's time, unless NGPT_TESTS_CURVES is set.
 """
 
 from __future__ import annotations
@@ -105,6 +106,8 @@ def become(request: dict[str, Any], outputs: Sequence[int]) -> None:
     os.environ.clear()
     os.environ.update(request["environment"])
     sys.argv = [request["module"], *request["arguments"]]
+    if "NGPT_TESTS_CURVES" not in os.environ:
+        sys.modules["ngpt_train.verbs.train"].plot_run = lambda directory: None  # type: ignore[attr-defined]
     code = 1
     try:
         runpy.run_module(request["module"], run_name="__main__", alter_sys=True)

@@ -1,4 +1,4 @@
-"""Runs of test_statistics.py on this rank, under torchrun: OUT PARALLEL STATISTICS RUN..."""
+"""Runs of test_statistics.py on this rank, under torchrun: OUT PARALLEL STATISTICS,... RUN..."""
 
 import os
 import sys
@@ -104,21 +104,29 @@ def validate(state: TrainState) -> float:
     return check(state.model, state.world)["loss"]
 
 
-def main(out: str, parallel: str, kind: str, *runs: str) -> None:
-    report: dict[str, Any] = {}
-    for run in runs:
-        config = worker_config(run, parallel, kind, micro_rows=ROWS // 2)
-        state = build_state(config)
-        report[run] = {"steps": one_run(state, range(STEPS)), "validation": validate(state)}
-        report[run]["after validation"] = statistics(state)
-        directory = Path(out).parent / run
-        kept = Checkpoints(directory, state.world, keep_last=1, keep_every=None).save(state, {}, lambda path: None)
-        again = build_state(config)
-        load_state(kept, again)
-        report[run] |= {"checkpoint": str(kept), "restored": statistics(again)}
-        report[run]["went on"] = one_run(state, range(STEPS, STEPS + 1))
-        report[run]["resumed"] = one_run(again, range(STEPS, STEPS + 1))
-    torch.save(report, f"{out}.{state.world.rank}")
+def reported(directory: Path, config: Config) -> dict[str, Any]:
+    """What this rank reports of a run."""
+    state = build_state(config)
+    report = {"steps": one_run(state, range(STEPS)), "validation": validate(state)}
+    report["after validation"] = statistics(state)
+    kept = Checkpoints(directory, state.world, keep_last=1, keep_every=None).save(state, {}, lambda path: None)
+    again = build_state(config)
+    load_state(kept, again)
+    report |= {"checkpoint": str(kept), "restored": statistics(again)}
+    report["went on"] = one_run(state, range(STEPS, STEPS + 1))
+    report["resumed"] = one_run(again, range(STEPS, STEPS + 1))
+    return report
+
+
+def main(out: str, parallel: str, kinds: str, *runs: str) -> None:
+    report = {
+        kind: {
+            run: reported(Path(out).parent / kind / run, worker_config(run, parallel, kind, micro_rows=ROWS // 2))
+            for run in runs
+        }
+        for kind in kinds.split(",")
+    }
+    torch.save(report, f"{out}.{os.environ['RANK']}")
 
 
 if __name__ == "__main__":

@@ -295,14 +295,16 @@ def test_a_file_that_is_cut_while_it_is_read(tmp_path: Path) -> None:
         numbers[60_000:60_010]
 
 
-def test_forged_records(directory: Path, corpus: Path) -> None:
+def test_forged_records(directory: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines of metrics.jsonl that are no records are dropped. Caught: a run that ends at the picture of its curves."""
     path = directory / "runs/test/metrics.jsonl"
     lines = ["null", "[" * 5000, '{"kind": "eval", "step": 1e999}', '{"kind": [], "step": 1}', 3_000_000 * "x"]
     lines.append('{"kind": "train", "step": 3, "tokens": "x", "loss": {}, "lr": [], "grad_norm": null}')
     path.write_text("\n".join(lines) + "\n" + path.read_text())
+    monkeypatch.setenv("NGPT_TESTS_CURVES", "1")
     finished = run("train", arguments(directory, corpus, "train.steps=6"))
     assert finished.returncode == 0, finished.stderr
+    assert (directory / "runs/test/curves.png").is_file()
     assert len([json.loads(line) for line in path.read_text().splitlines()]) >= 6
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from ngpt_train.__main__ import main
 from ngpt_train.core.errors import ConfigError, DataError, is_told_here, same_on_host, told_by_rank_0
 from ngpt_train.core.launcher import check_ranks, is_same_job, nameless_on_many_hosts, this_job
 from tests.processes import fork_server
@@ -126,24 +127,22 @@ def test_the_rank_that_tells_an_error_ends_first(tmp_path: Path, corpus: Path) -
         assert not output.read()
 
 
-def test_a_rank_that_has_no_device_says_so(tmp_path: Path, corpus: Path) -> None:
+def test_a_rank_that_has_no_device_says_so(
+    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Caught: exit code 2 of a rank other than 0, without a word."""
-    given = ["train", *arguments(tmp_path, corpus, "train.device=cpu")]
-    program = (
-        "import os, sys; from ngpt_train.core.errors import ConfigError; from ngpt_train.verbs import train\n"
-        "def none(device, local_rank):\n"
-        "    if local_rank == 1: raise ConfigError('train.device=cuda: no GPU for me')\n"
-        "train.resolve_device = none\n"
-        "from ngpt_train.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    )
-    command = [sys.executable, "-c", program, *given]
-    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
-    finished = subprocess.run(
-        command, env=fork_server.environment() | ranks, capture_output=True, text=True, check=False, timeout=100
-    )
-    assert finished.returncode == 2
-    assert "error (rank 1, " in finished.stderr
-    assert "no GPU for me" in finished.stderr
+
+    def none(device: str, local_rank: int) -> None:
+        assert local_rank == 1
+        raise ConfigError("train.device=cuda: no GPU for me")
+
+    monkeypatch.setattr("ngpt_train.verbs.train.resolve_device", none)
+    for name, value in fork_server.rank_variables(2)[1].items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", *arguments(tmp_path, corpus)]) == 2
+    said = capsys.readouterr().err
+    assert "error (rank 1, " in said
+    assert "no GPU for me" in said
 
 
 def test_checkpoints_that_are_gone(tmp_path: Path, corpus: Path) -> None:

@@ -154,13 +154,21 @@ def test_trains_and_resumes_exactly(postln: Path, trained: Path, corpus: Path, t
     assert "  residual_scale: 1.414" in stored  # 2 layers: 4^(1/4)
 
 
-def test_worker_processes_torchrun_and_multirun_know_it(postln: Path, corpus: Path, tmp_path: Path) -> None:
+def test_worker_processes_ranks_and_multirun_know_it(
+    postln: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Streamed by a worker process, on two ranks; and a sweep's job. Caught: a plug-in that only its process knows."""
-    streamed = ["data.streaming=true", "data.streams=2", "data.workers=1", "train.steps=2", "optim.lr=1e-3"]
-    given = of_run(postln, tmp_path, corpus, *streamed, "schedule.warmup_steps=1", "parallel=ddp")
-    done = run("train", given, ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert sorted(records(tmp_path / "runs" / "test")) == [1, 2]
+    short = ["train.steps=2", "optim.lr=1e-3", "schedule.warmup_steps=1"]
+    streamed = ["data.streaming=true", "data.streams=2", "data.workers=1", "run.name=streamed"]
+    for ranks, options in ((1, streamed), (2, ["parallel=ddp", "run.name=ranks"])):
+        done = run("train", of_run(postln, tmp_path, corpus, *short, *options), ranks)
+        assert done.returncode == 0, done.stderr
+    assert [sorted(records(tmp_path / "runs" / name)) for name in ("streamed", "ranks")] == [[1, 2], [1, 2]]
+
+    def job(command: list[str]) -> tuple[int, bool]:
+        return main(command[command.index("ngpt_train") + 1 :]), False
+
+    monkeypatch.setattr("ngpt_train.__main__._run_job", job)
     out = f"plan.out={tmp_path / 'plan.json'}"
     assert main(["plan", "-m", "model=postln", "scale=debug", "tokenizer=bytes", out, "--plugin", str(postln)]) == 0
     assert json.loads((tmp_path / "plan.json").read_text())["model"] == "postln"

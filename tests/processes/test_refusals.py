@@ -146,16 +146,15 @@ def test_resume_never_and_must(directory: Path, corpus: Path, capsys: pytest.Cap
     assert "no checkpoint" in refused(directory, corpus, capsys, 3, "run.resume=must", "run.name=new")
 
 
-@pytest.mark.parametrize("damage", ["flip", "cut", "delete"])
+@pytest.mark.parametrize("damage", ["cut", "delete"])
 def test_damaged_checkpoint(directory: Path, corpus: Path, damage: str) -> None:
-    """Caught: a flipped bit, a cut file or a missing one, that is not noticed or ends in a traceback."""
+    """A flipped bit is in test_hostile_checkpoints.py. Caught: a cut file or a missing one, that is not noticed or ends
+    in a traceback."""
     file = directory / "runs/test/checkpoints/step_00000004/shard-00001-model-00001-of-00001.safetensors"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
     if damage == "delete":
         file.unlink()
     else:
-        file.write_bytes(content if damage == "flip" else content[:-100])
+        file.write_bytes(file.read_bytes()[:-100])
     assert main(["train", *arguments(directory, corpus, "train.steps=6", "checkpoint.every=2")]) == 0
     start = json.loads((directory / "runs/test/run.json").read_text())["starts"][-1]
     assert start["step"] == 2

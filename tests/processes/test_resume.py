@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import time
@@ -26,6 +27,20 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory, corpus: Path) -> Pat
     return directory / "runs/test"
 
 
+def again_from(directory: Path, step: int) -> dict[int, tuple[float, float, float, int]]:
+    """The numbers of a finished run, whose checkpoints after `step` are deleted, so that it goes on from there."""
+    for checkpoint in (directory / "checkpoints").glob("step_*"):
+        if int(checkpoint.name.removeprefix("step_")) > step:
+            shutil.rmtree(checkpoint)
+    assert (directory / f"checkpoints/step_{step:08d}").is_dir()
+    return numbers(directory)
+
+
+def starts(directory: Path) -> list[int]:
+    """The steps at which a run began and went on."""
+    return [begun["step"] for begun in json.loads((directory / "run.json").read_text())["starts"]]
+
+
 def test_killed_twice_at_random(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:
     given = arguments(tmp_path, corpus)
     directory = tmp_path / "runs/test"
@@ -42,23 +57,24 @@ def test_killed_twice_at_random(tmp_path: Path, corpus: Path, uninterrupted: Pat
 
 def test_ddp_resumes_bit_for_bit(tmp_path: Path, corpus: Path) -> None:
     """On 3 ranks a sum depends on its place in the bucket, so buckets must not depend on the age of the process."""
-    whole, parts = tmp_path / "whole", tmp_path / "parts"
-    common = ["train.batch_rows=6", "parallel=ddp", "model=gpt", "model.d_model=128", "model.d_mlp=1024"]
-    train(arguments(whole, corpus, *common), ranks=3)
-    train(arguments(parts, corpus, *common, "train.stop_at=5"), ranks=3)
-    train(arguments(parts, corpus, *common), ranks=3)
-    assert numbers(parts / "runs/test") == numbers(whole / "runs/test")
+    options = ["train.batch_rows=6", "parallel=ddp", "model=gpt", "model.d_model=128", "model.d_mlp=1024"]
+    given = arguments(tmp_path, corpus, *options, "train.steps=9", "checkpoint.every=5")
+    train(given, ranks=3)
+    expected = again_from(tmp_path / "runs/test", 5)
+    train(given, ranks=3)
+    assert numbers(tmp_path / "runs/test") == expected
+    assert starts(tmp_path / "runs/test") == [0, 5]
 
 
 def test_dropout_goes_on_bit_for_bit_and_on_other_ranks(tmp_path: Path, corpus: Path) -> None:
     """Caught: masks of a generator whose state is not saved, of a count of steps since the start, or of the rank."""
-    whole, parts, others = tmp_path / "whole", tmp_path / "parts", tmp_path / "others"
+    whole, others = tmp_path / "whole", tmp_path / "others"
     common = ["train.steps=8", *(f"model.{place}_dropout=0.1" for place in ("embedding", "residual", "attention"))]
     train(arguments(whole, corpus, *common))
-    train(arguments(parts, corpus, *common, "train.stop_at=3"))
-    train(arguments(parts, corpus, *common, "train.micro_rows=2"))
-    expected = numbers(whole / "runs/test")
-    assert numbers(parts / "runs/test") == expected
+    expected = again_from(whole / "runs/test", 4)
+    train(arguments(whole, corpus, *common))
+    assert numbers(whole / "runs/test") == expected
+    assert starts(whole / "runs/test") == [0, 4]
     train(arguments(others, corpus, *common, "train.stop_at=3", "parallel=ddp"), ranks=2)
     train(arguments(others, corpus, *common, "train.micro_rows=4"))
     for step, (loss, norm, lr, tokens) in numbers(others / "runs/test").items():
@@ -80,7 +96,7 @@ def test_other_ranks_and_layouts(tmp_path: Path, corpus: Path, uninterrupted: Pa
         assert (lr, tokens) == expected[step][2:]
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGTERM, 1), (signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
 def test_signal_saves_and_exits_cleanly(
     tmp_path: Path, corpus: Path, uninterrupted: Path, number: signal.Signals, ranks: int
 ) -> None:
@@ -128,13 +144,6 @@ def test_finished_run_is_left_alone(uninterrupted: Path, corpus: Path) -> None:
     assert {path: path.stat().st_mtime_ns for path in uninterrupted.rglob("*")} == before
 
 
-def test_a_run_can_be_extended(tmp_path: Path, corpus: Path) -> None:
-    train(arguments(tmp_path, corpus, "train.steps=4"))
-    train(arguments(tmp_path, corpus, "train.steps=6"))
-    assert sorted(records(tmp_path / "runs/test")) == [1, 2, 3, 4, 5, 6]
-    assert len(json.loads((tmp_path / "runs/test/run.json").read_text())["starts"]) == 2
-
-
 def test_sigterm_before_the_first_step(tmp_path: Path, corpus: Path) -> None:
     """From the moment that the directory is a run's, a wish to stop is heard: one step, saved, exit code 0."""
     process = start(arguments(tmp_path, corpus, "train.steps=1000", "eval.every=0"))
@@ -150,9 +159,12 @@ def test_sigterm_before_the_first_step(tmp_path: Path, corpus: Path) -> None:
     assert (tmp_path / f"runs/test/checkpoints/step_{end['step']:08d}").is_dir()
 
 
-def test_the_step_to_go_on_from(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:
+def test_the_step_to_go_on_from(
+    tmp_path: Path, corpus: Path, uninterrupted: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """run.resume_step insists, puts aside what is newer, and counts once in a job. Caught: another checkpoint in its
-    place, rows of another step, newer checkpoints that the next start takes."""
+    place, rows of another step, newer checkpoints that the next start takes; a restart by torchrun that begins at the
+    named step again."""
     given = arguments(tmp_path, corpus, "checkpoint.keep_last=9")
     directory = tmp_path / "runs/test"
     train(given)
@@ -160,29 +172,18 @@ def test_the_step_to_go_on_from(tmp_path: Path, corpus: Path, uninterrupted: Pat
     assert refused.returncode == 3
     assert "run.resume_step=6: there is no complete checkpoint of this step in" in refused.stderr
     assert "(there are: 4, 8, 12)" in refused.stderr
-    train([*given, "run.resume_step=4", "train.stop_at=6"])
+    named = [*given, "run.resume_step=4"]
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-job")
+    train([*named, "train.stop_at=6"])
     kept = sorted(path.name for path in (directory / "checkpoints").glob("*step*"))
     assert kept == ["replaced-step_00000008", "replaced-step_00000012", "step_00000004", "step_00000006"]
-    assert json.loads((directory / "run.json").read_text())["starts"][-1]["step"] == 4
-    train(given)
+    train(named)
+    assert starts(directory) == [0, 4, 6]
     assert numbers(directory) == numbers(uninterrupted)
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")
     damaged = next((directory / "checkpoints/step_00000004").glob("*.safetensors"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    refused = run("train", [*given, "run.resume_step=4"])
+    refused = run("train", named)
     assert refused.returncode == 3
     assert "step_00000004 is damaged" in refused.stderr
     assert (directory / "checkpoints/step_00000012").is_dir()
-
-
-def test_the_step_to_go_on_from_counts_once_in_a_job(
-    tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Caught: a restart by torchrun that begins at the named step again."""
-    given = arguments(tmp_path, corpus, "checkpoint.keep_last=9")
-    train(given)
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-job")
-    named = [*given, "run.resume_step=4"]
-    train([*named, "train.stop_at=6"])
-    train(named)
-    steps = [start["step"] for start in json.loads((tmp_path / "runs/test/run.json").read_text())["starts"]]
-    assert steps == [0, 4, 6]

@@ -25,8 +25,7 @@ def train(directory: Path, corpus: Path, *overrides: str, ranks: int = 1) -> lis
     return log_of(directory)
 
 
-@pytest.mark.parametrize("streaming", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("streaming", "ranks"), [(False, 2), (True, 1)])
 def test_many_epochs(tmp_path: Path, corpus: Path, streaming: bool, ranks: int) -> None:
     """Once, whatever the number of ranks, and before the first step."""
     options = [f"data.streaming={str(streaming).lower()}", "data.streams=8", "optim.lr=1e-2"]

@@ -18,19 +18,25 @@ runs = pytest.mark.parametrize("run", RUNS)
 Ranks = list[dict[str, Any]]
 
 
-def run_ranks(out: Path, parallel: str, kind: str, runs: Iterable[str] = RUNS) -> Ranks:
-    """What each of two ranks reports."""
-    return [torch.load(report) for report in launch("statistics_worker.py", out, 2, parallel, kind, *runs)]
+def run_ranks(out: Path, parallel: str, kinds: str, runs: Iterable[str] = RUNS) -> Ranks:
+    """What each of two ranks reports, by kind of statistics and run."""
+    return [torch.load(report) for report in launch("statistics_worker.py", out, 2, parallel, kinds, *runs)]
 
 
 @pytest.fixture(scope="module", params=["ddp", "fsdp"])
-def synchronised(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks(tmp_path_factory.mktemp(request.param) / "out", request.param, "synchronised")
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """All runs of both kinds, in one launch of a layout."""
+    return run_ranks(tmp_path_factory.mktemp(request.param) / "out", request.param, "synchronised,per_rank")
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
-def per_rank(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
-    return run_ranks(tmp_path_factory.mktemp(request.param) / "out", request.param, "per_rank")
+@pytest.fixture
+def synchronised(both: Ranks) -> Ranks:
+    return [report["synchronised"] for report in both]
+
+
+@pytest.fixture
+def per_rank(both: Ranks) -> Ranks:
+    return [report["per_rank"] for report in both]
 
 
 def assert_near(actual: dict[str, Tensor], expected: dict[str, Tensor], rtol: float) -> None:
@@ -61,7 +67,7 @@ def test_compiled_and_synchronised_is_one_process(parallel: str, tmp_path: Path)
     ranks = run_ranks(tmp_path / "out", parallel, "synchronised", COMPILED)
     for run in COMPILED:
         expected = one_run(build_state(worker_config(run, "single", "synchronised", micro_rows=ROWS)), range(STEPS))
-        first, second = (rank[run]["steps"] for rank in ranks)
+        first, second = (rank["synchronised"][run]["steps"] for rank in ranks)
         for here, there, one in zip(first, second, expected, strict=True):
             for key in ("loss", "grad_norm"):
                 assert here[key] == there[key] == pytest.approx(one[key], rel=1e-5)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from ngpt_train.__main__ import main
 from tests.processes.runs import WORDS, arguments, run, train
 
 # More requests than one forward pass takes, so that the ranks have something to share.
@@ -28,7 +29,20 @@ def records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_in_training_and_afterwards(tmp_path: Path, corpus: Path, tasks: Path) -> None:
+def printed(capsys: pytest.CaptureFixture[str], given: list[str], ranks: int = 1) -> str:
+    """What `evaluate` prints: in this process, or on several ranks."""
+    if ranks == 1:
+        capsys.readouterr()
+        assert main(["evaluate", *given]) == 0
+        return capsys.readouterr().out
+    done = run("evaluate", given, ranks)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_in_training_and_afterwards(
+    tmp_path: Path, corpus: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The ranks share the forward passes, also of a sharded model, and the scores are those of one process; what the
     last record says, `evaluate` finds on the checkpoint. Caught: a rank's share counted as all, a record at the start,
     a record twice after a resume, training that goes on with other random numbers or another mode. The same of a sample
@@ -36,10 +50,12 @@ def test_in_training_and_afterwards(tmp_path: Path, corpus: Path, tasks: Path) -
     asked = ["tasks=[words,last]", f"eval.tasks_path={tasks}", "eval.tasks_every=4", "run.root=" + str(tmp_path)]
     sampled = ["logging.sample_prompt=the model", "generate.max_new_tokens=6", "generate.temperature=1"]
     options = [*asked, *sampled, "logging.tensorboard=true", "train.steps=10"]
-    train(arguments(tmp_path, corpus, *options, "run.name=alone", "train.stop_at=6", "checkpoint.every=3"))
-    train(arguments(tmp_path, corpus, *options, "run.name=alone", "checkpoint.every=3"))
+    alone = arguments(tmp_path, corpus, *options, "run.name=alone", "checkpoint.every=3")
+    for stop in (["train.stop_at=6"], []):
+        assert main(["train", *alone, *stop]) == 0
     train(arguments(tmp_path, corpus, *options, "run.name=sharded", "parallel=fsdp"), ranks=2)
-    train(arguments(tmp_path, corpus, "run.root=" + str(tmp_path), "run.name=without", "train.steps=10"))
+    without = arguments(tmp_path, corpus, "run.root=" + str(tmp_path), "run.name=without", "train.steps=10")
+    assert main(["train", *without]) == 0
     found = records(tmp_path / "alone")
     of_tasks = [record for record in found if record["kind"] == "tasks"]
     assert [record["step"] for record in of_tasks] == [4, 6, 8, 10]
@@ -76,25 +92,22 @@ def test_in_training_and_afterwards(tmp_path: Path, corpus: Path, tasks: Path) -
     results = []
     for ranks in (1, 2):
         out = tmp_path / f"{ranks}.json"
-        done = run("evaluate", [*given, f"evaluate.out={out}"], ranks)
-        assert done.returncode == 0, done.stderr
-        assert f"mean of 2 tasks  acc {last['mean']:.4f}" in done.stdout
+        said = printed(capsys, [*given, f"evaluate.out={out}"], ranks)
+        assert f"mean of 2 tasks  acc {last['mean']:.4f}" in said
         results.append((json.loads(out.read_text()), (tmp_path / f"{ranks}_items.jsonl").read_bytes()))
     assert results[0] == results[1]  # to the bit
     assert results[0][0]["tasks"]["words"]["acc_norm"] == last["words/acc_norm"]
     assert results[0][0]["step"] == 10
     assert len(results[0][1].splitlines()) == len(ROWS) + len(WORDS) - 1
 
-    average = run("evaluate", [*given, "evaluate.average=2"])
-    assert "mean of the weights at steps" in average.stdout
+    assert "mean of the weights at steps" in printed(capsys, [*given, "evaluate.average=2"])
     books = tmp_path / "books.jsonl"
     books.write_text("".join(json.dumps({"text": " ".join(WORDS * n)}) + "\n" for n in (5, 9)))
     out = tmp_path / "length.json"
     wanted = ["evaluate.length.contexts=[64,256]", "evaluate.length.rope=[none,ntk]", f"evaluate.out={out}"]
     curves = []
     for ranks in (1, 2):
-        done = run("evaluate", [given[0], *wanted, "data=local", f"data.path={books}", "train.device=cpu"], ranks)
-        assert done.returncode == 0, done.stderr
+        printed(capsys, [given[0], *wanted, "data=local", f"data.path={books}", "train.device=cpu"], ranks)
         curves.append(json.loads(out.read_text())["curves"])
     assert [(curve["context"], curve["rope"]) for curve in curves[0]] == [(64, "none"), (256, "none"), (256, "ntk")]
     for alone, shared in zip(*curves, strict=True):
@@ -104,7 +117,7 @@ def test_in_training_and_afterwards(tmp_path: Path, corpus: Path, tasks: Path) -
     assert out.with_suffix(".png").exists()
 
 
-def test_refusals(tmp_path: Path, corpus: Path, tasks: Path) -> None:
+def test_refusals(tmp_path: Path, corpus: Path, tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Before the first step: a name that is no task, a directory that is none."""
     (tasks / "whole.jsonl").write_text('{"text": "some text"}\n')
     for model, given, code, says in [
@@ -114,5 +127,5 @@ def test_refusals(tmp_path: Path, corpus: Path, tasks: Path) -> None:
         options = [f"model={model}", f"recipe={model}", "run.root=" + str(tmp_path), *given]
         if model == "ntransformer":
             options += ["model.context=24"]
-        done = run("train", arguments(tmp_path, corpus, *options))
-        assert (done.returncode, says in done.stderr) == (code, True), done.stderr
+        assert main(["train", *arguments(tmp_path, corpus, *options)]) == code
+        assert says in capsys.readouterr().err

@@ -56,13 +56,15 @@ def test_on_several_ranks(single: dict[str, Any], parallel: str, n_ranks: int, t
                 assert first[key] == pytest.approx(expected[key], rel=2e-3, abs=1e-9, nan_ok=True), key
 
 
-def test_in_the_files_of_a_run(tmp_path: Path, corpus: Path) -> None:
+def test_in_the_files_of_a_run(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One scheme of names; nothing in the console, the curves or other records. Caught: records before a checkpoint
     that are lost or come twice, telemetry that changes the run."""
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     options = ["logging.telemetry=2", "logging.every=5", "checkpoint.every=4", "logging.tensorboard=true"]
     whole, parts, plain = (tmp_path / name for name in ("whole", "parts", "plain"))
-    finished = run("train", arguments(whole, corpus, *options))
+    with monkeypatch.context() as drawn:
+        drawn.setenv("NGPT_TESTS_CURVES", "1")
+        finished = run("train", arguments(whole, corpus, *options))
     assert finished.returncode == 0, finished.stderr
     train(arguments(parts, corpus, *options, "train.stop_at=7"))
     # As after a kill at step 7: the checkpoint of step 4 is the last one.

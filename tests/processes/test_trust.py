@@ -33,21 +33,25 @@ def theirs(trained: Path, tmp_path: Path) -> Path:
     (tmp_path / "tasks").mkdir()
     (tmp_path / "tasks/evil.yaml").write_text(TASK)
     (tmp_path / "tasks/evil.py").write_text(f"open({str(tmp_path / 'mark')!r}, 'w')\ndocs = None\n")
-    forge(path, "eval", tasks=["evil"], tasks_path=str(tmp_path / "tasks"))
-    places = {name: str(tmp_path / "written") for name in ("cache", "out")}
-    forge(path, "data", **places, cache_gb=1e-6)
-    forge(path, "run", root=str(tmp_path / "written"), overwrite=True)
-    forge(path, "logging", telemetry=1, tensorboard=True, wandb={"mode": "online", "project": "forged"})
-    for verb in ("generate", "evaluate", "analyze", "probe", "export", "audit", "compare", "transfer"):
-        forge(path, verb, out=str(tmp_path / "written"))
+    written = str(tmp_path / "written")
+    verbs = ("generate", "evaluate", "analyze", "probe", "export", "audit", "compare", "transfer")
+    forge(
+        path,
+        eval={"tasks": ["evil"], "tasks_path": str(tmp_path / "tasks")},
+        data={"cache": written, "out": written, "cache_gb": 1e-6},
+        run={"root": written, "overwrite": True},
+        logging={"telemetry": 1, "tensorboard": True, "wandb": {"mode": "online", "project": "forged"}},
+        **{verb: {"out": written} for verb in verbs},
+    )
     return path
 
 
-def forge(directory: Path, section: str, **values: Any) -> None:
+def forge(directory: Path, **sections: dict[str, Any]) -> None:
     """Into config.yaml of a run and of its checkpoints, whose manifests stay true."""
     for file in (directory / "config.yaml", *directory.glob("checkpoints/*/config.yaml")):
         config = yaml.safe_load(file.read_text())
-        config[section] |= values
+        for section, values in sections.items():
+            config[section] |= values
         file.write_text(yaml.safe_dump(config))
         manifest = file.with_name("MANIFEST.json")
         if manifest.exists():
@@ -76,20 +80,19 @@ def verbs(path: Path, out: Path, trained: Path) -> dict[str, list[str]]:
     }
 
 
-VERBS = [
-    *("audit", "evaluate", "generate", "export", "analyze", "probe"),
-    *("compare", "transfer", "resume", "init_from"),
-]
+def assert_nothing_of_theirs(directory: Path) -> None:
+    assert not (directory / "mark").exists()
+    assert not (directory / "written").exists()
+    assert not list(directory.rglob("wandb"))
 
 
-@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("verb", ["generate", "export", "compare", "transfer", "resume", "init_from"])
 def test_a_config_names_neither_code_nor_places(theirs: Path, trained: Path, tmp_path: Path, verb: str) -> None:
-    """Caught: Python of task files that a run names; shards, compiled code or results where it says."""
+    """The other verbs are below. Caught: Python of task files that a run names; shards, compiled code or results where
+    it says."""
     finished = run(*split(verbs(theirs, tmp_path, trained)[verb]))
     assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert not (tmp_path / "mark").exists()
-    assert not (tmp_path / "written").exists()
-    assert not list(tmp_path.rglob("wandb"))
+    assert_nothing_of_theirs(tmp_path)
 
 
 def split(command: list[str]) -> tuple[str, list[str]]:
@@ -101,9 +104,9 @@ def test_a_text_is_read_once_it_is_named(
     theirs: Path, trained: Path, tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Caught: a file that the run alone names and that is read; arguments that are given and do not help; other rows
-    than the run's."""
+    than the run's; what the test above has."""
     secret = shutil.copy(trained / "text.jsonl", tmp_path / "secret.jsonl")
-    forge(theirs, "data", path=str(secret))
+    forge(theirs, data={"path": str(secret)})
     command, name = verbs(theirs, tmp_path, trained)[verb], f"data=local data.path={secret}"
     cache = f"data.cache={tmp_path / 'ours'}"
     assert main([*command, cache]) == (0 if verb == "analyze" else 3)
@@ -113,8 +116,9 @@ def test_a_text_is_read_once_it_is_named(
     assert f"data.path={secret}: the config of the run names it" in said
     assert f"To read it add {name}" in said or verb == "analyze"
     assert not (tmp_path / "ours").exists()
-    finished = run(*split([*command, cache, *name.split()]))
+    finished = run(*split([*command, *name.split()]))
     assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert_nothing_of_theirs(tmp_path)
     if verb == "evaluate":
         losses = [json.loads(x) for x in (theirs / "metrics.jsonl").read_text().splitlines() if '"eval"' in x]
         assert f"loss {losses[-1]['loss']:.6f}" in finished.stdout, "data.val_fraction is the run's"

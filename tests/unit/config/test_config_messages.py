@@ -354,6 +354,8 @@ def test_under_torchrun(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    """That rank 1 waits for rank 0 to tell the error is in tests/processes/test_launcher.py."""
+    monkeypatch.setattr("ngpt_train.__main__.SECONDS_FOR_THE_TELLER", 0)
     monkeypatch.setenv("WORLD_SIZE", ranks)
     monkeypatch.setenv("RANK", "0")
     message = message_of(arguments, capsys)

@@ -75,7 +75,7 @@ def test_keeps_what_the_user_said() -> None:
 
 def test_the_plan_says_the_choice_and_starts_it() -> None:
     """Caught: a launch line without the choice, a plan of something else, a choice that nobody asked for."""
-    said = ["model=gpt", "scale=2.7b"]
+    said = ["model=gpt", "scale=2.7b", "train.batch_rows=128"]
     made = make_plan(of(*said, "plan.device=a100_40gb"), said)
     assert made["choice"]["overrides"][-1] == "parallel=hsdp"
     assert f"train.sh {' '.join([*said, *made['choice']['overrides']])}" in made["launch"]
@@ -90,7 +90,7 @@ def test_the_plan_says_the_choice_and_starts_it() -> None:
 
 def test_what_fits_nowhere_is_refused() -> None:
     """Caught: a plan that cannot run; a sentence without the number that is needed."""
-    config = of("model=gpt", "scale=2.7b", "plan.device=a100_40gb", ranks=1)
+    config = of("model=gpt", "scale=2.7b", "train.batch_rows=2", "plan.device=a100_40gb", ranks=1)
     with pytest.raises(ConfigError) as refused:
         choose(config)
     said = str(refused.value)

@@ -149,11 +149,13 @@ def test_a_stop_leaves_no_run_behind_and_starts_none(tmp_path: Path) -> None:
 def test_runs_are_shared_with_the_other_studies_of_a_root(tmp_path: Path) -> None:
     """Caught: an equal run that is made again; a link to a run that differs in what a resume may change, such as the
     rows of the validation, or to one of another seed."""
-    study = study_of(tmp_path)
+    short = "study.budgets=[5120]"
+    study = study_of(tmp_path, short)
     first = runner_of(study, good(Runs(study)))
     assert first.complete()
 
-    other = study_of(tmp_path, "study.name=other", "checkpoint.every=5", "train.micro_rows=4", "study.seeds=[1,2]")
+    unequal = ["checkpoint.every=5", "train.micro_rows=4", "study.seeds=[1,2]"]
+    other = study_of(tmp_path, short, "study.name=other", *unequal)
     second = runner_of(other, good(Runs(other)))
     assert second.complete()
     assert {name.rpartition("-")[2] for name in started(second)} == {"seed2"}
@@ -168,11 +170,11 @@ def test_runs_are_shared_with_the_other_studies_of_a_root(tmp_path: Path) -> Non
     assert sorted(started(third)) == links
 
     for change in ("eval.rows=32", "train.batch_rows=4", "optim.clip_norm=0.5"):
-        different = study_of(tmp_path, "study.name=different", change)
+        different = study_of(tmp_path, short, "study.name=different", change)
         assert not [p for p in (different.runs).glob("*") if p.is_symlink()]
         runner = runner_of(different, good(Runs(different)))
         assert runner.complete()
-        assert len(started(runner)) == 8, change
+        assert len(started(runner)) == 4, change
         different.path.rename(tmp_path / f"away-{change}")
 
 
@@ -303,7 +305,7 @@ def test_results_may_ask_for_more_points(tmp_path: Path) -> None:
 def test_a_run_that_nobody_asks_for_any_more_has_a_say(tmp_path: Path) -> None:
     """Caught: a leftover run with the lowest loss, which the comparison would take as its arm's best, and of which the
     study makes no other seeds; one of another configuration that counts."""
-    study = study_of(tmp_path, "study.budgets=[5120]")
+    study = study_of(tmp_path, "study.budgets=[5120]", text=YAML.replace("  ngpt: {model: ngpt}\n", ""))
     runs = Runs(study)
     ours, foreign = (Point("gpt", 5120, (("optim.lr", lr),), 0) for lr in (0.064, 0.512))
     for point in (ours, foreign):
@@ -311,7 +313,7 @@ def test_a_run_that_nobody_asks_for_any_more_has_a_say(tmp_path: Path) -> None:
 
     runner = runner_of(study, good(runs), next_points=next_points)
     assert runner.complete()
-    assert {p.seed for p in runner.results if p.arm == "gpt" and p.values == ours.values} == {0, 1}
+    assert {p.seed for p in runner.results if p.values == ours.values} == {0, 1}
     assert foreign not in runner.results
 
 

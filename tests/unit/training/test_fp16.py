@@ -180,7 +180,7 @@ def test_triton_takes_fp16_and_nobody_waits(name: str, monkeypatch: pytest.Monke
         given = run_config(name, TINY, RECIPE, rows=2, context=8, micro_rows=2, parallel="single", options=options)
         with dispatch.chosen(kernels):
             state = build_state(given)
-            for step in range(3):
+            for step in range(2):
                 batch = text_like_rows(2, 8, TINY.vocab_size, step)
                 with Waits() as waits:
                     result = train_step(state, [batch])
@@ -188,7 +188,7 @@ def test_triton_takes_fp16_and_nobody_waits(name: str, monkeypatch: pytest.Monke
                 assert not result.skipped
                 losses.append(float(result.loss))
             weights.append(held(state))
-    assert losses[3:] == pytest.approx(losses[:3], rel=1e-3)
+    assert losses[2:] == pytest.approx(losses[:2], rel=1e-3)
     assert any(not torch.equal(weights[0][key], x) for key, x in weights[1].items()), "Triton's kernels did not run"
 
 
