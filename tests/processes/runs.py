@@ -93,7 +93,7 @@ def start(given: list[str], ranks: int = 1) -> subprocess.Popen[str]:
 
 
 def wait_for_step(directory: Path, step: int) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300  # eight ranks on two slow cores take two minutes to begin
     while time.monotonic() < deadline:
         path = directory / "metrics.jsonl"
         if path.exists() and any(f'"step": {n},' in path.read_text() for n in range(step, step + 50)):

@@ -120,10 +120,11 @@ def test_one_process_is_killed(tmp_path: Path, text: Path, whole: Path, victim: 
 @pytest.mark.slow
 def test_many_resumes(tmp_path: Path, text: Path) -> None:
     """40 batches on 2, 8, 1 and 4 ranks, killed at steps that are no checkpoint's."""
-    train(arguments(tmp_path / "whole", text, *STREAMED, "train.steps=40"))
-    parts = arguments(tmp_path / "parts", text, *STREAMED, "train.steps=40", "checkpoint.every=4")
+    options = (*STREAMED, "train.steps=40", "train.micro_rows=3")  # of a rank of eight
+    train(arguments(tmp_path / "whole", text, *options))
+    parts = arguments(tmp_path / "parts", text, *options, "checkpoint.every=4")
     directory = tmp_path / "parts/runs/test"
-    for step, ranks, workers in ((9, 2, 1), (19, 8, 3), (30, 1, 2)):
+    for step, ranks, workers in ((9, 2, 1), (19, 8, 2), (30, 1, 3)):
         process = start([*parts, f"data.workers={workers}"], ranks)
         wait_for_step(directory, step)
         kill(process)
