@@ -30,11 +30,17 @@ BASELINE = Recipe(20, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=0.5, wa
 # Name, changes to the recipe, options, and whether the rows are held at length 1.
 RUNS = {
     "ngpt": ("ngpt", {}, [], True),
+    "ngpt tied": ("ngpt", {}, ["model.tied_embeddings=true"], True),
     "ngpt adamw": ("ngpt", {}, ["optim.name=adamw"], True),
     "ngpt parametrization": ("ngpt", {}, ["model.constraint=parametrization"], False),
+    "ngpt unconstrained": ("ngpt", {}, ["model.constraint=none"], False),
     "ngpt nugpt": ("ngpt", {"eps": 1e-16}, ["recipe=nugpt", "model.reference.d_model=8"], True),
     "ngpt not clipped": ("ngpt", {"clip_norm": "null"}, [], True),
+    "ntransformer": ("ntransformer", {}, [], True),
     "gpt": ("gpt", {}, [], False),
+    "gpt adam": ("gpt", {"weight_decay": 0.0}, ["optim.name=adam"], False),
+    "normformer": ("normformer", {}, [], False),
+    "powernorm": ("powernorm", {}, [], False),
 }
 
 
@@ -162,9 +168,10 @@ def test_a_bad_gradient_moves_nothing(run: str, before: int, bad: float) -> None
     ("run", "size", "first", "then"),
     [
         pytest.param("ngpt", DEBUG, "torch", "triton", marks=pytest.mark.slow),
-        pytest.param("ngpt", DEBUG, "triton", "torch", marks=pytest.mark.slow),
+        ("ngpt", DEBUG, "triton", "torch"),
         ("ngpt", SMALL, "torch", "triton"),
         ("ngpt", SMALL, "triton", "triton"),
+        ("gpt", SMALL, "torch", "triton"),
         ("gpt", SMALL, "triton", "torch"),
     ],
 )

@@ -98,6 +98,7 @@ FAST_EXCHANGES = [
     ("gpt", "fsdp", "full", "fp32", "step", "step", 2),
     ("ngpt", "hsdp", "none", "bf16", "pass", "step", 3),
     ("gpt", "fsdp", "full", "fp32", "pass", "micro_batch", 1),
+    ("gpt_encoder_decoder", "fsdp", "full", "bf16", "step", "step", 2),
     ("composed_encoder_decoder model.mlp=plain", "fsdp", "full", "bf16", "step", "micro_batch", 2),
 ]
 # Each model with each choice of both keys, and of all else in turn.
@@ -146,7 +147,7 @@ def test_of_whole_steps_at_scale(model: str, scale: str, recompute: str, layout:
     assert planned(config) == pytest.approx(counted_peak(config, ranks, local_size), rel=0.1)
 
 
-@pytest.mark.parametrize("recompute", ["none", "full", pytest.param("selective", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recompute", KINDS)
 def test_of_whole_steps_under_ddp(recompute: str) -> None:
     """On real tensors, in a group of one: DDP's reducer, in C++, knows no fake ones. Caught: gradients counted twice,
     as DDP's buckets and as the parameters', or for a while alone."""

@@ -54,8 +54,8 @@ def chosen_anew() -> Iterator[None]:
 
 
 OPTIONS = [("torch", 0.0), ("torch", 1e-2), ("triton", 1e-2)]
-# The interpreter is slow. Of the kernels that GPT does not launch, test_fp16.py has nGPT's.
-INTERPRETED = ("gpt",)
+# The interpreter is slow. These two launch all kernels that the others launch.
+INTERPRETED = ("gpt", "ntransformer")
 
 
 @pytest.mark.parametrize(
