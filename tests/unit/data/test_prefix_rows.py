@@ -284,13 +284,18 @@ def test_generate(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["generate", *given, *overrides]) == 0
         return capsys.readouterr().out
 
-    short, long = "the model", ("the model reads a row of tokens and moves every vector " * 3).strip()
-    greedy = text(long, "generate.temperature=0")
-    assert greedy.startswith(long)
-    assert len(greedy) > len(long) + 5
-    drawn = text(short, "generate.seed=2")
-    assert drawn.startswith(short)
-    assert drawn == text(short, "generate.seed=2") != text(short)
+    long = "the model reads a row of tokens and moves every vector " * 3
+    for prompt in ("the model", long.strip()):
+        assert text(prompt).startswith(prompt)
+        assert len(text(prompt, "generate.temperature=0")) > len(prompt) + 5
+        assert text(prompt, "generate.seed=2") == text(prompt, "generate.seed=2") != text(prompt)
+
+
+def test_a_corpus_of_short_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    corpus = tmp_path / "short.jsonl"
+    corpus.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(200)))
+    assert main(["train", *arguments(tmp_path, corpus, *RUN)]) == 3
+    assert "model.source_context + 2 = 98" in "".join(capsys.readouterr())
 
 
 def test_nanogpt_files(tmp_path: Path) -> None:
@@ -303,7 +308,11 @@ def test_nanogpt_files(tmp_path: Path) -> None:
         ids.astype("<u2").tofile(tmp_path / name)
         if name == "train.bin":
             long_enough = int((lengths >= 44).sum())
-    given = arguments(tmp_path, tmp_path, "data=tokens", "model=ntransformer", "data.val_fraction=0.02")
+    given = arguments(
+        tmp_path, tmp_path, "data=tokens", "model=ntransformer", "train.steps=2", "data.val_fraction=0.02"
+    )
     data = open_dataset(load_config(given))
     assert isinstance(data.train, Tokens)
     assert len(beginnings(data.train, 64, 42)) == long_enough
+    assert main(["train", *given]) == 0
+    assert records(tmp_path / "runs/test")[2]["tokens"] > 0
