@@ -118,11 +118,11 @@ def _rows_of(tokens: Tokens, form: RowFormat) -> Rows:
 
 def check_length(split: str, n_tokens: int, context: int, where: str) -> None:
     """Raises DataError if `n_tokens` are less than one row of `context` + 1."""
+    change = "raise data.val_fraction (`evaluate` takes 1)" if split == "validation" else "lower data.val_fraction"
     if n_tokens < context + 1:
         raise DataError(
             f"{where}: the {split} split has {n_tokens} tokens, less than one row (model.context + 1 = {context + 1}); "
-            "add text, shorten model.context"
-            + (" or raise data.val_fraction" if split == "validation" else " or lower data.val_fraction")
+            f"add text, shorten model.context or {change}"
         )
 
 
