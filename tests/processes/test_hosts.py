@@ -78,7 +78,12 @@ class Job:
         return json.loads((self.directory / "run.json").read_text())["starts"]
 
     def end(self) -> dict[str, Any]:
-        return json.loads((self.directory / "exit.json").read_text())
+        """exit.json, which a rank writes a moment after it has printed why it ends."""
+        deadline = time.monotonic() + 3 * SECONDS
+        while not (path := self.directory / "exit.json").exists():
+            assert time.monotonic() < deadline, "no exit.json"
+            time.sleep(0.1)
+        return json.loads(path.read_text())
 
 
 @pytest.fixture
