@@ -31,6 +31,7 @@ def files(directory: Path) -> dict[str, tuple[bytes, int]]:
     return {str(x): (x.read_bytes(), x.stat().st_mtime_ns) for x in directory.rglob("*") if x.is_file()}
 
 
+@pytest.mark.slow
 def test_an_honest_run_and_an_edited_one(trained: Path) -> None:
     """Caught: a resume that is not the run's own, other threads, a run that is written to; exit code 0 for an edit."""
     directory = trained / "runs/test"
@@ -59,6 +60,7 @@ def test_an_honest_run_and_an_edited_one(trained: Path) -> None:
     assert [x["field"] for x in json.loads(out.read_text())["found"]][-1] == "grad_norm"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only Linux ends a process with its parent")
 def test_a_killed_audit_trains_no_further(trained: Path, tmp_path: Path) -> None:
     """Caught: a training that goes on with nobody to read it."""

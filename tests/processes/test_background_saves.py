@@ -67,7 +67,8 @@ def check_all_complete(directory: Path) -> None:
         verify(path, World(0, 1, 0, None))  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("point", ["writing", "after-rename"])  # every point: with two ranks, below
+# Every point: with two ranks, below.
+@pytest.mark.parametrize("point", ["writing", pytest.param("after-rename", marks=pytest.mark.slow)])
 def test_killed_in_a_save(tmp_path: Path, corpus: Path, undisturbed: Path, point: str) -> None:
     """Caught: half a checkpoint under a good name; a checkpoint that is deleted before the newer one has its name."""
     given = arguments(tmp_path, corpus, "checkpoint.keep_last=1", "checkpoint.async=true")
@@ -115,6 +116,7 @@ def test_a_rank_killed_in_a_save(tmp_path: Path, corpus: Path, undisturbed_by_tw
     check_all_complete(directory)
 
 
+@pytest.mark.slow
 def test_a_failed_save_is_tried_again(tmp_path: Path, corpus: Path) -> None:
     """Rank 1 cannot write at step 40. Caught: a run that ends for it, ranks that disagree on whether a save has failed,
     a next attempt that comes with the next planned checkpoint only."""
@@ -130,7 +132,7 @@ def test_a_failed_save_is_tried_again(tmp_path: Path, corpus: Path) -> None:
     assert list(numbers(tmp_path / "runs/test")) == list(range(1, 71))
 
 
-@pytest.mark.parametrize("asynchronous", ["true", "false"])
+@pytest.mark.parametrize("asynchronous", ["true", pytest.param("false", marks=pytest.mark.slow)])
 def test_three_failures_are_an_alarm(tmp_path: Path, corpus: Path, undisturbed: Path, asynchronous: str) -> None:
     given = arguments(tmp_path, corpus, f"checkpoint.async={asynchronous}")
     process = started(given, "fail", "checksummed", "all", "0")
@@ -145,6 +147,7 @@ def test_three_failures_are_an_alarm(tmp_path: Path, corpus: Path, undisturbed: 
     assert list((directory / "checkpoints").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_one_save_at_a_time(tmp_path: Path, corpus: Path, undisturbed: Path) -> None:
     """Each write takes two seconds, a step far less. Caught: saves that overtake each other or share their buffers, a
     save that is left out, a copy that training changes."""

@@ -61,6 +61,7 @@ assert used.ru_utime + used.ru_stime < 2, used
     assert "train.stop_at=5" in done.stderr
 
 
+@pytest.mark.slow
 def test_verbs_in_processes_of_their_own(tmp_path: Path, corpus: Path) -> None:
     """Other tests fork them from a process that has imported everything (`plan` is below).
     Caught: an import that only another one makes possible, an end that hangs, fails, or loses what was printed."""

@@ -101,6 +101,7 @@ def two_hosts(directory: Path, overrides: Sequence[str], *variables: dict[str, s
         return codes, output.read()
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_compiler")
 def test_two_hosts_that_differ(tmp_path: Path, corpus: Path) -> None:
     """Caught: a directory that each host has for itself; other variables or overrides; a rank that ends with another

@@ -37,6 +37,7 @@ def loss_of(run: Path) -> str:
     return finished.stdout.partition("rows): ")[2]
 
 
+@pytest.mark.slow
 def test_there_and_back(trained: Path, tmp_path: Path) -> None:
     """Caught: an export that generates other tokens in transformers than the checkpoint does here, its tokenizer
     included, and an import whose loss is not the same."""

@@ -38,6 +38,7 @@ def on_hub(tmp_path: Path, *overrides: str) -> list[str]:
     return [argument for argument in given if not argument.startswith("data.path=")]
 
 
+@pytest.mark.slow
 def test_killed_while_the_server_fails(hub: Hub, text: Path, tmp_path: Path) -> None:
     train(arguments(tmp_path / "here", text, *STREAMED, "train.steps=20"))
     hub.faults += [hub_server.dropped(300), hub_server.altered, hub_server.status(429, **{"Retry-After": "1"})]

@@ -41,6 +41,7 @@ def starts(directory: Path) -> list[int]:
     return [begun["step"] for begun in json.loads((directory / "run.json").read_text())["starts"]]
 
 
+@pytest.mark.slow
 def test_killed_twice_at_random(tmp_path: Path, corpus: Path, uninterrupted: Path) -> None:
     given = arguments(tmp_path, corpus)
     directory = tmp_path / "runs/test"
@@ -96,7 +97,9 @@ def test_other_ranks_and_layouts(tmp_path: Path, corpus: Path, uninterrupted: Pa
         assert (lr, tokens) == expected[step][2:]
 
 
-@pytest.mark.parametrize(("number", "ranks"), [(signal.SIGINT, 1), (signal.SIGTERM, 2)])
+@pytest.mark.parametrize(
+    ("number", "ranks"), [(signal.SIGINT, 1), pytest.param(signal.SIGTERM, 2, marks=pytest.mark.slow)]
+)
 def test_signal_saves_and_exits_cleanly(
     tmp_path: Path, corpus: Path, uninterrupted: Path, number: signal.Signals, ranks: int
 ) -> None:

@@ -23,7 +23,7 @@ def run_ranks(out: Path, parallel: str, kinds: str, runs: Iterable[str] = RUNS) 
     return [torch.load(report) for report in launch("statistics_worker.py", out, 2, parallel, kinds, *runs)]
 
 
-@pytest.fixture(scope="module", params=["ddp", "fsdp"])
+@pytest.fixture(scope="module", params=["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """All runs of both kinds, in one launch of a layout."""
     return run_ranks(tmp_path_factory.mktemp(request.param) / "out", request.param, "synchronised,per_rank")

@@ -87,7 +87,7 @@ def test_killed_and_resumed_on_other_ranks(tmp_path: Path, text: Path, whole: Pa
     assert losses[24] < 0.95 * losses[1]
 
 
-@pytest.mark.parametrize("victim", ["rank", "worker"])
+@pytest.mark.parametrize("victim", [pytest.param("rank", marks=pytest.mark.slow), "worker"])
 def test_one_process_is_killed(tmp_path: Path, text: Path, whole: Path, victim: str) -> None:
     """kill -9, as a lack of memory does. Caught: a trainer that waits for its worker for ever; workers that live on
     without their trainer, even one that is stopped and hears nothing."""
@@ -132,7 +132,7 @@ def test_many_resumes(tmp_path: Path, text: Path) -> None:
     assert data_hashes(directory) == data_hashes(tmp_path / "whole/runs/test")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path, number: signal.Signals) -> None:
     """To all processes at once, as Ctrl-C and many launchers do. Caught: a run that ends without its checkpoint."""
     if signal.getsignal(number) == signal.SIG_IGN:
@@ -149,6 +149,7 @@ def test_interrupted_run_leaves_no_worker(tmp_path: Path, text: Path, number: si
     assert_gone(workers)
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_holds_up_no_signal(tmp_path: Path, text: Path) -> None:
     """Caught: a trainer that waits for rows and hears no SIGTERM."""
     given = arguments(tmp_path, text, *STREAMED, "train.steps=100000", "data.workers=1", "checkpoint.every=0")
@@ -169,6 +170,7 @@ def test_a_worker_that_is_stopped_holds_up_no_signal(tmp_path: Path, text: Path)
     assert_gone([worker])
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_stopped_ends_the_wait(tmp_path: Path, text: Path) -> None:
     """Caught: a wait without an end."""
     given = arguments(tmp_path, text, *STREAMED, "train.steps=100000", "data.workers=1", "data.fetch_minutes=0.05")
@@ -182,6 +184,7 @@ def test_a_worker_that_is_stopped_ends_the_wait(tmp_path: Path, text: Path) -> N
     assert_gone([worker])
 
 
+@pytest.mark.slow
 def test_interrupted_while_workers_start(tmp_path: Path, text: Path) -> None:
     """Caught: an interrupt that ends a worker before it has read what its trainer is writing to it."""
     process = start(arguments(tmp_path, text, *STREAMED, "train.steps=2000", "data.workers=2", "tokenizer=gpt2"))

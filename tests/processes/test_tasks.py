@@ -40,6 +40,7 @@ def printed(capsys: pytest.CaptureFixture[str], given: list[str], ranks: int = 1
     return done.stdout
 
 
+@pytest.mark.slow
 def test_in_training_and_afterwards(
     tmp_path: Path, corpus: Path, tasks: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
