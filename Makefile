@@ -1,6 +1,7 @@
 # make quickstart   sets everything up, trains a small GPT and nGPT on real text, and compares them
 # make test         sets everything up and runs lint, types and the fast tests
-# make test-all     the slow tests as well (make test-slow: those alone)
+# make test-slow         the slow tests, which .ci/run runs after these
+# make test-exhaustive   the tests that are run by hand, an hour
 
 PYTHON ?= python3
 VENV   := .venv
@@ -8,22 +9,23 @@ BIN    := $(VENV)/bin
 
 # Pytest processes: `auto` is one a core and one more, at most 8. `make test WORKERS=0` runs all tests in one.
 WORKERS ?= auto
-# What `make test-slow` takes: `make test-slow TESTS=tests/processes` leaves out the tables that single processes compute.
+# Where tests are looked for: `make test-exhaustive TESTS=tests/unit/kernels`.
 TESTS   ?= tests
 PYTEST  := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=30 --durations-min=5
 
-.PHONY: quickstart test test-slow test-all lint clean
+.PHONY: quickstart test test-slow test-exhaustive lint clean
 
 quickstart: $(VENV)/.installed
 	$(BIN)/python -m ngpt_train study study=quickstart
 
 test: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow and not exhaustive" $(TESTS)
 
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow $(TESTS)
 
-test-all: test test-slow
+test-exhaustive: $(VENV)/.installed-dev
+	$(PYTEST) -m exhaustive $(TESTS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -9,7 +9,7 @@ import pytest
 
 def pairs_first(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     """`parametrize` by the product of the axes. The fast tier runs a few combinations, in which each value of an axis
-    still meets each value of every other axis; the others are marked slow."""
+    still meets each value of every other axis; the others are marked exhaustive."""
     combinations = list(itertools.product(*(range(len(values)) for values in axes.values())))
     missing = {pair for combination in combinations for pair in _pairs(combination)}
     fast = set()
@@ -21,7 +21,7 @@ def pairs_first(**axes: Sequence[Any]) -> pytest.MarkDecorator:
     for combination in combinations:
         chosen = [values[i] for i, values in zip(combination, axes.values(), strict=True)]
         name = "-".join(_name(axis, x) for axis, x in zip(axes, chosen, strict=True))
-        parameters.append(pytest.param(*chosen, id=name, marks=[] if combination in fast else [pytest.mark.slow]))
+        parameters.append(pytest.param(*chosen, id=name, marks=[] if combination in fast else [pytest.mark.exhaustive]))
     return pytest.mark.parametrize(list(axes), parameters)
 
 

@@ -98,7 +98,7 @@ def test_layouts_agree(
     assert_equal(recipe, layout, ranks, expected)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("n_ranks", [2, 4])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_cell(singles: dict[str, Report], recipe: str, n_ranks: int, tmp_path: Path) -> None:

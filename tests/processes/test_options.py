@@ -41,7 +41,7 @@ def test_z_loss(tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, floa
     assert all("z_loss" not in record for record in records(tmp_path / "runs/test", "eval").values())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("layout", "recompute"), [("single", "none"), ("ddp", "full"), ("fsdp", "selective")])
 def test_compile(
     tmp_path: Path, corpus: Path, plain: dict[int, tuple[float, float, float, int]], layout: str, recompute: str
@@ -66,7 +66,7 @@ def test_bf16_is_close(
         assert loss == pytest.approx(plain[step][0], rel=5e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_next_start_compiles_nothing(tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On two ranks that share a cache. Caught: a directory that is named too late, or by what changes from one process
     to the next, such as a path of the run."""
@@ -82,7 +82,7 @@ def test_the_next_start_compiles_nothing(tmp_path: Path, corpus: Path, monkeypat
     assert found[1] == found[0]
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_blocks_are_really_compiled(recompute: str) -> None:
     """torch.compile gives up in silence on a function that it does not like: one graph for all blocks, not none, and

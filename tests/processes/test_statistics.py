@@ -60,7 +60,7 @@ def test_synchronised_is_one_process(synchronised: Ranks, run: str) -> None:
         assert_near(here["statistics"], one["statistics"], 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_compiled_and_synchronised_is_one_process(parallel: str, tmp_path: Path) -> None:
     """Caught: a collective that the compiled graph drops."""

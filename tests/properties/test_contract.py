@@ -135,7 +135,7 @@ def test_one_batch_can_be_overfitted(name: str) -> None:
     assert losses[-1] < 0.4
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("packed", [False, True], ids=["", "documents"])
 @architectures
 def test_compiled_is_eager(name: str, packed: bool) -> None:

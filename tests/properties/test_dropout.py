@@ -142,7 +142,7 @@ def test_recomputed_blocks_drop_the_same(name: str) -> None:
     assert all(torch.equal(*pair) for pair in zip(*gradients, strict=True))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gpt", "ngpt", "normformer", "powernorm", "ntransformer"])
 def test_compiled_blocks_drop_the_same(name: str) -> None:
     """In fp32, gradients too, and with one graph for all blocks of a kind and all steps. Caught: hashes that compiled

@@ -25,6 +25,10 @@ from tests.properties.architectures import ARCHITECTURES
 from tests.unit.config.paper_page import PAGE, config_of_row, tables_of_page
 from tests.unit.data.test_hub import known_to
 
+pytestmark = (
+    pytest.mark.slow
+)  # all rows are composed; tests/processes/test_paper_experiments.py trains one of each table
+
 NAMES = [name for name in list_experiments() if name.startswith("paper/")]
 ROWS = {
     "engpt": 6,

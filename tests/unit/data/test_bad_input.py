@@ -665,7 +665,7 @@ LONG_BYTES = 200_000_000
 COPIES = {"prepared": 9, "streamed": 6}
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("way", WAYS)
 def test_a_document_of_200_mb(tmp_path: Path, way: str) -> None:
     """Caught: ids of eight bytes, or a copy too many, of a text that is large enough to end a machine."""

@@ -245,7 +245,7 @@ def test_an_unknown_name_is_refused_before_all_tasks_are_read(directory: Path, m
         asked(directory, "choices", "arc_easy", "piqaa")
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_every_name_of_the_harness_is_found_in_its_files() -> None:
     """Caught: a task, a group or a tag of a template that is refused as unknown."""
     assert set(TaskManager().all_tasks) <= task_files.Harness().folders_by_name.keys()

@@ -366,7 +366,7 @@ def test_the_file_refuses_words(tmp_path: Path) -> None:
             load(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @torch.no_grad()
 def test_compiled(tmp_path: Path) -> None:
     """Caught: code that torch.compile cannot take as one graph."""

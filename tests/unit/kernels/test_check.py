@@ -240,7 +240,7 @@ def test_a_process_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert dead.lasting
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_a_process_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a wait without an end, a hang that is remembered for good, a process that is left behind."""
     marker = tmp_path / "pid"

@@ -7,7 +7,7 @@ import pytest
 from tests.unit.kernels.own_process import printed_by
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", ["sphere_step", "swiglu", "rotary", "cross_entropy", "adam"])
 def test_without_spills(kernel: str) -> None:
     """Caught: what the interpreter allows and the compiler does not; a block that no longer fits into registers."""

@@ -210,7 +210,7 @@ def test_target_outside_the_vocabulary(implementation, target: int) -> None:
             linear_cross_entropy(h, matrix, targets)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.exhaustive), torch.bfloat16])
 def test_chunks_are_summed_in_fp32(implementation, dtype: torch.dtype, monkeypatch) -> None:
     """Catches a gradient of the matrix that is summed in bf16: of 200 chunks alike, more than half would be lost."""
     monkeypatch.setattr(cross_entropy, "CPU_ROWS", 1)

@@ -142,7 +142,7 @@ def test_attention(masked: str, kv_heads: int) -> None:
     torch.testing.assert_close(almost_none, attention(q, k, v, scale, masked == "causal", mask), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_compiled_masks_have_the_same_bits() -> None:
     """Caught: an index of 32 bits, a product that saturates, a shift of another kind in compiled code."""
     torch._dynamo.reset()

@@ -20,7 +20,7 @@ RECORDED = {"GPT": 124.1, "nGPT": 124.1, "GPT, compile only": 126.1, "nGPT, comp
 CASES = [("H100", 1024), ("H100", 1280), ("A100", 1024)]
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(VERSION != PINNED, reason=f"counted with torch {PINNED}, this is {VERSION}"),
     pytest.mark.skipif(torch.version.cuda is not None, reason="torch with CUDA does not take a GPU that is not there"),
 ]

@@ -167,7 +167,7 @@ def test_a_bad_gradient_moves_nothing(run: str, before: int, bad: float) -> None
 @pytest.mark.parametrize(
     ("run", "size", "first", "then"),
     [
-        pytest.param("ngpt", DEBUG, "torch", "triton", marks=pytest.mark.slow),
+        pytest.param("ngpt", DEBUG, "torch", "triton", marks=pytest.mark.exhaustive),
         ("ngpt", DEBUG, "triton", "torch"),
         ("ngpt", SMALL, "torch", "triton"),
         ("ngpt", SMALL, "triton", "triton"),

@@ -182,7 +182,7 @@ def test_compiled_and_recomputed(kernels: str) -> None:
                 torch.testing.assert_close(one, other)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 def test_compiled_gradients_arrive_apart(kernels: str, backend: str) -> None:
     """Caught: outputs that are one tensor, or one a view of the other, whose gradients autograd adds up outside of the

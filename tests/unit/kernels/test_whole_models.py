@@ -102,7 +102,7 @@ def test_saved_activations(kernels: str, precision: str, measured: float) -> Non
     assert ngpt <= (measured + 0.01) * gpt  # a copy of one hidden state in bf16 is 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_saved_activations_of_compiled_blocks(kernels: str) -> None:
     """The same where the compiler chooses what is kept. Caught: rotated heads that it keeps beside the product."""

@@ -192,7 +192,7 @@ def history(name: str, *options: str) -> list[dict[str, Tensor]]:
     return found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["composed", "composed_encoder_decoder"])
 def test_compile_changes_nothing(name: str) -> None:
     """Caught: statistics that a compiled block advances by itself."""

@@ -59,7 +59,7 @@ def greedily(model: Decoder, prompts: list[Tensor], n: int, compiled: bool = Fal
     ("name", "size"),
     [
         *((name, GROUPED) for name in ARCHITECTURES),
-        *(pytest.param(name, SMALL, marks=[] if name in FAST else [pytest.mark.slow]) for name in VARIANTS),
+        *(pytest.param(name, SMALL, marks=[] if name in FAST else [pytest.mark.exhaustive]) for name in VARIANTS),
     ],
     ids=lambda value: value if isinstance(value, str) else "small" if value is SMALL else "grouped",
 )
@@ -105,7 +105,7 @@ def test_rows_may_end_and_texts_may_follow(name: str) -> None:
         assert error(second[row], model.next_token_logits(prompt, torch.tensor([7 + row]))) < 1e-12
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["ngpt", "gpt+qk_norm", "ntransformer"])
 def test_a_step_is_compiled_once(name: str) -> None:
     """For all blocks, tokens and prompts. Caught: shapes that grow with the text."""

@@ -399,7 +399,7 @@ def test_recomputation_changes_nothing(norm: str) -> None:
         assert_near(other, one, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @over_the_batch
 @pytest.mark.parametrize("recomputed", ["none", "full"])
 def test_compile_changes_nothing(norm: str, recomputed: str) -> None:

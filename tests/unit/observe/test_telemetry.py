@@ -386,7 +386,7 @@ def test_a_skipped_step_moves_nothing(name: str) -> None:
     assert math.isfinite(record["attention_max_logit/layers.0"])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("name", ["gpt", "ngpt", "powernorm"])
 def test_compiled_blocks_are_not_compiled_again(name: str) -> None:
     """Caught: a pass that compiles, guards that the telemetry breaks."""

@@ -77,7 +77,10 @@ def arguments_of_blocks(
 
 @pytest.mark.parametrize(
     ("model", "recompute"),
-    [*FAST, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in product(MODELS, KINDS) if cell not in FAST)],
+    [
+        *FAST,
+        *(pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in product(MODELS, KINDS) if cell not in FAST),
+    ],
 )
 def test_of_compiled_blocks(model: str, recompute: str) -> None:
     """With Triton's kernels, which a CPU can compile around, not run. Caught: what a norm keeps beside the products."""

@@ -84,7 +84,7 @@ SLOW = [
 
 @pytest.mark.parametrize(
     ("model", "layout", "recompute", "precision", "micro_batches"),
-    [*FAST, *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW if cell not in FAST)],
+    [*FAST, *(pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in SLOW if cell not in FAST)],
 )
 def test_of_whole_steps(model: str, layout: str, recompute: str, precision: str, micro_batches: int) -> None:
     """Caught: activations, gradients, gathered or cast matrices that plan forgets, counts twice or shards wrongly."""
@@ -113,7 +113,7 @@ SLOW_EXCHANGES = [
     ("model", "layout", "recompute", "precision", "gather", "scatter", "micro_batches"),
     [
         *FAST_EXCHANGES,
-        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in SLOW_EXCHANGES if cell not in FAST_EXCHANGES),
+        *(pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in SLOW_EXCHANGES if cell not in FAST_EXCHANGES),
     ],
 )
 def test_of_exchanges(
@@ -127,7 +127,7 @@ def test_of_exchanges(
     assert planned(config) == pytest.approx(counted_peak(config, *LAYOUTS[layout]), rel=0.05)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("scale", "recompute", "layout"),
     [("125m", "none", "hsdp"), ("0.5b", "selective", "fsdp"), ("1b", "full", "fsdp"), ("0.5b", "none", "single")],

@@ -94,20 +94,21 @@ def test_intervals_of_two_seeds_hold_the_truth() -> None:
     assert held >= 0.93 * DRAWS
 
 
+@pytest.mark.slow
 def test_budgets_that_the_baseline_alone_has() -> None:
     """Caught: their noise, or that of their rows, left out of the interval; a fit without them."""
     planted = Planted(ratio=1.3, budgets=budgets(5), own=0.004, n_rows=32, of_row=0.02, of_both=0.02)
     check(coverage(planted, at=3, draws=400, alone=1))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("curve", [power_law, log_linear])
 @pytest.mark.parametrize("ratio", [1.0, 1.3, 1.7, 4.0])
 def test_for_all_ratios(curve: object, ratio: float) -> None:
     check(coverage(Planted(ratio=ratio, curve=curve), at=0 if ratio > 2 else 1))
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "planted",
     [
@@ -141,6 +142,7 @@ def trends(ratio: float, growth: float, draws: int, **planted: float) -> list[Tr
     return found
 
 
+@pytest.mark.slow
 def test_whether_the_speedup_grows() -> None:
     """Catches: a slope over tokens instead of their logarithm; growth a factor of e in the place of a doubling; an
     interval from the ratios' own, which share the baseline."""
@@ -176,6 +178,7 @@ def test_the_interval_of_measured_seconds() -> None:
     assert hits / 1000 == pytest.approx(0.95, abs=0.018)
 
 
+@pytest.mark.slow
 def test_no_difference_is_seldom_better() -> None:
     """Catches: a verdict from one side of the interval alone."""
     found = coverage(Planted(ratio=1.0), at=3)
@@ -369,7 +372,7 @@ def test_within_one_schedule() -> None:
     assert "within one schedule" in found[1].note
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_percentile_bootstrap_of_three_seeds_covers_too_little() -> None:
     """The figure of docs/study.md, and why intervals are not made so."""
     rng = np.random.default_rng(1)

@@ -179,7 +179,7 @@ def requests_of(browser: Any) -> list[str]:
     return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
 
 
-SLOW = pytest.mark.slow
+SLOW = pytest.mark.exhaustive
 
 
 @pytest.mark.parametrize("case", ["usual", *(pytest.param(case, marks=SLOW) for case in CASES if case != "usual")])

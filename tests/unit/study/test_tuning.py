@@ -232,7 +232,7 @@ def test_the_search_ends_whatever_the_losses(number: int) -> None:
     check_landscape(number)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_search_ends_whatever_the_losses_of_many() -> None:
     for number in range(60, 1500):
         check_landscape(number)
@@ -270,7 +270,7 @@ def test_a_planted_optimum_is_in_its_interval() -> None:
     assert runs < 6.5
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("shared", [0.0, 0.7])
 @pytest.mark.parametrize(("price", "sigma"), [(0.02, 0.002), (0.02, 0.005), (0.01, 0.005), (0.01, 0.01)])
 def test_planted_optima_are_in_their_intervals(price: float, sigma: float, shared: float) -> None:

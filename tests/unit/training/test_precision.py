@@ -151,7 +151,7 @@ def test_bf16_is_near_fp32(name: str) -> None:
     assert_near(near, exact)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("name", "kernels"),
     [

@@ -62,7 +62,7 @@ INTERPRETED = ("gpt", "ntransformer")
     ("name", "kernels", "z_loss"),
     [
         pytest.param(
-            name, *options, marks=[pytest.mark.slow] if options[0] == "triton" and name not in INTERPRETED else []
+            name, *options, marks=[pytest.mark.exhaustive] if options[0] == "triton" and name not in INTERPRETED else []
         )
         for name in ARCHITECTURES
         if "+" not in name
