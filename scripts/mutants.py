@@ -1,4 +1,4 @@
-"""Puts defects into copies of the tree, one at a time, and checks that a fast test fails on each.
+"""Puts defects into copies of the tree, one at a time, and checks that a test fails on each.
 
     python scripts/mutants.py [--only TEXT] [--jobs N]
 
@@ -10,7 +10,7 @@ The defects are in tests/mutants/*.toml:
     file = "ngpt_train/models/ngpt/model.py"
     old = '''text that occurs there exactly once'''
     new = '''text that takes its place'''
-    test = "tests/unit/models/test_models.py::test_alpha[ngpt]"  # the fast test that has to fail
+    test = "tests/unit/models/test_models.py::test_alpha[ngpt]"  # which has to fail, fast or slow
 
 First the tests run on the tree as it is, where they must pass. The exit code is 1 where a mutant survives: where its
 test passes, cannot be collected, or does not end.
