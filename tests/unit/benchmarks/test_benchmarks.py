@@ -62,6 +62,7 @@ def test_what_is_printed_and_written(
         main("doc", bench)
 
 
+@pytest.mark.slow
 def test_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A side is left out, or files are left behind."""
     for name, value in (("TOKENS", 20_000), ("PREPARED_TOKENS", 20_000), ("ROUNDS", 1)):

@@ -379,6 +379,7 @@ def test_progress(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPa
     assert caplog.text.rstrip().endswith("left")
 
 
+@pytest.mark.slow
 def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
     """A text ten times as long takes no more memory, in any process, also where a process reads half of it as one
     unit. Caught: a process that holds the tokens of its unit."""

@@ -139,10 +139,8 @@ class ByReference:
     [
         ("pn", 0, 0),
         ("pn", 10, 2),
-        ("pn_v", 0, 2),
-        ("batch", 0, 0),
-        ("layer", 0, 2),
-        ("pn", 0, 1),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in [("pn_v", 0, 2), ("batch", 0, 0), ("layer", 0, 2)]),
+        pytest.param("pn", 0, 1, marks=pytest.mark.slow),
     ],
 )
 def test_fifty_steps_by_the_reference(norm: str, warmup: int, groups: int) -> None:

@@ -354,6 +354,7 @@ def test_real_wandb_without_a_key_is_offline(tmp_path: Path) -> None:
     assert not list(run_dir.glob("wandb/**/wandb-metadata.json"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_key")
 def test_real_wandb_with_a_key_and_a_silent_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, silent_server: str

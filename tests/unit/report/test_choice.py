@@ -39,7 +39,7 @@ def needed(config: Config, recompute: str, kind: str, micro_rows: int) -> int:
     ("device", "ranks", "overrides"),
     [
         ("a100_80gb", 64, ["scale=0.5b"]),  # the first of all
-        ("a100_40gb", 64, ["scale=2.7b"]),  # shards of a host
+        pytest.param("a100_40gb", 64, ["scale=2.7b"], marks=pytest.mark.slow),  # shards of a host
         pytest.param("h100_80gb", 8, ["scale=2.7b", "model.context=16384"], marks=pytest.mark.exhaustive),  # selective
         ("a100_40gb", 1, ["scale=1b", "model.context=65536", "train.batch_rows=4"]),  # full
     ],
@@ -125,7 +125,11 @@ def test_hardware_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "a100_40gb/1b_8k" else pytest.param(name, marks=pytest.mark.exhaustive) for name in FILES]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "a100_40gb/1b_8k" else pytest.mark.exhaustive)
+        for name in FILES
+    ],
 )
 def test_hardware_is_what_plan_chooses(name: str) -> None:
     device, _, scale = name.partition("/")

@@ -98,11 +98,10 @@ FAST_EXCHANGES = [
     ("gpt", "fsdp", "full", "fp32", "step", "step", 2),
     ("ngpt", "hsdp", "none", "bf16", "pass", "step", 3),
     ("gpt", "fsdp", "full", "fp32", "pass", "micro_batch", 1),
-    ("gpt_encoder_decoder", "fsdp", "full", "bf16", "step", "step", 2),
     ("composed_encoder_decoder model.mlp=plain", "fsdp", "full", "bf16", "step", "micro_batch", 2),
 ]
 # Each model with each choice of both keys, and of all else in turn.
-SLOW_EXCHANGES = [
+ALL_EXCHANGES = [
     (model, ("fsdp", "hsdp")[(m + n) % 2], KINDS[(m + n // 2) % 3], ("bf16", "fp32")[n % 2], *exchange, 1 + (m + n) % 3)
     for m, model in enumerate(ARCHITECTURES)
     for n, exchange in enumerate(EXCHANGES)
@@ -113,7 +112,8 @@ SLOW_EXCHANGES = [
     ("model", "layout", "recompute", "precision", "gather", "scatter", "micro_batches"),
     [
         *FAST_EXCHANGES,
-        *(pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in SLOW_EXCHANGES if cell not in FAST_EXCHANGES),
+        pytest.param("gpt_encoder_decoder", "fsdp", "full", "bf16", "step", "step", 2, marks=pytest.mark.slow),
+        *(pytest.param(*cell, marks=pytest.mark.exhaustive) for cell in ALL_EXCHANGES if cell not in FAST_EXCHANGES),
     ],
 )
 def test_of_exchanges(
@@ -148,7 +148,7 @@ def test_of_whole_steps_at_scale(model: str, scale: str, recompute: str, layout:
     assert planned(config) == pytest.approx(counted_peak(config, ranks, local_size), rel=0.1)
 
 
-@pytest.mark.parametrize("recompute", KINDS)
+@pytest.mark.parametrize("recompute", ["none", pytest.param("selective", marks=pytest.mark.slow), "full"])
 def test_of_whole_steps_under_ddp(recompute: str) -> None:
     """On real tensors, in a group of one: DDP's reducer, in C++, knows no fake ones. Caught: gradients counted twice,
     as DDP's buckets and as the parameters', or for a while alone."""

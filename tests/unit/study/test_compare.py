@@ -16,6 +16,7 @@ import yaml
 from ngpt_train.__main__ import main
 from ngpt_train.config import Config, load_config
 from ngpt_train.study.compare import step_times
+from ngpt_train.study.compare.output import charts
 from ngpt_train.study.compare.output.comparison_page import html
 from ngpt_train.study.compare.output.document import document
 from ngpt_train.study.compare.output.tables import verdicts
@@ -224,6 +225,7 @@ def test_step_times_are_measured_once(tmp_path: Path, monkeypatch: pytest.Monkey
         return {**of, "ngpt": of["ngpt"] | {"untimed": "The steps of ngpt could not be timed"}}
 
     monkeypatch.setattr(step_times, "measure", measure)
+    monkeypatch.setattr(charts, "write_figures", lambda report, folder: {})  # they take most of the time
     study, out = tmp_path / "runs", tmp_path / "report"
     write_study(study, Planted())
 

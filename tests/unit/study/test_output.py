@@ -249,7 +249,14 @@ def test_an_arm_looks_the_same_everywhere() -> None:
     assert len({(look.colour, look.symbol) for look in looks.values()}) == 12
 
 
-@pytest.mark.parametrize("case", [{}, SMALLEST, {"arms": ("gpt", "a$x$b", HOSTILE), "untuned": ("gpt", "a$x$b")}])
+@pytest.mark.parametrize(
+    "case",
+    [
+        SMALLEST,
+        pytest.param({}, marks=pytest.mark.slow),
+        pytest.param({"arms": ("gpt", "a$x$b", HOSTILE), "untuned": ("gpt", "a$x$b")}, marks=pytest.mark.slow),
+    ],
+)
 def test_pictures(tmp_path: Path, case: dict[str, Any]) -> None:
     """Caught: a picture without the stamp of an arm; a name that is taken for a formula; a date in an SVG."""
     report = example(**case)

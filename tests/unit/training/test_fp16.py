@@ -170,7 +170,7 @@ def test_a_resume_knows_the_scale(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert_same_bits(bits(again), bits(state))
 
 
-@pytest.mark.parametrize("name", ["gpt", "ngpt"])
+@pytest.mark.parametrize("name", [pytest.param("gpt", marks=pytest.mark.slow), "ngpt"])
 def test_triton_takes_fp16_and_nobody_waits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: a kernel that knows bf16 alone; a loss scale that the host reads."""
     monkeypatch.setattr(loss_scale, "START", 2.0**10)

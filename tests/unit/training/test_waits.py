@@ -55,14 +55,14 @@ def chosen_anew() -> Iterator[None]:
 
 OPTIONS = [("torch", 0.0), ("torch", 1e-2), ("triton", 1e-2)]
 # The interpreter is slow. These two launch all kernels that the others launch.
-INTERPRETED = ("gpt", "ntransformer")
+INTERPRETED = {"gpt": [], "ntransformer": [pytest.mark.slow]}
 
 
 @pytest.mark.parametrize(
     ("name", "kernels", "z_loss"),
     [
         pytest.param(
-            name, *options, marks=[pytest.mark.exhaustive] if options[0] == "triton" and name not in INTERPRETED else []
+            name, *options, marks=INTERPRETED.get(name, [pytest.mark.exhaustive]) if options[0] == "triton" else []
         )
         for name in ARCHITECTURES
         if "+" not in name
