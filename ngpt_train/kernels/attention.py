@@ -164,14 +164,18 @@ def of_one_grouped_query(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Te
     return y.transpose(1, 2).flatten(1, 2).unsqueeze(1)  # (B, 1, H, D)
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """softmax(scale q k^T) v as it is written; shapes as of `attention`. It holds B x H x T x S probabilities."""
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, drop: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """drop(softmax(scale q k^T)) v as it is written; shapes as of `attention`. It holds B x H x T x S probabilities."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = scale * at_least_fp32(q @ k.mT)  # (B, H, T, S)
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+    p = scores.softmax(-1)
+    y = (p if drop is None else drop(p)).to(v.dtype) @ v
+    return y.transpose(1, 2)
 
 
 def visible_to(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor | None:
@@ -190,14 +194,9 @@ def attention_with_dropout(
     """
     assert mask is None or isinstance(mask, Tensor)
     _say("the formula written out", f"model.attention_dropout={p:g}: no kernel's dropout is a function of the row")
-    mask = visible_to(q, k, causal, mask)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = scale * at_least_fp32(q @ k.mT)  # (B, H, T, S)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    y = dropout(scores.softmax(-1), p, seeds).to(v.dtype) @ v
-    return y.transpose(1, 2)
+    return written_out(
+        q, k, v, scale, visible_to(q, k, causal, mask), lambda probabilities: dropout(probabilities, p, seeds)
+    )
 
 
 # Documents. The model asks once per forward pass, outside of compiled code, which form the mask is to have.

@@ -26,16 +26,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ngpt_train.core.constants import IGNORED
-from ngpt_train.kernels.dispatch import runs_on_triton
+from ngpt_train.kernels.dispatch import operation, runs_on_triton
 from ngpt_train.kernels.norm import at_least_fp32
-from ngpt_train.kernels.operation import operation
 
 GPU_ROWS = 4096  # tokens in a chunk: large enough for efficient products, 256 MiB of bf16 logits at V = 32k
 CPU_ROWS = 512  # measured: with fewer the products are slower, with more they are no faster and take more memory
 ALIGNMENT = 64  # elements; each row of a GPU's logits starts at a multiple, for aligned loads and products at any V
 
 
-@operation(None)
+@operation("linear_cross_entropy")
 def linear_cross_entropy(
     h: Tensor,
     matrix: Tensor,
@@ -83,7 +82,7 @@ def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None) -> N
 
 @linear_cross_entropy.twin
 def in_chunks(
-    _: bool,
+    on_triton: bool,
     h: Tensor,
     matrix: Tensor,
     targets: Tensor,
@@ -93,7 +92,7 @@ def in_chunks(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     check(h, matrix, targets, scale)
     enabled = torch.is_grad_enabled()
-    loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, label_smoothing, enabled)
+    loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, label_smoothing, enabled, on_triton)
     cross_entropy, z_term = parts or (loss.detach(), None)
     return loss, cross_entropy, z_term if z_loss else None
 
@@ -109,7 +108,8 @@ def token_losses(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | Non
 
     Arguments and dtype as of `linear_cross_entropy`, whose cross_entropy is their sum.
     """
-    losses, *_ = linear_cross_entropy_forward(h, matrix, targets, scale, 0.0, False, False, False)
+    on_triton = runs_on_triton("linear_cross_entropy", h)
+    losses, *_ = linear_cross_entropy_forward(h, matrix, targets, scale, 0.0, False, False, False, 0.0, on_triton)
     return losses.view(targets.shape)
 
 
@@ -124,11 +124,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         label_smoothing: float,
         grad_enabled: bool,
+        on_triton: bool,
     ) -> tuple[Tensor, ...]:
         # grad_enabled is an argument because autograd is always off in here, and needs_input_grad ignores it.
         need_h, need_matrix, _, need_scale, *_ = (grad_enabled and needed for needed in ctx.needs_input_grad)
         losses, z_term, dh, dmatrix, dscale, smoothing = linear_cross_entropy_forward(
-            h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale, label_smoothing
+            h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale, label_smoothing, on_triton
         )
         cross_entropy = losses.sum()  # one sum, whose order does not depend on the size of the chunks
         ctx.save_for_backward(dh, dmatrix, dscale)
@@ -152,6 +153,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -172,7 +174,8 @@ def linear_cross_entropy_forward(
     need_h: bool,
     need_matrix: bool,
     need_scale: bool,
-    label_smoothing: float = 0.0,
+    label_smoothing: float,
+    on_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The cross-entropies `(N,)` of the N targets, 0 for one that does not count, the summed z-loss terms, the
     gradients of the loss by h, matrix and scale, and the summed smoothing terms e (z_t - mean_v z_v). The loss is the
@@ -181,7 +184,6 @@ def linear_cross_entropy_forward(
     A gradient that is not needed is an empty tensor, as are the terms of an option that is 0.
     """
     dtype = torch.promote_types(h.dtype, torch.float32)
-    on_triton = runs_on_triton("linear_cross_entropy", h)  # here, because torch.compile does not trace custom ops
     weight = scaled(matrix, scale).to(h.dtype)  # W', (V, d)
     rows_of_h, rows_of_targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1).contiguous()  # (N, d), (N,)
     n_rows, n_vocab = len(rows_of_h), len(weight)
@@ -241,7 +243,8 @@ def _(
     need_h: bool,
     need_matrix: bool,
     need_scale: bool,
-    label_smoothing: float = 0.0,
+    label_smoothing: float,
+    on_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(h.dtype, torch.float32)
     return (

@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from ngpt_train.kernels.dispatch import operation
 from ngpt_train.kernels.norm import SHORTEST, at_least_fp32, normalize, reciprocal_length
-from ngpt_train.kernels.operation import operation
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, n_heads, D), k and v (B, S, n_kv_heads, D)
 

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ngpt_train.kernels.dispatch import operation
 from ngpt_train.kernels.norm import at_least_fp32, cast, normalize, reciprocal_length
-from ngpt_train.kernels.operation import operation
 
 
 class HiddenState(NamedTuple):

@@ -10,7 +10,6 @@ from tests.unit.kernels.cross_compile_swiglu import CAPABILITIES, compiled_for
 
 def main() -> None:
     from ngpt_train.kernels.gpu import sphere_step
-    from ngpt_train.kernels.gpu.launch import warps
 
     for d, dtype in ((1024, "bf16"), (1280, "bf16"), (2560, "bf16"), (1024, "fp32"), (77, "bf16")):
         x, block = f"*{dtype}", triton.next_power_of_2(d)
@@ -21,7 +20,9 @@ def main() -> None:
                 (sphere_step._forward, forward, {"SHORTEST": 1e-12}),
                 (sphere_step._backward, backward, {"TWO": True}),
             ):
-                said = compiled_for(capability, kernel, arguments, constants | {"BLOCK": block}, warps(block))
+                said = compiled_for(
+                    capability, kernel, arguments, constants | {"BLOCK": block}, sphere_step.warps(block)
+                )
                 print(f"sm_{capability} {kernel.__name__} d={d} {dtype}: {said}")
 
 

@@ -138,7 +138,9 @@ def test_bf16_matrix(implementation) -> None:
     matrix = matrix.detach().bfloat16()
     check(h, matrix.clone().requires_grad_(), targets, scale, 0.01, 1e-2)
     # Autograd would cast what the operation does not.
-    assert linear_cross_entropy_forward(h, matrix, targets, scale, 0.01, True, True, True)[3].dtype == torch.bfloat16
+    needed, on_triton = (True, True, True), implementation == "triton"
+    forward = linear_cross_entropy_forward(h, matrix, targets, scale, 0.01, *needed, 0.0, on_triton)
+    assert forward[3].dtype == torch.bfloat16
     # In fp32 products a scale folded in bf16 is all the rounding there is.
     expected = formula(*in_fp64(h, matrix), targets, scale)
     assert error(linear_cross_entropy(h.float(), matrix, targets, scale), expected) <= 1e-5
@@ -289,8 +291,7 @@ def test_the_host_never_waits(dtype: torch.dtype, z_loss: float) -> None:
 def test_without_values(dtype: torch.dtype) -> None:
     """Catches what a mode does not see: on the meta device there are no values that a host could ask for."""
     h, matrix, targets, scale = (t.detach().to("meta") for t in draw((23,), 64, 101, dtype))
-    with dispatch.chosen("torch"):
-        outputs = linear_cross_entropy_forward._init_fn(h, matrix, targets, scale, 0.01, True, True, True, 0.1)
+    outputs = linear_cross_entropy_forward._init_fn(h, matrix, targets, scale, 0.01, True, True, True, 0.1, False)
     assert [t.shape for t in outputs] == [targets.shape, (), h.shape, matrix.shape, scale.shape, ()]
 
 
@@ -363,5 +364,6 @@ def test_opcheck(implementation, scaled: bool, z_loss: float, needed: tuple[bool
     """Catches an operation that changes or aliases an argument, and a fake kernel of another shape, stride or dtype."""
     h, matrix, targets, scale = (t.detach() for t in draw((2, 4), 64, 101, torch.bfloat16))
     needed = (*needed[:2], needed[2] and scaled)
-    arguments = (h, matrix, targets, scale if scaled else None, z_loss, *needed, 0.1 if z_loss and scaled else 0.0)
+    smoothing = 0.1 if z_loss and scaled else 0.0
+    arguments = (h, matrix, targets, scale if scaled else None, z_loss, *needed, smoothing, implementation == "triton")
     torch.library.opcheck(linear_cross_entropy_forward, arguments)

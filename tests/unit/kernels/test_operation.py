@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ngpt_train.core import log
 from ngpt_train.kernels import dispatch
-from ngpt_train.kernels.operation import operation
+from ngpt_train.kernels.dispatch import operation
 
 
 def plain(x: Tensor, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:

@@ -53,7 +53,7 @@ def test_a_step_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ablated.state.model is full.state.model
             assert isinstance(ablated.state.optimizer, RowAdam) == (operation != "adam")
     assert max((p.norm(dim=-1) - 1).abs().max() for p in full.state.model.parameters() if p.ndim == 2) < 1e-5
-    assert (dispatch._choice, dispatch._without) == (before, {})
+    assert (dispatch._choice, dispatch._off) == (before, {})
 
 
 def test_what_is_compiled_follows() -> None:
