@@ -1,56 +1,29 @@
 """The logits of the next token, from a prompt and the tokens generated so far.
 
-`by_decoder` and `by_encoder_decoder` compute the whole text again for each token. `Cached` reads each token once and
-keeps its keys and values. Both see the last `context` tokens.
+`Recomputed` computes the whole text again for each token. `Cached` reads each token once and keeps its keys and values.
+Both see the last `context` tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.encoder_decoder import EncoderDecoder, source_of
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.cache import Cache, Slots
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.rope import Rope
 
-if TYPE_CHECKING:
-    from ngpt_train.models.decoder import Decoder
-    from ngpt_train.models.encoder_decoder import EncoderDecoder
 
-
-@torch.no_grad()
-def by_decoder(model: Decoder, prompt: Tensor, new: Tensor) -> Tensor:
-    """Logits `(V,)` of the token after prompt `(P,)`, P >= 1, and new `(N,)`; only the last `context` tokens count."""
-    return model(torch.cat([prompt, new])[None, -model.config.context :])[0, -1]
-
-
-@torch.no_grad()
-def by_encoder_decoder(model: EncoderDecoder, prompt: Tensor, new: Tensor) -> Tensor:
-    """Logits `(V,)` of the token that follows prompt `(P,)`, P >= 1, and new `(N,)`.
-
-    The decoder begins with the last token of the prompt. The source is the tokens before it, at most the last
-    `source_context`, padded to that length, because the model takes the first `source_context` tokens of a row for it.
-    """
-    S, context = model.source_context, model.config.context
-    source, valid = source_of(prompt, S)
-    tokens = torch.cat([prompt[-1:], new])[-(context - S) :]
-    doc_ids = torch.cat([valid.long() - 1, torch.zeros_like(tokens)])
-    return model(torch.cat([source, tokens])[None], doc_ids=doc_ids[None])[0, -1]
-
-
-def source_of(prompt: Tensor, S: int) -> tuple[Tensor, Tensor]:
-    """The tokens before the last one of a prompt `(P,)`, at most S, padded to `(S,)`; and `(S,)` bool: which count."""
-    source = prompt[:-1][-S:]
-    valid = torch.arange(S, device=prompt.device) < len(source)
-    if not len(source):
-        valid[0] = True  # the source is padding alone: one token of it counts, so that attention has a key
-    return torch.cat([source, prompt.new_zeros(S - len(source))]), valid
+def cached(model: Decoder, compiled: bool = False) -> Cached:
+    """Decodes several texts at once and computes each token once. compiled: with compiled blocks."""
+    return CachedEncoderDecoder(model, compiled) if isinstance(model, EncoderDecoder) else Cached(model, compiled)
 
 
 class Recomputed:

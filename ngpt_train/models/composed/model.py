@@ -5,6 +5,7 @@ others normformer/model.py or powernorm/model.py; docs/architectures.md has the 
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ngpt_train.models.composed.keys import ComposedConfig
-from ngpt_train.models.composed.norm_choice import norm_of
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.mlp import MLPS
 from ngpt_train.models.layers.normed_attention import NormedAttention
-from ngpt_train.models.layers.norms import LearnedScale
+from ngpt_train.models.layers.norms import CogViewNorm, DyT, LayerNorm, LearnedScale, RMSNorm
 from ngpt_train.models.layers.positions import add_positions, learned_positions
 from ngpt_train.models.layers.residual import Map, residual
 from ngpt_train.models.layers.rope import Rope
+from ngpt_train.models.powernorm.model import NORMS as OVER_BATCH
 from ngpt_train.models.powernorm.running_statistics import DecoderOverBatch, NormPass, Output
 
 
@@ -68,6 +69,25 @@ class ComposedBlock(nn.Module):
         post = self.config.placement_of("mlp" if sublayer == "mlp" else "attn") == "post"
         after: dict[str, Map] = {"norm_sum" if post else "norm_out": norms(norm_post)}
         return residual(x, f, drop, norm_in=norms(norm_in), lambda_=lambda_, gamma=gamma, **after)
+
+
+PER_TOKEN: dict[str, Callable[[int, float], nn.Module]] = {
+    "rms": RMSNorm,
+    "layer": LayerNorm,
+    "layer_no_bias": partial(LayerNorm, bias=False),
+    "layer_no_gain": partial(LayerNorm, gain=False),
+    "layer_plain": partial(LayerNorm, gain=False, bias=False),
+    "cogview": CogViewNorm,
+}
+
+
+def norm_of(config: ComposedConfig, size: int) -> nn.Module:
+    """The norm of config.norm over the last dimension of x `(..., size)`. Only PowerNorm's four have layer-scale."""
+    if config.norm_over_batch or (config.norm == "layer" and config.group_scaling):
+        return OVER_BATCH[config.norm](size, config)
+    if config.norm == "dyt":
+        return DyT(size, config.dyt_alpha)
+    return PER_TOKEN[config.norm](size, config.norm_eps)
 
 
 def norms_of(config: ComposedConfig, sublayer: str) -> tuple[nn.Module, nn.Module]:

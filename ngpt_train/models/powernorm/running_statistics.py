@@ -164,71 +164,6 @@ def move_average_(mean: Tensor, value: Tensor, share: Tensor | float) -> None:
     mean.copy_(torch.where(value.isfinite(), mean + share * (value - mean), mean))
 
 
-class PowerNormBase(NormOverBatch):
-    """PowerNorm's running statistics: when they are updated, and in which units. `PowerNorm` has the equations.
-
-    nu is kept in units of the summed loss, so that it does not change when the loss is scaled differently in each step.
-    """
-
-    psi_squared: Tensor
-    nu: Tensor
-    n_warmup: Tensor
-
-    def __init__(self, size: int, config: PowerNormConfig) -> None:
-        super().__init__(size, config)
-        for name in ("psi_squared", "nu"):
-            self.register_buffer(name, torch.empty(size), persistent=False)
-        self.register_buffer("n_warmup", torch.empty(()), persistent=False)  # forward passes of the warm-up so far
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.psi_squared.fill_(1.0)
-        self.nu.zero_()
-        self.n_warmup.zero_()
-
-    def update_psi_(self, psi_B_squared: Tensor, share: Tensor | float) -> None:
-        raise NotImplementedError
-
-    def update_nu_(self, Gamma: Tensor, Lambda: Tensor) -> None:
-        raise NotImplementedError
-
-    def running_statistics(self, warming_up: bool, loss_factor: Tensor | float) -> RunningStatistics | None:
-        if not self.training:
-            return None
-        psi = None if warming_up else self.root(self.psi_squared)
-        return RunningStatistics(psi, self.nu * loss_factor, torch.zeros_like(self.nu, requires_grad=True))
-
-    @torch.no_grad()
-    def update_(
-        self, running: RunningStatistics | None, batch: BatchStatistics | None, loss_factor: Tensor | float
-    ) -> None:
-        if running is None or batch is None:
-            return
-        (psi_B_squared,) = batch.values
-        counts = batch.counts()
-        if running.psi is None:  # warm-up: psi_squared is the mean over its batches
-            self.n_warmup += counts
-            psi_squared = psi_B_squared + self.eps
-            self.update_psi_(psi_B_squared, counts / self.n_warmup.clamp(min=1))
-        else:
-            psi_squared = running.psi.square()
-            self.update_psi_(psi_B_squared, (1 - self.alpha_fwd) * counts)
-        # The mean of X_hat^2 = X^2 / psi^2, without another pass over X.
-        Gamma = psi_B_squared / psi_squared
-        after_backward = partial(self._update_after_backward_, Gamma, batch.n_tokens * loss_factor)
-        running.sum_for_Lambda.register_hook(after_backward)
-
-    @torch.no_grad()
-    def _update_after_backward_(self, Gamma: Tensor, n_tokens: Tensor, sum_for_Lambda: Tensor) -> None:
-        """Eq. 13, once autograd has computed sum_for_Lambda, the gradient of the tensor of zeros.
-
-        n_tokens: multiplied by loss_factor, so that Lambda is in units of the summed loss.
-        """
-        Lambda = self.over_ranks(sum_for_Lambda) / n_tokens.clamp(min=torch.finfo(n_tokens.dtype).tiny)
-        self.update_nu_(Gamma, Lambda)
-
-
 class DecoderOverBatch(Decoder):
     """A decoder or encoder-decoder with norms over the batch, whose running statistics it updates in training.
 
@@ -255,9 +190,9 @@ class DecoderOverBatch(Decoder):
     def begin_step_(self, step: int, loss_factor: Tensor) -> None:
         self.step, self.loss_factor = step, loss_factor
         if step == 0:  # weights from run.init_from come with the n_warmup of another run
-            for norm in self.norms_over_batch.values():
-                if isinstance(norm, PowerNormBase):
-                    norm.n_warmup.zero_()
+            for name, value in self.statistics().items():
+                if name.endswith(".n_warmup"):
+                    value.zero_()
 
     def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
         """The blocks and the last norm. Padding, whose doc_ids are below 0, counts in no statistic."""
