@@ -1,7 +1,8 @@
 """The process that checks kernels for `children.py`: a kernel may crash it, hang, or leave its GPU unusable.
 
-It reads a request, a line of JSON, from its standard input. To its standard output it writes lines of JSON: before each
-piece of work {"at": n, "doing": "check" or "times"}, and after it {"at": n, ...} with the keys of `Finding`.
+Its argument is a request, as JSON. To its standard output it writes lines of JSON: before each piece of work {"at": n,
+"doing": "check" or "times"}, and after it {"at": n, ...} with the keys of `Finding`. A timer ends the process if a
+piece of work takes too long.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -30,7 +32,15 @@ def main() -> int:
     os.dup2(2, 1)  # what compilers print goes where errors go
     logging.disable(logging.WARNING)  # the parent tells what runs
     die_with_parent()
-    request = json.loads(sys.stdin.readline())
+    request = json.loads(sys.argv[1])
+
+    def tell(at: int, doing: str | None = None, **found: Any) -> None:
+        if doing is not None:
+            signal.setitimer(signal.ITIMER_REAL, request["seconds"][doing])
+            found["doing"] = doing
+        output.write(json.dumps({"at": at, **found}) + "\n")
+
+    signal.setitimer(signal.ITIMER_REAL, request["seconds"]["start"])
     device = torch.device(request["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -38,23 +48,19 @@ def main() -> int:
     with dispatch.chosen("torch" if dispatch.why_no_triton() else "triton"):
         for number, text in enumerate(request["calls"]):
             call = Call.from_json(text)
-            tell(output, at=number, doing="check")
+            tell(number, "check")
             started = time.monotonic()
             found = checked(call, device)
-            tell(output, at=number, seconds=time.monotonic() - started, **found)
+            tell(number, seconds=time.monotonic() - started, **found)
             if unusable(device):
                 return UNUSABLE
             if not request["times"] or found["problem"] is not None or call.kernel in OF_ATTENTION:
                 continue
-            tell(output, at=number, doing="times")
-            tell(output, at=number, **timed(call, device, request["compiled"]))
+            tell(number, "times")
+            tell(number, **timed(call, device, request["compiled"]))
             if unusable(device):
                 return UNUSABLE
     return 0
-
-
-def tell(output: Any, **found: Any) -> None:
-    output.write(json.dumps(found) + "\n")
 
 
 def checked(call: Call, device: torch.device) -> dict[str, Any]:
