@@ -12,7 +12,8 @@ arguments, not in their order.
 """
 
 import importlib
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,20 +28,13 @@ class NoKernel(ValueError):
     """No kernel of flash-attn runs here. The message says why, without a full stop at its end."""
 
 
-class Dense(Protocol):
-    """softmax(scale q k^T) v: q `(B, T, H, D)`, k and v `(B, S, H_kv, D)` -> `(B, T, H, D)`; causal requires T = S."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor: ...
-
-
-class Varlen(Protocol):
-    """Causal softmax(scale q k^T) v within each sequence: q `(N, H, D)`, k, v `(N, H_kv, D)` -> `(N, H, D)`.
-
-    Sequence i is the tokens from boundaries[i] up to, not including, boundaries[i + 1]; it may be empty. No sequence is
-    longer than `longest` tokens.
-    """
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor: ...
+# (q, k, v, scale, causal) -> softmax(scale q k^T) v: q `(B, T, H, D)`, k and v `(B, S, H_kv, D)` -> `(B, T, H, D)`;
+# causal requires T = S.
+Dense = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
+# (q, k, v, boundaries, longest, scale) -> causal softmax(scale q k^T) v within each sequence: q `(N, H, D)`, k and v
+# `(N, H_kv, D)` -> `(N, H, D)`. Sequence i has the tokens from boundaries[i] to boundaries[i + 1] - 1; it may be empty.
+# No sequence is longer than `longest` tokens.
+Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 
 
 class Flash(NamedTuple):

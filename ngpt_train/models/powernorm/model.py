@@ -12,7 +12,7 @@ the row, and is always causal.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -45,21 +45,17 @@ class PowerNorm(NormOverBatch):
     differently in each step.
     """
 
+    starts: ClassVar = {"psi_squared": 1.0, "nu": 0.0}
     psi_squared: Tensor
     nu: Tensor
     n_warmup: Tensor
 
     def __init__(self, size: int, config: PowerNormConfig) -> None:
         super().__init__(size, config)
-        for name in ("psi_squared", "nu"):
-            self.register_buffer(name, torch.empty(size), persistent=False)
-        self.register_buffer("n_warmup", torch.empty(()), persistent=False)  # forward passes of the warm-up so far
-        self.reset_parameters()
+        self.register_buffer("n_warmup", torch.zeros(()), persistent=False)  # forward passes of the warm-up so far
 
     def reset_parameters(self) -> None:
         super().reset_parameters()
-        self.psi_squared.fill_(1.0)
-        self.nu.zero_()
         self.n_warmup.zero_()
 
     # begin Forward Propagation
@@ -168,16 +164,8 @@ class _PowerNormFunction(torch.autograd.Function):
 class PowerNormV(NormOverBatch):
     """PN-V: X divided by the batch's own psi. autograd computes the exact gradient, through psi too (eq. 6)."""
 
+    starts: ClassVar = {"psi_squared": 1.0}
     psi_squared: Tensor
-
-    def __init__(self, size: int, config: PowerNormConfig) -> None:
-        super().__init__(size, config)
-        self.register_buffer("psi_squared", torch.empty(size), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.psi_squared.fill_(1.0)
 
     def forward_in_training(
         self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
@@ -194,19 +182,9 @@ class PowerNormV(NormOverBatch):
 class BatchNorm(NormOverBatch):
     """Algorithm 1. autograd computes the exact gradient (eq. 3)."""
 
+    starts: ClassVar = {"mu": 0.0, "variance": 1.0}
     mu: Tensor
     variance: Tensor
-
-    def __init__(self, size: int, config: PowerNormConfig) -> None:
-        super().__init__(size, config)
-        self.register_buffer("mu", torch.empty(size), persistent=False)
-        self.register_buffer("variance", torch.empty(size), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.mu.zero_()
-        self.variance.fill_(1.0)
 
     def forward_in_training(
         self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
@@ -223,10 +201,6 @@ class BatchNorm(NormOverBatch):
 
 class PerToken(NormOverBatch):
     """LayerNorm, with the interface of a norm over the batch. It has no running statistics."""
-
-    def __init__(self, size: int, config: PowerNormConfig) -> None:
-        super().__init__(size, config)
-        self.reset_parameters()
 
     def forward(
         self, x: Tensor, valid: Tensor | None, running: RunningStatistics | None

@@ -7,7 +7,7 @@ the block. This also allows several forward passes before a backward pass.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -49,14 +49,16 @@ class NormOverBatch(nn.Module):
     """
 
     place = 0  # among the norms over the batch of its block; DecoderOverBatch sets it
+    starts: ClassVar[dict[str, float]] = {}  # the running statistics, each (d,), and their values at step 0
 
     def __init__(self, size: int, config: PowerNormConfig) -> None:
         super().__init__()
         self.eps = config.norm_eps
         self.alpha_fwd, self.alpha_bkw = config.alpha_fwd, config.alpha_bkw
         self.groups = int(config.group_scaling)
-        self.gain = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size))
+        self.gain, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+        for name, value in self.starts.items():
+            self.register_buffer(name, torch.full((size,), value), persistent=False)
         # Sums a tensor over ranks, with a gradient. distributed/statistics.py sets it if statistics are synchronised.
         self.over_ranks: Callable[[Tensor], Tensor] = this_rank_alone
         # Sees the statistics of each batch in training before they move the running ones; set for telemetry alone.
@@ -65,6 +67,8 @@ class NormOverBatch(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.gain)
         nn.init.zeros_(self.bias)
+        for name, value in self.starts.items():
+            self.get_buffer(name).fill_(value)
 
     def statistics(self) -> dict[str, Tensor]:
         """The running statistics by name, each `(d,)` or 0-dim: buffers, which a caller may change in place."""
