@@ -171,7 +171,7 @@ def interpreted() -> bool:
 
 
 def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = None) -> bool:
-    """True if the Triton kernel of `operation` runs on these tensors, of which there is at least one.
+    """True if the Triton kernel of `operation` runs on these tensors, at least one.
 
     unsupported: an option that the kernel does not support. If the kernel would run without that option, or with
     another dtype, the log says so once.

@@ -6,8 +6,8 @@
     4        flash_attn.cute         Hopper and Blackwell    (y, log-sum-exp)
 
 Several versions may be installed side by side. A directory flash_attn does not tell which: version 4 creates one
-without the functions of version 2, and some builds of version 2 hold the files of version 4 without the packages that
-those import. So a version counts as installed if its functions can be imported. The versions agree in the names of the
+without the functions of version 2, and some builds of version 2 hold the files of version 4 without their needs. So a
+version counts as installed if its functions can be imported. The versions agree in the names of the
 arguments, not in their order.
 """
 
@@ -46,7 +46,7 @@ class Flash(NamedTuple):
 
 
 def check_suits(device: torch.device, d_head: int, dtype: torch.dtype, largest_head: int) -> None:
-    """Raises NoKernel where the kernels of flash-attn do not run. The same holds for torch's copy of them."""
+    """Raises NoKernel where the kernels of flash-attn, or torch's copy of them, do not run."""
     if device.type != "cuda":
         raise NoKernel(f"its kernels are for GPUs, and this runs on a {device.type.upper()}")
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -58,7 +58,7 @@ def check_suits(device: torch.device, d_head: int, dtype: torch.dtype, largest_h
 
 
 def find(device: torch.device, d_head: int, dtype: torch.dtype) -> Flash:
-    """The fastest version that is installed and runs there. Raises NoKernel, with the reason for each version."""
+    """The fastest version, of the installed ones, for this device. Raises NoKernel, with the reason of each version."""
     check_suits(device, d_head, dtype, max(LARGEST_HEAD.values()))
     reasons = []
     for version in by_speed(torch.cuda.get_device_capability(device)):

@@ -1,7 +1,7 @@
 """The skeleton of every decoder-only model: embedding, a stack of blocks, a head, a loss.
 
-An architecture adds its block, its head, its initialisation and the constraint on its weights. The model here is one of
-a single device: ngpt_train/distributed applies compile, activation checkpointing, DDP and FSDP2 from outside.
+An architecture adds its block, its head, its initialisation and the constraint on its weights. The model is written for
+one device: ngpt_train/distributed applies compile, activation checkpointing, DDP and FSDP2 from outside.
 """
 
 from collections.abc import Iterable
@@ -41,7 +41,7 @@ class ParameterGroup:
 class Decoder(nn.Module):
     """Decoder-only language model; `vocab_size` and all widths come from its config."""
 
-    decays = True  # whether weight decay applies to the matrices
+    decays = True  # False: weight decay never applies to the matrices
 
     def __init__(self, config: ModelConfig, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -88,11 +88,11 @@ class Decoder(nn.Module):
         return rope_table(length, d_head, config.rope_base, interleaved, tokens.device, dtype, self.rope_scaling)
 
     def blocks(self) -> list[nn.Module]:
-        """The modules that are compiled, checkpointed and sharded as units."""
+        """The units of compilation, activation checkpointing and sharding."""
         return list(self.layers)
 
     def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
-        """All blocks, and what comes between them and the head: h `(B, T, d_model)` -> the same shape."""
+        """All blocks, and a norm after them if the head has none: h `(B, T, d_model)` -> the same shape."""
         return self.run_blocks(self.layers, h, rope, mask)
 
     def run_blocks(self, blocks: Iterable[nn.Module], h: Any, *arguments: Any) -> Any:
@@ -116,17 +116,17 @@ class Decoder(nn.Module):
         return self.config.init.std(kind, self.config.d_model, self.residual_writes(path))
 
     def residual_writes(self, path: str) -> int:
-        """How many matrices write into the residual stream that the matrix at `path` writes to; 1 if it does not."""
+        """The number of matrices that write into the residual stream of the matrix at `path`; 1 if it writes none."""
         return 2 * self.config.n_layers if path.endswith((".wo", ".w_down")) else 1
 
     @property
     def projects(self) -> bool:
-        """Whether project_ divides every row of every matrix by its length; if not, project_ does nothing."""
+        """True if project_ divides every row of every matrix by its length; else project_ does nothing."""
         return False
 
     @property
     def on_sphere(self) -> bool:
-        """Whether a row of a matrix stands for its direction alone, so that its length means nothing."""
+        """True if only the direction of a matrix's row counts, not its length."""
         return self.projects
 
     def project_(self, skipped: Tensor | None = None) -> None:
@@ -146,7 +146,7 @@ class Decoder(nn.Module):
     def begin_step_(self, step: int, loss_factor: Tensor) -> None:
         """Called before the forward passes of a training step.
 
-        step: steps completed before it. loss_factor: 0-dim, by which the summed losses will be multiplied.
+        step: steps completed before it. loss_factor: 0-dim, the factor of the summed losses.
         """
 
     def statistics(self) -> dict[str, Tensor]:
@@ -154,7 +154,7 @@ class Decoder(nn.Module):
         return {}
 
     def notes(self) -> list[str]:
-        """Sentences for the log, about what the training loss of this model means."""
+        """Sentences for the log: how to read the training loss of this model."""
         return []
 
     # The forward pass, the same for all decoders.
@@ -169,9 +169,9 @@ class Decoder(nn.Module):
         """Logits `(B, T, V)` in at least fp32, or with targets their `Loss`.
 
         tokens, targets, doc_ids: `(B, T)` integers. Each token attends to itself and earlier tokens; with doc_ids only
-        to those of its document, whose positions begin at 0 (layers/documents.py). seeds `(B,)`: of the rows' dropout
-        in training (kernels/dropout.py: row_seeds); raises ValueError where a model with dropout lacks them. DDP's and
-        FSDP2's hooks run at calls of the model, so `loss` goes through here too.
+        to tokens of its document, whose positions begin at 0 (layers/documents.py). seeds `(B,)`: of the rows' dropout
+        in training (kernels/dropout.py: row_seeds). Raises ValueError if a model with dropout gets none. DDP's and
+        FSDP2's hooks run at calls of the model, so `loss` calls the model too.
         """
         of_embedding, of_blocks = seeds_of_parts(self.seeds_in_use(seeds), 2)
         dtype = self.compute_dtype or self.embedding.dtype

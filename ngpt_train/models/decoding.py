@@ -27,7 +27,7 @@ def cached(model: Decoder, compiled: bool = False) -> Cached:
 
 
 class Recomputed:
-    """The logits of the next token of B texts, each of which is computed again for each token."""
+    """The logits of the next token of B texts. For each token the whole text is computed again."""
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -42,7 +42,7 @@ class Recomputed:
 
     @torch.no_grad()
     def next(self, tokens: Mapping[int, int]) -> Tensor:
-        """Logits `(B, V)` after one more token of one row or more: row -> token. Those of other rows mean nothing."""
+        """Logits `(B, V)` after one more token of one row or more: row -> token. Other rows' logits mean nothing."""
         for row, token in tokens.items():
             self.new[row].append(token)
         by_row = self.after(list(tokens))
@@ -63,11 +63,11 @@ class Recomputed:
 class Cached(Recomputed):
     """The logits of the next token of B texts, by a decoder whose attention keeps keys and values.
 
-    What a row gets does not depend on the other rows, but for the rounding of sums. A text that outgrows the context is
+    The logits of a row depend on the other rows by the rounding of sums alone. A text that outgrows the context is
     computed again for each token, as without a cache: the window slides, so that every position in it changes.
 
-    compiled: the blocks are, and so all passes but the first of a text have the same shapes. Else attention looks at no
-    more slots than the longest text has tokens.
+    compiled: the blocks are compiled, so all passes but the first of a text have the same shapes. Else attention looks
+    at no more slots than the longest text has tokens.
     """
 
     def __init__(self, model: Decoder, compiled: bool = False) -> None:
@@ -76,12 +76,12 @@ class Cached(Recomputed):
         self.dtype = model.compute_dtype or model.embedding.dtype
         self.window = self.most_tokens()
         self.slots = Slots()
-        self.n_kept: list[int] = []  # of how many tokens of each text the caches have keys and values
+        self.n_kept: list[int] = []  # by text: tokens whose keys and values are in the caches
         places = torch.arange(self.window, device=model.embedding.device)
         self.rope = model.rope(places[None], torch.promote_types(self.dtype, torch.float32))
         nothing = model.embedding.new_zeros(1, self.window, model.config.d_model)
         added = model.add_positions(nothing, places).detach()
-        self.added = None if added is nothing else added[0]  # (window, d_model): what a position adds to the embedding
+        self.added = None if added is nothing else added[0]  # (window, d_model): added to the embedding
         attentions = [x for block in model.layers for x in block.modules() if isinstance(x, Attention)]
         self.caches = [(attention, self.cache_of(attention)) for attention in attentions]
 
@@ -146,14 +146,14 @@ class Cached(Recomputed):
     # What differs in an encoder-decoder.
 
     def most_tokens(self) -> int:
-        """How many tokens of a text the decoder sees."""
+        """Tokens of a text that the decoder sees."""
         return self.model.config.context
 
     def cache_of(self, attention: Attention) -> Cache:
         return Cache(self.window, self.slots)
 
     def first_tokens(self) -> list[Tensor]:
-        """The tokens of each prompt that the decoder reads."""
+        """From each prompt, the decoder's tokens."""
         return [prompt[-self.window :] for prompt in self.prompts]
 
     def stack(self, h: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
@@ -162,7 +162,7 @@ class Cached(Recomputed):
 
 
 class CachedEncoderDecoder(Cached):
-    """The same of an encoder-decoder: the source is encoded once, and cross-attention keeps its keys and values."""
+    """`Cached` for an encoder-decoder: the source is encoded once, and cross-attention keeps its keys and values."""
 
     model: EncoderDecoder
 
@@ -193,7 +193,7 @@ class CachedEncoderDecoder(Cached):
 
     def stack(self, h: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
         h = self.model.decode(h, rope, mask, self.memory, self.memory_mask, None)
-        # From now on cross-attention has nothing new to read, and sees what it has kept.
+        # From now on cross-attention reads nothing new, and sees its cache.
         self.memory = self.memory[:, :0]
         self.source_slots.of_tokens = torch.empty(self.memory.shape[:2], dtype=torch.long, device=h.device)
         return h

@@ -1,4 +1,4 @@
-"""The process that checks kernels for `children.py`: a kernel may crash it, hang, or leave its GPU unusable.
+"""Checks kernels, in a process that `children.py` starts: a kernel may crash it, hang, or leave its GPU unusable.
 
 Its argument is a request, as JSON. To its standard output it writes lines of JSON: before each piece of work {"at": n,
 "doing": "check" or "times"}, and after it {"at": n, ...} with the keys of `Finding`. A timer ends the process if a
@@ -27,7 +27,7 @@ from ngpt_train.kernels.check.timing import times_of_call
 
 
 def main() -> int:
-    """Returns 0, or UNUSABLE where a kernel has left the GPU so that nothing more runs on it."""
+    """Returns 0, or UNUSABLE if nothing more runs on the GPU after a kernel."""
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what compilers print goes where errors go
     logging.disable(logging.WARNING)  # the parent tells what runs
@@ -64,7 +64,7 @@ def main() -> int:
 
 
 def checked(call: Call, device: torch.device) -> dict[str, Any]:
-    """The finding of a call: its largest error, and its problem in words."""
+    """The finding of a call: its largest error and its problem."""
     try:
         errors = errors_of_call(call, device)
     except torch.OutOfMemoryError:
@@ -87,7 +87,7 @@ def checked(call: Call, device: torch.device) -> dict[str, Any]:
 
 
 def timed(call: Call, device: torch.device, compiled: bool) -> dict[str, Any]:
-    """Both times. A failure is not the kernel's, which is right: it stays."""
+    """Both times. If timing fails, the kernel still runs: it is right."""
     try:
         ours, plain = times_of_call(call, device, compiled)
     except Exception as error:
@@ -96,13 +96,13 @@ def timed(call: Call, device: torch.device, compiled: bool) -> dict[str, Any]:
 
 
 def in_a_line(error: Exception) -> str:
-    """The error's type and the first line that says something."""
+    """The error's type and first line, without empty lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def unusable(device: torch.device) -> bool:
-    """Whether a kernel has damaged the GPU's context, for example by an address outside of its memory."""
+    """True if a kernel has damaged the GPU's context, for example by an address outside of its memory."""
     if device.type != "cuda":
         return False
     try:

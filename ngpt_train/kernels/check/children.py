@@ -25,7 +25,7 @@ HUNG = -signal.SIGALRM  # exit code of a process that was not done in time: its 
 
 @dataclass(frozen=True)
 class Request:
-    """The task of a process. compiled: with compiled blocks. times: kernels are timed, too."""
+    """The task of a process. compiled: blocks are compiled. times: kernels are timed, too."""
 
     device: str
     dtype: str
@@ -40,12 +40,12 @@ class Finding:
     """The result of checking one call of a kernel on this machine."""
 
     error: float | None = None  # the largest relative error of an output or a gradient
-    problem: str | None = "it was not checked"  # why the kernel must not run, in words; None: it is right
-    lasting: bool = False  # whether another check would find the same
-    seconds: float | None = None  # that the check took, with compilation
+    problem: str | None = "it was not checked"  # why the kernel must not run; None: it is right
+    lasting: bool = False  # True if another check would find the same
+    seconds: float | None = None  # of the check, with compilation
     us: float | None = None  # microseconds of the kernel, forward and backward
     plain_us: float | None = None  # of plain PyTorch in its place
-    untimed: str | None = None  # why there are no times, in words
+    untimed: str | None = None  # why there are no times
 
 
 def findings(calls: Sequence[Call], request: Request) -> list[Finding]:
@@ -107,7 +107,7 @@ def _one_process(calls: Sequence[Call], request: Request, found: Sequence[Findin
 
 
 def how(code: int) -> str:
-    """How a process ended, in words."""
+    """Names the exit code or signal of a process."""
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):
@@ -116,7 +116,7 @@ def how(code: int) -> str:
 
 
 def last(errors: IO[str]) -> str:
-    """The last line that the process wrote to its errors, for a message; empty without one."""
+    """The last line of the errors, for a message; empty without a line."""
     errors.seek(0)
     lines = [line.strip() for line in errors.read()[-4000:].splitlines() if line.strip()]
     return f", {lines[-1][:200]}" if lines else ""

@@ -49,8 +49,8 @@ class ComposedBlock(nn.Module):
             self.drop_cross = Dropout(config.residual_dropout)
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, *more: Any) -> Output:
-        """x `(B, T, d_model)`. more: of a decoder with an encoder what cross-attention reads `(B, S, d_model)` and its
-        mask; then valid `(B, T)`, false for padding, None: all are valid; then the statistics of each norm."""
+        """x `(B, T, d_model)`. more: with an encoder, its output `(B, S, d_model)` and the mask of cross-attention;
+        then valid `(B, T)`, false for padding, None: no padding; then the running statistics of each norm."""
         *of_memory, valid, running = more
         norms = NormPass(valid, running)
         x = self.step("attn", x, partial(self.attention, rope=rope, mask=mask), self.res_scale_attn, norms)
@@ -62,7 +62,7 @@ class ComposedBlock(nn.Module):
         return x, tuple(norms.batches)
 
     def step(self, sublayer: str, x: Tensor, f: Map, lambda_: Map, norms: NormPass) -> Tensor:
-        """x + f(norm(x)), or as the placement of the sublayer, `attn`, `cross` or `mlp`, has it."""
+        """x + f(norm(x)), or the form of the placement of this sublayer: `attn`, `cross` or `mlp`."""
         norm_in, norm_post, gamma, drop = (
             getattr(self, f"{part}_{sublayer}") for part in ("norm", "norm_post", "layer_scale", "drop")
         )
@@ -117,7 +117,7 @@ def res_scale(config: ComposedConfig, sublayer: str) -> nn.Module:
 
 
 def layer_scale(config: ComposedConfig) -> nn.Module:
-    """LayerScale on what a sublayer adds (Touvron et al. 2021)."""
+    """LayerScale on the output of a sublayer (Touvron et al. 2021)."""
     return nn.Identity() if config.layer_scale is None else LearnedScale(config.d_model, config.layer_scale)
 
 
@@ -128,7 +128,7 @@ class Composition(DecoderOverBatch):
     positions: Tensor | None
 
     def init_std(self, path: str) -> float:
-        """As a decoder's; model.deep_init divides those of block l = 1, 2, ... by sqrt(l)."""
+        """As a decoder's. model.deep_init divides the matrices of block l = 1, 2, ... by sqrt(l)."""
         std, parts = super().init_std(path), path.split(".")
         in_block = parts[0] in ("layers", "encoder")
         return std / math.sqrt(int(parts[1]) + 1) if self.config.deep_init and in_block else std

@@ -21,7 +21,7 @@ from ngpt_train.models.powernorm.keys import PowerNormConfig
 
 
 class RunningStatistics(NamedTuple):
-    """The running statistics that PowerNorm's forward pass takes, each `(d,)`."""
+    """Running statistics for PowerNorm's forward pass, each `(d,)`."""
 
     psi: Tensor | None  # X is divided by it; None in the warm-up, where the batch's own psi divides X
     nu: Tensor  # times loss_factor, in units of the loss that backward is called on
@@ -75,7 +75,7 @@ class NormOverBatch(nn.Module):
         return dict(self.named_buffers(recurse=False))
 
     def running_statistics(self, warming_up: bool, loss_factor: Tensor | float) -> RunningStatistics | None:
-        """The argument `running` of the next forward pass. loss_factor: by which its summed loss will be multiplied."""
+        """The argument `running` of the next forward pass. loss_factor: of its summed loss."""
         return None
 
     @torch.no_grad()
@@ -128,13 +128,13 @@ class NormOverBatch(nn.Module):
         return (mean_square + self.eps).sqrt()
 
 
-# What a block takes for its norms, and what it returns.
+# A block takes the running statistics of its norms, and returns h and the batch's statistics.
 Running = tuple[RunningStatistics | None, ...]
 Output = tuple[Tensor, tuple[BatchStatistics | None, ...]]
 
 
 def norms_in(block: nn.Module) -> list[NormOverBatch]:
-    """The norms over the batch of a block, in the order in which it takes and returns their statistics."""
+    """The norms over the batch of a block, in the order of their statistics in its argument and result."""
     return [module for module in block.modules() if isinstance(module, NormOverBatch)]
 
 
