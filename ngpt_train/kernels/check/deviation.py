@@ -17,7 +17,7 @@ from torch import Tensor
 # Relative errors, by the dtype of the activations: outputs and gradients in this dtype; fp32 sums over tokens.
 MATRIX_TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1.2e-3, torch.float32: 1e-5}
 VECTOR_TOLERANCE = {torch.bfloat16: 1e-3, torch.float16: 1e-3, torch.float32: 1e-5}
-# An element's error, relative to its size plus the usual size, in tolerances. The norm of all errors hides one wrong row
+# An element's error in tolerances, relative to its size plus the usual size. The norm of all errors hides one wrong row
 # among thousands.
 ELEMENT = 30
 CHUNKS = 8

@@ -16,7 +16,8 @@ from tests.unit.kernels.own_process import printed_by
     ],
 )
 def test_without_spills(kernel: str) -> None:
-    """Caught: what the interpreter allows and the compiler does not; a block that no longer fits into registers."""
+    """Caught: code that the interpreter allows and the compiler does not; a block that no longer fits into
+    registers."""
     launches = [json.loads(line) for line in printed_by("cross_compile", kernel).splitlines()]
     assert {launch["capability"] for launch in launches} == {80, 90}
     for launch in launches:

@@ -1,4 +1,4 @@
-"""What a compiled block moves through memory on a GPU that is not there, counted by torch's compiler itself.
+"""The bytes that a compiled block moves on a fake GPU, counted by torch's compiler itself.
 
 The numbers belong to one version of torch: another one may fuse otherwise, and is to be counted anew.
 """

@@ -106,7 +106,7 @@ def test_trains_as_torch(run: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ARCHITECTURES | VARIANTS)
 def test_what_project_does_is_what_the_groups_say(name: str) -> None:
-    """Caught: an architecture whose projection RowAdam would leave out, or one that it would invent."""
+    """Caught: an architecture whose projection RowAdam would leave out, or a projection that it would add."""
     model, _ = jittered((ARCHITECTURES | VARIANTS)[name], SMALL, torch.float32)
     said = {key for group in model.parameter_groups() if group.unit_rows for key in group.names}
     with torch.no_grad():

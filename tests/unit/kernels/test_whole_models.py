@@ -105,7 +105,7 @@ def test_saved_activations(kernels: str, precision: str, measured: float) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize("kernels", ["torch", "triton"])
 def test_saved_activations_of_compiled_blocks(kernels: str) -> None:
-    """The same where the compiler chooses what is kept. Caught: rotated heads that it keeps beside the product."""
+    """The same where the compiler chooses the saved tensors. Caught: rotated heads that it keeps beside the product."""
     gpt, ngpt = (kept(name, kernels, "fp32", compiled=True, rows=2, context=32) for name in ("gpt", "ngpt"))
     assert gpt > 32 * 2 * 32 * 2 * 10
     assert ngpt <= 1.1 * gpt

@@ -1,4 +1,4 @@
-"""Logits with the keys and values of earlier tokens kept, against those of the whole text computed again."""
+"""Logits with the keys and values of earlier tokens kept, against logits of the whole text computed again."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -45,7 +45,8 @@ def prompts_of(size: Size, lengths: tuple[int, ...], seed: int = 0) -> list[Tens
 
 
 def greedily(model: Decoder, prompts: list[Tensor], n: int, compiled: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits with caches, logits without) of n tokens of each prompt; the next token is what the latter say."""
+    """(logits with caches, logits without) of n tokens of each prompt; the next token is the likeliest without
+    caches."""
     reader, new = cached(model, compiled), [prompt[:0] for prompt in prompts]
     logits = reader.begin(prompts)
     for _ in range(n):
@@ -65,7 +66,7 @@ def greedily(model: Decoder, prompts: list[Tensor], n: int, compiled: bool = Fal
     ids=lambda value: value if isinstance(value, str) else "small" if value is SMALL else "grouped",
 )
 def test_kept_keys_and_values_change_nothing(name: str, size: Size) -> None:
-    """Prompts of several lengths beside each other, one of which outgrows the context, one of which has.
+    """Prompts of several lengths beside each other: one outgrows the context, another is longer from the start.
 
     Caught: rows that see their neighbours' slots or positions, a context that does not slide, cross-attention to
     padding or to a source that grows, positions that are not added, query heads of the wrong group.
@@ -90,7 +91,7 @@ def test_greedy_tokens_in_fp32(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ngpt", "gpt_encoder_decoder"])
 def test_rows_may_end_and_texts_may_follow(name: str) -> None:
-    """Of rows that have ended nothing is asked; the next prompts find nothing of the last ones in the caches."""
+    """Rows that have ended get no token. The next prompts do not see the last ones' caches."""
     model = model_of(name, SMALL)
     reader = cached(model)
     prompts = prompts_of(SMALL, (4, 9))
