@@ -34,6 +34,7 @@ from ngpt_train.interop.layouts.layout import layout_of
 from ngpt_train.interop.safetensors_files import FLOATS, write_tensors
 from ngpt_train.interop.verification import loaded
 from ngpt_train.models import Decoder, build_model, export_weights
+from ngpt_train.models.decoding import cached
 from ngpt_train.study.random_steps import with_vocabulary
 
 LENGTHS = (256, 1024, 4096)
@@ -86,7 +87,7 @@ def kept(model: Decoder, text: Tensor) -> Run:
     if compiled:
         for block in model.layers:
             block.compile(dynamic=False)
-    reader = model.cached(compiled)
+    reader = cached(model, compiled)
     before = text[:-LAST]
     first = int(reader.begin([before])[0].argmax())
 

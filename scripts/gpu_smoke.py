@@ -25,7 +25,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.layers.norms import RMSNorm
 from ngpt_train.models.ngpt.keys import NGPTConfig
-from ngpt_train.models.ngpt.scale import ScaledParameter
+from ngpt_train.models.ngpt.model import ScaledParameter
 from ngpt_train.observe.meters import peak_flops
 from ngpt_train.training import TrainState, build_state, train_step
 

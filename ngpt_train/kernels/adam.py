@@ -15,8 +15,8 @@ costs 2 more. A projection in a separate pass would add 12.
 import torch
 from torch import Tensor
 
+from ngpt_train.kernels.dispatch import operation
 from ngpt_train.kernels.norm import SHORTEST
-from ngpt_train.kernels.operation import operation
 
 WIDEST = 8192  # columns of the widest matrix that the Triton kernel takes: a program holds a whole row
 
@@ -47,8 +47,8 @@ def adam_rows_(
     copy: `(rows, d)` bf16, contiguous; receives the new weight.
     step, grad_scale, found_inf: 0-dim fp32 on the device; lr: a number or such a tensor.
 
-    If found_inf is not 0, nothing is written. `step` is t and is not changed; the caller counts it, and does not where
-    found_inf is 1. Raises ValueError for shapes and strides that do not fit.
+    If found_inf is not 0, nothing is written. `step` is t, and stays: the caller counts steps, but none with found_inf.
+    Raises ValueError for shapes and strides that do not fit.
     """
     g = gradient.to(weight.dtype) if grad_scale is None else gradient.to(weight.dtype) / grad_scale
     m = beta1 * exp_avg + (1 - beta1) * g
@@ -80,12 +80,14 @@ def check(
         if tensor.ndim != 2 or tensor.shape != weight.shape:
             raise ValueError(f"adam_rows_: {name} {tuple(tensor.shape)} beside weight {tuple(weight.shape)}, (rows, d)")
         if name in written and not tensor.is_contiguous():
-            raise ValueError(f"adam_rows_: {name} has strides {tensor.stride()}; what is written is contiguous")
+            raise ValueError(
+                f"adam_rows_: {name} has strides {tensor.stride()}; it is written, so it must be contiguous"
+            )
 
 
 @adam_rows_.unsupported
 def unsupported(weight: Tensor, *_: object, **__: object) -> str | None:
-    """The dtype or width of a weight that the kernel does not support, in words for the log; else None."""
+    """Names the dtype or width of the weight if the kernel does not support it; else None."""
     if weight.dtype != torch.float32:
         return f"weights in {weight.dtype}"
     return f"rows of {weight.shape[-1]}" if weight.shape[-1] > WIDEST else None

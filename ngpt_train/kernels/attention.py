@@ -6,9 +6,9 @@
                                   sdpa              the boolean mask
                                   flash_attn        the package's flash_attn_varlen_func
                                   flex              torch's flex_attention
-    any other boolean mask        all               sdpa with that mask
-    dropout, in training          auto, sdpa        the formula written out, because the dropout of no kernel is a
-                                                    function of the row
+    any other boolean mask        all               sdpa with this mask
+    dropout, in training          auto, sdpa        the formula written out: no kernel's dropout is a function of the
+                                                    row
 
 A varlen kernel takes the documents as sequences laid end to end, and does no work for pairs of tokens from two
 documents. It is flash-attn's if the package is installed, else torch's own. flex_attention skips the blocks of the mask
@@ -56,13 +56,13 @@ class Blocks(NamedTuple):
     mask: Any  # torch.nn.attention.flex_attention.BlockMask
 
 
-# The keys that a query sees. Tensor: those where this boolean, which broadcasts to (B, H, T, S), is true. Packed: its
-# own and the earlier ones of its document. Blocks: those of flex_attention's mask. None: all keys or, with causal
-# attention, its own and all earlier ones.
+# The keys that a query sees. Tensor: a boolean that broadcasts to (B, H, T, S), true for a visible key. Packed: the
+# query's own key and the earlier keys of its document. Blocks: as flex_attention's mask says. None: all keys or, with
+# causal attention, the query's own key and all earlier keys.
 Mask = Tensor | Packed | Blocks | None
 
 
-# Looks at an attention: q, k, scale, causal and the mask, as of `attention`.
+# Is given q, k, scale, causal and mask of a call of `attention`.
 Watch = Callable[[Tensor, Tensor, float, bool, Tensor | None], None]
 
 
@@ -123,7 +123,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask:
     if isinstance(mask, Blocks):
         return flex(q, k, v, scale, mask)
     if mask is None and causal and q.shape[1] != k.shape[1]:
-        # With T != S the kernels differ in which keys a query sees.
+        # With T != S a query sees other keys in one kernel than in another.
         raise ValueError(f"causal attention of {q.shape[1]} queries to {k.shape[1]} keys")
     if dispatch.is_off("attention"):
         _say("the formula written out", "the kernel is switched off")
@@ -164,18 +164,22 @@ def of_one_grouped_query(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Te
     return y.transpose(1, 2).flatten(1, 2).unsqueeze(1)  # (B, 1, H, D)
 
 
-def written_out(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
-    """softmax(scale q k^T) v as it is written; shapes as of `attention`. It holds B x H x T x S probabilities."""
-    k, v = (x.repeat_interleave(q.shape[2] // k.shape[2], dim=2) for x in (k, v))
+def written_out(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None, drop: Callable[[Tensor], Tensor] | None = None
+) -> Tensor:
+    """drop(softmax(scale q k^T)) v as it is written; shapes as of `attention`. It holds B x H x T x S probabilities."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
     scores = scale * at_least_fp32(q @ k.mT)  # (B, H, T, S)
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    return (scores.softmax(-1).to(v.dtype) @ v).transpose(1, 2)
+    p = scores.softmax(-1)
+    y = (p if drop is None else drop(p)).to(v.dtype) @ v
+    return y.transpose(1, 2)
 
 
 def visible_to(q: Tensor, k: Tensor, causal: bool, mask: Tensor | None) -> Tensor | None:
-    """The mask as a boolean; of causal attention without one, that of earlier keys."""
+    """The mask as a boolean; causal attention without a mask gets the lower triangle."""
     if mask is None and causal:
         return torch.ones(q.shape[1], k.shape[1], dtype=torch.bool, device=q.device).tril()
     return mask
@@ -186,21 +190,16 @@ def attention_with_dropout(
 ) -> Tensor:
     """dropout(softmax(scale q k^T)) v; shapes as of `attention`. It holds B x H x T x S probabilities.
 
-    mask: a boolean or None. p, seeds `(B,)`: as of `dropout`, whose element is a function of row, head, query and key.
+    mask: a boolean or None. p, seeds `(B,)`: as of `dropout`. An element is a function of row, head, query and key.
     """
     assert mask is None or isinstance(mask, Tensor)
     _say("the formula written out", f"model.attention_dropout={p:g}: no kernel's dropout is a function of the row")
-    mask = visible_to(q, k, causal, mask)
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D)
-    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for x in (k, v))
-    scores = scale * at_least_fp32(q @ k.mT)  # (B, H, T, S)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    y = dropout(scores.softmax(-1), p, seeds).to(v.dtype) @ v
-    return y.transpose(1, 2)
+    return written_out(
+        q, k, v, scale, visible_to(q, k, causal, mask), lambda probabilities: dropout(probabilities, p, seeds)
+    )
 
 
-# Documents. The model asks once per forward pass, outside of compiled code, which form the mask is to have.
+# Documents. The model asks for the form of the mask once per forward pass, outside of compiled code.
 
 
 def varlen_kernel(device: torch.device, d_head: int, dtype: torch.dtype) -> Varlen | None:
@@ -251,21 +250,21 @@ def torch_varlen(q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: i
 
 @torch.compiler.assume_constant_result
 def has_enable_gqa() -> bool:
-    """Whether torch's varlen_attn has the argument enable_gqa; in torch 2.11 it accepts grouped heads without it."""
+    """True if torch's varlen_attn has the argument enable_gqa. In torch 2.11 it accepts grouped heads without it."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def wants_blocks() -> bool:
-    """Whether document masks are to be flex_attention's block masks."""
+    """True if document masks become flex_attention block masks."""
     return _choice == "flex" and _watch is None and not dispatch.is_off("attention of documents")
 
 
 def blocks(visible: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor], B: int, T: int, device: torch.device) -> Blocks:
     """A block mask of `(B, 1, T, T)`, the same for all heads.
 
-    visible(b, h, t, s), of 0-dim integer tensors, returns whether query t of row b sees key s; h is always 0.
+    visible(b, h, t, s), of 0-dim integer tensors: true if query t of row b sees key s. h is always 0.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 

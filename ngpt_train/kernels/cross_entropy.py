@@ -6,8 +6,8 @@ For a hidden state h `(d,)`, the output embedding W `(V, d)`, nGPT's scale s_z `
 
 where c is `z_loss` and e is `label_smoothing`. With e the target's share of the label is 1 - e, and e is spread over
 all V tokens, the target too: (1 - e) (lse - z_t) + e mean_v (lse - z_v) is lse - z_t plus the last term. The terms of c
-and of e have sums of their own, because the reported loss is without them; gradients are those of the whole loss. s_z
-is multiplied into the rows of W in fp32, W' = diag(s_z) W and z = W' h, so that scaling the logits takes no separate
+and of e have sums of their own, because the reported loss is without them; gradients are of the whole loss. s_z is
+multiplied into the rows of W in fp32, W' = diag(s_z) W and z = W' h, so that scaling the logits takes no separate
 pass. Gradients of the summed loss, with p = softmax(z) and e_t the unit vector of t:
 
     dz = (1 + 2 c lse) p - (1 - e) e_t - e / V        dh = W'^T dz        dW' = sum over tokens of dz h^T
@@ -26,16 +26,15 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ngpt_train.core.constants import IGNORED
-from ngpt_train.kernels.dispatch import runs_on_triton
+from ngpt_train.kernels.dispatch import operation, runs_on_triton
 from ngpt_train.kernels.norm import at_least_fp32
-from ngpt_train.kernels.operation import operation
 
 GPU_ROWS = 4096  # tokens in a chunk: large enough for efficient products, 256 MiB of bf16 logits at V = 32k
 CPU_ROWS = 512  # measured: with fewer the products are slower, with more they are no faster and take more memory
 ALIGNMENT = 64  # elements; each row of a GPU's logits starts at a multiple, for aligned loads and products at any V
 
 
-@operation(None)
+@operation("linear_cross_entropy")
 def linear_cross_entropy(
     h: Tensor,
     matrix: Tensor,
@@ -55,9 +54,9 @@ def linear_cross_entropy(
     the V tokens of -log p, as torch's F.cross_entropy; `cross_entropy` stays the plain one.
 
     Results are 0-dim, in fp32 (fp64 for fp64 h). Only loss has gradients. Without smoothing loss is cross_entropy +
-    z_term; z_term is None where z_loss is 0. Gradients have the dtype and shape of their tensors; sums over tokens are
-    in at least fp32. Never waits for the device. For a target outside the vocabulary torch's gather raises; the Triton
-    kernel cannot raise, and there the loss and the gradients that the target contributes to are NaN. Raises ValueError
+    z_term. z_term is None where z_loss is 0. Gradients have the dtype and shape of their tensors; sums over tokens are
+    in at least fp32. Never waits for the device. For a target outside the vocabulary torch's gather raises. The Triton
+    kernel cannot raise: the loss, and each gradient with a part of this target, is NaN. Raises ValueError
     for shapes that do not fit.
     """
     h = at_least_fp32(h)
@@ -83,7 +82,7 @@ def check(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None) -> N
 
 @linear_cross_entropy.twin
 def in_chunks(
-    _: bool,
+    on_triton: bool,
     h: Tensor,
     matrix: Tensor,
     targets: Tensor,
@@ -93,7 +92,7 @@ def in_chunks(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     check(h, matrix, targets, scale)
     enabled = torch.is_grad_enabled()
-    loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, label_smoothing, enabled)
+    loss, *parts = _LinearCrossEntropy.apply(h, matrix, targets, scale, z_loss, label_smoothing, enabled, on_triton)
     cross_entropy, z_term = parts or (loss.detach(), None)
     return loss, cross_entropy, z_term if z_loss else None
 
@@ -105,11 +104,12 @@ def scaled(matrix: Tensor, scale: Tensor | None) -> Tensor:
 
 @torch.no_grad()
 def token_losses(h: Tensor, matrix: Tensor, targets: Tensor, scale: Tensor | None = None) -> Tensor:
-    """The cross-entropy of each target, 0 for one that does not count, in the shape of targets; without gradients.
+    """The cross-entropy of each target, in the shape of targets; an IGNORED target has 0. Without gradients.
 
-    Arguments and dtype as of `linear_cross_entropy`, whose cross_entropy is their sum.
+    Arguments and dtype as of `linear_cross_entropy`. Its cross_entropy is the sum.
     """
-    losses, *_ = linear_cross_entropy_forward(h, matrix, targets, scale, 0.0, False, False, False)
+    on_triton = runs_on_triton("linear_cross_entropy", h)
+    losses, *_ = linear_cross_entropy_forward(h, matrix, targets, scale, 0.0, False, False, False, 0.0, on_triton)
     return losses.view(targets.shape)
 
 
@@ -124,11 +124,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         z_loss: float,
         label_smoothing: float,
         grad_enabled: bool,
+        on_triton: bool,
     ) -> tuple[Tensor, ...]:
         # grad_enabled is an argument because autograd is always off in here, and needs_input_grad ignores it.
         need_h, need_matrix, _, need_scale, *_ = (grad_enabled and needed for needed in ctx.needs_input_grad)
         losses, z_term, dh, dmatrix, dscale, smoothing = linear_cross_entropy_forward(
-            h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale, label_smoothing
+            h, matrix, targets, scale, z_loss, need_h, need_matrix, need_scale, label_smoothing, on_triton
         )
         cross_entropy = losses.sum()  # one sum, whose order does not depend on the size of the chunks
         ctx.save_for_backward(dh, dmatrix, dscale)
@@ -152,6 +153,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             None,
             None,
             None,
+            None,
         )
 
 
@@ -172,16 +174,15 @@ def linear_cross_entropy_forward(
     need_h: bool,
     need_matrix: bool,
     need_scale: bool,
-    label_smoothing: float = 0.0,
+    label_smoothing: float,
+    on_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The cross-entropies `(N,)` of the N targets, 0 for one that does not count, the summed z-loss terms, the
-    gradients of the loss by h, matrix and scale, and the summed smoothing terms e (z_t - mean_v z_v). The loss is the
-    sum of the three.
+    """(cross-entropies `(N,)`, z-loss terms, dh, dmatrix, dscale, smoothing terms e (z_t - mean_v z_v)).
 
-    A gradient that is not needed is an empty tensor, as are the terms of an option that is 0.
+    The terms are sums over the N targets. The loss is the sum of cross-entropies and terms. A target that does not
+    count has cross-entropy 0. Where a gradient is not needed, or an option is 0, the tensor is empty.
     """
     dtype = torch.promote_types(h.dtype, torch.float32)
-    on_triton = runs_on_triton("linear_cross_entropy", h)  # here, because torch.compile does not trace custom ops
     weight = scaled(matrix, scale).to(h.dtype)  # W', (V, d)
     rows_of_h, rows_of_targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1).contiguous()  # (N, d), (N,)
     n_rows, n_vocab = len(rows_of_h), len(weight)
@@ -241,7 +242,8 @@ def _(
     need_h: bool,
     need_matrix: bool,
     need_scale: bool,
-    label_smoothing: float = 0.0,
+    label_smoothing: float,
+    on_triton: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     dtype = torch.promote_types(h.dtype, torch.float32)
     return (

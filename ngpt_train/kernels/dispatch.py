@@ -1,11 +1,26 @@
-"""Which implementation of a fused operation runs: `kernels=auto|triton|torch`."""
+"""Operations, and which implementation of them runs: `kernels=auto|triton|torch`.
+
+An operation is a function whose body is its formula. A faster function, its twin, is registered below it.
+
+    @operation("sphere_step")
+    def sphere_step(h, x, alpha):
+        return Norm(h + alpha * (Norm(x) - h))
+
+    @sphere_step.twin
+    def by_hand_or_on_triton(on_triton, h, x, alpha): ...
+
+A caller reads the formula and gets the twin, which computes the same with gradients by hand or in a Triton kernel.
+`sphere_step.formula` is the undecorated function: the forward pass of a twin without Triton, and the reference of tests
+and benchmarks.
+"""
 
 import contextlib
 import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,11 +31,77 @@ CHOICES = ("auto", "triton", "torch")
 OLDEST = (8, 0)  # compute capability of the oldest GPUs that Triton's kernels run on: Ampere
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
+P = ParamSpec("P")
+R = TypeVar("R")
+F = TypeVar("F", bound=Callable[..., Any])
+
 _choice = "auto"
-# Operations whose Triton kernels do not run, whatever the choice. A dict, not a set: of a dict torch.compile knows the
-# keys that compiled code depends on, and compiles again only when one of these changes.
-_without: dict[str, bool] = {}
-_off: dict[str, str] = {}  # kernels that this machine is not to run, and why: `switch_off`
+# Kernels that do not run, whatever the choice, and why. A dict, not a set: of a dict torch.compile knows the keys that
+# compiled code depends on, and compiles again only when one of these changes.
+_off: dict[str, str] = {}
+# `watched` sets it: it is given an operation's name, True if the Triton kernel runs, and the arguments.
+_watch: Callable[[str, bool, tuple[Any, ...], dict[str, Any]], None] | None = None
+
+
+class Operation(Generic[P, R]):
+    """A formula. A call runs its twin."""
+
+    def __init__(self, name: str, formula: Callable[P, R]) -> None:
+        functools.update_wrapper(self, formula)
+        self.name = name
+        self.formula: Callable[..., Any] = formula
+        self._twin: Callable[..., Any]
+        self._unsupported: Callable[..., str | None] = supported
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        tensors = float_tensors((*args, *kwargs.values()))
+        on_triton = runs_on_triton(self.name, *tensors, unsupported=self._unsupported(*args, **kwargs))
+        if _watch is not None:
+            _watch(self.name, on_triton, args, kwargs)
+        return cast(R, self._twin(on_triton, *args, **kwargs))
+
+    def twin(self, function: F) -> F:
+        """Registers the twin. Its first argument, before the formula's, is True if it runs on Triton."""
+        self._twin = function
+        return function
+
+    def unsupported(self, function: F) -> F:
+        """Registers a function of the arguments: the option that the Triton kernel does not support, for the log."""
+        self._unsupported = function
+        return function
+
+
+def supported(*_: Any, **__: Any) -> None:
+    """`unsupported` of an operation whose kernel takes all options."""
+
+
+def operation(name: str) -> Callable[[Callable[P, R]], Operation[P, R]]:
+    """Decorates a formula. name: of its kernel, in `switch_off` and in the log."""
+
+    def decorate(formula: Callable[P, R]) -> Operation[P, R]:
+        return Operation(name, formula)
+
+    return decorate
+
+
+@contextlib.contextmanager
+def watched(watch: Callable[[str, bool, tuple[Any, ...], dict[str, Any]], None]) -> Iterator[None]:
+    """Inside a `with`, each call of an operation first calls `watch`."""
+    global _watch
+    _watch = watch
+    try:
+        yield
+    finally:
+        _watch = None
+
+
+def float_tensors(arguments: Iterable[Any]) -> Iterator[Tensor]:
+    """The floating-point tensors among the arguments and in their tuples, in order."""
+    for argument in arguments:
+        if isinstance(argument, Tensor) and argument.is_floating_point():
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from float_tensors(argument)
 
 
 def choose(kernels: str) -> None:
@@ -34,17 +115,16 @@ def choose(kernels: str) -> None:
 
 
 def switch_off(reasons: Mapping[str, str]) -> None:
-    """Has the operations of these names run in plain PyTorch from now on, whatever else is chosen. An empty mapping
-    switches all on again.
+    """Switches off the kernels of these names, and switches on all others: operations then run in plain PyTorch.
 
-    reasons: for the log. Also known are "attention" and "attention of documents" (kernels/attention.py).
+    reasons: by name, for the log. kernels/attention.py knows the names "attention" and "attention of documents".
     """
     global _off
     _off = dict(reasons)
 
 
 def is_off(operation: str) -> bool:
-    """Whether `switch_off` was given this name."""
+    """True if `switch_off` was given this name."""
     return operation in _off
 
 
@@ -61,15 +141,15 @@ def described(device: torch.device) -> str:
 @contextlib.contextmanager
 def chosen(kernels: str, without: str | None = None) -> Iterator[None]:
     """Sets `kernels=` inside a `with`. without: the name of an operation that runs in plain PyTorch all the same."""
-    global _without
-    before = _choice, _without
+    before = _choice, _off
     choose(kernels)
-    _without = {} if without is None else {without: True}
+    if without is not None:
+        switch_off(_off | {without: "it is left out"})
     try:
         yield
     finally:
-        _without = before[1]
         choose(before[0])
+        switch_off(before[1])
 
 
 def why_no_triton() -> str | None:
@@ -86,17 +166,17 @@ def why_no_triton() -> str | None:
 
 
 def interpreted() -> bool:
-    """Whether Triton's interpreter runs the kernels in Python, on the CPU; only tests use it."""
+    """True if Triton's interpreter runs the kernels in Python, on the CPU; only tests use it."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = None) -> bool:
-    """Whether the Triton kernel of `operation` runs on these tensors, of which there is at least one.
+    """True if the Triton kernel of `operation` runs on these tensors, at least one.
 
     unsupported: an option that the kernel does not support. If the kernel would run without that option, or with
     another dtype, the log says so once.
     """
-    if _choice == "torch" or operation in _without or operation in _off:
+    if _choice == "torch" or operation in _off:
         return False
     if _choice == "auto" and not (tensors[0].is_cuda and _gpu_suits()):
         return False
@@ -108,10 +188,9 @@ def runs_on_triton(operation: str, *tensors: Tensor, unsupported: str | None = N
     return unsupported is None
 
 
-def say_without_kernel(operation: str, option: str, *tensors: Tensor) -> None:
-    """Says once that a formula stands in for `operation`, whose Triton kernel would run on these tensors without
-    `option`."""
-    runs_on_triton(operation, *tensors, unsupported=option)
+def say_without_kernel(operation: str, option: str, x: Tensor) -> None:
+    """Says once that a formula replaces `operation`, whose Triton kernel would run on x without `option`."""
+    runs_on_triton(operation, x, unsupported=option)
 
 
 # torch.compile calls this while it traces a model, and takes the answer as a constant.

@@ -1,12 +1,12 @@
-"""Dropout whose random numbers are a function of the seed, the step, the row and the place, and of nothing else.
+"""Dropout. Its random numbers are a function of the seed, the step, the row and the place alone.
 
 A row of a batch has the same mask on any number of ranks, in any micro batch, on CPUs and GPUs, compiled and not, and
 when activation checkpointing computes it again. torch's generators can promise none of that: they count calls.
 
-The numbers are a tree of SplitMix64's mix. Number n of the numbers that a seed s gives is mix(s XOR n), and may be the
-seed of further numbers: the run's seed gives those of its steps, a step those of its rows, a row those of the places in
-the model (models/layers/dropout.py), a place those of its tokens, a token those of its channels. All arithmetic is that
-of int64 modulo 2^64, which is exact everywhere.
+The numbers are a tree of SplitMix64's mix. A seed s gives the numbers mix(s XOR n), n = 0, 1, ..., which may be seeds
+again: the run's seed gives a seed for each step, a step for each row, a row for each place in the model
+(models/layers/dropout.py), a place for each token, and a token gives a number for each channel. All arithmetic is int64
+modulo 2^64, which is exact everywhere.
 """
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def signed(n: int) -> int:
-    """n modulo 2^64 as int64 has it, from -2^63 to 2^63 - 1."""
+    """n modulo 2^64 as an int64, from -2^63 to 2^63 - 1."""
     return (n + 2**63) % 2**64 - 2**63
 
 
@@ -48,7 +48,7 @@ def row_seeds(seed: int, step: int, rows: Tensor) -> Tensor:
 
 
 def kept(p: float, seeds: Tensor, shape: torch.Size) -> Tensor:
-    """Which elements of a tensor `(B, ...)` of this shape stay: bool, each true with probability 1 - p.
+    """bool of this shape `(B, ...)`: true for an element that stays, with probability 1 - p.
 
     seeds `(B,)`. An element is a function of its row's seed and of its place in the row.
     """
@@ -61,6 +61,6 @@ def kept(p: float, seeds: Tensor, shape: torch.Size) -> Tensor:
 def dropout(x: Tensor, p: float, seeds: Tensor) -> Tensor:
     """x / (1 - p) where an element is kept, else 0: x `(B, ...)` -> the same shape and dtype.
 
-    p: in [0, 1), the probability of 0. seeds: int64 `(B,)`. The backward pass keeps a bool per element, no product.
+    p: in [0, 1), the probability of 0. seeds: int64 `(B,)`. The backward pass keeps a bool per element.
     """
     return torch.where(kept(p, seeds, x.shape), x * (1 / (1 - p)), 0)

@@ -6,13 +6,14 @@
     4        flash_attn.cute         Hopper and Blackwell    (y, log-sum-exp)
 
 Several versions may be installed side by side. A directory flash_attn does not tell which: version 4 creates one
-without the functions of version 2, and some builds of version 2 hold the files of version 4 without the packages that
-those import. So a version counts as installed if its functions can be imported. The versions agree in the names of the
+without the functions of version 2, and some builds of version 2 hold the files of version 4 without their needs. So a
+version counts as installed if its functions can be imported. The versions agree in the names of the
 arguments, not in their order.
 """
 
 import importlib
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,20 +28,13 @@ class NoKernel(ValueError):
     """No kernel of flash-attn runs here. The message says why, without a full stop at its end."""
 
 
-class Dense(Protocol):
-    """softmax(scale q k^T) v: q `(B, T, H, D)`, k and v `(B, S, H_kv, D)` -> `(B, T, H, D)`; causal requires T = S."""
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Tensor: ...
-
-
-class Varlen(Protocol):
-    """Causal softmax(scale q k^T) v within each sequence: q `(N, H, D)`, k, v `(N, H_kv, D)` -> `(N, H, D)`.
-
-    Sequence i is the tokens from boundaries[i] up to, not including, boundaries[i + 1]; it may be empty. No sequence is
-    longer than `longest` tokens.
-    """
-
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, boundaries: Tensor, longest: int, scale: float) -> Tensor: ...
+# (q, k, v, scale, causal) -> softmax(scale q k^T) v: q `(B, T, H, D)`, k and v `(B, S, H_kv, D)` -> `(B, T, H, D)`;
+# causal requires T = S.
+Dense = Callable[[Tensor, Tensor, Tensor, float, bool], Tensor]
+# (q, k, v, boundaries, longest, scale) -> causal softmax(scale q k^T) v within each sequence: q `(N, H, D)`, k and v
+# `(N, H_kv, D)` -> `(N, H, D)`. Sequence i has the tokens from boundaries[i] to boundaries[i + 1] - 1; it may be empty.
+# No sequence is longer than `longest` tokens.
+Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
 
 
 class Flash(NamedTuple):
@@ -52,7 +46,7 @@ class Flash(NamedTuple):
 
 
 def check_suits(device: torch.device, d_head: int, dtype: torch.dtype, largest_head: int) -> None:
-    """Raises NoKernel where the kernels of flash-attn do not run. The same holds for torch's copy of them."""
+    """Raises NoKernel where the kernels of flash-attn, or torch's copy of them, do not run."""
     if device.type != "cuda":
         raise NoKernel(f"its kernels are for GPUs, and this runs on a {device.type.upper()}")
     if torch.cuda.get_device_capability(device) < (8, 0):
@@ -64,7 +58,7 @@ def check_suits(device: torch.device, d_head: int, dtype: torch.dtype, largest_h
 
 
 def find(device: torch.device, d_head: int, dtype: torch.dtype) -> Flash:
-    """The fastest version that is installed and runs there. Raises NoKernel, with the reason for each version."""
+    """The fastest version, of the installed ones, for this device. Raises NoKernel, with the reason of each version."""
     check_suits(device, d_head, dtype, max(LARGEST_HEAD.values()))
     reasons = []
     for version in by_speed(torch.cuda.get_device_capability(device)):

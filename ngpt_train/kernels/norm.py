@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Shorter vectors are divided by this length, so that Norm(0) = 0 and its gradient is finite.
+# A shorter vector is divided by this length, so that Norm(0) = 0 and its gradient is finite.
 SHORTEST = 1e-12
 
 
@@ -33,6 +33,6 @@ def at_least_fp32(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x in dtype. torch 2.11 compiles no gradient by hand for an operation that returns its input itself, as a cast to
-    the same dtype does."""
+    """x in dtype, without a cast to the same dtype: it returns its input, and for such an operation torch 2.11 compiles
+    no gradient by hand."""
     return x if x.dtype == dtype else x.to(dtype)

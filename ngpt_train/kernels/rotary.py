@@ -21,8 +21,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from ngpt_train.kernels.dispatch import operation
 from ngpt_train.kernels.norm import SHORTEST, at_least_fp32, normalize, reciprocal_length
-from ngpt_train.kernels.operation import operation
 
 Heads = tuple[Tensor, Tensor, Tensor]  # q (B, T, n_heads, D), k and v (B, S, n_kv_heads, D)
 
@@ -33,7 +33,7 @@ class QKV(NamedTuple):
     q: Tensor  # (B, T, n_heads, D)
     k: Tensor  # (B, S, n_kv_heads, D)
     v: Tensor  # as k
-    # (B, T, (n_heads + 2 n_kv_heads) D): the result of one product, of which the three are views. Else None.
+    # (B, T, (n_heads + 2 n_kv_heads) D): the result of one product; q, k and v are its views. None: several products.
     joined: Tensor | None = None
 
     @classmethod
@@ -45,7 +45,7 @@ class QKV(NamedTuple):
 
 
 class Rope(NamedTuple):
-    """cos and sin of the angles, each `(T, 1, D/2)` or `(B, T, 1, D/2)`, and which dimensions form a pair."""
+    """cos and sin of the angles, each `(T, 1, D/2)` or `(B, T, 1, D/2)`, and the layout of pairs."""
 
     cos: Tensor
     sin: Tensor
@@ -82,9 +82,9 @@ def rotary(
 ) -> Heads:
     """q' `(B, T, n_heads, D)`, k' and v `(B, S, n_kv_heads, D)`, computed in at least fp32; v is qkv's.
 
-    rope: of fp32 angles. normalized: whether q' before scale and k' are Norm of R q and R k, with `norm` for Norm.
-    scale: t `(n_heads D,)` fp32, multiplies q' last; None is 1. Raises ValueError for shapes that do not fit. What runs
-    in place of the formula returns qkv's dtype. turn: R.
+    rope: of fp32 angles. normalized: True for q' = t Norm(R q) and k' = Norm(R k), else without Norm. scale: t
+    `(n_heads D,)` fp32; None is 1. norm: Norm. turn: R. Raises ValueError for shapes that do not fit. The twin returns
+    qkv's dtype.
     """
     q, k = turn(qkv.q, rope), turn(qkv.k, rope)
     if normalized:
@@ -98,7 +98,7 @@ def rotary(
 def unsupported(
     qkv: QKV, rope: Rope | None, normalized: bool = False, scale: Tensor | None = None, norm: Map = normalize
 ) -> str | None:
-    """Why neither the kernel nor the gradients by hand take this call; for the log."""
+    """The option that kernel and gradients by hand do not support, for the log; else None."""
     if rope is None:
         return "queries without a rotation, as in cross-attention"
     if qkv.joined is None:
@@ -131,7 +131,7 @@ def by_hand_or_on_triton(
 
 
 class Options(NamedTuple):
-    """The layout of qkv and its pairs, and whether q and k are normalised."""
+    """The layout of qkv and its pairs. normalized: q and k are."""
 
     n_heads: int
     n_kv_heads: int

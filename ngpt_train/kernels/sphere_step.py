@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ngpt_train.kernels.dispatch import operation
 from ngpt_train.kernels.norm import at_least_fp32, cast, normalize, reciprocal_length
-from ngpt_train.kernels.operation import operation
 
 
 class HiddenState(NamedTuple):
@@ -40,7 +40,7 @@ class HiddenState(NamedTuple):
         return cls(h, h.view_as(h) if torch.is_grad_enabled() else h)
 
 
-# How h moves towards h_new, both of length 1, by the share alpha of the way in each dimension.
+# (h, h_new, alpha) -> h moved towards h_new, both of length 1, by the share alpha of the way in each dimension.
 Move = Callable[[Tensor, Tensor, Tensor], Tensor]
 Norm = Callable[[Tensor], Tensor]
 
@@ -70,8 +70,8 @@ def sphere_step(
     """h <- Norm(h + alpha (h_A - h)), where h_A = Norm(x) and x is the output of attention or MLP: eq. 10 and 11.
 
     h, x `(..., d_model)`, alpha `(d_model,)` in fp32 -> `(..., d_model)` in h's dtype, computed at least in fp32.
-    move: LERP, or another way from h to h_A, as in eq. 26. norm: Norm. option: the key that chose another move or norm,
-    which the kernel and the gradients by hand do not have.
+    move: LERP, or another way from h to h_A, as in eq. 26. norm: Norm. option: the config key of another move or norm,
+    for the log: the kernel and the gradients by hand have LERP and plain Norm only.
     """
     h_A = norm(x)
     new = cast(norm(move(h.to_move, h_A, alpha)), h.to_move.dtype)  # eq. 10 and 11
@@ -95,7 +95,7 @@ class _SphereStep(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, x: Tensor, alpha: Tensor, on_triton: bool) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)  # an output that nothing uses has gradient None
+        ctx.set_materialize_grads(False)  # an unused output has gradient None
         ctx.on_triton = on_triton
         if on_triton:
             from ngpt_train.kernels.gpu.sphere_step import sphere_step_forward

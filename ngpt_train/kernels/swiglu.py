@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ngpt_train.kernels.dispatch import operation
 from ngpt_train.kernels.norm import at_least_fp32
-from ngpt_train.kernels.operation import operation
 
 
 @operation("swiglu")

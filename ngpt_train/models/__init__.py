@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ngpt_train.models.decoder import Decoder
-    from ngpt_train.models.parameter_groups import ParameterGroup
+    from ngpt_train.models.decoder import Decoder, ParameterGroup
     from ngpt_train.models.registry import build_model
     from ngpt_train.models.weights import export_gradients, export_weights, load_weights
 
@@ -24,7 +23,7 @@ __all__ = ["Decoder", "ParameterGroup", "build_model", "export_gradients", "expo
 
 # The modules of the names above; names that are missing here are in `weights`. They are imported on first use, because
 # importing the keys must not import torch.
-_MODULES = {"Decoder": "decoder", "ParameterGroup": "parameter_groups", "build_model": "registry"}
+_MODULES = {"Decoder": "decoder", "ParameterGroup": "decoder", "build_model": "registry"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,10 +1,11 @@
 """The skeleton of every decoder-only model: embedding, a stack of blocks, a head, a loss.
 
-An architecture adds its block, its head, its initialisation and the constraint on its weights. The model here is one of
-a single device: ngpt_train/distributed applies compile, activation checkpointing, DDP and FSDP2 from outside.
+An architecture adds its block, its head, its initialisation and the constraint on its weights. The model is written for
+one device: ngpt_train/distributed applies compile, activation checkpointing, DDP and FSDP2 from outside.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ngpt_train.config.model_keys import ModelConfig
-from ngpt_train.models import decoding, flops, initialisation, parameter_groups
+from ngpt_train.models import initialisation
 from ngpt_train.models.head import Head, Loss
 from ngpt_train.models.layers.documents import (
     Mask,
@@ -23,15 +24,24 @@ from ngpt_train.models.layers.documents import (
 )
 from ngpt_train.models.layers.dropout import Dropout, each_with_seeds, number_places, seeded, seeds_of_parts
 from ngpt_train.models.layers.rope import UNSCALED, Rope, rope_table
-from ngpt_train.models.parameter_groups import ParameterGroup
 
-__all__ = ["Decoder", "Head", "Loss"]
+__all__ = ["Decoder", "Head", "Loss", "ParameterGroup"]
+
+
+@dataclass(frozen=True)
+class ParameterGroup:
+    """Parameters that the optimizer treats alike."""
+
+    names: list[str]  # as in named_parameters
+    decay: bool  # True if weight decay applies
+    unit_rows: bool  # True if every row is divided by its length after a step, as `project_` does
+    kind: str | None = None  # of the matrices, a field of LrFactors; None: vectors, or matrices of several kinds
 
 
 class Decoder(nn.Module):
     """Decoder-only language model; `vocab_size` and all widths come from its config."""
 
-    decays = True  # whether weight decay applies to the matrices
+    decays = True  # False: weight decay never applies to the matrices
 
     def __init__(self, config: ModelConfig, blocks: Iterable[nn.Module]) -> None:
         super().__init__()
@@ -78,11 +88,11 @@ class Decoder(nn.Module):
         return rope_table(length, d_head, config.rope_base, interleaved, tokens.device, dtype, self.rope_scaling)
 
     def blocks(self) -> list[nn.Module]:
-        """The modules that are compiled, checkpointed and sharded as units."""
+        """The units of compilation, activation checkpointing and sharding."""
         return list(self.layers)
 
     def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
-        """All blocks, and what comes between them and the head: h `(B, T, d_model)` -> the same shape."""
+        """All blocks, and a norm after them if the head has none: h `(B, T, d_model)` -> the same shape."""
         return self.run_blocks(self.layers, h, rope, mask)
 
     def run_blocks(self, blocks: Iterable[nn.Module], h: Any, *arguments: Any) -> Any:
@@ -106,17 +116,17 @@ class Decoder(nn.Module):
         return self.config.init.std(kind, self.config.d_model, self.residual_writes(path))
 
     def residual_writes(self, path: str) -> int:
-        """How many matrices write into the residual stream that the matrix at `path` writes to; 1 if it does not."""
+        """The number of matrices that write into the residual stream of the matrix at `path`; 1 if it writes none."""
         return 2 * self.config.n_layers if path.endswith((".wo", ".w_down")) else 1
 
     @property
     def projects(self) -> bool:
-        """Whether project_ divides every row of every matrix by its length; if not, project_ does nothing."""
+        """True if project_ divides every row of every matrix by its length; else project_ does nothing."""
         return False
 
     @property
     def on_sphere(self) -> bool:
-        """Whether a row of a matrix stands for its direction alone, so that its length means nothing."""
+        """True if only the direction of a matrix's row counts, not its length."""
         return self.projects
 
     def project_(self, skipped: Tensor | None = None) -> None:
@@ -136,7 +146,7 @@ class Decoder(nn.Module):
     def begin_step_(self, step: int, loss_factor: Tensor) -> None:
         """Called before the forward passes of a training step.
 
-        step: steps completed before it. loss_factor: 0-dim, by which the summed losses will be multiplied.
+        step: steps completed before it. loss_factor: 0-dim, the factor of the summed losses.
         """
 
     def statistics(self) -> dict[str, Tensor]:
@@ -144,7 +154,7 @@ class Decoder(nn.Module):
         return {}
 
     def notes(self) -> list[str]:
-        """Sentences for the log, about what the training loss of this model means."""
+        """Sentences for the log: how to read the training loss of this model."""
         return []
 
     # The forward pass, the same for all decoders.
@@ -159,9 +169,9 @@ class Decoder(nn.Module):
         """Logits `(B, T, V)` in at least fp32, or with targets their `Loss`.
 
         tokens, targets, doc_ids: `(B, T)` integers. Each token attends to itself and earlier tokens; with doc_ids only
-        to those of its document, whose positions begin at 0 (layers/documents.py). seeds `(B,)`: of the rows' dropout
-        in training (kernels/dropout.py: row_seeds); raises ValueError where a model with dropout lacks them. DDP's and
-        FSDP2's hooks run at calls of the model, so `loss` goes through here too.
+        to tokens of its document, whose positions begin at 0 (layers/documents.py). seeds `(B,)`: of the rows' dropout
+        in training (kernels/dropout.py: row_seeds). Raises ValueError if a model with dropout gets none. DDP's and
+        FSDP2's hooks run at calls of the model, so `loss` calls the model too.
         """
         of_embedding, of_blocks = seeds_of_parts(self.seeds_in_use(seeds), 2)
         dtype = self.compute_dtype or self.embedding.dtype
@@ -207,28 +217,54 @@ class Decoder(nn.Module):
         loss = self(tokens, targets, doc_ids, seeds)
         return loss.total, loss.n_tokens
 
-    # Further questions to a model; each has its own file.
-
+    @torch.no_grad()
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
-        """Logits `(V,)` of the token that follows prompt `(P,)`, P >= 1, and the generated tokens new `(N,)`."""
-        return decoding.by_decoder(self, prompt, new)
+        """Logits `(V,)` of the token that follows prompt `(P,)`, P >= 1, and the generated tokens new `(N,)`.
 
-    def cached(self, compiled: bool = False) -> decoding.Cached:
-        """A decoder of several texts at once that computes each token once. compiled: with compiled blocks."""
-        return decoding.Cached(self, compiled)
+        Only the last `context` tokens count. All are computed again for each token; models/decoding.py keeps them.
+        """
+        return self(torch.cat([prompt, new])[None, -self.config.context :])[0, -1]
 
     def init_weights_(self, seed: int) -> None:
         """Sets all weights, in place, to their values at step 0, which depend on the seed alone."""
         initialisation.init_weights_(self, seed)
 
     def parameter_groups(self) -> list[ParameterGroup]:
-        """The parameters, in groups that the optimizer treats alike."""
-        return parameter_groups.parameter_groups(self)
+        """Two groups: matrices, including embeddings, which may decay; gains and scale vectors, which never do.
+
+        Where the architecture has learning rates by kind (`ModelConfig.lr_factors`), each kind of matrix is a group.
+        Vectors are apart even where nothing decays: FSDP2 shards the matrices and keeps the vectors whole, and torch's
+        fused optimizers refuse sharded and whole tensors in one group.
+        """
+        shapes = {name: parameter.ndim for name, parameter in self.named_parameters()}
+        matrices = [name for name, ndim in shapes.items() if ndim >= 2]
+        by_kind: dict[str | None, list[str]] = {None: matrices}
+        if self.config.lr_factors(steps=1) is not None:
+            kinds = ("embedding", "hidden", "output")
+            outside = initialisation.OUTSIDE_OF_BLOCKS
+            by_kind = {kind: [name for name in matrices if outside.get(name, "hidden") == kind] for kind in kinds}
+        return [
+            *(ParameterGroup(names, self.decays, self.projects, kind) for kind, names in by_kind.items()),
+            ParameterGroup([name for name, ndim in shapes.items() if ndim < 2], decay=False, unit_rows=False),
+        ]
 
     def n_params(self) -> int:
         """Number of learned values, including embeddings."""
         return sum(parameter.numel() for parameter in self.parameters())
 
     def flops_per_token(self, context: int, causal: bool = False) -> int:
-        """FLOPs of forward and backward per token, in rows of `context` tokens; causal: see models/flops.py."""
-        return flops.of_decoder(self, context, causal)
+        """Floating-point operations of forward and backward per token in rows of T = `context` tokens: 6 x matrices +
+        12 L d_model T, the usual convention.
+
+        A value of a matrix takes a multiplication and an addition in the forward pass, and twice as many in the
+        backward pass. The output embedding counts, the look-up in the input embedding does not. The second term is
+        attention, for all pairs of tokens. causal: masked pairs, one half, do not count.
+        """
+        config = self.config
+        attention = 12 * config.n_layers * config.d_model * context
+        return 6 * (in_matrices(self.layers) + self.unembedding.numel()) + (attention // 2 if causal else attention)
+
+
+def in_matrices(module: nn.Module) -> int:
+    """Number of values in the matrices of a module."""
+    return sum(parameter.numel() for parameter in module.parameters() if parameter.ndim == 2)

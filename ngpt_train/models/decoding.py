@@ -1,60 +1,33 @@
 """The logits of the next token, from a prompt and the tokens generated so far.
 
-`by_decoder` and `by_encoder_decoder` compute the whole text again for each token. `Cached` reads each token once and
-keeps its keys and values. Both see the last `context` tokens.
+`Recomputed` computes the whole text again for each token. `Cached` reads each token once and keeps its keys and values.
+Both see the last `context` tokens.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.encoder_decoder import EncoderDecoder, source_of
 from ngpt_train.models.layers.attention import Attention
 from ngpt_train.models.layers.cache import Cache, Slots
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.rope import Rope
 
-if TYPE_CHECKING:
-    from ngpt_train.models.decoder import Decoder
-    from ngpt_train.models.encoder_decoder import EncoderDecoder
 
-
-@torch.no_grad()
-def by_decoder(model: Decoder, prompt: Tensor, new: Tensor) -> Tensor:
-    """Logits `(V,)` of the token after prompt `(P,)`, P >= 1, and new `(N,)`; only the last `context` tokens count."""
-    return model(torch.cat([prompt, new])[None, -model.config.context :])[0, -1]
-
-
-@torch.no_grad()
-def by_encoder_decoder(model: EncoderDecoder, prompt: Tensor, new: Tensor) -> Tensor:
-    """Logits `(V,)` of the token that follows prompt `(P,)`, P >= 1, and new `(N,)`.
-
-    The decoder begins with the last token of the prompt. The source is the tokens before it, at most the last
-    `source_context`, padded to that length, because the model takes the first `source_context` tokens of a row for it.
-    """
-    S, context = model.source_context, model.config.context
-    source, valid = source_of(prompt, S)
-    tokens = torch.cat([prompt[-1:], new])[-(context - S) :]
-    doc_ids = torch.cat([valid.long() - 1, torch.zeros_like(tokens)])
-    return model(torch.cat([source, tokens])[None], doc_ids=doc_ids[None])[0, -1]
-
-
-def source_of(prompt: Tensor, S: int) -> tuple[Tensor, Tensor]:
-    """The tokens before the last one of a prompt `(P,)`, at most S, padded to `(S,)`; and `(S,)` bool: which count."""
-    source = prompt[:-1][-S:]
-    valid = torch.arange(S, device=prompt.device) < len(source)
-    if not len(source):
-        valid[0] = True  # the source is padding alone: one token of it counts, so that attention has a key
-    return torch.cat([source, prompt.new_zeros(S - len(source))]), valid
+def cached(model: Decoder, compiled: bool = False) -> Cached:
+    """Decodes several texts at once and computes each token once. compiled: with compiled blocks."""
+    return CachedEncoderDecoder(model, compiled) if isinstance(model, EncoderDecoder) else Cached(model, compiled)
 
 
 class Recomputed:
-    """The logits of the next token of B texts, each of which is computed again for each token."""
+    """The logits of the next token of B texts. For each token the whole text is computed again."""
 
     def __init__(self, model: Decoder) -> None:
         self.model = model
@@ -69,7 +42,7 @@ class Recomputed:
 
     @torch.no_grad()
     def next(self, tokens: Mapping[int, int]) -> Tensor:
-        """Logits `(B, V)` after one more token of one row or more: row -> token. Those of other rows mean nothing."""
+        """Logits `(B, V)` after one more token of one row or more: row -> token. Other rows' logits mean nothing."""
         for row, token in tokens.items():
             self.new[row].append(token)
         by_row = self.after(list(tokens))
@@ -90,11 +63,11 @@ class Recomputed:
 class Cached(Recomputed):
     """The logits of the next token of B texts, by a decoder whose attention keeps keys and values.
 
-    What a row gets does not depend on the other rows, but for the rounding of sums. A text that outgrows the context is
+    The logits of a row depend on the other rows by the rounding of sums alone. A text that outgrows the context is
     computed again for each token, as without a cache: the window slides, so that every position in it changes.
 
-    compiled: the blocks are, and so all passes but the first of a text have the same shapes. Else attention looks at no
-    more slots than the longest text has tokens.
+    compiled: the blocks are compiled, so all passes but the first of a text have the same shapes. Else attention looks
+    at no more slots than the longest text has tokens.
     """
 
     def __init__(self, model: Decoder, compiled: bool = False) -> None:
@@ -103,12 +76,12 @@ class Cached(Recomputed):
         self.dtype = model.compute_dtype or model.embedding.dtype
         self.window = self.most_tokens()
         self.slots = Slots()
-        self.n_kept: list[int] = []  # of how many tokens of each text the caches have keys and values
+        self.n_kept: list[int] = []  # by text: tokens whose keys and values are in the caches
         places = torch.arange(self.window, device=model.embedding.device)
         self.rope = model.rope(places[None], torch.promote_types(self.dtype, torch.float32))
         nothing = model.embedding.new_zeros(1, self.window, model.config.d_model)
         added = model.add_positions(nothing, places).detach()
-        self.added = None if added is nothing else added[0]  # (window, d_model): what a position adds to the embedding
+        self.added = None if added is nothing else added[0]  # (window, d_model): added to the embedding
         attentions = [x for block in model.layers for x in block.modules() if isinstance(x, Attention)]
         self.caches = [(attention, self.cache_of(attention)) for attention in attentions]
 
@@ -173,14 +146,14 @@ class Cached(Recomputed):
     # What differs in an encoder-decoder.
 
     def most_tokens(self) -> int:
-        """How many tokens of a text the decoder sees."""
+        """Tokens of a text that the decoder sees."""
         return self.model.config.context
 
     def cache_of(self, attention: Attention) -> Cache:
         return Cache(self.window, self.slots)
 
     def first_tokens(self) -> list[Tensor]:
-        """The tokens of each prompt that the decoder reads."""
+        """From each prompt, the decoder's tokens."""
         return [prompt[-self.window :] for prompt in self.prompts]
 
     def stack(self, h: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
@@ -189,7 +162,7 @@ class Cached(Recomputed):
 
 
 class CachedEncoderDecoder(Cached):
-    """The same of an encoder-decoder: the source is encoded once, and cross-attention keeps its keys and values."""
+    """`Cached` for an encoder-decoder: the source is encoded once, and cross-attention keeps its keys and values."""
 
     model: EncoderDecoder
 
@@ -220,7 +193,7 @@ class CachedEncoderDecoder(Cached):
 
     def stack(self, h: Tensor, rope: Rope | None, mask: Mask) -> Tensor:
         h = self.model.decode(h, rope, mask, self.memory, self.memory_mask, None)
-        # From now on cross-attention has nothing new to read, and sees what it has kept.
+        # From now on cross-attention reads nothing new, and sees its cache.
         self.memory = self.memory[:, :0]
         self.source_slots.of_tokens = torch.empty(self.memory.shape[:2], dtype=torch.long, device=h.device)
         return h

@@ -9,8 +9,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from ngpt_train.models import decoding, flops
-from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.decoder import Decoder, in_matrices
 from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 from ngpt_train.models.layers.documents import Mask, causal_document_mask
 from ngpt_train.models.layers.dropout import number_places, seeded, seeds_of_parts
@@ -89,11 +88,35 @@ class EncoderDecoder(Decoder):
             head = self.head(self.decode(h, self.rope(tokens, angles_dtype), mask, memory, source_mask, valid))
         return head.logits() if targets is None else self.loss_of(head, targets[:, S:])
 
+    @torch.no_grad()
     def next_token_logits(self, prompt: Tensor, new: Tensor) -> Tensor:
-        return decoding.by_encoder_decoder(self, prompt, new)
-
-    def cached(self, compiled: bool = False) -> decoding.Cached:
-        return decoding.CachedEncoderDecoder(self, compiled)
+        """The decoder begins with the last token of the prompt. The source is the tokens before it, at most the last
+        `source_context`, padded to that length, because `forward` takes the first `source_context` tokens for it."""
+        S, context = self.source_context, self.config.context
+        source, valid = source_of(prompt, S)
+        tokens = torch.cat([prompt[-1:], new])[-(context - S) :]
+        doc_ids = torch.cat([valid.long() - 1, torch.zeros_like(tokens)])
+        return self(torch.cat([source, tokens])[None], doc_ids=doc_ids[None])[0, -1]
 
     def flops_per_token(self, context: int, causal: bool = False) -> int:
-        return flops.of_encoder_decoder(self, context, causal)
+        """The first S tokens of a row, the source, go through the encoder and through W_k and W_v of the
+        cross-attention, the others through all other matrices. causal: of the pairs in the decoder's self-attention one
+        half counts."""
+        config, S, T = self.config, self.source_context, context - self.source_context
+        n_encoder, n_decoder, d_model = len(self.encoder), len(self.layers), config.d_model
+        d_kv = (config.n_kv_heads or config.n_heads) * (d_model // config.n_heads)
+        cross = n_decoder * 2 * d_kv * d_model  # W_k and W_v
+        of_source = in_matrices(self.encoder) + cross
+        of_target = in_matrices(self.layers) - cross + self.unembedding.numel()
+        pairs = n_encoder * S * S + n_decoder * (T * T // (2 if causal else 1) + T * S)
+        return (6 * (of_source * S + of_target * T) + 12 * d_model * pairs) // context
+
+
+def source_of(prompt: Tensor, S: int) -> tuple[Tensor, Tensor]:
+    """The tokens before the last one of a prompt `(P,)`, at most S, padded to `(S,)`; and `(S,)` bool: false for
+    padding."""
+    source = prompt[:-1][-S:]
+    valid = torch.arange(S, device=prompt.device) < len(source)
+    if not len(source):
+        valid[0] = True  # the source is padding alone: one token of it counts, so that attention has a key
+    return torch.cat([source, prompt.new_zeros(S - len(source))]), valid

@@ -1,4 +1,4 @@
-"""The keys that encoder-decoders share."""
+"""Keys of all encoder-decoders."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class EncoderDecoderKeys(ModelConfig):
-    """The keys that an encoder-decoder has besides a decoder's. It learns to continue the beginning of a document."""
+    """Keys of an encoder-decoder besides a decoder's. It learns to continue the beginning of a document."""
 
     objective = "prefix_continuation"
 
@@ -23,7 +23,7 @@ class EncoderDecoderKeys(ModelConfig):
         None, "Number of encoder blocks; null is n_layers, the decoder's.", minimum=1, maximum=100_000
     )
     source_context: Union[int, None] = key(
-        None, "Of a row's model.context tokens those that the encoder reads; null is two thirds of them.", minimum=1
+        None, "Tokens of a row, of its model.context, for the encoder; null is two thirds.", minimum=1
     )
 
     def source_length(self, context: int) -> int:

@@ -17,7 +17,7 @@ class Loss(NamedTuple):
     n_tokens: Tensor  # number of targets that count
     cross_entropy: Tensor  # in nats, without smoothing and without gradient
     z_term: Tensor | None  # z_loss * logsumexp(logits)^2, without gradient; None if z_loss is 0
-    by_token: Tensor | None = None  # (B, T) the cross-entropy of each target, 0 for one that does not count; in no_grad
+    by_token: Tensor | None = None  # (B, T) the cross-entropy of each target, 0 if it does not count; in no_grad
 
 
 class Head(NamedTuple):

@@ -13,8 +13,8 @@ from ngpt_train.models.weights import named_weights, write_full
 if TYPE_CHECKING:
     from ngpt_train.models.decoder import Decoder
 
-# The key of model.init.* for the matrices outside of blocks.
-_KINDS = {"embedding": "embedding", "source_embedding": "embedding", "output": "output"}
+# The key of model.init.* for the matrices outside of blocks; also their field of LrFactors.
+OUTSIDE_OF_BLOCKS = {"embedding": "embedding", "source_embedding": "embedding", "output": "output"}
 
 
 def by_path(seed: int, path: str, shape: tuple[int, ...], std: float) -> Tensor:
@@ -27,7 +27,7 @@ def by_path(seed: int, path: str, shape: tuple[int, ...], std: float) -> Tensor:
 
 def kind_of(path: str) -> str:
     """The key of model.init.* for the matrix at `path`."""
-    return "residual" if path.endswith((".wo", ".w_down")) else _KINDS.get(path, "hidden")
+    return "residual" if path.endswith((".wo", ".w_down")) else OUTSIDE_OF_BLOCKS.get(path, "hidden")
 
 
 def standard_deviations(model: Decoder) -> dict[str, list[float]]:

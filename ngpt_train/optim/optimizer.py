@@ -10,9 +10,8 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.optim import OptimConfig
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
-from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.decoder import Decoder, ParameterGroup
 from ngpt_train.models.layers.linear import cast_linears
-from ngpt_train.models.parameter_groups import ParameterGroup
 from ngpt_train.optim.row_adam import RowAdam
 
 

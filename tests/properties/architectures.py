@@ -57,7 +57,7 @@ def gpt_with(**options: Any) -> Architecture:
 
 
 def gpt_shape(options: dict[str, Any]) -> dict[str, Any]:
-    """The options that decide which weights there are, as arguments of the reference's `shapes`."""
+    """The options that change names or shapes of weights, as arguments of the reference's `shapes`."""
     names = {"qk_norm": "qk_norm", "tied_embeddings": "tied", "mlp": "mlp"}
     return {names[name]: value for name, value in options.items() if name in names}
 
@@ -73,7 +73,7 @@ def gpt_encoder_decoder_with(**options: Any) -> Architecture:
 def spherical(
     config: type[ModelConfig], reference: Any, scales: Scales | None, options: dict[str, Any]
 ) -> Architecture:
-    """`scales`: kind, init and scale of those that are not the paper's."""
+    """`scales`: kind, init and scale, if they differ from the paper's."""
     kinds = {"s_qk": QKScaleConfig, "s_z": ScaleVectorConfig, "s_u": MLPScaleConfig, "s_v": MLPScaleConfig}
     chosen = {name: kinds.get(name, AlphaConfig)(*three) for name, three in (scales or {}).items()}
     shared = options.pop("shared_s_qk", False)
@@ -339,7 +339,7 @@ def export_gradients(model: Decoder) -> dict[str, Tensor]:
 
 
 def source_length(architecture: Architecture, size: Size) -> int:
-    """How many tokens of a row come before those that logits are for."""
+    """Tokens of a row before the first position with logits."""
     return size.source_context if architecture.has_encoder else 0
 
 

@@ -76,7 +76,7 @@ def padded_rows(rows: int, context: int, size: Size, seed: int) -> tuple[Tensor,
 
 
 def held(state: TrainState) -> dict[str, Tensor]:
-    """Weights, and what the optimizer knows about each."""
+    """Weights, and their optimizer state."""
     found = {name: x.detach().clone() for name, x in state.model.named_parameters()}
     for name, x in state.model.named_parameters():
         found |= {f"{name}.{key}": value.clone() for key, value in state.optimizer.state[x].items()}

@@ -1,4 +1,4 @@
-"""What every architecture promises, whatever is inside it; each test names mistakes that it has caught."""
+"""The promises of every architecture. Each test names mistakes that it has caught."""
 
 import dataclasses
 import math
@@ -306,7 +306,7 @@ def test_zero_rows_stay_finite(name: str) -> None:
     for key, x in weights.items():
         if x.ndim == 2 and key != "embedding":
             x[0] = 0
-    # A token without a direction, among others: alone at the start of a row its gradient is that of x/|x| at 0.
+    # A token without a direction, among others: alone at the start of a row its gradient would be of x/|x| at 0.
     weights["embedding"][tokens[0, start + 5]] = 0
     tokens[:, start] = (tokens[0, start + 5] + 1) % SMALL.vocab_size
     load_weights(model, weights)

@@ -42,7 +42,7 @@ def through(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def gradients(model: Decoder, *batches: tuple[Tensor | None, ...]) -> dict[str, Tensor]:
-    """Of the summed loss of all batches."""
+    """Gradients of the summed loss of all batches."""
     model.zero_grad()
     for batch in batches:
         model.loss(*batch)[0].backward()  # type: ignore[arg-type]
@@ -52,7 +52,7 @@ def gradients(model: Decoder, *batches: tuple[Tensor | None, ...]) -> dict[str, 
 @pytest.mark.parametrize(("size", "kind"), [(SMALL, "mask"), (GROUPED, "varlen")], ids=["small-mask", "grouped-varlen"])
 @pytest.mark.parametrize("name", DECODERS)
 def test_documents_are_alone(name: str, size: Size, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The logits and gradients of packed documents are those of each in a row of its own.
+    """Packed documents have the logits and gradients of separate rows.
 
     Caught: positions that do not restart, or of the row before them; a mask by position instead of id; boundaries
     without those between rows, or without the last; the softmax's own scale in place of the model's.
@@ -85,8 +85,8 @@ def test_documents_are_alone(name: str, size: Size, kind: str, monkeypatch: pyte
 @kinds
 @pytest.mark.parametrize("name", ["gpt", "ngpt", "normformer", "normformer learned", "powernorm"])
 def test_nothing_sees_padding(name: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it computes itself is finite. Caught: padding in PowerNorm's statistics; in no sequence, where a kernel
-    leaves whatever was in memory."""
+    """Padding's own activations are finite. Caught: padding in PowerNorm's statistics; in no sequence, where a kernel
+    leaves old memory."""
     through(kind, monkeypatch)
     # In training. Two of them: a forward pass advances running statistics.
     models = [jittered(DECODERS[name], SMALL)[0] for _ in range(2)]
@@ -146,7 +146,7 @@ def test_room_for_documents() -> None:
 @pytest.mark.parametrize("package", ["torch", "2", "3", "4"])
 @pytest.mark.parametrize("size", [SMALL, GROUPED], ids=["small", "grouped"])
 def test_what_the_kernels_are_told(package: str, size: Size, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which kernel a GPU gets, and that it gets scale, causality and grouped heads. (It does not run here.)
+    """A GPU's kernel is chosen, and gets scale, causality and grouped heads. (It does not run here.)
 
     Caught: a scale that is not handed on, the words of one package given to the other.
     """

@@ -61,7 +61,8 @@ def test_residual_dropout_is_of_all_that_is_added(name: str, kept: bool, monkeyp
 
 @architectures
 def test_embedding_dropout(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the embedding with its positions, before the first block, of the source too; on the sphere h stays there."""
+    """The embedding with its positions drops, before the first block, the source's too; nGPT's h stays on the
+    sphere."""
     monkeypatch.setattr(dropout, "kept", lambda p, seeds, shape: torch.arange(shape[-1]).expand(shape) % 2 == 0)
     found: list[list[Tensor]] = []
     for places in (("embedding_dropout",), ()):
@@ -101,7 +102,7 @@ APART = [name for name in ARCHITECTURES if name != "powernorm"]  # PowerNorm's r
     ("name", "places"), [*((name, PLACES) for name in APART), *(("ntransformer", (place,)) for place in PLACES)]
 )
 def test_a_row_drops_the_same_in_any_batch(places: tuple[str, ...], name: str, of_documents: bool) -> None:
-    """Logits of a row alone, in fp64, are those that it has among others; another step's are not. Caught: a place in
+    """A row has the same logits, in fp64, alone and among others; another step has other logits. Caught: a place in
     the batch that enters the mask, a mask shared by rows, a step that does not."""
     model = dropping(name, 0.3, places)
     tokens, _, *doc_ids = batch(name, of_documents)

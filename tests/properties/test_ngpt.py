@@ -1,4 +1,4 @@
-"""What the normalisation of nGPT makes irrelevant, and what it must not."""
+"""Invariances of nGPT's normalisation, and quantities that must count."""
 
 import math
 from typing import Any
@@ -32,7 +32,7 @@ from tests.properties.architectures import (
 
 @pytest.mark.parametrize("name", ["wq", "wk", "wo", "w_u", "w_down", "s_u", "wv"])
 def test_length_does_not_matter(name: str) -> None:
-    """What a normalisation follows has any length. Caught: q, k or a suggestion not normalised."""
+    """A matrix before a normalisation may have any length. Caught: q, k or a suggestion not normalised."""
     assert change_of_logits(name, 7.0) < 1e-12
 
 
@@ -211,7 +211,7 @@ def test_only_the_projection_projects(constraint: str) -> None:
     ids=str,
 )
 def test_words_for_starts_are_numbers(word: float | str, number: float) -> None:
-    """As init in the value in use, as scale in the one that is stored. Caught: 1/(L + 1), d for sqrt(d)."""
+    """As init it is the value in use, as scale the stored value. Caught: 1/(L + 1), d for sqrt(d)."""
     scales: Scales = {"alpha_mlp": ("vector", word, 0.5), "s_z": ("vector", 3.0, word)}
     model = build_model(config(ngpt_with(scales, reference=ReferenceConfig(d_model=8, n_layers=6)), SMALL))
     alpha, s_z = model.layers[0].alpha_mlp, model.s_z  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""Activation checkpointing changes what is kept and computed twice, and nothing else."""
+"""Activation checkpointing changes memory and time, and nothing else."""
 
 import dataclasses
 from typing import Any

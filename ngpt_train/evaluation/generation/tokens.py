@@ -11,7 +11,7 @@ from torch import Tensor
 from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.evaluation.generation.sampling import restricted, sample
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.decoding import Recomputed
+from ngpt_train.models.decoding import Recomputed, cached
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.training.guards import NumericalError
 
@@ -90,4 +90,4 @@ def continue_rows(
 
 def reader_of(model: Decoder, config: GenerateConfig, compiled: bool = False) -> Recomputed:
     """The source of the logits, by generate.cache. compiled: whether the decoder's blocks are."""
-    return model.cached(compiled) if config.cache else Recomputed(model)
+    return cached(model, compiled) if config.cache else Recomputed(model)

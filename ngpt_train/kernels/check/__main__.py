@@ -1,7 +1,8 @@
-"""The process that checks kernels for `children.py`: a kernel may crash it, hang, or leave its GPU unusable.
+"""Checks kernels, in a process that `children.py` starts: a kernel may crash it, hang, or leave its GPU unusable.
 
-It reads a request, a line of JSON, from its standard input. To its standard output it writes lines of JSON: before each
-piece of work {"at": n, "doing": "check" or "times"}, and after it {"at": n, ...} with the keys of `Finding`.
+Its argument is a request, as JSON. To its standard output it writes lines of JSON: before each piece of work {"at": n,
+"doing": "check" or "times"}, and after it {"at": n, ...} with the keys of `Finding`. A timer ends the process if a
+piece of work takes too long.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import sys
 import time
 from typing import Any
@@ -25,12 +27,20 @@ from ngpt_train.kernels.check.timing import times_of_call
 
 
 def main() -> int:
-    """Returns 0, or UNUSABLE where a kernel has left the GPU so that nothing more runs on it."""
+    """Returns 0, or UNUSABLE if nothing more runs on the GPU after a kernel."""
     output = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what compilers print goes where errors go
     logging.disable(logging.WARNING)  # the parent tells what runs
     die_with_parent()
-    request = json.loads(sys.stdin.readline())
+    request = json.loads(sys.argv[1])
+
+    def tell(at: int, doing: str | None = None, **found: Any) -> None:
+        if doing is not None:
+            signal.setitimer(signal.ITIMER_REAL, request["seconds"][doing])
+            found["doing"] = doing
+        output.write(json.dumps({"at": at, **found}) + "\n")
+
+    signal.setitimer(signal.ITIMER_REAL, request["seconds"]["start"])
     device = torch.device(request["device"])
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -38,27 +48,23 @@ def main() -> int:
     with dispatch.chosen("torch" if dispatch.why_no_triton() else "triton"):
         for number, text in enumerate(request["calls"]):
             call = Call.from_json(text)
-            tell(output, at=number, doing="check")
+            tell(number, "check")
             started = time.monotonic()
             found = checked(call, device)
-            tell(output, at=number, seconds=time.monotonic() - started, **found)
+            tell(number, seconds=time.monotonic() - started, **found)
             if unusable(device):
                 return UNUSABLE
             if not request["times"] or found["problem"] is not None or call.kernel in OF_ATTENTION:
                 continue
-            tell(output, at=number, doing="times")
-            tell(output, at=number, **timed(call, device, request["compiled"]))
+            tell(number, "times")
+            tell(number, **timed(call, device, request["compiled"]))
             if unusable(device):
                 return UNUSABLE
     return 0
 
 
-def tell(output: Any, **found: Any) -> None:
-    output.write(json.dumps(found) + "\n")
-
-
 def checked(call: Call, device: torch.device) -> dict[str, Any]:
-    """The finding of a call: its largest error, and its problem in words."""
+    """The finding of a call: its largest error and its problem."""
     try:
         errors = errors_of_call(call, device)
     except torch.OutOfMemoryError:
@@ -81,7 +87,7 @@ def checked(call: Call, device: torch.device) -> dict[str, Any]:
 
 
 def timed(call: Call, device: torch.device, compiled: bool) -> dict[str, Any]:
-    """Both times. A failure is not the kernel's, which is right: it stays."""
+    """Both times. If timing fails, the kernel still runs: it is right."""
     try:
         ours, plain = times_of_call(call, device, compiled)
     except Exception as error:
@@ -90,13 +96,13 @@ def timed(call: Call, device: torch.device, compiled: bool) -> dict[str, Any]:
 
 
 def in_a_line(error: Exception) -> str:
-    """The error's type and the first line that says something."""
+    """The error's type and first line, without empty lines."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
 def unusable(device: torch.device) -> bool:
-    """Whether a kernel has damaged the GPU's context, for example by an address outside of its memory."""
+    """True if a kernel has damaged the GPU's context, for example by an address outside of its memory."""
     if device.type != "cuda":
         return False
     try:

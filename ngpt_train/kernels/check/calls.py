@@ -1,4 +1,4 @@
-"""Which kernels a forward and a backward pass call, on which shapes, dtypes and options: recorded from the calls.
+"""Records the calls of kernels in a forward and a backward pass: shapes, dtypes and options.
 
 A pass over a model on torch's meta device, which computes nothing, is enough.
 """
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ngpt_train.kernels import attention, dispatch, operation
+from ngpt_train.kernels import attention, dispatch
 from ngpt_train.kernels.rotary import QKV, Rope
 from ngpt_train.kernels.sphere_step import HiddenState
 
@@ -33,7 +33,7 @@ class Call:
 
     @classmethod
     def of(cls, kernel: str, first: Tensor, **options: Any) -> Call:
-        """The call of `kernel` whose first tensor is `first`."""
+        """A call of `kernel`. first: its first tensor."""
         stride = None if first.is_contiguous() or 0 in first.stride() else tuple(first.stride())
         dtype = str(first.dtype).removeprefix("torch.")
         return cls(kernel, tuple(first.shape), dtype, stride, tuple(sorted(options.items())))
@@ -101,23 +101,22 @@ DESCRIBE: dict[str, Describe] = {
 def of_adam(
     rows: int, d: int, unit_rows: bool, copies: bool, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> Call:
-    """The call of Adam's kernel on an fp32 matrix `(rows, d)`. copies: whether it writes a bf16 copy."""
+    """The call of Adam's kernel on an fp32 matrix `(rows, d)`. copies: True if it writes a bf16 copy."""
     options = {"betas": list(betas), "eps": eps, "weight_decay": weight_decay}
     return Call.of("adam", torch.empty(rows, d, device="meta"), unit_rows=unit_rows, copies=copies, **options)
 
 
 @contextmanager
 def recorded(documents: bool) -> Iterator[Counter[Call]]:
-    """While the body runs, the calls whose Triton kernel runs, and those of attention, are counted.
+    """Inside a `with`, counts the calls of Triton kernels and of attention.
 
-    documents: whether a mask of attention stands for documents, which may have a kernel of their own. For the choice of
-    kernels see `dispatch`.
+    documents: True if a mask of attention separates documents, which may have a kernel of their own. `dispatch` chooses
+    the kernels.
     """
     calls: Counter[Call] = Counter()
 
     def see(name: str, on_triton: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # The twin of linear_cross_entropy asks by itself, in an operator that a meta device leaves out.
-        if on_triton or (name == "linear_cross_entropy" and dispatch.runs_on_triton(name, args[0])):
+        if on_triton:
             calls[DESCRIBE[name](*args, **kwargs)] += 1
 
     def watch(q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None) -> None:
@@ -126,7 +125,7 @@ def recorded(documents: bool) -> Iterator[Counter[Call]]:
         options = {"keys": list(k.shape[1:3]), "scale": scale, "causal": causal, "mask": shape}
         calls[Call.of("attention of documents" if of_documents else "attention", q, **options)] += 1
 
-    with operation.watched(see), attention.watched(watch):
+    with dispatch.watched(see), attention.watched(watch):
         yield calls
 
 

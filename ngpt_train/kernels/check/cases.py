@@ -1,7 +1,7 @@
-"""Inputs for a recorded call, and the formula that it is compared with.
+"""Inputs for a recorded call, and its formula.
 
-Widths, strides, dtypes and options are the call's. Rows are fewer where all would need too much memory; a kernel treats
-them all alike.
+Widths, strides, dtypes and options are the call's. Rows are fewer where all would need too much memory: a kernel treats
+all rows alike.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PART = 512  # tokens whose logits in fp64 the formula holds at once
 def case_of(call: Call, device: torch.device, kernels: bool = True, every_token: bool = False) -> Comparison:
     """The comparison of a call of a fused operation.
 
-    kernels: whether Triton's run, which round less than PyTorch. every_token: of the loss, too.
+    kernels: True if Triton's run, which round less than PyTorch. every_token: the loss, too, takes all tokens.
     """
     if call.kernel == "linear_cross_entropy":
         return cross_entropy_case(call, Draw(device), every_token)
@@ -123,7 +123,7 @@ def cross_entropy_case(call: Call, draw: Draw, every_token: bool) -> Comparison:
     def loss(h: Tensor, targets: Tensor, matrix: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
         return cross_entropy.linear_cross_entropy(h, matrix, targets, scale, z_loss, smoothing)[:1]
 
-    # Training needs the loss and gradients, evaluation the losses of tokens, which a pass without gradients writes.
+    # Training needs the loss and gradients. Evaluation needs the losses of tokens, from a pass without gradients.
     def ours(h: Tensor, targets: Tensor, matrix: Tensor, scale: Tensor | None = None) -> tuple[Tensor, ...]:
         return *loss(h, targets, matrix, scale), cross_entropy.token_losses(h, matrix, targets, scale)
 
@@ -134,7 +134,7 @@ def cross_entropy_case(call: Call, draw: Draw, every_token: bool) -> Comparison:
             losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none", ignore_index=IGNORED)
         return total, losses.view(targets.shape)
 
-    # Products and logits are rounded to the activations' dtype, so sums of them are no more precise than that.
+    # Products and logits are rounded to the activations' dtype, so their sums are no more precise.
     tolerance = MATRIX_TOLERANCE[getattr(torch, call.dtype)]
     return Comparison(str(call), ours, exact, inputs, tolerance, timed=loss, chunks=parts)
 
@@ -146,7 +146,7 @@ def adam_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
         weight = F.normalize(draw.normal(rows, d), dim=-1)
         gradient, exp_avg = (0.01 * draw.normal(rows, d) for _ in range(2))
         exp_avg_sq = 1e-4 * (0.5 + draw.uniform(rows, d))
-        numbers = (3.0, 2.0, 0.0, 1.0)  # step, grad_scale, found_inf of a step that is taken, and of one that is not
+        numbers = (3.0, 2.0, 0.0, 1.0)  # step, grad_scale, found_inf of a taken and of a skipped step
         shared = tuple(torch.tensor(number, device=draw.device) for number in numbers)
         return Inputs((weight, gradient, exp_avg, exp_avg_sq), shared, ())
 
@@ -159,7 +159,7 @@ def adam_case(call: Call, draw: Draw, kernels: bool) -> Comparison:
             copy = w.to(torch.bfloat16) if call["copies"] else None
             function(w, g, m1, m2, t, *hyper, scale, taken, copy=copy)
             function(left[0], g, *left[1:], t, *hyper, scale, skipped, copy=copy)
-            # The share of a row whose copy is the weight, rounded to or towards the nearest: 1.
+            # The share of a row's elements whose copy is the weight, rounded: 1.
             same = torch.ones_like(w) if copy is None else (copy - w).abs() <= torch.finfo(torch.bfloat16).eps * w.abs()
             return w, m1, m2, *left, same.to(w.dtype).mean(1)
 
@@ -183,13 +183,13 @@ CASES: dict[str, Callable[[Call, Draw, bool], Comparison]] = {
 
 
 def tolerance_of_sums(call: Call, kernels: bool) -> float:
-    """The tolerance for gradients that are sums over tokens. The kernels sum fp32 values; plain PyTorch rounds some to
-    the activations' dtype before."""
+    """Tolerance of gradients by sums over tokens. The kernels sum fp32 values; plain PyTorch rounds some values to the
+    activations' dtype before."""
     return (VECTOR_TOLERANCE if kernels else MATRIX_TOLERANCE)[getattr(torch, call.dtype)]
 
 
 def fitting(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape, or as many of its rows, or of the tokens of one row, as have MOST_ELEMENTS; the width stays."""
+    """The shape, cut to MOST_ELEMENTS: fewer rows, then fewer tokens of one row. The width stays."""
     first, *rest = shape
     of_one = torch.Size(rest).numel()
     if first * of_one <= MOST_ELEMENTS:

@@ -5,12 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +20,12 @@ from ngpt_train.kernels.check.calls import Call
 START_SECONDS = 180.0  # to import torch, perhaps from a slow disk, and to reach the GPU
 WORK_SECONDS = {"check": 120.0, "times": 180.0}  # of one call; most of it is for the compiler
 UNUSABLE = 3  # exit code of a process whose GPU no longer works for it
+HUNG = -signal.SIGALRM  # exit code of a process that was not done in time: its own timer ends it
 
 
 @dataclass(frozen=True)
 class Request:
-    """The task of a process. compiled: with compiled blocks. times: kernels are timed, too."""
+    """The task of a process. compiled: blocks are compiled. times: kernels are timed, too."""
 
     device: str
     dtype: str
@@ -41,12 +40,12 @@ class Finding:
     """The result of checking one call of a kernel on this machine."""
 
     error: float | None = None  # the largest relative error of an output or a gradient
-    problem: str | None = "it was not checked"  # why the kernel must not run, in words; None: it is right
-    lasting: bool = False  # whether another check would find the same
-    seconds: float | None = None  # that the check took, with compilation
+    problem: str | None = "it was not checked"  # why the kernel must not run; None: it is right
+    lasting: bool = False  # True if another check would find the same
+    seconds: float | None = None  # of the check, with compilation
     us: float | None = None  # microseconds of the kernel, forward and backward
     plain_us: float | None = None  # of plain PyTorch in its place
-    untimed: str | None = None  # why there are no times, in words
+    untimed: str | None = None  # why there are no times
 
 
 def findings(calls: Sequence[Call], request: Request) -> list[Finding]:
@@ -64,93 +63,51 @@ def _one_process(calls: Sequence[Call], request: Request, found: Sequence[Findin
     package = Path(ngpt_train.__file__).resolve().parent
     paths = os.environ.get("PYTHONPATH")
     environment = os.environ | {"PYTHONPATH": f"{package.parent}{os.pathsep + paths if paths else ''}"}
-    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+    seconds = {"start": START_SECONDS} | WORK_SECONDS
+    asked = json.dumps(vars(request) | {"seconds": seconds, "calls": [call.json() for call in calls]})
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
-            # -P: the code that this process runs, not what lies in the current directory.
-            [sys.executable, "-P", "-m", "ngpt_train.kernels.check"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
+            # -P: run this code, even if the current directory has a package of the same name.
+            [sys.executable, "-P", "-m", "ngpt_train.kernels.check", asked],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
             stderr=errors,
-            text=True,
             env=environment,
             start_new_session=True,  # so that the compilers that it starts end with it
         )
         try:
-            return _followed(process, calls, request, found, errors)
+            code = process.wait(START_SECONDS + len(calls) * sum(WORK_SECONDS.values()))
+        except subprocess.TimeoutExpired:
+            code = HUNG
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _followed(
-    process: subprocess.Popen[str],
-    calls: Sequence[Call],
-    request: Request,
-    found: Sequence[Finding],
-    errors: IO[str],
-) -> int:
-    assert process.stdin is not None
-    assert process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):
-        process.stdin.write(json.dumps(vars(request) | {"calls": [call.json() for call in calls]}) + "\n")
-        process.stdin.flush()
-    at, doing, limit = 0, "start", START_SECONDS
-    lines = Lines(process.stdout)
-    while (line := lines.next(limit)) is not None:
-        if not line:
-            break
-        told = json.loads(line)
-        if "doing" in told:
-            at, doing = told["at"], told["doing"]
-            limit = WORK_SECONDS[doing]
-            continue
-        for name, value in told.items():
-            if name != "at":
-                setattr(found[told["at"]], name, value)
-        doing = "next"
-    hung = line is None
-    if hung:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-    code = process.wait()
-    if doing == "times":  # it is right, and stays without times
-        found[at].untimed = "timing it did not end" if hung else f"timing it ended its process ({how(code)})"
-    elif doing == "check":
-        ended = f"it did not end within {limit:g} seconds" if hung else f"it ended its process: {how(code)}"
-        found[at].problem = ended + last(errors)
-        found[at].lasting = not hung  # a machine that was busy may not be so next time
-    elif doing == "start":
-        for one in found:
-            one.problem = f"the process that checks did not start: {'too slow' if hung else how(code)}{last(errors)}"
-        return len(calls)
-    return at + 1 if code or hung else len(calls)
-
-
-class Lines:
-    """The lines of a pipe, each waited for with a time limit."""
-
-    def __init__(self, pipe: IO[str]) -> None:
-        self.pipe, self.rest = pipe, b""
-        self.selector = selectors.DefaultSelector()
-        self.selector.register(pipe, selectors.EVENT_READ)
-
-    def next(self, seconds: float) -> str | None:
-        """The next line; empty at the end of the pipe; None where there is none in time."""
-        deadline = time.monotonic() + seconds
-        while b"\n" not in self.rest:
-            if not self.selector.select(max(0.0, deadline - time.monotonic())):
-                return None
-            part = os.read(self.pipe.fileno(), 65536)
-            if not part:
-                return ""
-            self.rest += part
-        line, _, self.rest = self.rest.partition(b"\n")
-        return line.decode()
+        output.seek(0)
+        at, doing = 0, "start"
+        for line in output:
+            told = json.loads(line)
+            at, doing = told.pop("at"), told.pop("doing", "next")
+            for name, value in told.items():
+                setattr(found[at], name, value)
+        why = how(code)
+        if doing == "times":  # the kernel is right, and stays without times
+            ended = "timing it did not end" if code == HUNG else f"timing it ended its process ({why})"
+            found[at].untimed = ended
+        elif doing == "check":
+            limit = f"it did not end within {WORK_SECONDS[doing]:g} seconds"
+            found[at].problem = (limit if code == HUNG else f"it ended its process: {why}") + last(errors)
+            found[at].lasting = code != HUNG  # a machine that was busy may not be so next time
+        elif doing == "start":
+            for one in found:
+                problem = "too slow" if code == HUNG else why
+                one.problem = f"the process that checks did not start: {problem}{last(errors)}"
+            return len(calls)
+    return at + 1 if code else len(calls)
 
 
 def how(code: int) -> str:
-    """How a process ended, in words."""
+    """Names the exit code or signal of a process."""
     if code >= 0:
         return f"exit code {code}"
     with contextlib.suppress(ValueError):
@@ -159,7 +116,7 @@ def how(code: int) -> str:
 
 
 def last(errors: IO[str]) -> str:
-    """The last line that the process wrote to its errors, for a message; empty without one."""
+    """The last line of the errors, for a message; empty without a line."""
     errors.seek(0)
     lines = [line.strip() for line in errors.read()[-4000:].splitlines() if line.strip()]
     return f", {lines[-1][:200]}" if lines else ""

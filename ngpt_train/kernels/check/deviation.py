@@ -14,11 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Relative errors, by the dtype of the activations: of outputs and gradients in that dtype; of fp32 sums over tokens.
+# Relative errors, by the dtype of the activations: outputs and gradients in this dtype; fp32 sums over tokens.
 MATRIX_TOLERANCE = {torch.bfloat16: 5e-3, torch.float16: 1.2e-3, torch.float32: 1e-5}
 VECTOR_TOLERANCE = {torch.bfloat16: 1e-3, torch.float16: 1e-3, torch.float32: 1e-5}
-# An element may be off by so many tolerances of its size and the usual size together. The norm of all errors hides one
-# wrong row among thousands.
+# An element's error in tolerances, relative to its size plus the usual size. The norm of all errors hides one wrong row
+# among thousands.
 ELEMENT = 30
 CHUNKS = 8
 
@@ -37,14 +37,14 @@ Operation = Callable[..., tuple[Tensor, ...]]  # takes Inputs.rows, then Inputs.
 
 @dataclass(frozen=True)
 class Comparison:
-    """An operation at one size, and what it is compared with."""
+    """An operation at one size, and its formula."""
 
     name: str
     ours: Operation
-    exact: Operation  # the formula, which is given fp64
+    exact: Operation  # the formula, on fp64
     draw: Callable[[], Inputs]
     shared_tolerance: float  # of the gradients of Inputs.shared
-    timed: Operation | None = None  # what is timed, where `ours` does more
+    timed: Operation | None = None  # to be timed, where `ours` does more
     chunks: int = CHUNKS  # the formula in fp64 takes the rows in so many parts, because it needs much memory
 
     def errors(self) -> dict[str, Error]:
@@ -53,7 +53,7 @@ class Comparison:
 
 
 class Error(NamedTuple):
-    """How far an output or a gradient is from the formula's."""
+    """The distance of an output or a gradient from the formula's."""
 
     relative: float  # ||ours - exact|| / ||exact||
     worst: float  # the largest |ours - exact| / (|exact| + the root mean square of exact)

@@ -1,4 +1,4 @@
-"""Findings kept on disk, so that the next start need not check again: by all that they depend on."""
+"""Keeps findings on disk, so that the next start need not check again. The key has everything that may change them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def machine(device: torch.device) -> dict[str, Any]:
 
 
 def sources() -> str:
-    """A hash of the files of the room `kernels`, the Triton kernels among them: a commit does not know of edits."""
+    """A hash of all files of ngpt_train/kernels, because a commit does not know of edits."""
     room = Path(ngpt_train.__file__).parent / "kernels"
     content = hashlib.sha256()
     for path in sorted(room.rglob("*.py")):
@@ -59,7 +59,7 @@ def triton_version() -> str | None:
 
 
 def driver() -> str | None:
-    """The driver's version; None where nobody tells it."""
+    """The driver's version; None if it is unknown."""
     try:
         return Path("/proc/driver/nvidia/version").read_text().splitlines()[0].strip()
     except (OSError, IndexError):
@@ -80,7 +80,7 @@ class Kept:
         self.directory = directory / _hash(self.key)
 
     def get(self, call: Call) -> Finding | None:
-        """The finding of an earlier check; None without one, or where it has no times and times are asked for."""
+        """The finding of an earlier check. None without a check, and if times are asked for and it has none."""
         path = self._path(call)
         if not path.exists():
             return None
@@ -94,7 +94,7 @@ class Kept:
         return found if timed or not self.times or not stored["timeable"] else None
 
     def put(self, call: Call, found: Finding, timeable: bool) -> None:
-        """Keeps a finding that another check would repeat; a disk that takes none is no reason to stop."""
+        """Keeps a lasting finding. A full or read-only disk is a warning."""
         if not found.lasting:
             return
         content = {**self.key, "call": call.json(), "timeable": timeable, "finding": as_json(found)}

@@ -14,15 +14,14 @@ from ngpt_train.kernels.check.deviation import MATRIX_TOLERANCE, Error, error_of
 from ngpt_train.kernels.check.draw import Draw
 
 ROOM = 64  # boundaries of documents for each row, most of them of empty ones, as in training
-# Kernels round the probabilities and their gradients to the activations' dtype, beside inputs and outputs.
+# Kernels round inputs, outputs, probabilities and the gradients of probabilities to the activations' dtype.
 ROUNDINGS = 4
 POISONED = 2**28  # bytes of memory that are NaN before the kernel asks for new memory
 
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """A call of attention; all of it runs. Compared is what belongs to the first and the last head of the first and the
-    last row."""
+    """A call of attention. All of it runs; the first and the last head of the first and the last row are compared."""
 
     call: Call
     draw: Draw
@@ -33,7 +32,7 @@ class AttentionCase:
         B, T, H, D = call.shape
         S, H_kv = call["keys"]
         dtype, scale = getattr(torch, call.dtype), call["scale"]
-        # Of unit vectors (nGPT) the scale is sqrt(D), of others 1/sqrt(D): scores of about 1 in both.
+        # nGPT's unit vectors have the scale sqrt(D), others 1/sqrt(D): scores of about 1 for both.
         size = (scale * D**0.5) ** -0.5
         q, k, v = (
             (width * draw.normal(B, length, heads, D)).to(dtype).requires_grad_()
@@ -61,11 +60,11 @@ class AttentionCase:
                 exact = [out, *torch.autograd.grad(out, parts, dy[row : row + 1, :, of_q].to(higher))]
                 for errors, one, of, expected in zip(found.values(), ours, heads, exact, strict=True):
                     errors.append(error_of(one[row : row + 1, :, of], expected, ROUNDINGS * MATRIX_TOLERANCE[dtype]))
-        # What is not small comes first: NaN is not larger than a number.
+        # An error that is not small comes first: NaN is not larger than a number.
         return {name: max(errors, key=lambda e: (not e.is_small, e.relative)) for name, errors in found.items()}
 
     def masks(self) -> tuple[Mask, Tensor]:
-        """A mask of the kind and shape of the call's, and the same as a boolean `(B or 1, 1, T or 1, S)`."""
+        """A mask of the call's kind and shape, and the same mask as a boolean `(B or 1, 1, T or 1, S)`."""
         call, draw = self.call, self.draw
         (B, T, _, D), S = call.shape, call["keys"][0]
         causal = torch.ones(T, S, dtype=torch.bool, device=draw.device)

@@ -1,4 +1,4 @@
-"""Times a kernel, forward and backward, beside what would run in its place on the same inputs."""
+"""Times a kernel, forward and backward, beside plain PyTorch on the same inputs."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from ngpt_train.kernels.check.calls import Call
 from ngpt_train.kernels.check.cases import case_of
 from ngpt_train.kernels.check.deviation import Operation, copied, gradients_of
 
-SLEEP_CYCLES = 20_000_000  # about 10 ms, in which the host launches the kernels that are timed
+SLEEP_CYCLES = 20_000_000  # about 10 ms: time for the host to launch all kernels
 CALLS = 5  # in one measurement on a GPU
 ROUNDS = 5
-# Operations inside of blocks: where these are compiled, what runs in the place of a kernel is compiled too.
+# Operations inside of blocks. Where blocks are compiled, plain PyTorch is compiled for the comparison.
 IN_BLOCKS = ("sphere_step", "swiglu", "rotary")
 
 
 def times_of_call(call: Call, device: torch.device, compiled: bool) -> tuple[float, float]:
     """Microseconds of the kernel, and of plain PyTorch in its place, for one call: medians of measurements in turn.
 
-    compiled: whether the model's blocks are.
+    compiled: True if the model's blocks are compiled.
     """
     case = case_of(call, device, every_token=True)
     ours = case.timed or case.ours

@@ -4,9 +4,7 @@ import torch
 import triton
 from torch import Tensor
 
-from ngpt_train.kernels.dispatch import interpreted
-
-# Programs in Triton's interpreter: few, because it runs them one after the other; several, so that sums are added.
+# Programs on a CPU, in Triton's interpreter: few, because they run one after the other; several, so that it adds sums.
 INTERPRETED = 3
 
 
@@ -16,17 +14,12 @@ def as_rows(x: Tensor) -> Tensor:
     return rows if rows.stride(-1) == 1 or rows.shape[-1] == 1 else rows.contiguous()
 
 
-def warps(block: int) -> int:
-    """Warps of a program that holds a row of `block` elements: 8 elements per thread, which are 16 bytes in bf16."""
-    return max(1, min(16, block // 256))
-
-
 def programs(rows: int, column_blocks: int, warps_per_sm: int, num_warps: int, device: torch.device) -> int:
     """Programs that share `rows` for each block of columns: about as many as run at once, at most one per row.
 
     Each goes through many rows, so that it reads the scale vector once and writes one partial sum of its gradient.
     """
-    if interpreted():
+    if device.type == "cpu":
         return min(rows, INTERPRETED)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
     return min(rows, triton.cdiv(processors * warps_per_sm // num_warps, column_blocks))

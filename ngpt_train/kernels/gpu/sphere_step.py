@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ngpt_train.kernels.gpu.launch import as_rows, programs, warps
+from ngpt_train.kernels.gpu.launch import as_rows, programs
 from ngpt_train.kernels.norm import SHORTEST
 
 WARPS_PER_SM = 24  # of the backward pass, whose threads need 80 registers
@@ -66,6 +66,11 @@ def _(
     g: Tensor, g_too: Tensor | None, h: Tensor, x: Tensor, alpha: Tensor, r_x: Tensor, r_u: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     return h.new_empty(h.shape), x.new_empty(x.shape), alpha.new_empty(alpha.shape, dtype=torch.float32)
+
+
+def warps(block: int) -> int:
+    """Warps of a program that holds a row of `block` elements: 8 elements per thread, which are 16 bytes in bf16."""
+    return max(1, min(16, block // 256))
 
 
 @triton.jit

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ngpt_train.kernels.gpu.launch import programs
+from ngpt_train.kernels.gpu.launch import as_rows, programs
 
 BLOCK = 1024  # columns of a program: 8 per thread, which are 16 bytes in bf16
 COLUMNS_PER_WARP = 256
@@ -116,12 +116,6 @@ def blocks_of(M: int) -> tuple[int, int, int]:
     """Columns of a program's block, warps of the program, and the number of blocks that cover M columns."""
     block = min(BLOCK, max(32, triton.next_power_of_2(M)))
     return block, max(1, block // COLUMNS_PER_WARP), triton.cdiv(M, block)
-
-
-def as_rows(x: Tensor) -> Tensor:
-    """x as `(N, columns)` with contiguous rows; a copy only where the strides of x require one."""
-    rows = x.reshape(-1, x.shape[-1])
-    return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def contiguous(vector: Tensor | None) -> Tensor | None:

@@ -20,7 +20,7 @@ SUBLAYERS = ("none", "mlp", "attn", "both")
 
 @dataclass
 class ComposedConfig(PositionKeys, PowerNormConfig):
-    """A decoder in which the norm, its places and the other parts of a block are options. The defaults are GPT's.
+    """A decoder with options for the norm, its places and the other parts of a block. The defaults are GPT's.
 
     The keys of norms over the batch are PowerNorm's.
     """
@@ -97,14 +97,14 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
         return own or self.norm_placement
 
     def measured_starts(self, scale: str) -> dict[str, Any]:
-        """An embedding that is multiplied by sqrt(d_model) takes the start that was measured for NormFormer's."""
+        """With scaled_embedding, the start that was measured for NormFormer's embedding."""
         measured = super().measured_starts(scale)
         if self.scaled_embedding and "init.embedding" in measured:
             measured["init.embedding"] = "1/sqrt(d_model)"
         return measured
 
     def paper_start(self, name: str) -> float | str:
-        """An embedding that is multiplied by sqrt(d_model) starts as NormFormer's, see there; all else as GPT's."""
+        """With scaled_embedding the embedding starts as NormFormer's, see there; all else starts as GPT's."""
         if name == "init.embedding":
             return "0.5/sqrt(d_model)" if self.scaled_embedding else 0.02
         return super().paper_start(name)
@@ -142,8 +142,8 @@ class ComposedConfig(PositionKeys, PowerNormConfig):
             yield "model.group_scaling model.d_mlp", "the groups do not divide the MLP's hidden width", fix
 
     def kept_beyond_gpt(self) -> int:
-        """A norm after a sublayer, LayerScale and x / max|x| keep values as wide as x, a norm of the MLP's hidden state
-        some as wide as that."""
+        """A norm after a sublayer, LayerScale and x / max|x| keep values of x's width, a norm of the MLP's hidden state
+        values of the hidden width."""
         peri = [self.placement_of(f) for f in ("attn", "mlp")].count("peri")
         wide = 2 * peri + 2 * (self.layer_scale is not None) + 2 * (2 + peri) * (self.norm == "cogview")
         return (

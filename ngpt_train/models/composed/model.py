@@ -5,6 +5,7 @@ others normformer/model.py or powernorm/model.py; docs/architectures.md has the 
 """
 
 import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,15 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from ngpt_train.models.composed.keys import ComposedConfig
-from ngpt_train.models.composed.norm_choice import norm_of
 from ngpt_train.models.layers.documents import Mask
 from ngpt_train.models.layers.dropout import Dropout
 from ngpt_train.models.layers.mlp import MLPS
 from ngpt_train.models.layers.normed_attention import NormedAttention
-from ngpt_train.models.layers.norms import LearnedScale
+from ngpt_train.models.layers.norms import CogViewNorm, DyT, LayerNorm, LearnedScale, RMSNorm
 from ngpt_train.models.layers.positions import add_positions, learned_positions
 from ngpt_train.models.layers.residual import Map, residual
 from ngpt_train.models.layers.rope import Rope
+from ngpt_train.models.powernorm.model import NORMS as OVER_BATCH
 from ngpt_train.models.powernorm.running_statistics import DecoderOverBatch, NormPass, Output
 
 
@@ -48,8 +49,8 @@ class ComposedBlock(nn.Module):
             self.drop_cross = Dropout(config.residual_dropout)
 
     def forward(self, x: Tensor, rope: Rope | None, mask: Mask, *more: Any) -> Output:
-        """x `(B, T, d_model)`. more: of a decoder with an encoder what cross-attention reads `(B, S, d_model)` and its
-        mask; then valid `(B, T)`, false for padding, None: all are valid; then the statistics of each norm."""
+        """x `(B, T, d_model)`. more: with an encoder, its output `(B, S, d_model)` and the mask of cross-attention;
+        then valid `(B, T)`, false for padding, None: no padding; then the running statistics of each norm."""
         *of_memory, valid, running = more
         norms = NormPass(valid, running)
         x = self.step("attn", x, partial(self.attention, rope=rope, mask=mask), self.res_scale_attn, norms)
@@ -61,13 +62,32 @@ class ComposedBlock(nn.Module):
         return x, tuple(norms.batches)
 
     def step(self, sublayer: str, x: Tensor, f: Map, lambda_: Map, norms: NormPass) -> Tensor:
-        """x + f(norm(x)), or as the placement of the sublayer, `attn`, `cross` or `mlp`, has it."""
+        """x + f(norm(x)), or the form of the placement of this sublayer: `attn`, `cross` or `mlp`."""
         norm_in, norm_post, gamma, drop = (
             getattr(self, f"{part}_{sublayer}") for part in ("norm", "norm_post", "layer_scale", "drop")
         )
         post = self.config.placement_of("mlp" if sublayer == "mlp" else "attn") == "post"
         after: dict[str, Map] = {"norm_sum" if post else "norm_out": norms(norm_post)}
         return residual(x, f, drop, norm_in=norms(norm_in), lambda_=lambda_, gamma=gamma, **after)
+
+
+PER_TOKEN: dict[str, Callable[[int, float], nn.Module]] = {
+    "rms": RMSNorm,
+    "layer": LayerNorm,
+    "layer_no_bias": partial(LayerNorm, bias=False),
+    "layer_no_gain": partial(LayerNorm, gain=False),
+    "layer_plain": partial(LayerNorm, gain=False, bias=False),
+    "cogview": CogViewNorm,
+}
+
+
+def norm_of(config: ComposedConfig, size: int) -> nn.Module:
+    """The norm of config.norm over the last dimension of x `(..., size)`. Only PowerNorm's four have layer-scale."""
+    if config.norm_over_batch or (config.norm == "layer" and config.group_scaling):
+        return OVER_BATCH[config.norm](size, config)
+    if config.norm == "dyt":
+        return DyT(size, config.dyt_alpha)
+    return PER_TOKEN[config.norm](size, config.norm_eps)
 
 
 def norms_of(config: ComposedConfig, sublayer: str) -> tuple[nn.Module, nn.Module]:
@@ -97,7 +117,7 @@ def res_scale(config: ComposedConfig, sublayer: str) -> nn.Module:
 
 
 def layer_scale(config: ComposedConfig) -> nn.Module:
-    """LayerScale on what a sublayer adds (Touvron et al. 2021)."""
+    """LayerScale on the output of a sublayer (Touvron et al. 2021)."""
     return nn.Identity() if config.layer_scale is None else LearnedScale(config.d_model, config.layer_scale)
 
 
@@ -108,7 +128,7 @@ class Composition(DecoderOverBatch):
     positions: Tensor | None
 
     def init_std(self, path: str) -> float:
-        """As a decoder's; model.deep_init divides those of block l = 1, 2, ... by sqrt(l)."""
+        """As a decoder's. model.deep_init divides the matrices of block l = 1, 2, ... by sqrt(l)."""
         std, parts = super().init_std(path), path.split(".")
         in_block = parts[0] in ("layers", "encoder")
         return std / math.sqrt(int(parts[1]) + 1) if self.config.deep_init and in_block else std

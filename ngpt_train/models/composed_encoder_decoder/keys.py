@@ -12,7 +12,7 @@ from ngpt_train.models.encoder_decoder_keys import EncoderDecoderKeys
 
 @dataclass
 class ComposedEncoderDecoderConfig(EncoderDecoderKeys, ComposedConfig):
-    """The composed decoder's options in an encoder-decoder; those of attention hold for cross-attention too."""
+    """The composed decoder's options in an encoder-decoder. Options of attention hold for cross-attention too."""
 
     name: str = key("composed_encoder_decoder", "Architecture, chosen with model=NAME.")
     init: InitConfig = field(default_factory=lambda: ComposedConfig().init)

@@ -1,6 +1,6 @@
 """The baseline of the N-Transformer: an encoder-decoder with the layers of gpt/model.py.
 
-Its decoder has positions and cross-attention (TnT paper, eq. 9); that of the authors' code has neither.
+Its decoder has positions and cross-attention (TnT paper, eq. 9). The authors' code has neither.
 """
 
 from torch import Tensor

@@ -10,7 +10,7 @@ from torch import Tensor
 class Slots:
     """Where the keys and values of the next tokens go; the caches of a stack share it.
 
-    Slot s of a row is that of its token at position s.
+    Slot s of a row belongs to its token at position s.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class Cache:
         self.v: Tensor | None = None
 
     def extend(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keeps k and v of new tokens, `(B, T, n_kv_heads, d_head)`; returns all that they see, `(B, S, n_kv_heads,
-        d_head)`. The first tokens see each other. A row's slots beyond its tokens hold anything: a mask hides them."""
+        """Keeps k and v of new tokens, `(B, T, n_kv_heads, d_head)`; returns their visible keys and values, `(B, S,
+        n_kv_heads, d_head)`. The first tokens see each other. A mask hides a row's slots beyond its tokens."""
         of_tokens = self.slots.of_tokens
         if of_tokens is None:
             self.begin(k, v)

@@ -29,8 +29,7 @@ def positions_in_documents(doc_ids: Tensor) -> Tensor:
 
 
 def document_mask(doc_ids: Tensor, d_head: int, dtype: torch.dtype) -> Mask:
-    """The mask by which each token sees itself and the earlier tokens of its document. d_head, dtype: those of the q, k
-    and v that the mask will be used with."""
+    """The mask: each token sees itself and the earlier tokens of its document. d_head, dtype: of q, k and v."""
     kernel = varlen_kernel(doc_ids.device, d_head, dtype)
     if kernel is not None:
         return packed(doc_ids, kernel)
@@ -70,16 +69,18 @@ def packed(doc_ids: Tensor, kernel: Varlen) -> Packed:
 
 
 def room_for_documents(B: int, T: int) -> int:
-    """The most documents that varlen attention takes in a batch of B rows: per row 64, or one for 32 tokens if that is
-    more, but at most T. More room would cost what varlen saves: for each sequence, even an empty one, a kernel starts
-    threads and its backward pass takes memory."""
+    """The most documents in a batch of B rows for varlen attention: per row 64, or T / 32 if that is more, at most T.
+
+    More room would cost what varlen saves: for each sequence, even an empty one, a kernel starts threads and its
+    backward pass takes memory.
+    """
     return B * min(T, max(64, T // 32))
 
 
 def check_documents(doc_ids: Tensor, device: torch.device, d_head: int, dtype: torch.dtype) -> None:
     """Raises ValueError if a varlen kernel runs on `device` and has no room for the documents of a batch.
 
-    Other kinds of attention take any number. doc_ids: on the CPU. d_head, dtype: those of the q, k and v to come.
+    Other kinds of attention take any number. doc_ids: on the CPU. d_head, dtype: of q, k and v.
     """
     if varlen_kernel(device, d_head, dtype) is not None:
         check_room(doc_ids)

@@ -79,12 +79,12 @@ def number_places(blocks: Iterable[nn.Module]) -> None:
 
 
 def seeds_of_parts(seeds: Tensor | None, n: int) -> Sequence[Tensor | None]:
-    """The seeds `(B,)` of each of n parts, from those of the whole; None of None."""
+    """The seeds `(B,)` of each of n parts, from the seeds of the whole; without seeds None for each."""
     return [None] * n if seeds is None else numbers(seeds, n).T.contiguous().unbind()
 
 
 def each_with_seeds(blocks: Iterable[Block]) -> Iterator[tuple[Block, AbstractContextManager[None]]]:
-    """Each block, and the context in which dropout has its seeds."""
+    """Each block, with a context that gives dropout the block's seeds."""
     blocks = list(blocks)
     for block, seeds in zip(blocks, seeds_of_parts(seeds_now(), len(blocks)), strict=True):
         yield block, seeded(seeds)

@@ -35,7 +35,7 @@ class FusedLinear(nn.Module):
             nn.init.zeros_(self.bias)
 
     def bias_rows(self) -> dict[str, int]:
-        """The name and length of the part of b that belongs to each matrix."""
+        """For each matrix, the name and length of its part of b."""
         return {"b" + name.removeprefix("w"): n_rows for name, n_rows in self.rows.items()}
 
     def parts(self) -> dict[str, dict[str, int]]:
@@ -71,7 +71,7 @@ class OutputLinear(FusedLinear):
 
 
 class _CastByCopy(torch.autograd.Function):
-    """`matrix.to(copy.dtype)`, read from a copy that exists already; the gradient is that of `.to`."""
+    """`matrix.to(copy.dtype)`, read from a copy that exists already; with the gradient of `.to`."""
 
     @staticmethod
     def forward(ctx: Any, matrix: Tensor, copy: Tensor) -> Tensor:
@@ -84,5 +84,5 @@ class _CastByCopy(torch.autograd.Function):
 
 
 def cast_linears(model: nn.Module) -> list[FusedLinear]:
-    """The layers that cast their stored matrix, and that a bf16 copy therefore spares the cast."""
+    """Layers with a cast of the stored matrix, which a bf16 copy spares."""
     return [module for module in model.modules() if isinstance(module, FusedLinear) and not module.unit_rows]

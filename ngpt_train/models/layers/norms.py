@@ -19,8 +19,7 @@ class RMSNorm(nn.Module):
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.gain = nn.Parameter(torch.empty(size))
-        self.reset_parameters()
+        self.gain = nn.Parameter(torch.ones(size))
 
     def reset_parameters(self) -> None:
         nn.init.ones_(self.gain)
@@ -38,9 +37,8 @@ class LayerNorm(nn.Module):
     def __init__(self, size: int, eps: float, gain: bool = True, bias: bool = True) -> None:
         super().__init__()
         self.size, self.eps = size, eps
-        self.gain = nn.Parameter(torch.empty(size)) if gain else None
-        self.bias = nn.Parameter(torch.empty(size)) if bias else None
-        self.reset_parameters()
+        self.gain = nn.Parameter(torch.ones(size)) if gain else None
+        self.bias = nn.Parameter(torch.zeros(size)) if bias else None
 
     def reset_parameters(self) -> None:
         if self.gain is not None:
@@ -70,10 +68,8 @@ class DyT(nn.Module):
     def __init__(self, size: int, init_alpha: float) -> None:
         super().__init__()
         self.init_alpha = init_alpha
-        self.alpha = nn.Parameter(torch.empty(1))
-        self.gain = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size))
-        self.reset_parameters()
+        self.alpha = nn.Parameter(torch.full((1,), init_alpha))
+        self.gain, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.alpha, self.init_alpha)
@@ -90,8 +86,7 @@ class LearnedScale(nn.Module):
     def __init__(self, size: int, init: float = 1.0) -> None:
         super().__init__()
         self.init = init
-        self.gain = nn.Parameter(torch.empty(size))
-        self.reset_parameters()
+        self.gain = nn.Parameter(torch.full((size,), init))
 
     def reset_parameters(self) -> None:
         nn.init.constant_(self.gain, self.init)

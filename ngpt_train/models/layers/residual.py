@@ -26,8 +26,8 @@ def residual(
 ) -> Tensor:
     """norm_sum(lambda x + drop(gamma norm_out(f(norm_in(x))))): x and the result `(B, T, d_model)`.
 
-    f: the sublayer, attention or MLP. drop: dropout of all that is added. lambda_: ResScale's. gamma: LayerScale's. Of
-    the norms an architecture has one or two, and the others are the identity:
+    f: the sublayer, attention or MLP. drop: dropout of the whole addend. lambda_: ResScale's. gamma: LayerScale's. An
+    architecture has one or two of the norms; the others are the identity:
 
         pre         x + f(norm_in(x))               Pre-LN (Xiong et al. 2020): GPT, eq. 4 and 5 of nGPT's paper
         post        norm_sum(x + f(x))              Post-LN (Vaswani et al. 2017)

@@ -10,11 +10,11 @@ __all__ = ["UNSCALED", "Rope", "RopeScaling", "rope_table", "rotate"]
 
 
 class RopeScaling(NamedTuple):
-    """Other angles for rows that are longer than those of training; factors of 1 leave them as they are.
+    """Other angles for rows that are longer than in training. Factors of 1 change nothing.
 
     linear: positions are divided by it, so that the longest row has the positions of training (Chen et al. 2023,
-    arXiv:2306.15595, equation 4). ntk: base' = base * ntk^(d / (d - 2)), by which the slowest pair turns ntk times as
-    slowly and the fastest as in training (the NTK-aware scaling of Peng et al. 2023, arXiv:2309.00071, equation 16).
+    arXiv:2306.15595, equation 4). ntk: base' = base * ntk^(d / (d - 2)). The slowest pair then turns ntk times as
+    slowly, the fastest as in training (the NTK-aware scaling of Peng et al. 2023, arXiv:2309.00071, equation 16).
     """
 
     linear: float = 1.0

@@ -32,7 +32,7 @@ class ScaleVectorConfig:
     )
     init: FloatOrAuto = key(
         1.0,
-        "Value at the start; L is n_layers, d is d_model, L_ref and d_ref are those of model.reference.",
+        "Value at the start; L is n_layers, d is d_model, L_ref and d_ref come from model.reference.",
         choices=SCALE_WORDS,
         above=0,
     )
@@ -67,7 +67,7 @@ class AlphaConfig(ScaleVectorConfig):
 
 @dataclass
 class ReferenceConfig:
-    """The run that optim.lr was tuned for, from which nuGPT carries it to other sizes and lengths."""
+    """Size and length of the run in which optim.lr was tuned. nuGPT carries it to others."""
 
     d_model: Union[int, None] = key(None, "Its d_model; null is this run's.", **COUNT)
     n_layers: Union[int, None] = key(None, "Its n_layers; null is this run's.", **COUNT)
@@ -154,7 +154,7 @@ class NGPTConfig(ModelConfig):
 
     @property
     def relative_width(self) -> float:
-        """m: d_model relative to that of the reference."""
+        """m: d_model relative to the reference's."""
         return self.d_model / (self.reference.d_model or self.d_model)
 
     @property

@@ -8,8 +8,7 @@ not normalised. It follows nGPT (section 2.3.2) in the scale of the scores, sqrt
 from dataclasses import replace
 
 from ngpt_train.models.encoder_decoder import EncoderDecoder
-from ngpt_train.models.ngpt.model import NGPTBlock, Spherical
-from ngpt_train.models.ngpt.scale import ScaledParameter
+from ngpt_train.models.ngpt.model import NGPTBlock, ScaledParameter, Spherical
 from ngpt_train.models.ntransformer.keys import NTransformerConfig
 
 

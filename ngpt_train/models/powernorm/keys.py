@@ -29,7 +29,8 @@ class PowerNormConfig(ModelConfig):
     alpha_bkw: float = key(0.9, "Decay of nu, the running statistic of PowerNorm's backward pass.", above=0, below=1)
     psi_warmup_steps: IntOrAuto = key(
         AUTO,
-        "Optimizer steps in which pn uses the batch's statistics, not causal; auto is schedule.warmup_steps.",
+        "Length of pn's warm-up, in which it uses the batch's statistics and is not causal; auto is "
+        "schedule.warmup_steps.",
         minimum=0,
     )
     group_scaling: IntOrAuto = key(
@@ -40,14 +41,14 @@ class PowerNormConfig(ModelConfig):
     )
     statistics: str = key(
         "per_rank",
-        "Whether each rank takes statistics of its own rows or all of them together.",
+        "Statistics of each rank's own rows, or of the rows of all ranks together.",
         choices=("per_rank", "synchronised"),
     )
     norm_eps: float = key(1e-5, "Added to the mean square, or the variance, in the norms.", above=0)
 
     @property
     def norm_over_batch(self) -> bool:
-        """Whether the norms take a statistic over the tokens of a batch."""
+        """True if the norms take a statistic over the tokens of a batch."""
         return self.norm in ("pn", "pn_v", "batch")
 
     def kept_beyond_gpt(self) -> int:

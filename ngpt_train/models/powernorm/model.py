@@ -12,7 +12,7 @@ the row, and is always causal.
 """
 
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -31,21 +31,40 @@ from ngpt_train.models.powernorm.running_statistics import (
     NormOverBatch,
     NormPass,
     Output,
-    PowerNormBase,
     Running,
     RunningStatistics,
     move_average_,
 )
 
 
-class PowerNorm(PowerNormBase):
+class PowerNorm(NormOverBatch):
     """Algorithm 2, in its order. The backward pass is eq. 11 and 12, not the derivative of the forward pass.
 
     psi is sqrt(psi_squared + eps). In the warm-up X is divided by the batch's own psi, and psi_squared is the mean over
-    the batches so far. PowerNormBase calls update_psi_ after a forward pass and update_nu_ after its backward pass.
+    the batches so far. nu is kept in units of the summed loss, so that it does not change when the loss is scaled
+    differently in each step.
     """
 
+    starts: ClassVar = {"psi_squared": 1.0, "nu": 0.0}
+    psi_squared: Tensor
+    nu: Tensor
+    n_warmup: Tensor
+
+    def __init__(self, size: int, config: PowerNormConfig) -> None:
+        super().__init__(size, config)
+        self.register_buffer("n_warmup", torch.zeros(()), persistent=False)  # forward passes of the warm-up so far
+
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self.n_warmup.zero_()
+
     # begin Forward Propagation
+
+    def running_statistics(self, warming_up: bool, loss_factor: Tensor | float) -> RunningStatistics | None:
+        if not self.training:
+            return None
+        psi = None if warming_up else self.root(self.psi_squared)
+        return RunningStatistics(psi, self.nu * loss_factor, torch.zeros_like(self.nu, requires_grad=True))
 
     def forward_in_training(
         self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
@@ -62,9 +81,27 @@ class PowerNorm(PowerNormBase):
         Y = gamma * X_hat + beta  # eq. 9: Scale and shift
         return Y, X_hat
 
-    def update_psi_(self, psi_B_squared: Tensor, share: Tensor | float) -> None:
+    @torch.no_grad()
+    def update_(
+        self, running: RunningStatistics | None, batch: BatchStatistics | None, loss_factor: Tensor | float
+    ) -> None:
         """psi^2 <- psi^2 + share (psi_B^2 - psi^2). share: 1 - alpha, in the warm-up 1 / number of batches so far."""
+        if running is None or batch is None:
+            return
+        (psi_B_squared,) = batch.values
+        counts = batch.counts()
+        if running.psi is None:
+            self.n_warmup += counts
+            psi_squared = psi_B_squared + self.eps
+            share = counts / self.n_warmup.clamp(min=1)
+        else:
+            psi_squared = running.psi.square()
+            share = (1 - self.alpha_fwd) * counts
         move_average_(self.psi_squared, psi_B_squared, share)  # eq. 10
+        # The mean of X_hat^2 = X^2 / psi^2, without another pass over X.
+        Gamma = psi_B_squared / psi_squared
+        update_nu_ = partial(self.update_nu_, Gamma, batch.n_tokens * loss_factor)
+        running.sum_for_Lambda.register_hook(update_nu_)
 
     # begin Backward Propagation
 
@@ -75,12 +112,17 @@ class PowerNorm(PowerNormBase):
         dL_dX = X_hat_prime / psi  # eq. 12: Gradient of X
         return dL_dX, dL_dX_hat
 
-    def update_nu_(self, Gamma: Tensor, Lambda: Tensor) -> None:
+    @torch.no_grad()
+    def update_nu_(self, Gamma: Tensor, n_tokens: Tensor, sum_for_Lambda: Tensor) -> None:
         """nu <- nu (1 - (1 - alpha) Gamma) + (1 - alpha) Lambda, as printed in eq. 13.
 
-        Gamma is the mean of X_hat^2, Lambda the mean of dL/dX_hat * X_hat. The statement below is the same in the form
-        of eq. 10: nu <- nu + (1 - alpha) (nu (1 - Gamma) + Lambda - nu).
+        Gamma is the mean of X_hat^2, Lambda the mean of dL/dX_hat * X_hat. The last statement has the form of eq. 10:
+        nu <- nu + (1 - alpha) (nu (1 - Gamma) + Lambda - nu).
+
+        sum_for_Lambda: the gradient of the tensor of zeros, which autograd has computed. n_tokens: multiplied by
+        loss_factor, so that Lambda is in units of the summed loss.
         """
+        Lambda = self.over_ranks(sum_for_Lambda) / n_tokens.clamp(min=torch.finfo(n_tokens.dtype).tiny)
         move_average_(self.nu, self.nu * (1 - Gamma) + Lambda, 1 - self.alpha_bkw)  # eq. 13
 
     # Inference
@@ -122,16 +164,8 @@ class _PowerNormFunction(torch.autograd.Function):
 class PowerNormV(NormOverBatch):
     """PN-V: X divided by the batch's own psi. autograd computes the exact gradient, through psi too (eq. 6)."""
 
+    starts: ClassVar = {"psi_squared": 1.0}
     psi_squared: Tensor
-
-    def __init__(self, size: int, config: PowerNormConfig) -> None:
-        super().__init__(size, config)
-        self.register_buffer("psi_squared", torch.empty(size), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.psi_squared.fill_(1.0)
 
     def forward_in_training(
         self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
@@ -148,19 +182,9 @@ class PowerNormV(NormOverBatch):
 class BatchNorm(NormOverBatch):
     """Algorithm 1. autograd computes the exact gradient (eq. 3)."""
 
+    starts: ClassVar = {"mu": 0.0, "variance": 1.0}
     mu: Tensor
     variance: Tensor
-
-    def __init__(self, size: int, config: PowerNormConfig) -> None:
-        super().__init__(size, config)
-        self.register_buffer("mu", torch.empty(size), persistent=False)
-        self.register_buffer("variance", torch.empty(size), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.mu.zero_()
-        self.variance.fill_(1.0)
 
     def forward_in_training(
         self, X: Tensor, valid: Tensor | None, running: RunningStatistics | None
@@ -177,10 +201,6 @@ class BatchNorm(NormOverBatch):
 
 class PerToken(NormOverBatch):
     """LayerNorm, with the interface of a norm over the batch. It has no running statistics."""
-
-    def __init__(self, size: int, config: PowerNormConfig) -> None:
-        super().__init__(size, config)
-        self.reset_parameters()
 
     def forward(
         self, x: Tensor, valid: Tensor | None, running: RunningStatistics | None

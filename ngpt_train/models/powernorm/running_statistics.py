@@ -7,7 +7,7 @@ the block. This also allows several forward passes before a backward pass.
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,7 @@ from ngpt_train.models.powernorm.keys import PowerNormConfig
 
 
 class RunningStatistics(NamedTuple):
-    """The running statistics that PowerNorm's forward pass takes, each `(d,)`."""
+    """Running statistics for PowerNorm's forward pass, each `(d,)`."""
 
     psi: Tensor | None  # X is divided by it; None in the warm-up, where the batch's own psi divides X
     nu: Tensor  # times loss_factor, in units of the loss that backward is called on
@@ -49,14 +49,16 @@ class NormOverBatch(nn.Module):
     """
 
     place = 0  # among the norms over the batch of its block; DecoderOverBatch sets it
+    starts: ClassVar[dict[str, float]] = {}  # the running statistics, each (d,), and their values at step 0
 
     def __init__(self, size: int, config: PowerNormConfig) -> None:
         super().__init__()
         self.eps = config.norm_eps
         self.alpha_fwd, self.alpha_bkw = config.alpha_fwd, config.alpha_bkw
         self.groups = int(config.group_scaling)
-        self.gain = nn.Parameter(torch.empty(size))
-        self.bias = nn.Parameter(torch.empty(size))
+        self.gain, self.bias = nn.Parameter(torch.ones(size)), nn.Parameter(torch.zeros(size))
+        for name, value in self.starts.items():
+            self.register_buffer(name, torch.full((size,), value), persistent=False)
         # Sums a tensor over ranks, with a gradient. distributed/statistics.py sets it if statistics are synchronised.
         self.over_ranks: Callable[[Tensor], Tensor] = this_rank_alone
         # Sees the statistics of each batch in training before they move the running ones; set for telemetry alone.
@@ -65,13 +67,15 @@ class NormOverBatch(nn.Module):
     def reset_parameters(self) -> None:
         nn.init.ones_(self.gain)
         nn.init.zeros_(self.bias)
+        for name, value in self.starts.items():
+            self.get_buffer(name).fill_(value)
 
     def statistics(self) -> dict[str, Tensor]:
         """The running statistics by name, each `(d,)` or 0-dim: buffers, which a caller may change in place."""
         return dict(self.named_buffers(recurse=False))
 
     def running_statistics(self, warming_up: bool, loss_factor: Tensor | float) -> RunningStatistics | None:
-        """The argument `running` of the next forward pass. loss_factor: by which its summed loss will be multiplied."""
+        """The argument `running` of the next forward pass. loss_factor: of its summed loss."""
         return None
 
     @torch.no_grad()
@@ -124,13 +128,13 @@ class NormOverBatch(nn.Module):
         return (mean_square + self.eps).sqrt()
 
 
-# What a block takes for its norms, and what it returns.
+# A block takes the running statistics of its norms, and returns h and the batch's statistics.
 Running = tuple[RunningStatistics | None, ...]
 Output = tuple[Tensor, tuple[BatchStatistics | None, ...]]
 
 
 def norms_in(block: nn.Module) -> list[NormOverBatch]:
-    """The norms over the batch of a block, in the order in which it takes and returns their statistics."""
+    """The norms over the batch of a block, in the order of their statistics in its argument and result."""
     return [module for module in block.modules() if isinstance(module, NormOverBatch)]
 
 
@@ -164,71 +168,6 @@ def move_average_(mean: Tensor, value: Tensor, share: Tensor | float) -> None:
     mean.copy_(torch.where(value.isfinite(), mean + share * (value - mean), mean))
 
 
-class PowerNormBase(NormOverBatch):
-    """PowerNorm's running statistics: when they are updated, and in which units. `PowerNorm` has the equations.
-
-    nu is kept in units of the summed loss, so that it does not change when the loss is scaled differently in each step.
-    """
-
-    psi_squared: Tensor
-    nu: Tensor
-    n_warmup: Tensor
-
-    def __init__(self, size: int, config: PowerNormConfig) -> None:
-        super().__init__(size, config)
-        for name in ("psi_squared", "nu"):
-            self.register_buffer(name, torch.empty(size), persistent=False)
-        self.register_buffer("n_warmup", torch.empty(()), persistent=False)  # forward passes of the warm-up so far
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        super().reset_parameters()
-        self.psi_squared.fill_(1.0)
-        self.nu.zero_()
-        self.n_warmup.zero_()
-
-    def update_psi_(self, psi_B_squared: Tensor, share: Tensor | float) -> None:
-        raise NotImplementedError
-
-    def update_nu_(self, Gamma: Tensor, Lambda: Tensor) -> None:
-        raise NotImplementedError
-
-    def running_statistics(self, warming_up: bool, loss_factor: Tensor | float) -> RunningStatistics | None:
-        if not self.training:
-            return None
-        psi = None if warming_up else self.root(self.psi_squared)
-        return RunningStatistics(psi, self.nu * loss_factor, torch.zeros_like(self.nu, requires_grad=True))
-
-    @torch.no_grad()
-    def update_(
-        self, running: RunningStatistics | None, batch: BatchStatistics | None, loss_factor: Tensor | float
-    ) -> None:
-        if running is None or batch is None:
-            return
-        (psi_B_squared,) = batch.values
-        counts = batch.counts()
-        if running.psi is None:  # warm-up: psi_squared is the mean over its batches
-            self.n_warmup += counts
-            psi_squared = psi_B_squared + self.eps
-            self.update_psi_(psi_B_squared, counts / self.n_warmup.clamp(min=1))
-        else:
-            psi_squared = running.psi.square()
-            self.update_psi_(psi_B_squared, (1 - self.alpha_fwd) * counts)
-        # The mean of X_hat^2 = X^2 / psi^2, without another pass over X.
-        Gamma = psi_B_squared / psi_squared
-        after_backward = partial(self._update_after_backward_, Gamma, batch.n_tokens * loss_factor)
-        running.sum_for_Lambda.register_hook(after_backward)
-
-    @torch.no_grad()
-    def _update_after_backward_(self, Gamma: Tensor, n_tokens: Tensor, sum_for_Lambda: Tensor) -> None:
-        """Eq. 13, once autograd has computed sum_for_Lambda, the gradient of the tensor of zeros.
-
-        n_tokens: multiplied by loss_factor, so that Lambda is in units of the summed loss.
-        """
-        Lambda = self.over_ranks(sum_for_Lambda) / n_tokens.clamp(min=torch.finfo(n_tokens.dtype).tiny)
-        self.update_nu_(Gamma, Lambda)
-
-
 class DecoderOverBatch(Decoder):
     """A decoder or encoder-decoder with norms over the batch, whose running statistics it updates in training.
 
@@ -255,9 +194,9 @@ class DecoderOverBatch(Decoder):
     def begin_step_(self, step: int, loss_factor: Tensor) -> None:
         self.step, self.loss_factor = step, loss_factor
         if step == 0:  # weights from run.init_from come with the n_warmup of another run
-            for norm in self.norms_over_batch.values():
-                if isinstance(norm, PowerNormBase):
-                    norm.n_warmup.zero_()
+            for name, value in self.statistics().items():
+                if name.endswith(".n_warmup"):
+                    value.zero_()
 
     def stack(self, h: Tensor, rope: Rope | None, mask: Mask, doc_ids: Tensor | None) -> Tensor:
         """The blocks and the last norm. Padding, whose doc_ids are below 0, counts in no statistic."""

@@ -138,8 +138,8 @@ class TrainingRun:
     def spent(self) -> Record:
         """train_seconds: of wall time in training steps, waits for data included; validations and checkpoints are not.
 
-        flops: of all steps so far by the usual convention (models/flops.py). Skipped steps and padding count: they were
-        computed.
+        flops: of all steps so far by the usual convention (models/decoder.py). Skipped steps and padding count, because
+        they were computed.
         """
         tokens, context = self.step * self.tokens_per_step, self.state.config.model.context
         return {

@@ -15,6 +15,7 @@ from torch import Tensor
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.interop.layouts.ngpt import NGPTLayout
 from ngpt_train.models import Decoder, export_gradients, export_weights
+from ngpt_train.models.decoding import cached
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.ngpt.keys import ReferenceConfig
 from tests.properties.architectures import (
@@ -124,12 +125,12 @@ def test_half_precision(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
 @torch.no_grad()
 def greedy(model: Decoder, prompt: Tensor, n: int) -> list[int]:
     """The n most likely tokens after the prompt `(P,)`, one after the other, by our cache."""
-    cached = model.cached()
+    reader = cached(model)
     with torch.no_grad():
-        logits = cached.begin([prompt])
+        logits = reader.begin([prompt])
         new = [int(logits[0].argmax())]
         while len(new) < n:
-            new.append(int(cached.next({0: new[-1]})[0].argmax()))
+            new.append(int(reader.next({0: new[-1]})[0].argmax()))
     return new
 
 

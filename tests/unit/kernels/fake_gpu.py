@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: torch's compiler takes it for real, as far as choosing and writing kernels goes.
+"""A fake CUDA device: torch's compiler chooses and writes kernels for it as for a real one.
 
 To be imported before torch, which asks once, when it is imported, whether it has a CUDA part. Tensors on the device are
 to be fake (torch._subclasses.FakeTensorMode). Nothing runs; of torch without CUDA, and of the version it was made for.
@@ -83,7 +83,7 @@ register()
 
 @contextlib.contextmanager
 def pretended(gpu: str) -> Iterator[None]:
-    """torch's Python part takes the device for this GPU. Once in a process: torch remembers what it was told."""
+    """torch's Python part takes the device for this GPU. Once in a process: torch remembers the answers."""
     import torch
     import torch.utils._triton
     from torch._dynamo.device_interface import CudaInterface

@@ -44,7 +44,7 @@ UNREAD = {
 
 @dataclass(frozen=True)
 class Pass:
-    """One kernel: where it runs, what it is, and bytes a token in units of d_model."""
+    """One kernel: its place, its kind, and bytes a token in units of d_model."""
 
     where: str  # forward, backward; or autograd, between compiled graphs
     kind: str  # product, attention, matrices (of no token), activations
@@ -69,7 +69,7 @@ ATTENTION = {"A100": flash, "H100": cudnn}
 
 
 class Autograd(TorchDispatchMode):
-    """What autograd computes by itself, outside of the compiled graphs."""
+    """Records autograd's own operations, outside of the compiled graphs."""
 
     def __init__(self, passes: list[Pass], unit: int) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ def passes_of(name: str, kernels: str, d: int, gpu: str) -> list[Pass]:
     mode = Autograd(passes, unit)
 
     def instead_of_loading(graph: GraphLowering, _: Any) -> SimpleNamespace:
-        """By now all kernels are chosen and written; what is next would compile and load them."""
+        """By now all kernels are chosen and written; the next step would compile and load them."""
         passes.extend(scheduled(graph, name, unit))
         returned = graph.wrapper_code.get_output_refs()
 
@@ -125,7 +125,8 @@ def passes_of(name: str, kernels: str, d: int, gpu: str) -> list[Pass]:
             args.clear()  # as compiled graphs do
             mode.inside = True
             shapes = torch.fx.Interpreter(graph.orig_gm).run(*given)
-            # Like those of a compiled graph: no views of each other, and what it returns twice is one tensor.
+            # As from a compiled graph: no output is a view of another, and a tensor that is returned twice is one
+            # tensor.
             made: dict[str, Any] = {}
             for reference, x in zip(returned, shapes, strict=True):
                 made.setdefault(reference, x.new_empty_strided(x.shape, x.stride()) if isinstance(x, Tensor) else x)

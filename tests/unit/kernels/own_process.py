@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def printed_by(module: str, *arguments: str) -> str:
-    """What `python -m tests.unit.kernels.MODULE` prints; fails with its errors if it does."""
+    """The output of `python -m tests.unit.kernels.MODULE`; raises with its errors if it fails."""
     finished = subprocess.run(
         [sys.executable, "-m", f"tests.unit.kernels.{module}", *arguments],
         check=False,

@@ -1,4 +1,4 @@
-"""What an operation does, call by call."""
+"""Sees the calls inside of an operation."""
 
 import torch
 from torch import Tensor

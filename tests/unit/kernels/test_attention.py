@@ -125,7 +125,7 @@ def test_documents(backend: str, heads: tuple[int, int], monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("backend", ["auto", "flex", *VERSIONS])
 def test_other_masks(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an encoder-decoder's source. Caught: one that a kernel which knows no masks leaves out."""
+    """As over an encoder-decoder's source. Caught: a mask that is lost in a kernel without masks."""
     inputs = heads_of(2, 5, 9, (4, 2))
     q, k, v, _ = inputs
     mask = (torch.arange(9) < torch.tensor([[9], [4]]))[:, None, None, :]
@@ -184,7 +184,7 @@ def test_files_of_4_without_its_needs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each names the key, what was found and what to do. Caught: an error in the first step, or none; a choice that
+    """Each names the key, the problem and the fix. Caught: an error in the first step, or none; a choice that
     failed and holds."""
     install(monkeypatch, "4", capability=(8, 0))
     cases = [
@@ -272,7 +272,7 @@ def test_the_log(backend: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.L
 
 
 def test_why_torchs_varlen(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: a GPU without flash-attn that takes the mask, a reason that does not say what is missing."""
+    """Caught: a GPU without flash-attn that takes the mask, a reason without the missing package."""
     install(monkeypatch, capability=(8, 0))
     kernel, name, why = module.find_varlen(GPU, 64, BF16)
     assert (kernel, name) == (module.torch_varlen, "torch's varlen for documents")
@@ -351,7 +351,7 @@ def test_flex_is_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_choice_for_a_while_is_undone() -> None:
-    """Caught: one that holds for good, also where the while ends in an error."""
+    """Caught: a choice that holds for good, or after an error inside."""
     with chosen("sdpa", CPU, D, torch.float32):
         assert module._choice == "sdpa"
     assert (module._choice, module._flash) == ("auto", None)

@@ -1,4 +1,4 @@
-"""Kernels on their first contact with a GPU, which Triton's interpreter plays: what is broken is told by name."""
+"""Kernels on their first contact with a GPU, played by Triton's interpreter: broken kernels are named."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def wrong(which: int, factor: float) -> Callable[..., Any]:
 
 
 def one_row(right: Callable[..., Any], *given: Any, **more: Any) -> Any:
-    """Of many rows one is wrong."""
+    """One of many rows is wrong."""
     found = right(*given, **more)
     found[-1, -1] *= 1.01
     return found
@@ -131,7 +131,7 @@ DEFECTS: dict[str, tuple[str, Any, str, Callable[..., Any], str]] = {
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_what_is_wrong(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: a comparison that leaves out an output, a gradient, one row, what is not written, a step not taken."""
+    """Caught: a comparison without an output, a gradient, one row, unwritten memory, a skipped step."""
     name, module, function, spoilt, told = DEFECTS[defect]
     right = getattr(module, function)
     monkeypatch.setattr(module, function, lambda *given, **more: spoilt(right, *given, **more))

@@ -41,7 +41,7 @@ def implementation(request: pytest.FixtureRequest):
 
 
 def linear_cross_entropy(*args: Any) -> Tensor:
-    """The loss, which has the gradients."""
+    """The loss alone."""
     return cross_entropy.linear_cross_entropy(*args)[0]
 
 
@@ -137,8 +137,10 @@ def test_bf16_matrix(implementation) -> None:
     h, matrix, targets, scale = draw((11,), 64, 101, torch.bfloat16)
     matrix = matrix.detach().bfloat16()
     check(h, matrix.clone().requires_grad_(), targets, scale, 0.01, 1e-2)
-    # Autograd would cast what the operation does not.
-    assert linear_cross_entropy_forward(h, matrix, targets, scale, 0.01, True, True, True)[3].dtype == torch.bfloat16
+    # Autograd would hide a missing cast.
+    needed, on_triton = (True, True, True), implementation == "triton"
+    forward = linear_cross_entropy_forward(h, matrix, targets, scale, 0.01, *needed, 0.0, on_triton)
+    assert forward[3].dtype == torch.bfloat16
     # In fp32 products a scale folded in bf16 is all the rounding there is.
     expected = formula(*in_fp64(h, matrix), targets, scale)
     assert error(linear_cross_entropy(h.float(), matrix, targets, scale), expected) <= 1e-5
@@ -242,7 +244,8 @@ def test_chunks_do_not_change_the_loss(implementation, monkeypatch) -> None:
 
 @pytest.mark.parametrize("needed", [(0,), (1,), (2,), (0, 2), (1, 2)])
 def test_only_gradients_that_are_needed(implementation, needed: tuple[int, ...]) -> None:
-    """Catches a frozen output embedding, or scale, whose gradient is paid for, and one that spoils the others."""
+    """Catches a frozen output embedding, or scale, whose gradient is paid for, and a gradient that spoils the
+    others."""
     h, matrix, targets, scale = draw((9,), 64, 101)
     tensors = [h, matrix, scale]
     h64, matrix64, scale64 = in_fp64(*tensors)
@@ -268,7 +271,7 @@ def test_no_grad_computes_the_loss_alone(implementation) -> None:
 
 
 def test_backward_twice(implementation) -> None:
-    """Catches a backward that multiplies what it saved in place: the second one would be scaled twice."""
+    """Catches a backward that multiplies its saved tensors in place: the second one would be scaled twice."""
     h, matrix, targets, scale = draw((9,), 64, 101)
     loss = linear_cross_entropy(h, matrix, targets, scale) * 3
     first = torch.autograd.grad(loss, (h, matrix, scale), retain_graph=True)
@@ -287,10 +290,9 @@ def test_the_host_never_waits(dtype: torch.dtype, z_loss: float) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_without_values(dtype: torch.dtype) -> None:
-    """Catches what a mode does not see: on the meta device there are no values that a host could ask for."""
+    """Catches waits that a dispatch mode misses: on the meta device there are no values that a host could ask for."""
     h, matrix, targets, scale = (t.detach().to("meta") for t in draw((23,), 64, 101, dtype))
-    with dispatch.chosen("torch"):
-        outputs = linear_cross_entropy_forward._init_fn(h, matrix, targets, scale, 0.01, True, True, True, 0.1)
+    outputs = linear_cross_entropy_forward._init_fn(h, matrix, targets, scale, 0.01, True, True, True, 0.1, False)
     assert [t.shape for t in outputs] == [targets.shape, (), h.shape, matrix.shape, scale.shape, ()]
 
 
@@ -363,5 +365,6 @@ def test_opcheck(implementation, scaled: bool, z_loss: float, needed: tuple[bool
     """Catches an operation that changes or aliases an argument, and a fake kernel of another shape, stride or dtype."""
     h, matrix, targets, scale = (t.detach() for t in draw((2, 4), 64, 101, torch.bfloat16))
     needed = (*needed[:2], needed[2] and scaled)
-    arguments = (h, matrix, targets, scale if scaled else None, z_loss, *needed, 0.1 if z_loss and scaled else 0.0)
+    smoothing = 0.1 if z_loss and scaled else 0.0
+    arguments = (h, matrix, targets, scale if scaled else None, z_loss, *needed, smoothing, implementation == "triton")
     torch.library.opcheck(linear_cross_entropy_forward, arguments)

@@ -1,4 +1,4 @@
-"""Dropout's masks: the numbers, what they depend on, their statistics, and attention with them."""
+"""Dropout's masks: the numbers, their dependencies, their statistics, and attention with them."""
 
 import math
 
@@ -74,8 +74,9 @@ def test_the_probability_is_exact() -> None:
 
 
 def test_no_correlation() -> None:
-    """Of masks of other seeds, steps, rows, layers and places, of neighbouring tokens, and of neighbouring channels:
-    below 5 standard errors. Caught: a step or a row that is added to the seed, a mask that is shared or shifted."""
+    """Below 5 standard errors between masks of other seeds, steps, rows, layers and places, between neighbouring tokens
+    and between neighbouring channels. Caught: a step or a row that is added to the seed, a mask that is shared or
+    shifted."""
     layers = numbers(seeds(), 3)  # (ROWS, 3)
     places = [mix(layers[:, 0] ^ place) for place in (0, 1, 2)]
     masks = [seeds(), seeds(seed=1), seeds(step=1), seeds(seed=1, step=1), seeds().roll(1), *layers.T[1:], *places]

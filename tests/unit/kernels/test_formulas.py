@@ -29,7 +29,7 @@ RECIPE = Recipe(12, 5e-3, 0.9, 0.95, 1e-8, weight_decay=0.0, clip_norm=0.5, warm
 
 
 def losses(precision: str) -> list[float]:
-    """Of a short training of nGPT with kernels=torch."""
+    """Losses of a short training of nGPT with kernels=torch."""
     options = ["kernels=torch", f"train.precision={precision}"]
     with chosen("torch"):
         state = build_state(run_config("ngpt", SMALL, RECIPE, rows=4, context=16, micro_rows=4, options=options))

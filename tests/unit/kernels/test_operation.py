@@ -1,4 +1,4 @@
-"""The decorators that swap in what computes a formula faster, or say that nothing does."""
+"""The decorators that run a twin in place of a formula, or log that there is no kernel."""
 
 import pytest
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from ngpt_train.core import log
 from ngpt_train.kernels import dispatch
-from ngpt_train.kernels.operation import operation
+from ngpt_train.kernels.dispatch import operation
 
 
 def plain(x: Tensor, factor: float = 1.0, bias: Tensor | None = None) -> Tensor:
@@ -18,7 +18,7 @@ def twin(on_triton: bool, x: Tensor, factor: float = 1.0, bias: Tensor | None = 
 
 
 def far(x: Tensor, *_: object, **__: object) -> str | None:
-    return "what is far" if x.numel() > 5 else None
+    return "far shifts" if x.numel() > 5 else None
 
 
 @pytest.mark.parametrize(
@@ -73,6 +73,6 @@ def test_what_the_log_says(kernels: str, caplog: pytest.LogCaptureFixture, monke
             assert float(shift(torch.ones(6))[0]) == 101.0
             dispatch.say_without_kernel("scale", "model.scale=other", torch.ones(1))
     because = "runs in plain PyTorch, because its kernel does not know"
-    expected = [("shift", "what is far"), ("scale", "model.scale=other")]
+    expected = [("shift", "far shifts"), ("scale", "model.scale=other")]
     lines = [f"kernels: {name} {because} {what}" for name, what in expected]
     assert [record.message for record in caplog.records] == (lines if kernels == "triton" else [])

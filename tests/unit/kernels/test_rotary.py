@@ -56,7 +56,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 def angles(case: Case, interleaved: bool, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Of positions that begin late, so that no angle is 0."""
+    """Angles of positions that begin late, so that no angle is 0."""
     rope = rope_table(case.T + 7, case.D, 100.0, interleaved, DEVICE, dtype)
     if case.documents:
         positions = torch.randint(case.T + 7, (case.B, case.T), device=DEVICE)
@@ -193,7 +193,7 @@ def test_one_gradient() -> None:
 
 @pytest.mark.parametrize(("way", "normalized"), [("triton", True), ("torch", False)], indirect=["way"])
 def test_compiled_and_recomputed(way: str, normalized: bool) -> None:
-    """Catches a graph break, a fake kernel of another shape, and what is kept beside what autograd saves."""
+    """Catches a graph break, a fake kernel of another shape, and activations kept beside autograd's saved tensors."""
     torch.manual_seed(5)
     torch.compiler.reset()
     case = Case(1, 3, 4, 2, 16, documents=True)
@@ -238,7 +238,7 @@ def test_saves_its_inputs_only() -> None:
 
 @pytest.mark.parametrize("normalized", [False, True], ids=["gpt", "ngpt"])
 def test_operators(normalized: bool) -> None:
-    """Catches a schema or a fake kernel that does not say what the operator does, and an output that is an input."""
+    """Catches a schema or a fake kernel that differs from the operator, and an output that is an input."""
     from ngpt_train.kernels.gpu.rotary import rotary_backward, rotary_forward
 
     case = Case(1, 2, 2, 1, 8)
@@ -250,7 +250,7 @@ def test_operators(normalized: bool) -> None:
 
 
 def test_formula() -> None:
-    """Catches pairs, signs or heads swapped in what the kernels are compared with: here as complex numbers."""
+    """Catches pairs, signs or heads swapped in the kernels' reference: here as complex numbers."""
     torch.manual_seed(6)
     case = Case(2, 3, 2, 1, 6)
     qkv, scale, position = packed(case, torch.float64), scale_of(case).double(), 2

@@ -9,7 +9,7 @@ from ngpt_train.kernels.swiglu import swiglu
 
 
 def draw(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Of either sign, and not small."""
+    """Values of either sign, not small."""
     return (torch.rand(shape, dtype=torch.float64) - 0.4).to(dtype).requires_grad_()
 
 

@@ -69,7 +69,7 @@ def test_kernel(shape: tuple[int, ...], dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_gradients_by_hand(dtype: torch.dtype) -> None:
-    """Of the path without Triton. Caught: the same, and rounding to the dtype of the input on the way."""
+    """The path without Triton. Caught: the same, and rounding to the dtype of the input on the way."""
     h, x, alpha, *g = inputs((4, 5, 96), dtype)
     arguments = [t.requires_grad_() for t in (h, x, alpha)]
     found = gradients(sphere_step(*arguments), arguments, g)
@@ -150,7 +150,7 @@ def test_one_output_may_go_nowhere(kernels: str, used: int) -> None:
 
 @pytest.mark.parametrize("kernels", ["triton", "torch"])
 def test_rows_of_zeros_and_extreme_lengths(kernels: str) -> None:
-    """A direction that is not there is no NaN. Caught: a length that is not bounded from below."""
+    """A row without a direction gives no NaN. Caught: a length without a lower bound."""
     h, x, alpha, *g = inputs((5, 64), torch.float32)
     x = x.clone()
     x[0], x[1], x[2] = 0, 1e-17 * x[1], 1e17 * x[2]

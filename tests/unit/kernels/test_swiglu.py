@@ -60,7 +60,7 @@ def test_matches_fp64(shape: tuple[int, ...], dtype: torch.dtype, scaled: bool) 
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_by_hand(scaled: bool) -> None:
-    """What half precision takes without Triton. Catches a wrong factor that half precision's rounding would hide."""
+    """The path of half precision without Triton. Catches a wrong factor that half precision's rounding would hide."""
     torch.manual_seed(3)
     arguments = [x.detach().double().requires_grad_() for x in inputs((2, 3, 20), torch.float32, scaled)]
     dy = torch.randn(2, 3, 20, dtype=torch.float64, device=DEVICE)
@@ -112,7 +112,7 @@ def test_no_rows() -> None:
 @pytest.mark.parametrize("way", ["triton"], indirect=True)
 @pytest.mark.usefixtures("way")
 def test_compiled_and_recomputed(scaled: bool) -> None:
-    """Catches a graph break, a fake kernel of another shape, and what is kept beside what autograd saves."""
+    """Catches a graph break, a fake kernel of another shape, and activations kept beside autograd's saved tensors."""
     torch.manual_seed(2)
     arguments, dy = inputs((2, 5, 96), torch.bfloat16, scaled), torch.randn(2, 5, 96, device=DEVICE).bfloat16()
     compiled = torch.compile(swiglu, backend="aot_eager", fullgraph=True)
@@ -145,7 +145,7 @@ def test_saves_its_inputs_only() -> None:
 
 @pytest.mark.parametrize("scaled", [True, False])
 def test_operators(scaled: bool) -> None:
-    """Catches a schema or a fake kernel that does not say what the operator does, and an output that is an input."""
+    """Catches a schema or a fake kernel that differs from the operator, and an output that is an input."""
     from ngpt_train.kernels.gpu.swiglu import swiglu_backward, swiglu_forward
 
     uv, *vectors = (x.detach() for x in inputs((2, 3, 40), torch.bfloat16, scaled))
@@ -156,7 +156,7 @@ def test_operators(scaled: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_formula(dtype: torch.dtype) -> None:
-    """Catches u and v swapped, or the vectors, in what the kernel is compared with; and arithmetic in bf16."""
+    """Catches u and v swapped, or the vectors, in the kernel's reference; and arithmetic in bf16."""
     uv, s_u, s_v = (x.detach().to(dtype) for x in inputs((3, 5), torch.float64))
     u, v = (uv.double()[:, part] for part in (slice(5), slice(5, 10)))
     x = s_v.double() * v

@@ -1,4 +1,4 @@
-"""One kernel is left out, as a benchmark does to see what it is worth."""
+"""One kernel is left out, as a benchmark of its worth does."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KERNELS = {
 
 
 def test_a_step_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A name that no operation has leaves nothing out; another goes with it; the moments are Adam's of before."""
+    """Caught: a name that leaves out nothing, or another kernel too; Adam's moments lost."""
     monkeypatch.setitem(paper_steps.SIZES, "debug", (16, 1, 1, 32, 48))  # the interpreter is slow
     called = set()
 
@@ -53,12 +53,12 @@ def test_a_step_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
             assert ablated.state.model is full.state.model
             assert isinstance(ablated.state.optimizer, RowAdam) == (operation != "adam")
     assert max((p.norm(dim=-1) - 1).abs().max() for p in full.state.model.parameters() if p.ndim == 2) < 1e-5
-    assert (dispatch._choice, dispatch._without) == (before, {})
+    assert (dispatch._choice, dispatch._off) == (before, {})
 
 
 def test_what_is_compiled_follows() -> None:
-    """The first choice stays in the compiled code, so that all that is compared is one thing; what it does not depend
-    on is compiled again, which takes a GPU's time."""
+    """Caught: compiled code that keeps the first choice, so that a benchmark compares a kernel with itself; code that
+    is compiled again for a choice that it does not depend on."""
 
     def function(x: torch.Tensor) -> torch.Tensor:
         x = x + 1 if dispatch.runs_on_triton("swiglu", x) else x - 1

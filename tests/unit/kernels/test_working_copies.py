@@ -80,7 +80,7 @@ def assert_same(state: TrainState, other: TrainState) -> None:
 
 
 class Casts(TorchDispatchMode):
-    """How often each matrix is cast to bf16."""
+    """Counts the casts of each matrix to bf16."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Casts(TorchDispatchMode):
 )
 def test_trains_as_without(name: str, options: list[str], untouched: bool) -> None:
     """To the last bit, a skipped step in between. Caught: a gradient that is rounded or lost on the way to a master, a
-    copy of the weights before the step or before the division, one that a skipped step leaves behind."""
+    copy of the weights before the step or before the division, a copy left behind by a skipped step."""
     ours, plain = built(name, *options), built(name, *options, copies=False)
     assert ours.optimizer.copies.linears
     for step in range(4):
@@ -148,8 +148,8 @@ def blocks_of(state: TrainState) -> set[str]:
 
 @pytest.mark.parametrize(("name", "options"), RUNS)
 def test_what_is_cast(name: str, options: list[str]) -> None:
-    """Of two micro batches, the matrices of blocks. Caught: a copy that nobody reads, a matrix without one, copies made
-    in each forward pass, a recomputed block that casts."""
+    """Casts of a block's matrix in a step of two micro batches. Caught: a copy that nobody reads, a matrix without one,
+    copies made in each forward pass, a recomputed block that casts."""
     state, plain = built(name, *options), built(name, *options, copies=False)
     counts = []
     for one, untouched in ((plain, True), (state, False), (state, False), (state, True)):
@@ -189,7 +189,7 @@ def test_who_has_copies() -> None:
 
 
 def torchs_adam(state: TrainState) -> None:
-    """Which moves weights without counting."""
+    """Moves weights without changing torch's version counts."""
     optimizer = torch.optim.AdamW(state.model.layers.parameters(), lr=0.1, fused=True)
     for x in state.model.layers.parameters():
         x.grad = torch.ones_like(x)
@@ -199,7 +199,7 @@ def torchs_adam(state: TrainState) -> None:
 
 def in_place(state: TrainState) -> None:
     if os.environ.get("NGPT_TESTS_ROUNDING"):
-        pytest.skip("under a dispatch mode torch's _foreach_mul_ leaves the versions of what it writes as they were")
+        pytest.skip("under a dispatch mode torch's _foreach_mul_ does not change the versions of its outputs")
     with torch.no_grad():
         torch._foreach_mul_([x for x in state.model.parameters() if x.ndim == 2], 2.0)
 

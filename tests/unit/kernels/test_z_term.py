@@ -19,8 +19,8 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
 @pytest.mark.parametrize("rows", [1, 13])
 def test_the_parts(rows: int, dtype: torch.dtype, tolerance: float) -> None:
-    """Catches a z-loss in what is reported as the cross-entropy, one left out of the loss, of a target that does not
-    count, or of one chunk, and a part that has gradients."""
+    """Catches a z-loss in the reported cross-entropy, left out of the loss or of one chunk, or of a target that does
+    not count; and a part that has gradients."""
     torch.manual_seed(rows)
     h, matrix = torch.randn(rows, 64).to(dtype).requires_grad_(), (torch.randn(101, 64) / 8).requires_grad_()
     targets = torch.randint(101, (rows,))

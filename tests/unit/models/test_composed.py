@@ -174,7 +174,7 @@ RECIPE = Recipe(4, 1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, clip_norm=1.0, warmu
 
 
 def history(name: str, *options: str) -> list[dict[str, Tensor]]:
-    """Loss, statistics and weights after each step of a run, the first two of which are PowerNorm's warm-up."""
+    """Loss, statistics and weights after each step of a run; its first two steps are PowerNorm's warm-up."""
     size = Size(d_model=16, n_layers=2, n_heads=4, vocab_size=61, n_kv_heads=4, d_mlp=32, source_context=10)
     lines = [f"model.{key}={value}" for key, value in PLACES["pre"].items()]
     state = build_state(
@@ -207,7 +207,7 @@ def test_compile_changes_nothing(name: str) -> None:
                 assert error(other[key], one[key].double()) < 1e-3, key
 
 
-# Initialisation, and what has no equation.
+# Initialisation, and options without an equation.
 
 
 def test_deep_init() -> None:

@@ -1,4 +1,4 @@
-"""Logits with the keys and values of earlier tokens kept, against those of the whole text computed again."""
+"""Logits with the keys and values of earlier tokens kept, against logits of the whole text computed again."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.models import Decoder
+from ngpt_train.models.decoding import cached
 from ngpt_train.models.layers.attention import Attention
 from tests.properties.architectures import ARCHITECTURES, CONTEXT, SMALL, VARIANTS, Size, error, jittered
 
@@ -44,15 +45,16 @@ def prompts_of(size: Size, lengths: tuple[int, ...], seed: int = 0) -> list[Tens
 
 
 def greedily(model: Decoder, prompts: list[Tensor], n: int, compiled: bool = False) -> Iterator[tuple[Tensor, Tensor]]:
-    """(logits with caches, logits without) of n tokens of each prompt; the next token is what the latter say."""
-    cached, new = model.cached(compiled), [prompt[:0] for prompt in prompts]
-    logits = cached.begin(prompts)
+    """(logits with caches, logits without) of n tokens of each prompt; the next token is the likeliest without
+    caches."""
+    reader, new = cached(model, compiled), [prompt[:0] for prompt in prompts]
+    logits = reader.begin(prompts)
     for _ in range(n):
         expected = torch.stack([model.next_token_logits(*of_row) for of_row in zip(prompts, new, strict=True)])
         yield logits, expected
         tokens = expected.argmax(-1)
         new = [torch.cat([row, token[None]]) for row, token in zip(new, tokens, strict=True)]
-        logits = cached.next(dict(enumerate(tokens.tolist())))
+        logits = reader.next(dict(enumerate(tokens.tolist())))
 
 
 @pytest.mark.parametrize(
@@ -64,7 +66,7 @@ def greedily(model: Decoder, prompts: list[Tensor], n: int, compiled: bool = Fal
     ids=lambda value: value if isinstance(value, str) else "small" if value is SMALL else "grouped",
 )
 def test_kept_keys_and_values_change_nothing(name: str, size: Size) -> None:
-    """Prompts of several lengths beside each other, one of which outgrows the context, one of which has.
+    """Prompts of several lengths beside each other: one outgrows the context, another is longer from the start.
 
     Caught: rows that see their neighbours' slots or positions, a context that does not slide, cross-attention to
     padding or to a source that grows, positions that are not added, query heads of the wrong group.
@@ -89,17 +91,17 @@ def test_greedy_tokens_in_fp32(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["ngpt", "gpt_encoder_decoder"])
 def test_rows_may_end_and_texts_may_follow(name: str) -> None:
-    """Of rows that have ended nothing is asked; the next prompts find nothing of the last ones in the caches."""
+    """Rows that have ended get no token. The next prompts do not see the last ones' caches."""
     model = model_of(name, SMALL)
-    cached = model.cached()
+    reader = cached(model)
     prompts = prompts_of(SMALL, (4, 9))
-    cached.begin(prompts)
-    cached.next({0: 1, 1: 2})
-    cached.next({1: 3})
-    logits = cached.next({0: 5})
+    reader.begin(prompts)
+    reader.next({0: 1, 1: 2})
+    reader.next({1: 3})
+    logits = reader.next({0: 5})
     assert error(logits[0], model.next_token_logits(prompts[0], torch.tensor([1, 5]))) < 1e-12
     others = prompts_of(SMALL, (3, 2), seed=1)
-    first, second = cached.begin(others), cached.next({0: 7, 1: 8})
+    first, second = reader.begin(others), reader.next({0: 7, 1: 8})
     for row, prompt in enumerate(others):
         assert error(first[row], model.next_token_logits(prompt, prompt[:0])) < 1e-12
         assert error(second[row], model.next_token_logits(prompt, torch.tensor([7 + row]))) < 1e-12
@@ -115,15 +117,15 @@ def test_a_step_is_compiled_once(name: str) -> None:
     for block in model.layers:
         block.compile(dynamic=False)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        cached = model.cached(compiled=True)
+        reader = cached(model, compiled=True)
         for seed in (0, 1):
             prompts = prompts_of(GROUPED, (4 + seed, 9), seed)
             new: list[int] = []
-            logits = cached.begin(prompts)
+            logits = reader.begin(prompts)
             for _ in range(3):
                 with torch.compiler.set_stance("force_eager"):
                     expected = model.next_token_logits(prompts[0], torch.tensor(new, dtype=torch.long))
                 assert error(logits[0], expected.double()) < 1e-4
                 new.append(int(expected.argmax()))
-                logits = cached.next({0: new[-1], 1: 1})
+                logits = reader.next({0: new[-1], 1: 1})
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -1,4 +1,4 @@
-"""What encoder-decoders have beside the contract: a source, padding, and prompts that are read, then answered."""
+"""Encoder-decoders beyond the contract: a source, padding, and prompts that are read, then answered."""
 
 import dataclasses
 
@@ -74,7 +74,7 @@ def test_targets_in_the_source_do_not_count(name: str) -> None:
 
 
 def test_both_stacks_are_blocks() -> None:
-    """At the TnT paper's size, where names and shapes are those of the reference.
+    """At the TnT paper's size; names and shapes are the reference's.
 
     Caught: an encoder that is not compiled, recomputed and sharded block by block.
     """
@@ -88,9 +88,9 @@ def test_both_stacks_are_blocks() -> None:
 
 @architectures
 def test_generation_reads_the_prompt_as_a_source(name: str) -> None:
-    """The last token of the prompt begins the decoder; what is before it is the source, padded or its end.
+    """The last token of the prompt begins the decoder; the source is the text before it, padded or its end.
 
-    Caught: the prompt's last token in both halves, padding that is attended to, an old end of what was written.
+    Caught: the prompt's last token in both halves, padding that is attended to, an old end of the new text.
     """
     model, weights = jittered(ARCHITECTURES[name], SMALL)
     s, context = SMALL.source_context, 96
@@ -106,7 +106,7 @@ def test_generation_reads_the_prompt_as_a_source(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt_encoder_decoder", "ntransformer"])
 def test_training_through_the_step_contract(name: str) -> None:
-    """The loss of a step is that of the reference with the weights before it, whatever the micro batches.
+    """A step's loss is the reference's with the weights before the step, for all sizes of micro batches.
 
     Caught: document ids that the step does not hand on.
     """

@@ -34,7 +34,7 @@ def papers_starts(model: ModelConfig) -> list[float | str]:
 
 
 def paper(name: str, d: int) -> dict[str, float]:
-    """Of a decoder with the papers' initialisation, by kind and without the residual matrices' division."""
+    """The papers' standard deviations of a decoder, by kind, without the residual matrices' division."""
     if name in ("ngpt", "ntransformer"):
         return dict.fromkeys(KINDS, 1 / math.sqrt(d))
     return dict.fromkeys(KINDS, 0.02) | ({"embedding": 0.5 / math.sqrt(d)} if name == "normformer" else {})

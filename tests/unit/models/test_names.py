@@ -1,4 +1,4 @@
-"""Names of weights: what a FusedLinear says, and that no two weights share one."""
+"""Names of weights: a FusedLinear's parts; no two weights share a name."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ class Block(nn.Module):
 
 
 def test_parts_of_a_fused_matrix() -> None:
-    """Caught: parts exchanged or cut in the wrong place, a bias with its matrix's name or of the wrong length, the name
-    of the product in that of a weight."""
+    """Caught: parts exchanged or cut in the wrong place, a bias with its matrix's name or of the wrong length, a
+    weight's name with the product's in it."""
     block = Block()
     for number, parameter in enumerate(block.parameters()):
         nn.init.constant_(parameter, number)

@@ -50,7 +50,7 @@ def no_process_group_afterwards() -> Iterator[None]:
 
 
 def padded_batch(seed: int) -> Rows:
-    """Two documents a row, of which all but the first end in padding; without document ids every third time."""
+    """Two documents a row. All rows but the first end in padding; without document ids every third time."""
     generator = torch.Generator().manual_seed(seed)
     tokens, targets = (torch.randint(PAD, (ROWS, T), generator=generator) for _ in range(2))
     targets[torch.rand(ROWS, T, generator=generator) < 0.2] = -100
@@ -150,7 +150,7 @@ def test_fifty_steps_by_the_reference(norm: str, warmup: int, groups: int) -> No
     model, weights = jittered(architecture, SIZE)
     for name, x in weights.items():
         if name.startswith("layers") and x.ndim == 2:
-            x *= 0.3  # else PowerNorm's gradients, which are not those of its loss, grow without bound
+            x *= 0.3  # else PowerNorm's gradients, which are not the derivatives of its loss, grow without bound
     load_weights(model, weights)
     expected = ByReference(model.config, weights)  # type: ignore[arg-type]
     for step in range(50):
@@ -274,7 +274,7 @@ def test_nu_hears_nothing_from_padding() -> None:
 
 @over_the_batch
 def test_padding_is_alone_in_the_decoder(norm: str) -> None:
-    """Caught: a decoder that does not say what is padding."""
+    """Caught: a decoder that does not hand on padding."""
     results = []
     for padding in (PAD, 5):
         model, _ = jittered(powernorm_with(norm=norm, psi_warmup_steps=1, **OPTIONS), SIZE)
@@ -305,7 +305,7 @@ def test_two_forward_passes_before_a_backward_pass(warming_up: bool, first: int)
     one.forward(x.flatten(0, 1), gain, bias)
     one.backward(dy.flatten(0, 1))
 
-    seen = copy.deepcopy(one)  # its nu is that of the forward passes
+    seen = copy.deepcopy(one)  # with nu as in the forward passes
     passes = []
     for seed in (2, 3):
         x = noise(seed, 2, 5, 6).requires_grad_()
@@ -496,7 +496,7 @@ def test_nothing_but_padding_is_no_batch(kind: type[NormOverBatch], warming_up: 
 
 
 def moved_logits(model: Decoder, tokens: Tensor, t: int) -> Tensor:
-    """Which logits (B, T) another token t changes, from the same statistics."""
+    """True for the logits (B, T) that change with token t, from the same statistics."""
     changed = tokens.clone()
     changed[:, t] = (changed[:, t] + 1) % SIZE.vocab_size
     kept = statistics(model)
@@ -539,7 +539,7 @@ def test_later_tokens_matter_where_the_note_says(norm: str, step: int, leaks: bo
     ],
 )
 def test_notes(norm: str, steps: int, when: str | None) -> None:
-    """Caught: no note, or one that says another time."""
+    """Caught: no note, or a note of another time."""
     notes = build_model(config(powernorm_with(norm=norm, psi_warmup_steps=steps), SIZE)).notes()
     assert len(notes) == (when is not None)
     for note in notes:

@@ -19,7 +19,7 @@ from ngpt_train.kernels.dispatch import chosen
 from ngpt_train.models import build_model
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.norms import RMSNorm
-from ngpt_train.models.ngpt.scale import ScaledParameter
+from ngpt_train.models.ngpt.model import ScaledParameter
 from ngpt_train.training import build_state, train_step
 from ngpt_train.training.state import TrainState
 from tests.properties.architectures import ARCHITECTURES, SMALL, Size, config, random_batch
