@@ -1,11 +1,16 @@
 """From a config to a model."""
 
+from __future__ import annotations
+
 import importlib
+from typing import TYPE_CHECKING
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import ConfigError
-from ngpt_train.models.decoder import Decoder
+
+if TYPE_CHECKING:
+    from ngpt_train.config.model_keys import ModelConfig
+    from ngpt_train.models.decoder import Decoder
 
 
 def build_model(config: ModelConfig, seed: int = 0) -> Decoder:

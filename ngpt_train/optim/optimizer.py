@@ -1,19 +1,23 @@
 """Builds Adam or AdamW over the model's parameter groups, and says at which rate each moves."""
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.optim import OptimConfig
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
-from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.linear import cast_linears
-from ngpt_train.models.parameter_groups import ParameterGroup
 from ngpt_train.optim.row_adam import RowAdam
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
+    from ngpt_train.config.sections.optim import OptimConfig
+    from ngpt_train.models.decoder import Decoder
+    from ngpt_train.models.parameter_groups import ParameterGroup
 
 
 def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimConfig) -> torch.optim.Optimizer:

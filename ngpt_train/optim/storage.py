@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
-from ngpt_train.models.decoder import Decoder
 from ngpt_train.optim.row_adam import local_rows
+
+if TYPE_CHECKING:
+    from ngpt_train.models.decoder import Decoder
 
 TABLES = ("embedding", "source_embedding", "output", "positions")
 MOMENTS = ("exp_avg", "exp_avg_sq")

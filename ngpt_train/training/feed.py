@@ -11,12 +11,12 @@ from torch import Tensor
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.models.decoder import Decoder
 
 if TYPE_CHECKING:  # a step needs torch alone; reading data needs numpy
     from ngpt_train.data.loader import TrainLoader
     from ngpt_train.data.position import Position
     from ngpt_train.data.rows import Batch
+    from ngpt_train.models.decoder import Decoder
 
 
 # With micro_rows=auto a forward pass has at most this many tokens: enough to keep a GPU busy at every scale here, and

@@ -1,17 +1,17 @@
 """The training state: model, optimizer and counters, which a training step changes."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ngpt_train.config.schema import Config
 from ngpt_train.distributed.first_contact import first_contact
 from ngpt_train.distributed.layouts import parallelize
-from ngpt_train.distributed.world import World, join_world
-from ngpt_train.models.decoder import Decoder
+from ngpt_train.distributed.world import join_world
 from ngpt_train.optim.loss_scale import LossScale
 from ngpt_train.optim.moving_average import MovingAverage
 from ngpt_train.optim.optimizer import build_optimizer, lr_factors
@@ -19,6 +19,11 @@ from ngpt_train.optim.storage import round_to_bf16_
 from ngpt_train.training.feed import resolve_micro_rows
 from ngpt_train.training.guards import Guards, explain_out_of_memory
 from ngpt_train.training.interval import Interval
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
+    from ngpt_train.distributed.world import World
+    from ngpt_train.models.decoder import Decoder
 
 
 @dataclass

@@ -1,8 +1,10 @@
 """One optimizer step, from rows of tokens to updated weights. The host does not wait for the device."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +18,9 @@ from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.optim.schedule import lr_at
 from ngpt_train.optim.storage import round_to_bf16_
 from ngpt_train.training.feed import to_device
-from ngpt_train.training.state import TrainState
+
+if TYPE_CHECKING:
+    from ngpt_train.training.state import TrainState
 
 MicroBatch = Sequence[Tensor]  # tokens, targets and optionally document ids, each (micro_rows, context) int64
 
