@@ -9,10 +9,11 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import to_dict
 from ngpt_train.observe.console import Clock, LogFile, console_sink
-from ngpt_train.observe.sinks import JsonlSink, Sink, TensorboardSink
+from ngpt_train.observe.sinks import JsonlSink, TensorboardSink
 from ngpt_train.observe.wandb_sink import WandbSink
+from ngpt_train.training.hooks.hook import Sink
 
-__all__ = ["Sink", "build_sinks"]
+__all__ = ["build_sinks"]
 
 
 def build_sinks(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.secrets import redacted
+from ngpt_train.training.hooks.hook import Sink
 
 # Kinds of records; a telemetry record has too many numbers to read as a line.
 SHOWN = ("train", "eval", "tasks", "sample")
@@ -111,7 +112,7 @@ def describe(record: dict[str, Any], clock: Clock) -> str:
     return f"step {progress}  {describe_train(record, clock.remaining(record['step'], record['step_time']))}"
 
 
-class PlainConsole:
+class PlainConsole(Sink):
     """One line per record on the standard output, for pipes and CI."""
 
     def __init__(self, clock: Clock) -> None:
@@ -132,7 +133,7 @@ class PlainConsole:
         self.message(f"end: {reason}")
 
 
-class LiveConsole:
+class LiveConsole(Sink):
     """A progress bar at the foot of the terminal; validations and messages scroll above it."""
 
     def __init__(self, clock: Clock, resume_step: int) -> None:
@@ -172,17 +173,13 @@ class LiveConsole:
         print(f"end: {reason}", flush=True)
 
 
-class LogFile:
+class LogFile(PlainConsole):
     """Plain lines in a file, each with the time before it. Lines are appended to those of earlier starts."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self.clock = clock
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-
-    def log(self, record: dict[str, Any]) -> None:
-        if record["kind"] in SHOWN:
-            self.message(describe(record, self.clock))
 
     def message(self, text: str) -> None:
         try:
@@ -192,7 +189,7 @@ class LogFile:
             print(f"warning: {self._file.name}: {error.strerror}: {text}", file=sys.stderr)
 
     def close(self, reason: str) -> None:
-        self.message(f"end: {reason}")
+        super().close(reason)
         self._file.close()
 
 

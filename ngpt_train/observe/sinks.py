@@ -1,4 +1,4 @@
-"""Sinks, which take the records of a run: their protocol, and the sinks that write files."""
+"""The sinks that write files: metrics.jsonl and TensorBoard."""
 
 import contextlib
 import errno
@@ -7,30 +7,15 @@ import logging
 import math
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ngpt_train.core.files import json_lines, write_atomically
+from ngpt_train.training.hooks.hook import Sink
 
 logger = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    """Takes the records and messages of the training loop. Only rank 0 has sinks."""
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Takes a record {"kind": "train" | "eval" | "tasks" | "sample" | "telemetry" | "rollback", "step": n, ...}.
-
-        Its other values are numbers or None; of a sample also text.
-        """
-
-    def message(self, text: str) -> None:
-        """Takes one line for people."""
-
-    def close(self, reason: str) -> None:
-        """Called once, last. reason: how the run ended."""
-
-
-class JsonlSink:
+class JsonlSink(Sink):
     """`metrics.jsonl`: one JSON object a line, floats with all their digits, NaN and infinities as null.
 
     A kill loses at most the line that is being written. Records that a full disk has no room for are kept in memory and
@@ -96,9 +81,6 @@ class JsonlSink:
         self._size += len(content)
         self._pending.clear()
 
-    def message(self, text: str) -> None:
-        pass
-
     def close(self, reason: str) -> None:
         """Raises OSError for records that could not be written."""
         try:
@@ -117,7 +99,7 @@ def _record_key(record: dict[str, Any] | None) -> tuple[str, int, int] | None:
     return (kind, step, number) if isinstance(kind, str) and type(step) is type(number) is int else None
 
 
-class TensorboardSink:
+class TensorboardSink(Sink):
     """TensorBoard event files in `directory`, with the step as x axis."""
 
     def __init__(self, directory: Path, resume_step: int | None) -> None:
@@ -133,9 +115,6 @@ class TensorboardSink:
                 self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
             elif name in ("prompt", "text"):  # of a sample
                 self._writer.add_text(f"{record['kind']}/{name}", value, record["step"])
-
-    def message(self, text: str) -> None:
-        pass
 
     def close(self, reason: str) -> None:
         self._writer.close()

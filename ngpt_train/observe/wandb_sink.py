@@ -20,12 +20,13 @@ from typing import Any
 from ngpt_train.config.sections.records import WandbConfig
 from ngpt_train.core.constants import ALARM
 from ngpt_train.core.secrets import redacted
+from ngpt_train.training.hooks.hook import Sink
 
 PROJECT = "ngpt-train"
 OFFLINE_START_SECONDS = 30.0  # without the network, only a broken installation or disk takes this long
 
 
-class WandbSink:
+class WandbSink(Sink):
     """Starts a follower, which logs to wandb the lines that are appended to the file `metrics` from now on.
 
     config: the config that wandb shows. summary: what wandb shows beside the last values. Secrets in them, and in the

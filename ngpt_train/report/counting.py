@@ -180,10 +180,15 @@ def count_products(shape: ModelConfig, dtype: torch.dtype, rows: int) -> Product
     return Products(hidden, results, arguments, widest)
 
 
+def depths_of(shape: ModelConfig) -> dict[str, int]:
+    """The numbers of blocks of the decoder and, if there is one, of the encoder, by key."""
+    return {name: getattr(shape, name) for name in ("n_layers", "n_encoder_layers") if getattr(shape, name, None)}
+
+
 def of_all_blocks(shape: ModelConfig, count: Callable[[ModelConfig], list[float]]) -> tuple[list[float], list[float]]:
-    """The numbers of `count` for the whole model, which grow by as much with every block of a kind; and those of the
-    model with few blocks that was counted."""
-    depths = {name: getattr(shape, name) for name in ("n_layers", "n_encoder_layers") if getattr(shape, name, None)}
+    """The numbers of `count` for the whole model, and for a model with few blocks. Every block of a kind adds as much
+    as the next, so the first are computed from the second."""
+    depths = depths_of(shape)
     few = {name: min(depth, FEW) for name, depth in depths.items()}
     base = count(replace(shape, **few))
     whole = list(base)

@@ -189,7 +189,7 @@ def cast_items(model: Decoder, dtype: torch.dtype, checkpointing: bool, copies: 
     copies: how many values the optimizer's bf16 copies have.
     """
     size = dtype.itemsize
-    block = max(sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in model.blocks())
+    block = max(matrices_of_blocks(model))
     output = model.unembedding.numel()
     if dtype == torch.float32:
         return []
@@ -275,7 +275,7 @@ def of_compiled_blocks(
     n_blocks = len(model.blocks())
     again = max(0.0, everything + dropped - kept) / n_blocks
     of_loss = gradients_of_loss(model, 0, dtype.itemsize)
-    block = max(sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in model.blocks())
+    block = max(matrices_of_blocks(model))
     # The loss's gradients have gone into those that are there, or they stay, and a compiled block gives all of its own
     # at its end.
     gradients = dtype.itemsize * block if new_gradients else -of_loss

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,10 +50,6 @@ class Observer:
 
     def after_update(self, state: TrainState) -> None:
         """After the projection. state.step and state.tokens count the step already."""
-
-    def records(self) -> list[dict[str, Any]]:
-        """Records of the steps seen since the last call, for the sinks. Waits for the device."""
-        return []
 
 
 NOBODY = Observer()

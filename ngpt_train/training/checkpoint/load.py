@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import check_kinds
-from ngpt_train.training.checkpoint.format_1 import DcpTensors
 from ngpt_train.training.checkpoint.integrity import read_manifest, read_progress, verify
 from ngpt_train.training.checkpoint.state_tensors import (
     OPTIONS,
@@ -26,7 +25,7 @@ from ngpt_train.training.checkpoint.state_tensors import (
     names_parameters,
     set_statistics,
 )
-from ngpt_train.training.checkpoint.tensor_files import StoredTensors
+from ngpt_train.training.checkpoint.stored_tensors import StoredTensors
 
 if TYPE_CHECKING:
     from ngpt_train.distributed.world import World
@@ -74,11 +73,11 @@ def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "mode
     set_model_state_dict(model, tensors[part])
 
 
-def open_tensors(checkpoint: Path) -> StoredTensors | DcpTensors:
+def open_tensors(checkpoint: Path) -> StoredTensors:
     """The tensors of a checkpoint. Executes nothing. Raises DataError."""
     manifest = read_manifest(checkpoint)
     check_kinds((checkpoint / name for name in manifest.files), directories=())
-    return DcpTensors(checkpoint, set(manifest.files)) if manifest.format == 1 else StoredTensors(checkpoint)
+    return StoredTensors(checkpoint, manifest)
 
 
 def read_tensors(checkpoint: Path, model: Decoder, tensors: Mapping[str, Mapping[str, Any]]) -> None:

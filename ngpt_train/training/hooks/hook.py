@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from ngpt_train.data.position import Position
@@ -18,11 +18,20 @@ Moment = Literal["start", "before_step", "after_step", "check", "save", "evaluat
 STEP = "step"  # what `during` says of the step itself
 
 
-class Sink(Protocol):
-    """Takes the records of a run: metrics.jsonl, the console, wandb. Only rank 0 has sinks."""
+class Sink:
+    """Takes the records and messages of a run: metrics.jsonl, the console, wandb. Only rank 0 has sinks."""
 
-    def log(self, record: Record) -> None: ...
-    def message(self, text: str) -> None: ...
+    def log(self, record: Record) -> None:
+        """Takes a record {"kind": "train" | "eval" | "tasks" | "sample" | "telemetry" | "rollback", "step": n, ...}.
+
+        Its other values are numbers or None; a sample also has texts.
+        """
+
+    def message(self, text: str) -> None:
+        """Takes one line for people."""
+
+    def close(self, reason: str) -> None:
+        """Called once, last. reason: how the run ended."""
 
 
 class Hook:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ngpt_train.data.position import data_hash
 from ngpt_train.training.hooks.hook import Hook, Record, TrainingRun, due
@@ -11,14 +11,7 @@ from ngpt_train.training.hooks.hook import Hook, Record, TrainingRun, due
 if TYPE_CHECKING:
     from ngpt_train.data.position import Position
     from ngpt_train.distributed.world import World
-
-
-class Meter(Protocol):
-    """Turns the seconds of steps into rates, averaged over the steps since the last reading."""
-
-    def data(self, seconds: float) -> None: ...
-    def step(self, seconds: float, tokens: int) -> None: ...
-    def read(self) -> Record: ...
+    from ngpt_train.observe.meters import Meter
 
 
 class TrainRecords(Hook):
