@@ -35,19 +35,19 @@ class TrainState:
     model: Decoder
     forward: nn.Module  # a training step calls it: the model, or DDP around the model
     optimizer: torch.optim.Optimizer
-    lr_factors: list[float]  # of each of the optimizer's groups: its rate relative to the step's
+    lr_factors: list[float]  # one for each group of the optimizer: its rate / the rate of the step
     micro_rows: int  # rows per rank in one forward pass
     step: int  # optimizer steps completed
-    tokens: Tensor  # targets that have counted so far, over all ranks; 0-dim int64 on the device
+    tokens: Tensor  # valid targets so far, over all ranks; 0-dim int64 on the device
     interval: Interval  # sums since the last train record
-    guards: Guards  # what recent steps say of the run
+    guards: Guards
     loss_scale: LossScale | None = None  # with train.precision=fp16
     ema: MovingAverage | None = None  # of the weights, with optim.ema_decay
-    train_seconds: float | None = 0.0  # in training steps so far; None after a checkpoint that does not say
+    train_seconds: float | None = 0.0  # in training steps so far; None after a checkpoint without the number
     rollbacks: list[dict[str, Any]] = field(default_factory=list)  # as run.json has them
 
     def counters(self) -> dict[str, Any]:
-        """The part of a checkpoint that is no tensor, as JSON stores it without loss. Waits for the device."""
+        """The numbers of a checkpoint beside its tensors, exact in JSON. Waits for the device."""
         return {
             "step": self.step,
             "tokens": int(self.tokens),
@@ -59,7 +59,7 @@ class TrainState:
         }
 
     def load_counters(self, stored: Mapping[str, Any]) -> None:
-        """Takes `counters` of a checkpoint. Earlier versions did not save all of them."""
+        """stored: `counters` of a checkpoint. Earlier versions did not save all of them."""
         self.step = stored["step"]
         self.tokens.fill_(stored["tokens"])
         self.train_seconds = stored.get("train_seconds")
@@ -72,12 +72,11 @@ class TrainState:
 
 
 def check_kernels(config: Config, world: World, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Checks the kernels that a run will use, and switches off those that must not run; a collective call, before
+    """Checks the kernels of a run, and switches off the kernels that must not run; a collective call, before
     `build_state`.
 
-    stored: what run.json has of the run's last check, whose choices by speed stay. Returns what the entry of this start
-    is to have, {"kernels": ...}; nothing where there is no GPU. Raises ConfigError where a kernel that the config names
-    must not run.
+    stored: the run's last check in run.json; its choices by speed stay. Returns {"kernels": ...} for the entry of this
+    start in run.json; empty without a GPU. Raises ConfigError where a kernel must not run but the config names it.
     """
     micro_rows = resolve_micro_rows(
         config.train.rows_per_step, config.train.micro_rows, config.model.context, world.size
