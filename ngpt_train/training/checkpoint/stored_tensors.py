@@ -49,9 +49,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read_metadata(checkpoint: Path, files: set[str]) -> Metadata:
-    """The place of each tensor in the files of a checkpoint, of which the manifest names `files`.
+    """The place of each tensor in the files of a checkpoint. files: the names in its manifest.
 
-    Raises DataError for a pickle that would do anything else, and for tensors in files that the manifest does not name.
+    Raises DataError for a pickle with anything else in it, and for tensors in files outside the manifest.
     """
     try:
         with (checkpoint / METADATA).open("rb") as file:
@@ -62,7 +62,7 @@ def read_metadata(checkpoint: Path, files: set[str]) -> Metadata:
         names = set(metadata.state_dict_metadata)
     except (OSError, RecursionError, MemoryError) as error:
         raise DataError(f"{checkpoint / METADATA} cannot be read: {error}") from None
-    except Exception as error:  # what a damaged pickle raises may be anything
+    except Exception as error:  # a damaged pickle may raise anything
         problem = f"{type(error).__name__}: {error}"
         raise DataError(f"{checkpoint / METADATA} is not what torch writes ({problem}); do not use it") from None
     if elsewhere or not all(isinstance(name, str) for name in names):

@@ -1,9 +1,8 @@
-"""The safetensors files of a checkpoint: pieces of tensors, each with its place in its tensor.
+"""Writes the safetensors files of a checkpoint: pieces of tensors, each with its place in its tensor.
 
-Whichever ranks wrote and whichever read: a piece is what one rank holds of a tensor. Bytes are summed while they are
-written, so that nothing is read again for a checksum; safetensors' own functions put a file together in memory, and
-leave its checksum to a second pass. The format is small: the length of a header, the header, which is JSON, and the
-bytes of tensor after tensor.
+A piece is one rank's rows of a tensor. Bytes are summed while they are written, so that nothing is read again for a
+checksum; safetensors' own functions put a file together in memory, and leave its checksum to a second pass. The format
+is small: the length of a header, the header in JSON, and the bytes of one tensor after the other.
 """
 
 import json
@@ -32,7 +31,7 @@ PLACES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring rows of the tensor `name`, which begin at `offsets` of it."""
+    """Neighbouring rows of the tensor `name`, from `offsets` on."""
 
     name: str
     offsets: tuple[int, ...]
@@ -57,9 +56,11 @@ def pieces_of(name: str, tensor: Tensor) -> Iterator[Piece]:
 def write_tensors(path: Path, pieces: Sequence[Piece], kind: str) -> dict[str, Any]:
     """Writes `pieces`, each of another tensor, to a new file and syncs it; returns its entry in the manifest.
 
-    kind: of checksum. Raises OSError.
+    kind: a value of checkpoint.checksum. Raises OSError.
     """
-    ordered = sorted(pieces, key=lambda piece: (-piece.rows.element_size(), piece.name))  # so that all are aligned
+    ordered = sorted(
+        pieces, key=lambda piece: (-piece.rows.element_size(), piece.name)
+    )  # large elements first: all are aligned
     checksum, size = new_checksum(kind), 0
     with path.open("xb", buffering=0) as file:
         for part in chain([_header(ordered)], (_bytes(piece.rows) for piece in ordered)):
@@ -93,7 +94,7 @@ def _header(pieces: Sequence[Piece]) -> memoryview:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in its order; of one on another device a copy."""
+    """The bytes of a tensor, in order; a copy if it is not in the host's memory."""
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

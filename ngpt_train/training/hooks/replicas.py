@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ngpt_train.distributed.sharding import checksum, replicas, shard_number
+from ngpt_train.training.checkpoint.state_tensors import weights_and_moments
 from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
 
 if TYPE_CHECKING:
@@ -61,12 +62,6 @@ def check_replicas(state: TrainState) -> None:
 
 def _shared(state: TrainState) -> Iterator[tuple[str, Tensor]]:
     """Tensors with replicas on other ranks."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
-    found = [(name, parameter) for parameter, name in names.items()]
-    for parameter, moments in state.optimizer.state.items():
-        # Between a validation and the next step FSDP2 puts whole matrices into the model in place of its shards.
-        name = names.get(parameter, "a matrix")
-        found += [(f"{moment} of {name}", x) for moment, x in moments.items() if isinstance(x, Tensor)]
-    for name, tensor in found:
+    for name, tensor in weights_and_moments(state):
         if not isinstance(tensor, DTensor) or replicas(tensor) > 1:
             yield name, tensor
