@@ -18,15 +18,13 @@ logger = logging.getLogger(__name__)
 class JsonlSink(Sink):
     """`metrics.jsonl`: one JSON object a line, floats with all their digits, NaN and infinities as null.
 
-    A kill loses at most the line that is being written. Records that a full disk has no room for are kept in memory and
-    written with a later one, so that the run need not end for them. No (kind, step) is in the file twice. Opening the
-    file cuts off the records after the step that the run resumes from, or all records if the run starts anew. A record
-    that is in the file already is not written again: a run saves before it evaluates, so a resumed run may repeat an
-    evaluation.
+    A kill loses at most the line that is being written. While the disk is full, records stay in memory and are written
+    with a later one, so that the run goes on. No (kind, step) is in the file twice. Opening the file cuts off the
+    records after `resume_step`, or all records of a new run. A record in the file is not written again: a run saves
+    before it evaluates, so a resumed run may repeat an evaluation.
 
-    resume_step: completed steps of the checkpoint that the run resumes from, None without one. rollbacks: how many the
-    run has had; records of later ones are cut off too, because it has not come to them again.
-    After the construction `dropped` is the number of lines that were cut off.
+    resume_step: the step of the checkpoint on a resume; None for a new run. rollbacks: their number so far; records of
+    later rollbacks are cut off too. dropped: the number of lines that were cut off.
     """
 
     def __init__(self, path: Path, resume_step: int | None, rollbacks: int = 0) -> None:
@@ -68,7 +66,7 @@ class JsonlSink(Sink):
             )
 
     def _write(self) -> None:
-        """Writes what is pending, whole lines or nothing. Raises OSError."""
+        """Writes the pending lines, all or none. Raises OSError."""
         content = b"".join(self._pending)
         try:
             written = self._file.write(content)
@@ -92,8 +90,8 @@ class JsonlSink(Sink):
 
 
 def _record_key(record: dict[str, Any] | None) -> tuple[str, int, int] | None:
-    """(kind, step, number) of a record, where rollbacks alone have a number other than 0; None for what is none, such
-    as a line that a kill has cut short."""
+    """(kind, step, number) of a record; None for a damaged line, for example after a kill. Only rollbacks have a number
+    other than 0."""
     kind, step = (record.get("kind"), record.get("step")) if record is not None else (None, None)
     number = record.get("number", 0) if record is not None else 0
     return (kind, step, number) if isinstance(kind, str) and type(step) is type(number) is int else None

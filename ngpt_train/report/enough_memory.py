@@ -1,7 +1,7 @@
 """Refuses a model that this machine cannot hold, before memory is taken for it.
 
-Only what any step needs is counted: weights, gradients and moments, or the weights alone. Whether the rest fits too,
-`plan` estimates.
+It counts the least that a step needs: weights, gradients and moments, or the weights alone. `plan` estimates the
+rest.
 """
 
 import os
@@ -26,9 +26,8 @@ GIB = 2**30
 
 
 def check_state_fits(config: Config, world: World) -> None:
-    """Raises ConfigError where weights, gradients, Adam's moments and the moving average alone take more than all
-    memory of a rank's GPU, or on CPUs than that of the host for its ranks. A vocabulary that is not known yet counts as
-    one of two ids."""
+    """Raises ConfigError if weights, gradients, Adam's moments and the moving average take more than all memory of a
+    rank's GPU, or, for all ranks of a host, of its CPUs. An unknown vocabulary counts as two ids."""
     kind = resolve_kind(config.parallel.kind, world.size, world.device.type, world.local_size)
     whole = {"fsdp": world.size, "hsdp": world.local_size if config.parallel.shard == AUTO else config.parallel.shard}
     n_shards = int(whole.get(kind, 0))
@@ -42,12 +41,12 @@ def check_state_fits(config: Config, world: World) -> None:
         raise ConfigError(
             f"{_sizes(config.model)}: weights, gradients and the optimizer's state take {needed / GIB:,.1f} GiB "
             f"{_where(world.device, ranks)}, which has {there / GIB:,.1f} GiB. Choose a smaller model, or more ranks "
-            "with parallel=fsdp; `plan` says what a rank needs."
+            "with parallel=fsdp; `plan` shows the memory of a rank."
         )
 
 
 def check_weights_fit(checkpoint: Path, model: ModelConfig, device: torch.device) -> None:
-    """Raises ConfigError where the weights of a checkpoint's model alone take more than all memory of the device."""
+    """Raises ConfigError if the weights of a checkpoint's model take more than all memory of the device."""
     needed, there = without_memory(model, lambda made: 4 * made.n_params()), memory_of(device)
     if needed > there:
         raise ConfigError(
@@ -57,7 +56,7 @@ def check_weights_fit(checkpoint: Path, model: ModelConfig, device: torch.device
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of all memory of a GPU, or of this host or its container."""
+    """All memory of a GPU, or of this host or its container, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     of_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -68,7 +67,7 @@ def memory_of(device: torch.device) -> int:
 
 
 def without_memory(model: ModelConfig, size: Callable[[Decoder], int]) -> float:
-    """`size` of the whole model, from models of few blocks: ten thousand take a minute without memory, too."""
+    """`size` of the whole model, from models of few blocks: building ten thousand takes a minute even on `meta`."""
 
     def count(few: ModelConfig) -> list[float]:
         with torch.device("meta"):

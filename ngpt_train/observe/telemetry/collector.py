@@ -1,4 +1,4 @@
-"""Puts the parts of the telemetry together: one vector on the device for each observed step, read when a record is."""
+"""Puts the parts of the telemetry together: one vector on the device for each observed step, read for its record."""
 
 from collections.abc import Sequence
 from itertools import islice
@@ -19,7 +19,7 @@ from ngpt_train.training.step import MicroBatch, Observer
 
 
 class Seen(NamedTuple):
-    """An observed step, on the device. tokens: 0-dim int64, as of the state."""
+    """An observed step, on the device. tokens: 0-dim int64, as in the state."""
 
     step: int
     tokens: Tensor

@@ -114,9 +114,11 @@ class Checkpoints:
         return Snapshot(state.step, pieces, n_bytes, progress, add_files, loss)
 
     def write(self, snapshot: Snapshot, world: World, complete: Callable[[Path], None] = lambda _: None) -> Path:
-        """The second part of `save`: writes, checks, renames, and deletes old checkpoints. A collective call of
-        `world`, all ranks in a group of their own. complete: called once the checkpoint has its name, before others are deleted. Raises
-        DataError on every rank, as `save`."""
+        """The second part of `save`: writes, checks, renames, and deletes old checkpoints.
+
+        A collective call of `world`, all ranks in a group of their own. complete: called once the checkpoint has its
+        name, before others are deleted. Raises DataError on every rank, as `save`.
+        """
         final = self.directory / f"step_{snapshot.step:08d}"
         work = self.directory / f"{UNFINISHED}{final.name}"
         problem = world.on_main(lambda: self._make_room(work, snapshot.bytes))

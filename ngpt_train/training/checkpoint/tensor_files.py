@@ -58,9 +58,8 @@ def write_tensors(path: Path, pieces: Sequence[Piece], kind: str) -> dict[str, A
 
     kind: a value of checkpoint.checksum. Raises OSError.
     """
-    ordered = sorted(
-        pieces, key=lambda piece: (-piece.rows.element_size(), piece.name)
-    )  # large elements first: all are aligned
+    # Large elements first, so that all tensors are aligned.
+    ordered = sorted(pieces, key=lambda piece: (-piece.rows.element_size(), piece.name))
     checksum, size = new_checksum(kind), 0
     with path.open("xb", buffering=0) as file:
         for part in chain([_header(ordered)], (_bytes(piece.rows) for piece in ordered)):
