@@ -25,8 +25,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Choice:
-    """config: the given config with the choice filled in. overrides: the choice as arguments. predicted, limit: bytes of
-    a rank."""
+    """config: the given config with the choice filled in. overrides: the choice as arguments. predicted, limit: bytes
+    of a rank."""
 
     config: Config
     overrides: list[str]
@@ -79,8 +79,8 @@ def choose(config: Config, overrides: Sequence[str] = ()) -> Choice:
 
 
 def planned_layout(config: Config) -> Layout:
-    """The layout of a rank of plan.world_size, on GPUs unless train.device=cpu. Raises ConfigError if the config does not
-    fit so many ranks."""
+    """The layout of a rank of plan.world_size, on GPUs unless train.device=cpu. Raises ConfigError if the config does
+    not fit so many ranks."""
     world_size, rows = config.plan.world_size, config.train.rows_per_step
     micro_rows = resolve_micro_rows(rows, config.train.micro_rows, config.model.context, world_size)
     device = "cpu" if config.train.device == "cpu" else "cuda"

@@ -134,8 +134,8 @@ def count_pass(
 ) -> Pass:
     """The memory of an uncompiled pass over `rows` rows, training, with products in `dtype`.
 
-    recompute: train.activation_checkpointing. kernels: True if Triton's kernels run. new_gradients: True if the backward
-    pass makes gradients, False if it adds to those of an earlier micro batch.
+    recompute: train.activation_checkpointing. kernels: True if Triton's kernels run. new_gradients: True if the
+    backward pass makes gradients, False if it adds to those of an earlier micro batch.
     """
 
     def count(few: ModelConfig) -> list[float]:

@@ -26,8 +26,9 @@ from ngpt_train.report.memory import MemoryItem, copies_to_save, memory_per_rank
 
 
 def launch_line(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> str:
-    """The command for the planned run, with the user's overrides and options, secrets redacted: for one process, for the
-    ranks of a host, or under Slurm for several hosts. Raises ConfigError if the hosts cannot share the ranks equally."""
+    """The command for the planned run, with the user's overrides and options, secrets redacted: for one process, for
+    the ranks of a host, or under Slurm for several hosts. Raises ConfigError if the hosts cannot share the ranks
+    equally."""
     ranks, per_host = config.plan.world_size, config.plan.ranks_per_host
     kept = [one for one in overrides if not one.startswith("plan.")]
     words = [redacted(one) for one in [*options, *kept]]

@@ -1,7 +1,7 @@
 """Memory of one rank, item by item, without running anything.
 
-Weights, gradients, moments and the optimizer's bf16 copies follow from the shapes. The activations of an uncompiled pass
-are counted on tensors without memory (counting.py). A compiled block on a GPU keeps the inputs and results of its
+Weights, gradients, moments and the optimizer's bf16 copies follow from the shapes. The activations of an uncompiled
+pass are counted on tensors without memory (counting.py). A compiled block on a GPU keeps the inputs and results of its
 products and attention: torch's compiler recomputes the rest, and our kernels keep their arguments alone.
 
 tests/unit/report/test_memory.py compares the sum with whole uncompiled steps, within 10 %, for every architecture and
@@ -147,8 +147,8 @@ def moments(config: Config, model: Decoder, layout: Layout) -> Iterator[list[Mem
         for done in range(n):
             gathered = blocks if batch.stays else blocks[max(0, n - done - 2) if by_pass else 0 : n - done]
             yield moment(batch, found, done, gathered, found.of_stages[0 if done < config.model.n_layers else 1])
-        # The embedding's gradient joins the output's, which came with the loss, and of which nothing is left once it has
-        # been added to whole gradients.
+        # The embedding's gradient joins the output's, which came with the loss, and of which nothing is left once it
+        # has been added to whole gradients.
         of_embedding = 4 * (embeddings - output) - (0 if batch.new_gradients else found.of_loss)
         yield moment(batch, found, n, blocks if batch.stays else [], of_embedding)
 
@@ -277,8 +277,8 @@ def of_compiled_blocks(
     again = max(0.0, everything + dropped - kept) / n_blocks
     of_loss = gradients_of_loss(model, 0, dtype.itemsize)
     block = max(matrices_of_blocks(model))
-    # The loss's gradients were added to existing ones, or they stay, and a compiled block gives all of its own gradients
-    # at its end.
+    # The loss's gradients were added to existing ones, or they stay, and a compiled block gives all of its own
+    # gradients at its end.
     gradients = dtype.itemsize * block if new_gradients else -of_loss
     return kept, max(again + 1.5 * counted.widest + gradients, of_loss), f"{formula}, compiled"
 
