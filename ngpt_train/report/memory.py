@@ -147,8 +147,8 @@ def moments(config: Config, model: Decoder, layout: Layout) -> Iterator[list[Mem
         for done in range(n):
             gathered = blocks if batch.stays else blocks[max(0, n - done - 2) if by_pass else 0 : n - done]
             yield moment(batch, found, done, gathered, found.of_stages[0 if done < config.model.n_layers else 1])
-        # The embedding's gradient joins the output's, which came with the loss, and of which nothing is left once it
-        # has been added to whole gradients.
+        # The embedding's gradient joins the output's gradient, which came with the loss. Once that has been added to
+        # whole gradients, it takes no memory of its own.
         of_embedding = 4 * (embeddings - output) - (0 if batch.new_gradients else found.of_loss)
         yield moment(batch, found, n, blocks if batch.stays else [], of_embedding)
 

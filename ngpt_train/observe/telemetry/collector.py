@@ -72,7 +72,7 @@ class ObservedSteps(Hook):
 
     def __init__(self, telemetry: Telemetry, every: int) -> None:
         self._telemetry, self._every = telemetry, every
-        self._spent: dict[int, Record] = {}  # step -> what the run had spent, for records not logged yet
+        self._spent: dict[int, Record] = {}  # step -> seconds and FLOPs so far, for records not logged yet
 
     def before_step(self, run: TrainingRun) -> None:
         if due(run.step + 1, self._every):

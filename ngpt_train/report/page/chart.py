@@ -70,7 +70,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Plot:
-    """Several x axes may be given, and y axes: the first one that agrees with the choices is drawn."""
+    """The first x axis and the first y axis that agree with the choices are drawn."""
 
     marks: list[Mark]
     x: Sequence[Axis]

@@ -74,7 +74,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def differences(checkpoint: Path, files: Mapping[str, dict[str, Any]]) -> list[str]:
-    """A phrase for each file that differs from its entry in the manifest."""
+    """The differences between the files and their entries in the manifest, a phrase for each."""
     problems = []
     for name, expected in files.items():
         path = checkpoint / name

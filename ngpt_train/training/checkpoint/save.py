@@ -128,7 +128,7 @@ class Checkpoints:
             try:
                 if own is None:
                     entries = self._write_files(work, snapshot)
-                    own = next((f"what was written is not what is read: {x}" for x in differences(work, entries)), None)
+                    own = next((f"a file reads back differently: {x}" for x in differences(work, entries)), None)
             except Exception as error:
                 own = in_one_line(error)
             outcomes = world.gather((own, entries))

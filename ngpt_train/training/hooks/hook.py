@@ -141,7 +141,7 @@ class TrainingRun:
             yield
 
     def record(self, kind: str) -> Record:
-        """The fields that all records share; a hook adds its numbers."""
+        """The shared fields of all records; a hook adds its numbers."""
         return {"kind": kind, "step": self.step, "tokens": int(self.state.tokens), **self.spent()}
 
     def spent(self) -> Record:

@@ -55,8 +55,8 @@ def check_replicas(state: TrainState) -> None:
             other, of_other = first.setdefault((index, shard), (rank, own))
             if own != of_other:
                 raise ReplicaError(
-                    f"step {state.step}: {name} on rank {rank} is not what it is on rank {other}, so a memory or a "
-                    "device of theirs has failed. Nothing is saved; the same command goes on from the last checkpoint"
+                    f"step {state.step}: {name} differs between ranks {other} and {rank}, so the memory or the "
+                    "device of one has failed. Nothing is saved; the same command goes on from the last checkpoint"
                 )
 
 

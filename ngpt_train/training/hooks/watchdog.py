@@ -199,7 +199,7 @@ class Watchdog(Hook):
         return "".join(traceback.format_stack(sys._current_frames()[self._main])[-FRAMES:])
 
     def _report(self, reason: str) -> str:
-        """The reason and the stacks of all ranks, first of the ranks that do not wait for others."""
+        """The reason and the stacks of all ranks. Ranks that do not wait for others come first."""
         stacks: dict[str, list[str]] = {}
         for rank in range(self._world.size):
             if self._store.check([f"stack/{rank}"]):

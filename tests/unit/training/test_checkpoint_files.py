@@ -146,7 +146,7 @@ def test_what_is_read_back_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(save, "write_tensors", written_wrongly)
     state.step += 1
-    with pytest.raises(DataError, match="what was written is not what is read: shard-00001"):
+    with pytest.raises(DataError, match="a file reads back differently: shard-00001"):
         kept.save(state, {}, lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
 
