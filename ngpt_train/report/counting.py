@@ -189,7 +189,7 @@ def of_all_blocks(shape: ModelConfig, count: Callable[[ModelConfig], list[float]
     """The numbers of `count` for the whole model, and for a model with few blocks. Every block of a kind adds as much
     as the next, so the first are computed from the second."""
     depths = depths_of(shape)
-    few = {name: min(depth, FEW) for name, depth in depths.items()}
+    few: dict[str, Any] = {name: min(depth, FEW) for name, depth in depths.items()}
     base = count(replace(shape, **few))
     whole = list(base)
     for name, depth in depths.items():
