@@ -1,4 +1,4 @@
-"""The figures by name: what their panels show, and the function that measures them; and their curves for runs."""
+"""The figures by name, with their panels and measures; and their curves for runs."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -22,9 +22,9 @@ class Panel:
 
 @dataclass(frozen=True)
 class Figure:
-    """measure: the curves of one run; raises NoMeaning. together: what the curves of all runs become, by run.
+    """measure: returns the curves of one run; raises NoMeaning. together: combines the curves of all runs, by run.
 
-    needs: weights; rows, the run's own; telemetry, its records alone.
+    needs: "weights"; "rows", also the run's own rows; "telemetry", its records alone.
     """
 
     title: str
@@ -222,7 +222,7 @@ FIGURES: dict[str, Figure] = {
 
 
 def chosen(words: Sequence[str]) -> list[str]:
-    """The figures that analyze.figures names, in the order of FIGURES."""
+    """The figures in analyze.figures, in the order of FIGURES."""
     live_ones = {name for name in FIGURES if name.endswith("_live")}
     groups = {"all": set(FIGURES), "live": live_ones}
     wanted = {name for word in words for name in groups.get(word, {word})}
@@ -238,15 +238,14 @@ class Skipped:
 
 @dataclass
 class Measured:
-    """curves: by figure and run. The first run is the one that ratios are to, also of figures that it is not in."""
+    """curves: by figure and run."""
 
     curves: dict[str, dict[str, list[Curve]]] = field(default_factory=dict)
     skipped: list[Skipped] = field(default_factory=list)
 
 
 def measure(runs: Iterable[OfRun], names: Sequence[str]) -> Measured:
-    """The figures `names` of the runs. One run is taken from `runs` after the other, so only one needs to be in
-    memory."""
+    """The figures `names` of the runs. `runs` yields one run after the other, so only one needs to be in memory."""
     found = Measured({name: {} for name in names})
     for run in runs:
         for name in names:

@@ -23,12 +23,12 @@ from ngpt_train.observe.telemetry.vectors_in_use import vectors_in_use
 
 logger = logging.getLogger(__name__)
 
-TOKENS_AT_ONCE = 8_192  # of the rows whose gradient is taken
+TOKENS_AT_ONCE = 8_192  # in a pass for gradients
 
 
 def names_of(paths: Sequence[Path], steps: Sequence[int | None]) -> list[str]:
-    """A name for each of several checkpoints: that of its run's directory; with the step, then with more of the path,
-    where that would not tell them apart."""
+    """A name for each of several checkpoints: its run's directory. Equal names get the step, and if they are still
+    equal all names are paths."""
     runs = [run_directory(path).absolute() for path in paths]
     found = [run.name for run in runs]
     if len(set(found)) < len(found):
@@ -46,7 +46,7 @@ def run_directory(path: Path) -> Path:
 
 
 def records(path: Path) -> dict[str, list[dict[str, Any]]]:
-    """The train and telemetry records of the run that `path` is, or is a checkpoint of; none where it has no file."""
+    """The train and telemetry records of a run; none without metrics.jsonl. path: the run or one of its checkpoints."""
     found: dict[str, list[dict[str, Any]]] = {"train": [], "telemetry": []}
     metrics = run_directory(path) / "metrics.jsonl"
     if metrics.is_file():
@@ -57,7 +57,7 @@ def records(path: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 def live_run(key: str, value: str) -> tuple[Path, OfRun]:
-    """The records of a run whose weights are not needed, which may have no checkpoint yet. key: the user's.
+    """The records of a run without its weights; it may have no checkpoint yet. key, value: the user's argument.
 
     Raises DataError if `value` is no run, or has no records.
     """
@@ -76,10 +76,10 @@ def gathered(
     rows: Callable[[], Sequence[Tensor]],
     batch_rows: int,
 ) -> OfRun:
-    """The data of a run for figures that need `needs` (weights, rows, telemetry).
+    """The data of a run for its figures. needs: of the figures: weights, rows, telemetry.
 
     rows: opens the run's data and returns its validation rows: tokens, targets and optionally document ids, `(N, T)`.
-    Where it raises DataError, figures that need them are left out, and the log says why.
+    If it raises DataError, the log has the reason, and figures that need rows are left out.
     """
     model = restored.model
     device = next(model.parameters()).device
@@ -102,8 +102,8 @@ def gathered(
 
 @torch.no_grad()
 def weights_of(model: Decoder) -> dict[str, Tensor]:
-    """All weights by canonical name. Matrices are those that the model uses: with model.constraint=parametrization
-    their rows are normalised."""
+    """All weights by canonical name, matrices as the model uses them: with model.constraint=parametrization their rows
+    are normalised."""
     weights = export_weights(model)
     if getattr(model.config, "constraint", "") != "parametrization":
         return weights
@@ -112,7 +112,7 @@ def weights_of(model: Decoder) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def in_use_of(model: Decoder) -> dict[str, Tensor]:
-    """Vectors as the model uses them; those that are stored otherwise, such as nGPT's alpha, in fp64."""
+    """Vectors as the model uses them. Vectors that are stored in another form, such as nGPT's alpha, are in fp64."""
     scaled = {
         canonical(place): copy.deepcopy(module).double()()
         for place, module in model.named_modules()

@@ -14,11 +14,10 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.distributed.compile_cache import keep_compiled
 from ngpt_train.distributed.layouts import (
@@ -28,17 +27,19 @@ from ngpt_train.distributed.layouts import (
     resolve_precision,
     resolve_shard,
 )
-from ngpt_train.distributed.world import World
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
 from ngpt_train.kernels.check.calls import DESCRIBE, Call, of_adam, recorded
 from ngpt_train.kernels.check.cases import OF_ATTENTION
 from ngpt_train.kernels.check.children import Finding, Request, as_json, findings
 from ngpt_train.kernels.check.kept import Kept
-from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.models.layers.linear import cast_linears
 from ngpt_train.models.registry import build_model
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
+    from ngpt_train.distributed.world import World
+    from ngpt_train.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -120,8 +121,9 @@ def calls_of(config: Config, world: World, micro_rows: int, precision: torch.dty
     tokens = torch.zeros(micro_rows, config.model.context, dtype=torch.int64, device=meta)
     doc_ids = tokens if config.data.document_mask else None
     seeds = tokens[:, 0] if config.model.uses_dropout else None
+    has_encoder = config.model.source_length(config.model.context) > 0
     kernels = "torch" if config.kernels.kind == "torch" or dispatch.why_no_triton() else "triton"
-    with dispatch.chosen(kernels), recorded(documents=not isinstance(model, EncoderDecoder)) as calls:
+    with dispatch.chosen(kernels), recorded(documents=not has_encoder) as calls:
         model(tokens, tokens, doc_ids, seeds)
     return calls + adam_calls(config, world, model) if kernels == "triton" else calls
 

@@ -1,10 +1,12 @@
 """Layouts of a single-device model for training: activation checkpointing, then compile, then FSDP2 (HSDP) or DDP."""
 
+from __future__ import annotations
+
 import inspect
 import logging
 import os
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,17 +15,19 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.schema import Config, ParallelConfig
 from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.log import say_once
 from ngpt_train.distributed.compile_cache import keep_compiled
 from ngpt_train.distributed.cuda_graphs import begin_graph_step_at_forward, check_cuda_graphs
 from ngpt_train.distributed.recomputation import checkpoint_blocks
 from ngpt_train.distributed.statistics import synchronise_statistics
-from ngpt_train.distributed.world import World
 from ngpt_train.kernels import attention, dispatch
-from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.registry import build_model
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config, ParallelConfig
+    from ngpt_train.distributed.world import World
+    from ngpt_train.models.decoder import Decoder
 
 # DDP must not overwrite a rank's running statistics with those of rank 0. torch 2.13 has renamed the option.
 _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters

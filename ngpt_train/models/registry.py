@@ -6,10 +6,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 from ngpt_train.config.keys import AUTO
-from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ngpt_train.config.model_keys import ModelConfig
     from ngpt_train.models.decoder import Decoder
 
 

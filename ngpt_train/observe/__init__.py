@@ -1,4 +1,4 @@
-"""Observing a run: the meter of its speed, and the sinks that its records go to."""
+"""Observing a run: its speed and its records, and the sinks for them."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -9,10 +9,11 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.schema import Config
 from ngpt_train.config.stored import to_dict
 from ngpt_train.observe.console import Clock, LogFile, console_sink
-from ngpt_train.observe.sinks import JsonlSink, Sink, TensorboardSink
+from ngpt_train.observe.sinks import JsonlSink, TensorboardSink
 from ngpt_train.observe.wandb_sink import WandbSink
+from ngpt_train.training.hooks.hook import Sink
 
-__all__ = ["Sink", "build_sinks"]
+__all__ = ["build_sinks"]
 
 
 def build_sinks(
@@ -22,13 +23,13 @@ def build_sinks(
     resume_step: int | None,
     rollbacks: Sequence[Mapping[str, Any]] = (),
 ) -> list[Sink]:
-    """The sinks of a run, for rank 0, in the order in which they are to be called and closed.
+    """The sinks of a run, for rank 0. They are called and closed in this order.
 
-    run_info: the entry of run.json, which wandb shows beside the config. resume_step: completed steps of the checkpoint
-    that the run resumes from; None if it starts anew. rollbacks: the run's, as run.json has them.
+    run_info: this start's entry in run.json; wandb shows it beside the config. resume_step: the step of the checkpoint
+    on a resume; None for a new run. rollbacks: from run.json.
     """
     metrics = JsonlSink(run_dir / "metrics.jsonl", resume_step, len(rollbacks))
-    clock = partial(Clock, config.train.steps, config.train.stop_at)  # a clock of its own for each
+    clock = partial(Clock, config.train.steps, config.train.stop_at)  # each sink has its own clock
     people: list[Sink] = [console_sink(clock(), resume_step), LogFile(run_dir / "logs" / "rank_0.log", clock())]
 
     def say(text: str) -> None:

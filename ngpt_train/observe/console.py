@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from ngpt_train.core.secrets import redacted
+from ngpt_train.training.hooks.hook import Sink
 
-# Kinds of records; a telemetry record has too many numbers to read as a line.
+# Kinds of records. A telemetry record has too many numbers for a line.
 SHOWN = ("train", "eval", "tasks", "sample")
 
 
 class Clock:
-    """Estimates the seconds that the rest of the run takes, from recent step times.
+    """Estimates the seconds to the end of this start, from recent step times.
 
-    stop_at: the step before total_steps at which this start ends; None where it goes to the end.
+    stop_at: the last step of this start; None: total_steps.
     """
 
     def __init__(self, total_steps: int, stop_at: int | None = None) -> None:
@@ -26,7 +27,7 @@ class Clock:
 
     def remaining(self, step: int, step_time: float) -> float:
         """Seconds left after `step`; step_time is the seconds per step since the last call."""
-        # Recent step times have most weight, so that those of the first steps, with compilation, are soon forgotten.
+        # Recent step times have most weight, so that the first steps, with compilation, are soon forgotten.
         self._step_time = step_time if self._step_time is None else 0.7 * step_time + 0.3 * self._step_time
         return max(self._last - step, 0) * self._step_time
 
@@ -79,7 +80,7 @@ def describe_eval(record: dict[str, Any]) -> str:
 
 def describe_tasks(record: dict[str, Any]) -> str:
     """`mean 0.4512 ± 0.0061 (chance 0.3750)  arc_easy 0.5610 (chance 0.2500)`: accuracies, and the accuracy of guessing
-    where it is known. A task without an accuracy has its first metric."""
+    where it is known. A task without an accuracy shows its first metric."""
 
     def beside(chance: float | None) -> str:
         return "" if chance is None else f" (chance {chance:.4f})"
@@ -111,7 +112,7 @@ def describe(record: dict[str, Any], clock: Clock) -> str:
     return f"step {progress}  {describe_train(record, clock.remaining(record['step'], record['step_time']))}"
 
 
-class PlainConsole:
+class PlainConsole(Sink):
     """One line per record on the standard output, for pipes and CI."""
 
     def __init__(self, clock: Clock) -> None:
@@ -132,7 +133,7 @@ class PlainConsole:
         self.message(f"end: {reason}")
 
 
-class LiveConsole:
+class LiveConsole(Sink):
     """A progress bar at the foot of the terminal; validations and messages scroll above it."""
 
     def __init__(self, clock: Clock, resume_step: int) -> None:
@@ -172,17 +173,13 @@ class LiveConsole:
         print(f"end: {reason}", flush=True)
 
 
-class LogFile:
-    """Plain lines in a file, each with the time before it. Lines are appended to those of earlier starts."""
+class LogFile(PlainConsole):
+    """Appends plain lines to a file, each with its time."""
 
     def __init__(self, path: Path, clock: Clock) -> None:
         self.clock = clock
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a", encoding="utf-8")
-
-    def log(self, record: dict[str, Any]) -> None:
-        if record["kind"] in SHOWN:
-            self.message(describe(record, self.clock))
 
     def message(self, text: str) -> None:
         try:
@@ -192,12 +189,12 @@ class LogFile:
             print(f"warning: {self._file.name}: {error.strerror}: {text}", file=sys.stderr)
 
     def close(self, reason: str) -> None:
-        self.message(f"end: {reason}")
+        super().close(reason)
         self._file.close()
 
 
 def console_sink(clock: Clock, resume_step: int | None) -> PlainConsole | LiveConsole:
-    """The live console if standard output is a terminal that can redraw a line, else the plain one."""
+    """A live console if the terminal of standard output can redraw a line, else a plain one."""
     from rich.console import Console
 
     if sys.stdout.isatty() and not Console().is_dumb_terminal:

@@ -6,10 +6,10 @@ import sys
 
 import torch
 
-# Peak FLOP/s of dense matrix products in bf16, and in fp16 where fp32 accumulates, by the full name that torch.cuda
-# reports, because variants of one chip differ by up to a third, and a slice (MIG) is slower than the chip. Sources: the
-# vendor's data sheets, whose figures "with sparsity" are twice these, of A100, H100 (SXM5, PCIe, NVL), H200 (SXM, NVL),
-# GH200, HGX B200, GB200 NVL72, L4 and L40S; for the RTX 4090 the Ada whitepaper, with fp32 accumulation.
+# Peak FLOP/s of dense matrix products in bf16, and in fp16 where fp32 accumulates. The key is the full name from
+# torch.cuda, because variants of one chip differ by up to a third, and a slice (MIG) is slower than the chip. Sources:
+# the vendor's data sheets of A100, H100 (SXM5, PCIe, NVL), H200 (SXM, NVL), GH200, HGX B200, GB200 NVL72, L4 and L40S,
+# whose figures "with sparsity" are twice these; for the RTX 4090 the Ada whitepaper, with fp32 accumulation.
 DENSE_PEAKS = [
     (r"(NVIDIA )?A100-SXM4-[48]0GB", 312e12),
     (r"(NVIDIA )?A100-PCIE-40GB", 312e12),
@@ -29,7 +29,7 @@ DENSE_PEAKS = [
 
 
 def peak_flops(device_name: str, dtype: torch.dtype) -> float | None:
-    """Peak FLOP/s of the device's matrix products in `dtype`; None if it is not known for certain.
+    """Peak FLOP/s of the device's matrix products in `dtype`; None if it is not known.
 
     Only bf16 and fp16, which agree, are listed: the peak of fp32 products depends on whether TF32 is on.
     """
@@ -47,10 +47,10 @@ def peak_memory_gb(device: torch.device) -> float:
 
 
 class Meter:
-    """Averages the seconds that the host measured over the steps since the last reading.
+    """Averages the host's seconds over the steps since the last reading.
 
     flops_per_token: of forward and backward, non-causal convention (`model.flops_per_token(context)`).
-    device, dtype: those of the matrix products, for the peak in MFU.
+    device, dtype: of the matrix products, for the peak in MFU.
     """
 
     def __init__(self, flops_per_token: float, world_size: int, device: torch.device, dtype: torch.dtype) -> None:
@@ -68,7 +68,7 @@ class Meter:
         self._data_seconds = 0.0
 
     def data(self, seconds: float) -> None:
-        """Adds the seconds of a wait for data, which are also part of the seconds of its step."""
+        """Adds the seconds of a wait for data; `step` counts them too."""
         self._data_seconds += seconds
 
     def step(self, seconds: float, tokens: int) -> None:
@@ -78,7 +78,7 @@ class Meter:
         self._tokens += tokens
 
     def read(self) -> dict[str, float | None]:
-        """The metrics of the steps since the last call, at least one; starts the next window.
+        """The metrics of the steps since the last call; there must be one. Starts the next window.
 
         tokens_per_s: of all ranks. step_time, data_time: seconds per step. mfu: a fraction, None if the peak is not
         known. memory_gb: the peak of this rank since the start.

@@ -1,4 +1,4 @@
-"""Sinks, which take the records of a run: their protocol, and the sinks that write files."""
+"""The sinks that write files: metrics.jsonl and TensorBoard."""
 
 import contextlib
 import errno
@@ -7,41 +7,24 @@ import logging
 import math
 import os
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from ngpt_train.core.files import json_lines, write_atomically
+from ngpt_train.training.hooks.hook import Sink
 
 logger = logging.getLogger(__name__)
 
 
-class Sink(Protocol):
-    """Takes the records and messages of the training loop. Only rank 0 has sinks."""
-
-    def log(self, record: dict[str, Any]) -> None:
-        """Takes a record {"kind": "train" | "eval" | "tasks" | "sample" | "telemetry" | "rollback", "step": n, ...}.
-
-        Its other values are numbers or None; of a sample also text.
-        """
-
-    def message(self, text: str) -> None:
-        """Takes one line for people."""
-
-    def close(self, reason: str) -> None:
-        """Called once, last. reason: how the run ended."""
-
-
-class JsonlSink:
+class JsonlSink(Sink):
     """`metrics.jsonl`: one JSON object a line, floats with all their digits, NaN and infinities as null.
 
-    A kill loses at most the line that is being written. Records that a full disk has no room for are kept in memory and
-    written with a later one, so that the run need not end for them. No (kind, step) is in the file twice. Opening the
-    file cuts off the records after the step that the run resumes from, or all records if the run starts anew. A record
-    that is in the file already is not written again: a run saves before it evaluates, so a resumed run may repeat an
-    evaluation.
+    A kill loses at most the line that is being written. While the disk is full, records stay in memory and are written
+    with a later one, so that the run goes on. No (kind, step) is in the file twice. Opening the file cuts off the
+    records after `resume_step`, or all records of a new run. A record in the file is not written again: a run saves
+    before it evaluates, so a resumed run may repeat an evaluation.
 
-    resume_step: completed steps of the checkpoint that the run resumes from, None without one. rollbacks: how many the
-    run has had; records of later ones are cut off too, because it has not come to them again.
-    After the construction `dropped` is the number of lines that were cut off.
+    resume_step: the step of the checkpoint on a resume; None for a new run. rollbacks: their number so far; records of
+    later rollbacks are cut off too. dropped: the number of lines that were cut off.
     """
 
     def __init__(self, path: Path, resume_step: int | None, rollbacks: int = 0) -> None:
@@ -83,7 +66,7 @@ class JsonlSink:
             )
 
     def _write(self) -> None:
-        """Writes what is pending, whole lines or nothing. Raises OSError."""
+        """Writes the pending lines, all or none. Raises OSError."""
         content = b"".join(self._pending)
         try:
             written = self._file.write(content)
@@ -96,9 +79,6 @@ class JsonlSink:
         self._size += len(content)
         self._pending.clear()
 
-    def message(self, text: str) -> None:
-        pass
-
     def close(self, reason: str) -> None:
         """Raises OSError for records that could not be written."""
         try:
@@ -110,14 +90,14 @@ class JsonlSink:
 
 
 def _record_key(record: dict[str, Any] | None) -> tuple[str, int, int] | None:
-    """(kind, step, number) of a record, where rollbacks alone have a number other than 0; None for what is none, such
-    as a line that a kill has cut short."""
+    """(kind, step, number) of a record; None for a damaged line, for example after a kill. Only rollbacks have a number
+    other than 0."""
     kind, step = (record.get("kind"), record.get("step")) if record is not None else (None, None)
     number = record.get("number", 0) if record is not None else 0
     return (kind, step, number) if isinstance(kind, str) and type(step) is type(number) is int else None
 
 
-class TensorboardSink:
+class TensorboardSink(Sink):
     """TensorBoard event files in `directory`, with the step as x axis."""
 
     def __init__(self, directory: Path, resume_step: int | None) -> None:
@@ -133,9 +113,6 @@ class TensorboardSink:
                 self._writer.add_scalar(f"{record['kind']}/{name}", value, record["step"])
             elif name in ("prompt", "text"):  # of a sample
                 self._writer.add_text(f"{record['kind']}/{name}", value, record["step"])
-
-    def message(self, text: str) -> None:
-        pass
 
     def close(self, reason: str) -> None:
         self._writer.close()

@@ -1,4 +1,4 @@
-"""The process that runs Weights & Biases beside the training process; wandb_sink.py starts it.
+"""Runs Weights & Biases in a process beside the training process; wandb_sink.py starts it.
 
 Standard input: a line with the job as JSON, and at the end of the run a line with the reason as JSON. If the input ends
 without that line, the training process has died. Standard output: `started ...` once wandb runs, or `failed ...` before
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from typing import IO, Any
 
 POLL_SECONDS = 1.0
-# What losses are drawn over. These names are the same in train and eval records.
+# The x axes of losses, by their names in train and eval records.
 AXES = ("tokens", "step", "flops", "train_seconds")
-# Of the last record of each kind, what the run's summary has as final/KIND_NAME, also at other contexts.
+# The run's summary has these numbers of the last record of each kind as final/KIND_NAME, also at other contexts.
 FINAL = {"train": ("loss_mean",), "eval": ("loss", "ppl", "bits_per_byte"), "tasks": ("mean", "mean_acc_norm")}
 
 
@@ -69,9 +69,9 @@ def start(job: dict[str, Any]) -> Any:
 
 
 def hand_over(lines: IO[bytes], run: Any) -> dict[str, float]:
-    """Logs the complete lines from the position of the file on, and leaves the position after them.
+    """Logs the complete lines from the file's position on, and leaves the position after them.
 
-    Returns the losses of the last of them for the run's summary.
+    Returns the last losses among them, for the run's summary.
     """
     final: dict[str, float] = {}
     while True:
@@ -90,8 +90,8 @@ def hand_over(lines: IO[bytes], run: Any) -> dict[str, float]:
 
 
 def follow(job: dict[str, Any], run: Any, control: IO[bytes]) -> None:
-    """Logs new records, and the alerts of the control input, until the reason of the end comes there, or that input
-    ends; then finishes the wandb run."""
+    """Logs new records, and alerts from the control input, until the input brings the reason of the end or is closed.
+    Then finishes the wandb run."""
     with open(job["metrics"], "rb") as lines:
         lines.seek(job["offset"])
         reason: Any = None

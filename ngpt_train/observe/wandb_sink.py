@@ -1,9 +1,12 @@
 """The training process's side of Weights & Biases.
 
 wandb runs in another process, the follower (wandb_follower.py), which reads `metrics.jsonl` as it grows. The training
-process starts the follower, checks once per record whether it still runs, and at the end waits a bounded time for it.
-So wandb cannot delay or stop a run, even if it fails, hangs, crashes or is not installed. The follower has no terminal
-on which wandb could ask for a key.
+process starts the follower, checks once per record that it still runs, and at the end waits a bounded time for it. So
+wandb cannot delay or stop a run, even if it fails, hangs, crashes or is not installed. The follower has no terminal, so
+wandb cannot ask for a key.
+
+A thread would not do: wandb's exit hook waits for a server in the main thread after the end of the run, and only the
+end of the process ends that wait (test_a_failing_or_hanging_wandb_stops_nothing, exit:hang).
 """
 
 import contextlib
@@ -20,17 +23,18 @@ from typing import Any
 from ngpt_train.config.sections.records import WandbConfig
 from ngpt_train.core.constants import ALARM
 from ngpt_train.core.secrets import redacted
+from ngpt_train.training.hooks.hook import Sink
 
 PROJECT = "ngpt-train"
 OFFLINE_START_SECONDS = 30.0  # without the network, only a broken installation or disk takes this long
 
 
-class WandbSink:
-    """Starts a follower, which logs to wandb the lines that are appended to the file `metrics` from now on.
+class WandbSink(Sink):
+    """Starts a follower, which logs new lines of the file `metrics` to wandb.
 
-    config: the config that wandb shows. summary: what wandb shows beside the last values. Secrets in them, and in the
-    settings, are redacted. online: whether wandb talks to its server. say: takes one line for people.
-    All files are below run_dir. Prints of wandb, and the traceback if it fails, are in logs/wandb.log.
+    config, summary: for wandb to show; secrets in them, and in the settings, are redacted. online: True if wandb talks
+    to its server. say: takes one line for people. All files are below run_dir; wandb's prints, and its traceback if it
+    fails, are in logs/wandb.log.
     """
 
     def __init__(
@@ -118,7 +122,7 @@ class WandbSink:
         if self._started:
             self._say(
                 f"wandb stopped ({self._failure or 'no answer'}); metrics.jsonl has everything, "
-                f"`{self._sync_command}` uploads what wandb has; details in {self._log_path}"
+                f"`{self._sync_command}` uploads the rest; details in {self._log_path}"
             )
         elif self._online:
             self._start(online=False, why_offline=self._failure or f"no connection within {self._timeout:g} s")
@@ -164,11 +168,11 @@ class WandbSink:
             self._process.kill()
             self._process.wait()
             self._release()
-            self._say(f"wandb did not finish; `{self._sync_command}` uploads what it has; details in {self._log_path}")
+            self._say(f"wandb did not finish; `{self._sync_command}` uploads the rest; details in {self._log_path}")
 
 
 def _run_id(run_dir: Path) -> str:
-    """The wandb id of this run directory, kept in a file, by which a resume continues the same wandb run."""
+    """The wandb id of this run directory, kept in a file, so that a resume continues the same wandb run."""
     path = run_dir / "wandb_id"
     if not path.exists():
         path.write_text(secrets.token_hex(4) + "\n")

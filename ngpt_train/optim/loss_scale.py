@@ -1,4 +1,4 @@
-"""The factor of the loss in fp16, which keeps gradients within fp16's range (Micikevicius et al. 2018, section 3.2)."""
+"""The loss scale of fp16 keeps gradients within fp16's range (Micikevicius et al. 2018, section 3.2)."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,14 +8,14 @@ from torch import Tensor
 
 # fp16 ends at 65504 and loses digits below 6e-5. The scales are powers of two, so that scaling rounds nothing.
 START = 2.0**16
-# The gradients of a loss that is not scaled at all overflow only where the forward pass does too, which no scale helps.
+# Without a scale, gradients overflow only where the forward pass does too, and no scale helps against that.
 SMALLEST = 1.0
 LARGEST = 2.0**24
-GROWTH_INTERVAL = 2000  # good steps in a row after which the scale is doubled
+GROWTH_INTERVAL = 2000  # good steps in a row before the scale doubles
 
 
 class LossScale:
-    """A dynamic loss scale. It is on the device, so that no step waits for it."""
+    """A dynamic loss scale, on the device, so that no step waits for it."""
 
     def __init__(self, device: torch.device) -> None:
         self.value = torch.full((), START, dtype=torch.float32, device=device)
@@ -24,7 +24,7 @@ class LossScale:
     def update_(self, skipped: Tensor) -> None:
         """Halves the scale after a skipped step, and doubles it after GROWTH_INTERVAL good steps in a row.
 
-        skipped: 0-dim bool, the same on every rank, and so is the scale.
+        skipped: 0-dim bool, the same on every rank.
         """
         good_steps = (self.good_steps + 1) * ~skipped
         grows = good_steps >= GROWTH_INTERVAL
@@ -32,7 +32,7 @@ class LossScale:
         self.good_steps = good_steps * ~grows
 
     def state_dict(self) -> dict[str, Any]:
-        """Scale and number of good steps, as numbers that JSON stores without loss."""
+        """Scale and number of good steps, as exact numbers for JSON."""
         return {"value": float(self.value), "good_steps": int(self.good_steps)}
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:

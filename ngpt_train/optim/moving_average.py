@@ -12,8 +12,8 @@ class MovingAverage:
     """ema <- decay ema + (1 - decay) w after every step that is not skipped; it begins as the weights before step 0.
 
     After t steps the weights after step i have the share (1 - decay) decay^(t - i), and the first weights decay^t:
-    there is no correction for the start. A copy of the parameters, in their dtype and sharded as they are, without
-    communication. Rows of unit length have an average that is shorter: whoever uses it projects it.
+    there is no correction for the start. The average has the dtype and the shards of the parameters, and needs no
+    communication. The average of rows of unit length is shorter: project it before use.
     """
 
     def __init__(self, parameters: Iterable[tuple[str, nn.Parameter]], decay: float) -> None:

@@ -1,18 +1,22 @@
-"""Builds Adam or AdamW over the model's parameter groups, and says at which rate each moves."""
+"""Builds Adam or AdamW over the model's parameter groups, with the learning rate of each group."""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from ngpt_train.config.schema import Config
-from ngpt_train.config.sections.optim import OptimConfig
 from ngpt_train.kernels import dispatch
 from ngpt_train.kernels.adam import unsupported
-from ngpt_train.models.decoder import Decoder, ParameterGroup
 from ngpt_train.models.layers.linear import cast_linears
 from ngpt_train.optim.row_adam import RowAdam
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
+    from ngpt_train.config.sections.optim import OptimConfig
+    from ngpt_train.models.decoder import Decoder, ParameterGroup
 
 
 def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimConfig) -> torch.optim.Optimizer:
@@ -37,7 +41,7 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
     beta1, beta2 = config.betas
     matrices = [parameter for parameter in parameters.values() if parameter.ndim == 2]
     reason = next((found for matrix in matrices if (found := unsupported(matrix))), None)
-    # lr is 0 until the training step sets it from the schedule: a step that forgot to would be noticed at once.
+    # lr is 0 until the training step sets it from the schedule, so that forgetting it shows at once.
     if dispatch.runs_on_triton("adam", *matrices, unsupported=reason):
         casts = model.compute_dtype == torch.bfloat16
         return RowAdam(
@@ -54,7 +58,7 @@ def build_optimizer(model: Decoder, groups: list[ParameterGroup], config: OptimC
 
 
 def lr_factors(groups: Sequence[ParameterGroup], config: Config) -> list[float]:
-    """For each group, what the learning rate of a step is multiplied by: 1 but for an architecture that has learning
-    rates by kind of parameter (`ModelConfig.lr_factors`)."""
+    """For each group, its learning rate / the rate of the step. It is 1 unless the architecture has learning rates by
+    kind of parameter (`ModelConfig.lr_factors`)."""
     factors = config.model.lr_factors(config.train.steps)
     return [1.0 if factors is None else getattr(factors, group.kind or "vector") for group in groups]

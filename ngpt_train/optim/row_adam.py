@@ -16,16 +16,17 @@ from ngpt_train.optim.working_copies import WorkingCopies
 class RowAdam(torch.optim.Adam):
     """torch's fused Adam or AdamW, but for a matrix, `(rows, d)`: its step is `kernels.adam.adam_rows_`.
 
-    groups: torch's parameter groups; each has matrices alone or vectors alone. unit_rows: for each group, whether its
-    matrices' rows are divided by their length after the step. with_bf16_copy: the linears whose bf16 copy the optimizer
-    rewrites with each step. The copies are made when `self.copies` first lends them out. options: torch.optim.Adam's.
+    groups: torch's parameter groups; each has matrices alone or vectors alone. unit_rows: for each group, True if the
+    rows of its matrices are divided by their length after the step. with_bf16_copy: linears with a bf16 copy, which the
+    optimizer rewrites with each step; `self.copies` makes the copies when it first lends them. options: for
+    torch.optim.Adam.
 
     State and groups have the keys of torch's Adam, so that a checkpoint of either loads into the other. That is why
     `unit_rows` is an attribute and no key of a group.
 
-    There is no collective: FSDP2 shards matrices by whole rows, and a rank moves the rows that it holds. As with
-    torch's fused optimizers, gradients are divided by the attribute `grad_scale`, and where the attribute `found_inf`
-    is 1 nothing changes.
+    There is no collective: FSDP2 shards matrices by whole rows, and a rank moves its own rows. As with torch's fused
+    optimizers, gradients are divided by the attribute `grad_scale`, and if the attribute `found_inf` is 1 nothing
+    changes.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class RowAdam(torch.optim.Adam):
             for weight, gradient, exp_avg, exp_avg_sq, step in zip(
                 parameters, gradients, exp_avgs, exp_avg_sqs, steps, strict=True
             ):
-                # Only a valid copy is written and then declared valid: where the step is skipped, the kernel leaves the
-                # copy as it was, and an outdated one must not pass for the weight's.
+                # Only a valid copy is written and then declared valid: in a skipped step the kernel leaves the copy as
+                # it was, and an outdated copy must not become valid.
                 copy = self.copies.current(weight)
                 adam_rows_(
                     local_rows(weight),
@@ -109,5 +110,5 @@ class RowAdam(torch.optim.Adam):
 
 
 def local_rows(matrix: Tensor) -> Tensor:
-    """The rows of `matrix` `(rows, d)` that this rank holds; there may be none."""
+    """This rank's rows of `matrix` `(rows, d)`; there may be none."""
     return matrix.to_local() if isinstance(matrix, DTensor) else matrix

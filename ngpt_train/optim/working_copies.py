@@ -1,4 +1,4 @@
-"""The optimizer's bf16 copies of fp32 matrices, which save the forward passes the cast."""
+"""The optimizer's bf16 copies of fp32 matrices save the forward passes a cast."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,19 +13,19 @@ from ngpt_train.models.layers.linear import FusedLinear
 @dataclass
 class _Copy:
     values: Tensor  # (rows, d) bf16
-    master: Tensor  # the fp32 matrix, detached; held, so that its memory cannot be given to another tensor
+    master: Tensor  # the fp32 matrix, detached; holding it keeps its memory from other tensors
     version: int  # torch's version count of the matrix when `values` was written
 
 
 class WorkingCopies:
-    """A bf16 copy of the matrix of each of `linears`, which the linears see during a training step alone.
+    """A bf16 copy of the matrix of each linear, lent to the linears during a training step.
 
-    Outside of `lent` the linears have no copy, so that evaluation, checkpoints and whoever changes a model need not
+    Outside of `lent` the linears have no copy, so that evaluation, checkpoints and code that changes a model need not
     know of them.
 
-    A copy is valid while its matrix has the memory and torch's version count of when the copy was written. torch does
-    not count writes through `.data`, NumPy, a collective or its own fused optimizers. So a step uses copies of an
-    earlier step only where its caller promises that there was no such write.
+    A copy is valid while its matrix keeps its memory and torch's version count. torch does not count writes through
+    `.data`, NumPy, a collective or its own fused optimizers. So a step uses the copies of an earlier step only if its
+    caller promises that there was no such write.
     """
 
     def __init__(self, linears: Sequence[FusedLinear]) -> None:
@@ -36,8 +36,8 @@ class WorkingCopies:
     def lent(self, untouched: bool) -> Iterator[None]:
         """While the body runs, each linear has its copy as `bf16_copy`.
 
-        untouched: the caller promises that since the last step nothing has written to the matrices unseen by torch, so
-        that valid copies are lent as they are. Otherwise all are made anew.
+        untouched: the caller promises that nothing has written to the matrices since the last step unseen by torch.
+        Then valid copies are lent as they are; otherwise all are made anew.
         """
         try:
             for linear in self.linears:
@@ -59,6 +59,6 @@ class WorkingCopies:
         return copy.values if copy is not None and valid else None
 
     def declare_valid(self, matrix: Tensor, values: Tensor) -> None:
-        """Takes `values` for the copy of `matrix`, valid until torch counts the next write to `matrix`."""
+        """Makes `values` the copy of `matrix`, valid until torch counts the next write to `matrix`."""
         # A detached tensor shares the parameter's version count, but keeps its memory if the parameter gets another.
         self._copies[matrix] = _Copy(values, matrix.detach(), matrix._version)

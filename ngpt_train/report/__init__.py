@@ -1,1 +1,1 @@
-"""The curves of a run that has ended, and the plan of a run that has not begun."""
+"""The plan of a run before it begins, and its curves after its end."""

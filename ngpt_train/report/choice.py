@@ -18,15 +18,15 @@ from ngpt_train.report.memory import Layout, memory_per_rank
 from ngpt_train.training.feed import divisors, resolve_micro_rows
 
 RECOMPUTATIONS = ("none", "selective", "full")
-# The arguments that say the layout.
+# The arguments for the layout.
 LAYOUT_KEYS = {"parallel", "parallel.kind", "parallel.shard"}
 GIB = 2**30
 
 
 @dataclass(frozen=True)
 class Choice:
-    """config: the given one with the choice filled in; overrides: the choice as a command line says it; predicted and
-    limit: bytes of a rank."""
+    """config: the given config with the choice filled in. overrides: the choice as arguments. predicted, limit: bytes
+    of a rank."""
 
     config: Config
     overrides: list[str]
@@ -37,15 +37,15 @@ class Choice:
 def choose(config: Config, overrides: Sequence[str] = ()) -> Choice:
     """Micro rows, recomputation and layout for plan.world_size ranks on cards of the kind plan.device.
 
-    A choice fits if the memory that `plan` predicts for a rank is at most 90 % of the card's memory less 2 GiB for the
-    driver and NCCL. Of those that fit, the first in this order is taken:
+    A choice fits if `plan` predicts at most 90 % of the card's memory for a rank, less 2 GiB for the driver and NCCL.
+    `choose` takes the first choice that fits, in this order:
 
     1. no recomputation, then `selective`, then `full`;
     2. `ddp`, then shards: `fsdp` on one host, on several `hsdp` with a host's ranks as a group;
-    3. the most micro rows, of those that divide a rank's rows.
+    3. the most micro rows that divide a rank's rows.
 
-    What `overrides`, the user's arguments, set of these is kept. The config is resolved, with a number as
-    `model.vocab_size`. Raises ConfigError where nothing fits, with what the smallest needs, and for train.device=cpu.
+    The settings in `overrides`, the user's arguments, are kept. The config is resolved, with a number as
+    `model.vocab_size`. Raises ConfigError for train.device=cpu, and if nothing fits, with the least memory needed.
     """
     device = config.plan.device
     assert device is not None
@@ -79,8 +79,8 @@ def choose(config: Config, overrides: Sequence[str] = ()) -> Choice:
 
 
 def planned_layout(config: Config) -> Layout:
-    """The layout of a rank of plan.world_size, on GPUs unless train.device=cpu. Raises ConfigError for what does not
-    fit so many ranks."""
+    """The layout of a rank of plan.world_size, on GPUs unless train.device=cpu. Raises ConfigError if the config does
+    not fit so many ranks."""
     world_size, rows = config.plan.world_size, config.train.rows_per_step
     micro_rows = resolve_micro_rows(rows, config.train.micro_rows, config.model.context, world_size)
     device = "cpu" if config.train.device == "cpu" else "cuda"
@@ -99,7 +99,7 @@ def planned_layout(config: Config) -> Layout:
 
 
 def _recomputations_and_layouts(config: Config, given: set[str]) -> Iterator[Config]:
-    """The config with each recomputation and layout that may be chosen, the preferred one first."""
+    """The config with each possible recomputation and layout, in the order of preference."""
     of_shards = "hsdp" if 1 < config.plan.ranks_per_host < config.plan.world_size else "fsdp"
     recomputations: tuple[str, ...] = RECOMPUTATIONS
     kinds: tuple[str, ...] = ("ddp", of_shards)
@@ -110,7 +110,7 @@ def _recomputations_and_layouts(config: Config, given: set[str]) -> Iterator[Con
     elif config.plan.world_size == 1:
         kinds = ("single",)
     elif config.parallel.gather != "pass" or config.parallel.scatter != "micro_batch":
-        kinds = (of_shards,)  # which alone has these keys
+        kinds = (of_shards,)  # these keys are for shards
     for recompute in recomputations:
         for kind in kinds:
             train = replace(config.train, activation_checkpointing=recompute)
@@ -118,7 +118,7 @@ def _recomputations_and_layouts(config: Config, given: set[str]) -> Iterator[Con
 
 
 def _micro_rows(config: Config, given: set[str]) -> list[int]:
-    """The micro rows that may be chosen, from few to many. Raises ConfigError where ranks cannot share the rows."""
+    """The possible numbers of micro rows, ascending. Raises ConfigError where ranks cannot share the rows."""
     one = planned_layout(config).micro_rows
     if "train.micro_rows" in given:
         return [one]

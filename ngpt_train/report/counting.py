@@ -23,9 +23,9 @@ from ngpt_train.models.registry import build_model
 
 
 class MemoryCounter(TorchDispatchMode):
-    """Bytes of all tensors that are made inside of it and still held: `now`, and the most of them at a time, `peak`.
+    """Bytes of all tensors made inside and still held: `now`, and their peak so far, `peak`.
 
-    Memory of ours alone: an operator's scratch space is not seen, nor what a custom operator holds while it runs.
+    It does not see the memory inside an operator while it runs, such as scratch space.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ class MemoryCounter(TorchDispatchMode):
 
 @contextmanager
 def counting(counter: MemoryCounter) -> Iterator[None]:
-    """Inside, `counter` counts, FSDP2 too, which frees the memory of a tensor that it keeps by resizing its storage."""
+    """Inside, `counter` counts, also under FSDP2, which keeps a tensor and frees its memory by resizing its storage."""
     resize = torch.UntypedStorage.resize_
 
     def resized(storage: torch.UntypedStorage, size: int) -> None:
@@ -76,23 +76,23 @@ def counting(counter: MemoryCounter) -> Iterator[None]:
 class Pass:
     """Bytes of a forward and backward pass over a micro batch, besides weights, their casts and their gradients."""
 
-    kept: float  # at the end of the forward pass, without what the loss keeps
-    working: float  # what the backward pass holds at its peak beyond what was held at the end of the forward pass
-    of_stages: tuple[float, ...]  # `working` up to the end of the decoder's last block, and of the encoder's last alone
+    kept: float  # at the end of the forward pass, without the memory of the loss
+    working: float  # peak of the backward pass above the end of the forward pass
+    of_stages: tuple[float, ...]  # `working` up to the end of the decoder's last block, and in the encoder's last block
 
 
 @dataclass(frozen=True)
 class Products:
-    """Bytes of what the products and attention of all blocks read and make in a forward pass, each tensor once."""
+    """Bytes of the inputs and results of products and attention in a forward pass of all blocks, each tensor once."""
 
-    hidden: float  # the hidden states that enter the blocks, the encoder's last one too
-    results: float  # without a block's last one, where it is only added to h
-    arguments: float  # those that are no results
+    hidden: float  # the hidden states that enter the blocks, and the encoder's result
+    results: float  # without a block's last result, where it is only added to h
+    arguments: float  # inputs that are not among the results
     widest: float  # the largest result
 
 
 class Stage:
-    """Watches what a block's backward pass holds at its peak beyond what was held when it began: `working`."""
+    """`working`: the peak of a block's backward pass above its begin."""
 
     def __init__(self, counter: MemoryCounter, block: nn.Module) -> None:
         self.working = 0
@@ -102,7 +102,7 @@ class Stage:
         block.register_forward_hook(lambda _, given, made: self._at_gradients(made, self.begin))
 
     def begin(self, gradient: Tensor | None = None) -> None:
-        """gradient: by the block's result, which belongs to the pass."""
+        """gradient: by the block's result; it counts as memory of the pass."""
         if self._held is None:
             self._held = self._counter.now - (0 if gradient is None else gradient.nbytes)
             self._counter.recent_peak = self._counter.now
@@ -113,8 +113,8 @@ class Stage:
 
     @staticmethod
     def _at_gradients(hidden: Any, then: Callable[[Tensor], None]) -> None:
-        """Calls `then` when the backward pass has the gradients by the tensors in `hidden`. Statistics, which
-        PowerNorm's blocks return too, have none."""
+        """Calls `then` when the backward pass has the gradients by the tensors in `hidden`. PowerNorm's blocks also
+        return statistics, which have no gradient."""
         for leaf in tree_leaves(hidden):
             if leaf.requires_grad:
                 leaf.register_hook(then)
@@ -134,8 +134,8 @@ def count_pass(
 ) -> Pass:
     """The memory of an uncompiled pass over `rows` rows, training, with products in `dtype`.
 
-    recompute: train.activation_checkpointing. kernels: whether Triton's run. new_gradients: the backward pass does not
-    add to gradients of an earlier micro batch, but makes and holds them.
+    recompute: train.activation_checkpointing. kernels: True if Triton's kernels run. new_gradients: True if the
+    backward pass makes gradients, False if it adds to those of an earlier micro batch.
     """
 
     def count(few: ModelConfig) -> list[float]:
@@ -165,7 +165,7 @@ def count_pass(
 
 
 def count_products(shape: ModelConfig, dtype: torch.dtype, rows: int) -> Products:
-    """Values that the matrix products of a forward pass over `rows` rows read and write."""
+    """The memory of products and attention in a forward pass over `rows` rows."""
 
     def count(few: ModelConfig) -> list[float]:
         with fake():
@@ -180,11 +180,16 @@ def count_products(shape: ModelConfig, dtype: torch.dtype, rows: int) -> Product
     return Products(hidden, results, arguments, widest)
 
 
+def depths_of(shape: ModelConfig) -> dict[str, int]:
+    """The numbers of blocks of the decoder and, if there is one, of the encoder, by key."""
+    return {name: getattr(shape, name) for name in ("n_layers", "n_encoder_layers") if getattr(shape, name, None)}
+
+
 def of_all_blocks(shape: ModelConfig, count: Callable[[ModelConfig], list[float]]) -> tuple[list[float], list[float]]:
-    """The numbers of `count` for the whole model, which grow by as much with every block of a kind; and those of the
-    model with few blocks that was counted."""
-    depths = {name: getattr(shape, name) for name in ("n_layers", "n_encoder_layers") if getattr(shape, name, None)}
-    few = {name: min(depth, FEW) for name, depth in depths.items()}
+    """The numbers of `count` for the whole model, and for a model with few blocks. Every block of a kind adds as much
+    as the next, so the first are computed from the second."""
+    depths = depths_of(shape)
+    few: dict[str, Any] = {name: min(depth, FEW) for name, depth in depths.items()}
     base = count(replace(shape, **few))
     whole = list(base)
     for name, depth in depths.items():
@@ -196,15 +201,15 @@ def of_all_blocks(shape: ModelConfig, count: Callable[[ModelConfig], list[float]
 
 @contextmanager
 def as_on_gpu(kernels: bool) -> Iterator[None]:
-    """Inside, tensors on a CPU are kept as a GPU's are: by torch's fused RMSNorm, and where `kernels` by Triton's
-    kernels, which do not run on tensors without memory. Without the package triton they are left out."""
+    """Inside, a pass on a CPU keeps the same tensors as on a GPU: for torch's fused RMSNorm and, if `kernels` and the
+    package triton is there, for Triton's kernels, which do not run on tensors without memory."""
     choice = "triton" if kernels and importlib.util.find_spec("triton") else "torch"
     with patch.object(dispatch, "_choice", choice), patch.object(torch.nn.functional, "rms_norm", FusedRMSNorm.apply):
         yield
 
 
 class FusedRMSNorm(torch.autograd.Function):
-    """Keeps what torch's RMSNorm keeps on a GPU. On a CPU torch's keeps x / rms(x) besides."""
+    """Keeps the same tensors as torch's RMSNorm on a GPU. On a CPU torch also keeps x / rms(x)."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, shape: Any, gain: Tensor, eps: float) -> Tensor:
@@ -225,8 +230,8 @@ def fake() -> Iterator[None]:
 
 
 def prepared(shape: ModelConfig, dtype: torch.dtype, rows: int) -> tuple[Decoder, list[Tensor], dict[str, Tensor]]:
-    """The model, and tokens, targets and seeds for it. Its blocks have their matrices in `dtype`, so that the casts
-    do not count as activations."""
+    """The model, and tokens, targets and seeds for it. The matrices of its blocks are in `dtype`, so that casts do not
+    count as activations."""
     model = build_model(shape)
     model.compute_dtype = None if dtype == torch.float32 else dtype
     for block in model.blocks():
@@ -240,12 +245,12 @@ def prepared(shape: ModelConfig, dtype: torch.dtype, rows: int) -> tuple[Decoder
 
 
 def gradients_of_loss(model: Decoder, tokens: int, size: int) -> int:
-    """Bytes that the loss of `tokens` tokens keeps: its gradients by the output embedding and by h."""
+    """Bytes of the gradients of a loss over `tokens` tokens, by the output embedding and by h."""
     vocab_size, d_model = model.unembedding.shape
     return 4 * vocab_size * d_model + size * tokens * d_model
 
 
-# Operators whose backward pass does not need what they read.
+# Operators whose backward pass does not need their inputs.
 ONLY_ADD = (
     torch.ops.aten.add.Tensor,
     torch.ops.aten.view.default,
@@ -255,13 +260,13 @@ ONLY_ADD = (
 
 
 class ProductCounter(TorchDispatchMode):
-    """Counts what the products of activations with weights, and attention, read and make in blocks that it watches."""
+    """Counts the inputs and results of products and attention in the watched blocks."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
         self._rows = rows
         self.hidden = self.results = self.arguments = self.widest = 0
-        self._seen: dict[int, torch.UntypedStorage] = {}  # held, so that an address stays that of one storage
+        self._seen: dict[int, torch.UntypedStorage] = {}  # holding a storage keeps its address from others
         self._last: tuple[int, int] = (0, 0)  # address and bytes of the last result; 0 bytes: something read it
 
     def watching(self, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -269,7 +274,7 @@ class ProductCounter(TorchDispatchMode):
 
         def run(h: Any, *arguments: Any) -> Any:
             given = [leaf for leaf in tree_leaves((h, *arguments)) if isinstance(leaf, Tensor)]
-            # The hidden state, and what the encoder made, which all blocks of the decoder read.
+            # The hidden state, and the encoder's result, which all blocks of the decoder read.
             self.hidden += sum(
                 self._new(leaf) for leaf in given if leaf.is_floating_point() and len(leaf) == self._rows
             )

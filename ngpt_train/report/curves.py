@@ -63,7 +63,7 @@ def plot_run(run_dir: Path) -> Path:
 
 
 def _column(records: list[dict[str, Any]], name: str) -> np.ndarray:
-    """The values, `(records,)` fp64, of the metric `name`; NaN where a record has null, or no such number."""
+    """The metric `name` of each record, `(records,)` fp64; NaN for null or a missing number."""
     values: list[Any] = [record.get(name) for record in records]
     are_numbers = [type(value) in (int, float) and abs(value) <= sys.float_info.max for value in values]
     return np.array([x if ok else np.nan for x, ok in zip(values, are_numbers, strict=True)], dtype=np.float64)
@@ -81,7 +81,7 @@ def _draw(ax: Any, x: np.ndarray, y: np.ndarray, label: str | None = None) -> No
 
 
 def _moving_mean(y: np.ndarray, window: int) -> np.ndarray:
-    """For each value, the mean of those at most window // 2 away, without NaN; NaN where that leaves none."""
+    """For each value, the mean over values at most window // 2 away, without NaN; NaN if all of them are NaN."""
     finite = np.isfinite(y)
     sums = np.cumsum(np.concatenate([[0.0], np.where(finite, y, 0.0)]))
     counts = np.cumsum(np.concatenate([[0], finite]))

@@ -1,14 +1,13 @@
 """Refuses a model that this machine cannot hold, before memory is taken for it.
 
-Only what any step needs is counted: weights, gradients and moments, or the weights alone. Whether the rest fits too,
-`plan` estimates.
+It counts the least that a step needs: weights, gradients and moments, or the weights alone. `plan` estimates the
+rest.
 """
 
 import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,15 +19,15 @@ from ngpt_train.distributed.layouts import resolve_kind
 from ngpt_train.distributed.world import World
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.registry import build_model
+from ngpt_train.report.counting import depths_of, of_all_blocks
 from ngpt_train.report.memory import state_items
 
 GIB = 2**30
 
 
 def check_state_fits(config: Config, world: World) -> None:
-    """Raises ConfigError where weights, gradients, Adam's moments and the moving average alone take more than all
-    memory of a rank's GPU, or on CPUs than that of the host for its ranks. A vocabulary that is not known yet counts as
-    one of two ids."""
+    """Raises ConfigError if weights, gradients, Adam's moments and the moving average take more than all memory of a
+    rank's GPU, or, for all ranks of a host, of its CPUs. An unknown vocabulary counts as two ids."""
     kind = resolve_kind(config.parallel.kind, world.size, world.device.type, world.local_size)
     whole = {"fsdp": world.size, "hsdp": world.local_size if config.parallel.shard == AUTO else config.parallel.shard}
     n_shards = int(whole.get(kind, 0))
@@ -37,18 +36,18 @@ def check_state_fits(config: Config, world: World) -> None:
         return sum(item.bytes for item in state_items(model, n_shards, config.optim.ema_decay is not None))
 
     ranks = 1 if world.device.type == "cuda" else world.local_size
-    needed, there = ranks * of_all_blocks(config.model, size), memory_of(world.device)
+    needed, there = ranks * without_memory(config.model, size), memory_of(world.device)
     if needed > there:
         raise ConfigError(
             f"{_sizes(config.model)}: weights, gradients and the optimizer's state take {needed / GIB:,.1f} GiB "
             f"{_where(world.device, ranks)}, which has {there / GIB:,.1f} GiB. Choose a smaller model, or more ranks "
-            "with parallel=fsdp; `plan` says what a rank needs."
+            "with parallel=fsdp; `plan` shows the memory of a rank."
         )
 
 
 def check_weights_fit(checkpoint: Path, model: ModelConfig, device: torch.device) -> None:
-    """Raises ConfigError where the weights of a checkpoint's model alone take more than all memory of the device."""
-    needed, there = of_all_blocks(model, lambda made: 4 * made.n_params()), memory_of(device)
+    """Raises ConfigError if the weights of a checkpoint's model take more than all memory of the device."""
+    needed, there = without_memory(model, lambda made: 4 * made.n_params()), memory_of(device)
     if needed > there:
         raise ConfigError(
             f"train.device={device.type}: the weights of {checkpoint} take {needed / GIB:,.1f} GiB "
@@ -57,7 +56,7 @@ def check_weights_fit(checkpoint: Path, model: ModelConfig, device: torch.device
 
 
 def memory_of(device: torch.device) -> int:
-    """Bytes of all memory of a GPU, or of this host or its container."""
+    """All memory of a GPU, or of this host or its container, in bytes."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     of_host = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -67,34 +66,19 @@ def memory_of(device: torch.device) -> int:
         return of_host
 
 
-def of_all_blocks(model: ModelConfig, size: Callable[[Decoder], int]) -> int:
-    """`size` of the whole model, from models of one and two blocks: ten thousand take a minute without memory, too."""
-    vocab_size = 2 if model.vocab_size == AUTO else model.vocab_size
-    one = _with(model, vocab_size=vocab_size, **dict.fromkeys(_layers(model), 1))
-    total = first = size(_without_memory(one))
-    for name, n_layers in _layers(model).items():
-        if n_layers > 1:
-            total += (n_layers - 1) * (size(_without_memory(_with(one, **{name: 2}))) - first)
-    return total
+def without_memory(model: ModelConfig, size: Callable[[Decoder], int]) -> float:
+    """`size` of the whole model, from models of few blocks: building ten thousand takes a minute even on `meta`."""
 
+    def count(few: ModelConfig) -> list[float]:
+        with torch.device("meta"):
+            return [size(build_model(few))]
 
-def _layers(model: ModelConfig) -> dict[str, int]:
-    """The keys that say how many blocks the model has, with their values."""
-    found = {name: getattr(model, name, None) for name in ("n_layers", "n_encoder_layers")}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _with(model: ModelConfig, **values: Any) -> ModelConfig:
-    return replace(model, **values)
-
-
-def _without_memory(model: ModelConfig) -> Decoder:
-    with torch.device("meta"):
-        return build_model(model)
+    known = replace(model, vocab_size=2 if model.vocab_size == AUTO else model.vocab_size)
+    return of_all_blocks(known, count)[0][0]
 
 
 def _sizes(model: ModelConfig) -> str:
-    sizes = {"d_model": model.d_model, **_layers(model), "d_mlp": model.d_mlp, "vocab_size": model.vocab_size}
+    sizes = {"d_model": model.d_model, **depths_of(model), "d_mlp": model.d_mlp, "vocab_size": model.vocab_size}
     return ", ".join(f"model.{name}={value}" for name, value in sizes.items())
 
 

@@ -20,18 +20,19 @@ from ngpt_train.data.tokenizers import known_vocabulary, load_tokenizer
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.initialisation import standard_deviations
 from ngpt_train.models.registry import build_model
+from ngpt_train.optim.storage import TABLES
 from ngpt_train.report.choice import choose, planned_layout
 from ngpt_train.report.memory import MemoryItem, copies_to_save, memory_per_rank
 
 
 def launch_line(config: Config, overrides: Sequence[str], options: Sequence[str] = ()) -> str:
-    """The command that starts the planned run, with the user's overrides and options, secrets redacted: for one
-    process, for the ranks of a host, or under Slurm for several hosts. Raises ConfigError for ranks that several hosts
-    cannot share equally."""
+    """The command for the planned run, with the user's overrides and options, secrets redacted: for one process, for
+    the ranks of a host, or under Slurm for several hosts. Raises ConfigError if the hosts cannot share the ranks
+    equally."""
     ranks, per_host = config.plan.world_size, config.plan.ranks_per_host
     kept = [one for one in overrides if not one.startswith("plan.")]
     words = [redacted(one) for one in [*options, *kept]]
-    # The embedded text is for first steps. A run that would read it many times needs a text that is not chosen yet.
+    # The embedded text is for first steps. A run that would read it many times still needs a text.
     text = [] if _is_text_chosen(config, kept) or not [*many_epochs(planned_rows(config), config)] else ["data=..."]
     arguments = " ".join([shlex.join(words), *text]).strip()
     if ranks == 1:
@@ -58,12 +59,12 @@ def _is_text_chosen(config: Config, arguments: Sequence[str]) -> bool:
 
 
 def make_plan(config: Config, overrides: Sequence[str] = (), options: Sequence[str] = ()) -> dict[str, Any]:
-    """The plan of a resolved config whose `model.vocab_size` is a number, as JSON can hold it. options: the words of
-    the command line that are no overrides, such as --config-dir.
+    """The plan of a resolved config, for JSON; `model.vocab_size` must be a number. options: other words of the command
+    line, such as --config-dir.
 
-    Memory is in bytes. The plan is for GPUs unless train.device=cpu, because most plans are made on another machine
-    than the run's. With plan.device it is the plan of what `choose` chooses, and the launch line says so. Raises
-    ConfigError for what does not fit plan.world_size ranks, or plan.device.
+    Memory is in bytes. The plan is for GPUs unless train.device=cpu, because most plans are made on another machine.
+    With plan.device, `choose` completes the config first, and the launch line has its choice. Raises ConfigError if the
+    config does not fit plan.world_size ranks, or plan.device.
     """
     choice = None
     if config.plan.device is not None:
@@ -138,7 +139,7 @@ def make_plan(config: Config, overrides: Sequence[str] = (), options: Sequence[s
 
 
 def planned_vocabulary(config: Config) -> int:
-    """The vocabulary size that `train` would find, without reading text. Raises DataError where a file is missing."""
+    """The vocabulary size in `train`, without reading text. Raises DataError if a file is missing."""
     if config.data.kind == "tokens":
         directory = Path(config.data.path or "").expanduser()
         if not directory.is_dir():
@@ -149,16 +150,15 @@ def planned_vocabulary(config: Config) -> int:
         if (directory / MANIFEST).exists():
             return int(read_manifest(directory)["tokenizer"]["vocab_size"])
     tokenizer = config.tokenizer
-    if (known := known_vocabulary(tokenizer.kind)) is not None:  # its file might have to be downloaded
+    if (known := known_vocabulary(tokenizer.kind)) is not None:  # no download of its file
         return known
     if tokenizer.path is None and config.data.kind != "tokens":
-        return tokenizer.vocab_size  # of the SentencePiece model, or at most so many words, that `train` would make
+        return tokenizer.vocab_size  # `train` would make a SentencePiece model of this size, or at most so many words
     return load_tokenizer(tokenizer).vocab_size
 
 
 def count_parameters(model: Decoder) -> dict[str, int]:
     """The number of learned values by part; `non_embedding` leaves out embeddings, output and learned positions."""
-    tables = ("embedding", "source_embedding", "output", "positions")
     parts = Counter({"embedding": 0, "output": 0, "attention": 0, "mlp": 0, "vectors": 0})
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
@@ -170,12 +170,12 @@ def count_parameters(model: Decoder) -> dict[str, int]:
     return {
         **parts,
         "total": total,
-        "non_embedding": total - sum(parts[table] for table in tables),
+        "non_embedding": total - sum(parts[table] for table in TABLES),
     }
 
 
 def describe_plan(plan: dict[str, Any]) -> str:
-    """The plan as text, which says of each number whether it is exact or an estimate, and by which formula."""
+    """The plan as text. Each number is marked as exact or an estimate, with its formula."""
     ranks = f"{plan['world_size']} rank{'s' if plan['world_size'] > 1 else ''}"
     split = f"{ranks} x {plan['accumulation_steps']} accumulated x {plan['micro_rows']} rows x {plan['context']:,}"
     lines = [

@@ -1,10 +1,11 @@
 """Memory of one rank, item by item, without running anything.
 
-Weights, gradients, moments and the optimizer's bf16 copies follow from the shapes. What an uncompiled pass keeps is
-counted on tensors without memory (counting.py). Of a compiled block on a GPU it is what its products and attention read
-and make: torch's compiler keeps that and recomputes the rest, and our kernels keep their arguments alone.
-tests/unit/report/test_memory.py holds the sum to 10 % of what whole uncompiled steps hold, for every architecture and
-layout, test_compiled_blocks.py that of compiled blocks to what torch's compiler decides, and
+Weights, gradients, moments and the optimizer's bf16 copies follow from the shapes. The activations of an uncompiled
+pass are counted on tensors without memory (counting.py). A compiled block on a GPU keeps the inputs and results of its
+products and attention: torch's compiler recomputes the rest, and our kernels keep their arguments alone.
+
+tests/unit/report/test_memory.py compares the sum with whole uncompiled steps, within 10 %, for every architecture and
+layout. test_compiled_blocks.py compares compiled blocks with the decisions of torch's compiler.
 docs/benchmarks/memory.md compares both with a GPU.
 """
 
@@ -22,7 +23,7 @@ from ngpt_train.report.counting import count_pass, count_products, gradients_of_
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """One kind of memory on one rank. formula: how `bytes` is computed, for the user; exact: False for an estimate."""
+    """One kind of memory on one rank. formula: of `bytes`, for the user. exact: False for an estimate."""
 
     name: str
     bytes: int
@@ -32,7 +33,7 @@ class MemoryItem:
 
 @dataclass(frozen=True)
 class Layout:
-    """The parts of a run's layout that decide a rank's memory."""
+    """The layout of a run, as far as it decides a rank's memory."""
 
     kind: str  # single, ddp, fsdp, hsdp
     n_shards: int  # of each matrix by FSDP2; 0: without FSDP2
@@ -40,14 +41,14 @@ class Layout:
     compiled: bool
     micro_rows: int
     micro_batches: int  # of a step
-    fused_adam: bool  # whether the optimizer is RowAdam
+    fused_adam: bool  # the optimizer is RowAdam
     on_gpu: bool
 
 
 def memory_per_rank(config: Config, model: Decoder, layout: Layout) -> list[MemoryItem]:
-    """The memory, at the peak of a step, of that of plan.world_size ranks which holds most.
+    """The memory of the fullest of plan.world_size ranks at the peak of a step: the sum of the items.
 
-    The sum of the items estimates the peak. model: may be on the meta device.
+    model: may be on the meta device.
     """
     if layout.n_shards:
         return max(moments(config, model, layout), key=lambda items: sum(item.bytes for item in items))
@@ -67,30 +68,30 @@ def memory_per_rank(config: Config, model: Decoder, layout: Layout) -> list[Memo
 
 
 def gradients_at_peak(whole: MemoryItem, model: Decoder, activations: list[MemoryItem]) -> MemoryItem:
-    """The gradients that are there at the peak of a step of one micro batch: they come while the activations go.
+    """Gradients at the peak of a step with one micro batch: the backward pass makes them and frees activations.
 
-    The peak is where the backward pass begins, with no gradients yet, or where it ends, in the first block: with all
-    gradients, and of the activations with this block's alone.
+    The peak is at the begin of the backward pass, without gradients, or at its end, in the first block: with all
+    gradients, and the activations of this block alone.
     """
     sizes = {item.name: item.bytes for item in activations}
     at_the_end = whole.bytes + sizes["activations"] // len(model.blocks()) + sizes["passing values"]
     there = min(whole.bytes, max(0, at_the_end - sum(sizes.values())))
-    return MemoryItem("gradients", there, False, f"those of {whole.formula} that are there at the peak")
+    return MemoryItem("gradients", there, False, f"the part of {whole.formula} that is there at the peak")
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """FSDP2 in one micro batch of a step. gradients: bytes that a rank holds when the backward pass has
-    done so many blocks, without those that this pass makes before it scatters or adds them."""
+    """FSDP2 in one micro batch of a step. gradients: a rank's bytes after the backward pass of so many blocks, without
+    new gradients that are not scattered or added yet."""
 
     gradients: Callable[[int], float]
-    new_gradients: bool  # not added to those of an earlier micro batch
+    new_gradients: bool  # False: added to the gradients of an earlier micro batch
     scatters: bool
     stays: bool  # gathered blocks stay whole after their backward pass
 
 
 def micro_batches(config: Config, model: Decoder, layout: Layout, shards: int) -> list[MicroBatch]:
-    """The micro batches of a step that may need most memory. shards: bytes of the rank's gradients."""
+    """The micro batches of a step where the peak may be. shards: bytes of the rank's gradients."""
     several = layout.micro_batches > 1
     stays = several and config.parallel.gather == "step"
     if not several or config.parallel.scatter == "micro_batch":
@@ -111,10 +112,10 @@ def moments(config: Config, model: Decoder, layout: Layout) -> Iterator[list[Mem
     """A rank's memory under FSDP2 at the moments when it may be largest: in the loss, in the backward pass of each
     block, from the last to the first, and in the embedding's backward pass.
 
-    FSDP2 gathers a block for its pass, and in the backward pass the one before it too. When a block's backward pass has
-    ended it copies the block's whole gradients into a buffer in fp32, from which it scatters them, and keeps that until
-    the next block's gradients are there. So what parallel.gather and scatter keep whole goes block by block. The
-    embeddings, and their gradients, are whole up to the end.
+    FSDP2 gathers a block for its pass, and in the backward pass also the block before it. After a block's backward pass
+    it copies the block's whole gradients into a buffer in fp32 and scatters them from there. The buffer stays until the
+    next block's gradients are there. So whole blocks and gradients, of parallel.gather and scatter, go block by block.
+    The embeddings, and their gradients, are whole up to the end.
     """
     size, by_pass = layout.dtype.itemsize, config.parallel.gather == "pass"
     weights, gradients, *others = state_items(model, layout.n_shards, config.optim.ema_decay is not None)
@@ -125,12 +126,12 @@ def moments(config: Config, model: Decoder, layout: Layout) -> Iterator[list[Mem
     def moment(
         batch: MicroBatch, found: Activations, done: int, gathered: Sequence[int], passing: int, cast: int = 0
     ) -> list[MemoryItem]:
-        """With `done` blocks done in the backward pass; gathered: sizes of the blocks that are whole."""
+        """After the backward pass of `done` blocks. gathered: sizes of the whole blocks."""
         scattered = blocks[n - done] if done and batch.scatters else 0
         there, of_which = round(batch.gradients(done)), f"{size} x blocks that are whole at the peak"
         return [
             weights,
-            MemoryItem("gradients", there, False, f"those that are there at the peak; shards: {gradients.formula}"),
+            MemoryItem("gradients", there, False, f"the part that is there at the peak; shards: {gradients.formula}"),
             *others,
             MemoryItem("gathered blocks", size * sum(gathered), False, of_which),
             MemoryItem("gathered embeddings", 4 * embeddings, False, "4 x embeddings"),  # gathered in fp32
@@ -146,14 +147,14 @@ def moments(config: Config, model: Decoder, layout: Layout) -> Iterator[list[Mem
         for done in range(n):
             gathered = blocks if batch.stays else blocks[max(0, n - done - 2) if by_pass else 0 : n - done]
             yield moment(batch, found, done, gathered, found.of_stages[0 if done < config.model.n_layers else 1])
-        # The embedding's gradient joins the output's, which came with the loss. Of that nothing is left where it was
-        # added to whole gradients.
+        # The embedding's gradient joins the output's gradient, which came with the loss. Once that has been added to
+        # whole gradients, it takes no memory of its own.
         of_embedding = 4 * (embeddings - output) - (0 if batch.new_gradients else found.of_loss)
         yield moment(batch, found, n, blocks if batch.stays else [], of_embedding)
 
 
 def matrices_of_blocks(model: Decoder) -> list[int]:
-    """How many values the matrices of each block have."""
+    """The number of values in the matrices of each block."""
     return [sum(p.numel() for p in block.parameters() if p.ndim == 2) for block in model.blocks()]
 
 
@@ -177,19 +178,19 @@ def state_items(model: Decoder, n_shards: int, averages: bool) -> list[MemoryIte
 
 
 def copies_to_save(model: Decoder, averages: bool, world_size: int) -> MemoryItem:
-    """A rank's copy in its host's memory, from which a checkpoint is written beside training: each value is written by
-    one rank, and all write about as many."""
+    """A rank's copy in its host's memory, for a checkpoint beside training. One rank writes each value, and all ranks
+    write about as many."""
     size = 16 if averages else 12
     return MemoryItem("copies to save", size * model.n_params() // world_size, False, f"{size} x parameters / ranks")
 
 
 def cast_items(model: Decoder, dtype: torch.dtype, checkpointing: bool, copies: int) -> list[MemoryItem]:
-    """Copies of the weights that the matrix products read, without FSDP2: casts to bf16 or fp16.
+    """Casts of the weights to bf16 or fp16 for the matrix products, without FSDP2.
 
-    copies: how many values the optimizer's bf16 copies have.
+    copies: the number of values in the optimizer's bf16 copies.
     """
     size = dtype.itemsize
-    block = max(sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in model.blocks())
+    block = max(matrices_of_blocks(model))
     output = model.unembedding.numel()
     if dtype == torch.float32:
         return []
@@ -211,18 +212,18 @@ class Activations:
     """Bytes of a micro batch's passes, besides weights, their casts and their gradients."""
 
     kept: int  # by all blocks for the backward pass
-    of_loss: int  # gradients that the loss makes in the forward pass
+    of_loss: int  # gradients from the loss, made in the forward pass
     logits: int  # in the loss, with h
-    working: int  # what the backward pass makes, at most
-    of_stages: tuple[int, ...]  # what it makes in a block of the decoder, and in one of the encoder
+    working: int  # new memory of the backward pass at its peak
+    of_stages: tuple[int, ...]  # the same in a block of the decoder, and in a block of the encoder
     formula: str  # of kept
     of_logits: str  # formula of logits
 
 
 def activations_of(config: Config, model: Decoder, layout: Layout, new_gradients: bool = False) -> Activations:
-    """Activations of a micro batch: kept by the forward pass for the backward pass, and used by the passes besides.
+    """Activations of a micro batch.
 
-    new_gradients: what the backward pass makes has the gradients of matrices, which are not added to others.
+    new_gradients: True if the backward pass makes gradients of matrices, False if it adds to existing ones.
     """
     shape, dtype, rows, recompute = config.model, layout.dtype, layout.micro_rows, config.train.activation_checkpointing
     tokens = rows * (shape.context - shape.source_length(shape.context))
@@ -244,7 +245,7 @@ def activations_of(config: Config, model: Decoder, layout: Layout, new_gradients
 
 
 def activation_items(found: Activations, kept: int, passing: int) -> list[MemoryItem]:
-    """kept: of found.kept, what is there at the peak; passing: what comes and goes."""
+    """kept: the part of found.kept at the peak. passing: bytes of short-lived values."""
     formula = f"the more of {found.of_logits}, and what the backward pass makes"
     return [
         MemoryItem("activations", kept, False, found.formula),
@@ -256,7 +257,7 @@ def activation_items(found: Activations, kept: int, passing: int) -> list[Memory
 def of_compiled_blocks(
     config: Config, model: Decoder, layout: Layout, new_gradients: bool = False
 ) -> tuple[float, float, str]:
-    """Bytes that the compiled blocks keep, those that the backward pass makes, and a formula for the former.
+    """Bytes kept by the compiled blocks, new bytes of the backward pass, and a formula for the first.
 
     new_gradients: as for `activations_of`.
     """
@@ -271,19 +272,19 @@ def of_compiled_blocks(
         "selective": (counted.hidden + results, "blocks' inputs, and what products and attention make"),
         "full": (counted.hidden, "blocks' inputs"),
     }[recompute]
-    # Of a block: what is recomputed, and the gradients by the widest product's result and by what made it.
+    # A block's backward pass makes the recomputed values, and gradients by the widest product's result and inputs.
     n_blocks = len(model.blocks())
     again = max(0.0, everything + dropped - kept) / n_blocks
     of_loss = gradients_of_loss(model, 0, dtype.itemsize)
-    block = max(sum(p.numel() for p in layer.parameters() if p.ndim == 2) for layer in model.blocks())
-    # The loss's gradients have gone into those that are there, or they stay, and a compiled block gives all of its own
-    # at its end.
+    block = max(matrices_of_blocks(model))
+    # The loss's gradients were added to existing ones, or they stay, and a compiled block gives all of its own
+    # gradients at its end.
     gradients = dtype.itemsize * block if new_gradients else -of_loss
     return kept, max(again + 1.5 * counted.widest + gradients, of_loss), f"{formula}, compiled"
 
 
 def dropout_bytes(config: Config, model: Decoder, layout: Layout) -> int:
-    """Bytes that compiled blocks keep of a micro batch for dropout.
+    """Bytes kept by compiled blocks for dropout, in a micro batch.
 
     A block keeps a bool for each value that it may drop. With attention_dropout it also keeps the weights of the
     softmax in fp32 and, dropped, in the dtype of the products.

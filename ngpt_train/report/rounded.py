@@ -1,4 +1,4 @@
-"""Numbers as a reader sees them: rounded, with a true minus sign, and an interval in brackets."""
+"""Numbers for a reader: rounded, with a true minus sign, and an interval in brackets."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def si(value: float | None, digits: int = 3) -> str:
 
 
 def number(value: float | None, decimals: int | None = None, digits: int = 4) -> str:
-    """With so many decimals, or so many significant digits where `decimals` is None."""
+    """`value` with `decimals` decimals, or with `digits` significant digits if `decimals` is None."""
     if value is None:
         return DASH
     text = f"{value:.{decimals}f}" if decimals is not None else f"{value:.{digits}g}"

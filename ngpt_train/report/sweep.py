@@ -7,14 +7,14 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.recorded import Record, read_end, read_records
 from ngpt_train.observe.console import format_count
 
-# Exit codes of a job that may have ended before its first step: its directory may hold the losses of an earlier start.
+# A job with these exit codes may have ended before its first step: its directory may hold an earlier start's losses.
 BEFORE_ITS_START = (2, 3)
 
 
 def results(jobs: Sequence[Sequence[str]], runs: Sequence[Path], codes: Sequence[int]) -> str:
-    """The losses at the end of each job, its tokens, what has become of it, and the overrides that not all jobs have.
+    """For each job its last losses, its tokens, its state, and the overrides that differ between jobs.
 
-    runs: their directories. codes: the exit codes of those that were started.
+    runs: the directories of the jobs. codes: the exit codes of the started jobs.
     """
     common = set.intersection(*map(set, jobs))
     lines: list[tuple[str, ...]] = [("job", "training loss", "validation loss", "tokens", "state", "overrides")]

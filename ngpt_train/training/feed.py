@@ -1,4 +1,4 @@
-"""The micro batches of a step: how many rows they have, and their way to the device."""
+"""The micro batches of a step: the number of their rows, and their way to the device."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch import Tensor
 
 from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import ConfigError, DataError
-from ngpt_train.models.decoder import Decoder
 
 if TYPE_CHECKING:  # a step needs torch alone; reading data needs numpy
     from ngpt_train.data.loader import TrainLoader
     from ngpt_train.data.position import Position
     from ngpt_train.data.rows import Batch
+    from ngpt_train.models.decoder import Decoder
 
 
-# With micro_rows=auto a forward pass has at most this many tokens: enough to keep a GPU busy at every scale here, and
-# few enough for a model of 1B parameters in 80 GB.
+# The most tokens of a forward pass with micro_rows=auto: they keep a GPU busy at every scale here, and a model of 1B
+# parameters fits in 80 GB with them.
 AUTO_MICRO_TOKENS = 16_384
 
 
 def resolve_micro_rows(batch_rows: int, micro_rows: int | str, context: int, world_size: int) -> int:
-    """The rows of a micro batch, which one rank has in one forward pass.
+    """The number of rows in a micro batch: one forward pass of one rank.
 
     Raises ConfigError if batch_rows is not a whole number of micro batches on every rank.
     """
@@ -60,7 +60,7 @@ class Feed(Iterator["tuple[list[list[Tensor]], Position]"]):
 
     On a GPU a separate CUDA stream copies the batches of the next step while the model works on this step. The position
     of the next step is returned only with its batches, so that a checkpoint holds the position of the consumed rows.
-    Raises DataError for documents that `model`'s attention has no room for.
+    Raises DataError for documents that are too many or too long for the attention of `model`.
     """
 
     def __init__(self, loader: TrainLoader, model: Decoder, device: torch.device) -> None:
@@ -82,7 +82,7 @@ class Feed(Iterator["tuple[list[list[Tensor]], Position]"]):
 
     def _fetch(self) -> _Step:
         arrays, position = next(self._loader)
-        # On the host, where the ids still are: on the device only an assertion could end the run, without a message.
+        # Before the ids leave the host: on the device only an assertion could end the run, without a message.
         self._check(arrays)
         micro_batches = [[torch.from_numpy(part) for part in batch] for batch in arrays]
         if self._copies is None:

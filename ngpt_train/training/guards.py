@@ -16,15 +16,15 @@ from ngpt_train.optim.loss_scale import SMALLEST
 if TYPE_CHECKING:
     from ngpt_train.training.step import StepResult
 
-# A run survives a single bad batch. After this many skipped steps in a row it does not recover.
+# A run survives a single bad batch. After so many skipped steps in a row it does not recover.
 MAX_SKIPPED_IN_A_ROW = 10
-MAD_TO_DEVIATION = 1.4826  # of a normal distribution, the standard deviation over the median absolute deviation
-LEAST_DEVIATION = 0.01  # of the median: where losses hardly vary, a small rise is no spike
-LEAST_SHARE = 4  # losses are judged once there are one LEAST_SHARE-th of a window
+MAD_TO_DEVIATION = 1.4826  # standard deviation / median absolute deviation, for a normal distribution
+LEAST_DEVIATION = 0.01  # as a share of the median: where losses hardly vary, a small rise is no spike
+LEAST_SHARE = 4  # losses are judged once 1 / LEAST_SHARE of the window is there
 
 
 class NumericalError(RuntimeError):
-    """Training has become numerically meaningless; the weights are those of the last good step."""
+    """Training has become numerically meaningless; the weights are still sound."""
 
     exit_code = 4
 
@@ -36,28 +36,29 @@ class DeviceMemoryError(RuntimeError):
 
 
 class Guards:
-    """Counts steps that were skipped in a row and, with guards.rollback, finds the step from which to go back.
+    """Counts skipped steps in a row and, with guards.rollback, finds the bad step: the first step with a spike.
     Everything is on the device, so that no step waits for it, and the same on every rank.
 
-    A loss spikes that exceeds the median of the losses before it by `spike_height` deviations. These are estimated from
-    the differences of successive losses, which losses that fall do not widen. A checkpoint holds the losses.
+    A spike is a loss above the median of the earlier losses by `spike_height` deviations. The deviation is estimated
+    from the differences of successive losses, because these stay small while the loss falls. A checkpoint holds the
+    losses.
     """
 
     def __init__(self, config: GuardsConfig, device: torch.device) -> None:
         self._config = config
         self.skipped_in_a_row = torch.zeros((), dtype=torch.int64, device=device)
         self._losses = torch.full((config.spike_window,), torch.nan, dtype=torch.float64, device=device)  # newest last
-        self._bad_step = torch.zeros((), dtype=torch.int64, device=device)  # the first since `forget`; 0: none
-        self._facts = torch.zeros(3, dtype=torch.float64, device=device)  # of it: loss, median, bound
+        self._bad_step = torch.zeros((), dtype=torch.int64, device=device)  # the first one since `forget`; 0: none
+        self._facts = torch.zeros(3, dtype=torch.float64, device=device)  # of the bad step: loss, median, bound
 
     def add(self, result: StepResult, step: int) -> None:
-        """Adds the step that gave `result`. step: the number of steps that are completed with it."""
+        """Adds a step. step: its number, from 1."""
         self.skipped_in_a_row = (self.skipped_in_a_row + 1) * without_remedy(result)
         if not self._config.rollback:
             return
         loss, losses = result.loss.double(), self._losses
         median = losses.nanmedian()
-        changes = losses.diff()  # whose variance is twice that of the losses
+        changes = losses.diff()  # their variance is twice the variance of the losses
         deviation = MAD_TO_DEVIATION * (changes - changes.nanmedian()).abs().nanmedian() / math.sqrt(2)
         bound = median + self._config.spike_height * deviation.clamp(min=LEAST_DEVIATION * median)
         enough = losses.isfinite().sum() * LEAST_SHARE >= len(losses)
@@ -69,11 +70,11 @@ class Guards:
         self._losses = torch.where(counts, torch.cat([losses[1:], loss.reshape(1)]), losses)
 
     def bad_step(self) -> int:
-        """The first step since `forget` that the run is to go back from, 0 if there is none. Waits for the device."""
+        """The number of the bad step since `forget`, 0 if there is none. Waits for the device."""
         return int(self._bad_step) if self._config.rollback else 0
 
     def facts(self) -> dict[str, float | None]:
-        """The bad step's loss, and the median of the losses before it; None where a number is not finite."""
+        """The bad step's loss, and the median of the earlier losses; None where a number is not finite."""
         loss, median, _ = self._facts.tolist()
         return {name: x if abs(x) < torch.inf else None for name, x in (("loss", loss), ("median", median))}
 
@@ -85,16 +86,16 @@ class Guards:
         return f"{MAX_SKIPPED_IN_A_ROW} steps in a row, up to step {step}, had a gradient that is not finite"
 
     def forget(self) -> None:
-        """Looks for another bad step, because there is nowhere to go back to from this one."""
+        """Forgets the bad step, because there is no checkpoint to go back to, and looks for another."""
         self._bad_step.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Numbers that JSON stores without loss. A state with a bad step is not saved."""
+        """Exact numbers for JSON. A state with a bad step is not saved."""
         losses = [loss for loss in self._losses.tolist() if loss == loss]
         return {"skipped_in_a_row": int(self.skipped_in_a_row), "losses": losses}
 
     def load_state_dict(self, stored: Mapping[str, Any]) -> None:
-        """Takes what `state_dict` gave; nothing where an earlier version saved nothing."""
+        """stored: from `state_dict`; earlier versions saved nothing."""
         self.skipped_in_a_row.fill_(stored.get("skipped_in_a_row", 0))
         self._bad_step.zero_()
         self._losses.fill_(torch.nan)
@@ -103,7 +104,7 @@ class Guards:
 
 
 def without_remedy(result: StepResult) -> Tensor:
-    """0-dim bool on the device: whether the step was skipped, and not because a loss scale was still too large."""
+    """0-dim bool on the device: True if the step was skipped and a smaller loss scale would not have helped."""
     return result.skipped if result.loss_scale is None else result.skipped & (result.loss_scale <= SMALLEST)
 
 

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
 
 
 class Interval:
-    """Summed loss, number of targets, and numbers of steps, skipped and clipped ones, since the last train record.
+    """Sums since the last train record: the loss, targets, steps, skipped steps and clipped steps.
 
-    clip_norm: gradients with a larger norm are clipped; None: none is. A checkpoint holds the sums, so that the first
-    record after a resume is the same as without the interruption.
+    clip_norm: gradients with a larger norm are clipped; None: no gradient is clipped. A checkpoint holds the sums, so
+    that the first record after a resume is the same as without the interruption.
     """
 
     def __init__(self, device: torch.device, clip_norm: float | None) -> None:
@@ -28,7 +28,7 @@ class Interval:
         self._n_steps = 0
 
     def add(self, result: StepResult) -> None:
-        """Adds a step. Of a skipped step, whose loss may be NaN, only the fact that it was skipped counts."""
+        """Adds a step. A skipped step, whose loss may be NaN, adds to the skipped steps alone."""
         self._loss_sum += result.loss_sum.masked_fill(result.skipped, 0.0)
         self._n_targets += result.n_tokens.masked_fill(result.skipped, 0)
         self._n_skipped += result.skipped
@@ -38,9 +38,9 @@ class Interval:
 
     @property
     def loss_mean(self) -> float:
-        """Cross-entropy in nats, mean over all targets of the steps that were not skipped; NaN if there are none.
+        """Mean cross-entropy in nats over all targets, without skipped steps; NaN if there are no targets.
 
-        Every target has the same weight, as in the loss of a step, so that a step with few targets has little weight.
+        Every target has the same weight, as in the loss of a step.
         """
         return float(self._loss_sum / self._n_targets) if self._n_targets else math.nan
 
@@ -50,7 +50,7 @@ class Interval:
 
     @property
     def clipped(self) -> float | None:
-        """Share of the steps whose gradient was clipped, None without clipping. A skipped step is one that was not."""
+        """Clipped steps / steps; None without clipping. Skipped steps do not count as clipped."""
         return None if self._clip_norm is None or not self._n_steps else int(self._n_clipped) / self._n_steps
 
     def reset(self) -> None:
@@ -59,7 +59,7 @@ class Interval:
         self._n_steps = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The sums as numbers that JSON stores without loss."""
+        """The sums as exact numbers for JSON."""
         return {
             "loss_sum": float(self._loss_sum),
             "n_targets": int(self._n_targets),
@@ -72,6 +72,6 @@ class Interval:
         self._loss_sum.fill_(stored["loss_sum"])
         self._n_targets.fill_(stored["n_targets"])
         self._n_skipped.fill_(stored["n_skipped"])
-        # Earlier versions did not count these: then the share is that of the steps since the resume.
+        # Earlier versions did not count these: then the share covers the steps since the resume.
         self._n_clipped.fill_(stored.get("n_clipped", 0))
         self._n_steps = stored.get("n_steps", 0)

@@ -1,4 +1,4 @@
-"""The loop over steps. Whatever happens beside them is a hook (hooks/hook.py)."""
+"""The loop over steps. Everything beside the steps is a hook (hooks/hook.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ngpt_train.training.step import NOBODY, train_step
 def train(run: TrainingRun) -> str | None:
     """Trains from state.step to train.steps, or to train.stop_at, or until a hook sets `run.reason`.
 
-    Returns why the run stopped early, None at the planned end. Raises what the hooks raise, and DeviceMemoryError.
+    Returns why the run stopped early; None at the planned end. Errors of hooks pass; raises DeviceMemoryError.
     """
     with run.around():
         run.at("start")
@@ -51,15 +51,15 @@ def take_step(run: TrainingRun) -> bool:
     fetched = time.perf_counter()
     run.observer, run.saving = None, False
     run.at("before_step")
-    # As data/loader.py deals them.
+    # The numbers of this rank's rows, as data/loader.py deals them.
     rows = torch.arange(state.world.rank, state.config.train.rows_per_step, state.world.size)
     with explain_out_of_memory(state.micro_rows), run.during(STEP, run.step + 1):
         untouched = run.result is not None  # before the first step, the weights may have been loaded
         run.result = train_step(state, micro_batches, untouched=untouched, rows=rows, observer=run.observer or NOBODY)
     state.interval.add(run.result)
     state.guards.add(run.result, run.step)
-    # Reading the loss waits for the device, so that the seconds below are those that the steps took. A checkpoint or a
-    # validation would wait for it too, and be charged with these seconds.
+    # Reading the loss waits for the device, so that `seconds` holds all of the step. Otherwise a checkpoint or a
+    # validation would wait for the device, and the step's time would count as theirs.
     waits = run.step == run.last or any(hook.waits(run) for hook in run.hooks)
     run.loss = float(run.result.loss) if waits else None
     run.data_seconds, run.seconds = fetched - started, time.perf_counter() - started
@@ -69,7 +69,7 @@ def take_step(run: TrainingRun) -> bool:
 
 
 def save_while_waiting(run: TrainingRun) -> None:
-    """Saves the step before the one whose rows did not come, unless it was skipped or is to be gone back from."""
+    """Saves the last step after a wait for rows has ended, unless the step was skipped or a rollback is due."""
     run.reason = run.stop.reason
     run.skipped = int(run.state.guards.skipped_in_a_row)
     run.saving = run.result is not None and not run.skipped and not run.state.guards.bad_step()

@@ -20,7 +20,7 @@ from ngpt_train.training.checkpoint.catalogue import find_checkpoint
 from ngpt_train.training.state import TrainState
 
 if TYPE_CHECKING:
-    from ngpt_train.data.dataset import Dataset  # needs numpy, which the commit does not
+    from ngpt_train.data.dataset import Dataset  # imports numpy
 
 
 def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def describe_start(state: TrainState, data: Dataset) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor and the instructions that torch uses of it: sums on another one are rounded otherwise."""
+    """Names the processor and its instructions in use by torch: sums on another processor are rounded otherwise."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -59,7 +59,7 @@ def processor() -> str:
 
 
 def initial_checkpoint(config: Config) -> Path | None:
-    """The checkpoint that run.init_from names, or None. Raises DataError unless it has the config's model."""
+    """The checkpoint of run.init_from, if that is set. Raises DataError unless it has the config's model."""
     if config.run.init_from is None:
         return None
     checkpoint = find_checkpoint("run.init_from", config.run.init_from)

@@ -23,7 +23,7 @@ from ngpt_train.training.checkpoint.catalogue import VALIDATION, candidates, lis
 
 logger = logging.getLogger(__name__)
 
-DONE = "done"  # the reason in exit.json of a run that reached its planned end
+DONE = "done"  # the reason in exit.json at the planned end
 _LEFT_BY_A_KILLED_START = ("lock", "run.json", ".run.json.partial", ".config.yaml.partial")
 # The files that run.overwrite deletes, in this order. config.yaml is last, because it marks a run directory.
 _RUN_FILES = (
@@ -60,8 +60,8 @@ class RunDirectory:
     def check(self, config: Config, data: Dataset | None = None) -> Path | None:
         """Checks, without writing, that `config` may use the directory; returns the checkpoint to resume from, if any.
 
-        data: None before it is open. Raises ConfigError or DataError if the directory is in use, is not that of a run,
-        or holds a run with another config or on other data.
+        data: None before it is open. Raises ConfigError or DataError if the directory is in use, has other files than a
+        run's, or holds a run with another config or on other data.
         """
         name = f"run.name={config.run.name}"
         self._check_place(config)
@@ -98,17 +98,17 @@ class RunDirectory:
         return found[-1] if found else _no_checkpoint(config, self.checkpoints)
 
     def candidates(self, config: Config) -> list[Path]:
-        """The checkpoints from which this start may go on. Raises DataError if that of run.resume_step is not there."""
+        """The checkpoints for this start. Raises DataError if the checkpoint of run.resume_step is not there."""
         return candidates(self.checkpoints, self._named_step(config))
 
     def _named_step(self, config: Config) -> int | None:
-        """run.resume_step, where it counts: for the first start of a job, and not for its restarts."""
+        """run.resume_step for the first start of a job; None for its restarts."""
         step = config.run.resume_step
         begun = [start for start in self._record()["starts"] if start.get("step") == step] if self.used and step else []
         return None if any(is_same_job(start.get("job"), this_job()) for start in begun) else step
 
     def _left_out(self, checkpoint: Path | None) -> dict[str, str]:
-        """The directories that are newer than `checkpoint` and no complete checkpoints: why, by name."""
+        """{name: problem} for newer checkpoints than `checkpoint` that are incomplete or gone."""
         if checkpoint is None:
             return {}
         found = [path.name for path in list_checkpoints(self.checkpoints)]
@@ -118,7 +118,7 @@ class RunDirectory:
         return problems | dict.fromkeys(sorted(incomplete), "it has no MANIFEST.json, so it is not complete")
 
     def _overwrites(self, config: Config) -> bool:
-        """True if this start deletes the run: run.overwrite holds once for a job, and not for its restarts.
+        """True if this start deletes the run: run.overwrite is for the first start of a job, not for its restarts.
 
         Raises ConfigError where a restart cannot be told from a new job.
         """
@@ -139,8 +139,8 @@ class RunDirectory:
         return False
 
     def _check_saved(self, name: str, found: list[Path]) -> None:
-        """Compares the complete checkpoints that are there with the last that was saved. Raises DataError if all are
-        gone; says it if the last one is."""
+        """Raises DataError if a checkpoint was saved and all are gone. Warns if the last one is gone, and of each
+        incomplete one."""
         saved = self._record().get("saved")
         complete = list_checkpoints(self.checkpoints)
         for path in sorted(self.checkpoints.glob("step_*")) if self.checkpoints.is_dir() else []:
@@ -158,7 +158,7 @@ class RunDirectory:
             )
 
     def _check_data(self, name: str, data: Dataset) -> None:
-        """Raises DataError unless data and tokenizer are those of the run's last start."""
+        """Raises DataError if data or tokenizer have changed since the run's last start."""
         last = self._last_start()
         if data.tokenizer.fingerprint != last["tokenizer_fingerprint"]:
             raise DataError(
@@ -186,8 +186,8 @@ class RunDirectory:
         )
 
     def _check_entries(self, name: str) -> None:
-        """Raises DataError where a link or something else lies in the place of a file or directory of the run. But
-        people link `checkpoints` to a larger disk, where no other run is."""
+        """Raises DataError where a file or directory of the run is a link or of another kind. `checkpoints` may be a
+        link, for example to a larger disk, but not into another run."""
         names = [*_RUN_FILES, *_LEFT_BY_A_KILLED_START, ".exit.json.partial"]
         own = [self.path / entry for entry in names if entry != "checkpoints" or not self.checkpoints.is_dir()]
         own += [self.checkpoints / VALIDATION, self.checkpoints / f".{VALIDATION}.partial"]
@@ -203,12 +203,12 @@ class RunDirectory:
     def open(
         self, config: Config, start: dict[str, Any], checkpoint: Path | None, damaged: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """Locks the directory for this process and writes config.yaml and run.json; returns the entry that this start
-        has there. Rank 0 calls it, after `check`.
+        """Locks the directory for this process and writes config.yaml and run.json; returns this start's entry in
+        run.json. Rank 0 calls it, after `check`.
 
-        start: versions, device, world size, fingerprints of this start. checkpoint: the newest one that is sound.
-        damaged: the names of those that are newer, and what is wrong with them; they are renamed. Raises ConfigError if
-        the directory cannot be written, or if another process has used it since `check`.
+        start: versions, device, world size, fingerprints of this start. checkpoint: the newest sound one.
+        damaged: {name: problem} of newer checkpoints, which are renamed. Raises ConfigError if the directory cannot be
+        written, or if another process has used it since `check`.
         """
         damaged = damaged or {}
         try:
@@ -256,7 +256,7 @@ class RunDirectory:
         return start
 
     def _put_aside(self, name: str, why: str) -> Path:
-        """Renames a checkpoint to WHY-NAME, so that no start takes it and nothing deletes it; returns where it is."""
+        """Renames a checkpoint to WHY-NAME, so that no start takes it and nothing deletes it; returns its path."""
         aside = self.checkpoints / f"{why}-{name}"
         number = 1
         while aside.exists():
@@ -288,7 +288,7 @@ class RunDirectory:
         try:
             end = {"code": code, "reason": reason, "step": step, "rank": rank, "host": socket.gethostname()}
             write_json(self.path / "exit.json", end)
-        except OSError as error:  # a full disk, for example, of which the reason speaks already
+        except OSError as error:  # a full disk, for example, which `reason` names already
             logger.warning("%s/exit.json could not be written: %s", self.path, error.strerror)
 
     def release(self) -> None:
@@ -296,13 +296,13 @@ class RunDirectory:
         self._lock.release()
 
     def _other_files(self) -> list[str]:
-        """The names of the files here, without those that a start leaves behind when it is killed at once."""
+        """The names of the files here, without the leftovers of a start that was killed at once."""
         if not self.path.exists():
             return []
         return [entry.name for entry in self.path.iterdir() if entry.name not in _LEFT_BY_A_KILLED_START]
 
     def kernels(self) -> dict[str, Any] | None:
-        """The findings about kernels of the last start on a GPU; None where there was none."""
+        """The findings about kernels from the last start on a GPU; None if there was no such start."""
         starts = self._record()["starts"]
         return next((start["kernels"] for start in reversed(starts) if start.get("kernels")), None)
 
@@ -323,7 +323,7 @@ class RunDirectory:
 
 
 def _no_checkpoint(config: Config, checkpoints: Path) -> Path | None:
-    """Returns None, for no checkpoint. Raises DataError if run.resume=must requires one."""
+    """Returns None. Raises DataError if run.resume=must requires a checkpoint."""
     if config.run.resume == "must":
         raise DataError(
             f"run.resume=must: there is no checkpoint in {checkpoints}. "

@@ -9,18 +9,18 @@ from typing import Any
 from ngpt_train.core.errors import DataError
 from ngpt_train.distributed.world import World
 
-# Of a launcher or a queue, of Ctrl-C, and of a terminal that is closed.
+# Sent by a launcher, a queue, Ctrl-C and a terminal that is closed.
 STOPPING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 # A Ctrl-C reaches the workers of torchrun twice: from the terminal, and from torchrun, which forwards the signal. A
 # second SIGINT within this many seconds is that echo and does not count.
 ECHO_SECONDS = 1.0
-# Seconds that one of several ranks that are told to stop waits for its next row.
+# Seconds that a rank waits for its next row after it was told to stop, where there are several ranks.
 LAST_SECONDS = 15.0
 
 
 class StopRequest:
-    """Inside a `with`, the signals of STOPPING do not end the process but set `reason`, which the loop reads. One that
-    is ignored, as SIGHUP under `nohup`, stays so.
+    """Inside a `with`, the signals of STOPPING do not end the process but set `reason`, which the loop reads. An
+    ignored signal stays ignored, such as SIGHUP under `nohup`.
 
     A second SIGINT ends the process at once, with exit code 130 as shells expect. No checkpoint is damaged, because
     checkpoints are written atomically. max_hours counts from construction.
@@ -61,7 +61,7 @@ class StopRequest:
 
 
 class StoppedWaitingError(RuntimeError):
-    """A process that waits for rows was told to stop; no step has begun."""
+    """The process was told to stop while it waited for rows; no step has begun."""
 
     exit_code = 1
 
@@ -69,12 +69,12 @@ class StoppedWaitingError(RuntimeError):
 class Patience:
     """Ends a trainer's wait for a row of streamed text: after a time, or when the process is told to stop.
 
-    Of several ranks the others wait for this one in the next step, so that no step can end any more and nothing can be
-    saved: there a stop waits for the row a little longer.
+    With several ranks, the others wait for this rank in the next step, so that nothing can be saved. Then the process
+    waits for its row LAST_SECONDS longer.
     """
 
     def __init__(self, stop: StopRequest, world: World, fetch_minutes: float) -> None:
-        """fetch_minutes: data.fetch_minutes, after which a worker gives up a shard; it gets as long again to decode."""
+        """fetch_minutes: data.fetch_minutes, a worker's limit for a shard; decoding may take as long again."""
         self._stop, self._alone, self._longest = stop, world.size == 1, 2 * 60 * fetch_minutes
         self._rank = world.rank
 

@@ -1,17 +1,17 @@
 """The training state: model, optimizer and counters, which a training step changes."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ngpt_train.config.schema import Config
 from ngpt_train.distributed.first_contact import first_contact
 from ngpt_train.distributed.layouts import parallelize
-from ngpt_train.distributed.world import World, join_world
-from ngpt_train.models.decoder import Decoder
+from ngpt_train.distributed.world import join_world
 from ngpt_train.optim.loss_scale import LossScale
 from ngpt_train.optim.moving_average import MovingAverage
 from ngpt_train.optim.optimizer import build_optimizer, lr_factors
@@ -19,6 +19,11 @@ from ngpt_train.optim.storage import round_to_bf16_
 from ngpt_train.training.feed import resolve_micro_rows
 from ngpt_train.training.guards import Guards, explain_out_of_memory
 from ngpt_train.training.interval import Interval
+
+if TYPE_CHECKING:
+    from ngpt_train.config.schema import Config
+    from ngpt_train.distributed.world import World
+    from ngpt_train.models.decoder import Decoder
 
 
 @dataclass
@@ -30,19 +35,19 @@ class TrainState:
     model: Decoder
     forward: nn.Module  # a training step calls it: the model, or DDP around the model
     optimizer: torch.optim.Optimizer
-    lr_factors: list[float]  # of each of the optimizer's groups: its rate relative to the step's
+    lr_factors: list[float]  # one for each group of the optimizer: its rate / the rate of the step
     micro_rows: int  # rows per rank in one forward pass
     step: int  # optimizer steps completed
-    tokens: Tensor  # targets that have counted so far, over all ranks; 0-dim int64 on the device
+    tokens: Tensor  # valid targets so far, over all ranks; 0-dim int64 on the device
     interval: Interval  # sums since the last train record
-    guards: Guards  # what recent steps say of the run
+    guards: Guards
     loss_scale: LossScale | None = None  # with train.precision=fp16
     ema: MovingAverage | None = None  # of the weights, with optim.ema_decay
-    train_seconds: float | None = 0.0  # in training steps so far; None after a checkpoint that does not say
+    train_seconds: float | None = 0.0  # in training steps so far; None after a checkpoint without the number
     rollbacks: list[dict[str, Any]] = field(default_factory=list)  # as run.json has them
 
     def counters(self) -> dict[str, Any]:
-        """The part of a checkpoint that is no tensor, as JSON stores it without loss. Waits for the device."""
+        """The numbers of a checkpoint beside its tensors, exact in JSON. Waits for the device."""
         return {
             "step": self.step,
             "tokens": int(self.tokens),
@@ -54,7 +59,7 @@ class TrainState:
         }
 
     def load_counters(self, stored: Mapping[str, Any]) -> None:
-        """Takes `counters` of a checkpoint. Earlier versions did not save all of them."""
+        """stored: `counters` of a checkpoint. Earlier versions did not save all of them."""
         self.step = stored["step"]
         self.tokens.fill_(stored["tokens"])
         self.train_seconds = stored.get("train_seconds")
@@ -67,12 +72,11 @@ class TrainState:
 
 
 def check_kernels(config: Config, world: World, stored: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Checks the kernels that a run will use, and switches off those that must not run; a collective call, before
+    """Checks the kernels of a run, and switches off the kernels that must not run; a collective call, before
     `build_state`.
 
-    stored: what run.json has of the run's last check, whose choices by speed stay. Returns what the entry of this start
-    is to have, {"kernels": ...}; nothing where there is no GPU. Raises ConfigError where a kernel that the config names
-    must not run.
+    stored: the run's last check in run.json; its choices by speed stay. Returns {"kernels": ...} for the entry of this
+    start in run.json; empty without a GPU. Raises ConfigError where a kernel must not run but the config names it.
     """
     micro_rows = resolve_micro_rows(
         config.train.rows_per_step, config.train.micro_rows, config.model.context, world.size

@@ -1,8 +1,10 @@
 """One optimizer step, from rows of tokens to updated weights. The host does not wait for the device."""
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +18,9 @@ from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.optim.schedule import lr_at
 from ngpt_train.optim.storage import round_to_bf16_
 from ngpt_train.training.feed import to_device
-from ngpt_train.training.state import TrainState
+
+if TYPE_CHECKING:
+    from ngpt_train.training.state import TrainState
 
 MicroBatch = Sequence[Tensor]  # tokens, targets and optionally document ids, each (micro_rows, context) int64
 
@@ -28,28 +32,24 @@ class StepResult(NamedTuple):
     grad_norm: Tensor  # before clipping, of the loss itself and not of the scaled one
     n_tokens: Tensor  # valid targets of the step, over all ranks
     skipped: Tensor  # true if a gradient was not finite; then weights and moments are bit for bit unchanged
-    lr: float  # of the schedule; a kind of parameters may have a rate of its own, relative to it
+    lr: float  # by the schedule; a group of parameters may have another rate, relative to this one
     z_loss: Tensor | None  # optim.z_loss * logsumexp(logits)^2, mean over the same targets; None if optim.z_loss is 0
     loss_sum: Tensor  # cross-entropy summed over the same targets, fp64
-    loss_scale: Tensor | None = None  # by which the step's loss was multiplied; None but with train.precision=fp16
+    loss_scale: Tensor | None = None  # the factor of the step's loss with train.precision=fp16; else None
 
 
 class Observer:
-    """Looks at a step and changes nothing of it; this one does not even look. Every rank has one, at the same steps."""
+    """Looks at a step and changes nothing. Every rank has an observer, at the same steps. This one does nothing."""
 
     def before_step(self, state: TrainState, micro_batches: Sequence[MicroBatch]) -> None:
         """Before the first forward pass. micro_batches: this rank's, on the device."""
 
     def before_update(self, state: TrainState) -> None:
-        """Before the optimizer. Gradients are those of the whole step, averaged over ranks, and not yet clipped; with
+        """Before the optimizer. The gradients of the whole step are averaged over ranks, and not yet clipped. With
         train.precision=fp16 they are multiplied by the loss scale, `state.loss_scale.value`."""
 
     def after_update(self, state: TrainState) -> None:
         """After the projection. state.step and state.tokens count the step already."""
-
-    def records(self) -> list[dict[str, Any]]:
-        """Records of the steps seen since the last call, for the sinks. Waits for the device."""
-        return []
 
 
 NOBODY = Observer()
@@ -68,11 +68,11 @@ def train_step(
     number in the whole step, so it does not depend on accumulation, padding or the number of ranks. Raises ValueError
     if there are no micro batches, or if ids are not int64.
 
-    untouched: the caller promises that since the last step nothing has changed the weights without torch counting it,
-    for example through `.data`. Then the optimizer's bf16 copies of the last step are used again.
+    untouched: the caller promises that nothing has changed the weights since the last step unseen by torch, for
+    example through `.data`. Then the optimizer's bf16 copies of the last step are used again.
 
-    rows: int64, the numbers of this rank's rows in the batch of all ranks, in their order here; dropout is a function
-    of them. By default the rows of rank 0 come first, then those of rank 1, and so on.
+    rows: int64, the number of each of this rank's rows in the batch of all ranks; dropout is a function of them. By
+    default the rows are numbered rank by rank.
     observer: sees the weights and gradients at three moments of the step.
     """
     check_batches(micro_batches)
@@ -91,7 +91,7 @@ def train_step(
     observer.before_step(state, batches)
     state.model.begin_step_(state.step, loss_factor)
     loss_sum, z_sum = forward_and_backward(state, batches, seeds, loss_factor, untouched)
-    loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)  # sum_ works in place: loss_sum is now that of all ranks
+    loss = world.sum_(loss_sum) / n_tokens.clamp(min=1)  # sum_ works in place: loss_sum now covers all ranks
     z_loss = world.sum_(z_sum) / n_tokens.clamp(min=1) if config.optim.z_loss else None
 
     average_vectors_(state.model, world)
@@ -122,9 +122,9 @@ def check_batches(micro_batches: Sequence[MicroBatch]) -> None:
 def dropout_seeds(
     state: TrainState, sizes: Sequence[int], rows: Tensor | None = None
 ) -> Sequence[Mapping[str, Tensor]]:
-    """For each micro batch the model's argument `seeds`, of its rows' dropout; none for a model without dropout.
+    """For each micro batch the model's argument `seeds`, for the dropout of its rows; none for a model without dropout.
 
-    sizes: how many rows each of this rank's micro batches has. rows: as of `train_step`.
+    sizes: the number of rows of each micro batch of this rank. rows: as for `train_step`.
     """
     if not state.config.model.uses_dropout:
         return [{}] * len(sizes)
@@ -141,9 +141,9 @@ def forward_and_backward(
     loss_factor: Tensor,
     untouched: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Both passes over each of this rank's micro batches. The gradients are those of loss_factor times the summed loss.
+    """Both passes over each of this rank's micro batches: the gradients of loss_factor times the summed loss.
 
-    batches: on the device. seeds: of `dropout_seeds`. loss_factor: 0-dim fp64. untouched: as of `train_step`.
+    batches: on the device. seeds: from `dropout_seeds`. loss_factor: 0-dim fp64. untouched: as for `train_step`.
     Returns the cross-entropy and the z-loss, each summed over this rank's targets: 0-dim fp64, in nats.
     """
     if state.config.train.cuda_graphs:

@@ -27,7 +27,6 @@ from ngpt_train.evaluation.asked import tasks_of
 from ngpt_train.evaluation.evaluations import Evaluations
 from ngpt_train.evaluation.trust import note_names
 from ngpt_train.observe import build_sinks
-from ngpt_train.observe.sinks import Sink
 from ngpt_train.observe.telemetry.collector import Telemetry
 from ngpt_train.optim.storage import round_to_bf16_
 from ngpt_train.report.curves import plot_run
@@ -36,7 +35,7 @@ from ngpt_train.training.checkpoint.catalogue import step_of
 from ngpt_train.training.checkpoint.integrity import newest_undamaged, newest_with_config
 from ngpt_train.training.checkpoint.load import load_model, load_state
 from ngpt_train.training.feed import Feed
-from ngpt_train.training.hooks.hook import TrainingRun
+from ngpt_train.training.hooks.hook import Sink, TrainingRun
 from ngpt_train.training.hooks.rollback import GoBack, describe, go_back
 from ngpt_train.training.loop import train
 from ngpt_train.training.provenance import describe_start, initial_checkpoint

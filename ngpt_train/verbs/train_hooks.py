@@ -18,21 +18,20 @@ from ngpt_train.evaluation.asked import sampling_of
 from ngpt_train.evaluation.evaluations import Evaluations
 from ngpt_train.evaluation.in_training import TaskScores, Validations
 from ngpt_train.observe.meters import Meter
+from ngpt_train.observe.telemetry.collector import ObservedSteps, Telemetry
+from ngpt_train.observe.train_records import TrainRecords
 from ngpt_train.training.checkpoint.catalogue import step_of
 from ngpt_train.training.checkpoint.save import Checkpoints
 from ngpt_train.training.hooks.hook import Hook, TrainingRun
-from ngpt_train.training.hooks.observed_steps import ObservedSteps
 from ngpt_train.training.hooks.profiler import Profiler
 from ngpt_train.training.hooks.replicas import Replicas
 from ngpt_train.training.hooks.rollback import Rollback, go_back_every
 from ngpt_train.training.hooks.saving import SaveCheckpoints
 from ngpt_train.training.hooks.skipped_steps import SkippedSteps
 from ngpt_train.training.hooks.stopping import StopTogether
-from ngpt_train.training.hooks.train_records import TrainRecords
 from ngpt_train.training.hooks.watchdog import Watchdog
 from ngpt_train.training.run_directory import RunDirectory
 from ngpt_train.training.state import TrainState
-from ngpt_train.training.step import Observer
 from ngpt_train.verbs.train_notes import Notes
 
 if TYPE_CHECKING:
@@ -45,7 +44,7 @@ def add_hooks(
     start: dict[str, Any],
     evaluations: Evaluations,
     tasks: Tasks | None,
-    telemetry: Observer | None,
+    telemetry: Telemetry | None,
     run: TrainingRun,
 ) -> None:
     """Adds the hooks to `run`, whose sinks are open; a collective call. start: this start's entry in run.json."""

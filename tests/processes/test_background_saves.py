@@ -155,7 +155,9 @@ def test_one_save_at_a_time(tmp_path: Path, corpus: Path, undisturbed: Path) -> 
     slow, quick = (arguments(tmp_path / name, corpus, *options) for name in ("slow", "quick"))
     output = output_of(started(slow, "sleep", "staged", "3,6", "0"))
     train(quick)
-    waits = re.findall(r"the checkpoint of step (\d+) is still being written; that of step (\d+) waits for it", output)
+    waits = re.findall(
+        r"the checkpoint of step (\d+) is still being written; the checkpoint of step (\d+) waits for it", output
+    )
     assert waits == [("3", "6"), ("6", "9")], output
     assert re.findall(r"saved \S+/step_(\d+)", output) == [f"{step:08d}" for step in (3, 6, 9, 12)]
     assert numbers(tmp_path / "slow/runs/test") == numbers(undisturbed)

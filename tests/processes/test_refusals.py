@@ -4,15 +4,16 @@ import fcntl
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torch.distributed.checkpoint.metadata import Metadata
 
 from ngpt_train.__main__ import main
 from ngpt_train.config.schema import TokenizerConfig
 from ngpt_train.data import load_tokenizer
 from ngpt_train.data.tokenizers.sentence_piece import train_sentencepiece
-from ngpt_train.training.checkpoint import list_checkpoints, tensor_files
+from ngpt_train.training.checkpoint import list_checkpoints
 from tests.processes.runs import arguments, records, write_corpus
 
 
@@ -166,12 +167,14 @@ def test_weights_of_another_version(
     directory: Path, corpus: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Caught: a traceback from deep inside where a checkpoint calls its weights otherwise."""
-    pieces_in = tensor_files._pieces_in
+    read_metadata = HuggingFaceStorageReader.read_metadata
 
-    def without_wk(path: Path) -> Any:
-        return (found for found in pieces_in(path) if found[0] != "layers.1.wk")
+    def without_wk(reader: HuggingFaceStorageReader) -> Metadata:
+        found = read_metadata(reader)
+        del found.state_dict_metadata["layers.1.wk"]
+        return found
 
-    monkeypatch.setattr(tensor_files, "_pieces_in", without_wk)
+    monkeypatch.setattr(HuggingFaceStorageReader, "read_metadata", without_wk)
     message = refused(directory, corpus, capsys, 3, "train.steps=6")
     assert "has no layers.1.wk: another version of ngpt-train wrote it" in message
 

@@ -22,5 +22,5 @@ def test_a_flipped_bit_and_a_swap_are_found(tmp_path: Path, parallel: str, ranks
     assert found.keys() == expected.keys()
     # Groups of HSDP are ranks 0 and 1, 2 and 3: ranks 1 and 3 have the same shards.
     for place, name in expected.items():
-        blamed = "rank 3 is not what it is on rank 1" if (parallel, place) == ("hsdp", "matrix") else "rank 1 is not"
-        assert found[place].startswith(f"step 3: {name} on {blamed}")
+        blamed = "ranks 1 and 3" if (parallel, place) == ("hsdp", "matrix") else "ranks 0 and 1"
+        assert found[place].startswith(f"step 3: {name} differs between {blamed}")

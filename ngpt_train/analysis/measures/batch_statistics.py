@@ -1,7 +1,7 @@
 """Statistics of batches beside the running ones, in norms over the batch: PowerNorm's figures 2, 3 and 4.
 
-Symbols are the paper's: X, Y `(B, d)`, whose rows are the valid tokens of a batch; mu, sigma, psi, gamma `(d,)`, with
-the batch's own as mu_B and so on. sigma = sqrt(variance + eps) and psi = sqrt(mean square + eps), as the model divides.
+Symbols are the paper's: X, Y `(B, d)`, a row for each valid token of a batch; mu, sigma, psi, gamma `(d,)`, and mu_B,
+sigma_B, psi_B for the batch. sigma = sqrt(variance + eps) and psi = sqrt(mean square + eps), as the model divides.
 """
 
 import contextlib
@@ -37,10 +37,11 @@ def distance(batch: Tensor, running: Tensor) -> float:
 
 
 def gradient_term(dL_dY: Tensor, X_hat: Tensor | None, gamma: Tensor, root: Tensor) -> float:
-    """||gamma / (sigma_B B) * sum_j dL/dy_j|| / d, the term of eq. 3 that comes from mu_B; with X_hat
-    ||gamma / (sigma_B B) * sum_j dL/dy_j * x_hat_j|| / d, that from sigma_B^2, and in PN-V from psi_B^2 (eq. 6).
+    """Without X_hat: ||gamma / (sigma_B B) * sum_j dL/dy_j|| / d, the term of mu_B in eq. 3. With X_hat:
+    ||gamma / (sigma_B B) * sum_j dL/dy_j * x_hat_j|| / d, the term of sigma_B^2, and in PN-V of psi_B^2 (eq. 6).
 
-    The latter is multiplied by x_hat_i for token i, whose mean square over the tokens is 1 in each channel. fp64.
+    The second term is multiplied by x_hat_i for token i. The mean square of x_hat over the tokens is 1 in each channel.
+    fp64.
     """
     products = dL_dY if X_hat is None else dL_dY * X_hat  # (B, d)
     term = gamma.double() / root.double() * products.double().mean(dim=0)
@@ -50,16 +51,16 @@ def gradient_term(dL_dY: Tensor, X_hat: Tensor | None, gamma: Tensor, root: Tens
 def batch_gaps(model: Decoder, batches: Sequence[Sequence[Tensor]], step: int) -> list[BatchGap]:
     """The norms over the batch, in the order of the forward pass, at each batch.
 
-    Each batch goes through the model as in a training step after `step` steps, but without dropout, and leaves no
-    trace: weights and running statistics stay. `distance` is of mu_B and mu, sigma_B and sigma, sigma_B^2 and sigma^2,
-    psi_B and psi, psi_B^2 and psi^2; `gradient_term` of the batch's mean loss as g_mu, g_sigma_squared and, of PN-V,
-    g_psi_squared. PowerNorm itself has no such term: its backward pass takes nu in its place.
+    Each batch goes through the model as in a training step after `step` steps, but without dropout; weights and running
+    statistics stay. Distances are between mu_B and mu, sigma_B and sigma, sigma_B^2 and sigma^2, psi_B and psi, psi_B^2
+    and psi^2. Gradient terms of the batch's mean loss are g_mu, g_sigma_squared and, for PN-V, g_psi_squared. PowerNorm
+    itself has no such term: its backward pass takes nu in its place.
     """
     norms = {canonical(place): module for place, module in model.named_modules() if hasattr(module, "on_batch")}
     found: list[BatchGap] = []
     model.eval()
     for norm in norms.values():
-        norm.train()  # alone: dropout stays off
+        norm.train()  # the norms alone: dropout stays off
     for number, batch in enumerate(batches):
         n_targets = max(1, int((batch[1] != IGNORED).sum()))
         with _unchanged(model), _watched(norms) as seen:
@@ -83,7 +84,7 @@ def _unchanged(model: Decoder) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _watched(norms: Mapping[str, Any]) -> Iterator[dict[str, dict[str, float]]]:
-    """By norm, in the order of the calls, the numbers of BatchGap; those of the gradient after the backward pass."""
+    """The values of BatchGap by norm, in the order of the calls; gradient terms come with the backward pass."""
     seen: dict[str, dict[str, float]] = {}
     handles = []
 
@@ -125,7 +126,7 @@ def _watched(norms: Mapping[str, Any]) -> Iterator[dict[str, dict[str, float]]]:
 def compared(norm: Any, values: Sequence[Tensor]) -> dict[str, float]:
     """The distances of a batch's statistics from the running ones."""
     found = {}
-    # The model moves the running statistics after the block, so they are those of before.
+    # The model moves the running statistics after the block, so this batch is not in them yet.
     for (name, running), value in zip(norm.statistics().items(), values, strict=False):
         if name in SQUARES:
             found[SQUARES[name]] = distance(norm.root(value), norm.root(running))
@@ -139,8 +140,8 @@ def compared(norm: Any, values: Sequence[Tensor]) -> dict[str, float]:
 
 
 def over_batches(run: OfRun, names: Sequence[str]) -> list[Curve]:
-    """At the first norm over the batch, x is the number of the batch. At each layer: the mean over the batches, and
-    their variance, divided by n - 1."""
+    """For the first norm over the batch: a value for each batch. For each layer: the mean over the batches, and the
+    variance, divided by n - 1."""
     if not run.over_batch:
         raise NoMeaning("has no norm over the batch")
     if run.batches is None:

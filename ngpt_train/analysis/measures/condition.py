@@ -27,7 +27,7 @@ def heads(matrix: Tensor, n_heads: int) -> Tensor:
 
 
 def singular_values(matrices: Tensor) -> Tensor:
-    """`(..., m, n)` -> `(..., min(m, n))` fp64, the largest first. fp32 has no digits below 1e-7 of the largest."""
+    """`(..., m, n)` -> `(..., min(m, n))` fp64, the largest first. fp32 would lose values below 1e-7 of the largest."""
     return torch.linalg.svdvals(matrices.double())
 
 
@@ -50,10 +50,10 @@ def n_heads_of(run: OfRun, name: str) -> int:
     return run.model.n_heads if name == "wq" else run.model.n_kv_heads or run.model.n_heads
 
 
-@lru_cache(maxsize=2)  # of the run at hand, for figures 5 and 10: minutes for a large model
+@lru_cache(maxsize=2)  # figures 5 and 10 share the numbers of a run, which take minutes for a large model
 def medians(run: OfRun, renormalize: bool) -> list[Curve]:
-    """For each matrix and layer: condition numbers of the heads, and their median, the mean of the middle two of an
-    even number. x is the layer i of `layers.{i}`."""
+    """For each matrix and layer: condition numbers of the heads, and their median (of an even number, the mean of the
+    middle two). x is the layer i of `layers.{i}`."""
     curves = []
     for name in (*ATTENTION, *MLP):
         for stack, layers in by_layer(run.weights, name).items():

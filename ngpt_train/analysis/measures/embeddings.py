@@ -8,12 +8,12 @@ from torch import Tensor
 
 from ngpt_train.analysis.measures.of_run import Curve, OfRun, Values, as_values, over_ranks
 
-BINS = 2000  # of the histogram of dot products, between the largest products that the norms allow
-ROWS_AT_ONCE = 256  # of the products that are in memory
+BINS = 2000  # of the histogram of dot products, between the extremes for these norms
+ROWS_AT_ONCE = 256  # products of so many rows with all others are in memory
 
 
 def of_model(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The embeddings `(V, d)` by panel; `output` is the input's where they are tied."""
+    """The embeddings `(V, d)` by panel; tied embeddings have the same `input` and `output`."""
     found = {"input": weights["embedding"], "output": weights.get("output", weights["embedding"])}
     return {**found, **({"source": weights["source_embedding"]} if "source_embedding" in weights else {})}
 
@@ -24,11 +24,11 @@ def row_norms(E: Tensor) -> Tensor:
 
 
 def eigenvalues_over_median(E: Tensor) -> Tensor:
-    """lambda / median(lambda), where lambda `(d,)` are the eigenvalues of the covariance matrix of the rows of E
-    `(V, d)`, C = X^T X / (V - 1) with X = E - mean(E). fp64, the largest first.
+    """lambda / median(lambda), with the eigenvalues lambda `(d,)` of the covariance matrix of the rows of E `(V, d)`,
+    C = X^T X / (V - 1), X = E - mean(E). fp64, the largest first.
 
-    They are sigma^2 / (V - 1) with the singular values sigma of X, which keeps the digits of the small ones. With fewer
-    rows than dimensions the others are 0. The median of an even number is the mean of the middle two.
+    lambda = sigma^2 / (V - 1), with the singular values sigma of X, keeps the digits of small eigenvalues. With fewer
+    rows than dimensions the other eigenvalues are 0. The median of an even number is the mean of the middle two.
     """
     X = E.double() - E.double().mean(dim=0)
     sigma = torch.linalg.svdvals(X)
@@ -41,7 +41,7 @@ def pairwise_dot_products(E: Tensor) -> tuple[Values, Values]:
     """The density of E_i . E_j over all pairs i < j of rows of E `(V, d)`, fp64: the ends of bins `(n + 1,)`, and the
     share of pairs in each bin divided by its width `(n,)`.
 
-    Bins divide [-r^2, r^2], r the largest norm, into BINS equal parts; those at the ends that are empty are left out.
+    BINS equal bins divide [-r^2, r^2], r the largest norm; empty bins at the ends are left out.
     """
     E = E.double()
     r_squared = float(row_norms(E).max()) ** 2

@@ -16,11 +16,11 @@ PARAMETERS = ("wq", "wk", "wv", "wo", "w_u", "w_v", "w_down")
 
 
 def gradient_l1(model: Decoder, batches: Sequence[Sequence[Tensor]]) -> tuple[dict[str, float], float]:
-    """||g||_1 = sum of |g_ij| of each weight by canonical name, fp64, and the loss whose gradient g is.
+    """||g||_1 = sum of |g_ij| for each weight by canonical name, fp64, and the loss. g is the gradient of the loss.
 
     The loss is the mean cross-entropy over all targets of all batches, in nats; the model is in evaluation mode, so
     without dropout and with running statistics. batches: tokens, targets and optionally document ids, each `(B, T)`, on
-    the model's device. Leaves no gradients.
+    the model's device. The model keeps no gradients.
     """
     model.eval()
     model.zero_grad()
@@ -76,7 +76,7 @@ def measured(run: OfRun) -> Mapping[str, float]:
 
 
 def on_device(batch: Sequence[Tensor], rows_at_once: int, device: torch.device) -> list[list[Tensor]]:
-    """Tokens, targets and optionally document ids `(N, T)`, in pieces of at most so many rows."""
+    """Tokens, targets and optionally document ids `(N, T)`, in pieces of at most `rows_at_once` rows."""
     return [
         [part[first : first + rows_at_once].to(device) for part in batch]
         for first in range(0, len(batch[0]), rows_at_once)

@@ -27,7 +27,7 @@ QUARTERS = {"least": 0.0, "lower quarter": 0.25, "median": 0.5, "upper quarter":
 
 
 def means(named: Mapping[str, Tensor], name: str, said: str = "", kind: str = "line") -> list[Curve]:
-    """The mean entry of the vector `name` at each layer; of alpha the mean of |alpha_i|, because a rate is used as its
+    """The mean entry of the vector `name` at each layer; for alpha the mean of |alpha_i|, because the model uses the
     absolute value. s_v comes without the constant factor sqrt(d_model) of eq. 21."""
 
     def mean(vector: Tensor) -> float:
@@ -46,7 +46,7 @@ def figure_6(run: OfRun) -> list[Curve]:
 
 
 def values_of(run: OfRun, name: str) -> Curve:
-    """All effective entries of the vectors `name` over the layers, and stacks, as y; `histograms` counts them."""
+    """All effective entries of the vectors `name` in all layers and stacks, as y; `histograms` counts them."""
     vectors = [vector for path, vector in run.in_use.items() if path == name or path.endswith(f".{name}")]
     values = np.concatenate([np.abs(as_values(v)) if name.startswith("alpha") else as_values(v) for v in vectors])
     return Curve(name, "", np.arange(len(values), dtype=np.float64), values)
@@ -61,9 +61,9 @@ def figure_14(run: OfRun) -> list[Curve]:
 
 
 def histograms(curves: Mapping[str, list[Curve]]) -> dict[str, list[Curve]]:
-    """In the place of values their density, for each run: the share of its entries in a bin divided by the bin's width.
+    """Replaces values by their density, for each run: the share of its entries in a bin divided by the bin's width.
 
-    A panel has the same bins for all runs: BINS equal ones from the least to the largest value of any.
+    A panel has the same BINS equal bins for all runs, from the least to the largest value of any run.
     """
     panels = {curve.panel for found in curves.values() for curve in found}
     edges: dict[str, Values] = {}
@@ -76,7 +76,7 @@ def histograms(curves: Mapping[str, list[Curve]]) -> dict[str, list[Curve]]:
 
 
 def histogram_of_s_z(curves: Mapping[str, list[Curve]]) -> dict[str, list[Curve]]:
-    """Figure 6 with the histogram of s_z in the place of its entries."""
+    """Figure 6 with a histogram of s_z instead of its entries."""
     counted = histograms({run: [c for c in found if c.panel == "s_z"] for run, found in curves.items()})
     return {run: [*(c for c in found if c.panel != "s_z"), *counted[run]] for run, found in curves.items()}
 
@@ -106,8 +106,8 @@ def tnt(run: OfRun, *names: str) -> list[Curve]:
 def tnt_figure_3(run: OfRun) -> list[Curve]:
     """TnT, figure 3: the mean of |alpha| of attention, cross-attention and MLP at each layer of encoder and decoder.
 
-    The paper's values, 0.02 to 0.27 around 1 / sqrt(d_model) = 0.03, look like those that are stored; effective ones
-    are stored * init / scale.
+    The paper's values, 0.02 to 0.27 around 1 / sqrt(d_model) = 0.03, look like stored values; effective values are
+    stored * init / scale.
     """
     return tnt(run, "alpha_attn", "alpha_cross", "alpha_mlp")
 

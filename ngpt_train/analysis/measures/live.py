@@ -58,7 +58,7 @@ def figure_6(run: OfRun) -> list[Curve]:
 
 
 def tnt(*names: str) -> Any:
-    """As `of_vectors`, of encoder-decoders alone."""
+    """As `of_vectors`, for encoder-decoders alone."""
     measure = of_vectors(*names)
 
     def of_encoder_decoders(run: OfRun) -> list[Curve]:

@@ -15,12 +15,12 @@ Values = NDArray[np.float64]
 
 
 class NoMeaning(Exception):
-    """A figure has no meaning for a run, or no numbers of it. The message is the end of a sentence about the run."""
+    """A figure has no meaning, or no numbers, for a run. The message is the end of a sentence about the run."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points of a panel of a figure. x, y: `(n,)`."""
+    """A curve in a panel of a figure. x, y: `(n,)`."""
 
     panel: str
     name: str  # within its panel and run, such as `median` or `head 3`; may be empty
@@ -39,19 +39,19 @@ class BatchGap:
     values: Mapping[str, float]  # by name, see batch_statistics.py
 
 
-@dataclass(frozen=True, eq=False)  # by identity, so that a measure of a run can be kept for another figure
+@dataclass(frozen=True, eq=False)  # by identity, so that figures of a run can share a cached measure
 class OfRun:
-    """The data of one run that figures are made of.
+    """The data of one run for its figures.
 
     weights: by canonical name, vectors as stored, matrices as the model uses them. in_use: vectors as the model uses
-    them, such as nGPT's effective alpha. gradient_l1, loss, batches: of the run's own rows; None where they were not
-    asked for or cannot be had, and `no_rows` says why. telemetry, train: records of metrics.jsonl.
+    them, such as nGPT's effective alpha. gradient_l1, loss, batches: of the run's own rows; None if they were not asked
+    for, or cannot be had for the reason `no_rows`. telemetry, train: records of metrics.jsonl.
     """
 
     name: str
     model: ModelConfig
-    on_sphere: bool = False  # whether training keeps the rows of matrices on the sphere
-    over_batch: bool = False  # whether it has norms over the batch
+    on_sphere: bool = False  # training keeps the rows of matrices on the sphere
+    over_batch: bool = False  # the model has norms over the batch
     weights: Mapping[str, Tensor] = field(default_factory=dict)
     in_use: Mapping[str, Tensor] = field(default_factory=dict)
     gradient_l1: Mapping[str, float] | None = None
@@ -70,8 +70,8 @@ ENCODER, DECODER, CROSS = "encoder", "decoder", "cross-attention"
 def by_layer(named: Mapping[str, Any], name: str) -> dict[str, dict[int, Any]]:
     """The values of `named` under `layers.{i}.NAME`, by stack and layer, in order.
 
-    A decoder has one stack, whose name is empty. An encoder-decoder has those of `encoder.{i}.NAME`, `layers.{i}.NAME`
-    and `layers.{i}.cross.NAME`.
+    A decoder has one stack, with an empty name. An encoder-decoder has three: `encoder.{i}.NAME`, `layers.{i}.NAME` and
+    `layers.{i}.cross.NAME`.
     """
     found: dict[str, dict[int, Any]] = {}
     for path, value in named.items():
@@ -96,7 +96,7 @@ def named_curve(stack: str, name: str) -> str:
 def layer_curves(
     named: Mapping[str, Any], name: str, number: Callable[[Any], float], said: str = "", kind: str = "line"
 ) -> list[Curve]:
-    """A curve for each stack: the number of each value under `layers.{i}.NAME`, over the layers i."""
+    """A curve for each stack: number(value) for the value under `layers.{i}.NAME`, over the layers i."""
     return [
         Curve(
             name, named_curve(stack, said), as_values(list(layers)), as_values(list(map(number, layers.values()))), kind

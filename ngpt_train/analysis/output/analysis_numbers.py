@@ -12,9 +12,9 @@ from ngpt_train.core.files import write_atomically
 
 
 def as_json(measured: Measured, runs: Sequence[Mapping[str, Any]], command: str) -> dict[str, Any]:
-    """The content of analysis.json. A number that is not finite is null. runs: what is said of each.
+    """The content of analysis.json. Infinities and NaN are null. runs: a table with a row for each run.
 
-    definition: the first paragraph of what the function that measured it says.
+    definition: the first paragraph of the measuring function's docstring.
     """
     figures = {}
     for name, curves in measured.curves.items():
@@ -42,12 +42,12 @@ def _finite(values: Any) -> list[float | None]:
 
 
 def write_json(content: Mapping[str, Any], path: Path) -> None:
-    """On one line: indented, each of a million numbers would have its own."""
+    """Writes one line: with indents, each of a million numbers would have its own line."""
     write_atomically(path, (json.dumps(content, allow_nan=False) + "\n").encode())
 
 
 def write_parquet(measured: Measured, path: Path) -> None:
-    """A row for each point: figure, panel, run, curve, x and y, in which infinity and NaN stay."""
+    """Writes a row for each point: figure, panel, run, curve, x and y. x and y may be infinite or NaN."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.parquet as pq

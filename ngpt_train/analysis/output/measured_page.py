@@ -17,8 +17,8 @@ from ngpt_train.report.page.style import styles
 
 TITLE = "Measurements of the papers"
 MOST_POINTS = 500  # of a curve in a picture and on the page; analysis.json has all
-FEW_POINTS = 40  # each has a symbol
-FAINT = 4  # from so many curves of a run on in a panel, such as those of heads, they are fainter
+FEW_POINTS = 40  # a curve with at most so many points has symbols
+FAINT = 4  # more curves of a run in a panel, such as one for each head, are fainter
 
 
 def write_pictures(measured: Measured, runs: Sequence[str], folder: Path) -> list[Path]:

@@ -1,1 +1,1 @@
-"""Where a model's validation loss is: sums over classes of tokens, which add up to it exactly, and rows to read."""
+"""A model's validation loss by classes of tokens, as sums that add up to it exactly, and rows to read."""

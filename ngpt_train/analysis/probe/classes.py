@@ -16,7 +16,8 @@ from ngpt_train.data.token_sequence import Tokens
 
 @dataclass(frozen=True)
 class Classes:
-    """labels: `(N, context)` indices in `names`, whatever where a target does not count. says: what they are."""
+    """labels: `(N, context)` indices in `names`; any index where a target does not count. says: the classes in
+    words."""
 
     kind: str
     says: str
@@ -25,9 +26,9 @@ class Classes:
 
 
 def of_frequency(targets: NDArray[np.int64], counts: NDArray[np.int64], counted: str) -> Classes:
-    """By the rank of the target among all ids by their count, the most frequent first: 1 to 10, 11 to 100, ...
+    """Classes by the target's rank among all ids, the most frequent first: 1 to 10, 11 to 100, ...
 
-    counts: `(vocab_size,)`; equal counts are ranked by id. counted: of what, in words.
+    counts: `(vocab_size,)`; equal counts are ranked by id. counted: the counted text, in words.
     """
     ranks = np.empty(len(counts), np.int64)
     ranks[np.argsort(-counts, kind="stable")] = np.arange(1, len(counts) + 1)
@@ -40,7 +41,7 @@ def of_frequency(targets: NDArray[np.int64], counts: NDArray[np.int64], counted:
 
 
 def of_position(targets: NDArray[np.int64]) -> Classes:
-    """By the target's position in its row from 0: 0, 1, 2 to 3, 4 to 7, ..."""
+    """Classes by the target's position in its row from 0: 0, 1, 2 to 3, 4 to 7, ..."""
     context = targets.shape[1]
     octaves = np.array([position.bit_length() for position in range(context)])
     names = [
@@ -52,22 +53,22 @@ def of_position(targets: NDArray[np.int64]) -> Classes:
 
 
 def of_type(tokens: NDArray[np.int64], targets: NDArray[np.int64], pieces: list[str], eos: int) -> Classes:
-    """By the text of the target, and of the token before it."""
+    """Classes by the text of the target, and of the token before it."""
     counting = np.where(targets == IGNORED, 0, targets)
     return Classes("type", "the target's text", TYPES, piece_types(counting, tokens, pieces, eos))
 
 
 def of_source(validation: Tokens, names: Sequence[str], config: Config, chosen: NDArray[np.int64]) -> Classes:
-    """By the source of the mixture that the target's document is of. chosen: the rows `(N,)`.
+    """Classes by the source of the target's document in the mixture. chosen: the rows `(N,)`.
 
-    The rows of a text whose ids are the numbers of their sources say which target is of which.
+    The labels are the rows of a text in which each id is the number of its source.
     """
     lengths = validation.shard_lengths()
     assert len(lengths) == len(names)
     last = np.empty(1, np.int64)
     validation.read(len(validation) - 1, last)
     numbers = [np.full(n, number, np.int64) for number, n in enumerate(lengths)]
-    # Whether a document of the packed rows ends with eos must not change.
+    # A document must end with eos here exactly if it does in the text.
     eos = len(names) - 1 if last[0] == validation.eos else len(names)
     starts, _ = validation.documents()
     firsts = np.cumsum([0, *lengths])

@@ -30,8 +30,8 @@ def report(
 ) -> dict[str, Any]:
     """The content of probe.json.
 
-    models: what is said of each; `name` is its key in `losses` `(N, context)`. rows: tokens and targets `(N, context)`.
-    numbers: those of the rows in the split, `(N,)`. pieces: the text of each id. about: what else it begins with.
+    models: facts of each model; `name` is its key in `losses` `(N, context)`. rows: tokens and targets `(N, context)`.
+    numbers: of the rows in the split, `(N,)`. pieces: the text of each id. about: the first fields.
     """
     _, targets = rows
     counts = targets != IGNORED
@@ -89,10 +89,10 @@ def row_of(
 
 
 def addable(losses: Losses) -> Losses:
-    """The losses as multiples of one power of two, q, of which all of them together are fewer than 2^52.
+    """The losses as multiples of a power of two, q; their sum is below 2^52 q.
 
-    Then no sum of some of them, in whatever order, rounds. q is as small as that allows, so that the change of a loss
-    is no larger than the rounding of their plain sum in fp64.
+    So no sum of any of them, in any order, rounds. q is as small as possible: a loss changes no more than a plain sum
+    in fp64 would round.
     """
     _, exponent = math.frexp(float(losses.sum()) or 1.0)
     q = 2.0 ** (exponent - 52)
@@ -100,10 +100,10 @@ def addable(losses: Losses) -> Losses:
 
 
 def of_classes(classes: Classes, losses: Mapping[str, Losses], counts: NDArray[np.bool_]) -> list[dict[str, Any]]:
-    """For each class with targets its name, the number of targets, and by model the sum of their losses in nats
+    """For each class with targets: its name, the number of targets, and for each model the sum of losses in nats
     (`loss_sum`) and their mean (`loss`).
 
-    losses: by model, `(N, context)`, of `addable`. counts: which targets count.
+    losses: by model, `(N, context)`, from `addable`. counts: True for targets that count.
     """
     found = []
     n_classes = len(classes.names)
@@ -120,7 +120,7 @@ def of_classes(classes: Classes, losses: Mapping[str, Losses], counts: NDArray[n
 
 
 def by_position(losses: Mapping[str, Losses], counts: NDArray[np.bool_]) -> dict[str, Any]:
-    """For each position of a row: targets that count, and for each model the sum of their losses."""
+    """For each position of a row: the number of targets, and for each model the sum of their losses."""
     loss_sum = {name: np.where(counts, of, 0).sum(axis=0).tolist() for name, of in losses.items()}
     return {"targets": counts.sum(axis=0).tolist(), "loss_sum": loss_sum}
 

@@ -11,7 +11,7 @@ from ngpt_train.report.page.html import THEME, figure, links, page, section, tab
 from ngpt_train.report.page.style import Style, styles
 
 TITLE = "Where the loss is"
-FULL = 3.0  # nats: a loss, or a difference of losses, from which on a token has the full colour
+FULL = 3.0  # nats: a token with this loss, or difference of losses, or more has the full colour
 
 
 def write_page(report: Mapping[str, Any], path: Path) -> None:
@@ -44,8 +44,8 @@ def html(report: Mapping[str, Any]) -> str:
 
 
 def class_rows(each: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Lines of a table: for each class its targets, and of each model its mean loss and the share of its summed loss;
-    of two models also the second one's loss minus the first one's, as `compare` has an arm minus the baseline."""
+    """Lines of a table: for each class its targets, and for each model the mean loss and the share of the summed loss.
+    For two models also the second loss minus the first, as in `compare` an arm minus the baseline."""
     total = {name: sum(of["loss_sum"][name] for of in each["classes"]) or 1.0 for name in names}
     targets = sum(of["targets"] for of in each["classes"])
     lines = []
@@ -63,7 +63,7 @@ def class_rows(each: Mapping[str, Any], names: Sequence[str]) -> list[dict[str, 
 
 
 def sign(names: Sequence[str]) -> str:
-    """The meaning of the sign of the difference of two models."""
+    """Explains the sign of a difference between two models."""
     return f"{names[1]} minus {names[0]}: where it is negative, {names[1]} is better."
 
 

@@ -1,4 +1,4 @@
-"""The text that ids stand for, one by one, and what kind of text that is."""
+"""The text of each id, and the type of that text."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -6,7 +6,7 @@ from numpy.typing import NDArray
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 
 UNKNOWN = "\N{REPLACEMENT CHARACTER}"
-# By the first character of the piece that is no space; `piece_types` has the rules.
+# By the first character that is no space; `piece_types` has the rules.
 TYPES = (
     "word start",
     "word continuation",
@@ -20,10 +20,10 @@ TYPES = (
 
 
 def pieces_of(tokenizer: Tokenizer) -> list[str]:
-    """The text that each id adds, by id: `(vocab_size,)` texts, with the spaces that it brings.
+    """The text of each id, spaces included, by id: `(vocab_size,)` texts.
 
-    Each id is decoded after a letter, because at the beginning of a text some tokenizers leave the space out. Bytes of
-    a longer character are U+FFFD, special ids nothing.
+    Each id is decoded after a letter, because at the beginning of a text some tokenizers leave the space out. A part of
+    a longer character is U+FFFD; a special id has an empty text.
     """
     letter = [int(i) for i in tokenizer.encode("a")]
     before = tokenizer.decode(letter)
@@ -46,7 +46,7 @@ def piece_types(ids: NDArray[np.int64], before: NDArray[np.int64], pieces: list[
 
 
 def _type_alone(piece: str) -> int:
-    """The index in TYPES of a piece that follows no letter."""
+    """The index in TYPES of a piece that does not follow a letter."""
     stripped = piece.lstrip()
     if not piece:
         return TYPES.index("special")

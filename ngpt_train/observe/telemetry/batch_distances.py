@@ -11,17 +11,16 @@ from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.weights import canonical
 from ngpt_train.observe.telemetry.step_numbers import Numbers, Record, ratio, stacked
 
-# The symbols of the running statistics that batches move. Of a mean square its root is meant, sqrt(x + eps).
+# The symbols of the running statistics that batches move. The symbol of a mean square x stands for sqrt(x + eps).
 SYMBOLS = {"psi_squared": "psi", "variance": "sigma", "mu": "mu"}
 MEAN_SQUARES = ("psi_squared", "variance")
 
 
 class RunningStatistics:
-    """|psi_B - psi|, where psi is what it was before psi_B moved it; |psi| and |nu| after the step. Euclidean norms.
+    """|psi_B - psi|, with psi before psi_B has moved it; |psi| and |nu| after the step. Euclidean norms.
 
-    The distance is the mean over the micro batches of all ranks, without those that move no running statistic. |psi|
-    and |nu| are means over ranks, whose statistics may differ. A norm over the batch is a module with an attribute
-    `on_batch`.
+    The distance is the mean over the micro batches of all ranks that move a running statistic. |psi| and |nu| are means
+    over ranks, whose statistics may differ. A norm over the batch is a module with an attribute `on_batch`.
     """
 
     def __init__(self, model: Decoder, n_ranks: int, device: torch.device) -> None:
@@ -43,7 +42,7 @@ class RunningStatistics:
 
     @torch.no_grad()
     def _add(self, place: str, batch: Any) -> None:
-        """Adds a micro batch. batch: the norm's BatchStatistics, whose values are those of its first statistics."""
+        """Adds a micro batch. batch: the norm's BatchStatistics; its values belong to the norm's first statistics."""
         norm, counts = self.norms[place], batch.counts()
         for (name, running), value in zip(norm.statistics().items(), batch.values, strict=False):
             distance = torch.linalg.vector_norm(in_symbols(norm, name, value) - in_symbols(norm, name, running))

@@ -1,8 +1,8 @@
-"""Puts the parts of the telemetry together: one vector on the device for each observed step, read when a record is."""
+"""Puts the parts of the telemetry together: one vector on the device for each observed step, read for its record."""
 
 from collections.abc import Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,12 +13,13 @@ from ngpt_train.observe.telemetry.scores import AttentionScores
 from ngpt_train.observe.telemetry.step_numbers import Numbers, Part
 from ngpt_train.observe.telemetry.vectors_in_use import Vectors
 from ngpt_train.observe.telemetry.weight_changes import WeightChanges
+from ngpt_train.training.hooks.hook import Hook, Record, TrainingRun, due
 from ngpt_train.training.state import TrainState
 from ngpt_train.training.step import MicroBatch, Observer
 
 
 class Seen(NamedTuple):
-    """An observed step, on the device. tokens: 0-dim int64, as of the state."""
+    """An observed step, on the device. tokens: 0-dim int64, as in the state."""
 
     step: int
     tokens: Tensor
@@ -53,13 +54,35 @@ class Telemetry(Observer):
         largest = state.world.max_(torch.cat([numbers.largest for numbers in each]))
         self._seen.append(Seen(state.step, state.tokens.clone(), Numbers(summed, largest)))
 
-    def records(self) -> list[dict[str, Any]]:
+    def records(self) -> list[Record]:
+        """Records of the steps seen since the last call. Waits for the device."""
         seen, self._seen = self._seen, []
         return [self._record(each) for each in seen]
 
-    def _record(self, seen: Seen) -> dict[str, Any]:
-        record: dict[str, Any] = {"kind": "telemetry", "step": seen.step, "tokens": int(seen.tokens)}
+    def _record(self, seen: Seen) -> Record:
+        record: Record = {"kind": "telemetry", "step": seen.step, "tokens": int(seen.tokens)}
         summed, largest = iter(seen.numbers.summed.tolist()), iter(seen.numbers.largest.tolist())
         for part, (n_summed, n_largest) in zip(self._parts, self._lengths, strict=True):
             record |= part.record(list(islice(summed, n_summed)), list(islice(largest, n_largest)))
         return record
+
+
+class ObservedSteps(Hook):
+    """Lets `telemetry` see every n-th step, and logs its records once the host waits for the device anyway."""
+
+    def __init__(self, telemetry: Telemetry, every: int) -> None:
+        self._telemetry, self._every = telemetry, every
+        self._spent: dict[int, Record] = {}  # step -> seconds and FLOPs so far, for records not logged yet
+
+    def before_step(self, run: TrainingRun) -> None:
+        if due(run.step + 1, self._every):
+            run.observer = self._telemetry
+
+    def after_step(self, run: TrainingRun) -> None:
+        if run.observer is self._telemetry:
+            self._spent[run.step] = run.spent()
+
+    def check(self, run: TrainingRun) -> None:
+        if run.rests:
+            for record in self._telemetry.records():
+                run.log(record | self._spent.pop(record["step"]))

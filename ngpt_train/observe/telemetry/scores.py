@@ -24,7 +24,7 @@ MOST_SCORES = 2**24  # scores in memory at a time: 64 MB in fp32
 class AttentionScores:
     """Scores of the first row of this rank's first micro batch, by the weights and statistics before the step.
 
-    compiled: whether the model's blocks are compiled.
+    compiled: True if the model's blocks are compiled.
     """
 
     def __init__(self, model: Decoder, compiled: bool, device: torch.device) -> None:
@@ -68,7 +68,7 @@ class AttentionScores:
             self._inside.clear()
 
     def _look(self, q: Tensor, k: Tensor, scale: float, causal: bool, mask: Tensor | None) -> None:
-        """Arguments as of `kernels.attention`, of one row: q `(1, T, H, D)`, k `(1, S, H_kv, D)`."""
+        """Arguments as for `kernels.attention`, for one row: q `(1, T, H, D)`, k `(1, S, H_kv, D)`."""
         place = self.places[self._inside[-1]]
         T, H = q.shape[1:3]
         asked = torch.ones(T, dtype=torch.bool, device=q.device)
@@ -96,7 +96,7 @@ class AttentionScores:
 
 
 def visible(mask: Tensor | None, causal: bool, queries: slice, q: Tensor, k: Tensor) -> Tensor:
-    """The keys that each query sees, bool, broadcasts to `(1, H, queries, S)`."""
+    """True for each key in the sight of a query; broadcasts to `(1, H, queries, S)`."""
     T, S = q.shape[1], k.shape[1]
     if mask is not None:
         return mask.expand(*mask.shape[:2], T, S)[:, :, queries]
@@ -107,8 +107,8 @@ def visible(mask: Tensor | None, causal: bool, queries: slice, q: Tensor, k: Ten
 def scores_of(q: Tensor, k: Tensor, scale: float, seen: Tensor, asked: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The largest logit, the number of saturated rows, and the number of rows, each 0-dim.
 
-    The logits are scale q k^T where the key is seen, in at least fp32. A row is that of one query and head. asked
-    `(T,)`: queries that count. Rows that see a single key do not: their softmax is 1 whatever the model does.
+    The logits are scale q k^T where the key is seen, in at least fp32. A row belongs to one query and head. asked
+    `(T,)`: the queries that count. Rows with a single visible key do not count: their softmax is always 1.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)
     k = k.to(dtype).repeat_interleave(q.shape[2] // k.shape[2], dim=2)

@@ -1,4 +1,4 @@
-"""The numbers that a part of the telemetry takes from a step, on this rank, and how ranks combine them."""
+"""Numbers of a step on this rank, for one part of the telemetry, and how ranks combine them."""
 
 import math
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ Record = dict[str, float]
 class Numbers(NamedTuple):
     """1-dim fp64 tensors on the device, of the same lengths on every rank."""
 
-    summed: Tensor  # whose sums over ranks the record is made of
-    largest: Tensor  # whose largest values over ranks it is made of
+    summed: Tensor  # ranks combine them to their sum
+    largest: Tensor  # ranks combine them to the largest
 
 
 class Part(Protocol):
-    """A part of the telemetry, which has seen a step by the time of `after_update`."""
+    """A part of the telemetry. It has seen the whole step when `after_update` is called."""
 
     def after_update(self) -> Numbers: ...
     def record(self, summed: Sequence[float], largest: Sequence[float]) -> Record:
-        """The numbers of the record, of those that `after_update` returned, over all ranks."""
+        """The fields of the record. summed, largest: from `after_update`, combined over all ranks."""
 
 
 def norms(parts: Sequence[Tensor], order: float, device: torch.device) -> Tensor:
@@ -38,7 +38,7 @@ def norms(parts: Sequence[Tensor], order: float, device: torch.device) -> Tensor
 
 
 def stacked(values: Sequence[Tensor], device: torch.device) -> Tensor:
-    """0-dim tensors as one, `(len(values),)` fp64; there may be none."""
+    """0-dim tensors as one tensor, `(len(values),)` fp64; `values` may be empty."""
     return torch.stack(list(values)).double() if values else torch.zeros(0, dtype=torch.float64, device=device)
 
 

@@ -24,7 +24,7 @@ class Vectors:
 
     @torch.no_grad()
     def after_update(self) -> Numbers:
-        """Vectors of one size are taken together: a few launches for all layers."""
+        """Takes vectors of one size together: a few launches for all layers."""
         values = dict(vectors_in_use(self.model))
         found: list[Tensor] = []
         for names in self.by_size.values():
@@ -45,8 +45,8 @@ class Vectors:
 def vectors_in_use(model: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Every vector of the model but biases, with its canonical name.
 
-    A module with an attribute `stored` stands for a vector that is used otherwise than it is stored, as nGPT's alpha:
-    called without arguments, it returns the vector in use.
+    A module with an attribute `stored` holds a vector in another form than the model uses, such as nGPT's alpha: called
+    without arguments, the module returns the vector in use.
     """
     for place, module in model.named_modules():
         if hasattr(module, "stored"):

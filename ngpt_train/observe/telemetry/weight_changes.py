@@ -1,4 +1,4 @@
-"""Norms of gradients, weights and updates, and the angles that rows turn, of each weight and each layer."""
+"""Norms of gradients, weights and updates, and the angles of turning rows, for each weight and each layer."""
 
 import math
 import re
@@ -19,7 +19,7 @@ SHORTEST = 1e-30  # no divisor is smaller: a row of zeros has no direction
 
 @dataclass(frozen=True)
 class Weight:
-    """The rows of one weight that this rank holds: `rows` of its share of parameter number `index`."""
+    """This rank's rows of a weight: `rows` of this rank's share of parameter number `index`."""
 
     name: str  # canonical
     index: int
@@ -29,17 +29,17 @@ class Weight:
 
 
 class WeightChanges:
-    """Needs, from before the optimizer's step to after it, the memory of one copy of this rank's weights.
+    """Norms and angles of a step. During the optimizer's step it holds a copy of this rank's weights.
 
-    Sums over ranks: under FSDP2 each rank adds the rows that it holds, under HSDP its share of them. What all ranks
-    hold whole, rank 0 adds alone.
+    Sums over ranks: under FSDP2 each rank adds its rows, under HSDP a share of them. Rank 0 alone adds the parameters
+    that all ranks hold whole.
     """
 
     def __init__(self, model: Decoder, is_main: bool, device: torch.device) -> None:
         self.device = device
         self.parameters: list[Tensor] = []
         self.weights: list[Weight] = []
-        adds: list[float] = []  # the share of the weight's sum that this rank adds
+        adds: list[float] = []  # this rank's share of each weight's sum
         for index, (parameter, rows_by_path) in enumerate(named_weights(model)):
             self.parameters.append(parameter)
             first, n_held = first_row(parameter), len(held(parameter))
@@ -55,8 +55,8 @@ class WeightChanges:
         self.adds_angle = torch.tensor(turning, dtype=torch.float64, device=device)
 
     def before_update(self, loss_scale: Tensor | None) -> None:
-        """Takes the gradients, and a copy of the weights. loss_scale: 0-dim, by which the gradients are multiplied."""
-        # Of a weight without a gradient a tensor without elements, whose norm is 0.
+        """Takes the gradients, and a copy of the weights. loss_scale: 0-dim, the factor of the gradients."""
+        # A weight without a gradient has an empty tensor, whose norm is 0.
         gradients = [
             held(parameter).new_zeros(0) if parameter.grad is None else held(parameter.grad)
             for parameter in self.parameters
@@ -104,16 +104,16 @@ class WeightChanges:
         return norms([tensors[weight.index][weight.rows] for weight in self.weights], order, self.device)
 
     def _row_lengths(self, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """The lengths of the rows of each parameter with weights that turn."""
+        """The lengths of rows, for each parameter in `turning`."""
         dtype = torch.float64 if self.device.type == "cpu" else torch.float32
         indices = dict.fromkeys(weight.index for weight in self.turning)
         return [torch.linalg.vector_norm(matrices[index], dim=-1, dtype=dtype) for index in indices]
 
     def _angles(self, moved: Sequence[Tensor], after: Sequence[Tensor]) -> list[Tensor]:
-        """The angle in radians between each row u before the step and v after it; a tensor for each weight that turns.
+        """The angle in radians between each row u before the step and v after it, for each weight in `turning`.
 
         The chord between their directions is |u/|u| - v/|v||, and chord^2 = (|u - v|^2 - (|u| - |v|)^2) / (|u| |v|).
-        This form is exact for small angles too, because u - v is, and needs no rows of exactly length 1.
+        This form is exact for small angles, because u - v is exact, and holds for rows of any length.
         """
         if not self.turning:
             return []
@@ -125,7 +125,7 @@ class WeightChanges:
 
 
 def places(names: Iterable[str]) -> dict[str, list[str]]:
-    """Each weight's name with itself, and each layer, `layers.0`, with the names of its weights."""
+    """The weights at each place: a weight's name stands for itself, a layer, `layers.0`, for all of its weights."""
     found = {name: [name] for name in names}
     for name in list(found):
         if layer := re.match(r"\w+\.\d+(?=\.)", name):

@@ -1,1 +1,1 @@
-"""Figures as data, and what draws them: pages that open without a network, and pictures."""
+"""Figures as data, drawn on pages that open without a network, and as pictures."""

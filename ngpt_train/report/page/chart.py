@@ -1,5 +1,5 @@
-"""A figure as data. `page.js` draws it in a browser, where the reader chooses what is shown; `pictures.py` draws one
-choice as PNG and SVG."""
+"""A figure as data. `page.js` draws it in a browser with its choices for the reader; `pictures.py` draws one choice as
+PNG and SVG."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 
 from ngpt_train.report.page.style import Style
 
-When = Mapping[str, str | tuple[str, ...]]  # name of a choice -> the options, one of which has to be chosen
-Chosen = Mapping[str, Iterable[str]]  # name of a choice -> the options that are chosen
+When = Mapping[str, str | tuple[str, ...]]  # name of a choice -> options; one of them must be chosen
+Chosen = Mapping[str, Iterable[str]]  # name of a choice -> the chosen options
 SHORT = 6  # letters of a label that has room beside a point
 
 
@@ -22,7 +22,7 @@ class Choice:
 
     name: str  # "arm" chooses among the arms of marks, and is the figure's legend
     label: str
-    options: Mapping[str, str]  # option -> what is said
+    options: Mapping[str, str]  # option -> its label
     many: bool = True
     first: tuple[str, ...] = ()  # chosen at first; (): all of them, or the first where `many` is false
 
@@ -33,9 +33,9 @@ class Choice:
 
 @dataclass(frozen=True)
 class Mark:
-    """Points, a line, an area or a bar in the colour of an arm, shown where `when` agrees with what is chosen. Sizes
-    are pixels of the page. hover: the text of a point, in which {arm}, {x:F}, {y:F} and {text} are replaced; F is si,
-    or digits as in 4g or 4f."""
+    """Points, a line, an area or a bar in the colour of an arm, shown while `when` agrees with the reader's choices.
+    Sizes are in pixels of the page. hover: the text of a point, with {arm}, {x:F}, {y:F} and {text} to be replaced; F
+    is si, or digits as in 4g or 4f."""
 
     arm: str
     x: Sequence[float | None]
@@ -60,9 +60,9 @@ class Axis:
     title: str
     when: When = field(default_factory=dict)
     log: bool = False
-    ticks: Mapping[float, str] = field(default_factory=dict)  # where and what; {}: as the renderer has them
-    range: tuple[float, float] | None = None  # None: around what is shown
-    least: float | None = None  # a value that belongs to the range in any case
+    ticks: Mapping[float, str] = field(default_factory=dict)  # place -> label; {}: the renderer's own ticks
+    range: tuple[float, float] | None = None  # None: around the marks
+    least: float | None = None  # the range includes this value
     whole: bool = False  # ticks are at whole numbers
     rule: float | None = None  # a dotted line stands at this value
     rows: Sequence[str] = ()  # the axis has rows with these names, row 0 on top
@@ -70,7 +70,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Plot:
-    """The first of the x axes, and of the y axes, that agrees with what is chosen is drawn."""
+    """The first x axis and the first y axis that agree with the choices are drawn."""
 
     marks: list[Mark]
     x: Sequence[Axis]
@@ -81,7 +81,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Chart:
-    """One or more plots that share what is chosen. labels: the name of each arm, with its stamps."""
+    """One or more plots with the same choices. labels: the name of each arm, with its stamps."""
 
     name: str  # the anchor
     title: str
@@ -96,7 +96,7 @@ class Chart:
         return any(plot.marks for plot in self.plots)
 
     def choice_of_arms(self, label: str) -> Choice:
-        """The choice among the arms that some mark has."""
+        """The choice among the arms with a mark."""
         shown = {mark.arm for plot in self.plots for mark in plot.marks}
         return Choice("arm", label, {arm: self.labels[arm] for arm in self.looks if arm in shown})
 
@@ -107,7 +107,7 @@ def rows(names: Sequence[str], title: str = "") -> Axis:
 
 
 def agrees(when: When, chosen: Chosen) -> bool:
-    """False where a choice is made and has none of the options of `when`."""
+    """False if a choice in `when` has none of its options chosen."""
     return all(
         set([options] if isinstance(options, str) else options) & set(chosen[name])
         for name, options in when.items()
@@ -116,8 +116,8 @@ def agrees(when: When, chosen: Chosen) -> bool:
 
 
 def as_json(charts: Iterable[Chart]) -> str:
-    """The charts as JSON that cannot end the script around it. Equal arrays of numbers are written once, since many
-    curves have the same steps; a field with its default is left out."""
+    """The charts as JSON, escaped for the script around it. Equal arrays of numbers are written once, since many curves
+    have the same steps; a field with its default is left out."""
     arrays: dict[str, int] = {}
     found = {
         chart.name: {
@@ -158,7 +158,7 @@ def _without_defaults(described: Mark | Axis) -> dict[str, Any]:
 
 
 def _short(value: float | None) -> float | None:
-    """Six digits of every number are more than a screen shows; the JSON beside the page has all."""
+    """`value` in six digits, more than a screen shows; the JSON beside the page has all digits."""
     if value is None or not math.isfinite(value):
         return None
     short = float(f"{value:.6g}")

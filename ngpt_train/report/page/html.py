@@ -12,16 +12,15 @@ from ngpt_train.report.page.chart import Chart, Choice, Plot, as_json
 from ngpt_train.report.page.style import Style
 
 HERE = Path(__file__).parent
-# What the browser is allowed: the script and style inside the page. No request leaves it, whatever a name in it holds.
+# The browser may use the script and style inside the page. No request leaves the page, whatever a name in it holds.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:"
-ALL_OR_NONE = 5  # from so many options on there are buttons for all and for none
+ALL_OR_NONE = 5  # a choice with so many options has buttons for all and for none
 THEME = '<button id="theme" type="button" data-theme="auto" hidden>Theme: auto</button>'
-SHORT = 20  # letters that no cell needs to break
+SHORT = 20  # letters of a cell that is not broken into lines
 
 
 def page(title: str, skip: tuple[str, str], body: str, charts: Sequence[Chart]) -> str:
-    """skip: the anchor and the words of the first link. body: HTML, which has THEME in it and a `figure` for each
-    chart."""
+    """skip: the anchor and the words of the first link. body: HTML with THEME and a `figure` for each chart."""
     anchor, words = skip
     return f"""<!DOCTYPE html>
 <html lang="en">
@@ -78,7 +77,7 @@ def _plot(chart: Chart, plot: Plot, title: str) -> str:
 
 
 def _choice(chart: Chart, choice: Choice) -> str:
-    """Hidden where there is nothing to choose; never the arms, which are the figure's legend too."""
+    """Hidden if there is nothing to choose, except the arms, which are also the figure's legend."""
     options = []
     for value, words in choice.options.items():
         mark = glyph(chart.looks[value]) if choice.name == "arm" else ""
@@ -102,7 +101,7 @@ def glyph(look: Style) -> str:
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A plain table of rows with the same keys, which its first line names."""
+    """A plain table. The rows have the same keys, the titles of the columns."""
     columns = list(dict.fromkeys(key for row in rows for key in row))
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     lines = "".join("<tr>" + "".join(_cell(_said(row.get(column))) for column in columns) + "</tr>" for row in rows)
@@ -110,7 +109,7 @@ def table(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def scrolled(name: str, content: str) -> str:
-    """A table that is scrolled where the screen is narrower."""
+    """A table with a scroll bar on a narrow screen."""
     return f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}"><table>{content}</table></div>'
 
 

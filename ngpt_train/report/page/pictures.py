@@ -36,8 +36,8 @@ LINE, SYMBOL = 0.75, 0.62  # points for a pixel of the page
 
 @dataclass(frozen=True)
 class Picture:
-    """A chart as a picture: the options chosen, and the choice whose options have a panel each. A choice that is
-    not named here is as at first."""
+    """A chart as a picture. chosen: one option of a choice; other choices are as at first. beside: the choice with a
+    panel for each option."""
 
     caption: str = ""
     chosen: Mapping[str, str] = field(default_factory=dict)
@@ -45,8 +45,7 @@ class Picture:
 
 
 def write_picture(chart: Chart, shown: Picture, folder: Path, name: str) -> Path | None:
-    """Writes NAME.png and NAME.svg into `folder`; returns the path of the PNG, or None where there is nothing to
-    draw."""
+    """Writes NAME.png and NAME.svg into `folder`; returns the path of the PNG, or None for a chart without marks."""
     import matplotlib
 
     with matplotlib.rc_context(SETTINGS):

@@ -1,4 +1,4 @@
-"""How an arm or a run looks: the same colour and the same marker on every figure and in every table."""
+"""The style of an arm or a run: the same colour and marker on every figure and in every table."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass
 # Chosen by search: under normal sight, deuteranopia, protanopia and tritanopia (Machado et al. 2009) any two are 20 or
 # more apart in CIELAB, and each has a contrast of 3:1 on white and on the dark page. The first is the baseline's.
 COLOURS = ("#5a6875", "#3c72be", "#e03909", "#10a879", "#d975b3", "#b3924b", "#753edd", "#b43140")
-# No reader must tell arms by colour alone, and where there are more arms than colours nobody can. A symbol has the name
-# that matplotlib gives it, and a glyph beside the arm's name in a table.
+# A marker tells arms apart without colour, and where there are more arms than colours. A symbol has matplotlib's name,
+# and a glyph beside the arm's name in a table.
 SYMBOLS = {"o": "●", "s": "■", "^": "▲", "D": "◆", "v": "▼", "P": "✚", "X": "✖", "p": "⬟", "h": "⬢"}
 
 

@@ -14,23 +14,8 @@ layout.
 A state with NaN or an infinity is not saved, and of the checkpoints whose loss had not exploded the last one is kept.
 """
 
-from ngpt_train.training.checkpoint.background import Saves
-from ngpt_train.training.checkpoint.catalogue import candidates, find_checkpoint, last_good, list_checkpoints, step_of
-from ngpt_train.training.checkpoint.integrity import newest_undamaged, newest_with_config, read_progress
+from ngpt_train.training.checkpoint.catalogue import find_checkpoint, last_good, list_checkpoints
 from ngpt_train.training.checkpoint.load import load_model, load_state
 from ngpt_train.training.checkpoint.save import Checkpoints
 
-__all__ = [
-    "Checkpoints",
-    "Saves",
-    "candidates",
-    "find_checkpoint",
-    "last_good",
-    "list_checkpoints",
-    "load_model",
-    "load_state",
-    "newest_undamaged",
-    "newest_with_config",
-    "read_progress",
-    "step_of",
-]
+__all__ = ["Checkpoints", "find_checkpoint", "last_good", "list_checkpoints", "load_model", "load_state"]

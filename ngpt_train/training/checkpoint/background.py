@@ -24,14 +24,14 @@ from ngpt_train.training.checkpoint.tensor_files import Piece, Place, in_one_lin
 if TYPE_CHECKING:
     from ngpt_train.training.state import TrainState
 
-MOST = 0.5  # of a host's free memory that the copies may take: data workers and the system need some, too
+MOST = 0.5  # share of a host's free memory for the copies: data workers and the system need some, too
 
 
 class Saves:
     """The saves of one start of a run: in order, and one at a time.
 
-    saved: called on rank 0 with each complete checkpoint, by the thread if there is one. say: takes one line for
-    people; only the main thread calls it. The constructor is a collective call.
+    saved: called on rank 0 with each complete checkpoint, from the thread if there is one. say: takes one line for
+    people, from the main thread alone. The constructor is a collective call.
     """
 
     def __init__(
@@ -44,15 +44,15 @@ class Saves:
         self._world = state.world.beside() if beside else state.world
         self._thread: threading.Thread | None = None
         self._step = 0  # of the last save
-        self._complete: Path | None = None  # what the last save has made, until it is told
+        self._complete: Path | None = None  # the checkpoint of the last save, until `tell` has named it
         self._error: Exception | None = None
-        self._unsettled = False  # whether a save has been complete since the last call of `settle`
+        self._unsettled = False  # True if a save has been complete since the last `settle`
 
     def save(
         self, state: TrainState, position: Mapping[str, Any], add_files: Callable[[Path], None], loss: float | None
     ) -> None:
-        """Begins a save, or, without staging, makes it; arguments and errors as of Checkpoints.save. `settle` must have
-        been called since the last one."""
+        """Begins a save; without staging, also ends it. Arguments and errors as for Checkpoints.save. Call `settle`
+        between two saves."""
         assert self._thread is None
         snapshot = self._checkpoints.snapshot(state, position, add_files, loss)
         self._step = state.step
@@ -62,14 +62,14 @@ class Saves:
             return
         try:
             snapshot = replace(snapshot, pieces=self._staging.copy(snapshot.pieces))
-        except Exception as error:  # no memory on this rank: the others hear of it where all write
+        except Exception as error:  # no memory on this rank: `write` tells the others
             snapshot = replace(snapshot, problem=in_one_line(error))
         self._thread = threading.Thread(target=self._run, args=(snapshot,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def settle(self, waiting: str = "") -> bool:
-        """Waits for the save under way, and says so with the reason `waiting`. Returns whether one has been completed
-        since the last call. A collective call, which raises, on every rank, what the save has raised."""
+        """Waits for the save under way, and says so with the reason `waiting`. Returns True if a save has been complete
+        since the last call. A collective call; an error of the save is raised on every rank."""
         if self._thread is not None:
             if waiting and self._thread.is_alive():
                 began = time.monotonic()
@@ -86,19 +86,18 @@ class Saves:
         return done
 
     def has_failed(self) -> bool:
-        """True if this rank knows of a failure that `settle` has yet to raise. Says, by the way, what is complete: the
-        ranks ask each other often."""
+        """True if `settle` will raise an error. Called often, so it also names the checkpoint that is complete."""
         self.tell()
         return self._error is not None
 
     def tell(self) -> None:
-        """Says which checkpoint has been completed, once."""
+        """Names the checkpoint that has been completed, once."""
         complete, self._complete = self._complete, None
         if complete is not None:
             self._say(f"saved {complete}")
 
     def close(self) -> None:
-        """Waits for the save under way, at an end that has its own error to tell."""
+        """Waits for the save under way; its error is a warning, because the run may end with another."""
         if self._thread is not None:
             self._thread.join()
         self.tell()
@@ -130,8 +129,8 @@ class Saves:
 class Staging:
     """Buffers for the pieces that this rank writes, in the host's memory, used again for each checkpoint.
 
-    On a GPU they are pinned, and a stream of its own fills them. The host waits for nothing; the next step of the
-    optimizer, which would overwrite what is not copied yet, waits on the device.
+    On a GPU they are pinned, and a stream of its own fills them. The host does not wait. On the device the optimizer's
+    next step waits for the copies, because it overwrites their sources.
     """
 
     def __init__(self, device: torch.device, optimizer: torch.optim.Optimizer) -> None:
@@ -142,8 +141,7 @@ class Staging:
             optimizer.register_step_pre_hook(lambda *_: self._hold_back_the_device())
 
     def copy(self, pieces: Sequence[Piece]) -> tuple[Piece, ...]:
-        """The same pieces in the buffers. They may be read after `wait`, and until the next call. Raises RuntimeError
-        where there is no memory."""
+        """Copies of the pieces. Read them after `wait` and before the next call. Raises RuntimeError without memory."""
         if self._stream is None:
             return tuple(self._copy(piece) for piece in pieces)
         self._stream.wait_stream(torch.cuda.current_stream())
@@ -164,7 +162,7 @@ class Staging:
             buffer = torch.empty(rows.shape, dtype=rows.dtype, pin_memory=self._stream is not None)
             self._buffers[piece.place] = buffer
         if self._stream is not None and rows.is_cuda:
-            rows.record_stream(self._stream)  # some are temporary, and their memory must not be used again too early
+            rows.record_stream(self._stream)  # temporary rows must keep their memory until they are copied
         return replace(piece, rows=buffer.copy_(rows, non_blocking=True))
 
     def _hold_back_the_device(self) -> None:
@@ -173,7 +171,7 @@ class Staging:
 
 
 def staged_bytes(state: TrainState) -> int:
-    """About what the copies of this rank take: its share of the weights, Adam's two moments and the moving average."""
+    """Estimated bytes of this rank's copies: its share of weights, Adam's two moments and the moving average."""
     parts = 3 if state.ema is None else 4
     return (
         parts * sum(weight.numel() * weight.element_size() for weight in state.model.parameters()) // state.world.size
@@ -181,7 +179,7 @@ def staged_bytes(state: TrainState) -> int:
 
 
 def resolve_asynchronous(asked: bool | str, state: TrainState) -> tuple[bool, str]:
-    """`checkpoint.async` with auto resolved, and why, in words. A collective call."""
+    """`checkpoint.async` with auto resolved, and the reason as a sentence. A collective call."""
     if asked != AUTO:
         return bool(asked), f"checkpoint.async={str(asked).lower()}"
     world = state.world
@@ -194,7 +192,7 @@ def resolve_asynchronous(asked: bool | str, state: TrainState) -> tuple[bool, st
 
 
 def available_memory() -> int | None:
-    """Bytes of memory that this process could still take, by the machine and by its control group; None: not known."""
+    """Bytes of free memory, by the machine and by the control group of this process; None if unknown."""
     found = []
     meminfo = _read("/proc/meminfo")
     if "MemAvailable:" in meminfo:

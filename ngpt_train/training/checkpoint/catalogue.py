@@ -1,4 +1,4 @@
-"""Which checkpoints a run has: their directories and names, the newest, the best and the last good one."""
+"""Finds a run's checkpoints: by name, the newest, the best and the last good one."""
 
 import math
 import re
@@ -14,8 +14,8 @@ VALIDATION = "validation.json"  # beside the checkpoints, because they are writt
 BEST = "best"
 UNFINISHED = ".unfinished-"
 NAME = re.compile(r"step_(\d{8,})")
-# A loss that is so many times the smallest loss of the good checkpoints has exploded. Losses of language models do not
-# grow by half while a model learns; a harder text or a small batch raises them by less.
+# A loss above TIMES_THE_SMALLEST times the smallest loss of the good checkpoints has exploded. The loss of a language
+# model that learns does not grow by half; a harder text or a small batch raises it by less.
 TIMES_THE_SMALLEST = 1.5
 
 
@@ -35,8 +35,8 @@ def step_of(checkpoint: Path) -> int:
 
 
 def find_checkpoint(key: str, value: str | None) -> Path:
-    """The checkpoint that the user's `key=value` names: value is a checkpoint, or a run directory with checkpoints, of
-    which the newest is taken, or `best` in place of a checkpoint's name.
+    """The checkpoint for the user's `key=value`: value is a checkpoint, a run directory (its newest checkpoint), or
+    `best` in place of a checkpoint's name.
 
     Raises DataError if there is none.
     """
@@ -56,14 +56,14 @@ def find_checkpoint(key: str, value: str | None) -> Path:
     if not checkpoints:
         what = "holds no complete checkpoint" if path.is_dir() else "does not exist"
         if (path / "config.json").is_file():
-            what = "is a model of transformers, of which `import` makes a run"
+            what = "is a model of transformers; `import` turns it into a run"
         raise DataError(f"{key}={value}: {what}. Name a run directory or one of its checkpoints/step_* directories.")
     return checkpoints[-1]
 
 
 def candidates(directory: Path, step: int | None) -> list[Path]:
-    """The complete checkpoints in `directory` from which a run may go on, oldest first; the one of `step` if that is
-    not None. Raises DataError if that one is not there."""
+    """The complete checkpoints in `directory`, oldest first; with `step`, the checkpoint of this step alone. Raises
+    DataError if it is not there."""
     found = {step_of(path): path for path in list_checkpoints(directory)}
     if step is None or step in found:
         return list(found.values()) if step is None else [found[step]]
@@ -74,7 +74,7 @@ def candidates(directory: Path, step: int | None) -> list[Path]:
 
 
 def read_validation_losses(directory: Path) -> dict[int, float]:
-    """The validation loss of each step at which the run of these checkpoints was validated, as far as it is known."""
+    """{step: validation loss} of the run of these checkpoints, as far as it is known."""
     path = directory / VALIDATION
     if not path.is_file():
         return {}
@@ -85,43 +85,38 @@ def read_validation_losses(directory: Path) -> dict[int, float]:
 
 
 def best(directory: Path, n: int) -> list[Path]:
-    """The `n` complete checkpoints in `directory` with the lowest validation loss, the lowest first; of equal ones the
-    older first. There may be fewer."""
+    """At most `n` complete checkpoints in `directory`, by validation loss, the lowest first; equal losses by age, the
+    oldest first."""
     losses = read_validation_losses(directory)
     known = [path for path in list_checkpoints(directory) if step_of(path) in losses]
     return sorted(known, key=lambda path: losses[step_of(path)])[:n]
 
 
-def is_good(checkpoint: Path) -> bool:
-    """True unless the manifest says that the loss had exploded; manifests of before do not say."""
-    return bool(_manifest(checkpoint).get("good", True))
-
-
 def losses_of_good(directory: Path) -> list[float]:
-    """The losses of the good checkpoints in `directory`, as far as their manifests say them."""
-    manifests = [_manifest(path) for path in list_checkpoints(directory) if is_good(path)]
-    return [manifest["loss"] for manifest in manifests if isinstance(manifest.get("loss"), float)]
+    """The losses of the good checkpoints in `directory`, as far as their manifests have them."""
+    losses = [manifest.get("loss") for manifest in map(_manifest, list_checkpoints(directory)) if manifest["good"]]
+    return [loss for loss in losses if isinstance(loss, float)]
 
 
 def last_good(directory: Path, every: int = 1) -> Path | None:
-    """The newest complete checkpoint in `directory` whose loss had not exploded, of those at multiples of `every`; None
-    if there is none."""
+    """The newest good checkpoint in `directory` at a multiple of `every` steps; None if there is none. Good: complete,
+    and the loss had not exploded."""
     found = (path for path in reversed(list_checkpoints(directory)) if step_of(path) % every == 0)
-    return next((path for path in found if is_good(path)), None)
+    return next((path for path in found if _manifest(path)["good"]), None)
 
 
 def has_exploded(loss: float | None, losses_of_good: Iterable[float]) -> bool:
-    """True if the loss of the step before a checkpoint is not finite, or far above the losses of the good checkpoints
-    that are kept. loss: None where it is not known, which counts as sound."""
+    """True if the loss of the step before a checkpoint is not finite, or far above the losses of the good checkpoints.
+    loss: None, for an unknown loss, counts as sound."""
     if loss is None:
         return False
     return not math.isfinite(loss) or loss > TIMES_THE_SMALLEST * min(losses_of_good, default=math.inf)
 
 
 def _manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest as it is written; of a damaged one {"good": False}."""
+    """The manifest as written. "good" is True where an earlier version left it out, and False if it is damaged."""
     try:
         manifest = read_json(checkpoint / MANIFEST)
     except DataError:
-        return {"good": False}
-    return manifest if isinstance(manifest, dict) else {"good": False}
+        manifest = None
+    return {"good": True} | manifest if isinstance(manifest, dict) else {"good": False}

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 FORMAT = 2  # tensors in safetensors; 1: in torch's own files, whose index is a pickle
 STATE = "state.json"
-MOST = 2**63  # of what torch counts
+MOST = 2**63  # torch's counters end below it
 SHA256, XXH3 = "sha256", "xxh3"
-DIGITS = {XXH3: 32, SHA256: 64}  # of a checksum; both tell a damaged file, neither a forged one
-# The numbers that parts of state.json have at least; those of before lack a part.
+DIGITS = {XXH3: 32, SHA256: 64}  # length of a checksum; both detect a damaged file, neither a forged one
+# Required numbers in parts of state.json. A state.json of an earlier version may lack a whole part.
 _NUMBERS = {"interval": {"loss_sum", "n_targets", "n_skipped"}, "loss_scale": {"value", "good_steps"}}
-CHUNK = 2**20  # bytes that are read, or written, and summed at a time, so that they are still in the CPU's cache
+CHUNK = 2**20  # bytes that are read or written, and then summed while they are in the CPU's cache
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Manifest:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """The manifest. Raises DataError where it is damaged, names a file outside of the directory, lacks one that every
-    checkpoint has, or leaves out a file of tensors."""
+    """The manifest. Raises DataError if it is damaged, names a file outside the directory, or leaves out state.json or
+    a file of tensors."""
     manifest = read_json(checkpoint / MANIFEST)
     files = manifest.get("files") if isinstance(manifest, dict) else None
     if not isinstance(files, dict):
@@ -59,7 +59,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
 
 
 def has_tensors(name: str) -> bool:
-    """True for a file that has tensors, or says where they are."""
+    """True for a file of tensors, and for their index in format 1."""
     return name.endswith((".safetensors", ".distcp")) or name == ".metadata"
 
 
@@ -74,7 +74,7 @@ def _is_entry(entry: Any) -> bool:
 
 
 def differences(checkpoint: Path, files: Mapping[str, dict[str, Any]]) -> list[str]:
-    """The differences between the files and their entries in the manifest, in words."""
+    """The differences between the files and their entries in the manifest, a phrase for each."""
     problems = []
     for name, expected in files.items():
         path = checkpoint / name
@@ -88,8 +88,8 @@ def differences(checkpoint: Path, files: Mapping[str, dict[str, Any]]) -> list[s
 
 
 def read_progress(checkpoint: Path) -> dict[str, Any]:
-    """The counters of a checkpoint, its state.json. Raises DataError where they are damaged, or of another step than
-    the name of the directory says."""
+    """The counters of a checkpoint, its state.json. Raises DataError if they are damaged, or of another step than the
+    directory's name."""
     path = checkpoint / STATE
     progress = read_json(path)
     if not isinstance(progress, dict):
@@ -97,7 +97,7 @@ def read_progress(checkpoint: Path) -> dict[str, Any]:
     for name, smallest in (("step", 0), ("tokens", 0), ("world_size", 1)):
         if type(value := progress.get(name)) is not int or not smallest <= value < MOST:
             raise DataError(f"{path} is damaged: {name} is {value!r}. Use another checkpoint.")
-    seconds = progress.get("train_seconds")  # None in those of before
+    seconds = progress.get("train_seconds")  # None in earlier versions
     sums = all(_are_numbers(progress[part], names) for part, names in _NUMBERS.items() if part in progress)
     if not sums or not (seconds is None or _are_numbers({"seconds": seconds}, {"seconds"})):
         raise DataError(f"{path} is damaged: its sums and seconds are no such numbers. Use another checkpoint.")
@@ -137,14 +137,14 @@ def _are_rollbacks(stored: Any) -> bool:
 
 
 def verify(checkpoint: Path, world: World) -> None:
-    """Compares every file with the manifest, and the step with the directory's name; a collective call, in which each
-    rank reads some files.
+    """Compares every file with the manifest, and the step with the directory's name. A collective call: each rank reads
+    some of the files.
 
-    Raises DataError, on every rank, which names what differs.
+    Raises DataError, on every rank, with the differences.
     """
-    files = world.on_main(lambda: read_manifest(checkpoint)).files  # so that all see the same, and none is left alone
+    files = world.on_main(lambda: read_manifest(checkpoint)).files  # one rank reads it, so that all ranks agree
     mine = {name: entry for index, (name, entry) in enumerate(files.items()) if index % world.size == world.rank}
-    own = world.on_all_without_timeout(lambda: differences(checkpoint, mine))  # of a slow disk it takes long
+    own = world.on_all_without_timeout(lambda: differences(checkpoint, mine))  # a slow disk takes long
     found = [problem for part in world.gather(own) for problem in part]
     if found:
         raise DataError(f"The checkpoint {checkpoint} is damaged: {'; '.join(found)}. Use another checkpoint.")
@@ -152,8 +152,8 @@ def verify(checkpoint: Path, world: World) -> None:
 
 
 def newest_with_config(checkpoints: Sequence[Path]) -> Path | None:
-    """The newest of `checkpoints`, the oldest first, whose config and tokenizer are what its manifest says; the newest
-    of all if there is none. No collective call, and quick: the files of tensors are not read."""
+    """The newest checkpoint with sound counters, config and tokenizer; the newest of all if there is none. checkpoints:
+    the oldest first. No collective call, and quick: the files of tensors are not read."""
     for checkpoint in reversed(checkpoints):
         with contextlib.suppress(DataError):
             files = read_manifest(checkpoint).files
@@ -165,10 +165,10 @@ def newest_with_config(checkpoints: Sequence[Path]) -> Path | None:
 
 
 def newest_undamaged(checkpoints: Sequence[Path], world: World) -> tuple[Path | None, dict[str, str]]:
-    """The newest of `checkpoints`, the oldest first, whose files are what its manifest says, and what is wrong with
-    those that are newer, by name.
+    """The newest undamaged checkpoint, and {name: problem} of the damaged ones after it. checkpoints: the oldest first.
 
-    A collective call. Raises the newest one's DataError if all are damaged; none at all give None.
+    A collective call. Returns None if `checkpoints` is empty. Raises the newest checkpoint's DataError if all are
+    damaged.
     """
     damaged: dict[str, str] = {}
     for checkpoint in reversed(checkpoints):
@@ -186,7 +186,7 @@ def newest_undamaged(checkpoints: Sequence[Path], world: World) -> tuple[Path | 
 
 
 def checksum_of(entry: Mapping[str, Any]) -> str | None:
-    """The kind of checksum that a file's entry in the manifest has, a value of checkpoint.checksum."""
+    """The kind of checksum in a file's entry in the manifest, a value of checkpoint.checksum."""
     return next((kind for kind in DIGITS if kind in entry), None)
 
 
@@ -204,7 +204,7 @@ def size_and_checksum(path: Path, kind: str) -> dict[str, Any]:
     checksum = new_checksum(kind)
     buffer = memoryview(bytearray(CHUNK))
     size = 0
-    with path.open("rb", buffering=0) as file:  # not mapped: a file that is cut meanwhile must not end in SIGBUS
+    with path.open("rb", buffering=0) as file:  # not mapped: cutting the file meanwhile would end in SIGBUS
         while n := file.readinto(buffer):
             checksum.update(buffer[:n])
             size += n

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import check_kinds
-from ngpt_train.training.checkpoint.format_1 import DcpTensors
 from ngpt_train.training.checkpoint.integrity import read_manifest, read_progress, verify
 from ngpt_train.training.checkpoint.state_tensors import (
     OPTIONS,
@@ -26,7 +25,7 @@ from ngpt_train.training.checkpoint.state_tensors import (
     names_parameters,
     set_statistics,
 )
-from ngpt_train.training.checkpoint.tensor_files import StoredTensors
+from ngpt_train.training.checkpoint.stored_tensors import StoredTensors
 
 if TYPE_CHECKING:
     from ngpt_train.distributed.world import World
@@ -37,8 +36,8 @@ if TYPE_CHECKING:
 def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> dict[str, Any]:
     """Loads weights, moments, averages, running statistics and counters into `state`; returns the position in the data.
 
-    verified: the files have just been compared with the manifest. A collective call. Raises DataError if the checkpoint
-    is damaged or of another version.
+    verified: True if the files have just been compared with the manifest. A collective call. Raises DataError if the
+    checkpoint is damaged or of another version.
     """
     if not verified:
         verify(checkpoint, state.world)
@@ -46,7 +45,7 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
     model, optimizer = get_state_dict(state.model, state.optimizer, options=OPTIONS)
     tensors: dict[str, Any] = {
         "model": model,
-        # Without the groups' learning rates and the like, which the config has: DCP would unpickle them.
+        # Tensors alone: DCP would unpickle the groups' numbers, such as learning rates, which the config has.
         "optimizer": {name: value for name, value in optimizer.items() if isinstance(value, Tensor)},
         "statistics": empty_statistics(state.model, progress["world_size"]),
         **moving_average(state),
@@ -60,11 +59,11 @@ def load_state(checkpoint: Path, state: TrainState, verified: bool = False) -> d
 
 
 def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "model") -> None:
-    """Loads weights and running statistics into `model`, which has the architecture and size of the checkpoint's.
+    """Loads weights and running statistics into `model`, which has the checkpoint's architecture and size.
 
-    part: "model" for the trained weights, "ema" for their moving average, which is not projected. The running
-    statistics are those of training in both cases. A collective call. Raises DataError if the checkpoint is damaged, of
-    another version, or without a moving average.
+    part: "model" for the trained weights, "ema" for their moving average, which is not projected. Both come with the
+    running statistics of training. A collective call. Raises DataError if the checkpoint is damaged, of another
+    version, or without a moving average.
     """
     verify(checkpoint, world)
     statistics = empty_statistics(model, read_progress(checkpoint)["world_size"])
@@ -74,16 +73,15 @@ def load_model(checkpoint: Path, model: Decoder, world: World, part: str = "mode
     set_model_state_dict(model, tensors[part])
 
 
-def open_tensors(checkpoint: Path) -> StoredTensors | DcpTensors:
+def open_tensors(checkpoint: Path) -> StoredTensors:
     """The tensors of a checkpoint. Executes nothing. Raises DataError."""
     manifest = read_manifest(checkpoint)
     check_kinds((checkpoint / name for name in manifest.files), directories=())
-    return DcpTensors(checkpoint, set(manifest.files)) if manifest.format == 1 else StoredTensors(checkpoint)
+    return StoredTensors(checkpoint, manifest)
 
 
 def read_tensors(checkpoint: Path, model: Decoder, tensors: Mapping[str, Mapping[str, Any]]) -> None:
-    """Reads the checkpoint into `tensors`, which are by part of the state and name. Raises DataError if one is not in
-    the checkpoint."""
+    """Reads the checkpoint into `tensors[part][name]`. Raises DataError if the checkpoint lacks one of them."""
     stored = open_tensors(checkpoint)
     if "ema" in tensors and not any(name.startswith("ema.") for name in stored.names):
         raise DataError(f"The checkpoint {checkpoint} has no moving average: its run had optim.ema_decay=null.")

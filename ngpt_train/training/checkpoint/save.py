@@ -1,7 +1,7 @@
 """Saves training states: each checkpoint is complete or absent.
 
-A save has two parts. `snapshot` looks at the state, on the main thread: is it sound, what does each rank write? `write`
-brings it to the disk; `background.py` lets a thread do that beside training.
+A save has two parts. `snapshot`, on the main thread, checks the state and shares it out among the ranks. `write` writes
+it to disk; `background.py` lets a thread do that beside training.
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ SPARE = 2**20  # bytes on the disk for the small files of a checkpoint
 
 @dataclass(frozen=True)
 class Snapshot:
-    """This rank's part of a checkpoint that is to be written.
+    """This rank's part of a checkpoint, before it is written.
 
-    bytes: of all ranks' tensors. progress: the content of state.json. add_files: writes further files into the
-    directory, on rank 0. loss: of the last step. problem: why this rank cannot write, if it cannot.
+    bytes: of all ranks' tensors. progress: the content of state.json. add_files: writes more files into the directory,
+    on rank 0. loss: of the last step. problem: why this rank cannot write; None if it can.
     """
 
     step: int
@@ -82,7 +82,8 @@ class Checkpoints:
     checksum: str = XXH3  # a value of checkpoint.checksum
     keep_best: int = 0
     go_back_every: int = 1  # a run goes back to the last good checkpoint at a multiple of this step
-    # What this rank holds and writes of the state, and the bytes that all write: the same at every save.
+    # The pieces of this rank with their bytes, the pieces that it writes, and the bytes of all ranks: the same at every
+    # save.
     _shares: tuple[dict[Place, int], set[Place], int] | None = field(default=None, init=False)
 
     def save(
@@ -94,9 +95,9 @@ class Checkpoints:
     ) -> Path:
         """Saves `state` and the position in the data; a collective call.
 
-        `add_files` writes further files into the directory of the checkpoint. loss: of the last step, the same on every
-        rank; the manifest says whether it had exploded. Raises, on every rank, NumericalError if the state holds NaN or
-        an infinity, and DataError if the checkpoint could not be written; earlier checkpoints are then untouched.
+        `add_files` writes more files into the directory of the checkpoint. loss: of the last step, the same on every
+        rank; the manifest notes whether it had exploded. Raises, on every rank, NumericalError if the state holds NaN
+        or an infinity, and DataError if the checkpoint could not be written; earlier checkpoints are then untouched.
         """
         return self.write(self.snapshot(state, position, add_files, loss), self.world)
 
@@ -107,15 +108,17 @@ class Checkpoints:
         add_files: Callable[[Path], None],
         loss: float | None = None,
     ) -> Snapshot:
-        """The first part of `save`, with its arguments and errors. Its tensors are those of the state, not copies."""
+        """The first part of `save`, with its arguments and errors. The pieces are views of the state, not copies."""
         pieces, n_bytes = self._collect(state)
         progress = {**state.counters(), "world_size": self.world.size, "data": dict(position)}
         return Snapshot(state.step, pieces, n_bytes, progress, add_files, loss)
 
     def write(self, snapshot: Snapshot, world: World, complete: Callable[[Path], None] = lambda _: None) -> Path:
-        """The second part of `save`: writes, checks, renames, and deletes what is not kept any more. A collective call
-        of `world`, whose ranks are those of training. complete: called once the checkpoint has its name, before others
-        are deleted. Raises DataError on every rank, as `save`."""
+        """The second part of `save`: writes, checks, renames, and deletes old checkpoints.
+
+        A collective call of `world`, all ranks in a group of their own. complete: called once the checkpoint has its
+        name, before others are deleted. Raises DataError on every rank, as `save`.
+        """
         final = self.directory / f"step_{snapshot.step:08d}"
         work = self.directory / f"{UNFINISHED}{final.name}"
         problem = world.on_main(lambda: self._make_room(work, snapshot.bytes))
@@ -125,7 +128,7 @@ class Checkpoints:
             try:
                 if own is None:
                     entries = self._write_files(work, snapshot)
-                    own = next((f"what was written is not what is read: {x}" for x in differences(work, entries)), None)
+                    own = next((f"a file reads back differently: {x}" for x in differences(work, entries)), None)
             except Exception as error:
                 own = in_one_line(error)
             outcomes = world.gather((own, entries))
@@ -141,29 +144,28 @@ class Checkpoints:
         return final
 
     def validated(self, step: int, loss: float) -> None:
-        """Notes the validation loss of the weights after `step`, by which the best checkpoints are kept. Rank 0 calls
-        it."""
+        """Notes the validation loss after `step`, which decides the best checkpoints. Rank 0 calls it."""
         if not self.directory.is_dir() or not math.isfinite(loss):
             return
         try:
             kept = {step_of(path) for path in list_checkpoints(self.directory)}
             losses = read_validation_losses(self.directory) | {step: loss}
-            # That of a checkpoint which is still being written, too.
+            # Also the loss of a checkpoint that is still being written.
             stored = {str(n): losses[n] for n in sorted(losses) if n in kept or n > max(kept, default=0)}
             write_json(self.directory / VALIDATION, stored)
         except (OSError, DataError) as error:
             logger.warning("%s could not be written: %s", self.directory / VALIDATION, error)
 
     def advice(self, lr: float) -> str:
-        """Advice for a run with the learning rate `lr` that has become numerically meaningless."""
+        """A sentence for the user of a run with the learning rate `lr` after a NumericalError."""
         good = last_good(self.directory)
         begin = f"run.init_from={good} run.name=... (its last good checkpoint)" if good else "run.name=..."
         none = "" if good else ", because this one has no good checkpoint"
         return f"Start a new run, {begin}, with a lower optim.lr (it is {lr:g}){none}"
 
     def _collect(self, state: TrainState) -> tuple[tuple[Piece, ...], int]:
-        """The pieces that this rank writes of the state, and the bytes of all ranks. A rank that fails here would leave
-        the others in the collectives that follow, so all hear of it first."""
+        """The pieces for this rank to write, and the bytes of all ranks. The ranks first tell each other of a failure,
+        which would otherwise leave them in a collective."""
         problem = unsound = None
         held: dict[Place, Piece] = {}
         try:
@@ -176,7 +178,7 @@ class Checkpoints:
         except Exception as error:
             problem = in_one_line(error)
         sizes = {place: piece.rows.nbytes for place, piece in held.items()}
-        known = self._shares is not None and self._shares[0] == sizes  # as every rank's are, and at every save
+        known = self._shares is not None and self._shares[0] == sizes  # the same on every rank
         ranks = self.world.gather((problem, unsound, None if known else sizes))
         for rank, (failed, not_finite, _) in enumerate(ranks):
             where = f" (rank {rank})" if self.world.size > 1 else ""
@@ -193,7 +195,7 @@ class Checkpoints:
             written = [of_rank[place] for of_rank, mine in zip(sizes_of_ranks, shares, strict=True) for place in mine]
             self._shares = sizes, shares[self.world.rank], sum(written)
         _, mine, of_all = self._shares
-        # The statistics of all ranks, on every rank; the main one writes them.
+        # Every rank has the statistics of all ranks; the main rank writes them.
         of_all_ranks = {"statistics": statistics_of_all_ranks(state.model, self.world)}
         statistics = by_canonical_name(state.model, of_all_ranks)
         own = [piece for place, piece in held.items() if place in mine]
@@ -202,8 +204,8 @@ class Checkpoints:
         return tuple(own), of_all + sum(tensor.nbytes for tensor in statistics.values())
 
     def _make_room(self, work: Path, n_bytes: int) -> str | None:
-        """Makes `work` an empty directory; returns what is in the way, in words, or None. What killed processes have
-        left is deleted first, because it may be what fills the disk."""
+        """Makes `work` an empty directory; returns the problem as a phrase, or None. First deletes the leftovers of
+        killed processes, which may fill the disk."""
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             for leftover in self.directory.glob(f"{UNFINISHED}*"):
@@ -233,7 +235,7 @@ class Checkpoints:
         return entries
 
     def _commit(self, work: Path, final: Path, files: dict[str, dict[str, Any]], loss: float | None) -> str | None:
-        """Makes `work` the checkpoint `final`; returns the error in words, or None."""
+        """Makes `work` the checkpoint `final`; returns the error as a phrase, or None."""
         try:
             good = not has_exploded(loss, losses_of_good(self.directory))
             finite_loss = loss if loss is not None and math.isfinite(loss) else None
@@ -248,8 +250,8 @@ class Checkpoints:
         return None
 
     def _prune(self) -> None:
-        """Deletes checkpoints that none of keep_last, keep_every and keep_best keeps, but for the last good one, and
-        unfinished ones of killed processes."""
+        """Deletes old checkpoints, except those of keep_last, keep_every, keep_best and the last good one. Also deletes
+        unfinished checkpoints of killed processes."""
         steps = {step_of(path): path for path in list_checkpoints(self.directory)}
         try:
             kept = {last_good(self.directory), last_good(self.directory, self.go_back_every)}
@@ -270,7 +272,7 @@ def _remove_if_possible(path: Path) -> None:
 
 
 def share(held: Sequence[Mapping[Place, int]]) -> list[set[Place]]:
-    """The places that each rank writes: each place once, and about as many bytes on every rank.
+    """{places} for each rank to write: each place once, and about as many bytes on every rank.
 
     held[rank][place]: bytes. Every rank computes the same.
     """

@@ -1,11 +1,10 @@
 """The tensors of a training state under canonical names (docs/weights.md), in the shapes that the names promise.
 
-A model stores several matrices in one parameter. Here each of them is a part of that parameter, a view of its rows, and
-of a sharded parameter a view of the rows that this rank holds: nothing is copied or gathered, and what is read into the
-parts is in the parameter.
+A model stores several matrices in one parameter. Here each matrix is a view of its rows in the parameter, or, if the
+parameter is sharded, of this rank's rows. Nothing is copied or gathered, and reading into a view fills the parameter.
 
     layers.0.wq                        a weight
-    exp_avg.layers.0.wq                Adam's first moment of it; exp_avg_sq: its second; step: how many steps both have
+    exp_avg.layers.0.wq                Adam's first moment of it; exp_avg_sq: the second; step: the number of steps
     ema.layers.0.wq                    its moving average
     statistics.layers.0.norm_attn.nu   a running statistic, of all ranks
 """
@@ -34,9 +33,9 @@ OPTIONS = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
 class RankRows(Tensor):
-    """A tensor `size` of which this rank holds `rows`, those from `first` on; there may be none.
+    """A sharded tensor of the shape `size`. This rank holds `rows`, from number `first` on; there may be none.
 
-    It has the two methods of a DTensor by which a checkpoint is written and read, torch's of format 1 too.
+    It has the two methods of a DTensor that writing and reading a checkpoint need.
     """
 
     rows: Tensor
@@ -63,7 +62,7 @@ class RankRows(Tensor):
 
 
 def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
-    """The canonical names and numbers of rows of the weights that each parameter of `model` holds."""
+    """parts[parameter][weight]: rows of each weight in each parameter of `model`, weights by canonical name."""
     names = (name for name, _ in model.named_parameters())
     stacked = (parts for _, parts in named_weights(model))
     return {
@@ -73,7 +72,7 @@ def parts_of(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 def by_canonical_name(model: nn.Module, tensors: Mapping[str, Mapping[str, Any]]) -> dict[str, Tensor]:
-    """The tensors of `tensors`, under the names above; what is no tensor is left out.
+    """The tensors of `tensors` under canonical names; other values are left out.
 
     tensors: by part of the state, as `save.py` and `load.py` collect them: `model` and `ema` by the name of the
     parameter, `optimizer` by `state.PARAMETER.MOMENT`, `statistics` by name.
@@ -95,9 +94,9 @@ def by_canonical_name(model: nn.Module, tensors: Mapping[str, Mapping[str, Any]]
 
 
 def cut(tensor: Tensor, parts: Mapping[str, int]) -> dict[str, Tensor]:
-    """`tensor`, whose rows are those of `parts` one below the other, as a view for each of them.
+    """Cuts `tensor` into a view for each part. parts: rows by name, in order.
 
-    A number that belongs to all of them, such as a count of steps, is the first one's; the others have copies.
+    A 0-dim tensor, such as a count of steps, goes to the first part; the others get copies.
     """
     if len(parts) == 1:
         return dict.fromkeys(parts, tensor)
@@ -120,7 +119,7 @@ def cut(tensor: Tensor, parts: Mapping[str, int]) -> dict[str, Tensor]:
 
 
 def names_parameters(names: Collection[str]) -> bool:
-    """True for the names in a checkpoint of before, which named the parameters and not the weights in them."""
+    """True for the names of an earlier version, which named the parameters and not the weights in them."""
     return any(name.startswith("model.") for name in names)
 
 
@@ -130,46 +129,52 @@ def moving_average(state: TrainState) -> dict[str, dict[str, Tensor]]:
 
 
 def statistics_of_all_ranks(model: Decoder, world: World) -> dict[str, Tensor]:
-    """Each running statistic of all ranks, `(ranks, ...)`, on every rank. The statistics of ranks may differ, and on a
-    resume each rank gets its own back."""
+    """Each running statistic of all ranks, `(ranks, ...)`, on every rank. Ranks may differ, and on a resume each rank
+    gets its own statistics back."""
     own = {name: value.cpu() for name, value in model.statistics().items()}
     ranks = world.gather(own) if own else []
     return {name: torch.stack([rank[name] for rank in ranks]) for name in own}
 
 
 def empty_statistics(model: Decoder, n_ranks: int) -> dict[str, Tensor]:
-    """Uninitialised tensors, in the shapes that `statistics_of_all_ranks` returns on so many ranks."""
+    """Uninitialised tensors in the shapes of `statistics_of_all_ranks` on `n_ranks` ranks."""
     return {name: value.new_empty(n_ranks, *value.shape, device="cpu") for name, value in model.statistics().items()}
 
 
 def set_statistics(model: Decoder, ranks: dict[str, Tensor], world: World) -> None:
-    """Sets this rank's statistics: its own if the number of ranks is that of the checkpoint, else the mean of all."""
+    """Sets this rank's statistics: its own if the checkpoint has as many ranks, else the mean of all."""
     for name, value in model.statistics().items():
         same = len(ranks[name]) == world.size
         value.copy_(ranks[name][world.rank] if same else ranks[name].mean(0))
 
 
 def first_not_finite(state: TrainState) -> str | None:
-    """The name of a weight, moment, average or running statistic of this rank that holds NaN or an infinity, if one
-    does. Waits for the device once."""
+    """The first weight, moment, average or running statistic of this rank with a NaN or an infinity; None if there is
+    none. Waits for the device once."""
     with torch.no_grad():
         found = [(name, tensor) for name, tensor in _tensors(state) if tensor.is_floating_point()]
-        # A sum passes once over memory, and is finite only if all its terms are. One of finite terms may overflow.
+        # A sum passes once over memory, and is finite only if all its terms are. Finite terms may overflow, too.
         sums = torch.stack([tensor.sum().float().to(state.world.device) for _, tensor in found]).tolist()
         suspects = [x for x, total in zip(found, sums, strict=True) if not math.isfinite(total)]
         return next((name for name, tensor in suspects if not torch.isfinite(tensor).all()), None)
 
 
-def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """This rank's tensors of a checkpoint, with names for people."""
+def weights_and_moments(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """Weights and moments as the model and the optimizer hold them, with names for people."""
     names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
     for parameter, name in names.items():
-        yield name, local_rows(parameter)
+        yield name, parameter
     for parameter, moments in state.optimizer.state.items():
         for moment, value in moments.items():
             if isinstance(value, Tensor):
-                # Between a validation and the next step FSDP2 lends the model whole matrices in the place of its own.
-                yield f"{moment} of {names.get(parameter, 'a matrix')}", local_rows(value)
+                # Between a validation and the next step FSDP2 puts whole matrices in place of the model's shards.
+                yield f"{moment} of {names.get(parameter, 'a matrix')}", value
+
+
+def _tensors(state: TrainState) -> Iterator[tuple[str, Tensor]]:
+    """This rank's tensors of a checkpoint, with names for people."""
+    for name, tensor in weights_and_moments(state):
+        yield name, local_rows(tensor)
     yield from state.model.statistics().items()
     if state.ema is not None:
         for name, average in state.ema.weights.items():

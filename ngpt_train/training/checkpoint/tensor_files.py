@@ -1,31 +1,25 @@
-"""The safetensors files of a checkpoint: pieces of tensors, each with its place in its tensor.
+"""Writes the safetensors files of a checkpoint: pieces of tensors, each with its place in its tensor.
 
-Whichever ranks wrote and whichever read: a piece is what one rank holds of a tensor. Bytes are summed while they are
-written, so that nothing is read again for a checksum; safetensors' own functions put a file together in memory, and
-leave its checksum to a second pass. The format is small: the length of a header, the header, which is JSON, and the
-bytes of tensor after tensor.
+A piece is one rank's rows of a tensor. Bytes are summed while they are written, so that nothing is read again for a
+checksum; safetensors' own functions put a file together in memory, and leave its checksum to a second pass. The format
+is small: the length of a header, the header in JSON, and the bytes of one tensor after the other.
 """
 
 import json
-import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
-from ngpt_train.core.errors import DataError
 from ngpt_train.training.checkpoint.integrity import CHUNK, new_checksum
 
 Place = tuple[str, tuple[int, ...]]  # a tensor's name, and where in the tensor a piece begins
-MOST_THREADS = 8
 _DTYPES = {
     **{torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"},
     **{torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8"},
@@ -37,7 +31,7 @@ PLACES, OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring rows of the tensor `name`, which begin at `offsets` of it."""
+    """Neighbouring rows of the tensor `name`, from `offsets` on."""
 
     name: str
     offsets: tuple[int, ...]
@@ -62,9 +56,10 @@ def pieces_of(name: str, tensor: Tensor) -> Iterator[Piece]:
 def write_tensors(path: Path, pieces: Sequence[Piece], kind: str) -> dict[str, Any]:
     """Writes `pieces`, each of another tensor, to a new file and syncs it; returns its entry in the manifest.
 
-    kind: of checksum. Raises OSError.
+    kind: a value of checkpoint.checksum. Raises OSError.
     """
-    ordered = sorted(pieces, key=lambda piece: (-piece.rows.element_size(), piece.name))  # so that all are aligned
+    # Large elements first, so that all tensors are aligned.
+    ordered = sorted(pieces, key=lambda piece: (-piece.rows.element_size(), piece.name))
     checksum, size = new_checksum(kind), 0
     with path.open("xb", buffering=0) as file:
         for part in chain([_header(ordered)], (_bytes(piece.rows) for piece in ordered)):
@@ -98,98 +93,8 @@ def _header(pieces: Sequence[Piece]) -> memoryview:
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    """The bytes of a tensor in its order; of one on another device a copy."""
+    """The bytes of a tensor, in order; a copy if it is not in the host's memory."""
     return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
-class _Stored(NamedTuple):
-    """A piece of a tensor in a file: its name there, where in the tensor it begins, its shape."""
-
-    file: Path
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-
-
-class StoredTensors:
-    """The tensors of a checkpoint in safetensors files."""
-
-    def __init__(self, checkpoint: Path) -> None:
-        """Reads the headers. Raises DataError if a file is not safetensors, or does not say where its pieces lie."""
-        self.checkpoint = checkpoint
-        self._pieces: dict[str, list[_Stored]] = {}
-        for path in sorted(checkpoint.glob("*.safetensors")):
-            try:
-                for name, piece in _pieces_in(path):
-                    self._pieces.setdefault(name, []).append(piece)
-            except Exception as error:  # of safetensors, or of an index that is none
-                problem = f"{path.name}: {in_one_line(error)}"
-                raise DataError(f"The checkpoint {checkpoint} cannot be read: {problem}") from None
-        self.names = self._pieces.keys()
-
-    def sizes(self) -> list[int]:
-        """The number of elements of each tensor."""
-        return [sum(math.prod(piece.shape) for piece in pieces) for pieces in self._pieces.values()]
-
-    def read(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copies what is stored into `tensors`, by name, which may be sharded. Raises DataError where the shape of a
-        tensor is another one, or a part of it is missing."""
-        from safetensors import safe_open
-
-        with ExitStack() as stack, ThreadPoolExecutor(min(MOST_THREADS, os.cpu_count() or 1)) as pool:
-            files = {
-                path: stack.enter_context(safe_open(path, "pt"))
-                for path in {piece.file for pieces in self._pieces.values() for piece in pieces}
-            }
-
-            def copy(name: str, target: Tensor, piece: _Stored, here: list[slice], there: list[slice]) -> None:
-                target[tuple(here)].copy_(files[piece.file].get_tensor(name)[tuple(there)])
-
-            jobs = []
-            for name, tensor in tensors.items():
-                self._check_shape(name, tensor)
-                for wanted in pieces_of(name, tensor):
-                    found = 0
-                    for piece in self._pieces[name]:
-                        both = [
-                            (max(a, b), min(a + n, b + m))
-                            for a, n, b, m in zip(
-                                *(wanted.offsets, wanted.rows.shape, piece.offsets, piece.shape), strict=True
-                            )
-                        ]
-                        if any(begin >= end for begin, end in both):
-                            continue
-                        found += math.prod(end - begin for begin, end in both)
-                        here = [slice(b - a, e - a) for (b, e), a in zip(both, wanted.offsets, strict=True)]
-                        there = [slice(b - a, e - a) for (b, e), a in zip(both, piece.offsets, strict=True)]
-                        jobs.append(pool.submit(copy, name, wanted.rows, piece, here, there))
-                    if found != wanted.rows.numel():
-                        raise DataError(f"The checkpoint {self.checkpoint} lacks a part of {name}.")
-            for job in jobs:
-                job.result()
-
-    def _check_shape(self, name: str, tensor: Tensor) -> None:
-        pieces = self._pieces.get(name)
-        if pieces is None:
-            raise DataError(f"The checkpoint {self.checkpoint} has no {name}.")
-        ends = [[a + n for a, n in zip(piece.offsets, piece.shape, strict=True)] for piece in pieces]
-        shape = [max(end) for end in zip(*ends, strict=True)] if len({*map(len, ends)}) == 1 else None
-        if shape != list(tensor.shape):
-            raise DataError(
-                f"The checkpoint {self.checkpoint} cannot be read: {name} has the shape {shape} there, and "
-                f"{list(tensor.shape)} in the model."
-            )
-
-
-def _pieces_in(path: Path) -> Iterator[tuple[str, _Stored]]:
-    from safetensors import safe_open
-
-    with safe_open(path, "pt") as file:
-        places = json.loads((file.metadata() or {})[PLACES])
-        for name in file.keys():  # noqa: SIM118
-            shape, offsets = tuple(file.get_slice(name).get_shape()), tuple(places[name][OFFSETS])
-            if len(offsets) != len(shape) or not all(type(n) is int and n >= 0 for n in offsets):
-                raise ValueError(f"{name} has no place")
-            yield name, _Stored(path, offsets, shape)
 
 
 def in_one_line(error: BaseException) -> str:

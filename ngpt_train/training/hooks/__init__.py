@@ -1,4 +1,4 @@
-"""Everything that happens beside the steps of a run: one hook a file. verbs/train_hooks.py lists them.
+"""Hooks: everything beside the steps of a run, one hook a file. verbs/train_hooks.py lists them.
 
 The loop calls the hooks at named moments, in the order of their list:
 

@@ -1,11 +1,11 @@
-"""A run in its loop, and the hooks that the loop calls."""
+"""TrainingRun, which the loop and its hooks share, and Hook."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from ngpt_train.data.position import Position
@@ -15,21 +15,30 @@ if TYPE_CHECKING:
 
 Record = dict[str, Any]
 Moment = Literal["start", "before_step", "after_step", "check", "save", "evaluate"]
-STEP = "step"  # what `during` says of the step itself
+STEP = "step"  # `doing` of the step itself, for `during`
 
 
-class Sink(Protocol):
-    """Takes the records of a run: metrics.jsonl, the console, wandb. Only rank 0 has sinks."""
+class Sink:
+    """Takes the records and messages of a run: metrics.jsonl, the console, wandb. Only rank 0 has sinks."""
 
-    def log(self, record: Record) -> None: ...
-    def message(self, text: str) -> None: ...
+    def log(self, record: Record) -> None:
+        """Takes a record {"kind": "train" | "eval" | "tasks" | "sample" | "telemetry" | "rollback", "step": n, ...}.
+
+        Its other values are numbers or None; a sample also has texts.
+        """
+
+    def message(self, text: str) -> None:
+        """Takes one line for people."""
+
+    def close(self, reason: str) -> None:
+        """Called once, last. reason: how the run ended."""
 
 
 class Hook:
     """Does something at some moments of a run, and nothing at the others.
 
-    Every rank has the same hooks in the same order, so a moment may be a collective call. Whatever is read from the
-    device waits for it, and slows the step down: read only where `run.rests`, or at steps that `waits` names.
+    Every rank has the same hooks in the same order, so a moment may be a collective call. Reading from the device waits
+    for it and slows the step down: read only where `run.rests`, or after steps for which `waits` is true.
     """
 
     def around(self, run: TrainingRun) -> AbstractContextManager[Any]:
@@ -37,10 +46,10 @@ class Hook:
         return nullcontext()
 
     def start(self, run: TrainingRun) -> None:
-        """Before the first step of this start; after a resume the state is that of the checkpoint."""
+        """Before the first step of this start; after a resume the checkpoint is loaded."""
 
     def before_step(self, run: TrainingRun) -> None:
-        """The rows of the next step are here. `run.position` is the one after them."""
+        """The rows of the next step are here. `run.position` is the position after them."""
 
     def waits(self, run: TrainingRun) -> bool:
         """True if this hook will read from the device after this step. Then the loop reads the loss first, so that the
@@ -52,13 +61,13 @@ class Hook:
         after it, saved."""
 
     def check(self, run: TrainingRun) -> None:
-        """Before the step is saved: raises what ends the run, if the state is not worth a checkpoint."""
+        """Before the step is saved. Raises the error that ends the run if the state is not worth a checkpoint."""
 
     def save(self, run: TrainingRun) -> None:
         """Called only where `run.saving`."""
 
     def evaluate(self, run: TrainingRun) -> None:
-        """The step is saved, so that a failure loses nothing. Not called at a step after which the run stops early."""
+        """The step is saved, so that a failure loses nothing. Not called where the run stops early after this step."""
 
     def finish(self, run: TrainingRun) -> None:
         """After the last step, unless the run has failed; the last hook first."""
@@ -67,7 +76,7 @@ class Hook:
         """At the end of this start, whatever has happened; the last hook first."""
 
     def during(self, doing: str, step: int) -> AbstractContextManager[Any]:
-        """Inside, this rank is `doing` something at `step`, for example "the validation at step" 100."""
+        """Inside, this rank is `doing` something at `step`: "the validation at step", 100."""
         return nullcontext()
 
 
@@ -83,12 +92,12 @@ class TrainingRun:
     position: Position | None = None  # in the data, of this rank, after the last step
     result: StepResult | None = None  # of the last step of this start
     loss: float | None = None  # result.loss, where the device was waited for
-    data_seconds: float = 0.0  # of the step: waiting for rows
-    seconds: float = 0.0  # of the step, with these
+    data_seconds: float = 0.0  # the wait for the rows of the step
+    seconds: float = 0.0  # the whole step, data_seconds included
     observer: Observer | None = None  # looks at the next step
-    saving: bool = False  # whether this step becomes a checkpoint
-    skipped: int = 0  # steps in a row that were skipped, when the guards last looked
-    reason: str | None = None  # why the run ends after this step, which is not the planned end
+    saving: bool = False  # this step becomes a checkpoint
+    skipped: int = 0  # skipped steps in a row, when the guards last looked
+    reason: str | None = None  # why the run ends early, after this step
 
     @property
     def step(self) -> int:
@@ -97,7 +106,7 @@ class TrainingRun:
 
     @property
     def last(self) -> int:
-        """The step that is the planned end of this start."""
+        """The last step of this start by plan."""
         return self.state.config.train.stop_at or self.state.config.train.steps
 
     @property
@@ -132,14 +141,13 @@ class TrainingRun:
             yield
 
     def record(self, kind: str) -> Record:
-        """A record of this step, to which a hook adds its numbers."""
+        """The shared fields of all records; a hook adds its numbers."""
         return {"kind": kind, "step": self.step, "tokens": int(self.state.tokens), **self.spent()}
 
     def spent(self) -> Record:
-        """train_seconds: of wall time in training steps, waits for data included; validations and checkpoints are not.
+        """train_seconds: wall time in training steps and waits for data, without validations and checkpoints.
 
-        flops: of all steps so far by the usual convention (models/decoder.py). Skipped steps and padding count, because
-        they were computed.
+        flops: of all steps so far by the usual convention (models/decoder.py). Skipped steps and padding count.
         """
         tokens, context = self.step * self.tokens_per_step, self.state.config.model.context
         return {

@@ -1,8 +1,8 @@
-"""Compares what several ranks hold: all weights and moments under DDP, those of vectors under FSDP2, and under HSDP
-also each shard with that of the other groups.
+"""Compares the tensors that several ranks hold: all weights and moments under DDP, vectors and their moments under
+FSDP2, and under HSDP also each shard across the groups.
 
-These ranks compute them from the same numbers, so they are equal to the bit. Where they are not, a memory or a device
-has failed, and the ranks train different models whose gradients are averaged.
+Replicas are computed from the same numbers, so they are equal to the bit. If they differ, a memory or a device has
+failed, and the ranks train different models whose gradients are averaged.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from ngpt_train.distributed.sharding import checksum, replicas, shard_number
+from ngpt_train.training.checkpoint.state_tensors import weights_and_moments
 from ngpt_train.training.hooks.hook import Hook, TrainingRun, due
 
 if TYPE_CHECKING:
@@ -30,13 +31,13 @@ class Replicas(Hook):
 
 
 class ReplicaError(RuntimeError):
-    """A rank holds other weights than the others. A new start from the last checkpoint has the same on all."""
+    """Ranks hold different weights. A new start from the last checkpoint makes them equal."""
 
     exit_code = 1
 
 
 def check_replicas(state: TrainState) -> None:
-    """Raises ReplicaError, on every rank, if what several ranks hold differs in a bit.
+    """Raises ReplicaError, on every rank, if a replica differs in a bit.
 
     A collective call, which waits for the device; one rank has nothing to compare.
     """
@@ -45,7 +46,7 @@ def check_replicas(state: TrainState) -> None:
     names, owners, sums = [], [], []
     for name, tensor in _shared(state):
         names.append(name)
-        owners.append(shard_number(tensor))  # of a whole tensor 0 on all ranks
+        owners.append(shard_number(tensor))  # 0 for a whole tensor
         sums.append(checksum(tensor))
     ranks = state.world.gather((owners, torch.stack(sums).tolist() if sums else []))
     first: dict[tuple[int, int], tuple[int, int]] = {}  # the first rank that holds a shard of a tensor, and its sum
@@ -54,19 +55,13 @@ def check_replicas(state: TrainState) -> None:
             other, of_other = first.setdefault((index, shard), (rank, own))
             if own != of_other:
                 raise ReplicaError(
-                    f"step {state.step}: {name} on rank {rank} is not what it is on rank {other}, so a memory or a "
-                    "device of theirs has failed. Nothing is saved; the same command goes on from the last checkpoint"
+                    f"step {state.step}: {name} differs between ranks {other} and {rank}, so the memory or the "
+                    "device of one has failed. Nothing is saved; the same command goes on from the last checkpoint"
                 )
 
 
 def _shared(state: TrainState) -> Iterator[tuple[str, Tensor]]:
-    """The tensors that more than one rank holds."""
-    names: dict[Tensor, str] = {parameter: name for name, parameter in state.model.named_parameters()}
-    found = [(name, parameter) for parameter, name in names.items()]
-    for parameter, moments in state.optimizer.state.items():
-        # Between a validation and the next step FSDP2 lends the model whole matrices in the place of its own.
-        name = names.get(parameter, "a matrix")
-        found += [(f"{moment} of {name}", x) for moment, x in moments.items() if isinstance(x, Tensor)]
-    for name, tensor in found:
+    """Tensors with replicas on other ranks."""
+    for name, tensor in weights_and_moments(state):
         if not isinstance(tensor, DTensor) or replicas(tensor) > 1:
             yield name, tensor

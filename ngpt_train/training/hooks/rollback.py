@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class GoBack(Exception):
-    """The run is to go on from its last good checkpoint, with the rows after `position`.
+    """Sends the run back to its last good checkpoint, to go on with the rows after `position`.
 
-    bad_step: the last step whose rows are left out. position: this rank's after that step. why: in words. facts: in
-    numbers.
+    bad_step: the last step whose rows are left out. position: this rank's position after that step. why: the reason in
+    words. facts: the reason in numbers.
     """
 
     def __init__(self, bad_step: int, position: Position, why: str, facts: Mapping[str, float | None]) -> None:
@@ -36,7 +36,7 @@ class GoBack(Exception):
 class Rollback(Hook):
     """Raises GoBack once the guards have seen a bad step, if there is a checkpoint to go back to.
 
-    advice: what to do once the run has gone back too often, in words.
+    advice: a sentence for the user, once the run has gone back too often.
     """
 
     def __init__(self, directory: RunDirectory, saves: SaveCheckpoints, advice: Callable[[], str]) -> None:
@@ -62,7 +62,7 @@ class Rollback(Hook):
     def _may_go_back(self, state: TrainState) -> bool:
         """True if there is a good checkpoint to go back to. A collective call.
 
-        Raises NumericalError if the run has gone back to that one guards.most_rollbacks times already.
+        Raises NumericalError if the run has gone back to this checkpoint guards.most_rollbacks times already.
         """
         good = state.world.on_main(lambda: target(self._directory, state.config))
         if good is None:
@@ -82,14 +82,14 @@ def go_back_every(config: Config) -> int:
 
 
 def target(directory: RunDirectory, config: Config) -> Path | None:
-    """The checkpoint to go back to, if there is one. A checkpoint that an interrupted run left between those that were
-    planned is none, so that an interruption does not change which rows are left out."""
+    """The checkpoint to go back to, if there is one. Checkpoints between the planned steps do not count: they come from
+    an interruption, which must not change the rows that are left out."""
     return last_good(directory.checkpoints, go_back_every(config))
 
 
 def go_back(directory: RunDirectory, state: TrainState, back: GoBack) -> dict[str, Any]:
-    """Loads the last good checkpoint into `state`, and returns the position in the data from which the run goes on: the
-    one after the bad step. Notes it in run.json, and deletes the checkpoints of what is left out. A collective call.
+    """Loads the last good checkpoint into `state`, and returns the position in the data after the bad step. Notes the
+    rollback in run.json, and deletes later checkpoints. A collective call.
 
     Raises DataError if the checkpoint is damaged.
     """
@@ -109,12 +109,12 @@ def go_back(directory: RunDirectory, state: TrainState, back: GoBack) -> dict[st
     }
     state.rollbacks = [*rollbacks, rollback]
     world.on_main(lambda: _note(directory, state))
-    # The sum over the rows that the weights have seen; `rows` counts those that are left out, too.
+    # data_hash is the sum over the rows that the weights have seen; `rows` also counts rows that are left out.
     return after | {"data_hash": before["data_hash"]}
 
 
 def record_of(state: TrainState) -> dict[str, Any] | None:
-    """The record of the rollback that has led to this state, None if none has."""
+    """The record of the rollback to this state, if the run has just gone back."""
     last: Mapping[str, Any] = state.rollbacks[-1] if state.rollbacks else {}
     if last.get("step") != state.step:
         return None
@@ -123,7 +123,7 @@ def record_of(state: TrainState) -> dict[str, Any] | None:
 
 
 def describe(rollback: Mapping[str, Any]) -> str:
-    """A rollback in words."""
+    """A sentence about a rollback."""
     return (
         f"rollback {rollback['number']}: {rollback['why']}; back to step {rollback['step']}, without the rows "
         f"{rollback['first_row']} to {rollback['last_row']}"
@@ -133,7 +133,7 @@ def describe(rollback: Mapping[str, Any]) -> str:
 def _note(directory: RunDirectory, state: TrainState) -> None:
     for path in list_checkpoints(directory.checkpoints):
         if step_of(path) > state.step:
-            # Renamed first, as by a save, which deletes what a kill leaves of it.
+            # Renamed first: a kill meanwhile leaves an unfinished checkpoint, which the next save deletes.
             doomed = path.with_name(f"{UNFINISHED}deleting-{path.name}")
             path.rename(doomed)
             remove(doomed)

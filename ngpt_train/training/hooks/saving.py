@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 ALARMING = 3  # failures in a row
 MOST_AT_THE_END = 3  # attempts to save the last step
 PAUSE = 1.0  # seconds between them
-SOONER = 10  # the next attempt comes after this part of checkpoint.every
+SOONER = 10  # the next attempt comes after checkpoint.every / SOONER steps
 
 
 class SaveCheckpoints(Hook):
     """Saves beside training, or while it waits (checkpoint.async). After a failure the run goes on and tries again
     soon; the third in a row is an alarm. The last step of a start must be saved, or the start fails.
 
-    Nothing is saved while steps are skipped, because their weights may be those that made the gradients infinite. Only
-    the planned end is saved after one skipped step: the same command could not get beyond it.
+    Nothing is saved while steps are skipped, because the weights may be the reason. Only the planned end is saved after
+    one skipped step: the same command could not get beyond it.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class SaveCheckpoints(Hook):
         saved: Callable[[Path], None],
         add_files: Callable[[Path], None],
     ) -> None:
-        """saved: called on rank 0 with each complete checkpoint. add_files: writes further files into a checkpoint, on
+        """saved: called on rank 0 with each complete checkpoint. add_files: writes more files into a checkpoint, on
         rank 0. A collective call."""
         self._saves = Saves(checkpoints, run.state, saved, run.say)
         self.has_failed = self._saves.has_failed
         self._add_files = add_files
         self._every = run.state.config.checkpoint.every
         self._failures = 0  # in a row
-        self._again: int | None = None  # the step after which a save that has failed is tried again
+        self._again: int | None = None  # a failed save is tried again after this step
 
     def start(self, run: TrainingRun) -> None:
         run.say(self._saves.described)
@@ -64,7 +64,7 @@ class SaveCheckpoints(Hook):
         assert run.result is not None
         loss = float(run.result.loss)
         with run.during("the checkpoint of step", run.step):
-            self._settle(run, f"that of step {run.step}")
+            self._settle(run, f"the checkpoint of step {run.step}")
             for left in reversed(range(MOST_AT_THE_END if run.ends else 1)):
                 try:
                     position = merged(run.state.world.gather(run.position))
@@ -80,7 +80,7 @@ class SaveCheckpoints(Hook):
                     time.sleep(PAUSE if run.ends else 0)
 
     def settle(self, run: TrainingRun, waiting: str = "") -> None:
-        """Waits for the save under way, and says so with the reason `waiting`. Says what has failed. Collective."""
+        """Waits for the save under way, and says so with the reason `waiting`. Warns of a failure. Collective."""
         with run.during("the checkpoint of step", run.step):
             self._settle(run, waiting)
 
@@ -100,7 +100,7 @@ class SaveCheckpoints(Hook):
             run.warn(text)
         else:
             in_a_row = f"{self._failures} saves in a row have failed"
-            run.say(f"{ALARM}{in_a_row}, and what is not saved is lost if the run ends. {text}")
+            run.say(f"{ALARM}{in_a_row}, and unsaved steps are lost if the run ends. {text}")
 
     def finish(self, run: TrainingRun) -> None:
         self._saves.settle()

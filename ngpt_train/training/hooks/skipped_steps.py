@@ -1,4 +1,4 @@
-"""Ends a run whose gradients stay not finite."""
+"""Ends a run once its gradients stay infinite or NaN."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from ngpt_train.training.hooks.hook import Hook, TrainingRun
 class SkippedSteps(Hook):
     """Raises NumericalError after MAX_SKIPPED_IN_A_ROW skipped steps in a row, and after two at the planned end.
 
-    advice: what to do then, in words.
+    advice: a sentence for the user.
     """
 
     def __init__(self, advice: Callable[[], str]) -> None:

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
     from ngpt_train.distributed.world import World
     from ngpt_train.training.signals import StopRequest
 
-# Seconds between two questions of the ranks to each other whether one was told to stop. torchrun kills its workers 30
-# seconds after SIGTERM, and by then the checkpoint must be written.
+# Seconds between two questions of the ranks whether one was told to stop. torchrun kills its workers 30 seconds after
+# SIGTERM, and by then the checkpoint must be written.
 ASK_SECONDS = 1.0
 MOST_STEPS = 16  # between two questions, even if steps are quick, because the next ones may be slow
 
@@ -22,9 +22,9 @@ class StopTogether(Hook):
     """Sets `run.reason` on all ranks after the same step.
 
     The ranks ask each other in an all-reduce over their CPUs, which is too slow for every step of many ranks. So they
-    ask about once in ASK_SECONDS. In the same all-reduce they agree on the step after which they ask again: as many
-    steps later as fit into ASK_SECONDS at the slowest step of any rank since the last question, at most MOST_STEPS.
-    Where a step takes longer than ASK_SECONDS they ask after each. A single rank asks after each step, without a cost.
+    ask about once in ASK_SECONDS. The same all-reduce finds the slowest step of any rank since the last question. The
+    next question follows after as many such steps as fit into ASK_SECONDS, at least 1 and at most MOST_STEPS. A single
+    rank asks after each step, without a cost.
     """
 
     def __init__(
@@ -38,8 +38,8 @@ class StopTogether(Hook):
     ) -> None:
         """step: number of completed steps; the first question follows the next one. clock: in seconds.
 
-        news: whether this rank knows something that all have to hear of, such as a failed save. `hear` is then called
-        on all ranks after the same step.
+        news: True if this rank has news for all ranks, such as a failed save. Then all ranks call `hear` after the same
+        step.
         """
         self._stop, self._world, self._clock, self._news, self._hear = stop, world, clock, news, hear
         self.heard = False
@@ -52,8 +52,7 @@ class StopTogether(Hook):
             self._hear(run)
 
     def reason(self, step: int) -> str | None:
-        """Why the run is to end after `step`, the same on every rank; None if it goes on. All ranks call it after each
-        step."""
+        """Why the run ends after `step`, the same on every rank; None if it goes on. Called after each step."""
         now = self._clock()
         self._slowest_step = max(self._slowest_step, now - self._last_call)
         self._last_call, self.heard = now, False
@@ -64,7 +63,7 @@ class StopTogether(Hook):
         self.heard = bool(heard)
         if stopping:
             return next(reason for reason in self._world.gather(own) if reason)
-        # At most twice as many as before: on a GPU the host may run ahead, and then steps seem shorter than they are.
+        # At most twice as many steps as before: on a GPU the host may run ahead, and then steps seem too short.
         most = min(2 * self._steps_between, MOST_STEPS)
         self._steps_between = max(1, min(most, int(ASK_SECONDS / max(slowest_step, 1e-9))))
         self._next_question, self._slowest_step = step + self._steps_between, 0.0

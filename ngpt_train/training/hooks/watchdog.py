@@ -1,13 +1,13 @@
 """Notices a rank that hangs, names it, and ends the job so that torchrun can start it again.
 
-A rank that is stopped, or stuck, holds up all others in the next collective, which waits for parallel.timeout and then
-names nobody. Here a thread of each rank writes a beat into the process group's store every few seconds: a number that
-grows, what the rank does and at which step. Each rank looks at the beats of the next one. A rank without a new beat is
-stopped or dead. A rank whose step takes much longer than any step before hangs, or waits for one that does. Whoever
-finds that asks all ranks for their Python stacks; one prints them, and all end.
+A stopped or stuck rank holds up all others in the next collective, which waits for parallel.timeout and then names
+nobody. So a thread of each rank writes a beat into the process group's store every few seconds: a growing number, the
+rank's work and its step. Each rank watches the beats of the next rank. A rank without a new beat is stopped or dead. A
+rank in a step that takes much longer than any step before hangs, or waits for a rank that hangs. The rank that notices
+asks all ranks for their Python stacks; one rank prints them, and all end.
 
-The store is a process of one host. A rank that it does not answer, because that host or the network to it is gone, and
-whose step does not end either, ends by itself.
+The store is a process of one host. If that host or the network to it is gone, the store does not answer. A rank
+without an answer ends by itself if its step does not end either.
 """
 
 from __future__ import annotations
@@ -33,19 +33,20 @@ if TYPE_CHECKING:
     from ngpt_train.distributed.world import World
 
 BEATS = 10  # within parallel.hang_seconds
-# A step that takes so many times the longest of this start hangs. The first ones compile, and do not count.
+# A step hangs if it takes TIMES_THE_LONGEST times the longest step of this start. The first steps compile, and do not
+# count.
 TIMES_THE_LONGEST, FIRST_STEPS = 20.0, 3
-# So that a rank without a sign of life is found before the ranks that wait for it.
+# A rank without a beat is found before the ranks that wait for it, because a step may take LONGER times as long.
 LONGER = 1.5
-BETWEEN = "what follows step"  # as a step; other work, such as a validation, may take its time
+BETWEEN = "what follows step"  # limited as a step is; other work, such as a validation, may take longer
 FRAMES = 8  # of a stack, the innermost ones
 EXIT_CODE = 1  # which torchrun starts again
 
 
 class Watchdog(Hook):
-    """The beats of this rank, and its look at the next one. Without other ranks, or with no seconds, it does nothing.
+    """Gives this rank's beats, and watches the next rank. Does nothing for a single rank, or for seconds=0.
 
-    seconds: without a beat, and LONGER times as many of a step at least, before a rank counts as hung. on_end: called
+    seconds: a rank hangs after so many without a beat, or in a step of at least LONGER times as many. on_end: called
     with the reason, on one rank, before the processes end.
     """
 
@@ -58,9 +59,9 @@ class Watchdog(Hook):
         self._looks = 0  # at the store, that the store has answered
         self._thread: threading.Thread | None = None
         if world.size > 1 and seconds:
-            # A connection of its own: a main thread that waits for the store must not keep the beats from it.
+            # A connection of its own: the beats go on while the main thread waits for the store.
             store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
-            # Where torchrun keeps its store for the next start of its processes, the end of this one must not end that.
+            # torchrun may keep its store for the next start, which must not read the end of this one.
             self._store = dist.PrefixStore(f"ngpt_train/watchdog/{world.on_main(lambda: uuid.uuid4().hex)}", store)
             self._beat_number = 0
             self._give_sign()  # the first one here, so that a rank that is stopped at once has given one
@@ -80,7 +81,7 @@ class Watchdog(Hook):
         self._doing, self._since = BETWEEN, time.monotonic()
 
     def close(self, run: TrainingRun) -> None:
-        """Ends the beats. The other ranks are told, so that they do not miss them."""
+        """Ends the beats, and tells the other ranks so."""
         if self._thread is not None and not self._ended.is_set():
             self._ended.set()
             self._thread.join(self._seconds)  # no longer: the store may be gone
@@ -122,16 +123,16 @@ class Watchdog(Hook):
                 os._exit(EXIT_CODE)
 
     def _is_stuck(self, seconds: float) -> bool:
-        """True if the main thread, which has done the same for so long, waits for others. A step that goes on needs no
-        store: a torchrun that is stopped for a while ends nothing."""
+        """True if the main thread waits for other ranks, after `seconds` of the same work. A step in progress needs no
+        store, so a torchrun that is stopped for a while ends nothing."""
         if seconds < LONGER * max(self._seconds, self._longest):
             return False
         return self._doing in (STEP, BETWEEN) or _waits_for_others(self._stack())
 
     @contextmanager
     def around(self, run: TrainingRun) -> Iterator[None]:
-        """Inside, a collective that fails on one of several hosts, because others are gone, says who. Raises
-        RankLostError. It takes two beats to tell who is gone."""
+        """Raises RankLostError, with the silent ranks, where a collective fails on one of several hosts because ranks
+        are gone. Finding them takes two beats."""
         try:
             yield
         except RuntimeError as error:
@@ -143,7 +144,7 @@ class Watchdog(Hook):
             ) from error
 
     def _who_is_gone(self) -> str:
-        """The ranks that give no sign of life within two beats, in words; empty if all do."""
+        """Names the silent ranks (two beats without a sign of life); empty if there are none."""
         try:
             before = [self._beat(rank) for rank in range(self._world.size)]
             time.sleep(2 * self._seconds / BEATS)
@@ -164,7 +165,7 @@ class Watchdog(Hook):
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def _hangs(self, now: float) -> bool:
-        """True if the step takes too long, and no rank has other work, for which the others have to wait."""
+        """True if the step takes too long and no rank has other work, which the rest must wait for."""
         if self._doing not in (STEP, BETWEEN) or self._longest == 0:
             return False
         if now - self._since < max(LONGER * self._seconds, TIMES_THE_LONGEST * self._longest):
@@ -178,14 +179,14 @@ class Watchdog(Hook):
         return not busy
 
     def _declare(self, reason: str) -> None:
-        """Asks all ranks to end for this reason, or for the one that another rank has given before."""
+        """Asks all ranks to end for this reason; an earlier reason of another rank stands."""
         self._end(self._store.compare_set(_END, "", reason).decode())
 
     def _end(self, reason: str) -> None:
         rank = self._world.rank
         self._store.set(f"stack/{rank}", json.dumps(self._state() | {"stack": self._stack()}))
-        pause = 2 * self._seconds / BEATS  # in which all have looked
-        # The first that comes prints for all.
+        pause = 2 * self._seconds / BEATS  # all ranks look at the store meanwhile
+        # The first rank here prints for all.
         if self._store.add(_PRINTER, 1) == 1:
             time.sleep(pause)
             print(self._report(reason), file=sys.stderr, flush=True)
@@ -198,7 +199,7 @@ class Watchdog(Hook):
         return "".join(traceback.format_stack(sys._current_frames()[self._main])[-FRAMES:])
 
     def _report(self, reason: str) -> str:
-        """The reason, and the stacks of all ranks, those of ranks that do not wait for others first."""
+        """The reason and the stacks of all ranks. Ranks that do not wait for others come first."""
         stacks: dict[str, list[str]] = {}
         for rank in range(self._world.size):
             if self._store.check([f"stack/{rank}"]):

@@ -400,7 +400,7 @@ def test_names_of_sources(plain_export: Path, tmp_path: Path) -> None:
             read_model(str(plain_export / file), None)
     with pytest.raises(ConfigError, match=r"import.revision=main: .* is on this machine"):
         read_model(str(plain_export), "main")
-    with pytest.raises(DataError, match="is a model of transformers, of which `import` makes a run"):
+    with pytest.raises(DataError, match="is a model of transformers; `import` turns it into a run"):
         restored_from(plain_export)
 
 

@@ -52,14 +52,14 @@ def config_of(
 
 @pytest.mark.parametrize("model", ARCHITECTURES)
 def test_of_blocks_that_are_not_built(model: str) -> None:
-    """What a run is refused by counts models of one and two blocks alone. Caught: blocks, or encoder blocks, that are
+    """What a run is refused by counts models of few blocks alone. Caught: blocks, or encoder blocks, that are
     counted wrongly."""
     shape = config_of(model, "single", "none", layers=5).model
     if hasattr(shape, "n_encoder_layers"):
         shape = replace(shape, n_encoder_layers=3)
     with torch.device("meta"):
         whole = build_model(shape).n_params()
-    assert enough_memory.of_all_blocks(shape, lambda made: made.n_params()) == whole
+    assert enough_memory.without_memory(shape, lambda made: made.n_params()) == whole
 
 
 def planned(config: Config) -> int:

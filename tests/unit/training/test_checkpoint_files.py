@@ -16,10 +16,12 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.training import TrainState, build_state, train_step
 from ngpt_train.training.checkpoint import Checkpoints, background, load_state
 from ngpt_train.training.checkpoint.background import Staging, resolve_asynchronous
-from ngpt_train.training.checkpoint.integrity import differences, size_and_checksum, verify
+from ngpt_train.training.checkpoint.integrity import Manifest, differences, size_and_checksum, verify
 from ngpt_train.training.checkpoint.save import share
-from ngpt_train.training.checkpoint.tensor_files import Piece, StoredTensors, write_tensors
+from ngpt_train.training.checkpoint.stored_tensors import StoredTensors
+from ngpt_train.training.checkpoint.tensor_files import Piece, write_tensors
 
+NO_PICKLE = Manifest(2, {})
 FILE = "shard-00001-model-00001-of-00001.safetensors"
 TENSORS = {
     "b": torch.arange(6.0).reshape(2, 3),
@@ -53,7 +55,7 @@ def test_a_file_is_what_its_libraries_read(tmp_path: Path, kind: str) -> None:
     dcp.load(by_torch, storage_reader=HuggingFaceStorageReader(str(tmp_path)), no_dist=True)
     assert all(torch.equal(by_torch[name], tensor) for name, tensor in TENSORS.items())
     ours = {name: torch.zeros_like(tensor) for name, tensor in TENSORS.items()}
-    StoredTensors(tmp_path).read(ours)
+    StoredTensors(tmp_path, NO_PICKLE).read(ours)
     assert all(torch.equal(ours[name], tensor) for name, tensor in TENSORS.items())
 
 
@@ -64,16 +66,19 @@ def test_pieces_of_ranks_are_put_together(tmp_path: Path) -> None:
     for rank, (begin, end) in enumerate([(0, 2), (2, 4), (4, 5)]):
         write_tensors(tmp_path / f"shard-{rank}.safetensors", [Piece("w", (begin, 0), whole[begin:end])], "xxh3")
     read = {"w": torch.zeros(5, 4)}
-    StoredTensors(tmp_path).read(read)
+    StoredTensors(tmp_path, NO_PICKLE).read(read)
     assert torch.equal(read["w"], whole)
     with pytest.raises(DataError, match=r"w has the shape \[5, 4\] there, and \[6, 4\] in the model"):
-        StoredTensors(tmp_path).read({"w": torch.zeros(6, 4)})
+        StoredTensors(tmp_path, NO_PICKLE).read({"w": torch.zeros(6, 4)})
     (tmp_path / "shard-1.safetensors").unlink()
     with pytest.raises(DataError, match="lacks a part of w"):
-        StoredTensors(tmp_path).read({"w": torch.zeros(5, 4)})
+        StoredTensors(tmp_path, NO_PICKLE).read({"w": torch.zeros(5, 4)})
     save_file({"w": whole}, tmp_path / "shard-1.safetensors")
-    with pytest.raises(DataError, match=r"cannot be read: shard-1\.safetensors: "):
-        StoredTensors(tmp_path)
+    with pytest.raises(DataError, match="has one twice"):
+        StoredTensors(tmp_path, NO_PICKLE).read({"w": torch.zeros(5, 4)})
+    (tmp_path / "shard-1.safetensors").write_bytes(b"{")
+    with pytest.raises(DataError, match="cannot be read: SafetensorError: "):
+        StoredTensors(tmp_path, NO_PICKLE)
 
 
 def test_each_place_is_written_once() -> None:
@@ -141,7 +146,7 @@ def test_what_is_read_back_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(save, "write_tensors", written_wrongly)
     state.step += 1
-    with pytest.raises(DataError, match="what was written is not what is read: shard-00001"):
+    with pytest.raises(DataError, match="a file reads back differently: shard-00001"):
         kept.save(state, {}, lambda _: None)
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
 

@@ -13,11 +13,11 @@ from torch import Tensor
 
 from ngpt_train.config.schema import Config
 from ngpt_train.data import Position
+from ngpt_train.observe.train_records import TrainRecords
 from ngpt_train.training import StepResult, build_state, loop, train_step
 from ngpt_train.training.checkpoint import Checkpoints, load, load_state
 from ngpt_train.training.hooks import Hook, TrainingRun, due
 from ngpt_train.training.hooks.skipped_steps import SkippedSteps
-from ngpt_train.training.hooks.train_records import TrainRecords
 from ngpt_train.training.interval import Interval
 from ngpt_train.training.loop import train
 from ngpt_train.training.signals import StopRequest

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ngpt_train.core.errors import DataError
+from ngpt_train.observe.train_records import TrainRecords
 from ngpt_train.training import build_state, loop, train_step
 from ngpt_train.training.checkpoint import (
     Checkpoints,
@@ -18,15 +19,13 @@ from ngpt_train.training.checkpoint import (
     last_good,
     list_checkpoints,
     load_state,
-    step_of,
 )
-from ngpt_train.training.checkpoint.catalogue import best, has_exploded
+from ngpt_train.training.checkpoint.catalogue import best, has_exploded, step_of
 from ngpt_train.training.guards import MAX_SKIPPED_IN_A_ROW, NumericalError
 from ngpt_train.training.hooks import TrainingRun
 from ngpt_train.training.hooks.saving import SaveCheckpoints
 from ngpt_train.training.hooks.skipped_steps import SkippedSteps
 from ngpt_train.training.hooks.stopping import StopTogether
-from ngpt_train.training.hooks.train_records import TrainRecords
 from ngpt_train.training.loop import train
 from ngpt_train.training.signals import StopRequest
 from ngpt_train.training.state import TrainState

@@ -1,9 +1,9 @@
-"""The train records of a run, and what is said of its rows."""
+"""The train records of a run."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ngpt_train.data.position import data_hash
 from ngpt_train.training.hooks.hook import Hook, Record, TrainingRun, due
@@ -11,20 +11,13 @@ from ngpt_train.training.hooks.hook import Hook, Record, TrainingRun, due
 if TYPE_CHECKING:
     from ngpt_train.data.position import Position
     from ngpt_train.distributed.world import World
-
-
-class Meter(Protocol):
-    """Turns the seconds of steps into rates, averaged over the steps since the last reading."""
-
-    def data(self, seconds: float) -> None: ...
-    def step(self, seconds: float, tokens: int) -> None: ...
-    def read(self) -> Record: ...
+    from ngpt_train.observe.meters import Meter
 
 
 class TrainRecords(Hook):
     """Logs a train record every logging.every steps: docs/records.md has its fields.
 
-    epoch_rows: of each source, "" without a mixture, how many rows an epoch has. On rank 0 alone.
+    epoch_rows: rows of an epoch by source ("" without a mixture), on rank 0 alone.
     """
 
     def __init__(self, meter: Meter, epoch_rows: Mapping[str, float]) -> None:
@@ -49,8 +42,7 @@ class TrainRecords(Hook):
             run.state.interval.reset()
 
     def _record(self, run: TrainingRun) -> Record:
-        """The record of the last step, and of the interval that it ends. A collective call, which waits for the
-        device."""
+        """The record of the last step and its interval. A collective call, which waits for the device."""
         state, result, position = run.state, run.result, run.position
         assert result is not None
         assert position is not None
@@ -76,10 +68,10 @@ class TrainRecords(Hook):
 
 
 def epochs(rows: int, rows_by_source: Mapping[str, int] | None, epoch_rows: Mapping[str, float]) -> Record:
-    """epochs: how often the training text has been read, of streamed text an estimate; None on ranks that log nothing.
+    """epochs: passes over the training text so far, for streamed text an estimate; None on ranks that log nothing.
     rows: of the run so far.
 
-    Of a mixture, of the source that has been read most often; epochs_by_source has them all.
+    For a mixture, epochs_by_source has a number for each source, and epochs is the largest of them.
     """
     if rows_by_source is None:
         return {"epochs": rows / epoch_rows[""] if "" in epoch_rows else None}
@@ -88,13 +80,13 @@ def epochs(rows: int, rows_by_source: Mapping[str, int] | None, epoch_rows: Mapp
 
 
 def padding(run: TrainingRun) -> Record:
-    """{"padding": share of all targets so far that do not count} if rows are padded, else {}."""
+    """{"padding": the share of padding in all targets so far} if rows are padded, else {}."""
     pads = run.state.config.data.pack == "best_fit"
     return {"padding": 1 - int(run.state.tokens) / (run.step * run.tokens_per_step)} if pads else {}
 
 
 def seen(position: Position, world: World) -> Record:
-    """data_hash of the rows that all ranks have consumed and, with a mixture, the rows of each source. Collective."""
+    """data_hash of the rows of all ranks so far and, with a mixture, the rows of each source. Collective."""
     # data_hash is a sum modulo 2^64. Its two halves are summed apart, because the sums must stay below 2^63.
     upper, lower, *rows = world.sum_of([*divmod(position.data_hash, 2**32), *position.rows_by_source.values()])
     by_source = dict(zip(position.rows_by_source, rows, strict=True))
