@@ -27,7 +27,7 @@ from ngpt_train.data.prepared.shard_writer import JOURNAL, Journal, ShardWriter,
 from ngpt_train.data.rows import check_length
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local_files import shards_of, units_of
-from ngpt_train.data.sources.source import Counts, Source, Unit, draw_sample, training_part
+from ngpt_train.data.sources.source import Counts, Shard, Source, draw_sample, training_part
 from ngpt_train.data.tokenizers import load_tokenizer, possible_keys, read_tokenizer, tokenizer_key, write_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer, tokenizer_identity
 
@@ -140,7 +140,7 @@ class Preparation:
             logger.info("preparing %s: reading %s files", self._where, f"{len(self._source.names):,}")
             units = units_of(self._source, self._hashes)
             self._hashes.save()  # so that the next start need not compute them again
-            journal = Journal(directory, [unit.shard.identity for unit in units])
+            journal = Journal(directory, [unit.identity for unit in units])
             data = self._config.data
             # Unless the text is one .txt file, only its end shows that it is a single document; it is then read again.
             itself = self._source.validates_itself
@@ -210,12 +210,12 @@ class Preparation:
         logger.info("training a SentencePiece model of %d pieces", tokenizer.vocab_size)
         return load_tokenizer(tokenizer, corpus=sample)
 
-    def _tokenize(self, writer: ShardWriter, units: Sequence[Unit], directory: Path, tokenizing: Tokenizing) -> None:
+    def _tokenize(self, writer: ShardWriter, units: Sequence[Shard], directory: Path, tokenizing: Tokenizing) -> None:
         start = writer.position
         if writer.keeps_something:
             logger.info("going on after %s documents", f"{writer.counts.documents:,}")
         processes = n_processes(self._config.data.prepare_workers, len(units) - start[0])
-        sizes = [unit.size for unit in units]
+        sizes = [max(1, unit.size) for unit in units]
         with (
             tempfile.TemporaryDirectory(prefix=WAITING, dir=directory, ignore_cleanup_errors=True) as waiting,
             Progress("preparing", sizes, start[0]) as progress,

@@ -22,13 +22,10 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.processes import end_with_parent
-from ngpt_train.data.sources.source import Counts, Shard, ShardSource, Unit, halves, place_of
+from ngpt_train.data.sources.source import Counts, Shard, ShardSource, halves, place_of
 from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer, with_eos
 
 STEMS = {"train": "train", "validation": "val"}  # of the files of each split
@@ -38,28 +35,18 @@ CHUNK_CHARACTERS = 2_000_000
 AHEAD = 3
 POLL_SECONDS = 0.05
 Heard = Callable[[int, int, int], None]  # unit, documents, bytes of text
-
-
-@dataclass
-class SplitIds:
-    """Documents of one split: all their ids, eos after each. lengths, sizes: of each document its ids and its bytes."""
-
-    ids: NDArray[np.integer]
-    lengths: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+Document = tuple[Ids, int]  # ids with eos at their end, bytes of the text
 
 
 @dataclass
 class Chunk:
-    """Some documents of a unit, tokenized.
+    """Documents of a unit, tokenized. It grows to CHUNK_CHARACTERS."""
 
-    taken: how many documents of the unit there are up to here; digests: sha256 of the text of each in `counts`.
-    """
-
-    taken: int
-    counts: Counts
-    digests: list[bytes]
-    splits: dict[str, SplitIds]
+    taken: int  # documents of the unit up to the end of the chunk, empty ones included
+    characters: int = 0
+    counts: Counts = field(default_factory=Counts)
+    digests: list[bytes] = field(default_factory=list)  # sha256 of the text of each document in `counts`
+    documents: dict[str, list[Document]] = field(default_factory=lambda: {split: [] for split in STEMS})
 
 
 @dataclass(frozen=True)
@@ -74,14 +61,16 @@ class Tokenizing:
     keep_empty: bool
 
     def chunks(self, shard: Shard, skip: int, scratch: Path) -> Iterator[Chunk]:
-        """The unit after its first `skip` documents; at least one chunk. Its files lie in `scratch`, a directory that
-        is made for them, as long as they are read. Raises DataError."""
+        """The unit after its first `skip` documents, in one chunk at least. Raises DataError.
+
+        scratch: a directory that is made for the unit's files, and removed at the end.
+        """
         scratch.mkdir()
-        chunk = _Growing()
-        taken = 0
-        for taken, text in enumerate(self.reader.documents(shard, scratch), 1):
-            if taken <= skip:
+        chunk = Chunk(skip)
+        for number, text in enumerate(self.reader.documents(shard, scratch), 1):
+            if number <= skip:
                 continue
+            chunk.taken = number
             if not text and not self.keep_empty:
                 chunk.counts.empty += 1
                 continue
@@ -89,12 +78,12 @@ class Tokenizing:
                 chunk.documents[split].append((with_eos(self.tokenizer, document), n_bytes))
             chunk.characters += max(1, len(text))
             if chunk.characters >= CHUNK_CHARACTERS:
-                yield chunk.finish(taken)
-                chunk = _Growing()
-        yield chunk.finish(taken)
+                yield chunk
+                chunk = Chunk(number)
+        yield chunk
         shutil.rmtree(scratch)
 
-    def _placed(self, text: str, held_out: bool, chunk: _Growing) -> list[tuple[str, str, int]]:
+    def _placed(self, text: str, held_out: bool, chunk: Chunk) -> list[tuple[str, str, int]]:
         """(split, text, bytes) of a document: one, or two of a text that is a single document. Counts it."""
         data = text.encode()
         place = place_of(data)
@@ -108,27 +97,6 @@ class Tokenizing:
         return [("train", first, len(data) - held_out_bytes), ("validation", second, held_out_bytes)]
 
 
-@dataclass
-class _Growing:
-    """A chunk while documents are added to it."""
-
-    counts: Counts = field(default_factory=Counts)
-    digests: list[bytes] = field(default_factory=list)
-    characters: int = 0
-    documents: dict[str, list[tuple[Ids, int]]] = field(default_factory=lambda: {split: [] for split in STEMS})
-
-    def finish(self, taken: int) -> Chunk:
-        splits = {
-            split: SplitIds(
-                np.concatenate([np.empty(0, np.uint8), *(ids for ids, _ in documents)]),
-                np.array([len(ids) for ids, _ in documents], np.int64),
-                np.array([n_bytes for _, n_bytes in documents], np.int64),
-            )
-            for split, documents in self.documents.items()
-        }
-        return Chunk(taken, self.counts, self.digests, splits)
-
-
 def n_processes(setting: int | str, n_units: int) -> int:
     """The number of processes for `data.prepare_workers`: no more than there is work for."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -136,7 +104,7 @@ def n_processes(setting: int | str, n_units: int) -> int:
 
 
 def chunks_in_order(
-    units: Sequence[Unit],
+    units: Sequence[Shard],
     start: tuple[int, int],
     tokenizing: Tokenizing,
     processes: int,
@@ -156,9 +124,9 @@ def chunks_in_order(
         for number in range(start[0], len(units)):
             if processes > 1:
                 ahead = range(number, min(len(units), number + AHEAD * processes))
-                chunks = pool.chunks(number, {n: (units[n].shard, skips.get(n, 0)) for n in ahead})
+                chunks = pool.chunks(number, {n: (units[n], skips.get(n, 0)) for n in ahead})
             else:
-                chunks = tokenizing.chunks(units[number].shard, skips.get(number, 0), scratch / f"{number}")
+                chunks = tokenizing.chunks(units[number], skips.get(number, 0), scratch / f"{number}")
             for chunk in chunks:
                 heard(number, chunk.counts.documents, chunk.counts.bytes)
                 yield number, chunk

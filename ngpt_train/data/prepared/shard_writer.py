@@ -14,17 +14,16 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.core.files import parse_json, read_whole
 from ngpt_train.data.hashes import READ_BYTES
-from ngpt_train.data.prepared.chunks import STEMS, Chunk
+from ngpt_train.data.prepared.chunks import STEMS, Chunk, Document
 from ngpt_train.data.sources.source import Counts
 
 logger = logging.getLogger(__name__)
@@ -61,8 +60,8 @@ class ShardWriter:
 
     def add(self, unit: int, chunk: Chunk) -> bool:
         """Appends the documents of a chunk. True if that finishes a shard, which is to be recorded."""
-        for split, documents in chunk.splits.items():
-            self._writers[split].add(documents.ids, documents.lengths, documents.sizes)
+        for split, documents in chunk.documents.items():
+            self._writers[split].add(documents)
         for digest in chunk.digests:
             self._text = hashlib.sha256(self._text + digest).digest()
         self.counts.add(chunk.counts)
@@ -136,28 +135,15 @@ class SplitWriter:
             if self._open.tokens >= shard_tokens:
                 self._close()
 
-    def add(self, ids: NDArray[np.integer], lengths: NDArray[np.integer], sizes: NDArray[np.integer]) -> None:
-        """Appends documents, one after the other in `ids`, each with eos at its end.
-
-        lengths, sizes: of each document, its ids and the bytes of its text.
-        """
-        ids = np.ascontiguousarray(ids, self._dtype)
-        ends = np.cumsum(lengths, dtype=np.int64)
-        assert len(ids) == (ends[-1] if len(ends) else 0)
-        first = start = 0
-        while first < len(ends):
+    def add(self, documents: Iterable[Document]) -> None:
+        for ids, n_bytes in documents:
             if self._open is None:
                 path = self._directory / f"{self._stem}-{len(self.shards):05d}.bin"
                 self._open = _OpenShard(path, self._dtype.itemsize)
-            shard = self._open
-            last = int(np.searchsorted(ends, start + self._shard_tokens - shard.tokens))
-            after = min(last + 1, len(ends))
-            end = int(ends[after - 1])
-            data = ids[start:end].tobytes()
+            data = ids.astype(self._dtype).tobytes()
             self._split_hash.update(data)
-            shard.add(data, ends[first:after] - start, int(sizes[first:after].sum()))
-            first, start = after, end
-            if shard.tokens >= self._shard_tokens:
+            self._open.add(data, len(ids), n_bytes)
+            if self._open.tokens >= self._shard_tokens:
                 self._close()
 
     def unfinished(self) -> dict[str, Any] | None:
@@ -205,15 +191,16 @@ class _OpenShard:
         mode = "wb" if before is None else "ab"
         self._files = (path.open(mode), self.index.open(mode))
         if before is None:
-            self._write_index(np.zeros(1, np.int64))
+            self._write_offset()
 
-    def add(self, data: bytes, ends: NDArray[np.int64], n_bytes: int) -> None:
+    def add(self, data: bytes, n_tokens: int, n_bytes: int) -> None:
+        """Appends a document. data: its ids; n_bytes: the bytes of its text."""
         self._files[0].write(data)
         self._hash.update(data)
-        self._write_index(ends + self.tokens)
-        self.tokens += int(ends[-1])
-        self.documents += len(ends)
+        self.tokens += n_tokens
+        self.documents += 1
         self.bytes += n_bytes
+        self._write_offset()
 
     def sync(self) -> None:
         for file in self._files:
@@ -235,8 +222,9 @@ class _OpenShard:
             "index_sha256": self._index_hash.hexdigest(),
         }
 
-    def _write_index(self, offsets: NDArray[np.int64]) -> None:
-        data = offsets.astype("<u8").tobytes()
+    def _write_offset(self) -> None:
+        """Appends the end of the last document to the index; of an empty shard, the start of the first."""
+        data = self.tokens.to_bytes(8, "little")
         self._files[1].write(data)
         self._index_hash.update(data)
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.sources.source import COMPRESSED, EXTENSIONS, Shard, Source, Unit, extension, text_size
+from ngpt_train.data.sources.source import COMPRESSED, EXTENSIONS, Shard, Source, extension, text_size
 
 logger = logging.getLogger(__name__)
 
@@ -160,23 +160,25 @@ def _is_a_document(file: Path) -> bool:
     return not extension(file).startswith((".jsonl", ".parquet"))
 
 
-def units_of(source: Source, hashes: FileHashes) -> list[Unit]:
-    """The text in units, in order, what validates last: large files in parts where their format allows it, small ones
-    together. The cuts decide which process reads what, and nothing that is written. Raises DataError where a file
-    cannot be read."""
+def units_of(source: Source, hashes: FileHashes) -> Sequence[Shard]:
+    """The text in units for `prepare`, in order, validation files last. A unit is what one process reads at a time:
+    a part of a large jsonl or parquet file, or several small files. Units decide nothing that is written.
+
+    Raises DataError where a file cannot be read.
+    """
     if source.shards:
-        return [Unit(shard, 1) for shard in source.shards]
+        return source.shards
     return _units(source.files, hashes, False) + _units(source.val_files, hashes, True)
 
 
-def _units(files: Sequence[Path], hashes: FileHashes, held_out: bool) -> list[Unit]:
-    units: list[Unit] = []
+def _units(files: Sequence[Path], hashes: FileHashes, held_out: bool) -> list[Shard]:
+    units: list[Shard] = []
     group: list[Path] = []
     size = 0
 
     def add(content: Any, paths: Sequence[Path], part: tuple[int, int] | None, n_bytes: int) -> None:
         identity = canonical_hash(["held out", content] if held_out else content)
-        units.append(Unit(Shard(str(paths[0]), identity, tuple(map(str, paths)), part, held_out), n_bytes))
+        units.append(Shard(str(paths[0]), identity, tuple(map(str, paths)), part, held_out, n_bytes))
 
     def end_group() -> None:
         nonlocal group, size

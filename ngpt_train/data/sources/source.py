@@ -59,14 +59,6 @@ class Shard:
     checksums: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Unit:
-    """The text that one process tokenizes at a time. size: roughly its bytes where they are known, else 1."""
-
-    shard: Shard
-    size: int
-
-
 class ShardSource(Protocol):
     """Reads the documents of shards. Travels to worker processes."""
 

@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.permutation import keyed_hash, keyed_order, permuted
-from ngpt_train.data.rows import Cursor, RowFormat, row_format, rows_of_stream
+from ngpt_train.data.rows import Cursor, RowFormat, rows_of_stream
 from ngpt_train.data.streamed.shard_cache import OpenShards
 from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer, with_eos
 
@@ -76,54 +75,41 @@ class StreamSettings:
     form: RowFormat
 
 
-def stream_settings(config: Config, eos: int) -> StreamSettings:
-    """The settings that the config asks for."""
-    return StreamSettings(config.data.streams, config.data.open_shards, config.run.seed, row_format(config, eos))
-
-
 class Windows:
     """The pieces of the windows that streams are in, found once for all streams."""
 
     KEPT = 16  # where there is little text, streams may be epochs apart
 
     def __init__(self, text: OpenShards, settings: StreamSettings) -> None:
-        self._text, self._settings = text, settings
+        self.text, self.settings = text, settings
         self._pieces: dict[tuple[int, int], list[Piece]] = {}
 
     def pieces(self, epoch: int, window: int) -> list[Piece]:
         """All pieces of a window; announces the shards of the next."""
         if (epoch, window) not in self._pieces:
-            sizes = [(shard, self._text.n_documents(shard)) for shard in self._shards(epoch, window)]
+            sizes = [(shard, self.text.n_documents(shard)) for shard in self._shards(epoch, window)]
             if len(self._pieces) == self.KEPT:
                 del self._pieces[min(self._pieces)]
-            settings = self._settings
+            settings = self.settings
             self._pieces[epoch, window] = window_pieces(sizes, settings.n_streams, epoch, window, settings.seed)
-            self._text.soon(self._shards(*self.after(epoch, window)))
+            self.text.soon(self._shards(*self.after(epoch, window)))
         return self._pieces[epoch, window]
 
     def after(self, epoch: int, window: int) -> tuple[int, int]:
         """Epoch and window of the next."""
-        last = window + 1 == n_windows(self._text.n_shards, self._settings.open_shards)
+        last = window + 1 == n_windows(self.text.n_shards, self.settings.open_shards)
         return (epoch + 1, 0) if last else (epoch, window + 1)
 
     def _shards(self, epoch: int, window: int) -> list[int]:
-        return window_shards(self._text.n_shards, self._settings.open_shards, epoch, window, self._settings.seed)
+        return window_shards(self.text.n_shards, self.settings.open_shards, epoch, window, self.settings.seed)
 
 
 class Stream:
-    """Stream number `stream` of `settings.n_streams`."""
+    """Stream number `stream`. windows: shared with other streams."""
 
-    def __init__(
-        self,
-        text: OpenShards,
-        tokenizer: Tokenizer,
-        settings: StreamSettings,
-        stream: int,
-        windows: Windows | None = None,
-    ) -> None:
-        """windows: shared with other streams."""
-        self.text, self.tokenizer, self.settings, self.stream = text, tokenizer, settings, stream
-        self.windows = windows or Windows(text, settings)
+    def __init__(self, windows: Windows, tokenizer: Tokenizer, stream: int) -> None:
+        self.windows, self.tokenizer, self.stream = windows, tokenizer, stream
+        self.text, self.settings = windows.text, windows.settings
 
     def rows(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
         """Rows of context + 1 ids from the cursor's on, and the cursor of the next. Raises DataError."""

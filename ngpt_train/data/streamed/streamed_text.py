@@ -18,7 +18,7 @@ from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local_files import shards_of
 from ngpt_train.data.sources.source import Shard, Source, draw_sample
 from ngpt_train.data.streamed.shard_cache import OpenShards, ShardCache
-from ngpt_train.data.streamed.stream import StreamSettings, stream_settings, window_shards
+from ngpt_train.data.streamed.stream import StreamSettings, window_shards
 from ngpt_train.data.token_sequence import Tokens
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer, with_eos
@@ -81,7 +81,8 @@ def open_streamed(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) 
         assert tokenizer is not None
     known = tokenizer
     validation = on_main(lambda: _validation_tokens(config, text, known))
-    streamed = StreamedText(cache, shards, data.val_fraction, stream_settings(config, tokenizer.eos), tokenizer)
+    settings = StreamSettings(data.streams, data.open_shards, config.run.seed, row_format(config, tokenizer.eos))
+    streamed = StreamedText(cache, shards, data.val_fraction, settings, tokenizer)
     identity = {
         "tokenizer": tokenizer.fingerprint,
         "shards": [shard.identity for shard in shards],

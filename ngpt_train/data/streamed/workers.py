@@ -46,20 +46,18 @@ class Streams:
 
     def __init__(self, text: StreamedText, start: Start) -> None:
         self._text, self._cursors, self._given = text, start.cursors, start.rows.copy()
-        self._shards = text.open(start.skipped)
-        self._windows = Windows(self._shards, text.settings)
+        self._windows = Windows(text.open(start.skipped), text.settings)
         self._rows: dict[int, Iterator[tuple[Ids, Cursor]]] = {}
 
     @property
     def skipped(self) -> dict[str, str]:
-        return self._shards.skipped
+        return self._windows.text.skipped
 
     def row(self, number: int) -> tuple[Ids, Cursor]:
         """Row `number`, later than all rows of its stream before, and the cursor after it."""
         place, stream = divmod(number, self._text.settings.n_streams)
         if stream not in self._rows:
-            text = self._text
-            opened = Stream(self._shards, text.tokenizer, text.settings, stream, self._windows)
+            opened = Stream(self._windows, self._text.tokenizer, stream)
             self._rows[stream] = opened.rows(Cursor(*self._cursors[stream].tolist()))
         for _ in range(self._given[stream], place):
             next(self._rows[stream])  # another rank's

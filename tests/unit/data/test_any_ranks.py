@@ -18,7 +18,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.data import TrainLoader, merged, open_dataset, prepare_dataset, reader_of
 from ngpt_train.data.mixed import Mixture, Turns
 from ngpt_train.data.position import Share, latest
-from ngpt_train.data.streamed.stream import Cursor, Stream
+from ngpt_train.data.streamed.stream import Cursor, Stream, Windows
 from ngpt_train.data.streamed.streamed_text import StreamedText
 from tests.processes.runs import write_parquet_shards
 from tests.unit.data.test_streams import SHARDS, streamed
@@ -185,6 +185,6 @@ def test_first_rows_are_fetched_before_they_are_asked_for(tmp_path: Path) -> Non
     assert isinstance(data.train, StreamedText)
     opened = data.train.open()
     opened.soon = lambda shards: None  # type: ignore[method-assign]
-    next(Stream(opened, data.tokenizer, data.train.settings, 1).rows(Cursor()))
+    next(Stream(Windows(opened, data.train.settings), data.tokenizer, 1).rows(Cursor()))
     assert fetched() == after
     reader.close()

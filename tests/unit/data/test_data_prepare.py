@@ -539,7 +539,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
 
     assert dtype_for(65_536) == "<u2"
     writer = SplitWriter(tmp_path, "train", dtype_for(65_537), shard_tokens=10)
-    writer.add(np.array([65_536, 1]), lengths=np.array([2]), sizes=np.array([3]))
+    writer.add([(np.array([65_536, 1]), 3)])
     assert writer.finish()["tokens"] == 2
     assert (tmp_path / "train-00000.bin").read_bytes() == b"\x00\x00\x01\x00\x01\x00\x00\x00"
 

@@ -99,8 +99,8 @@ def test_parts_of_files_hold_every_document_once(corpus: Path) -> None:
         for name, texts in (("a.jsonl", documents(400)), ("b.parquet", documents(300, 2))):
             source = open_source(config(corpus / name).data)
             parts = local_files.units_of(source, FileHashes(corpus.parent))
-            assert len({unit.shard.identity for unit in parts}) == len(parts) > 5
-            assert [text for unit in parts for text in source.reader.documents(unit.shard, Path())] == texts
+            assert len({unit.identity for unit in parts}) == len(parts) > 5
+            assert [text for unit in parts for text in source.reader.documents(unit, Path())] == texts
 
 
 KILLED = """

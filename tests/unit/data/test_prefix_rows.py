@@ -116,8 +116,7 @@ def test_shards_on_disk(tmp_path: Path) -> None:
     """SplitWriter's own index, with shards that end in the middle of the documents."""
     writer = SplitWriter(tmp_path, "train", "<u2", shard_tokens=15)
     flat = [x for shard in documents() for x in shard]
-    for document in flat:
-        writer.add(document, np.array([len(document)]), np.array([1]))
+    writer.add((document, 1) for document in flat)
     shards = writer.finish()["shards"]
     assert len(shards) > 2
     ids = [np.fromfile(tmp_path / shard["file"], "<u2") for shard in shards]

@@ -121,7 +121,7 @@ def test_rows_do_not_depend_on_ranks_workers_or_restarts(text: Path, pack: str) 
 
 def epoch_of(text: StreamedText, stream: int) -> list[tuple[NDArray[np.integer], Cursor]]:
     """Rows of the stream's first epoch, and the first of the second."""
-    rows = Stream(text.open(), text.tokenizer, text.settings, stream).rows(Cursor())
+    rows = Stream(Windows(text.open(), text.settings), text.tokenizer, stream).rows(Cursor())
     found = [next(rows)]
     while found[-1][1].epoch == 0:
         found.append(next(rows))
@@ -172,7 +172,8 @@ def test_every_id_is_a_target_once_an_epoch(text: Path) -> None:
 
 def pieces_of(data: StreamedText, stream: int) -> list[Piece]:
     pieces = []
-    for place, piece in Stream(data.open(), data.tokenizer, data.settings, stream).pieces(Cursor()):
+    windows = Windows(data.open(), data.settings)
+    for place, piece in Stream(windows, data.tokenizer, stream).pieces(Cursor()):
         if place.epoch:
             return pieces
         pieces.append(piece)
@@ -239,7 +240,7 @@ def test_first_rows_need_one_window(text: Path) -> None:
     assert isinstance(data.train, StreamedText)
     opened = data.train.open()
     opened.soon = lambda shards: None  # type: ignore[method-assign]
-    next(Stream(opened, data.train.tokenizer, data.train.settings, 0).rows(Cursor()))
+    next(Stream(Windows(opened, data.train.settings), data.tokenizer, 0).rows(Cursor()))
     assert len(set((text.parent / "cache" / "documents").glob("*/header.json"))) <= 4 < len(SHARDS)
 
 
@@ -267,7 +268,7 @@ def test_no_document_is_long_enough_to_continue(text: Path, monkeypatch: pytest.
     assert isinstance(data, StreamedText)
     settings = replace(data.settings, form=replace(data.settings.form, source_context=9_998))
     with pytest.raises(DataError, match=r"in 3 epochs there is no document of 10000 tokens"):
-        next(Stream(data.open(), data.tokenizer, settings, 0).rows(Cursor()))
+        next(Stream(Windows(data.open(), settings), data.tokenizer, 0).rows(Cursor()))
 
 
 def test_validation_looks_further_where_the_first_shards_have_none(tmp_path: Path) -> None:
