@@ -87,13 +87,13 @@ class FileHashes:
         return {}
 
     def _lookup(self, path: Path, dtype: str | None) -> list[Any]:
-        name = f"{dtype or 'bytes'} {path.absolute()}"
         try:
-            return self._hashed(name, path, dtype)
+            return self._known_or_hashed(path, dtype)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
-    def _hashed(self, name: str, path: Path, dtype: str | None) -> list[Any]:
+    def _known_or_hashed(self, path: Path, dtype: str | None) -> list[Any]:
+        name = f"{dtype or 'bytes'} {path.absolute()}"
         stat = path.stat()
         version = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         with contextlib.ExitStack() as stack:

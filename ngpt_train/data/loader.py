@@ -111,15 +111,15 @@ class TrainLoader(Iterator[tuple[list[Batch], Position]]):
         """state: what `merged` made of the positions of all ranks."""
         if batch_rows % (world_size * micro_rows) != 0:
             raise ValueError(f"{batch_rows} rows do not divide into {world_size} ranks x micro batches of {micro_rows}")
-        self._reader, self._rank, self._world_size = reader, rank, world_size
+        self._reader, self._share = reader, Share(rank, world_size)
         self._batch_rows, self._micro_rows = batch_rows, micro_rows
         self._rows = 0 if state is None else int(state["rows"])
         self._hash = 0 if state is None or rank else int(state["data_hash"], 16)
 
     def __next__(self) -> tuple[list[Batch], Position]:
-        first = self._rows + (self._rank - self._rows) % self._world_size
+        first = self._share.next_row(self._rows, self._share.world_size)
         self._rows += self._batch_rows
-        numbers = np.arange(first, self._rows, self._world_size)
+        numbers = np.arange(first, self._rows, self._share.world_size)
         batch = self._reader.take(numbers)
         self._hash = (self._hash + hash_of_rows(numbers, batch)) % 2**64
         parts = [np.split(np.ascontiguousarray(part), len(part) // self._micro_rows) for part in batch]

@@ -189,7 +189,7 @@ def _mixed_corpus(config: Config, sources: Sequence[SourceConfig]) -> Iterator[s
 def _beginning(tokens: Tokens, config: Config, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
     """Ids and offsets of the first documents of a split, as many as make a share of eval.rows or tokens, or all."""
     form = row_format(config, tokens.eos)
-    lengths = tokens.documents()[1]
+    lengths = tokens.documents[1]
     wanted = config.eval.rows or config.eval.tokens
     assert wanted is not None
     if config.eval.rows is None:

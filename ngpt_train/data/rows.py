@@ -153,7 +153,7 @@ class BestFit:
 
     def __init__(self, tokens: Tokens, form: RowFormat) -> None:
         self._tokens, self._form = tokens, form
-        starts, lengths = tokens.documents()
+        starts, lengths = tokens.documents
         parts: list[tuple[int, int]] = []
         ends = [0]
         last = np.empty(1, np.int64)
@@ -195,7 +195,7 @@ class PrefixContinuation:
 
     def __init__(self, tokens: Tokens, form: RowFormat) -> None:
         self._tokens, self._form = tokens, form
-        starts, lengths = tokens.documents()
+        starts, lengths = tokens.documents
         long_enough = lengths >= form.shortest
         self._starts, self._lengths = starts[long_enough], np.minimum(lengths[long_enough], form.context + 1)
         if not len(self):

@@ -90,12 +90,9 @@ class Tokens:
         """Ids of each shard; of the held-out text of a mixture, of each source."""
         return [len(shard) for shard in self._shards]
 
-    def documents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and length, eos included, of each document, in order. Looked for once: a large split takes minutes."""
-        return self._documents
-
     @functools.cached_property
-    def _documents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def documents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Start and length, eos included, of each document, in order. A large split takes minutes."""
         starts, lengths = [], []
         for shard, ids in enumerate(self._shards):
             if self._offsets is not None:

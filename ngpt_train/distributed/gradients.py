@@ -1,15 +1,35 @@
-"""The gradients between the last backward pass and the optimizer: averages over ranks, and the norm."""
+"""Gradients from the micro batches to the optimizer: when ranks exchange them, averages over ranks, and the norm."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from ngpt_train.config.sections.parallel import ParallelConfig
 from ngpt_train.distributed.layouts import vectors
 from ngpt_train.distributed.sharding import replicas
 from ngpt_train.distributed.world import World
+
+
+def accumulating(forward: nn.Module, config: ParallelConfig, last: bool) -> AbstractContextManager[None]:
+    """The context of a micro batch. forward: DDP, or the model; last: True for the last micro batch of a step.
+
+    DDP sums gradients over ranks in the last micro batch only. FSDP2 scatters the gradients of each micro batch: a rank
+    that accumulated whole gradients would need the memory that sharding saves. With scatter=step it does accumulate
+    them. With gather=step the matrices stay whole until the last backward pass. Groups of HSDP exchange their shards in
+    the last micro batch only, which takes no memory.
+    """
+    if isinstance(forward, DistributedDataParallel) and not last:
+        return forward.no_sync()
+    if isinstance(forward, FSDPModule):
+        forward.set_requires_gradient_sync(last or config.scatter == "micro_batch")
+        forward.set_requires_all_reduce(last)
+        forward.set_reshard_after_backward(last or config.gather != "step")
+    return nullcontext()
 
 
 def average_vectors_(model: nn.Module, world: World) -> None:

@@ -7,8 +7,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -21,13 +21,48 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import mixture_of
 from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.launcher import check_address
-from ngpt_train.distributed.arrivals import Arrivals
-from ngpt_train.distributed.long_work import LongWork
+from ngpt_train.distributed.long_work import LongWork, RankLostError
 
 T = TypeVar("T")
 NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun makes a new store each time it starts its processes
 
 logger = logging.getLogger(__name__)
+
+
+class Arrivals:
+    """Counts in a store the collectives that each rank has come to, because gloo does not name a rank that is missing.
+
+    The store may be gone, with torchrun or the host that had it. Then no rank is named, and all else goes on.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store: dist.Store | None = store
+        self._rank, self._size, self._number = rank, size, 0
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around each collective. Raises RankLostError, which names the missing ranks, where the collective fails."""
+        self._number += 1
+        if self._store is not None:
+            try:
+                self._store.set(str(self._rank), str(self._number))
+            except dist.DistError:
+                self._store = None  # torch prints a stack at each try
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = self._missing()
+            who = f"rank {', '.join(map(str, ranks))}" if ranks else "a rank"
+            raise RankLostError(f"{who} has not done its part, it is stopped or stuck ({error})") from error
+
+    def _missing(self) -> list[int]:
+        missing: list[int] = []
+        if (store := self._store) is not None:
+            with suppress(dist.DistError):
+                for rank in range(self._size):
+                    if not store.check([str(rank)]) or int(store.get(str(rank))) < self._number:
+                        missing.append(rank)
+        return missing
 
 
 @dataclass(frozen=True)
@@ -41,7 +76,7 @@ class World:
     local_size: int = 1  # ranks of this host
     timeout: float = 600.0  # parallel.timeout: seconds that ranks wait for a rank without a sign of life
     group: dist.ProcessGroup | None = None  # None: the group of training
-    arrivals: Arrivals | None = None  # with a group of its own: who is missing in `gather` and `on_main`
+    arrivals: Arrivals | None = None  # with a group of its own: names the ranks that `gather` and `on_main` lack
 
     @property
     def is_main(self) -> bool:
@@ -223,7 +258,7 @@ def _keep_process_group() -> None:
     """Keeps gloo's destructor from running, and gives gloo's threads time before the interpreter ends.
 
     The destructor joins gloo's threads while it holds the interpreter's lock. A thread that still releases the tensors
-    of the last collective waits for that lock, and then the finished process hangs. So the process group gets a
+    of the last collective waits for the same lock, and the finished process hangs. So the process group gets a
     reference that is never released. A thread that still waits when the interpreter ends aborts the process: hence the
     pause.
     """

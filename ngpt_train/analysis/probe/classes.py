@@ -69,7 +69,7 @@ def of_source(validation: Tokens, names: Sequence[str], config: Config, chosen: 
     numbers = [np.full(n, number, np.int64) for number, n in enumerate(lengths)]
     # Whether a document of the packed rows ends with eos must not change.
     eos = len(names) - 1 if last[0] == validation.eos else len(names)
-    starts, _ = validation.documents()
+    starts, _ = validation.documents
     firsts = np.cumsum([0, *lengths])
     offsets = [
         np.append(starts[(starts >= first) & (starts < end)] - first, end - first) for first, end in pairwise(firsts)

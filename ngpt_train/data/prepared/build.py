@@ -61,22 +61,16 @@ def prepare_shards(
     there. Raises DataError for faulty text, and if `out` holds anything else.
     """
     source = open_source(config.data)
-
-    def place(tokenizer_key: list[Any]) -> tuple[Callable[[], str], Path]:
-        compute_key = partial(_key, config, source, tokenizer_key, hashes)
-        return compute_key, out or cache_directory(config) / "tokens" / f"{source.kind}-{compute_key()[:16]}"
-
-    # Under the first keys another tokenizer's shards may lie.
-    *ambiguous, own = [tokenizer_key(config.tokenizer)] if tokenizer is None else possible_keys(tokenizer)
-    compute_key, directory = place(own)
-    for other in ambiguous:
-        found_key, found = place(other)
-        assert tokenizer is not None
-        made_with = read_manifest(found)["tokenizer"] if is_filled(found) else {}
-        if [made_with.get("fingerprint"), made_with.get("eos")] == tokenizer_identity(tokenizer):
-            compute_key, directory = found_key, found
-            break
-    key = compute_key()
+    tokenizer_keys = [tokenizer_key(config.tokenizer)] if tokenizer is None else possible_keys(tokenizer)
+    for described in tokenizer_keys:
+        compute_key = partial(_key, config, source, described, hashes)
+        key = compute_key()
+        directory = out or cache_directory(config) / "tokens" / f"{source.kind}-{key[:16]}"
+        # Under all keys but the last, another tokenizer's shards may lie.
+        if tokenizer is not None and described != tokenizer_keys[-1] and is_filled(directory):
+            made_with = read_manifest(directory)["tokenizer"]
+            if [made_with.get("fingerprint"), made_with.get("eos")] == tokenizer_identity(tokenizer):
+                break
     prepared_before = is_filled(directory)
     if not prepared_before:
         preparation = Preparation(config, source, compute_key, tokenizer, hashes)

@@ -83,13 +83,22 @@ def list_hub(data: DataConfig) -> Source:
     kept = Path(data.cache).expanduser() / "hub"
     commit, listed = _files(HubClient(data.repo, data.fetch_minutes), data.revision, kept)
     settings = {"repo": data.repo, "split": data.split, "text_field": data.text_field}
-    held_out = _held_out(sorted(listed), data)
+    readable = [path for path in sorted(listed) if extension(Path(path)) in KINDS]
+    held_out: list[str] = []
     if data.val_files is not None:
         settings["val_files"] = data.val_files
-    if not data.streamed and not any(extension(Path(path)) in KINDS for path in listed):
+        held_out = _matching(readable, data.val_files, "data.val_files", data.repo)
+    if not readable and not data.streamed:
         rows = DatasetsText(data.repo, commit, data.split, data.text_field)
         return Source(data.kind, rows, settings, shards=(rows.shard,), revision=commit)
-    paths = [path for path in _chosen(sorted(listed), data) if path not in held_out]
+    if not readable:
+        endings = Counter(PurePosixPath(path).suffix or PurePosixPath(path).name for path in sorted(listed))
+        found = ", ".join(f"{n} {ending}" for ending, n in endings.most_common(8)) or "nothing"
+        raise DataError(
+            f"data.repo={data.repo}: none of its files ends in {', '.join(KINDS)} (there are: {found}). `prepare` "
+            "reads other formats, through the library `datasets`; train on what it writes with data=tokens"
+        )
+    paths = [path for path in _chosen(readable, data) if path not in held_out]
     if not paths:
         raise DataError(f"data.val_files={data.val_files}: all files that are read; none is left to train on")
     files = {path: listed[path] for path in [*paths, *held_out]}
@@ -149,25 +158,15 @@ def _read_list(path: Path) -> dict[str, HubFile] | None:
         return None
 
 
-def _chosen(paths: list[str], data: DataConfig) -> list[str]:
-    """The paths that are read. Raises DataError if there are none.
+def _chosen(readable: list[str], data: DataConfig) -> list[str]:
+    """The paths of data.files or else of data.split. Raises DataError if there are none.
 
-    With data.files, those that match it. Otherwise a file belongs to a split if its path has the name of the split as
-    a word of its own, as in plain_text/train-00000-of-00080.parquet, data/train/1.jsonl or train2.jsonl; where no
-    path names a usual split, all files are the train split.
+    A file belongs to a split if the name of the split is a word of its path, as in
+    plain_text/train-00000-of-00080.parquet, data/train/1.jsonl or train2.jsonl. Where no path names a usual split, all
+    files are the train split.
     """
-    readable = [path for path in paths if extension(Path(path)) in KINDS]
-    if not readable:
-        endings = Counter(PurePosixPath(path).suffix or PurePosixPath(path).name for path in paths)
-        listed = ", ".join(f"{n} {ending}" for ending, n in endings.most_common(8)) or "nothing"
-        raise DataError(
-            f"data.repo={data.repo}: none of its files ends in {', '.join(KINDS)} (there are: {listed}). `prepare` "
-            "reads other formats, through the library `datasets`; train on what it writes with data=tokens"
-        )
     if data.files is not None:
-        if found := [path for path in readable if fnmatchcase(path, data.files)]:
-            return found
-        raise DataError(f"data.files={data.files}: matches no file of {data.repo}, such as {readable[0]}")
+        return _matching(readable, data.files, "data.files", str(data.repo))
     if found := [path for path in readable if _names(path, data.split)]:
         return found
     named = [split for split in USUAL_SPLITS if any(_names(path, split) for path in readable)]
@@ -180,15 +179,12 @@ def _chosen(paths: list[str], data: DataConfig) -> list[str]:
     )
 
 
-def _held_out(paths: list[str], data: DataConfig) -> list[str]:
-    """The paths that data.val_files names. Raises DataError if there are none."""
-    if data.val_files is None:
-        return []
-    readable = [path for path in paths if extension(Path(path)) in KINDS]
-    if found := [path for path in readable if fnmatchcase(path, data.val_files)]:
+def _matching(paths: list[str], pattern: str, key: str, repo: str) -> list[str]:
+    """The paths that match `pattern`, the value of `key`. Raises DataError if there are none."""
+    if found := [path for path in paths if fnmatchcase(path, pattern)]:
         return found
-    such_as = f", such as {readable[0]}" if readable else ""
-    raise DataError(f"data.val_files={data.val_files}: matches no file of {data.repo}{such_as}")
+    such_as = f", such as {paths[0]}" if paths else ""
+    raise DataError(f"{key}={pattern}: matches no file of {repo}{such_as}")
 
 
 def _names(path: str, split: str) -> bool:

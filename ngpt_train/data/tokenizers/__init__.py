@@ -18,21 +18,8 @@ from ngpt_train.data.tokenizers.gpt2 import GPT2Tokenizer, gpt2_ranks, parse_ran
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.data.tokenizers.model_files import PINNED, read_file
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
-from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Ids, Tokenizer, tokenizer_identity, with_eos
+from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer
 from ngpt_train.data.tokenizers.words import WordsTokenizer, count_words
-
-__all__ = [
-    "Ids",
-    "Tokenizer",
-    "known_vocabulary",
-    "load_tokenizer",
-    "possible_keys",
-    "read_tokenizer",
-    "tokenizer_identity",
-    "tokenizer_key",
-    "with_eos",
-    "write_tokenizer",
-]
 
 # Where the model lies beside tokens and in checkpoints; `tokenizer.json` is there the description.
 MODEL_FILES = {

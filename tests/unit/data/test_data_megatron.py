@@ -49,7 +49,7 @@ def config(path: Path, cache: Path) -> Config:
 def read(tokens: Tokens) -> list[list[int]]:
     ids = np.empty(len(tokens), np.int64)
     tokens.read(0, ids)
-    starts, lengths = tokens.documents()
+    starts, lengths = tokens.documents
     return [ids[start : start + length].tolist() for start, length in zip(starts, lengths, strict=True)]
 
 

@@ -63,7 +63,7 @@ def beginnings(tokens: Tokens, context: int = CONTEXT, source: int = SOURCE) -> 
 def test_documents_of_every_shard(build: Builder) -> None:
     shards = documents()
     data = build(shards)
-    starts, lengths = data.documents()
+    starts, lengths = data.documents
     assert starts.dtype == lengths.dtype == np.int64
     assert lengths.tolist() == [length for shard in LENGTHS for length in shard]
     for start, expected in zip(starts.tolist(), [document for shard in shards for document in shard], strict=True):
@@ -84,7 +84,7 @@ def test_documents_of_every_shard(build: Builder) -> None:
 )
 def test_documents_found_by_eos(ids: list[int], expected: list[int]) -> None:
     data = Tokens("train", Path("tokens"), [np.array(ids, np.uint16), np.array([7, 0, 8], np.uint16)], eos=0)
-    starts, lengths = data.documents()
+    starts, lengths = data.documents
     assert lengths.tolist() == [*expected, 2, 1]
     assert starts.tolist() == np.cumsum([0, *expected, 2]).tolist()
 
@@ -122,7 +122,7 @@ def test_shards_on_disk(tmp_path: Path) -> None:
     ids = [np.fromfile(tmp_path / shard["file"], "<u2") for shard in shards]
     offsets = [np.fromfile(tmp_path / shard["index"], "<u8") for shard in shards]
     found = Tokens("train", tmp_path, ids, EOS, offsets)
-    assert found.documents()[1].tolist() == [len(x) for x in flat]
+    assert found.documents[1].tolist() == [len(x) for x in flat]
     for index in range(6):
         for got, want in zip(
             beginnings(found).batch(np.array([index])),
@@ -248,7 +248,7 @@ def test_run(directory: Path, corpus: Path) -> None:
     # What counts as a token is a target: at most the 96 of a row's continuation.
     data = dataset(directory, corpus)
     assert isinstance(data.train, Tokens)
-    lengths = data.train.documents()[1]
+    lengths = data.train.documents[1]
     assert lengths.min() < 98 < 193 < lengths.max()
     steps = np.diff([0, *(train[step]["tokens"] for step in sorted(train))])
     assert (steps <= 8 * 96).all()
