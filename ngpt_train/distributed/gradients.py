@@ -33,7 +33,7 @@ def accumulating(forward: nn.Module, config: ParallelConfig, last: bool) -> Abst
 
 
 def average_vectors_(model: nn.Module, world: World) -> None:
-    """Under FSDP2, averages the gradients of the vectors, which are not sharded, over ranks, in one collective."""
+    """Under FSDP2, averages the gradients of the vectors, which are not sharded, over ranks in one collective."""
     if world.size == 1 or not isinstance(model, FSDPModule):
         return
     gradients = [parameter.grad for parameter in vectors(model) if parameter.grad is not None]
@@ -42,9 +42,9 @@ def average_vectors_(model: nn.Module, world: World) -> None:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:
-    """L2 norm of all gradients together, 0-dim fp64 on the device; the same on every rank. Collective if sharded.
+    """L2 norm of all gradients, 0-dim fp64 on the device, the same on every rank. Collective if sharded.
 
-    On CPUs the sums are in fp64: over millions of entries, fp32 sums lose three digits there.
+    On CPUs the sums are in fp64, because fp32 sums of millions of entries lose three digits there.
     """
     sharded: list[Tensor] = []
     whole: list[Tensor] = []

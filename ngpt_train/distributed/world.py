@@ -1,4 +1,4 @@
-"""The group of processes that train together, and the device of this process."""
+"""The process group of training, and the device of this process."""
 
 import atexit
 import ctypes
@@ -24,7 +24,7 @@ from ngpt_train.core.launcher import check_address
 from ngpt_train.distributed.long_work import LongWork, RankLostError
 
 T = TypeVar("T")
-NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun makes a new store each time it starts its processes
+NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # 1: torchrun makes a new store each time it starts its processes
 
 logger = logging.getLogger(__name__)
 
@@ -67,14 +67,14 @@ class Arrivals:
 
 @dataclass(frozen=True)
 class World:
-    """The rank and device of this process and the number of ranks; 1 without torchrun. Its methods are collective."""
+    """This process's rank and device, and the number of ranks, 1 without torchrun. Its methods are collective."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
     local_size: int = 1  # ranks of this host
-    timeout: float = 600.0  # parallel.timeout: seconds that ranks wait for a rank without a sign of life
+    timeout: float = 600.0  # parallel.timeout: seconds of waiting for a silent rank
     group: dist.ProcessGroup | None = None  # None: the group of training
     arrivals: Arrivals | None = None  # with a group of its own: names the ranks that `gather` and `on_main` lack
 
@@ -83,31 +83,30 @@ class World:
         return self.rank == 0
 
     def beside(self) -> "World":
-        """The same ranks with a group of their own, over CPUs, so that the collectives of another thread do not meet
-        those of training. A collective call."""
+        """The same ranks with a second group, over CPUs, for the collectives of another thread. A collective call."""
         if self.size == 1:
             return self
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         _never_release(group)
-        # A connection of its own, as the watchdog's.
+        # A second connection, as the watchdog has.
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         store = dist.PrefixStore(f"ngpt_train/arrivals/{self.on_main(lambda: uuid.uuid4().hex)}", store)
         return replace(self, group=group, arrivals=Arrivals(store, self.rank, self.size))
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sums `tensor` over all ranks, in place, and returns it; every rank must call it."""
+        """Sums `tensor` over all ranks in place, and returns it."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """The largest of each element of `tensor` over all ranks, in place, as `sum_`."""
+        """Takes the maximum of each element over all ranks in place, and returns `tensor`."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """The largest of each value over all ranks. The values go through CPUs, so that no rank waits for its GPU."""
+        """The maximum of each value over all ranks, through CPUs, so that no rank waits for its GPU."""
         if self.size == 1:
             return list(values)
         found = torch.tensor(values, dtype=torch.float64)
@@ -115,7 +114,7 @@ class World:
         return found.tolist()
 
     def sum_of(self, values: Sequence[int]) -> list[int]:
-        """The sum of each value over all ranks, through CPUs. Exact if it is below 2^63."""
+        """The sum of each value over all ranks, through CPUs. Exact below 2^63."""
         if self.size == 1:
             return list(values)
         found = torch.tensor(values, dtype=torch.int64)
@@ -132,18 +131,18 @@ class World:
         return items
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Runs `function` on rank 0 alone. Every rank returns its result, or raises its exception.
+        """Runs `function` on rank 0. Every rank returns its result or raises its exception.
 
-        For functions that take less than parallel.timeout; the other ranks wait no longer.
+        The function has to take less than parallel.timeout, because the other ranks do not wait longer.
         """
         if self.size == 1:
             return function()
         return self._share_outcome_of_main(_outcome(function) if self.is_main else (None, None))
 
     def on_main_without_timeout(self, function: Callable[[], T]) -> T:
-        """As `on_main`, for a function that may take hours, such as a download.
+        """`on_main` for a function that may take hours, such as a download.
 
-        The other ranks wait as long as rank 0 gives signs of life (long_work.py), else they raise RankLostError.
+        The other ranks wait while rank 0 gives signs of life (long_work.py), and raise RankLostError if it is silent.
         """
         if self.size == 1:
             return function()
@@ -157,7 +156,7 @@ class World:
         return self._share_outcome_of_main(outcome)
 
     def on_all_without_timeout(self, function: Callable[[], T]) -> T:
-        """Runs `function` on every rank and returns this rank's result when all ranks are done. A rank may take hours.
+        """Runs `function` on every rank, for hours if need be. Returns this rank's result when all ranks are done.
 
         Raises this rank's own exception at once, and RankLostError if another rank has failed or died. `function` may
         call `on_main_without_timeout`, but no other collective.
@@ -185,7 +184,7 @@ class World:
 
     def _long_work(self) -> LongWork:
         store = dist.distributed_c10d._get_default_store()
-        # Each rank counts its own pieces of long work. The numbers agree, because ranks do them in the same order.
+        # Each rank counts its pieces of long work. The numbers agree, because all ranks do them in the same order.
         number = store.add(f"ngpt_train/long_work/{self.rank}", 1)
         return LongWork(store, f"ngpt_train/long_work_{number}", self.rank, self.timeout)
 
@@ -198,10 +197,10 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def join_world(config: Config) -> World:
-    """Joins the process group that already exists, or else that of the processes that torchrun started.
+    """Joins the existing process group, or else the group of torchrun's processes.
 
-    Without torchrun, parallel=ddp, fsdp and hsdp get a process group of one. Raises ConfigError if this process has no
-    GPU that train.device requires.
+    Without torchrun, parallel=ddp, fsdp and hsdp get a process group of one. Raises ConfigError if train.device
+    requires a GPU and this process has none.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = resolve_device(config.train.device, local_rank)
@@ -225,10 +224,10 @@ def join_world(config: Config) -> World:
 
 
 def _of_this_start(store: dist.Store) -> dist.Store:
-    """The part of torchrun's store that is of this start of its processes. torch 2.13 keeps the store when torchrun
-    starts them again, and gloo then connects to the addresses of dead processes.
+    """A part of torchrun's store for this start of its processes.
 
-    Several torchruns do not agree on how often they have started, so there the store has to be a new one.
+    torch 2.13 keeps the store when torchrun restarts its processes, and gloo then connects to addresses of dead
+    processes. Several torchruns do not agree on the number of starts, so they need a new store for each.
     """
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         return dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -242,10 +241,10 @@ def _of_this_start(store: dist.Store) -> dist.Store:
 
 
 def collective_timeout(config: Config) -> float:
-    """Seconds after which a collective ends: parallel.timeout.
+    """The time limit of a collective in seconds: parallel.timeout.
 
-    data.fetch_minutes are added if shards of the hub are fetched while the model trains, because the first collective
-    of a step then waits for a rank whose shard is late.
+    If shards of the hub are fetched during training, data.fetch_minutes are added, because the first collective of a
+    step waits for a rank with a late shard.
     """
     data = config.data
     sources = [source.data for source in mixture_of(data)] if data.kind == "mixture" else [data]

@@ -1,7 +1,7 @@
-"""Units of text, tokenized by several processes into chunks, which come in the order of the text.
+"""Units of text, tokenized into chunks by several processes. The chunks come in the order of the text.
 
-Each process tokenizes a unit of its own and lays its chunks into files; what waits for its turn waits on the disk. A
-process that is killed ends the work with an error, and processes whose parent is killed end by themselves.
+Each process tokenizes one unit at a time and writes its chunks into files, so chunks wait on the disk for their turn. A
+killed process ends the work with an error. Processes whose parent was killed end by themselves.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ngpt_train.core.processes import end_with_parent
 from ngpt_train.data.sources.source import Counts, Shard, ShardSource, halves, place_of
 from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer, with_eos
 
-STEMS = {"train": "train", "validation": "val"}  # of the files of each split
-# Characters of a chunk, or one document: what a process holds in memory.
+STEMS = {"train": "train", "validation": "val"}  # file names of each split
+# A process holds so many characters in memory, or one document.
 CHUNK_CHARACTERS = 2_000_000
-# Units that may be tokenized before their turn, per process: bounds the disk that they take.
+# Units per process that may be tokenized before their turn, to bound their disk space.
 AHEAD = 3
 POLL_SECONDS = 0.05
 Heard = Callable[[int, int, int], None]  # unit, documents, bytes of text
@@ -51,14 +51,13 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """Makes chunks of text. single: the text is one document, whose end validates; keep_empty: an empty document
-    is an eos, and not skipped. Travels to worker processes."""
+    """Makes chunks of text. Travels to worker processes."""
 
     reader: ShardSource
     tokenizer: Tokenizer
     val_fraction: float
-    single: bool
-    keep_empty: bool
+    single: bool  # True if the text is one document, whose end validates
+    keep_empty: bool  # True if an empty document is an eos, False if it is skipped
 
     def chunks(self, shard: Shard, skip: int, scratch: Path) -> Iterator[Chunk]:
         """The unit after its first `skip` documents, in one chunk at least. Raises DataError.
@@ -84,7 +83,7 @@ class Tokenizing:
         shutil.rmtree(scratch)
 
     def _placed(self, text: str, held_out: bool, chunk: Chunk) -> list[tuple[str, str, int]]:
-        """(split, text, bytes) of a document: one, or two of a text that is a single document. Counts it."""
+        """(split, text, bytes) of a document; two parts if the text is a single document. Counts it in `chunk`."""
         data = text.encode()
         place = place_of(data)
         held_out = held_out or place < self.val_fraction
@@ -98,7 +97,7 @@ class Tokenizing:
 
 
 def n_processes(setting: int | str, n_units: int) -> int:
-    """The number of processes for `data.prepare_workers`: no more than there is work for."""
+    """The number of processes for `data.prepare_workers`, at most one for each unit."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(available if setting == AUTO else int(setting), n_units))
 
@@ -111,10 +110,10 @@ def chunks_in_order(
     scratch: Path,
     heard: Heard,
 ) -> Generator[tuple[int, Chunk], None, None]:
-    """(unit, chunk) of all units from `start` on: a unit, and how many of its documents are done.
+    """(unit, chunk) from `start` on, which is a unit and the number of its finished documents.
 
-    scratch: a directory for what waits; heard: told of each chunk.
-    Raises what reading raises, in the order of the text.
+    scratch: a directory for waiting chunks. heard: is called for each chunk.
+    Raises the errors of reading, in the order of the text.
     """
     skips = {start[0]: start[1]}
     with contextlib.ExitStack() as stack:
@@ -145,12 +144,12 @@ class _Pool:
         self._futures: dict[int, Future[None]] = {}
 
     def chunks(self, number: int, ahead: dict[int, tuple[Shard, int]]) -> Iterator[Chunk]:
-        """The chunks of unit `number`, as they are made. ahead: the units that may be begun, and what each skips."""
+        """The chunks of unit `number`. ahead[unit]: a unit that may be started, and the documents to skip in it."""
         try:
             for unit, (shard, skip) in ahead.items():
                 if unit not in self._futures:
                     self._futures[unit] = self._pool.submit(_tokenize, unit, shard, skip)
-                    # Noted now: a process that has ended by the next call is no longer among the active ones.
+                    # Noted now, because a process that ends before the next call is no active child any more.
                     self._processes |= set(multiprocessing.active_children()) - self._others
             future = self._futures[number]
             for k in itertools.count():
@@ -171,7 +170,7 @@ class _Pool:
         self._pool.shutdown(cancel_futures=True)
 
     def _died(self) -> DataError:
-        # Not by join: the pool's own thread may be waiting for the same exit code, which only one of the two gets.
+        # Not by join: the pool's thread may be waiting for the same exit code, and only one of the two gets it.
         deadline = time.monotonic() + 10
         while any(process.exitcode is None for process in self._processes) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -194,16 +193,16 @@ _scratch: Path
 
 
 def _begin(tokenizing: Tokenizing, scratch: Path) -> None:
-    """In a process of the pool, before its first unit."""
+    """Runs in a process of the pool before its first unit."""
     global _tokenizing, _scratch
     _tokenizing, _scratch = tokenizing, scratch
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends its processes
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what is parallel
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already
     end_with_parent()
 
 
 def _tokenize(number: int, shard: Shard, skip: int) -> None:
-    """In a process of the pool: lays the chunks of a unit into files."""
+    """Runs in a process of the pool: writes the chunks of a unit into files."""
     for k, chunk in enumerate(_tokenizing.chunks(shard, skip, _scratch / f"{number}")):
         partial = _place(_scratch, number, k).with_suffix(".partial")
         with partial.open("wb") as file:

@@ -210,7 +210,7 @@ def test_pieces_are_a_partition(n_documents: list[int]) -> None:
     orders = []
     begins = set()
     for epoch in range(3):
-        pieces = window_pieces(enumerate(n_documents), STREAMS, epoch, 0, seed=3)
+        pieces = window_pieces(list(enumerate(n_documents)), STREAMS, epoch, 0, seed=3)
         orders.append(pieces)
         firsts = [first_place(STREAMS, stream, epoch, 0, seed=3) for stream in range(STREAMS)]
         assert sorted(firsts) == list(range(STREAMS))
