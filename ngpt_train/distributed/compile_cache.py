@@ -34,11 +34,11 @@ def keep_compiled(config: Config) -> None:
     ours = [name for name in VARIABLES if name == INDUCTOR or name not in os.environ]
     directory = Path(config.data.cache).expanduser().absolute() / "compiled" / machine()
     if problem := why_unusable(directory):
-        line = f"data.cache: {directory} {problem}; torch.compile keeps what it compiles where torch does by default"
+        line = f"data.cache: {directory} {problem}; torch.compile keeps compiled code in its own directory"
         say_once(logging.WARNING, line)
         return
     os.environ |= {name: str(directory / VARIABLES[name]) for name in ours}
-    say_once(logging.INFO, f"torch.compile keeps what it compiles in {directory}")
+    say_once(logging.INFO, f"torch.compile keeps compiled code in {directory}")
 
 
 def machine() -> str:

@@ -222,7 +222,7 @@ def insist(config: Config, contact: Contact) -> None:
     if config.kernels.kind == "triton" and fused:
         raise ConfigError(
             f"kernels=triton: on {contact.device} the kernel {fused[0]} must not run: {contact.off[fused[0]]}. "
-            "Use kernels=auto, which runs what is wrong in plain PyTorch, or kernels=torch"
+            "Use kernels=auto, which replaces a faulty kernel by plain PyTorch, or kernels=torch"
         )
     of_attention = [name for name in contact.off if name in OF_ATTENTION]
     if config.kernels.attention in ("flash_attn", "flex") and of_attention:

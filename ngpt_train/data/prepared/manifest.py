@@ -78,7 +78,7 @@ def open_shards(split: str, directory: Path, manifest: dict[str, Any], hashes: F
         shards.append(open_ids(path, dtype, manifest["tokenizer"], hashes, shard["sha256"]))
         offsets.append(StoredNumbers(index, "<u8"))
         if [*offsets[-1][:1], *offsets[-1][-1:]] != [0, shard["tokens"]]:
-            raise DataError(f"{index}: its documents are not those of {path.name}; {AGAIN}")
+            raise DataError(f"{index}: its documents do not fit {path.name}; {AGAIN}")
     return Tokens(split, directory, shards, manifest["tokenizer"]["eos"], offsets)
 
 

@@ -50,7 +50,7 @@ class ShardWriter:
         try:
             self._restore(entries)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("beginning anew: what an earlier start has left cannot be used (%s)", error)
+            logger.warning("beginning anew: the shards of an earlier start cannot be used (%s)", error)
             self.close()
             entries = []
             self._restore(entries)

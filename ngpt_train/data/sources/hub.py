@@ -96,7 +96,7 @@ def list_hub(data: DataConfig) -> Source:
         found = ", ".join(f"{n} {ending}" for ending, n in endings.most_common(8)) or "nothing"
         raise DataError(
             f"data.repo={data.repo}: none of its files ends in {', '.join(KINDS)} (there are: {found}). `prepare` "
-            "reads other formats, through the library `datasets`; train on what it writes with data=tokens"
+            "reads other formats with the library `datasets`; then train on its tokens with data=tokens"
         )
     paths = [path for path in _chosen(readable, data) if path not in held_out]
     if not paths:
