@@ -17,7 +17,6 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import Batch, Dataset, Rows, Tokens, TrainLoader, open_dataset, rows_of
 from ngpt_train.data.loader import PreparedReader
-from ngpt_train.data.prepared.shard_writer import SplitWriter
 from ngpt_train.data.rows import NextToken, PrefixContinuation, RowFormat
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation import validation
@@ -110,26 +109,6 @@ def test_rows_are_beginnings_of_documents(build: Builder) -> None:
         assert targets[row].tolist() == [-100] * SOURCE + continuation + [-100] * (CONTEXT - SOURCE - len(continuation))
         assert (continuation[-1] == EOS) == (len(document) <= CONTEXT + 1)
     assert (targets != -100).any(1).all()
-
-
-def test_shards_on_disk(tmp_path: Path) -> None:
-    """SplitWriter's own index, with shards that end in the middle of the documents."""
-    writer = SplitWriter(tmp_path, "train", "<u2", shard_tokens=15)
-    flat = [x for shard in documents() for x in shard]
-    writer.add((document, 1) for document in flat)
-    shards = writer.finish()["shards"]
-    assert len(shards) > 2
-    ids = [np.fromfile(tmp_path / shard["file"], "<u2") for shard in shards]
-    offsets = [np.fromfile(tmp_path / shard["index"], "<u8") for shard in shards]
-    found = Tokens("train", tmp_path, ids, EOS, offsets)
-    assert found.documents[1].tolist() == [len(x) for x in flat]
-    for index in range(6):
-        for got, want in zip(
-            beginnings(found).batch(np.array([index])),
-            beginnings(indexed(documents())).batch(np.array([index])),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(got, want)
 
 
 def test_no_document_is_long_enough() -> None:
@@ -288,13 +267,6 @@ def test_generate(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert text(prompt).startswith(prompt)
         assert len(text(prompt, "generate.temperature=0")) > len(prompt) + 5
         assert text(prompt, "generate.seed=2") == text(prompt, "generate.seed=2") != text(prompt)
-
-
-def test_a_corpus_of_short_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    corpus = tmp_path / "short.jsonl"
-    corpus.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(200)))
-    assert main(["train", *arguments(tmp_path, corpus, *RUN)]) == 3
-    assert "model.source_context + 2 = 98" in "".join(capsys.readouterr())
 
 
 def test_nanogpt_files(tmp_path: Path) -> None:
