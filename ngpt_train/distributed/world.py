@@ -107,19 +107,11 @@ class World:
 
     def largest(self, values: Sequence[float]) -> list[float]:
         """The maximum of each value over all ranks, through CPUs, so that no rank waits for its GPU."""
-        if self.size == 1:
-            return list(values)
-        found = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        return found.tolist()
+        return self.max_(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def sum_of(self, values: Sequence[int]) -> list[int]:
         """The sum of each value over all ranks, through CPUs. Exact below 2^63."""
-        if self.size == 1:
-            return list(values)
-        found = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(found, group=self.group)
-        return found.tolist()
+        return self.sum_(torch.tensor(values, dtype=torch.int64)).tolist()
 
     def gather(self, item: T) -> list[T]:
         """The items of all ranks, in order of rank, on every rank."""

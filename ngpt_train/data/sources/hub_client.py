@@ -96,10 +96,7 @@ class HubClient:
 
         Raises FetchError if the file cannot be reached or differs from the list, OSError if `target` cannot be written.
         """
-        from huggingface_hub import hf_hub_url
-
-        url = hf_hub_url(self.repo, path, repo_type="dataset", revision=commit, endpoint=endpoint())
-        name = f"{self.repo}@{commit}:{path}"
+        name, url = self._file(commit, path)
         logger.info("fetching %s (%.0f MB)", name, file.size / 1e6)
         with target.open("wb") as out:
             partial = _Partial(out, file)
@@ -108,16 +105,20 @@ class HubClient:
     def try_file(self, commit: str, path: str) -> int:
         """The size of the first piece of a file. Files come from other servers than lists, and a firewall may block
         them alone. Raises FetchError."""
-        from huggingface_hub import hf_hub_url
-
-        url = hf_hub_url(self.repo, path, repo_type="dataset", revision=commit, endpoint=endpoint())
-        name = f"{self.repo}@{commit}:{path}"
+        name, url = self._file(commit, path)
 
         def attempt(deadline: float) -> int:
             with self._request(name, url, deadline, {}) as response:
                 return len(next(_chunks(response, deadline), b""))
 
         return self._persist(name, attempt, at_start=True)
+
+    def _file(self, commit: str, path: str) -> tuple[str, str]:
+        """The name of a file, for messages, and its address."""
+        from huggingface_hub import hf_hub_url
+
+        url = hf_hub_url(self.repo, path, repo_type="dataset", revision=commit, endpoint=endpoint())
+        return f"{self.repo}@{commit}:{path}", url
 
     def _receive(self, name: str, url: str, partial: _Partial, deadline: float) -> None:
         if partial.received < partial.file.size:

@@ -42,7 +42,7 @@ def test_ranks_that_do_not_divide_the_streams(text: Path, pack: str, workers: in
 
 @pytest.mark.parametrize("world_size", [1, 3, 5, 8, 16])
 def test_workers_make_the_rows_of_a_mixture_that_their_rank_takes(world_size: int) -> None:
-    """Every row of every source once, in the order in which a rank takes them."""
+    """Every row of every source once, in the order of each rank."""
     mixture = Mixture(("web", "old"), (0.7, 0.3), seed=3)
     taken = np.array([[5, 4, 3, 3], [0, 1, 1, 1]])  # of 4 streams, in the first 18 rows
     expected = Counter[tuple[int, int]]()
@@ -62,7 +62,7 @@ def test_workers_make_the_rows_of_a_mixture_that_their_rank_takes(world_size: in
 
 
 def test_the_default_on_128_ranks(tmp_path: Path) -> None:
-    """192 streams, of which each rank reads three, with one other."""
+    """192 streams. Each rank reads three of them, and another rank reads the same three."""
     config = streamed(write_parquet_shards(tmp_path / "text", (2000, 1500)), streams=192)
     expected, end, _ = consumed(config, [(2, 1, 0)], batch_rows=256)
     found, state, _ = consumed(config, [(1, 128, 0), (1, 256, 0)], batch_rows=256)
@@ -72,7 +72,7 @@ def test_the_default_on_128_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("world_size", "together"), [(1, 1), (96, 1), (128, 2), (5, 5), (256, 4), (4096, 64)])
 def test_what_shared_streams_cost(world_size: int, together: int) -> None:
-    """The rows that a rank makes for each that it takes, as docs/data.md says."""
+    """`together` ranks read a stream, so a rank makes that many rows for each row that it takes (docs/data.md)."""
     shares = [Share(rank, world_size) for rank in range(world_size)]
     readers = np.bincount([stream for share in shares for stream in share.streams(192)], minlength=192)
     assert set(readers.tolist()) == {together}

@@ -48,7 +48,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def write_corpus(directory: Path) -> Path:
-    """Large files that are cut and small ones that are not, of both kinds."""
+    """Large files, which are cut, and small files, which are not, of both kinds."""
     directory.mkdir()
     lines = [json.dumps({"text": text}) for text in documents(400)]
     lines[50:50] = ["", "  "]
@@ -131,7 +131,7 @@ if __name__ == "__main__":
 
 
 def prepare_killed(corpus: Path, out: Path, workers: int, records: int) -> tuple[int, str]:
-    """A process of its own that is killed after so many finished shards; its exit code and log."""
+    """Prepares in a process that is killed after `records` records. Returns its exit code and log."""
     script = out.parent / "killed.py"
     script.write_text(KILLED)
     arguments = [sys.executable, script, corpus, out, str(workers), str(records), str(UNIT)]
@@ -172,7 +172,7 @@ def test_killed_again_and_again(corpus: Path, tmp_path: Path, caplog: pytest.Log
 
 @pytest.fixture(scope="module")
 def after_a_kill(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The text, and beside it what a process left that was killed after six records of finished shards."""
+    """The text, and beside it the files of a process that was killed after six records of finished shards."""
     directory = tmp_path_factory.mktemp("killed")
     write_corpus(directory / "text")
     (directory / "text/0.jsonl").write_text(
@@ -235,8 +235,8 @@ def cut_line(cfg: Config) -> None:
 def test_what_a_kill_left_is_used_where_it_fits(
     left: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Config], object], used: bool
 ) -> None:
-    """Caught: shards of other text, of another split, size or tokenizer that are taken over; a kill after which all is
-    done again; half a line of the journal that is believed."""
+    """Caught: shards of other text, of another split, size or tokenizer that are taken over; a kill that costs all
+    finished work; half a line of the journal that is believed."""
     caplog.set_level(logging.INFO)
     cfg = config(left)
     change(cfg)
@@ -398,7 +398,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
             "cfg = Config(); cfg.data.kind, cfg.data.path, cfg.data.cache, out = 'local', *sys.argv[1:]\n"
             "cfg.tokenizer.kind, cfg.data.prepare_workers, cfg.model.context = 'bytes', 2, 32\n"
             "prepare_dataset(cfg, Path(out))\n"
-            # Not getrusage(RUSAGE_SELF): that counts what the process was before exec, a copy of the tests'.
+            # Not getrusage(RUSAGE_SELF), which counts the process before exec, a copy of the tests' process.
             "own = Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0]\n"
             "print(max(int(own), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1024)"
         )

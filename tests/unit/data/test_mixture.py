@@ -53,7 +53,7 @@ def test_mixture(text: Path) -> None:
 
 
 def test_validation_has_the_shares_of_the_mixture(text: Path) -> None:
-    """Of eval.tokens targets. Caught: a source that gives all that it holds out, or rows for tokens."""
+    """With eval.tokens. Caught: a source that gives all its held-out text, or rows instead of tokens."""
     other = write_parquet_shards(text.parent / "other", SHARDS, seed=9)
     alone = streamed(text)
     mixture = f"web 3 local {text}; other 1 local {other}"
@@ -66,7 +66,7 @@ def test_validation_has_the_shares_of_the_mixture(text: Path) -> None:
 
 
 def test_a_shard_that_one_source_skips_stays_in_the_others(text: Path) -> None:
-    """Of the same name. Caught: names of skipped shards that do not say of which source."""
+    """Shards of the same name. Caught: names of skipped shards without their source."""
     other = write_parquet_shards(text.parent / "other", SHARDS, seed=9)
     damaged = other / "train-00002.parquet"
     damaged.write_bytes(damaged.read_bytes()[:-100])
@@ -81,8 +81,8 @@ def test_a_shard_that_one_source_skips_stays_in_the_others(text: Path) -> None:
 
 
 def test_a_tokenizer_of_all_sources(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared and streamed. Caught: one that is trained on the first source alone; shares that are not the rows'; text
-    that validates in the sample; another tokenizer than the one that a resume hands down."""
+    """Prepared and streamed. Caught: a tokenizer trained on the first source alone; other shares than the rows';
+    validation text in the sample; another tokenizer than the given one in a resume."""
     monkeypatch.setattr("ngpt_train.data.sources.source.SAMPLE_CHARACTERS", 40_000)
     letters = {"web": "abcd", "other": "wxyz"}
     for name, alphabet in letters.items():

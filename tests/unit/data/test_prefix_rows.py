@@ -1,4 +1,4 @@
-"""Rows that are the beginning of a document and its continuation, and what the verbs make of them."""
+"""Prefix rows, the beginning of a document and its continuation, in the verbs, too."""
 
 import json
 import math

@@ -71,8 +71,8 @@ def consumed(
 ) -> tuple[NDArray[np.int64], dict[str, Any], dict[str, int]]:
     """Tokens and targets of all rows, (rows, 2, context); the state after them; the rows of each source.
 
-    parts: (steps, world size, workers), each resumed from the state of the part before, after which every rank went on
-    for `ahead` steps.
+    parts: (steps, world size, workers), each resumed from the state of the part before. Every rank of that part went on
+    for `ahead` more steps.
     """
     state: dict[str, Any] | None = None
     found = []
@@ -109,7 +109,7 @@ def epoch_of(text: StreamedText, stream: int) -> list[tuple[NDArray[np.integer],
 
 
 def documents(text: Path, config: Config) -> Counter[bytes]:
-    """What training should read of it, by a plain reading of the files."""
+    """The training documents, by a plain reading of the files."""
     import pyarrow.parquet as pq
 
     all_of_it = [str(row) for file in sorted(text.glob("*.parquet")) for row in pq.read_table(file)["text"].to_pylist()]
@@ -117,7 +117,7 @@ def documents(text: Path, config: Config) -> Counter[bytes]:
 
 
 def read(ids: Sequence[int]) -> list[bytes]:
-    """The documents that are closed by eos."""
+    """The documents closed by eos."""
     found, current = [], bytearray()
     for i in ids:
         if i == EOS:
@@ -172,7 +172,7 @@ def test_best_fit_cuts_no_document_that_fits(text: Path) -> None:
             ids = row[row >= 0]
             n_padding, n_ids = n_padding + len(row) - len(ids), n_ids + len(ids)
             n_targets += len(ids) - 1
-            found.update(read(ids[1:].tolist())[int(ids[0] != EOS) :])  # without the rest of one that began elsewhere
+            found.update(read(ids[1:].tolist())[int(ids[0] != EOS) :])  # without the rest of a cut document
     fitting = {document: n for document, n in whole.items() if len(document) < CONTEXT}
     assert len(fitting) > 20
     assert {document: found[document] for document in fitting} == fitting
@@ -273,7 +273,7 @@ def test_more_streams_than_documents(tmp_path: Path) -> None:
 
 
 def test_few_documents_are_said_to_repeat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With the share of the rows, which is that of equal documents. Caught: text that is read twice in silence."""
+    """With the share of the rows, which is the share of equal documents. Caught: text that is read twice in silence."""
     (tmp_path / "text").mkdir()
     texts = ["".join(f"{i},{j} " for j in range(1000, 1250)) for i in range(10, 27)]
     held_out = sum(place_of(text.encode()) < 0.1 for text in texts)

@@ -257,7 +257,7 @@ def test_gpt2_without_a_network_fails_in_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_gpt2_from_a_package_or_a_file(tmp_path: Path) -> None:
-    """GPT-2's own ids; the ranks rebuilt from the merges are those that tiktoken publishes, byte for byte."""
+    """GPT-2's own ids. The ranks rebuilt from the merges are tiktoken's published ranks, byte for byte."""
     packaged = model_files.package_file(*gpt2_module.PACKAGED)
     assert packaged is not None
     for config in (TokenizerConfig(kind="gpt2"), TokenizerConfig(kind="gpt2", path=str(packaged))):
@@ -273,7 +273,7 @@ def test_gpt2_from_a_package_or_a_file(tmp_path: Path) -> None:
 
 
 def test_gpt2_words_found_without_looking_ahead_are_gpt2s() -> None:
-    """Runs of any whitespace before and after anything: the ids are those of the pattern that looks ahead.
+    """Runs of any whitespace before and after anything: the ids of the pattern that looks ahead.
 
     Catches a pattern in another order, a run cut elsewhere, Unicode's spaces or control characters taken for others.
     """
