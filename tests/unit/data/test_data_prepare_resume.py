@@ -31,6 +31,7 @@ from ngpt_train.data.sources.hub import DatasetsText
 from ngpt_train.data.sources.hub_client import HubFile
 from ngpt_train.data.sources.local_files import LocalText
 from ngpt_train.data.sources.source import Shard, Source
+from tests.unit.data.test_data_prepare import config as local_config
 
 UNIT = 8192
 
@@ -65,13 +66,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(corpus: Path, **data: Any) -> Config:
-    cfg = Config()
-    cfg.data = dataclasses.replace(
-        cfg.data, kind="local", path=str(corpus), cache=str(corpus.parent / "cache"), val_fraction=0.1,
-        shard_tokens=5000, prepare_workers=1, **data
-    )  # fmt: skip
-    cfg.tokenizer.kind, cfg.model.context = "bytes", 32
-    return cfg
+    return local_config(corpus, corpus.parent / "cache", shard_tokens=5000, prepare_workers=1, **data)
 
 
 def content(directory: Path) -> dict[str, bytes]:
