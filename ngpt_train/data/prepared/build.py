@@ -137,7 +137,7 @@ class Preparation:
             self._hashes.save()  # so that the next start need not compute them again
             journal = Journal(directory, [unit.identity for unit in units])
             data = self._config.data
-            # Only the end of a text shows that it is a single document. It is then read again. One .txt file is one.
+            # A text may turn out to be a single document at its end. It is then read again. One .txt file surely is.
             itself = self._source.validates_itself
             for single in ([True] if self._source.is_one_document else [False, True]) if itself else [False]:
                 header, tokenizer = self._begin(directory, journal, single)
