@@ -1,7 +1,7 @@
-"""Text to rows of tokens: source -> tokenizer -> rows, prepared on disk before or streamed while training.
+"""Text to rows of tokens: source -> tokenizer -> rows, prepared on disk before training or streamed during it.
 
-`open_dataset(config)` is the way in, `reader_of` and `TrainLoader` what training reads; docs/data.md says what is
-promised. Arrays are numpy's: worker processes import this package and should start at once.
+`open_dataset(config)` opens the data, and training reads it through `reader_of` and `TrainLoader`. docs/data.md lists
+the guarantees. Arrays are numpy's, because worker processes import this package and should start at once.
 """
 
 from __future__ import annotations
@@ -50,16 +50,15 @@ __all__ = [
 def open_dataset(
     config: Config, tokenizer: Tokenizer | None = None, on_main: OnMain = lambda function: function()
 ) -> Dataset:
-    """The text or tokens that `config.data` names, checked. Text that is not streamed is prepared in the cache unless
-    it is there.
+    """Opens and checks the data set of `config.data`. Text that is not streamed is prepared in the cache first.
 
-    tokenizer: to use in place of the one that `config.tokenizer` describes; prepared shards bring their own.
-    on_main: where several processes open streamed text, runs a function on one of them and returns its result on all.
-    The function may list, download and tokenize for hours: no collective with a time limit may wait for it.
-    Without streamed text no process group is needed; of several processes that call it, one prepares, the others wait.
-    data.val_fraction=1: nothing is left to train on, and nothing is prepared.
-    Raises ConfigError without `data.path`, DataError if anything is wrong with the text, the files or the
-    tokenizer, or if a split is shorter than a row.
+    Several processes may call it: one prepares the text, the others wait. With data.val_fraction=1 nothing is prepared,
+    and the training split is empty.
+    tokenizer: used instead of `config.tokenizer`; prepared shards keep their own.
+    on_main: for streamed text in several processes. It runs a function on one process and returns the result on all.
+    The function may list, download and tokenize for hours, so no collective with a time limit may wait for it.
+    Raises ConfigError without `data.path`, and DataError if the text, a file or the tokenizer is faulty, or if a split
+    is shorter than a row.
     """
     data = config.data
     if data.val_fraction == 1:

@@ -1,4 +1,4 @@
-"""A data set: the training text, the held-out text, and what identifies both."""
+"""A data set: the training text, the held-out text, and their fingerprint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ OnMain = Callable[[Callable[[], Any]], Any]
 
 @dataclass(frozen=True)
 class Dataset:
-    """Both splits, and what identifies them: the same token ids and tokenizer have the same fingerprint."""
+    """Both splits. Equal token ids of equal tokenizers have equal fingerprints."""
 
     train: Tokens | StreamedText | Mixed
     validation: Tokens
@@ -37,14 +37,14 @@ class Dataset:
 
     @property
     def commits(self) -> dict[str, str | None]:
-        """Commits of the hub's data sets by source, named as by `config.sections.data.commits_of`."""
+        """The hub commit of each source, under the names of `config.sections.data.commits_of`."""
         source = self.manifest["source"]
         if source["kind"] != "mixture":
             return {"": source.get("revision")}
         return {name: part.get("revision") for name, part in source["sources"].items()}
 
     def with_rows(self, config: Config) -> Dataset:
-        """The data set, of prepared text. Raises DataError where a split has no row."""
+        """Itself, for prepared text. Raises DataError if a split has no row."""
         for split in (self.train, self.validation):
             assert isinstance(split, Tokens)
             rows_of(split, config)
@@ -52,12 +52,12 @@ class Dataset:
 
 
 def path_of(config: Config) -> Path:
-    """Where the text is, for messages."""
+    """The place of the text, for messages."""
     return Path(config.data.path or config.data.repo or config.data.kind)
 
 
 def check_whole(config: Config) -> None:
-    """Raises ConfigError unless all of the text can be the validation split (data.val_fraction=1)."""
+    """Raises ConfigError unless all of the text can be validation text (data.val_fraction=1)."""
     data = config.data
     if data.kind in ("tokens", "mixture") or data.val_files is not None:
         named, fix = f"data.kind={data.kind}", "Name the text with data=local data.path=FILE"
@@ -67,10 +67,9 @@ def check_whole(config: Config) -> None:
 
 
 def open_whole(config: Config, tokenizer: Tokenizer | None) -> Dataset:
-    """All of the text that `config.data` names as the validation split, tokenized in memory: to evaluate it takes far
-    longer.
+    """All of the text as the validation split, tokenized in memory, which takes far less time than its evaluation.
 
-    Raises DataError where the text cannot be read or is shorter than a row.
+    Raises DataError if the text cannot be read or is shorter than a row.
     """
     data, path, context = config.data, path_of(config), config.model.context
     tokenizer = tokenizer or load_tokenizer(config.tokenizer)

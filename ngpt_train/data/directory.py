@@ -1,4 +1,4 @@
-"""Directories that appear whole or not at all, built by one process at a time."""
+"""Directories that are complete as soon as they exist, built by one process at a time."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ logger = logging.getLogger(__name__)
 
 
 def build_directory(target: Path, build: Callable[[Path], None], resumable: bool = False) -> None:
-    """Makes the directory `target`, whole or not at all: `build` writes into a hidden directory beside it, which is
-    then synced and renamed.
+    """Makes the directory `target`: `build` fills a hidden directory beside it, which is then synced and renamed.
 
-    Waits while another process builds `target`, and does nothing if it is there. A failure leaves nothing; a kill
-    leaves the hidden directory, which the next call deletes. resumable: both leave it, unless it is empty, and the next
-    call gives it to its `build`, which may go on with what is in it.
-    Raises DataError if the disk cannot be written, and whatever `build` raises.
+    Waits while another process builds `target`, and does nothing if it exists. A failure removes the hidden directory;
+    after a kill the next call removes it. resumable: a failure or a kill keeps the hidden directory unless it is empty,
+    and the next `build` gets it.
+    Raises DataError if the disk cannot be written, and every error of `build`.
     """
     missing = [parent for parent in target.parents if not parent.exists()]
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with lock(target.with_name(f".{target.name}.lock"), f"preparing {target}") as locked:
-            if locked:  # nobody else is at work: a killed process has left what lies here
+            if locked:  # nobody else is at work, so these directories are of killed processes
                 for stale in target.parent.glob(f".{glob.escape(target.name)}.partial-*"):
                     remove(stale)
             if not is_filled(target):
-                # Without locks another process may be at work: each then has a directory of its own.
+                # Without locks another process may be at work, so each has a directory of its own.
                 _build(target, build, resumable and locked)
     except BaseException as error:
         for parent in missing:
@@ -51,7 +50,7 @@ def build_directory(target: Path, build: Callable[[Path], None], resumable: bool
 
 
 def is_filled(target: Path) -> bool:
-    """False if a directory can be renamed to `target`: if nothing is there, or an empty directory."""
+    """False if `target` does not exist or is an empty directory: a directory can then be renamed to it."""
     return target.exists() and not (target.is_dir() and not any(target.iterdir()))
 
 
@@ -60,7 +59,7 @@ def _build(target: Path, build: Callable[[Path], None], resumable: bool) -> None
     partial = target.with_name(name if resumable else f"{name}-{uuid.uuid4().hex[:12]}")
     try:
         if partial.is_symlink():
-            partial.unlink()  # what is there is not ours
+            partial.unlink()  # the files behind a link are not ours
         partial.mkdir(exist_ok=resumable)
         build(partial)
         for path in [*partial.iterdir(), partial]:
@@ -79,13 +78,13 @@ def _build(target: Path, build: Callable[[Path], None], resumable: bool) -> None
 
 @contextlib.contextmanager
 def lock(path: Path, what: str, quiet: bool = False) -> Iterator[bool]:
-    """Holds the lock file `path`; False where the file system has no locks. The kernel frees the lock on a kill.
+    """Holds the lock file `path`. Yields False if the file system has no locks. A kill frees the lock.
 
-    what: what the holder of the lock is doing; the log says so while this process waits, unless `quiet`.
+    what: the work of the lock's holder, for the log line of a process that waits. quiet: without that line.
     Raises OSError if `path` cannot be written.
     """
     held = FileLock(path, fallback_to_soft=False)
-    path.touch()  # a place that cannot be written is an error, a file system without locks is none
+    path.touch()  # raises OSError for a read-only place; a file system without locks is no error
     try:
         try:
             held.acquire(timeout=0)
@@ -101,5 +100,5 @@ def lock(path: Path, what: str, quiet: bool = False) -> Iterator[bool]:
     try:
         yield True
     finally:
-        path.unlink(missing_ok=True)  # before the release: who waits for the removed file notices, and makes a new one
+        path.unlink(missing_ok=True)  # before the release: a waiting process then makes a new one
         held.release()

@@ -1,5 +1,4 @@
-"""The rows of one reading of the training text, and warnings for text that is read many times, or again before all of
-it was read."""
+"""The number of rows in an epoch, and warnings for text that is read many times or repeats within an epoch."""
 
 from __future__ import annotations
 
@@ -28,37 +27,37 @@ from ngpt_train.data.token_sequence import Tokens
 
 logger = logging.getLogger(__name__)
 
-# Text that is read up to four times trains almost as well as new text, and from then on less and less (Muennighoff et
-# al. 2023, Scaling Data-Constrained Language Models).
+# Up to four epochs train almost as well as new text, later ones less and less (Muennighoff et al. 2023, Scaling
+# Data-Constrained Language Models).
 MANY_EPOCHS = 4
-# Bytes of text per token, as measured: 4.42 of OpenWebText with GPT-2's 50,257 pieces, 4.04 with Mistral's 32,000,
-# 3.44 with a model of 4,096 that was trained from the text. So each doubling of the vocabulary adds about 0.27.
+# Measured bytes of OpenWebText per token: 4.42 with GPT-2's 50,257 pieces, 4.04 with Mistral's 32,000, 3.44 with a
+# model of 4,096 pieces trained from the text. So each doubling of the vocabulary adds about 0.27.
 BYTES_PER_TOKEN, VOCABULARY, BYTES_PER_DOUBLING = 3.4, 4096, 0.27
-# By the published sizes: 5.2 of WikiText-103, 5.4 of Penn Treebank, white space and ends of lines included.
+# From the published sizes: 5.2 for WikiText-103, 5.4 for Penn Treebank, white space and line ends included.
 BYTES_PER_WORD = 5.3
-# A stream with less text than the others goes on into the next epoch while they are still in the first, so some text is
-# read twice before other text is read once. Text of more bytes is not looked at: no stream has much less than another.
+# A stream with less text than the others enters its second epoch first, so some text is read twice before other text is
+# read once. In a text of more than MOST_BYTES the streams have nearly the same size, and the check is left out.
 MOST_BYTES = 64_000_000
-TOLERATED = 0.05
+TOLERATED = 0.05  # share of an epoch's rows
 
 
 class EpochRows(NamedTuple):
-    """Rows of one epoch of a source, and the share of the run's rows that are the source's. exact: not an estimate."""
+    """The size of a source."""
 
-    rows: float
-    share: float
-    exact: bool
+    rows: float  # of one epoch
+    share: float  # of the run's rows
+    exact: bool  # False for an estimate
 
     def epochs(self, rows: float) -> float:
-        """Readings of the source by the first `rows` rows of a run, rows of other sources counted."""
+        """Epochs of the source in the first `rows` rows of a run, rows of other sources included."""
         return rows * self.share / self.rows
 
 
 def epoch_rows(data: Dataset, config: Config) -> dict[str, EpochRows]:
-    """The rows of each source of the training text, by name; without a mixture the one name is empty.
+    """The rows of each source by name. Without a mixture the only name is empty.
 
-    Exact for prepared tokens. Of streamed text an estimate: its size is known of shards that are decoded on this
-    machine, and estimated from the sizes of the others' files; the held-out text says how many bytes a token has.
+    Exact for prepared tokens, an estimate for streamed text: decoded shards have a known size, the others an estimated
+    one, and the held-out text gives the bytes per token.
     """
     if isinstance(data.train, Mixed):
         parts = zip(data.train.mixture.names, data.train.mixture.shares, data.train.sources, strict=True)
@@ -78,9 +77,9 @@ def epoch_rows(data: Dataset, config: Config) -> dict[str, EpochRows]:
 
 
 def planned_rows(config: Config) -> dict[str, EpochRows | None]:
-    """The same before the text is opened, without a network and without reading text; None where it is unknown.
+    """`epoch_rows` from file sizes alone, without a network and before the text is opened; None if unknown.
 
-    Exact only for prepared tokens in rows of `data.pack=concat`. `model.vocab_size` is a number.
+    Exact only for prepared tokens with `data.pack=concat`. `model.vocab_size` has to be a number.
     """
     if config.data.kind != "mixture":
         return {"": _planned(config)}
@@ -94,12 +93,12 @@ def planned_rows(config: Config) -> dict[str, EpochRows | None]:
 def _planned(config: Config) -> EpochRows | None:
     data = config.data
     if data.objective == "prefix_continuation":
-        return None  # a row is a document that is long enough, and how many are is not known
+        return None  # a row is a document of sufficient length, and their number is unknown
     try:
         tokens = _tokens_on_disk(config) if data.kind == "tokens" else None
         text = None if data.kind == "tokens" else _planned_bytes(config)
     except (DataError, OSError, KeyError, TypeError):
-        return None  # `train` says what is wrong with the files
+        return None  # `train` names the fault of the files
     exact = tokens is not None
     if tokens is None:
         if text is None:
@@ -130,7 +129,7 @@ def _planned_bytes(config: Config) -> float | None:
 
 
 def bytes_per_token(config: Config) -> float:
-    """Roughly, by the size of the vocabulary unless tokens are bytes or words."""
+    """An estimate from the vocabulary size, unless tokens are bytes or words."""
     if config.tokenizer.kind == "bytes":
         return 1.0
     if config.tokenizer.kind == "words":
@@ -140,7 +139,7 @@ def bytes_per_token(config: Config) -> float:
 
 
 def many_epochs(sizes: Mapping[str, EpochRows | None], config: Config) -> Iterator[str]:
-    """A warning for each source that train.steps read more than MANY_EPOCHS times."""
+    """Warns of each source with more than MANY_EPOCHS epochs in train.steps."""
     train, context = config.train, config.model.context
     for name, size in sizes.items():
         if size is None or (epochs := size.epochs(train.steps * train.rows_per_step)) <= MANY_EPOCHS:
@@ -162,7 +161,7 @@ def many_epochs(sizes: Mapping[str, EpochRows | None], config: Config) -> Iterat
 
 
 def warn_of_repeats(text: OpenShards, settings: StreamSettings) -> None:
-    """Says what share of the first epoch's rows repeats text, if that is more than TOLERATED."""
+    """Warns if more than TOLERATED of the first epoch's rows repeat text."""
     if not is_small(text):
         return
     share = repeated_share(text, settings, settings.n_streams)
@@ -183,7 +182,7 @@ def warn_of_repeats(text: OpenShards, settings: StreamSettings) -> None:
 
 
 def is_small(text: OpenShards) -> bool:
-    """True if all text is at most MOST_BYTES, or one shard. Opens the shards."""
+    """True if the text has at most MOST_BYTES or one shard. Opens the shards."""
     n_bytes = 0
     for shard in range(text.n_shards):
         n_bytes += text.documents(shard).header["bytes"]
@@ -193,7 +192,7 @@ def is_small(text: OpenShards) -> bool:
 
 
 def repeated_share(text: OpenShards, settings: StreamSettings, n_streams: int) -> float:
-    """Share of the first epoch's rows that repeat text, at most: the bytes that streams lack of the mean."""
+    """At most this share of the first epoch's rows repeats text: the bytes by which streams are below the mean."""
     sizes = np.zeros(n_streams)
     for window in range(n_windows(text.n_shards, settings.open_shards)):
         shards = window_shards(text.n_shards, settings.open_shards, 0, window, settings.seed)

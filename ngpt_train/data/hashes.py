@@ -1,6 +1,6 @@
-"""Checksums of files, computed once per version of a file and cache, and remembered there.
+"""Checksums of files, computed once for each version of a file and remembered in the cache.
 
-A version is (size, mtime, ctime): the kernel sets ctime on every change and no program can set it back.
+A version is (size, mtime, ctime): the kernel sets ctime on every change, and no program can set it back.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 READ_BYTES = 1 << 24
-# From here on a file is hashed by one process alone, and those that share its cache wait for the result.
+# Bytes of a file from which one process computes the checksum, and the others of the same cache wait for it.
 SHARED = 1 << 24
-# From here on a file takes seconds, and the user is told what they are spent on.
+# Bytes of a file from which a checksum takes seconds, and the log says so.
 LARGE = 1 << 30
-# Within a tick of the file system's clock two versions of a file look alike, so a file that has
-# just changed is hashed again next time.
+# Seconds. Within a tick of the file system's clock two versions look alike, so a file that has just changed is hashed
+# again next time.
 SETTLED = 2.0
 MOST_REMEMBERED = 1 << 30  # bytes of hashes.json; a larger one is not read
 
@@ -48,9 +48,9 @@ def canonical_hash(value: Any) -> str:
 
 
 class FileHashes:
-    """Remembers checksums in `hashes.json` below the cache directory; those of small files are written by `save`.
+    """Remembers checksums in `hashes.json` of the cache. Checksums of small files are written by `save`.
 
-    Raises DataError where a file cannot be read.
+    Raises DataError if a file cannot be read.
     """
 
     def __init__(self, cache: Path):
@@ -80,25 +80,25 @@ class FileHashes:
             logger.warning("checksums are not remembered: %s: %s", self._path, error.strerror)
 
     def _stored(self) -> dict[str, list[Any]]:
-        # An absent or damaged file costs hashing everything again and nothing else.
+        # Without a readable file everything is hashed again.
         with contextlib.suppress(OSError, ValueError, AttributeError):
             stored = parse_json(read_whole(self._path, MOST_REMEMBERED), MOST_REMEMBERED)
             return {name: entry for name, entry in stored.items() if _is_entry(entry)}
         return {}
 
     def _lookup(self, path: Path, dtype: str | None) -> list[Any]:
-        name = f"{dtype or 'bytes'} {path.absolute()}"
         try:
-            return self._hashed(name, path, dtype)
+            return self._known_or_hashed(path, dtype)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from None
 
-    def _hashed(self, name: str, path: Path, dtype: str | None) -> list[Any]:
+    def _known_or_hashed(self, path: Path, dtype: str | None) -> list[Any]:
+        name = f"{dtype or 'bytes'} {path.absolute()}"
         stat = path.stat()
         version = [stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
         with contextlib.ExitStack() as stack:
             if not self._knows(name, version) and stat.st_size >= SHARED:
-                # The ranks of a node share the cache, and look up the same files at the same time.
+                # The ranks of a node share the cache and look up the same files at the same time.
                 with contextlib.suppress(OSError):  # a cache that cannot be written
                     self._path.parent.mkdir(parents=True, exist_ok=True)
                     lock_file = self._path.with_name(f".hash-{canonical_hash(name)[:16]}.lock")

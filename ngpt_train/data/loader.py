@@ -40,11 +40,10 @@ def reader_of(
     state: Mapping[str, Any] | None = None,
     on_wait: OnWait = lambda seconds: None,
 ) -> Reader:
-    """The training rows of rank `rank`, from `state` on, which a checkpoint holds (`merged`). on_wait: as of
-    `StreamReader`.
+    """The training rows of rank `rank`, from the `state` of a checkpoint on (`merged`). on_wait: see `StreamReader`.
 
-    Of streamed text, fetches the shards that the first rows need: no collective with a time limit may wait for it.
-    Raises DataError for the state of other data, or where a shard cannot be read.
+    For streamed text it fetches the shards of the first rows, so no collective with a time limit may wait for it.
+    Raises DataError if the state is of other data or a shard cannot be read.
     """
     if state is not None:
         check_position(state)
@@ -53,7 +52,7 @@ def reader_of(
     share = Share(rank, world_size)
     if not isinstance(data.train, Mixed):
         numbers = range(share.next_row(rows, world_size), ENDLESS, world_size)
-        # Of the rows so far, stream s has given those that are s modulo the number of streams.
+        # Stream s has given the rows s, s + streams, s + 2 streams, ... so far.
         given = (rows - np.arange(streams) + streams - 1) // streams
         return _reader_of_source(data, config, share, numbers, given, state, "", on_wait)
     mixture = data.train.mixture
@@ -77,7 +76,7 @@ def _reader_of_source(
     prefix: str,
     on_wait: OnWait,
 ) -> Reader:
-    """The rows `numbers` of one source, whose cursors `state` has under `prefix`; `given` is `Start.rows`."""
+    """The rows `numbers` of one source. prefix: of its cursors in `state`; given: `Start.rows`."""
     if isinstance(data.train, Tokens):
         return PreparedReader(rows_of(data.train, config), config.run.seed)
     assert not isinstance(data.train, Mixed)
@@ -92,11 +91,11 @@ def _reader_of_source(
 
 
 class TrainLoader(Iterator[tuple[list[Batch], Position]]):
-    """Endless steps of this rank's share of the global batch, each with the position after it.
+    """Endless steps, each as `(micro_batches, position)`: this rank's rows of the global batch and the position after.
 
-    Step s has rows s * batch_rows to (s + 1) * batch_rows - 1 of the run; rank r of R those whose number is r modulo R.
-    An item is `(micro_batches, position)`: tuples of int64 arrays (micro_rows, context), tokens and targets and what
-    else the rows have.
+    Step s has the rows s * batch_rows to (s + 1) * batch_rows - 1 of the run. Rank r of R takes the rows r modulo R.
+    A micro batch is a tuple of int64 arrays (micro_rows, context): tokens, targets, and document ids if the model needs
+    them.
     """
 
     def __init__(
@@ -108,18 +107,18 @@ class TrainLoader(Iterator[tuple[list[Batch], Position]]):
         world_size: int = 1,
         state: Mapping[str, Any] | None = None,
     ):
-        """state: what `merged` made of the positions of all ranks."""
+        """state: the position of a checkpoint (`merged`)."""
         if batch_rows % (world_size * micro_rows) != 0:
             raise ValueError(f"{batch_rows} rows do not divide into {world_size} ranks x micro batches of {micro_rows}")
-        self._reader, self._rank, self._world_size = reader, rank, world_size
+        self._reader, self._share = reader, Share(rank, world_size)
         self._batch_rows, self._micro_rows = batch_rows, micro_rows
         self._rows = 0 if state is None else int(state["rows"])
         self._hash = 0 if state is None or rank else int(state["data_hash"], 16)
 
     def __next__(self) -> tuple[list[Batch], Position]:
-        first = self._rows + (self._rank - self._rows) % self._world_size
+        first = self._share.next_row(self._rows, self._share.world_size)
         self._rows += self._batch_rows
-        numbers = np.arange(first, self._rows, self._world_size)
+        numbers = np.arange(first, self._rows, self._share.world_size)
         batch = self._reader.take(numbers)
         self._hash = (self._hash + hash_of_rows(numbers, batch)) % 2**64
         parts = [np.split(np.ascontiguousarray(part), len(part) // self._micro_rows) for part in batch]
@@ -133,10 +132,10 @@ class TrainLoader(Iterator[tuple[list[Batch], Position]]):
 
 
 def hash_of_rows(numbers: NDArray[np.int64], batch: Batch) -> int:
-    """The sum, modulo 2^64, of one hash a row: of its number, its tokens and its last target. The same rows have the
-    same sum in any order and grouping.
+    """The sum, modulo 2^64, of a hash of each row: its number, its tokens and its last target.
 
-    A row's ids are multiplied with fixed words that look random: two rows that differ have the same hash once in 2^63.
+    The order and grouping of the rows do not change the sum. A row's ids are multiplied with fixed random-looking
+    words: two different rows have the same hash once in 2^63.
     """
     tokens, last = batch[0].view(np.uint64), batch[1][:, -1].astype(np.uint64)
     words = _words(tokens.shape[1] + 1)

@@ -1,8 +1,8 @@
-"""Rows from several sources: a seeded hash of the row's number says which.
+"""Rows from several sources. A seeded hash of the row's number chooses the source.
 
-Row j belongs to virtual stream j mod n_streams, as without a mixture, and is the next row of that stream of its
-source: every source has all the streams. So a row depends on the rows of its own stream alone, and a rank reads the
-streams that it reads without a mixture.
+Row j belongs to virtual stream j mod n_streams, as without a mixture. Every source has all streams, and row j is the
+next row of stream j mod n_streams of its source. So a row depends on the earlier rows of its stream alone, and a rank
+reads the same streams as without a mixture.
 """
 
 from __future__ import annotations
@@ -31,36 +31,37 @@ from ngpt_train.data.tokenizers.tokenizer import Tokenizer, tokenizer_identity
 
 logger = logging.getLogger(__name__)
 
-BLOCK = 4096  # rows whose sources are looked up at once
+BLOCK = 4096  # rows: their sources are looked up together
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Names of the sources, and their shares of the rows, which add up to 1."""
+    """The sources and their shares of the rows. The shares add up to 1."""
 
     names: tuple[str, ...]
     shares: tuple[float, ...]
     seed: int
 
     def sources(self, rows: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Index of the source of each of `rows` (N,)."""
+        """The index of each row's source, (N,)."""
         bounds = np.cumsum(self.shares)[:-1]
         return np.searchsorted(bounds, uniform(rows, self.seed), side="right")
 
 
 @dataclass(frozen=True)
 class Mixed:
-    """The training text of several data sets."""
+    """The training text of a mixture."""
 
     mixture: Mixture
     sources: tuple[Dataset, ...]
 
 
 def turns(mixture: Mixture, share: Share, rows: int, taken: NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """(source, number within the source) of each row that a rank takes, from row `rows` of the run on.
+    """(source, number within the source) of each row of a rank, from row `rows` of the run on.
 
-    Row n of stream s has the number n * n_streams + s. taken: rows (sources, n_streams) that each stream has given of
-    each source; all rows of the rank's streams are counted there, those that other ranks take too.
+    Row n of stream s has the number n * n_streams + s within its source.
+    taken[source, stream]: rows given so far, which this function counts on. It counts all rows of the rank's streams,
+    including rows of other ranks.
     """
     n_streams = taken.shape[1]
     step = share.step(n_streams)
@@ -78,7 +79,7 @@ def turns(mixture: Mixture, share: Share, rows: int, taken: NDArray[np.int64]) -
 
 @dataclass(frozen=True)
 class Turns:
-    """The numbers that `turns` gives the rows of one source. Travels to worker processes."""
+    """The numbers of one source in `turns`. Travels to worker processes."""
 
     mixture: Mixture
     share: Share
@@ -93,7 +94,7 @@ class Turns:
 
 
 class MixtureReader(Reader):
-    """This rank's rows of a mixture; `rows` and `taken` as in `turns`."""
+    """This rank's rows of a mixture. rows, taken: see `turns`."""
 
     def __init__(
         self, mixture: Mixture, readers: Sequence[Reader], share: Share, rows: int, taken: NDArray[np.int64]
@@ -104,7 +105,7 @@ class MixtureReader(Reader):
         self._taken = np.full_like(taken, -1)
         self._taken[:, owned] = taken[:, owned]
         self._turns = turns(mixture, share, rows, self._taken)
-        # Every row before counts on one rank, also where several read its stream.
+        # Each earlier row counts on one rank, even if several ranks read its stream.
         self._own = taken[:, range(share.rank, n_streams, share.world_size)].sum(axis=1)
 
     def take(self, numbers: NDArray[np.int64]) -> Batch:
@@ -144,9 +145,11 @@ class MixtureReader(Reader):
 
 
 def open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -> Dataset:
-    """Every source with one tokenizer: that of the prepared shards among them, else the config's, which may be trained
-    on all sources."""
-    from ngpt_train.data import open_dataset  # which opens mixtures, too
+    """Opens all sources with one tokenizer: the tokenizer of prepared shards, else the config's.
+
+    A tokenizer without a file is trained on all sources.
+    """
+    from ngpt_train.data import open_dataset  # it imports this module
 
     sources = mixture_of(config.data)
     opened: dict[str, Dataset] = {}
@@ -178,7 +181,7 @@ def open_mixture(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -
 
 
 def _mixed_corpus(config: Config, sources: Sequence[SourceConfig]) -> Iterator[str]:
-    """The text that a tokenizer is trained from, in the sources' shares."""
+    """Training text for a tokenizer, in the sources' shares."""
     logger.info("training a SentencePiece model of %d pieces on all sources", config.tokenizer.vocab_size)
     for source in sources:
         own = replace(config, data=source.data)
@@ -187,9 +190,9 @@ def _mixed_corpus(config: Config, sources: Sequence[SourceConfig]) -> Iterator[s
 
 
 def _beginning(tokens: Tokens, config: Config, share: float) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Ids and offsets of the first documents of a split, as many as make a share of eval.rows or tokens, or all."""
+    """Ids and offsets of a split's first documents: enough for the share of eval.rows or eval.tokens, or all."""
     form = row_format(config, tokens.eos)
-    lengths = tokens.documents()[1]
+    lengths = tokens.documents[1]
     wanted = config.eval.rows or config.eval.tokens
     assert wanted is not None
     if config.eval.rows is None:

@@ -1,10 +1,9 @@
 """A keyed permutation of the rows, evaluated anywhere in O(1) time and memory.
 
-Row number x of n is written as two digits (left, right) with left < a, right < b and a * b just
-above n. Eight rounds of a Feistel network, which adds a keyed hash of one digit to the other, permute
-the a * b numbers whatever the hash is; a result of n or more is permuted again until it falls below n
-("cycle walking"), which keeps the map one-to-one. With a = ceil(sqrt(n)) less than one number in
-sqrt(n) has to walk.
+Row number x of n is written as two digits (left, right) with left < a, right < b and a * b just above n. A Feistel
+network of eight rounds adds a keyed hash of one digit to the other, which permutes the a * b numbers for any hash. A
+result of n or more is permuted again until it is below n ("cycle walking"), so the map stays one-to-one. With
+a = ceil(sqrt(n)) less than one number in sqrt(n) has to walk.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 ROUNDS = 8
-FEW = 8  # rows of which eight rounds prefer some orders
+FEW = 8  # below so many rows, eight rounds prefer some orders
 # Constants of the splitmix64 generator: the odd 64-bit golden ratio and its two multipliers.
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
@@ -33,12 +32,12 @@ def shuffled(k: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
 
 
 def permuted(k: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
-    """`shuffled`, but of fewer than FEW rows some orders come up more often than others."""
+    """`shuffled`, but below FEW rows some orders are more frequent than others."""
     if n < 1:
         raise ValueError(f"cannot shuffle {n} rows")
     position = k.astype(np.uint64)
     epoch, x = position // np.uint64(n), position % np.uint64(n)
-    # Arrays throughout: numpy wraps them modulo 2**64 in silence, as meant here, but warns for scalars.
+    # Arrays throughout: numpy wraps arrays modulo 2**64 in silence, but warns for scalars.
     key = mix(mix(np.array([seed % 2**64], np.uint64)) + epoch * GOLDEN)
     x = _permute(x, n, key)
     while (outside := x >= n).any():
@@ -47,10 +46,10 @@ def permuted(k: NDArray[np.int64], n: int, seed: int) -> NDArray[np.int64]:
 
 
 def keyed_hash(*keys: int) -> int:
-    """A 63-bit number that looks random and depends on all of `keys`, in their order."""
+    """A random-looking 63-bit number from all `keys` in their order."""
     h = 0
     for key in keys:
-        # As `mix`, in Python's own integers, which for single numbers are much faster.
+        # `mix` in Python's integers, which are much faster for single numbers.
         h = (h * int(MULTIPLIERS[0]) + key + int(GOLDEN)) % 2**64
         h = (h ^ (h >> 30)) * int(MULTIPLIERS[0]) % 2**64
         h = (h ^ (h >> 27)) * int(MULTIPLIERS[1]) % 2**64
@@ -59,14 +58,14 @@ def keyed_hash(*keys: int) -> int:
 
 
 def keyed_order(n: int, *keys: int) -> list[int]:
-    """The numbers below n in an order that looks random and depends on all of `keys`; for an n that fits in memory."""
+    """range(n) in a random-looking order from all `keys`. All n numbers are in memory."""
     if n == 1:  # nothing to order
         return [0]
     return np.argsort(uniform(np.arange(n), keyed_hash(*keys)), kind="stable").tolist()
 
 
 def uniform(numbers: NDArray[np.int64], seed: int) -> NDArray[np.float64]:
-    """Numbers in [0, 1) that look random, one for each of `numbers` (N,)."""
+    """A random-looking number in [0, 1) for each of `numbers`, (N,)."""
     words = mix(mix(np.array([seed % 2**64], np.uint64)) + mix(numbers.astype(np.uint64) + GOLDEN))
     return (words >> np.uint64(11)).astype(np.float64) / 2**53
 
@@ -85,7 +84,7 @@ def _permute(x: NDArray[np.uint64], n: int, key: NDArray[np.uint64]) -> NDArray[
 
 
 def mix(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 64-bit words in which each input bit flips half of the output bits (splitmix64's finaliser)."""
+    """Splitmix64's finaliser, a bijection of 64-bit words. Each input bit flips half of the output bits."""
     x = (x ^ (x >> np.uint64(30))) * MULTIPLIERS[0]
     x = (x ^ (x >> np.uint64(27))) * MULTIPLIERS[1]
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Which rows a rank takes, and where it stands in the data after them."""
+"""The rows of a rank, and the position in the data after them."""
 
 from __future__ import annotations
 
@@ -13,46 +13,46 @@ from numpy.typing import NDArray
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.rows import Batch
 
-ENDLESS = 2**62  # rows: more than any run reads
+ENDLESS = 2**62  # rows, more than any run reads
 
 
 class Share(NamedTuple):
-    """Which rows of the run, and so which virtual streams, are those of rank `rank` of `world_size`."""
+    """A rank's share of the rows of a run, and of the virtual streams."""
 
     rank: int
     world_size: int
 
     def step(self, n_streams: int) -> int:
-        """The rank reads every so many-th stream, and so its streams have every so many-th row of the run."""
+        """The distance between two streams of the rank, and between two rows of its streams."""
         return math.gcd(self.world_size, n_streams)
 
     def streams(self, n_streams: int) -> range:
-        """The streams that the rank reads, alone or with others."""
+        """The streams of the rank. Other ranks may read them, too."""
         step = self.step(n_streams)
         return range(self.rank % step, n_streams, step)
 
     def next_row(self, rows: int, step: int) -> int:
-        """The first row from `rows` on that is `rank` modulo `step`."""
+        """The first row of `rows`, `rows` + 1, ... with the number `rank` modulo `step`."""
         return rows + (self.rank - rows) % step
 
 
 class Reader:
-    """This rank's rows of one source. A reader without streams needs `take` alone."""
+    """This rank's rows of one source. A reader without streams defines `take` alone."""
 
     def take(self, numbers: NDArray[np.int64]) -> Batch:
-        """Rows `numbers` (N,) of the source, which are the next ones of this rank."""
+        """The next rows of this rank. numbers: their numbers in the source, (N,)."""
         raise NotImplementedError
 
     def cursors(self) -> dict[str, NDArray[np.int64]]:
-        """Where each stream goes on after the rows taken so far, (n_streams, width); -1 for streams of other ranks."""
+        """The cursor of each stream after the rows taken so far, (n_streams, width). -1 for streams of other ranks."""
         return {}
 
     def skipped(self) -> dict[str, str]:
-        """The problems of shards that were left out, by name."""
+        """The problem of each skipped shard, by name."""
         return {}
 
     def rows_by_source(self) -> dict[str, int]:
-        """The rows of each source of a mixture so far; the sums over all ranks are the run's."""
+        """This rank's rows of each source of a mixture so far. Their sums over all ranks are the rows of the run."""
         return {}
 
     def close(self) -> None:
@@ -60,22 +60,17 @@ class Reader:
 
 
 class Position(NamedTuple):
-    """Where the data stands after a batch, as far as this rank knows.
+    """The position in the data after a batch, as far as this rank knows it."""
 
-    rows: consumed so far by all ranks; data_hash: this rank's part of the sum; cursors: by source, of the streams that
-    this rank reads; skipped: what is wrong with shards that were left out, by name; rows_by_source: of a mixture, this
-    rank's rows so far.
-    """
-
-    rows: int
-    data_hash: int
-    cursors: dict[str, NDArray[np.int64]]
+    rows: int  # taken so far by all ranks
+    data_hash: int  # this rank's summand
+    cursors: dict[str, NDArray[np.int64]]  # see `Reader`
     skipped: dict[str, str]
     rows_by_source: dict[str, int]
 
 
 def merged(positions: Sequence[Position]) -> dict[str, Any]:
-    """One position out of those of all ranks after the same step, as JSON for a checkpoint."""
+    """The position of the run as JSON for a checkpoint. positions: of all ranks, after the same step."""
     names = positions[0].cursors
     cursors = {name: latest([position.cursors[name] for position in positions]).tolist() for name in names}
     total = data_hash([position.data_hash for position in positions])
@@ -84,22 +79,22 @@ def merged(positions: Sequence[Position]) -> dict[str, Any]:
 
 
 def latest(cursors: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The cursor of each stream, from the rank that has read it furthest. cursors: one (n_streams, width) a rank."""
+    """The furthest cursor of each stream. cursors[rank]: (n_streams, width)."""
     furthest = cursors[0]
     for other in cursors[1:]:
-        differs = (other != furthest).argmax(axis=1)[:, None]  # the first number that does decides
+        differs = (other != furthest).argmax(axis=1)[:, None]  # the first different number decides
         later = np.take_along_axis(other, differs, 1) > np.take_along_axis(furthest, differs, 1)
         furthest = np.where(later, other, furthest)
     return furthest
 
 
 def data_hash(summands: Sequence[int]) -> str:
-    """16 hex digits for all rows consumed so far. summands: `Position.data_hash` of all ranks after the same step."""
+    """16 hex digits for all rows so far. summands: `Position.data_hash` of all ranks after the same step."""
     return f"{sum(summands) % 2**64:016x}"
 
 
 def check_position(state: Mapping[str, Any]) -> None:
-    """Raises DataError unless `state` has the form of what `merged` returns."""
+    """Raises DataError unless `state` has the form of a result of `merged`."""
     rows, found, cursors, skipped = (state.get(name) for name in ("rows", "data_hash", "cursors", "skipped_shards"))
     if (
         type(rows) is not int
@@ -112,7 +107,7 @@ def check_position(state: Mapping[str, Any]) -> None:
 
 
 def stored_integers(state: Mapping[str, Any] | None, name: str, streams: int, width: int) -> NDArray[np.int64]:
-    """Integers (streams, width) of a checkpoint, zeros at the start."""
+    """The integers (streams, width) of `name` in a checkpoint; zeros at the start of a run."""
     if state is None:
         return np.zeros((streams, width), np.int64)
     try:

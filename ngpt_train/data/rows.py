@@ -1,9 +1,8 @@
-"""Rows of prepared and of streamed text: a stretch of text, documents that fit together, or a document and its
-continuation.
+"""Rows of prepared and streamed text: a stretch of text, documents that fit together, or a document's beginning.
 
-A row is written as `context + 1` ids, -1 where there is none: each id but the last is read, each but the first is the
-target of the one before. A document is its ids and then eos, and the eos before it opens it: as a target eos
-ends one document, as an input it begins the next. So every id of every document is a target, its eos included.
+A row has `context + 1` ids, -1 for padding. Each id but the last is an input, each but the first is the target of the
+input before it. A document is its ids and then eos. The eos of the document before opens it: as a target eos ends a
+document, as an input it begins the next. So every id of every document is a target, its eos included.
 
 `rows_of` numbers the rows of a split. `rows_of_stream` makes the rows of an endless sequence of documents.
 """
@@ -26,35 +25,31 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.data.token_sequence import Tokens
 from ngpt_train.data.tokenizers.tokenizer import Ids
 
-Batch = tuple[NDArray[np.int64], ...]  # tokens, targets and, where the model needs them, document ids: (N, context)
-NOTHING = -1  # in place of an id where a row is padded
-# Documents that best_fit packs together. Of prepared text: more waste no less, and packing takes longer. Of a stream,
-# which holds them in memory: a resume tokenizes up to so many again.
+Batch = tuple[NDArray[np.int64], ...]  # tokens, targets and, if the model needs them, document ids: (N, context)
+NOTHING = -1  # an id of padding
+# Documents that best_fit packs together. In prepared text more would take longer and waste as much. A stream
+# holds them in memory, and a resume tokenizes up to so many again.
 PREPARED_TOGETHER = 4096
 STREAMED_TOGETHER = 64
 
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Turns the ids of rows into the arrays that a model takes.
-
-    source_context: tokens that an encoder reads, None for a decoder; pads: whether a row may have fewer ids than fit;
-    document_mask: whether attention ends, and positions begin, with each document.
-    """
+    """Turns the ids of rows into the arrays that a model takes."""
 
     context: int
     eos: int
-    pads: bool = False
-    document_mask: bool = False
-    source_context: int | None = None
+    pads: bool = False  # True if a row may have fewer ids than fit
+    document_mask: bool = False  # True if attention ends, and positions begin, with each document
+    source_context: int | None = None  # tokens of the encoder, None for a decoder
 
     @property
     def shortest(self) -> int:
-        """Ids of the shortest document that is a row: the source, a token that opens the target, and a target."""
+        """Ids of the shortest document that makes a row: the source, the decoder's first token, and a target."""
         return 0 if self.source_context is None else self.source_context + 2
 
     def targets_of(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The numbers of targets (N,) of documents of `lengths` ids (N,), eos counted."""
+        """The numbers of targets (N,) in documents of `lengths` ids (N,), eos included."""
         if self.source_context is None:
             return lengths
         return np.maximum(np.minimum(lengths, self.context + 1) - self.source_context - 1, 0)
@@ -70,11 +65,11 @@ class RowFormat:
         wide: NDArray[np.int64] = ids.astype(np.int64, copy=False)
         tokens, targets = wide[:, :-1], wide[:, 1:]
         if self.source_context is not None:
-            # The first token after the source is given to the decoder and never a target, as the TnT authors train.
+            # The first token after the source is an input of the decoder and never a target, as the TnT authors train.
             predicted = (np.arange(self.context) >= self.source_context) & (targets != NOTHING)
             doc_ids = np.where(tokens != NOTHING, 0, PADDING)
             return np.maximum(tokens, 0), np.where(predicted, targets, IGNORED), doc_ids
-        read = targets != NOTHING  # an eos that nothing follows opens no document
+        read = targets != NOTHING  # a last eos opens no document
         if self.pads:
             tokens, targets = np.where(read, tokens, 0), np.where(read, targets, IGNORED)
         if not self.document_mask:
@@ -84,7 +79,7 @@ class RowFormat:
 
 
 def row_format(config: Config, eos: int) -> RowFormat:
-    """The format that the config asks for."""
+    """The row format of the config."""
     model, data = config.model, config.data
     source = model.source_length(model.context)
     return RowFormat(model.context, eos, data.pack == "best_fit", data.document_mask, source or None)
@@ -104,11 +99,11 @@ class Rows(Protocol):
 
 
 def rows_of(tokens: Tokens, config: Config) -> Rows:
-    """The rows that the config's model is trained on. Raises DataError if the split has none."""
+    """The rows of a split for the config's model. Raises DataError if there are none."""
     return _rows_of(tokens, row_format(config, tokens.eos))
 
 
-@functools.lru_cache(maxsize=2)  # both splits: to pack the documents of a large one takes minutes
+@functools.lru_cache(maxsize=2)  # both splits: to pack a large split takes minutes
 def _rows_of(tokens: Tokens, form: RowFormat) -> Rows:
     if form.source_context is not None:
         return PrefixContinuation(tokens, form)
@@ -117,7 +112,7 @@ def _rows_of(tokens: Tokens, form: RowFormat) -> Rows:
 
 
 def check_length(split: str, n_tokens: int, context: int, where: str) -> None:
-    """Raises DataError if `n_tokens` are less than one row of `context` + 1."""
+    """Raises DataError if `n_tokens` is less than one row, `context` + 1."""
     change = "raise data.val_fraction (`evaluate` takes 1)" if split == "validation" else "lower data.val_fraction"
     if n_tokens < context + 1:
         raise DataError(
@@ -127,8 +122,10 @@ def check_length(split: str, n_tokens: int, context: int, where: str) -> None:
 
 
 class NextToken:
-    """Row k predicts the ids from k * context on. The last row begins earlier, so that it is as long as the others,
-    and what the row before has predicted does not count in it again."""
+    """Row k predicts the ids from k * context on.
+
+    The last row begins earlier, so that it is as long as the others. It ignores the targets of the row before.
+    """
 
     def __init__(self, tokens: Tokens, form: RowFormat) -> None:
         self._tokens, self._form = tokens, form
@@ -153,13 +150,13 @@ class BestFit:
 
     def __init__(self, tokens: Tokens, form: RowFormat) -> None:
         self._tokens, self._form = tokens, form
-        starts, lengths = tokens.documents()
+        starts, lengths = tokens.documents
         parts: list[tuple[int, int]] = []
         ends = [0]
         last = np.empty(1, np.int64)
         tokens.read(len(tokens) - 1, last)
         if last[0] != tokens.eos:
-            # The last document lacks the eos that would open another one after it: it has rows of its own.
+            # The last document has no eos to open another document after it, so it has rows of its own.
             parts += [(s, min(form.context, len(tokens) - s)) for s in range(starts[-1], len(tokens), form.context)]
             ends += range(1, len(parts) + 1)
             starts, lengths = starts[:-1], lengths[:-1]
@@ -177,7 +174,7 @@ class BestFit:
         row = np.full(self._form.context + 1, NOTHING, np.int32)
         filled = 0
         for start, size in self._parts[self._ends[index] : self._ends[index + 1]].tolist():
-            # A further document is opened by what is there: the eos of the one before it in the row.
+            # The eos of the document before in the row opens a further document.
             opens = int(not filled)
             self._tokens.read(start - opens, row[filled + 1 - opens : filled + size + 1])
             filled += size
@@ -188,14 +185,14 @@ class BestFit:
 
 
 class PrefixContinuation:
-    """Row k is the beginning of a document: `source_context` tokens to read, then what follows, to be continued.
+    """Row k is the beginning of a document: `source_context` tokens for the encoder, then the continuation.
 
-    Documents with less than one target are left out, the others are padded or cut to the row.
+    Documents without a target are left out, the others are padded or cut to the row.
     """
 
     def __init__(self, tokens: Tokens, form: RowFormat) -> None:
         self._tokens, self._form = tokens, form
-        starts, lengths = tokens.documents()
+        starts, lengths = tokens.documents
         long_enough = lengths >= form.shortest
         self._starts, self._lengths = starts[long_enough], np.minimum(lengths[long_enough], form.context + 1)
         if not len(self):
@@ -221,25 +218,22 @@ class PrefixContinuation:
 
 
 class Cursor(NamedTuple):
-    """Where the next row of a stream begins: in this document of this piece of the stream's in this window.
-
-    within: the first id of the document that is a target there; for best_fit the row of the documents that are
-    packed together.
-    """
+    """The beginning of a stream's next row."""
 
     epoch: int = 0
     window: int = 0
-    piece: int = 0
-    document: int = 0
-    within: int = 0
+    piece: int = 0  # of the stream's pieces in the window
+    document: int = 0  # of the piece
+    within: int = 0  # the row's first target, an id of the document; for best_fit the row within the packed documents
 
 
 def rows_of_stream(
     documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat
 ) -> Iterator[tuple[Ids, Cursor]]:
-    """Rows of context + 1 ids from `cursor` on, and the cursor of the next one.
+    """Rows of context + 1 ids from `cursor` on, each with the cursor of the next row.
 
-    documents: from the cursor's on, each long enough to be a row, with the place where it begins and eos at its end.
+    documents: from the cursor's document on, as (beginning, ids with eos at their end). A prefix row takes a whole
+    document, so each has `form.shortest` ids at least.
     """
     if form.source_context is not None:
         return ((form.beginning(ids), place._replace(document=place.document + 1)) for place, ids in documents)
@@ -247,7 +241,7 @@ def rows_of_stream(
 
 
 def _joined(documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat) -> Iterator[tuple[Ids, Cursor]]:
-    """Documents one after the other. The last id of a row is the first of the next: a target, then an input."""
+    """Documents one after the other. The last id of a row is also the first of the next: a target, then an input."""
     length = form.context + 1
     row = np.empty(length, np.int32)
     filled = 0
@@ -268,7 +262,7 @@ def _joined(documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFo
 
 
 def _packed(documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFormat) -> Iterator[tuple[Ids, Cursor]]:
-    """Whole documents, packed STREAMED_TOGETHER at a time, those of two epochs apart."""
+    """Whole documents, packed STREAMED_TOGETHER at a time. Documents of two epochs are not packed together."""
     group: list[Ids] = []
     skip = cursor.within
     start = cursor
@@ -288,7 +282,7 @@ def _packed(documents: Iterable[tuple[Cursor, Ids]], cursor: Cursor, form: RowFo
 
 
 class Span(NamedTuple):
-    """Ids `start` to `start + size - 1` of a document, eos counted, as targets of a row."""
+    """Ids `start` to `start + size - 1` of a document, eos included, as targets of a row."""
 
     document: int
     start: int
@@ -296,11 +290,11 @@ class Span(NamedTuple):
 
 
 def best_fit(lengths: Sequence[int], context: int) -> list[list[Span]]:
-    """Rows of at most `context` targets that hold documents of `lengths` ids, eos counted, each id once.
+    """Packs documents of `lengths` ids, eos included, into rows of at most `context` targets, each id once.
 
-    Largest first, each into the row that it leaves the least room in. A document longer than a row fills rows of its
-    own. What is left of it stands first in another row, because there the id before it can be the first input;
-    documents further on are opened by the eos of the one before.
+    The largest document comes first, and each goes into the row with the least sufficient room. A document longer than
+    a row fills rows of its own. Its rest stands first in another row, because only there the id before it can be the
+    first input. The eos of the document before opens any other document.
     """
     rows: list[list[Span]] = []
     rests: list[Span] = []
@@ -310,8 +304,8 @@ def best_fit(lengths: Sequence[int], context: int) -> list[list[Span]]:
         rows += [[Span(document, start, context)] for start in range(0, cut, context)]
         if cut < length:
             (rests if cut else whole).append(Span(document, cut, length - cut))
-    with_room: dict[int, list[int]] = {}  # rows by their free room
-    rooms = 0  # bit r is set where a row has room r
+    with_room: dict[int, list[int]] = {}  # with_room[room]: rows
+    rooms = 0  # bit r is set if a row has room r
 
     def put(part: Span, row: int, room: int) -> None:
         nonlocal rooms

@@ -1,4 +1,4 @@
-"""A split as one sequence of token ids, on disk or in memory, and numbers in a file, read when they are asked for."""
+"""A split as one sequence of token ids, on disk or in memory, and numbers in a file, read on demand."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ AGAIN = "copy the directory again, or delete it and prepare it again"
 
 
 class StoredNumbers:
-    """The numbers `first` to before `end` of a file of `dtype`, by default all; a slice of them is an array.
+    """The numbers [first, end) of a file, by default all. A slice of them is an array.
 
-    Not mapped into memory: a process that touches a page of a map whose file has been cut is killed by SIGBUS without a
-    word. A read then names the file; for 1,025 numbers it takes 1.75 us instead of 1.55 (two cores of an AMD EPYC).
-    Raises DataError where the file has been cut since it was opened, OSError where it cannot be opened or read.
+    The file is not mapped into memory: SIGBUS kills a process that touches a map beyond the end of a shortened file,
+    while a read can name the file. A read of 1,025 numbers takes 1.75 us instead of 1.55 (two cores of an AMD EPYC).
+    Raises DataError if the file was cut after it was opened, OSError if it cannot be opened or read.
     """
 
     def __init__(self, path: Path, dtype: str | np.dtype[Any], first: int = 0, end: int | None = None) -> None:
@@ -50,20 +50,19 @@ class StoredNumbers:
         return np.frombuffer(data, self.dtype)
 
     def between(self, first: int, end: int) -> StoredNumbers:
-        """These numbers of it, to be read as a whole file is."""
+        """The numbers [first, end) of these."""
         return StoredNumbers(self.path, self.dtype, self._first + first, self._first + end)
 
     def chunks(self) -> Iterator[tuple[int, NDArray[Any]]]:
-        """All of it, as the place and the numbers of one chunk after the other."""
+        """All numbers, as (start, numbers) of one chunk after the other."""
         for start in range(0, len(self), CHUNK):
             yield start, self[start : start + CHUNK]
 
 
 class Tokens:
-    """One split as one long sequence of token ids over shards on disk, each document with `eos` at its end.
+    """A split as one sequence of token ids over its shards, each document with `eos` at its end.
 
-    offsets: of each shard the start of each document and the end of the last; without them the documents are
-    found by `eos`.
+    offsets[shard]: the start of each document and the end of the last. Without offsets `eos` ends a document.
     """
 
     def __init__(
@@ -80,22 +79,19 @@ class Tokens:
 
     @classmethod
     def of_documents(cls, split: str, path: Path, documents: Sequence[NDArray[np.integer]], eos: int) -> Tokens:
-        """A split in memory. documents: ids of each, eos at their end."""
+        """A split in memory. documents: their ids, with eos at the end."""
         return cls(split, path, [np.concatenate(documents)], eos, [np.cumsum([0, *map(len, documents)])])
 
     def __len__(self) -> int:
         return self._starts[-1]
 
     def shard_lengths(self) -> list[int]:
-        """Ids of each shard; of the held-out text of a mixture, of each source."""
+        """Ids of each shard. A mixture's held-out text has a shard for each source."""
         return [len(shard) for shard in self._shards]
 
-    def documents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Start and length, eos included, of each document, in order. Looked for once: a large split takes minutes."""
-        return self._documents
-
     @functools.cached_property
-    def _documents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def documents(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Start and length of each document in order, eos included. A large split takes minutes."""
         starts, lengths = [], []
         for shard, ids in enumerate(self._shards):
             if self._offsets is not None:
@@ -113,7 +109,7 @@ class Tokens:
         return np.concatenate(starts), np.concatenate(lengths)
 
     def read(self, start: int, out: NDArray[np.integer]) -> None:
-        """Fills `out` with the tokens from `start` on; before the first there is eos, which opens its document."""
+        """Fills `out` with the tokens from `start` on. Token -1 is eos, which opens the first document."""
         assert start >= -1
         assert start + len(out) <= len(self)
         if start < 0:
@@ -130,7 +126,7 @@ class Tokens:
 
 
 def _check_offsets(offsets: StoredNumbers) -> None:
-    """Raises DataError unless each document ends after it begins; reads a part after the other."""
+    """Raises DataError unless each document ends after its beginning. Reads one chunk after the other."""
     before = -1
     for _, part in offsets.chunks():
         numbers = part.astype(np.int64)

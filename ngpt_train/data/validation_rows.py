@@ -1,7 +1,7 @@
-"""Which rows of the held-out text a model is validated on, and in which order.
+"""The validation rows: a seeded choice among the rows of the held-out text.
 
-The choice depends on the text, the context and how much is asked for, never on the model, its seed or the number of
-ranks. Indices are in the seeded order here: the first n of them are the choice where n rows are asked for.
+The choice depends on the text, the context and eval.rows or eval.tokens. It never depends on the model, its seed or the
+number of ranks. Indices are in the seeded order, and the first n are the choice of n rows.
 """
 
 from __future__ import annotations
@@ -14,20 +14,18 @@ from ngpt_train.core.constants import IGNORED
 from ngpt_train.data.permutation import permuted
 from ngpt_train.data.rows import NextToken, Rows
 
-# The seed of the choice. It is not run.seed, so that runs with different seeds are measured on the same text.
+# Not run.seed, so that runs with different seeds are measured on the same text.
 SEED = 0
-# Tokens of text that eval.tokens chooses together. A multiple of the usual contexts, so that each of them cuts the same
-# text into rows.
+# eval.tokens chooses text in blocks of so many tokens. The usual contexts divide a block, so all cut the same text.
 BLOCK_TOKENS = 16_384
 COUNTED_TOGETHER = 1024  # rows
 
 
 def chosen_rows(rows: Rows, config: Config) -> NDArray[np.int64]:
-    """eval.rows rows, each drawn by itself, or as many rows as have eval.tokens targets; all where there are fewer, and
-    where both are None.
+    """eval.rows rows, or enough rows for eval.tokens targets. All rows if there are fewer, or if both keys are null.
 
-    With eval.tokens, rows that follow each other in the text are drawn in blocks of BLOCK_TOKENS; rows of documents one
-    by one.
+    eval.rows draws rows one by one. eval.tokens draws blocks of BLOCK_TOKENS of running text, but rows that are
+    documents one by one.
     """
     total = len(rows)
     if config.eval.tokens is None:
@@ -41,7 +39,7 @@ def chosen_rows(rows: Rows, config: Config) -> NDArray[np.int64]:
 
 
 def _enough(rows: Rows, order: NDArray[np.int64], n_targets: int) -> int:
-    """The number of rows, the first of `order`, that have `n_targets` targets; all if they have fewer."""
+    """The least n such that the first n rows of `order` have `n_targets` targets; all if they have fewer."""
     for first in range(0, len(order), COUNTED_TOGETHER):
         _, targets, *_ = rows.batch(order[first : first + COUNTED_TOGETHER])
         counts = (targets != IGNORED).sum(axis=1).cumsum()
@@ -52,10 +50,10 @@ def _enough(rows: Rows, order: NDArray[np.int64], n_targets: int) -> int:
 
 
 def same_text(chosen: NDArray[np.int64], context: int, other: int, n_other: int) -> NDArray[np.int64]:
-    """The rows of `other` tokens that hold the text of the `chosen` rows of `context` tokens, as far as whole rows can:
-    in the same order, each once, and no more than hold as many tokens.
+    """The rows of `other` tokens with the text of the `chosen` rows of `context` tokens.
 
-    n_other: rows of `other` tokens that the text has.
+    They are in the same order, each once, and end as soon as they have as many tokens.
+    n_other: all rows of `other` tokens in the text.
     """
     first = chosen * context // other
     last = np.minimum(((chosen + 1) * context - 1) // other, n_other - 1)

@@ -1,1 +1,1 @@
-"""The processes and devices of a run, and the layouts that spread a single-device model over them."""
+"""The processes and devices of a run, and the layouts of a single-device model over them."""

@@ -1,4 +1,4 @@
-"""The directory in which torch.compile keeps compiled code, so that the next start need not compile it again."""
+"""The directory of torch.compile's compiled code, so that the next start need not compile it again."""
 
 import fcntl
 import hashlib
@@ -22,11 +22,11 @@ LEAST_FREE = 10**9  # bytes free on the disk; torch ends a run if it cannot writ
 
 
 def keep_compiled(config: Config) -> None:
-    """Makes torch.compile keep its files in `data.cache`/compiled, in this process and in those that it starts.
+    """Makes torch.compile keep its files in `data.cache`/compiled, in this process and its child processes.
 
-    Directories that the user has set in the environment stay. If TORCHINDUCTOR_CACHE_DIR alone is set, Triton's
-    directory lies inside it, as is torch's default. torch's own directory is in /tmp and does not survive a container
-    or a reboot; it is used if `data.cache` is unusable, and the log says so.
+    Directories set by the user in the environment stay. If only TORCHINDUCTOR_CACHE_DIR is set, Triton's directory is
+    inside it, which is torch's default. If `data.cache` is unusable, the log says so and torch's own directory is used.
+    It is in /tmp and does not survive a container or a reboot.
     """
     # torch sets the first variable to its default as soon as torch._dynamo is imported.
     if os.environ.get(INDUCTOR) not in (None, default_cache_dir()):
@@ -34,18 +34,18 @@ def keep_compiled(config: Config) -> None:
     ours = [name for name in VARIABLES if name == INDUCTOR or name not in os.environ]
     directory = Path(config.data.cache).expanduser().absolute() / "compiled" / machine()
     if problem := why_unusable(directory):
-        line = f"data.cache: {directory} {problem}; torch.compile keeps what it compiles where torch does by default"
+        line = f"data.cache: {directory} {problem}; torch.compile keeps compiled code in its own directory"
         say_once(logging.WARNING, line)
         return
     os.environ |= {name: str(directory / VARIABLES[name]) for name in ours}
-    say_once(logging.INFO, f"torch.compile keeps what it compiles in {directory}")
+    say_once(logging.INFO, f"torch.compile keeps compiled code in {directory}")
 
 
 def machine() -> str:
-    """A name for this kind of machine, because code that was compiled for another kind must not be used.
+    """A name for this kind of machine. Compiled code of another kind must not be used.
 
-    torch's own cache keys hold its version and the GPU. They do not hold the CPU, although torch compiles for the
-    instructions of the CPU at hand (-march=native).
+    torch's own cache keys have its version and the GPU. They do not have the CPU, although torch compiles for the
+    instructions of this CPU (-march=native).
     """
     try:
         first = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
@@ -58,7 +58,7 @@ def machine() -> str:
 
 
 def why_unusable(directory: Path) -> str | None:
-    """Creates `directory`; returns why torch cannot keep its files there, or None if it can."""
+    """Creates `directory`. Returns the reason why torch cannot keep its files there, or None if it can."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory) as file:

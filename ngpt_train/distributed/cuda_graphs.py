@@ -1,11 +1,11 @@
 """Compiled blocks as CUDA graphs, and the conditions under which a replay is correct.
 
 torch records each block's forward and backward pass as a graph (torch/_inductor/cudagraph_trees.py). All graphs share
-one pool of memory. A replay writes its outputs (hidden states, gradients of parameters) to the memory in which they
-were recorded. torch tracks which outputs are in use only within one "step", and the caller tells torch where a step
-begins. Recording a block frees all outputs of earlier steps, and using one of them raises an error; a replay overwrites
-them silently. So no output of a graph may be needed after the next step begins. Here a step is one forward pass of the
-model with the backward pass that may follow (`begin_graph_step_at_forward`). A block has two kinds of outputs:
+one pool of memory. A replay writes its outputs (hidden states, gradients of parameters) to the recorded addresses.
+torch tracks outputs in use only within one "step", and the caller tells torch where a step begins. Recording a block
+frees all outputs of earlier steps, and a later use of one raises an error. A replay overwrites them silently. So no
+output of a graph may be needed after the next step begins. Here a step is one forward pass of the model and its
+backward pass, if there is one (`begin_graph_step_at_forward`). A block has two kinds of outputs:
 
 - Hidden states, and tensors saved for the backward pass or recomputed in it. They are not needed after the backward
   pass.
@@ -20,8 +20,8 @@ copy.
 Evaluation must also tell torch where its forward passes begin. Otherwise torch takes each call of a block for a step,
 because no backward pass is pending, and frees the hidden state that is the input of the next block.
 
-The config refuses what has not been worked out: DDP and FSDP2, whose gradients and weights are memory of their own, and
-PowerNorm, whose statistics leave the graphs through hooks.
+The config refuses DDP and FSDP2, whose gradients and weights have their own memory, and PowerNorm, whose statistics
+leave the graphs through hooks. Nobody has worked these out.
 """
 
 import logging
@@ -44,7 +44,7 @@ def check_cuda_graphs(device: torch.device) -> None:
 
 
 def begin_graph_step_at_forward(model: nn.Module) -> None:
-    """Registers a hook by which each forward pass of `model` begins a step of torch's CUDA graphs."""
+    """Makes each forward pass of `model` begin a step of torch's CUDA graphs."""
 
     def begin(*_: Any) -> None:
         torch.compiler.cudagraph_mark_step_begin()
@@ -54,9 +54,9 @@ def begin_graph_step_at_forward(model: nn.Module) -> None:
 
 
 def hold_gradients(model: nn.Module) -> None:
-    """Gives every parameter without a gradient one of zeros, to which backward passes add in place.
+    """Gives every parameter without a gradient a zero gradient, to which backward passes add in place.
 
-    To be called in a step, not earlier, because a checkpoint is loaded into parameters without gradients.
+    To be called in a step and not earlier, because a checkpoint is loaded into parameters without gradients.
     """
     for parameter in model.parameters():
         if parameter.grad is None:

@@ -1,9 +1,9 @@
-"""Before a run's first step on a GPU: every kernel that it will use is checked on the model's own shapes.
+"""Checks every kernel of a run on the model's own shapes, before the first step on a GPU.
 
-A pass over the model on torch's meta device tells which kernels run, on which shapes (`kernels/check/calls.py`). On
-each host a process of its own compares them with their formulas and times them beside plain PyTorch (`__main__.py`
-there). What it finds is kept in `data.cache`/kernels (`kept.py`). A kernel that is wrong on one host is off on all
-ranks, so that all run the same program.
+A pass over the model on torch's meta device records the kernels and their shapes (`kernels/check/calls.py`). On each
+host a separate process compares the kernels with their formulas and times them against plain PyTorch (`__main__.py`
+there). `data.cache`/kernels keeps the findings (`kept.py`). A kernel that is wrong on one host is off on all ranks, so
+that all run the same program.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ TIE = 0.02  # A kernel stays unless plain PyTorch needs this much less time: tie
 
 @dataclass
 class Contact:
-    """Which kernels run, which do not and why. It is the same on all ranks."""
+    """The kernels that are off, and the findings. The same on all ranks."""
 
     device: str
     choose: str  # kernels.choose
-    off: dict[str, str] = field(default_factory=dict)  # names of kernels that are wrong or fail here, and how
-    slower: dict[str, str] = field(default_factory=dict)  # of those that plain PyTorch outruns, or did as the run began
-    calls: list[dict[str, Any]] = field(default_factory=list)  # of each call what was found
+    off: dict[str, str] = field(default_factory=dict)  # off[kernel]: its fault on this machine
+    slower: dict[str, str] = field(default_factory=dict)  # slower[kernel]: times, now or at the start of the run
+    calls: list[dict[str, Any]] = field(default_factory=list)  # each call with its finding
     notes: list[str] = field(default_factory=list)  # lines for the log
 
     def json(self) -> dict[str, Any]:
@@ -65,10 +65,10 @@ class Contact:
 def first_contact(
     config: Config, world: World, micro_rows: int, stored: Mapping[str, Any] | None = None
 ) -> Contact | None:
-    """Checks the kernels, and switches off those that must not run or need not; None where there is no GPU.
+    """Checks the kernels, and switches off faulty and slow ones. None without a GPU.
 
-    A collective call, once, before the model is built. stored: `Contact.json` of the run's last start, whose choices by
-    speed a resume keeps. Raises ConfigError where a kernel that the config insists on must not run.
+    To be called once, on all ranks, before the model is built. stored: `Contact.json` of the run's last start; a resume
+    keeps its choices by speed. Raises ConfigError if a kernel required by the config is faulty.
     """
     dispatch.switch_off({})
     if not on_gpu(world.device):
@@ -81,7 +81,7 @@ def first_contact(
     contact = Contact(device_name(world.device), config.kernels.choose)
     try:
         calls = calls_of(config, world, micro_rows, precision)
-    except Exception as error:  # a plug-in's model may do anything; what is not known cannot be checked
+    except Exception as error:  # a plug-in's model may do anything
         logger.debug("the model could not be traced", exc_info=True)
         problem = f"the model's calls could not be recorded ({type(error).__name__}: {error}), so it was not checked"
         contact.off = dict.fromkeys([*DESCRIBE, "adam"], problem)
@@ -102,7 +102,7 @@ def first_contact(
 
 
 def on_gpu(device: torch.device) -> bool:
-    """Whether kernels are for this device; tests take Triton's interpreter for a GPU."""
+    """True if the kernels run on this device. Tests replace it, to take Triton's interpreter for a GPU."""
     return device.type == "cuda"
 
 
@@ -111,7 +111,7 @@ def device_name(device: torch.device) -> str:
 
 
 def calls_of(config: Config, world: World, micro_rows: int, precision: torch.dtype) -> Counter[Call]:
-    """The calls of kernels in a step of this run, and how often a micro batch makes them."""
+    """The kernel calls in a step of this run, and their number in a micro batch."""
     meta = torch.device("meta")
     with meta:
         model = build_model(config.model)
@@ -129,7 +129,7 @@ def calls_of(config: Config, world: World, micro_rows: int, precision: torch.dty
 
 
 def adam_calls(config: Config, world: World, model: Decoder) -> Counter[Call]:
-    """The calls of Adam's kernel: for each width and kind of matrix the one with the most rows."""
+    """The calls of Adam's kernel, one for each width and kind of matrix, with the most rows."""
     kind = resolve_kind(config.parallel.kind, world.size, world.device.type, world.local_size)
     shards = resolve_shard(config.parallel, kind, world.size, world.local_size) or 1
     parameters = dict(model.named_parameters())
@@ -154,7 +154,7 @@ def adam_calls(config: Config, world: World, model: Decoder) -> Counter[Call]:
 
 
 def on_all_hosts(world: World, calls: list[Call], request: Request, cache: Path) -> list[Finding]:
-    """The finding for each call. A problem of any host counts; times are of rank 0's host."""
+    """The finding of each call. A problem on any host counts. Times are of rank 0's host."""
 
     def of_host() -> list[Finding] | None:
         return with_cache(calls, request, cache, world.device) if world.local_rank == 0 else None
@@ -170,7 +170,7 @@ def on_all_hosts(world: World, calls: list[Call], request: Request, cache: Path)
 
 
 def with_cache(calls: list[Call], request: Request, cache: Path, device: torch.device) -> list[Finding]:
-    """The findings of this host: kept ones, and of a process those that are not kept yet."""
+    """The findings of this host. A process checks the calls without a kept finding."""
     kept = Kept(cache, device, request)
     known = {call: found for call in calls if (found := kept.get(call)) is not None}
     new = [call for call in calls if call not in known]
@@ -185,7 +185,7 @@ def with_cache(calls: list[Call], request: Request, cache: Path, device: torch.d
 def judge(
     contact: Contact, calls: Counter[Call], found: list[Finding], timed: bool, stored: Mapping[str, Any] | None
 ) -> None:
-    """Fills in `contact`: what is off, what is slower, and the lines for the log."""
+    """Fills in `off`, `slower`, `calls` and `notes` of `contact`. timed: True if the calls were timed."""
     by_kernel: dict[str, list[tuple[Call, int, Finding]]] = {}
     for (call, count), finding in zip(calls.items(), found, strict=True):
         by_kernel.setdefault(call.kernel, []).append((call, count, finding))
@@ -219,12 +219,12 @@ def judge(
 
 
 def insist(config: Config, contact: Contact) -> None:
-    """Raises ConfigError where a kernel is off that the config names."""
+    """Raises ConfigError if a kernel required by the config is off."""
     fused = [name for name in contact.off if name not in OF_ATTENTION]
     if config.kernels.kind == "triton" and fused:
         raise ConfigError(
             f"kernels=triton: on {contact.device} the kernel {fused[0]} must not run: {contact.off[fused[0]]}. "
-            "Use kernels=auto, which runs what is wrong in plain PyTorch, or kernels=torch"
+            "Use kernels=auto, which replaces a faulty kernel by plain PyTorch, or kernels=torch"
         )
     of_attention = [name for name in contact.off if name in OF_ATTENTION]
     if config.kernels.attention in ("flash_attn", "flex") and of_attention:

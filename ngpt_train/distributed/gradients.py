@@ -1,19 +1,39 @@
-"""The gradients between the last backward pass and the optimizer: averages over ranks, and the norm."""
+"""Gradients from the micro batches to the optimizer: when ranks exchange them, averages over ranks, and the norm."""
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
+from ngpt_train.config.sections.parallel import ParallelConfig
 from ngpt_train.distributed.layouts import vectors
 from ngpt_train.distributed.sharding import replicas
 from ngpt_train.distributed.world import World
 
 
+def accumulating(forward: nn.Module, config: ParallelConfig, last: bool) -> AbstractContextManager[None]:
+    """The context of a micro batch. forward: DDP, or the model; last: True for the last micro batch of a step.
+
+    DDP sums gradients over ranks in the last micro batch only. FSDP2 scatters the gradients of each micro batch: a rank
+    that accumulated whole gradients would need the memory that sharding saves. With scatter=step it does accumulate
+    them. With gather=step the matrices stay whole until the last backward pass. Groups of HSDP exchange their shards in
+    the last micro batch only, which takes no memory.
+    """
+    if isinstance(forward, DistributedDataParallel) and not last:
+        return forward.no_sync()
+    if isinstance(forward, FSDPModule):
+        forward.set_requires_gradient_sync(last or config.scatter == "micro_batch")
+        forward.set_requires_all_reduce(last)
+        forward.set_reshard_after_backward(last or config.gather != "step")
+    return nullcontext()
+
+
 def average_vectors_(model: nn.Module, world: World) -> None:
-    """Under FSDP2, averages the gradients of the vectors, which are not sharded, over ranks, in one collective."""
+    """Under FSDP2, averages the gradients of the vectors, which are not sharded, over ranks in one collective."""
     if world.size == 1 or not isinstance(model, FSDPModule):
         return
     gradients = [parameter.grad for parameter in vectors(model) if parameter.grad is not None]
@@ -22,9 +42,9 @@ def average_vectors_(model: nn.Module, world: World) -> None:
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], world: World) -> Tensor:
-    """L2 norm of all gradients together, 0-dim fp64 on the device; the same on every rank. Collective if sharded.
+    """L2 norm of all gradients, 0-dim fp64 on the device, the same on every rank. Collective if sharded.
 
-    On CPUs the sums are in fp64: over millions of entries, fp32 sums lose three digits there.
+    On CPUs the sums are in fp64, because fp32 sums of millions of entries lose three digits there.
     """
     sharded: list[Tensor] = []
     whole: list[Tensor] = []

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ngpt_train.distributed.world import World
     from ngpt_train.models.decoder import Decoder
 
-# DDP must not overwrite a rank's running statistics with those of rank 0. torch 2.13 has renamed the option.
+# DDP must not overwrite a rank's running statistics with rank 0's. torch 2.13 has renamed the option.
 _HAS_NEW_NAME = "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
 _KEEP_OWN_BUFFERS: dict[str, Any] = {"forward_sync_buffers" if _HAS_NEW_NAME else "broadcast_buffers": False}
 
@@ -38,8 +38,10 @@ PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float
 
 
 def resolve_kind(kind: str, world_size: int, device_type: str, local_size: int | None = None) -> str:
-    """`parallel.kind` with auto resolved. local_size: ranks of a host, by default all. Raises ConfigError for
-    kind=single with several ranks."""
+    """`parallel.kind` with auto resolved. local_size: ranks of a host, by default all.
+
+    Raises ConfigError for kind=single with several ranks.
+    """
     if kind == "single" and world_size > 1:
         raise ConfigError(
             f"parallel.kind=single: one process, but there are {world_size} ranks. "
@@ -55,8 +57,10 @@ def resolve_kind(kind: str, world_size: int, device_type: str, local_size: int |
 
 
 def resolve_shard(config: ParallelConfig, kind: str, world_size: int, local_size: int) -> int:
-    """Over how many ranks FSDP2 shards a matrix; 0: there is no FSDP2. Raises ConfigError for groups that do not divide
-    the ranks."""
+    """The number of ranks that share a matrix; 0 without FSDP2.
+
+    Raises ConfigError for groups that do not divide the ranks.
+    """
     if kind not in ("fsdp", "hsdp"):
         return 0
     if kind == "fsdp":
@@ -71,7 +75,7 @@ def resolve_shard(config: ParallelConfig, kind: str, world_size: int, local_size
 
 
 def check_hosts(world: World) -> None:
-    """Raises ConfigError, on every rank, unless all hosts have as many ranks; a collective call."""
+    """Raises ConfigError on every rank unless all hosts have the same number of ranks. A collective call."""
     sizes = sorted(set(world.gather(world.local_size)))
     if len(sizes) > 1:
         problem = f"groups are the ranks of a host, and hosts have {' or '.join(map(str, sizes))} of them"
@@ -143,13 +147,13 @@ def choose_kernels(config: Config, device: torch.device, precision: torch.dtype)
 
 
 def be_deterministic() -> None:
-    """From here on torch takes only algorithms that give the same bits each time (train.deterministic).
+    """Restricts torch to algorithms that give the same bits each time (train.deterministic).
 
     To be called before the first product on a GPU, because cuBLAS reads its variable once.
     """
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
-    # Our kernels write all that they allocate.
+    # Our kernels write all memory that they allocate.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
 
 
@@ -159,16 +163,17 @@ def vectors(model: nn.Module) -> list[nn.Parameter]:
 
 
 def shard(model: Decoder, world: World, n_shards: int, keep_whole: bool = False) -> None:
-    """FSDP2 over groups of n_shards ranks, whose gradients are averaged over groups too. Each block is gathered as one,
-    the embeddings as another; vectors stay whole on every rank. keep_whole: blocks are not taken apart between their
-    forward and their backward pass, as the embeddings never are.
+    """FSDP2 over groups of n_shards ranks. Gradients are averaged over groups too.
+
+    Each block is gathered as one, the embeddings as another, and vectors stay whole on every rank. keep_whole: True
+    keeps a block whole between its forward and backward pass, as the embeddings always are.
 
     The matrices of blocks are gathered in the compute dtype. FSDP2 would cast the vectors with them, but vectors must
-    stay fp32. Sharding them would save nothing, with 11 d_model values per layer, so they are left out, and
-    gradients.py averages their gradients. The embeddings are gathered in fp32 and cast at use, as on a single device,
-    so that the gradients of a repeated token are summed in fp32.
+    stay fp32. They are left out, because to shard them, 11 d_model values per layer, would save nothing. gradients.py
+    averages their gradients. The embeddings are gathered in fp32 and cast at use, as on a single device, so that the
+    gradients of a repeated token are summed in fp32.
     """
-    # FSDP2 warns of blocks that return a view, as nGPT's do: its hooks would miss changes in place. There are none.
+    # FSDP2 warns of blocks that return a view, as nGPT's do. Its hooks would miss changes in place, but there are none.
     warnings.filterwarnings("ignore", message=r"FSDP2-wrapped module .* returned a view tensor")
     replicated = n_shards < world.size
     shape = (world.size // n_shards, n_shards) if replicated else (n_shards,)
@@ -187,9 +192,9 @@ def shard(model: Decoder, world: World, n_shards: int, keep_whole: bool = False)
 def replicate(model: Decoder, world: World, tokens: Tensor) -> nn.Module:
     """The model in DDP, with DDP's buckets in their final order.
 
-    In its first backward pass DDP uses one bucket. Afterwards it groups gradients in the order in which they arrived,
-    which rounds sums differently. So a resumed run would differ from one without interruption. Therefore every process
-    does the first backward pass here, on tokens `(micro_rows, context)`, and drops its gradients.
+    In its first backward pass DDP uses one bucket. Afterwards it groups gradients by their order of arrival, which
+    rounds sums differently. So a resumed run would differ from an uninterrupted run. Therefore every process does the
+    first backward pass here, on tokens `(micro_rows, context)`, and drops the gradients.
     """
     ddp = DistributedDataParallel(
         model,

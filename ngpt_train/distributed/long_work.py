@@ -1,7 +1,7 @@
-"""Waiting for the work of other ranks for hours, without a collective, which would end after parallel.timeout.
+"""Waits for hours of work on other ranks. A collective would end after parallel.timeout.
 
-A rank that works increases a number in the process group's store every few seconds. A rank that waits looks whether the
-number still grows. So a wait may last as long as the work, and the death of a rank is noticed.
+A working rank increases a number in the process group's store every few seconds, and a waiting rank checks that the
+number grows. So a wait may last as long as the work, and the death of a rank is noticed.
 """
 
 import contextlib
@@ -14,21 +14,21 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-SIGNS_OF_LIFE = 20  # signs of life within the silence after which a rank is given up
-SLOWEST_LOOK = 1.0  # most seconds between two looks of a rank that waits
+SIGNS_OF_LIFE = 20  # signs of life in the time of `LongWork.silence`
+SLOWEST_LOOK = 1.0  # most seconds between two checks of a waiting rank
 
 
 class RankLostError(RuntimeError):
-    """A rank that others wait for has died, or has reported an error."""
+    """A rank has died or reported an error while others wait for it."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class LongWork:
-    """One piece of work that ranks do or wait for. All ranks construct their pieces in the same order.
+    """A piece of work that ranks do or wait for. All ranks construct their pieces in the same order.
 
-    silence: seconds without a sign of life after which a working rank counts as dead.
+    silence: a working rank counts as dead after so many seconds without a sign of life.
     """
 
     store: dist.Store
@@ -38,11 +38,11 @@ class LongWork:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, this rank gives signs of life; afterwards it is reported as done or, on an exception, as failed."""
+        """Gives signs of life inside. Reports this rank as done at the end, or as failed on an exception."""
         ended = threading.Event()
 
         def live() -> None:
-            with contextlib.suppress(dist.DistError):  # the store is gone, which the other ranks notice themselves
+            with contextlib.suppress(dist.DistError):  # the store is gone; the other ranks notice it themselves
                 while not ended.wait(self.silence / SIGNS_OF_LIFE):
                     self.store.add(_life_of(self.rank), 1)
                     self.store.add(f"{self.name}/life", 1)
@@ -63,12 +63,14 @@ class LongWork:
         self.store.add(f"{self.name}/done", 1)
 
     def wait_for_rank(self, rank: int) -> None:
-        """Waits until that rank is done. Raises RankLostError if it has failed or gives no sign of life, in whichever
-        long work it is."""
+        """Waits until `rank` is done. It may give its signs of life in another long work.
+
+        Raises RankLostError if it has failed or is silent.
+        """
         self._wait([rank], life=_life_of(rank))
 
     def wait_for_all(self, size: int) -> None:
-        """Waits until all `size` ranks are done. Raises RankLostError if one has failed, or no sign of life comes."""
+        """Waits until all `size` ranks are done. Raises RankLostError if one has failed or all others are silent."""
         self._wait(range(size), life=f"{self.name}/life")
 
     def _wait(self, ranks: Sequence[int], life: str) -> None:
@@ -92,7 +94,7 @@ class LongWork:
             raise RankLostError(f"the process group's store on {host} is gone: {error}") from None
 
     def _not_done(self, ranks: Sequence[int]) -> str:
-        """The `ranks` that still work, in words."""
+        """Names the ranks among `ranks` that are not done."""
         left = [rank for rank in ranks if not self.store.check([f"{self.name}/done/{rank}"])]
         names = [_name_of(rank) for rank in left]
         found = [self.store.get(name).decode() if self.store.check([name]) else "" for name in names]

@@ -1,8 +1,8 @@
-"""Activation checkpointing: what a block keeps for its backward pass, and what the backward pass computes again.
+"""Activation checkpointing: a block keeps some tensors for its backward pass, which computes the others again.
 
 `full` keeps the block's arguments and computes everything else again: about a third more FLOPs. `selective` also keeps
 the results of the matrix products and of attention, where nearly all FLOPs are, and computes the rest again: norms,
-rotations, activations, dropout, casts. What is computed again has the same bits, so losses and gradients do not change.
+rotations, activations, dropout, casts. Recomputed tensors have the same bits, so losses and gradients do not change.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def kept_and_recomputed() -> Any:
 
 
 def all_recomputed() -> Any:
-    """As `kept_and_recomputed`, of `full`."""
+    """`kept_and_recomputed` for `full`."""
     return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -69,12 +69,12 @@ def what_to_keep(context: Any, operator: Any, *arguments: Any, **options: Any) -
 
 
 def keeps(operator: Any, arguments: tuple[Any, ...]) -> bool:
-    """Whether `selective` keeps the results of `operator`."""
+    """True if `selective` keeps the results of `operator`."""
     if operator in PRODUCTS:
         return True
     if operator is torch.ops.aten.bmm.default:
-        # Attention that is written out has two products. That of the probabilities with v is small, but the scores,
-        # (T, S) for each head, are what recomputation is to save.
+        # Attention in plain PyTorch has two products. The product of the probabilities and v is small and kept. The
+        # scores, (T, S) for each head, are large and recomputed.
         (_, _, width), (_, _, columns) = arguments[0].shape, arguments[1].shape
         return bool(columns <= width)
     return any(name in str(operator) for name in ATTENTION)

@@ -1,5 +1,8 @@
-"""The rows of a sharded tensor that a rank holds. FSDP2 shards rows: over all ranks, or, with hybrid sharding (HSDP),
-over the ranks of a group, where each group holds the whole tensor once."""
+"""A rank's rows of a sharded tensor.
+
+FSDP2 shards rows over all ranks. With hybrid sharding (HSDP) it shards them over the ranks of a group, and each group
+holds the whole tensor once.
+"""
 
 import torch
 from torch import Tensor
@@ -7,12 +10,12 @@ from torch.distributed.tensor import DTensor
 
 
 def held(tensor: Tensor) -> Tensor:
-    """The rows of `tensor` that this rank holds, without gradients; there may be none."""
+    """This rank's rows of `tensor`, without gradients. There may be none."""
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def replicas(tensor: Tensor) -> int:
-    """How many ranks hold the same rows of a sharded tensor; of a whole one, whose rows all ranks hold, 1."""
+    """The number of ranks with the same rows of a sharded tensor; 1 for a tensor that is not sharded."""
     if not isinstance(tensor, DTensor):
         return 1
     mesh = tensor.device_mesh
@@ -20,12 +23,12 @@ def replicas(tensor: Tensor) -> int:
 
 
 def shard_number(tensor: Tensor) -> int:
-    """Which of the shards this rank holds, from 0; 0 for a tensor that is not sharded."""
+    """The number of this rank's shard, from 0; 0 for a tensor that is not sharded."""
     return tensor.device_mesh.get_local_rank(tensor.device_mesh.ndim - 1) if isinstance(tensor, DTensor) else 0
 
 
 def first_row(tensor: Tensor) -> int:
-    """The place of this rank's first row in the whole. FSDP2 gives each shard as many rows, but fewer to the last."""
+    """The number of this rank's first row in the whole tensor. Only FSDP2's last shards have fewer rows."""
     if not isinstance(tensor, DTensor):
         return 0
     n_shards = tensor.device_mesh.size(tensor.device_mesh.ndim - 1)
@@ -33,11 +36,10 @@ def first_row(tensor: Tensor) -> int:
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """The bits of each element of what this rank holds, as a whole number, times an odd factor of its place, summed
-    modulo 2^64; 0-dim int64. Without rounding: one element that has changed shows, and so do two that have changed
-    places.
+    """A sum modulo 2^64 over this rank's elements: the bits of each, as an integer, times an odd factor of its place.
 
-    On the tensor's device, with memory for PART elements.
+    0-dim int64, without rounding. So one changed element changes it, and so do two exchanged elements. Computed on the
+    tensor's device, with memory for PART elements.
     """
     bits = held(tensor).contiguous().view(_INTEGERS[tensor.element_size()]).flatten()
     factors = torch.arange(1, min(PART, len(bits)) + 1, device=bits.device) * _ODD
@@ -50,4 +52,4 @@ def checksum(tensor: Tensor) -> Tensor:
 
 PART = 1 << 20
 _ODD = 0x1E3779B97F4A7C15
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of an element
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # _INTEGERS[bytes of an element]

@@ -1,4 +1,4 @@
-"""Statistics of norms over the batch when the rows of a batch are spread over ranks."""
+"""Batch statistics of norms when the rows of a batch are spread over ranks."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -31,8 +31,8 @@ class _SumOverRanks(torch.autograd.Function):
 def synchronise_statistics(model: nn.Module) -> None:
     """Makes norms over the batch take their statistics over the rows of all ranks.
 
-    Such a norm is a module with an attribute `over_ranks`, a function from this rank's sums to those of all ranks. Each
-    forward and backward pass is then collective.
+    Such a norm has an attribute `over_ranks`, a function that sums over ranks. Each forward and backward pass is then
+    collective.
     """
     for module in model.modules():
         if hasattr(module, "over_ranks"):
@@ -41,7 +41,7 @@ def synchronise_statistics(model: nn.Module) -> None:
 
 @contextmanager
 def averaged_statistics(model: Decoder, world: World) -> Iterator[None]:
-    """Inside, every rank's running statistics are the mean over ranks; afterwards its own again. A collective call."""
+    """Inside, running statistics are means over ranks. Afterwards they are the rank's own. A collective call."""
     own = {name: value.clone() for name, value in model.statistics().items()}
     for value in model.statistics().values():
         value.copy_(world.sum_(value.clone()) / world.size)

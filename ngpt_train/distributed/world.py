@@ -1,4 +1,4 @@
-"""The group of processes that train together, and the device of this process."""
+"""The process group of training, and the device of this process."""
 
 import atexit
 import ctypes
@@ -7,8 +7,8 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, TypeVar, cast
@@ -21,71 +21,97 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.data import mixture_of
 from ngpt_train.core.errors import ConfigError, told_by_rank_0
 from ngpt_train.core.launcher import check_address
-from ngpt_train.distributed.arrivals import Arrivals
-from ngpt_train.distributed.long_work import LongWork
+from ngpt_train.distributed.long_work import LongWork, RankLostError
 
 T = TypeVar("T")
-NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # torchrun makes a new store each time it starts its processes
+NEW_STORE = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"  # 1: torchrun makes a new store each time it starts its processes
 
 logger = logging.getLogger(__name__)
 
 
+class Arrivals:
+    """Counts in a store the collectives that each rank has come to, because gloo does not name a rank that is missing.
+
+    The store may be gone, with torchrun or the host that had it. Then no rank is named, and all else goes on.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store: dist.Store | None = store
+        self._rank, self._size, self._number = rank, size, 0
+
+    @contextmanager
+    def noted(self) -> Iterator[None]:
+        """Around each collective. Raises RankLostError, which names the missing ranks, where the collective fails."""
+        self._number += 1
+        if self._store is not None:
+            try:
+                self._store.set(str(self._rank), str(self._number))
+            except dist.DistError:
+                self._store = None  # torch prints a stack at each try
+        try:
+            yield
+        except RuntimeError as error:
+            ranks = self._missing()
+            who = f"rank {', '.join(map(str, ranks))}" if ranks else "a rank"
+            raise RankLostError(f"{who} has not done its part, it is stopped or stuck ({error})") from error
+
+    def _missing(self) -> list[int]:
+        missing: list[int] = []
+        if (store := self._store) is not None:
+            with suppress(dist.DistError):
+                for rank in range(self._size):
+                    if not store.check([str(rank)]) or int(store.get(str(rank))) < self._number:
+                        missing.append(rank)
+        return missing
+
+
 @dataclass(frozen=True)
 class World:
-    """The rank and device of this process and the number of ranks; 1 without torchrun. Its methods are collective."""
+    """This process's rank and device, and the number of ranks, 1 without torchrun. Its methods are collective."""
 
     rank: int
     size: int
     local_rank: int
     device: torch.device
     local_size: int = 1  # ranks of this host
-    timeout: float = 600.0  # parallel.timeout: seconds that ranks wait for a rank without a sign of life
+    timeout: float = 600.0  # parallel.timeout: seconds of waiting for a silent rank
     group: dist.ProcessGroup | None = None  # None: the group of training
-    arrivals: Arrivals | None = None  # with a group of its own: who is missing in `gather` and `on_main`
+    arrivals: Arrivals | None = None  # with a group of its own: names the ranks that `gather` and `on_main` lack
 
     @property
     def is_main(self) -> bool:
         return self.rank == 0
 
     def beside(self) -> "World":
-        """The same ranks with a group of their own, over CPUs, so that the collectives of another thread do not meet
-        those of training. A collective call."""
+        """The same ranks with a second group, over CPUs, for the collectives of another thread. A collective call."""
         if self.size == 1:
             return self
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.timeout))
         _never_release(group)
-        # A connection of its own, as the watchdog's.
+        # A second connection, as the watchdog has.
         store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
         store = dist.PrefixStore(f"ngpt_train/arrivals/{self.on_main(lambda: uuid.uuid4().hex)}", store)
         return replace(self, group=group, arrivals=Arrivals(store, self.rank, self.size))
 
     def sum_(self, tensor: Tensor) -> Tensor:
-        """Sums `tensor` over all ranks, in place, and returns it; every rank must call it."""
+        """Sums `tensor` over all ranks in place, and returns it."""
         if self.size > 1:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def max_(self, tensor: Tensor) -> Tensor:
-        """The largest of each element of `tensor` over all ranks, in place, as `sum_`."""
+        """Takes the maximum of each element over all ranks in place, and returns `tensor`."""
         if self.size > 1:
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
         return tensor
 
     def largest(self, values: Sequence[float]) -> list[float]:
-        """The largest of each value over all ranks. The values go through CPUs, so that no rank waits for its GPU."""
-        if self.size == 1:
-            return list(values)
-        found = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.group)
-        return found.tolist()
+        """The maximum of each value over all ranks, through CPUs, so that no rank waits for its GPU."""
+        return self.max_(torch.tensor(values, dtype=torch.float64)).tolist()
 
     def sum_of(self, values: Sequence[int]) -> list[int]:
-        """The sum of each value over all ranks, through CPUs. Exact if it is below 2^63."""
-        if self.size == 1:
-            return list(values)
-        found = torch.tensor(values, dtype=torch.int64)
-        dist.all_reduce(found, group=self.group)
-        return found.tolist()
+        """The sum of each value over all ranks, through CPUs. Exact below 2^63."""
+        return self.sum_(torch.tensor(values, dtype=torch.int64)).tolist()
 
     def gather(self, item: T) -> list[T]:
         """The items of all ranks, in order of rank, on every rank."""
@@ -97,18 +123,18 @@ class World:
         return items
 
     def on_main(self, function: Callable[[], T]) -> T:
-        """Runs `function` on rank 0 alone. Every rank returns its result, or raises its exception.
+        """Runs `function` on rank 0. Every rank returns its result or raises its exception.
 
-        For functions that take less than parallel.timeout; the other ranks wait no longer.
+        The function has to take less than parallel.timeout, because the other ranks do not wait longer.
         """
         if self.size == 1:
             return function()
         return self._share_outcome_of_main(_outcome(function) if self.is_main else (None, None))
 
     def on_main_without_timeout(self, function: Callable[[], T]) -> T:
-        """As `on_main`, for a function that may take hours, such as a download.
+        """`on_main` for a function that may take hours, such as a download.
 
-        The other ranks wait as long as rank 0 gives signs of life (long_work.py), else they raise RankLostError.
+        The other ranks wait while rank 0 gives signs of life (long_work.py), and raise RankLostError if it is silent.
         """
         if self.size == 1:
             return function()
@@ -122,7 +148,7 @@ class World:
         return self._share_outcome_of_main(outcome)
 
     def on_all_without_timeout(self, function: Callable[[], T]) -> T:
-        """Runs `function` on every rank and returns this rank's result when all ranks are done. A rank may take hours.
+        """Runs `function` on every rank, for hours if need be. Returns this rank's result when all ranks are done.
 
         Raises this rank's own exception at once, and RankLostError if another rank has failed or died. `function` may
         call `on_main_without_timeout`, but no other collective.
@@ -150,7 +176,7 @@ class World:
 
     def _long_work(self) -> LongWork:
         store = dist.distributed_c10d._get_default_store()
-        # Each rank counts its own pieces of long work. The numbers agree, because ranks do them in the same order.
+        # Each rank counts its pieces of long work. The numbers agree, because all ranks do them in the same order.
         number = store.add(f"ngpt_train/long_work/{self.rank}", 1)
         return LongWork(store, f"ngpt_train/long_work_{number}", self.rank, self.timeout)
 
@@ -163,10 +189,10 @@ def _outcome(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
 
 
 def join_world(config: Config) -> World:
-    """Joins the process group that already exists, or else that of the processes that torchrun started.
+    """Joins the existing process group, or else the group of torchrun's processes.
 
-    Without torchrun, parallel=ddp, fsdp and hsdp get a process group of one. Raises ConfigError if this process has no
-    GPU that train.device requires.
+    Without torchrun, parallel=ddp, fsdp and hsdp get a process group of one. Raises ConfigError if train.device
+    requires a GPU and this process has none.
     """
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = resolve_device(config.train.device, local_rank)
@@ -190,10 +216,10 @@ def join_world(config: Config) -> World:
 
 
 def _of_this_start(store: dist.Store) -> dist.Store:
-    """The part of torchrun's store that is of this start of its processes. torch 2.13 keeps the store when torchrun
-    starts them again, and gloo then connects to the addresses of dead processes.
+    """A part of torchrun's store for this start of its processes.
 
-    Several torchruns do not agree on how often they have started, so there the store has to be a new one.
+    torch 2.13 keeps the store when torchrun restarts its processes, and gloo then connects to addresses of dead
+    processes. Several torchruns do not agree on the number of starts, so they need a new store for each.
     """
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         return dist.PrefixStore(f"start_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -207,10 +233,10 @@ def _of_this_start(store: dist.Store) -> dist.Store:
 
 
 def collective_timeout(config: Config) -> float:
-    """Seconds after which a collective ends: parallel.timeout.
+    """The time limit of a collective in seconds: parallel.timeout.
 
-    data.fetch_minutes are added if shards of the hub are fetched while the model trains, because the first collective
-    of a step then waits for a rank whose shard is late.
+    If shards of the hub are fetched during training, data.fetch_minutes are added, because the first collective of a
+    step waits for a rank with a late shard.
     """
     data = config.data
     sources = [source.data for source in mixture_of(data)] if data.kind == "mixture" else [data]
@@ -223,7 +249,7 @@ def _keep_process_group() -> None:
     """Keeps gloo's destructor from running, and gives gloo's threads time before the interpreter ends.
 
     The destructor joins gloo's threads while it holds the interpreter's lock. A thread that still releases the tensors
-    of the last collective waits for that lock, and then the finished process hangs. So the process group gets a
+    of the last collective waits for the same lock, and the finished process hangs. So the process group gets a
     reference that is never released. A thread that still waits when the interpreter ends aborts the process: hence the
     pause.
     """

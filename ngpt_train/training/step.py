@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ngpt_train.core.constants import IGNORED
-from ngpt_train.distributed.accumulation import accumulating
 from ngpt_train.distributed.cuda_graphs import hold_gradients
-from ngpt_train.distributed.gradients import average_vectors_, gradient_norm
+from ngpt_train.distributed.gradients import accumulating, average_vectors_, gradient_norm
 from ngpt_train.kernels.dropout import row_seeds
 from ngpt_train.optim.row_adam import RowAdam
 from ngpt_train.optim.schedule import lr_at

@@ -70,7 +70,7 @@ def of_source(validation: Tokens, names: Sequence[str], config: Config, chosen: 
     numbers = [np.full(n, number, np.int64) for number, n in enumerate(lengths)]
     # A document must end with eos here exactly if it does in the text.
     eos = len(names) - 1 if last[0] == validation.eos else len(names)
-    starts, _ = validation.documents()
+    starts, _ = validation.documents
     firsts = np.cumsum([0, *lengths])
     offsets = [
         np.append(starts[(starts >= first) & (starts < end)] - first, end - first) for first, end in pairwise(firsts)

@@ -1,4 +1,4 @@
-"""Text to a directory of token shards, written once by several processes; a start after a kill goes on."""
+"""Text to a directory of token shards, tokenized by several processes. After a kill the next start goes on."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from ngpt_train.data.prepared.shard_writer import JOURNAL, Journal, ShardWriter,
 from ngpt_train.data.rows import check_length
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local_files import shards_of, units_of
-from ngpt_train.data.sources.source import Counts, Source, Unit, draw_sample, training_part
+from ngpt_train.data.sources.source import Counts, Shard, Source, draw_sample, training_part
 from ngpt_train.data.tokenizers import load_tokenizer, possible_keys, read_tokenizer, tokenizer_key, write_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer, tokenizer_identity
 
 logger = logging.getLogger(__name__)
 
-# Raised when the same text and settings begin to give other tokens, so that text is prepared anew; FORMAT is the
-# version of the files. (Not raised when the sample that a SentencePiece model is trained from changed: every directory
-# keeps the model that it was prepared with.)
+# To be raised if the same text and settings begin to give other tokens, so that text is prepared anew. FORMAT is the
+# version of the files. A changed sample for SentencePiece models needs no new number, because every directory keeps its
+# model.
 RECIPE = 2
-# Chunks that wait for their turn lie beside the shards, in a directory that has another name after each start:
-# processes of a start that was killed may still be about to write.
+# Chunks that wait for their turn lie in a directory beside the shards. Its name is new at each start, because processes
+# of a killed start may still be about to write.
 WAITING = "waiting-"
 
 
 def prepare_dataset(config: Config, out: Path | None = None, tokenizer: Tokenizer | None = None) -> Dataset:
-    """Prepares the text that `config.data` names in `out`, by default the cache, unless it is there; opens it."""
+    """Opens the prepared text of `config.data` in `out`, by default the cache. Prepares it first unless it is there."""
     hashes = FileHashes(cache_directory(config))
     config = replace(config, data=replace(config.data, streaming=False))
     dataset = open_prepared(prepare_shards(config, hashes, out, tokenizer), hashes).with_rows(config)
@@ -54,29 +54,24 @@ def prepare_dataset(config: Config, out: Path | None = None, tokenizer: Tokenize
 def prepare_shards(
     config: Config, hashes: FileHashes, out: Path | None = None, tokenizer: Tokenizer | None = None
 ) -> Path:
-    """The directory of token shards for the text of `config`: `out`, or one in the cache that the content names.
+    """The directory of token shards for the text of `config`: `out`, or a directory of the cache named by the content.
 
-    tokenizer: to use in place of the one that `config.tokenizer` describes. Writes the shards unless they are
-    there already. What a failure or a kill leaves is in a hidden directory beside it, and the next call goes on from
-    there. Raises DataError for faulty text, and if `out` holds anything else.
+    Writes the shards unless they are there. A failure or a kill leaves its shards in a hidden directory beside it, and
+    the next call goes on after them.
+    tokenizer: used instead of `config.tokenizer`.
+    Raises DataError for faulty text, and if `out` holds anything else.
     """
     source = open_source(config.data)
-
-    def place(tokenizer_key: list[Any]) -> tuple[Callable[[], str], Path]:
-        compute_key = partial(_key, config, source, tokenizer_key, hashes)
-        return compute_key, out or cache_directory(config) / "tokens" / f"{source.kind}-{compute_key()[:16]}"
-
-    # Under the first keys another tokenizer's shards may lie.
-    *ambiguous, own = [tokenizer_key(config.tokenizer)] if tokenizer is None else possible_keys(tokenizer)
-    compute_key, directory = place(own)
-    for other in ambiguous:
-        found_key, found = place(other)
-        assert tokenizer is not None
-        made_with = read_manifest(found)["tokenizer"] if is_filled(found) else {}
-        if [made_with.get("fingerprint"), made_with.get("eos")] == tokenizer_identity(tokenizer):
-            compute_key, directory = found_key, found
-            break
-    key = compute_key()
+    tokenizer_keys = [tokenizer_key(config.tokenizer)] if tokenizer is None else possible_keys(tokenizer)
+    for described in tokenizer_keys:
+        compute_key = partial(_key, config, source, described, hashes)
+        key = compute_key()
+        directory = out or cache_directory(config) / "tokens" / f"{source.kind}-{key[:16]}"
+        # Under all keys but the last, another tokenizer's shards may lie.
+        if tokenizer is not None and described != tokenizer_keys[-1] and is_filled(directory):
+            made_with = read_manifest(directory)["tokenizer"]
+            if [made_with.get("fingerprint"), made_with.get("eos")] == tokenizer_identity(tokenizer):
+                break
     prepared_before = is_filled(directory)
     if not prepared_before:
         preparation = Preparation(config, source, compute_key, tokenizer, hashes)
@@ -92,7 +87,7 @@ def prepare_shards(
 
 
 def _key(config: Config, source: Source, tokenizer_key: list[Any], hashes: FileHashes) -> str:
-    """One hash of everything that decides the shards. Files that have not changed are not read for it."""
+    """The hash of everything that decides the shards. Unchanged files are not read again."""
     return canonical_hash(
         {
             "version": [FORMAT, RECIPE],
@@ -106,7 +101,7 @@ def _key(config: Config, source: Source, tokenizer_key: list[Any], hashes: FileH
 
 
 def _settings(data: DataConfig) -> dict[str, Any]:
-    """The keys of `data` that decide the shards, besides the place of the text."""
+    """The keys of `data` that decide the shards, without the place of the text."""
     settings = {"val_fraction": data.held_out_share, "shard_tokens": data.shard_tokens}
     return settings | ({"keep_empty": True} if data.keep_empty else {})
 
@@ -129,9 +124,9 @@ class Preparation:
         self._key = ""
 
     def write(self, directory: Path) -> None:
-        """Writes everything into `directory`, going on from what an earlier call has left there.
+        """Fills `directory`, going on after the shards of an earlier call.
 
-        Leaves nothing there if it fails before a shard is finished. Raises DataError.
+        A failure before the first finished shard leaves nothing. Raises DataError.
         """
         _remove_waiting(directory)
         worth_keeping = (directory / JOURNAL).exists()
@@ -140,9 +135,9 @@ class Preparation:
             logger.info("preparing %s: reading %s files", self._where, f"{len(self._source.names):,}")
             units = units_of(self._source, self._hashes)
             self._hashes.save()  # so that the next start need not compute them again
-            journal = Journal(directory, [unit.shard.identity for unit in units])
+            journal = Journal(directory, [unit.identity for unit in units])
             data = self._config.data
-            # Unless the text is one .txt file, only its end shows that it is a single document; it is then read again.
+            # A text may turn out to be a single document at its end. It is then read again. One .txt file surely is.
             itself = self._source.validates_itself
             for single in ([True] if self._source.is_one_document else [False, True]) if itself else [False]:
                 header, tokenizer = self._begin(directory, journal, single)
@@ -161,7 +156,7 @@ class Preparation:
             raise
 
     def _begin(self, directory: Path, journal: Journal, single: bool) -> tuple[dict[str, Any], Tokenizer]:
-        """The first line of the journal and the tokenizer: those of an earlier start, if its settings were the same."""
+        """The first line of the journal, and the tokenizer. An earlier start with the same settings gives both."""
         if not self._trains and self._tokenizer is None:
             self._tokenizer = load_tokenizer(self._config.tokenizer)
         data, tokenizer = self._config.data, self._tokenizer
@@ -169,7 +164,7 @@ class Preparation:
             {
                 "version": [FORMAT, RECIPE],
                 "text": [self._source.kind, self._source.settings],
-                # A tokenizer that is trained depends on the text, another on nothing but itself.
+                # A tokenizer to be trained depends on the text.
                 "tokenizer": self._key if self._trains or tokenizer is None else tokenizer_identity(tokenizer),
                 **_settings(data),
                 "single": single,
@@ -210,12 +205,12 @@ class Preparation:
         logger.info("training a SentencePiece model of %d pieces", tokenizer.vocab_size)
         return load_tokenizer(tokenizer, corpus=sample)
 
-    def _tokenize(self, writer: ShardWriter, units: Sequence[Unit], directory: Path, tokenizing: Tokenizing) -> None:
+    def _tokenize(self, writer: ShardWriter, units: Sequence[Shard], directory: Path, tokenizing: Tokenizing) -> None:
         start = writer.position
         if writer.keeps_something:
             logger.info("going on after %s documents", f"{writer.counts.documents:,}")
         processes = n_processes(self._config.data.prepare_workers, len(units) - start[0])
-        sizes = [unit.size for unit in units]
+        sizes = [max(1, unit.size) for unit in units]
         with (
             tempfile.TemporaryDirectory(prefix=WAITING, dir=directory, ignore_cleanup_errors=True) as waiting,
             Progress("preparing", sizes, start[0]) as progress,
@@ -234,7 +229,7 @@ class Preparation:
             raise DataError(f"{self._where}: a file was changed while it was read; start again")
 
     def _finish(self, directory: Path, writer: ShardWriter, header: dict[str, Any]) -> None:
-        """Raises DataError where a split is too small, or a file has changed."""
+        """Closes the shards and writes the manifest. Raises DataError if a split is too small or a file has changed."""
         data, counts = self._config.data, writer.counts
         if self._source.validates_itself:
             check_splits(counts, self._where, data.val_fraction)
@@ -283,7 +278,7 @@ def _remove_waiting(directory: Path) -> None:
 
 
 def check_splits(counts: Counts, where: str, val_fraction: float) -> None:
-    """Raises DataError unless both splits have a document; a single one is cut."""
+    """Raises DataError unless both splits have a document. A single document is cut in two."""
     if counts.documents == 0:
         raise DataError(f"{where}: no text ({counts.empty} empty documents)")
     if counts.documents == 1 or 0 < counts.validation < counts.documents:

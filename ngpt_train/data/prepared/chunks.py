@@ -1,7 +1,7 @@
-"""Units of text, tokenized by several processes into chunks, which come in the order of the text.
+"""Units of text, tokenized into chunks by several processes. The chunks come in the order of the text.
 
-Each process tokenizes a unit of its own and lays its chunks into files; what waits for its turn waits on the disk. A
-process that is killed ends the work with an error, and processes whose parent is killed end by themselves.
+Each process tokenizes one unit at a time and writes its chunks into files, so chunks wait on the disk for their turn. A
+killed process ends the work with an error. Processes whose parent was killed end by themselves.
 """
 
 from __future__ import annotations
@@ -22,66 +22,54 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ngpt_train.config.keys import AUTO
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.processes import end_with_parent
-from ngpt_train.data.sources.source import Counts, Shard, ShardSource, Unit, halves, place_of
+from ngpt_train.data.sources.source import Counts, Shard, ShardSource, halves, place_of
 from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer, with_eos
 
-STEMS = {"train": "train", "validation": "val"}  # of the files of each split
-# Characters of a chunk, or one document: what a process holds in memory.
+STEMS = {"train": "train", "validation": "val"}  # file names of each split
+# A process holds so many characters in memory, or one document.
 CHUNK_CHARACTERS = 2_000_000
-# Units that may be tokenized before their turn, per process: bounds the disk that they take.
+# Units per process that may be tokenized before their turn, to bound their disk space.
 AHEAD = 3
 POLL_SECONDS = 0.05
 Heard = Callable[[int, int, int], None]  # unit, documents, bytes of text
-
-
-@dataclass
-class SplitIds:
-    """Documents of one split: all their ids, eos after each. lengths, sizes: of each document its ids and its bytes."""
-
-    ids: NDArray[np.integer]
-    lengths: NDArray[np.int64]
-    sizes: NDArray[np.int64]
+Document = tuple[Ids, int]  # ids with eos at their end, bytes of the text
 
 
 @dataclass
 class Chunk:
-    """Some documents of a unit, tokenized.
+    """Documents of a unit, tokenized. It grows to CHUNK_CHARACTERS."""
 
-    taken: how many documents of the unit there are up to here; digests: sha256 of the text of each in `counts`.
-    """
-
-    taken: int
-    counts: Counts
-    digests: list[bytes]
-    splits: dict[str, SplitIds]
+    taken: int  # documents of the unit up to the end of the chunk, empty ones included
+    characters: int = 0
+    counts: Counts = field(default_factory=Counts)
+    digests: list[bytes] = field(default_factory=list)  # sha256 of the text of each document in `counts`
+    documents: dict[str, list[Document]] = field(default_factory=lambda: {split: [] for split in STEMS})
 
 
 @dataclass(frozen=True)
 class Tokenizing:
-    """Makes chunks of text. single: the text is one document, whose end validates; keep_empty: an empty document
-    is an eos, and not skipped. Travels to worker processes."""
+    """Makes chunks of text. Travels to worker processes."""
 
     reader: ShardSource
     tokenizer: Tokenizer
     val_fraction: float
-    single: bool
-    keep_empty: bool
+    single: bool  # True if the text is one document, whose end validates
+    keep_empty: bool  # True if an empty document is an eos, False if it is skipped
 
     def chunks(self, shard: Shard, skip: int, scratch: Path) -> Iterator[Chunk]:
-        """The unit after its first `skip` documents; at least one chunk. Its files lie in `scratch`, a directory that
-        is made for them, as long as they are read. Raises DataError."""
+        """The unit after its first `skip` documents, in one chunk at least. Raises DataError.
+
+        scratch: a directory that is made for the unit's files, and removed at the end.
+        """
         scratch.mkdir()
-        chunk = _Growing()
-        taken = 0
-        for taken, text in enumerate(self.reader.documents(shard, scratch), 1):
-            if taken <= skip:
+        chunk = Chunk(skip)
+        for number, text in enumerate(self.reader.documents(shard, scratch), 1):
+            if number <= skip:
                 continue
+            chunk.taken = number
             if not text and not self.keep_empty:
                 chunk.counts.empty += 1
                 continue
@@ -89,13 +77,13 @@ class Tokenizing:
                 chunk.documents[split].append((with_eos(self.tokenizer, document), n_bytes))
             chunk.characters += max(1, len(text))
             if chunk.characters >= CHUNK_CHARACTERS:
-                yield chunk.finish(taken)
-                chunk = _Growing()
-        yield chunk.finish(taken)
+                yield chunk
+                chunk = Chunk(number)
+        yield chunk
         shutil.rmtree(scratch)
 
-    def _placed(self, text: str, held_out: bool, chunk: _Growing) -> list[tuple[str, str, int]]:
-        """(split, text, bytes) of a document: one, or two of a text that is a single document. Counts it."""
+    def _placed(self, text: str, held_out: bool, chunk: Chunk) -> list[tuple[str, str, int]]:
+        """(split, text, bytes) of a document; two parts if the text is a single document. Counts it in `chunk`."""
         data = text.encode()
         place = place_of(data)
         held_out = held_out or place < self.val_fraction
@@ -108,45 +96,24 @@ class Tokenizing:
         return [("train", first, len(data) - held_out_bytes), ("validation", second, held_out_bytes)]
 
 
-@dataclass
-class _Growing:
-    """A chunk while documents are added to it."""
-
-    counts: Counts = field(default_factory=Counts)
-    digests: list[bytes] = field(default_factory=list)
-    characters: int = 0
-    documents: dict[str, list[tuple[Ids, int]]] = field(default_factory=lambda: {split: [] for split in STEMS})
-
-    def finish(self, taken: int) -> Chunk:
-        splits = {
-            split: SplitIds(
-                np.concatenate([np.empty(0, np.uint8), *(ids for ids, _ in documents)]),
-                np.array([len(ids) for ids, _ in documents], np.int64),
-                np.array([n_bytes for _, n_bytes in documents], np.int64),
-            )
-            for split, documents in self.documents.items()
-        }
-        return Chunk(taken, self.counts, self.digests, splits)
-
-
 def n_processes(setting: int | str, n_units: int) -> int:
-    """The number of processes for `data.prepare_workers`: no more than there is work for."""
+    """The number of processes for `data.prepare_workers`, at most one for each unit."""
     available = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(available if setting == AUTO else int(setting), n_units))
 
 
 def chunks_in_order(
-    units: Sequence[Unit],
+    units: Sequence[Shard],
     start: tuple[int, int],
     tokenizing: Tokenizing,
     processes: int,
     scratch: Path,
     heard: Heard,
 ) -> Generator[tuple[int, Chunk], None, None]:
-    """(unit, chunk) of all units from `start` on: a unit, and how many of its documents are done.
+    """(unit, chunk) from `start` on, which is a unit and the number of its finished documents.
 
-    scratch: a directory for what waits; heard: told of each chunk.
-    Raises what reading raises, in the order of the text.
+    scratch: a directory for waiting chunks. heard: is called for each chunk.
+    Raises the errors of reading, in the order of the text.
     """
     skips = {start[0]: start[1]}
     with contextlib.ExitStack() as stack:
@@ -156,9 +123,9 @@ def chunks_in_order(
         for number in range(start[0], len(units)):
             if processes > 1:
                 ahead = range(number, min(len(units), number + AHEAD * processes))
-                chunks = pool.chunks(number, {n: (units[n].shard, skips.get(n, 0)) for n in ahead})
+                chunks = pool.chunks(number, {n: (units[n], skips.get(n, 0)) for n in ahead})
             else:
-                chunks = tokenizing.chunks(units[number].shard, skips.get(number, 0), scratch / f"{number}")
+                chunks = tokenizing.chunks(units[number], skips.get(number, 0), scratch / f"{number}")
             for chunk in chunks:
                 heard(number, chunk.counts.documents, chunk.counts.bytes)
                 yield number, chunk
@@ -177,12 +144,12 @@ class _Pool:
         self._futures: dict[int, Future[None]] = {}
 
     def chunks(self, number: int, ahead: dict[int, tuple[Shard, int]]) -> Iterator[Chunk]:
-        """The chunks of unit `number`, as they are made. ahead: the units that may be begun, and what each skips."""
+        """The chunks of unit `number`. ahead[unit]: a unit that may be started, and the documents to skip in it."""
         try:
             for unit, (shard, skip) in ahead.items():
                 if unit not in self._futures:
                     self._futures[unit] = self._pool.submit(_tokenize, unit, shard, skip)
-                    # Noted now: a process that has ended by the next call is no longer among the active ones.
+                    # Noted now, because a process that ends before the next call is no active child any more.
                     self._processes |= set(multiprocessing.active_children()) - self._others
             future = self._futures[number]
             for k in itertools.count():
@@ -203,7 +170,7 @@ class _Pool:
         self._pool.shutdown(cancel_futures=True)
 
     def _died(self) -> DataError:
-        # Not by join: the pool's own thread may be waiting for the same exit code, which only one of the two gets.
+        # Not by join: the pool's thread may be waiting for the same exit code, and only one of the two gets it.
         deadline = time.monotonic() + 10
         while any(process.exitcode is None for process in self._processes) and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -226,16 +193,16 @@ _scratch: Path
 
 
 def _begin(tokenizing: Tokenizing, scratch: Path) -> None:
-    """In a process of the pool, before its first unit."""
+    """Runs in a process of the pool before its first unit."""
     global _tokenizing, _scratch
     _tokenizing, _scratch = tokenizing, scratch
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole terminal; the parent ends its processes
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what is parallel
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are parallel already
     end_with_parent()
 
 
 def _tokenize(number: int, shard: Shard, skip: int) -> None:
-    """In a process of the pool: lays the chunks of a unit into files."""
+    """Runs in a process of the pool: writes the chunks of a unit into files."""
     for k, chunk in enumerate(_tokenizing.chunks(shard, skip, _scratch / f"{number}")):
         partial = _place(_scratch, number, k).with_suffix(".partial")
         with partial.open("wb") as file:

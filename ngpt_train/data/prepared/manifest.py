@@ -1,4 +1,4 @@
-"""A directory that `prepare` wrote: its manifest, which is checked before it is followed, and its shards.
+"""A directory written by `prepare`: its manifest, which is checked before use, and its shards.
 
 docs/data.md documents the files.
 """
@@ -22,32 +22,27 @@ from ngpt_train.data.tokenizers import read_tokenizer
 FORMAT = 1
 MANIFEST = "manifest.json"
 DTYPES = ("<u1", "<u2", "<u4")
-MOST = 2**53  # tokens; JSON's numbers are exact below it
+MOST = 2**53  # tokens; JSON's numbers are exact below
 
 
 def open_prepared(directory: Path, hashes: FileHashes) -> Dataset:
-    """Opens a directory that `prepare` wrote. Raises DataError if any file differs from the manifest."""
+    """Opens a directory written by `prepare`. Raises DataError if a file differs from the manifest."""
     manifest = read_manifest(directory)
-    try:
-        train, validation = (open_shards(split, directory, manifest, hashes) for split in STEMS)
-        tokenizer = read_tokenizer(directory, manifest["tokenizer"])
-        found = fingerprint(tokenizer.fingerprint, manifest["splits"])
-        if found != manifest["fingerprint"]:
-            raise ValueError("its fingerprint does not fit its content")
-    except DataError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise damaged_manifest(directory / MANIFEST, error) from None
+    train, validation = (open_shards(split, directory, manifest, hashes) for split in STEMS)
+    tokenizer = read_tokenizer(directory, manifest["tokenizer"])
+    found = fingerprint(tokenizer.fingerprint, manifest["splits"])
+    if found != manifest.get("fingerprint"):
+        raise damaged_manifest(directory / MANIFEST, "its fingerprint does not fit its content")
     return Dataset(train, validation, tokenizer, found, directory, manifest)
 
 
 def fingerprint(tokenizer: str, splits: dict[str, dict[str, Any]]) -> str:
-    """Identity of a data set from the tokenizer's fingerprint and the sha256 of the ids of each split."""
+    """A data set's identity, from its tokenizer's fingerprint and the sha256 of each split's ids."""
     return canonical_hash({"tokenizer": tokenizer, **{split: splits[split]["sha256"] for split in STEMS}})
 
 
 def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a prepared directory. Raises DataError if there is none or it is unreadable."""
+    """The manifest of a prepared directory. Raises DataError if it is absent or damaged."""
     path = directory / MANIFEST
     try:
         manifest = parse_json(read_whole(path))
@@ -69,9 +64,9 @@ def damaged_manifest(path: Path, error: Exception | str) -> DataError:
 
 
 def open_shards(split: str, directory: Path, manifest: dict[str, Any], hashes: FileHashes) -> Tokens:
-    """Opens one split of a prepared directory after checking each file against the manifest.
+    """Opens a split of a prepared directory, after a check of each file against the manifest.
 
-    Raises DataError for a file that is missing, of another size or content, or holds ids beyond the vocabulary.
+    Raises DataError if a file is missing, has another size or content, or has ids beyond the vocabulary.
     """
     dtype = np.dtype(manifest["dtype"])
     shards, offsets = [], []
@@ -83,14 +78,14 @@ def open_shards(split: str, directory: Path, manifest: dict[str, Any], hashes: F
         shards.append(open_ids(path, dtype, manifest["tokenizer"], hashes, shard["sha256"]))
         offsets.append(StoredNumbers(index, "<u8"))
         if [*offsets[-1][:1], *offsets[-1][-1:]] != [0, shard["tokens"]]:
-            raise DataError(f"{index}: its documents are not those of {path.name}; {AGAIN}")
+            raise DataError(f"{index}: its documents do not fit {path.name}; {AGAIN}")
     return Tokens(split, directory, shards, manifest["tokenizer"]["eos"], offsets)
 
 
 def open_ids(
     path: Path, dtype: np.dtype[Any], tokenizer: dict[str, Any], hashes: FileHashes, sha256: str | None = None
 ) -> StoredNumbers:
-    """A file of ids, its checksum (if one is given) and the range of its ids checked."""
+    """Opens a file of ids, after a check of its ids' range and, if given, of its checksum."""
     found, largest = hashes.tokens(path, dtype.str)
     if sha256 is not None:
         _check_hash(path, found, sha256)
@@ -117,7 +112,7 @@ def _check_hash(path: Path, found: str, expected: str) -> None:
 
 
 def _problem_of(manifest: dict[str, Any]) -> str | None:
-    """The fault of a manifest in the parts by which files are opened, or None."""
+    """The fault of a manifest, or None. Checks all entries that open files."""
     tokenizer, splits = manifest.get("tokenizer"), manifest.get("splits")
     if not isinstance(tokenizer, dict) or not isinstance(manifest.get("source"), dict):
         return "it does not describe its tokenizer and its source"

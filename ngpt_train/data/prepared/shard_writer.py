@@ -1,10 +1,9 @@
-"""Token shards are written here, also from where a kill has ended an earlier start. docs/data.md documents the files.
+"""Writes token shards, and goes on after a kill. docs/data.md documents the files.
 
-The journal says what a start has finished. It has one JSON object a line, the last one perhaps cut. The first line says
-what is prepared with what. Each other is written when a shard is finished and everything before is on the disk: the
-position in the text, what was counted so far, and the shards. One shard for each unit of text would need no journal;
-but the cuts of the text would then decide the shards, and data.shard_tokens and the bytes of shards that users have
-would change.
+The journal has one JSON object a line; a kill may have cut the last line. The first line holds the settings. Each other
+line is written when a shard is finished and everything before it is on the disk. It holds the position in the text, the
+counts so far, and the shards. One shard for each unit of text would need no journal. But then the cuts into units would
+decide the shards, and data.shard_tokens and the shards of today's users would change.
 """
 
 from __future__ import annotations
@@ -14,17 +13,16 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ngpt_train.core.files import parse_json, read_whole
 from ngpt_train.data.hashes import READ_BYTES
-from ngpt_train.data.prepared.chunks import STEMS, Chunk
+from ngpt_train.data.prepared.chunks import STEMS, Chunk, Document
 from ngpt_train.data.sources.source import Counts
 
 logger = logging.getLogger(__name__)
@@ -33,18 +31,18 @@ JOURNAL = "journal.jsonl"
 
 
 def dtype_for(vocab_size: int) -> str:
-    """Little-endian type of the stored ids."""
+    """The little-endian type of the stored ids."""
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
 class ShardWriter:
-    """Writes chunks into the shards of both splits, in `directory`, and what is finished into the journal.
+    """Writes chunks into the shards of both splits, and finished shards into the journal.
 
-    position: a unit, and how many of its documents are in the shards.
+    position: (unit, number of its documents in the shards).
     """
 
     def __init__(self, directory: Path, journal: Journal, header: dict[str, Any]) -> None:
-        """Goes on after the last entry of the journal, where what it lists is in the directory, else begins anew."""
+        """Goes on after the last entry of the journal if its shards are intact, else begins anew."""
         self._directory, self._journal, self._header = directory, journal, header
         self._writers: dict[str, SplitWriter] = {}
         self._text: bytes
@@ -52,7 +50,7 @@ class ShardWriter:
         try:
             self._restore(entries)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            logger.warning("beginning anew: what an earlier start has left cannot be used (%s)", error)
+            logger.warning("beginning anew: the shards of an earlier start cannot be used (%s)", error)
             self.close()
             entries = []
             self._restore(entries)
@@ -60,9 +58,9 @@ class ShardWriter:
         journal.begin(header, entries)
 
     def add(self, unit: int, chunk: Chunk) -> bool:
-        """Appends the documents of a chunk. True if that finishes a shard, which is to be recorded."""
-        for split, documents in chunk.splits.items():
-            self._writers[split].add(documents.ids, documents.lengths, documents.sizes)
+        """Appends the documents of a chunk. True if that finishes a shard, which calls for `record`."""
+        for split, documents in chunk.documents.items():
+            self._writers[split].add(documents)
         for digest in chunk.digests:
             self._text = hashlib.sha256(self._text + digest).digest()
         self.counts.add(chunk.counts)
@@ -70,7 +68,7 @@ class ShardWriter:
         return any(len(writer.shards) > self._recorded[split] for split, writer in self._writers.items())
 
     def record(self) -> None:
-        """Another start may go on from here."""
+        """Writes an entry, after which another start may go on."""
         splits = {}
         for split, writer in self._writers.items():
             splits[split] = {"open": writer.unfinished(), "closed": writer.shards[self._recorded[split] :]}
@@ -83,11 +81,11 @@ class ShardWriter:
 
     @property
     def keeps_something(self) -> bool:
-        """True if another start has something to go on from."""
+        """True if another start can go on after a finished shard."""
         return any(self._recorded.values())
 
     def finish(self) -> dict[str, dict[str, Any]]:
-        """Closes the shards; returns the splits' part of the manifest."""
+        """Closes the shards. Returns the manifest's entries of the splits."""
         return {split: writer.finish() for split, writer in self._writers.items()}
 
     def close(self) -> None:
@@ -113,16 +111,16 @@ class ShardWriter:
 class SplitWriter:
     """Writes documents into `<stem>-00000.bin`, `<stem>-00000.idx`, ...
 
-    A shard ends with the document that brings it to `shard_tokens`, so every document is whole. Nothing of a shard is
-    held in memory. Shards that are closed are on the disk.
+    A shard ends with the document that brings it to `shard_tokens`, so no document is cut. Closed shards are synced to
+    the disk.
     """
 
     def __init__(
         self, directory: Path, stem: str, dtype: str, shard_tokens: int, before: Sequence[dict[str, Any]] = ()
     ) -> None:
-        """before: shards in the directory to go on after; the last one may be unfinished (`unfinished`).
+        """before: entries of earlier shards to go on after. The last shard may be unfinished.
 
-        Raises ValueError or OSError where they are not what was written.
+        Raises ValueError or OSError if their files have changed.
         """
         self._directory, self._stem = directory, stem
         self._dtype = np.dtype(dtype)
@@ -130,45 +128,32 @@ class SplitWriter:
         self._split_hash = hashlib.sha256()
         self._open: _OpenShard | None = None
         self.shards: list[dict[str, Any]] = []
-        """The manifest's entries of the closed shards."""
+        """The manifest's entries of closed shards."""
         for entry in before:
             self._open = _OpenShard(directory / entry["file"], self._dtype.itemsize, entry, self._split_hash)
             if self._open.tokens >= shard_tokens:
                 self._close()
 
-    def add(self, ids: NDArray[np.integer], lengths: NDArray[np.integer], sizes: NDArray[np.integer]) -> None:
-        """Appends documents, one after the other in `ids`, each with eos at its end.
-
-        lengths, sizes: of each document, its ids and the bytes of its text.
-        """
-        ids = np.ascontiguousarray(ids, self._dtype)
-        ends = np.cumsum(lengths, dtype=np.int64)
-        assert len(ids) == (ends[-1] if len(ends) else 0)
-        first = start = 0
-        while first < len(ends):
+    def add(self, documents: Iterable[Document]) -> None:
+        for ids, n_bytes in documents:
             if self._open is None:
                 path = self._directory / f"{self._stem}-{len(self.shards):05d}.bin"
                 self._open = _OpenShard(path, self._dtype.itemsize)
-            shard = self._open
-            last = int(np.searchsorted(ends, start + self._shard_tokens - shard.tokens))
-            after = min(last + 1, len(ends))
-            end = int(ends[after - 1])
-            data = ids[start:end].tobytes()
+            data = ids.astype(self._dtype).tobytes()
             self._split_hash.update(data)
-            shard.add(data, ends[first:after] - start, int(sizes[first:after].sum()))
-            first, start = after, end
-            if shard.tokens >= self._shard_tokens:
+            self._open.add(data, len(ids), n_bytes)
+            if self._open.tokens >= self._shard_tokens:
                 self._close()
 
     def unfinished(self) -> dict[str, Any] | None:
-        """The shard that is not closed, if there is one, all of it on the disk."""
+        """Syncs the open shard and returns its entry; None if no shard is open."""
         if self._open is None:
             return None
         self._open.sync()
         return self._open.entry()
 
     def finish(self) -> dict[str, Any]:
-        """Closes the last shard; returns the split's part of the manifest."""
+        """Closes the last shard. Returns the manifest's entry of the split."""
         if self._open is not None:
             self._close()
         totals = {name: sum(shard[name] for shard in self.shards) for name in ("tokens", "documents", "bytes")}
@@ -188,11 +173,11 @@ class SplitWriter:
 
 
 class _OpenShard:
-    """The shard that is written to."""
+    """A shard that grows."""
 
     def __init__(self, path: Path, itemsize: int, before: dict[str, Any] | None = None, split_hash: Any = None) -> None:
-        """before: what `entry` said of a shard to go on with; what was written after that is cut off, and the rest
-        goes into `split_hash`."""
+        """before: the `entry` of a shard to go on with. Later bytes of its files are cut off, the others are hashed
+        again, also into `split_hash`."""
         self.path, self.index = path, path.with_suffix(".idx")
         self.tokens = self.documents = self.bytes = 0
         self._hash, self._index_hash = hashlib.sha256(), hashlib.sha256()
@@ -205,15 +190,16 @@ class _OpenShard:
         mode = "wb" if before is None else "ab"
         self._files = (path.open(mode), self.index.open(mode))
         if before is None:
-            self._write_index(np.zeros(1, np.int64))
+            self._write_offset()
 
-    def add(self, data: bytes, ends: NDArray[np.int64], n_bytes: int) -> None:
+    def add(self, data: bytes, n_tokens: int, n_bytes: int) -> None:
+        """Appends a document. data: its ids; n_bytes: the bytes of its text."""
         self._files[0].write(data)
         self._hash.update(data)
-        self._write_index(ends + self.tokens)
-        self.tokens += int(ends[-1])
-        self.documents += len(ends)
+        self.tokens += n_tokens
+        self.documents += 1
         self.bytes += n_bytes
+        self._write_offset()
 
     def sync(self) -> None:
         for file in self._files:
@@ -235,14 +221,15 @@ class _OpenShard:
             "index_sha256": self._index_hash.hexdigest(),
         }
 
-    def _write_index(self, offsets: NDArray[np.int64]) -> None:
-        data = offsets.astype("<u8").tobytes()
+    def _write_offset(self) -> None:
+        """Appends the end of the last document to the index; of an empty shard, the start of the first."""
+        data = self.tokens.to_bytes(8, "little")
         self._files[1].write(data)
         self._index_hash.update(data)
 
 
 def _read_again(path: Path, size: int, *digests: Any) -> None:
-    """Cuts the file off after `size` bytes and feeds them to the digests. Raises ValueError where there are fewer."""
+    """Cuts the file off after `size` bytes and hashes them. Raises ValueError if it has fewer."""
     if (found := path.stat().st_size) < size:
         raise ValueError(f"{path} has {found} bytes, not {size}")
     os.truncate(path, size)
@@ -254,33 +241,30 @@ def _read_again(path: Path, size: int, *digests: Any) -> None:
 
 @dataclass
 class Entry:
-    """unit, taken: a unit and how many of its documents are done; text: the text_sha256 so far.
-
-    splits: of each the shards that are closed since the entry before, and the one that is not.
-    """
+    """A line of the journal, but for the hash of the units."""
 
     unit: int
-    taken: int
+    taken: int  # documents of the unit in the shards
     counts: Counts
-    text: str
-    splits: dict[str, dict[str, Any]]
+    text: str  # text_sha256 so far
+    splits: dict[str, dict[str, Any]]  # splits[split]: "closed", the shards closed since the last line, and "open"
 
 
 class Journal:
-    """The journal in `directory` of the text with these `identities` of its units."""
+    """The journal in `directory`. identities: of the text's units."""
 
     def __init__(self, directory: Path, identities: Sequence[str]) -> None:
         self._path = directory / JOURNAL
-        # A unit counts as the same only if all units before it are the same, too.
+        # A unit is unchanged only if all units before it are, too.
         self._chain = list(itertools.accumulate(identities, _chained, initial=""))[1:]
 
     def header(self) -> dict[str, Any] | None:
-        """The header of an earlier start (`begin`); None if there is no journal that can be read."""
+        """The first line of an earlier start (`begin`); None without a readable journal."""
         lines = self._lines()
         return lines[0] if lines else None
 
     def entries(self) -> list[Entry]:
-        """The entries about text that has not changed since, oldest first."""
+        """The entries of unchanged text, oldest first."""
         found = []
         for line in self._lines()[1:]:
             unit = line["unit"]
@@ -290,7 +274,7 @@ class Journal:
         return found
 
     def begin(self, header: dict[str, Any], entries: Sequence[Entry]) -> None:
-        """Keeps these entries of an earlier start alone: a line that a kill has cut is no line to go on after."""
+        """Writes the journal anew with these entries of an earlier start. So a line cut by a kill is gone."""
         self._path.unlink(missing_ok=True)
         self._append(header, *map(self._line, entries))
 
@@ -311,7 +295,7 @@ class Journal:
         try:
             for line in read_whole(self._path).splitlines():
                 lines.append(parse_json(line))
-        except (OSError, ValueError):  # none, or a last one that was cut
+        except (OSError, ValueError):  # no journal, or a cut last line
             pass
         return lines
 

@@ -1,10 +1,9 @@
-"""Token files, which `data=tokens` names: shards of `prepare`, and files of other programs, nanoGPT's and Megatron's,
-which do not name their tokenizer.
+"""Token files for `data=tokens`: shards of `prepare`, and the files of nanoGPT and Megatron, which name no tokenizer.
 
-nanoGPT's `train.bin` and `val.bin`: ids as <u2 and nothing else. Megatron's `.bin` and `.idx`: ids without a header,
-and an index that says what they are and where documents begin. The index: MMIDIDX and two zero bytes, version (u64, 1),
-code of the ids' type (u8), number of sequences (u64) and of document bounds (u64); then of each sequence its length
-(i32) and first byte (i64), and the document bounds as numbers of sequences (i64). All little-endian.
+nanoGPT's `train.bin` and `val.bin` are ids as <u2. Megatron's `.bin` is ids, and its `.idx` has their type and the
+bounds of documents: MMIDIDX and two zero bytes, version (u64, 1), code of the ids' type (u8), number of sequences
+(u64), number of document bounds (u64), the length of each sequence (i32), the first byte of each sequence (i64), and
+the document bounds as numbers of sequences (i64). All numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ logger = logging.getLogger(__name__)
 
 MAGIC = b"MMIDIDX\x00\x00"
 HEADER = struct.Struct("<9sQBQQ")
-# Signed ids are read as unsigned ones: a negative id is then one far beyond any vocabulary.
+# Signed ids are read as unsigned: a negative id is then far beyond any vocabulary.
 DTYPES = {1: "<u1", 2: "<u1", 3: "<u2", 4: "<u4", 5: "<u8", 8: "<u2"}
 COPY_AGAIN = "copy both files again"
-# Names of the pairs where training and validation have one each.
+# Names of the pairs if training and validation have one each.
 SUFFIXES = {"train": "_train", "validation": "_val"}
 
 
 def open_tokens(config: Config, tokenizer: Tokenizer | None) -> Dataset:
     """Opens `data.path`: a directory of prepared shards or of nanoGPT's train.bin and val.bin, or Megatron's files.
 
-    Prepared shards bring their tokenizer; the others need `tokenizer`, or the one that `config.tokenizer` names.
-    Raises ConfigError without `data.path`, DataError if they are damaged or of another tokenizer.
+    tokenizer: used instead of `config.tokenizer`; prepared shards keep their own.
+    Raises ConfigError without `data.path`, DataError if files are damaged or of another tokenizer.
     """
     if config.data.path is None:
         raise ConfigError("data.path=null: data=tokens needs the directory of the shards, as data.path=DIRECTORY")
@@ -73,9 +72,9 @@ def _open_path(config: Config, hashes: FileHashes, tokenizer: Tokenizer | None) 
 
 
 def _warn_of_unused(chosen: TokenizerConfig, dataset: Dataset) -> None:
-    """Says so where prepared shards bring another tokenizer than the one that somebody chose, such as a paper's row."""
+    """Warns if prepared shards have another tokenizer than the config's, as a paper's row may set it."""
     found = dataset.tokenizer
-    if known_vocabulary(chosen.kind) is None:  # then only its model file tells which tokenizer it is
+    if known_vocabulary(chosen.kind) is None:  # only the model file identifies such a tokenizer
         same = chosen.kind in (found.kind, TokenizerConfig().kind)
     else:
         same = tokenizer_key(chosen) in possible_keys(found)
@@ -86,7 +85,7 @@ def _warn_of_unused(chosen: TokenizerConfig, dataset: Dataset) -> None:
 
 
 def find_nanogpt(directory: Path, given: str | None) -> dict[str, Path]:
-    """The file of each split. given: data.path. Raises DataError if there are none, or they hold no ids."""
+    """The file of each split. given: data.path. Raises DataError if a file is absent or has no ids."""
     files = {split: directory / f"{stem}.bin" for split, stem in STEMS.items()}
     missing = [file.name for file in files.values() if not file.is_file()]
     if missing:
@@ -102,7 +101,7 @@ def find_nanogpt(directory: Path, given: str | None) -> dict[str, Path]:
 
 
 def open_nanogpt(files: dict[str, Path], tokenizer: Tokenizer, hashes: FileHashes) -> dict[str, tuple[Tokens, str]]:
-    """Each split and what identifies its ids. Raises DataError for ids beyond the tokenizer's."""
+    """Each split, and the sha256 of its ids. Raises DataError for ids beyond the vocabulary."""
     entry = {"name": tokenizer.name, "vocab_size": tokenizer.vocab_size}
     splits = {}
     for split, file in files.items():
@@ -112,10 +111,10 @@ def open_nanogpt(files: dict[str, Path], tokenizer: Tokenizer, hashes: FileHashe
 
 
 def find_megatron(path: Path) -> dict[str, Path] | None:
-    """The files, without .bin and .idx, of both splits: the same for both where a part is to be held out.
+    """The pair of each split, without .bin and .idx. One pair for both splits has to be divided.
 
-    path: a directory, or files with or without their endings. None where it is none of Megatron's. Raises DataError
-    for a directory with several corpora.
+    path: a directory, or a pair with or without an ending. None if it is not Megatron's. Raises DataError for a
+    directory with several corpora.
     """
     if not path.is_dir():
         prefix = path.with_suffix("") if path.suffix in (".bin", ".idx") else path
@@ -138,9 +137,9 @@ def find_megatron(path: Path) -> dict[str, Path] | None:
 def open_megatron(
     files: dict[str, Path], tokenizer: Tokenizer, hashes: FileHashes, val_fraction: float
 ) -> dict[str, tuple[Tokens, str]]:
-    """Each split and what identifies its ids. Of a single pair the last documents validate.
+    """Each split, and a hash of its ids. The last documents of a single pair validate.
 
-    Raises DataError for files that are damaged, of another tokenizer, or whose documents do not end with eos.
+    Raises DataError if files are damaged or of another tokenizer, or if a document does not end with eos.
     """
     if files["train"] != files["validation"]:
         return {split: _whole(split, prefix, tokenizer, hashes) for split, prefix in files.items()}
@@ -165,8 +164,10 @@ def open_megatron(
 
 
 def count_tokens(path: Path, given: str | None, val_fraction: float) -> int:
-    """Tokens of the training split, from sizes and Megatron's index alone. given: data.path. Raises DataError where
-    there are no such files."""
+    """Tokens of the training split, from file sizes and Megatron's index alone. given: data.path.
+
+    Raises DataError if there are no such files.
+    """
     megatron = find_megatron(path)
     if megatron is None:
         return find_nanogpt(path, given)["train"].stat().st_size // 2
@@ -186,7 +187,7 @@ def _whole(split: str, prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -
 
 
 def _open(prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[StoredNumbers, NDArray[np.int64], str]:
-    """The ids, the start of each document and the end of the last, and the checksum of the ids."""
+    """The ids; the start of each document, and the end of the last; the sha256 of the ids."""
     index, path = _file(prefix, ".idx"), _file(prefix, ".bin")
     try:
         size = path.stat().st_size
@@ -215,13 +216,13 @@ def _open(prefix: Path, tokenizer: Tokenizer, hashes: FileHashes) -> tuple[Store
 
 
 def _within(places: NDArray[np.int64], start: int, n: int) -> NDArray[np.int64]:
-    """The places (increasing) from `start` to before `start + n`, counted from `start`."""
+    """The increasing places in [start, start + n), minus start."""
     first, end = np.searchsorted(places, [start, start + n])
     return places[first:end] - start
 
 
 def _read_index(index: Path, n_bytes: int) -> tuple[np.dtype, NDArray[np.int64]]:
-    """The type of the ids, and the document bounds as numbers of ids. n_bytes: those of the ids."""
+    """The type of the ids, and the document bounds as numbers of ids. n_bytes: size of the ids' file."""
     data = np.memmap(index, np.uint8, mode="r") if index.stat().st_size else np.empty(0, np.uint8)
     if len(data) < HEADER.size or not _has_magic(index):
         raise DataError(f"{index}: not an index of Megatron's (it does not begin with MMIDIDX); {COPY_AGAIN}")
@@ -232,7 +233,7 @@ def _read_index(index: Path, n_bytes: int) -> tuple[np.dtype, NDArray[np.int64]]
         known = ", ".join(map(str, DTYPES))
         raise DataError(f"{index}: ids of type {code}, known are {known} (integers); make the file with integer ids")
     expected = HEADER.size + 12 * n_sequences + 8 * n_bounds
-    # Multimodal files have one more byte for each sequence; it says nothing about text.
+    # Multimodal files have one more byte for each sequence, without meaning for text.
     if len(data) not in (expected, expected + n_sequences):
         raise DataError(f"{index}: {len(data)} bytes, but its header says {expected}; {COPY_AGAIN}")
     if max(n_sequences, n_bounds - 1) > n_bytes:

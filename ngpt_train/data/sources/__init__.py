@@ -1,4 +1,4 @@
-"""Where documents come from: files of this machine, the hub, and how a file is read. `open_source` is the way in."""
+"""Sources of documents: files of this machine, and the hub. `open_source` opens them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ngpt_train.data.sources.source import Source
 
 
 def open_source(data: DataConfig) -> Source:
-    """The text that `data` names. Lists files or shards, reads none. Raises ConfigError and DataError."""
+    """The source of `data`. Lists files or shards and reads none. Raises ConfigError and DataError."""
     if data.kind == "embedded":
         settings = {"python": platform.python_version()}
         return Source("embedded", LocalText(read_library_file), settings, list_library())

@@ -1,6 +1,6 @@
-"""Data sets of the Hugging Face hub: which files of which commit, and the documents of each.
+"""Data sets of the Hugging Face hub: the files of a commit, and the documents of each file.
 
-parquet and jsonl files are fetched as they are; the datasets library reads everything else.
+parquet and jsonl files are fetched as they are. The datasets library reads all other formats.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ USUAL_SPLITS = ("train", "validation", "valid", "val", "dev", "test")
 
 @dataclass(frozen=True)
 class HubText:
-    """The text of files of one commit of a data set. Travels to worker processes."""
+    """Files of one commit of a data set. Travels to worker processes."""
 
     repo: str
     commit: str
@@ -41,10 +41,10 @@ class HubText:
     fetch_minutes: float
 
     def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
-        """The documents of a shard, in order; its file lies in `scratch` as long as they are read.
+        """The documents of a shard in order. Its file is in `scratch` while they are read.
 
-        Raises FetchError where it cannot be reached, or not within `fetch_minutes`, DataError where it is faulty,
-        OSError where `scratch` is full.
+        Raises FetchError if the file cannot be reached within `fetch_minutes`, DataError if it is faulty, OSError if
+        `scratch` is full.
         """
         client = HubClient(self.repo, self.fetch_minutes)
         for path in shard.files:
@@ -68,12 +68,12 @@ class HubText:
 
 
 def list_hub(data: DataConfig) -> Source:
-    """The files that data.repo, data.revision, data.split and data.files name, one shard each, in the order of their
-    paths. Asks the hub: for one rank alone. Where it fails, a commit whose list is in data.cache is known.
+    """The files of data.repo, data.revision, data.split and data.files, a shard each, in the order of their paths.
 
-    Where there are files that only the datasets library reads, these are one shard, which can be prepared. Raises
-    ConfigError unless data.repo is a name, FetchError where the hub cannot be reached or refuses, DataError where none
-    of the files is meant or can be read.
+    Asks the hub, so only one rank should call it. If the hub fails, a list in data.cache can stand in for a commit.
+    Without parquet and jsonl files the split is one shard, which the datasets library reads and `prepare` accepts.
+    Raises ConfigError unless data.repo is a name, FetchError if the hub cannot be reached or refuses, and DataError if
+    no file matches or can be read.
     """
     if data.repo is None or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", data.repo):
         raise ConfigError(
@@ -83,13 +83,22 @@ def list_hub(data: DataConfig) -> Source:
     kept = Path(data.cache).expanduser() / "hub"
     commit, listed = _files(HubClient(data.repo, data.fetch_minutes), data.revision, kept)
     settings = {"repo": data.repo, "split": data.split, "text_field": data.text_field}
-    held_out = _held_out(sorted(listed), data)
+    readable = [path for path in sorted(listed) if extension(Path(path)) in KINDS]
+    held_out: list[str] = []
     if data.val_files is not None:
         settings["val_files"] = data.val_files
-    if not data.streamed and not any(extension(Path(path)) in KINDS for path in listed):
+        held_out = _matching(readable, data.val_files, "data.val_files", data.repo)
+    if not readable and not data.streamed:
         rows = DatasetsText(data.repo, commit, data.split, data.text_field)
         return Source(data.kind, rows, settings, shards=(rows.shard,), revision=commit)
-    paths = [path for path in _chosen(sorted(listed), data) if path not in held_out]
+    if not readable:
+        endings = Counter(PurePosixPath(path).suffix or PurePosixPath(path).name for path in sorted(listed))
+        found = ", ".join(f"{n} {ending}" for ending, n in endings.most_common(8)) or "nothing"
+        raise DataError(
+            f"data.repo={data.repo}: none of its files ends in {', '.join(KINDS)} (there are: {found}). `prepare` "
+            "reads other formats with the library `datasets`; then train on its tokens with data=tokens"
+        )
+    paths = [path for path in _chosen(readable, data) if path not in held_out]
     if not paths:
         raise DataError(f"data.val_files={data.val_files}: all files that are read; none is left to train on")
     files = {path: listed[path] for path in [*paths, *held_out]}
@@ -104,7 +113,7 @@ def list_hub(data: DataConfig) -> Source:
             f" and {len(sorts) - 5} more" if len(sorts) > 5 else "",
         )
     shards = tuple(
-        # Equal files are equal shards, whatever they are called; the extension decides how they are read.
+        # Equal files are equal shards under any name, but the extension decides how they are read.
         Shard(
             f"{data.repo}@{commit}:{path}",
             f"{'held out:' if path in held_out else ''}{file.etag}:{file.size}:{extension(Path(path))}",
@@ -119,8 +128,10 @@ def list_hub(data: DataConfig) -> Source:
 
 
 def _files(client: HubClient, revision: str | None, kept: Path) -> tuple[str, dict[str, HubFile]]:
-    """The commit of a revision and all its files. The list is kept: a commit never changes, so a run that goes on with
-    its own commit needs no hub where its text is on this machine."""
+    """The commit of a revision and all its files.
+
+    The list is kept. A commit never changes, so a resumed run needs no hub if its text is on this machine.
+    """
 
     def place(commit: str) -> Path:
         return kept / f"{client.repo.replace('/', '--')}@{commit}.json"
@@ -145,29 +156,19 @@ def _files(client: HubClient, revision: str | None, kept: Path) -> tuple[str, di
 def _read_list(path: Path) -> dict[str, HubFile] | None:
     try:
         return {name: HubFile(int(size), str(etag)) for name, (size, etag) in json.loads(path.read_bytes()).items()}
-    except (OSError, ValueError, TypeError, AttributeError):  # none, or damaged: the hub is asked
+    except (OSError, ValueError, TypeError, AttributeError):  # absent or damaged
         return None
 
 
-def _chosen(paths: list[str], data: DataConfig) -> list[str]:
-    """The paths that are read. Raises DataError if there are none.
+def _chosen(readable: list[str], data: DataConfig) -> list[str]:
+    """The paths of data.files or else of data.split. Raises DataError if there are none.
 
-    With data.files, those that match it. Otherwise a file belongs to a split if its path has the name of the split as
-    a word of its own, as in plain_text/train-00000-of-00080.parquet, data/train/1.jsonl or train2.jsonl; where no
-    path names a usual split, all files are the train split.
+    A file belongs to a split if the name of the split is a word of its path, as in
+    plain_text/train-00000-of-00080.parquet, data/train/1.jsonl or train2.jsonl. Where no path names a usual split, all
+    files are the train split.
     """
-    readable = [path for path in paths if extension(Path(path)) in KINDS]
-    if not readable:
-        endings = Counter(PurePosixPath(path).suffix or PurePosixPath(path).name for path in paths)
-        listed = ", ".join(f"{n} {ending}" for ending, n in endings.most_common(8)) or "nothing"
-        raise DataError(
-            f"data.repo={data.repo}: none of its files ends in {', '.join(KINDS)} (there are: {listed}). `prepare` "
-            "reads other formats, through the library `datasets`; train on what it writes with data=tokens"
-        )
     if data.files is not None:
-        if found := [path for path in readable if fnmatchcase(path, data.files)]:
-            return found
-        raise DataError(f"data.files={data.files}: matches no file of {data.repo}, such as {readable[0]}")
+        return _matching(readable, data.files, "data.files", str(data.repo))
     if found := [path for path in readable if _names(path, data.split)]:
         return found
     named = [split for split in USUAL_SPLITS if any(_names(path, split) for path in readable)]
@@ -180,26 +181,23 @@ def _chosen(paths: list[str], data: DataConfig) -> list[str]:
     )
 
 
-def _held_out(paths: list[str], data: DataConfig) -> list[str]:
-    """The paths that data.val_files names. Raises DataError if there are none."""
-    if data.val_files is None:
-        return []
-    readable = [path for path in paths if extension(Path(path)) in KINDS]
-    if found := [path for path in readable if fnmatchcase(path, data.val_files)]:
+def _matching(paths: list[str], pattern: str, key: str, repo: str) -> list[str]:
+    """The paths that match `pattern`, the value of `key`. Raises DataError if there are none."""
+    if found := [path for path in paths if fnmatchcase(path, pattern)]:
         return found
-    such_as = f", such as {readable[0]}" if readable else ""
-    raise DataError(f"data.val_files={data.val_files}: matches no file of {data.repo}{such_as}")
+    such_as = f", such as {paths[0]}" if paths else ""
+    raise DataError(f"{key}={pattern}: matches no file of {repo}{such_as}")
 
 
 def _names(path: str, split: str) -> bool:
-    """True if a split is a word of the path; a word ends where letters or digits do."""
+    """True if the split is a word of the path. A word ends where its letters or digits end."""
     before, after = (r"\d" if end.isdigit() else r"[^\W\d_]" for end in (split[:1], split[-1:]))
     return re.search(f"(?<!{before}){re.escape(split)}(?!{after})", path, re.IGNORECASE) is not None
 
 
 @dataclass(frozen=True)
 class DatasetsText:
-    """One split of a data set of the hub, or of a directory, as one shard. Travels to worker processes."""
+    """One split of a data set, as one shard. Travels to worker processes."""
 
     repo: str
     revision: str | None
@@ -211,11 +209,11 @@ class DatasetsText:
         return Shard(f"{self.repo} ({self.split})", canonical_hash([self.repo, self.revision, self.split]), ())
 
     def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
-        """The split's rows, in order, as they arrive. Raises FetchError or DataError."""
+        """The split's rows in order, as they arrive. Raises FetchError or DataError."""
         import datasets
 
         data_set = f"data.repo={self.repo}"
-        number = -1  # of rows that have arrived; below 0 until the data set is open
+        number = -1  # rows so far; -1 until the data set is open
 
         def place() -> str:
             return f"{data_set}, {self.split}, row {number}"
@@ -230,7 +228,7 @@ class DatasetsText:
                 yield checked_text(row[self.text_field], place, self.text_field)
         except DataError:
             raise
-        except Exception as error:  # the library passes on what any of its readers raises
+        except Exception as error:  # the library passes on all errors of its readers
             kind = FetchError if isinstance(error, OSError) else DataError
             raise kind(
                 f"{data_set if number < 0 else f'{place()} or the next'}: the datasets library cannot read it "

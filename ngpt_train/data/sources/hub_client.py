@@ -1,7 +1,7 @@
-"""Requests to the hub: each ends by a deadline, errors that may pass are tried again until then, content is verified.
+"""Requests to the hub, each with a deadline. Passing errors are tried again until then, and content is verified.
 
-The session, the token, the addresses of files and the reading of rate limits are huggingface_hub's. Its listings and
-downloads have no deadline and do not verify content (docs/decisions/0010-the-hub-with-a-deadline.md).
+huggingface_hub gives the session, the token, the addresses of files and the reading of rate limits. Its own listings
+and downloads have no deadline and do not verify content (docs/decisions/0010-the-hub-with-a-deadline.md).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# The longest wait in seconds before the second attempt, doubled with each attempt, and the longest of all. A wait is
-# drawn at random below it, so that ranks do not return together.
+# Seconds. A wait is drawn at random below a limit, so that ranks do not return together. The limit is FIRST_WAIT at
+# first, doubles with each attempt, and ends at LONGEST_WAIT.
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
-# Not random's own generator: ranks that are seeded alike would come back at the same moment.
+# Not random's own generator: ranks with the same seed would return at the same moment.
 JITTER = random.SystemRandom()
 ELSEWHERE = "text that is on this machine needs no network: data=local, data=tokens, data=embedded"
 
 
 class HubFile(NamedTuple):
-    """Size and content of a file, as listed. etag: sha256 of a large file, git's blob id (SHA-1) of a small one."""
+    """A file as listed. etag: sha256 of a large file, git's blob id (SHA-1) of a small file."""
 
     size: int
     etag: str
@@ -49,7 +49,7 @@ class HubFile(NamedTuple):
 class _PassingProblem(Exception):
     """A problem that may be gone at the next attempt.
 
-    wait: seconds that the server asks for. reached: a hub has answered.
+    wait: seconds asked for by the server. reached: True if a hub has answered.
     """
 
     def __init__(self, problem: str, wait: float = 0.0, reached: bool = True) -> None:
@@ -58,7 +58,7 @@ class _PassingProblem(Exception):
 
 
 def endpoint() -> str:
-    """Where the hub is: HF_ENDPOINT as it is now, which huggingface_hub reads only once. Raises DataError."""
+    """The hub's address: HF_ENDPOINT as it is now. huggingface_hub reads it only once. Raises DataError."""
     address = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
     if urlsplit(address).scheme not in ("http", "https"):
         raise DataError(f"HF_ENDPOINT={address}: no address; it begins with https://, or unset it for the public hub")
@@ -67,15 +67,15 @@ def endpoint() -> str:
 
 @dataclass(frozen=True)
 class HubClient:
-    """One data set of the hub. fetch_minutes: how long each listing and each file may take, retries included."""
+    """One data set of the hub. fetch_minutes: the time limit of each listing and each file, retries included."""
 
     repo: str
     fetch_minutes: float
 
     def commit(self, revision: str | None) -> str:
-        """The commit that a branch, tag or commit stands for; null is the newest.
+        """The commit of a branch, tag or commit. None is the newest commit.
 
-        Raises FetchError, at once where there is no network.
+        Raises FetchError, at once without a network.
         """
         path = f"/revision/{quote(revision, safe='')}" if revision is not None else ""
         url = f"{endpoint()}/api/datasets/{self.repo}{path}"
@@ -83,7 +83,7 @@ class HubClient:
         return self._json(url, what, lambda info: str(info["sha"]), at_start=True)[0]
 
     def files(self, commit: str) -> dict[str, HubFile]:
-        """All files of a commit, by their path. Raises FetchError."""
+        """All files of a commit by path. Raises FetchError."""
         found: dict[str, HubFile] = {}
         url: str | None = f"{endpoint()}/api/datasets/{self.repo}/tree/{commit}?recursive=true"
         while url is not None:
@@ -92,33 +92,33 @@ class HubClient:
         return found
 
     def download(self, commit: str, path: str, file: HubFile, target: Path) -> None:
-        """Writes a file of a commit to `target`, where a broken transfer is continued.
+        """Writes a file of a commit to `target`. A broken transfer goes on where it stopped.
 
-        Raises FetchError where it cannot be reached or is not what was listed, OSError where `target` cannot be
-        written.
+        Raises FetchError if the file cannot be reached or differs from the list, OSError if `target` cannot be written.
         """
-        from huggingface_hub import hf_hub_url
-
-        url = hf_hub_url(self.repo, path, repo_type="dataset", revision=commit, endpoint=endpoint())
-        name = f"{self.repo}@{commit}:{path}"
+        name, url = self._file(commit, path)
         logger.info("fetching %s (%.0f MB)", name, file.size / 1e6)
         with target.open("wb") as out:
             partial = _Partial(out, file)
             self._persist(name, lambda deadline: self._receive(name, url, partial, deadline))
 
     def try_file(self, commit: str, path: str) -> int:
-        """The size of the first piece of a file that arrives. Other servers send files than lists, and a firewall may
-        let the one pass and not the other. Raises FetchError."""
-        from huggingface_hub import hf_hub_url
-
-        url = hf_hub_url(self.repo, path, repo_type="dataset", revision=commit, endpoint=endpoint())
-        name = f"{self.repo}@{commit}:{path}"
+        """The size of the first piece of a file. Files come from other servers than lists, and a firewall may block
+        them alone. Raises FetchError."""
+        name, url = self._file(commit, path)
 
         def attempt(deadline: float) -> int:
             with self._request(name, url, deadline, {}) as response:
                 return len(next(_chunks(response, deadline), b""))
 
         return self._persist(name, attempt, at_start=True)
+
+    def _file(self, commit: str, path: str) -> tuple[str, str]:
+        """The name of a file, for messages, and its address."""
+        from huggingface_hub import hf_hub_url
+
+        url = hf_hub_url(self.repo, path, repo_type="dataset", revision=commit, endpoint=endpoint())
+        return f"{self.repo}@{commit}:{path}", url
 
     def _receive(self, name: str, url: str, partial: _Partial, deadline: float) -> None:
         if partial.received < partial.file.size:
@@ -133,7 +133,7 @@ class HubClient:
         partial.check()
 
     def _json(self, url: str, what: str, parse: Callable[[Any], T], at_start: bool = False) -> tuple[T, str | None]:
-        """The parsed answer, and the address of its next page. Raises FetchError."""
+        """The parsed answer and the address of the next page. Raises FetchError."""
 
         def attempt(deadline: float) -> tuple[T, str | None]:
             with self._request(f"{self.repo}, {what}", url, deadline, {}) as response:
@@ -147,9 +147,9 @@ class HubClient:
         return self._persist(f"{self.repo}, {what}", attempt, at_start)
 
     def _persist(self, name: str, attempt: Callable[[float], T], at_start: bool = False) -> T:
-        """The result of `attempt`, which is tried again until the deadline that it is called with.
+        """The result of `attempt(deadline)`, which is tried again until the deadline.
 
-        at_start: a hub that cannot be reached is not waited for, as an outage is later. Raises FetchError.
+        at_start: True does not wait for a hub that cannot be reached. Raises FetchError.
         """
         seconds = 60 * self.fetch_minutes
         start = time.monotonic()
@@ -158,7 +158,7 @@ class HubClient:
             try:
                 return attempt(start + seconds)
             except _PassingProblem as problem:
-                # A tenth of the time allowed at most, so that the last wait does not give away much of it.
+                # At most a tenth of the time limit, so that the last wait does not waste much of it.
                 longest = min(FIRST_WAIT * 2 ** min(n - 1, 10), LONGEST_WAIT, seconds / 10)
                 wait = problem.wait + JITTER.uniform(0, longest)
                 patience = seconds if problem.reached or not at_start else 0.0
@@ -179,7 +179,7 @@ class HubClient:
 
     @contextlib.contextmanager
     def _request(self, name: str, url: str, deadline: float, headers: dict[str, str]) -> Iterator[httpx2.Response]:
-        """A response to read from. Raises _PassingProblem, also while it is read, or FetchError."""
+        """A response to read from. Raises _PassingProblem, also during the reading, or FetchError."""
         import httpx2
         from huggingface_hub import constants, get_session
         from huggingface_hub.errors import OfflineModeIsEnabled
@@ -204,7 +204,7 @@ class HubClient:
             raise _PassingProblem(f"the connection broke ({error or type(error).__name__})") from None
 
     def _refused(self, name: str, response: httpx2.Response) -> None:
-        """Raises what an error status stands for. Messages name no address: those of redirects are signed."""
+        """Raises the error of a status. Messages name no address, because addresses of redirects are signed."""
         status, code = response.status_code, response.headers.get("X-Error-Code")
         said = f"HTTP {status} {response.headers.get('X-Error-Message') or response.reason_phrase}".rstrip()
         if status in (408, 425, 429) or status >= 500:
@@ -225,7 +225,7 @@ class HubClient:
 
 
 class _Partial:
-    """A file while it arrives, and the hash of what has."""
+    """A file that arrives, and the hash of its bytes so far."""
 
     def __init__(self, out: BinaryIO, file: HubFile) -> None:
         self.file, self._out = file, out
@@ -244,7 +244,7 @@ class _Partial:
 
     def write(self, chunk: bytes) -> None:
         self.received += len(chunk)
-        if self.received > self.file.size:  # stops what would otherwise fill the disk
+        if self.received > self.file.size:  # an endless body would fill the disk
             self.restart()
             raise _PassingProblem(f"more than the {self.file.size} bytes of the file arrived")
         self._out.write(chunk)
@@ -260,13 +260,13 @@ class _Partial:
 
 
 def _files(entries: list[dict[str, Any]]) -> dict[str, HubFile]:
-    """The files of a page of a tree, which has its directories as well."""
+    """The files on a page of a tree, without its directories."""
     stored = {entry["path"]: entry.get("lfs") or entry for entry in entries if entry["type"] == "file"}
     return {path: HubFile(int(file["size"]), str(file["oid"])) for path, file in stored.items()}
 
 
 def _chunks(response: httpx2.Response, deadline: float) -> Iterator[bytes]:
-    """The body as it arrives, until the deadline: a connection that trickles never exceeds the time limit of a read."""
+    """The body as it arrives, until the deadline. A trickling connection never exceeds the time limit of a read."""
     n = 0
     for chunk in response.iter_bytes():
         if time.monotonic() > deadline:
@@ -276,10 +276,10 @@ def _chunks(response: httpx2.Response, deadline: float) -> Iterator[bytes]:
 
 
 def _headers() -> dict[str, str]:
-    """Not huggingface_hub's own headers: to build them it asks the hub for a list, and keeps that in HF_HOME."""
+    """Not huggingface_hub's own headers: to build them it asks the hub for a list, and keeps the list in HF_HOME."""
     from huggingface_hub import constants, get_token
 
-    # A compressed body could not be continued from the byte where it broke off.
+    # identity, because a compressed body could not be continued in the middle.
     headers = {"accept-encoding": "identity", "user-agent": "ngpt-train"}
     if not constants.HF_HUB_DISABLE_IMPLICIT_TOKEN and (token := get_token()):
         headers["authorization"] = f"Bearer {token}"
@@ -287,7 +287,7 @@ def _headers() -> dict[str, str]:
 
 
 def _wait_asked_for(response: httpx2.Response) -> float:
-    """Seconds of a Retry-After or, at the hub's rate limit, RateLimit header; 0 without one."""
+    """Seconds of a Retry-After header or, at the hub's rate limit, of a RateLimit header. 0 without either."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
     value = response.headers.get("Retry-After", "").strip()
@@ -300,6 +300,6 @@ def _wait_asked_for(response: httpx2.Response) -> float:
 
 
 def _at_endpoint(url: str) -> str:
-    """The address of the next page here. A mirror may pass on the hub's own address, which must not see its token."""
+    """The address of the next page at our endpoint. A mirror may name the hub itself, which must not see its token."""
     parts = urlsplit(url)
     return url if url.startswith(f"{endpoint()}/") else f"{endpoint()}{parts.path}?{parts.query}"

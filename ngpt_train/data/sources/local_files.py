@@ -1,5 +1,4 @@
-"""Text files of this machine: which ones, how they are read, and how they are cut, into shards for streaming and into
-units for `prepare`."""
+"""Text files of this machine: lists and reads them, and cuts them into shards for streaming and units for `prepare`."""
 
 from __future__ import annotations
 
@@ -16,13 +15,13 @@ from typing import Any
 
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.hashes import FileHashes, canonical_hash
-from ngpt_train.data.sources.source import COMPRESSED, EXTENSIONS, Shard, Source, Unit, extension, text_size
+from ngpt_train.data.sources.source import COMPRESSED, EXTENSIONS, Shard, Source, extension, text_size
 
 logger = logging.getLogger(__name__)
 
 NOT_LIBRARY = frozenset({"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"})
-DOCUMENTS_SHARD = 1 << 20  # bytes of files of one document that share a shard
-# Bytes of text in a unit: enough that its start costs nothing, little enough that all processes end together.
+DOCUMENTS_SHARD = 1 << 20  # bytes of a shard of one-document files
+# Bytes of text in a unit: large, so that its start costs nothing, but small, so that all processes end together.
 UNIT_BYTES = 1 << 23
 
 
@@ -33,13 +32,13 @@ class LocalText:
     read: Callable[..., Iterator[str]]
 
     def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
-        """The documents of a shard's files, in order. Raises DataError where they are faulty."""
+        """The documents of a shard's files in order. Raises DataError if a file is faulty."""
         for file in shard.files:
             yield from self.read(Path(file)) if shard.part is None else self.read(Path(file), part=shard.part)
 
 
 def list_files(path: str, key: str = "data.path") -> list[Path]:
-    """Text files that a file name, directory (searched recursively) or glob stands for, sorted by path.
+    """The text files of a file name, directory (searched recursively) or glob, sorted by path. key: for messages.
 
     Raises DataError if there is none.
     """
@@ -58,14 +57,14 @@ def list_files(path: str, key: str = "data.path") -> list[Path]:
         if not found:
             raise DataError(f"{key}={path}: no such file or directory, and no file matches it as a pattern")
     candidates = {file for match in found for file in (_visible_files(match) if match.is_dir() else [match])}
-    # A broken link is listed, so that reading it fails with its name.
+    # A broken link is listed, so that its reading fails with its name.
     readable = [file for file in candidates if extension(file) and (file.is_file() or not file.exists())]
     if not readable:
         raise DataError(f"{key}={path}: holds no text; read are files that end in {allowed}")
     if ignored := sorted(candidates - set(readable)):
         logger.warning("%s=%s: %d other files are not read, such as %s", key, path, len(ignored), ignored[0])
-    # A file with several names is read once, under its own name if that is among them.
-    # realpath, because Path.resolve raises for a link that leads to itself, which has to fail when it is read.
+    # A file with several names is read once, if possible under its own name. realpath, because Path.resolve raises for
+    # a link to itself, which should fail when it is read.
     links_last = sorted(readable, key=lambda file: (not file.is_symlink(), file))
     by_place = {os.path.realpath(file): file for file in links_last}
     files = sorted(by_place.values())
@@ -77,7 +76,7 @@ def list_files(path: str, key: str = "data.path") -> list[Path]:
 
 
 def _visible_files(directory: Path) -> Iterator[Path]:
-    """The files of a directory and its subdirectories, then those of directories it links to; each directory once."""
+    """The files below a directory, then the files below its links to directories. Each directory is read once."""
     seen: set[Path] = set()
     directories, links = [directory], list[Path]()
     while directories or links:
@@ -97,7 +96,7 @@ def _visible_files(directory: Path) -> Iterator[Path]:
 
 
 def list_library() -> list[Path]:
-    """The .py files of the running Python's standard library, without tests; one holds the topics of `help()`."""
+    """The .py files of the running Python's standard library, without tests. One file has the topics of `help()`."""
     library = Path(sysconfig.get_paths()["stdlib"])
     files = []
     for directory, subdirectories, names in os.walk(library):
@@ -128,11 +127,10 @@ def read_library_file(path: Path) -> Iterator[str]:
 
 
 def shards_of(source: Source, hashes: FileHashes) -> tuple[Shard, ...]:
-    """The text in shards, as it is streamed: of local text one for each file, where files of one document share some,
-    in the order of their paths.
+    """The text in shards for streaming. Each local file is a shard, but small files of one document share a shard.
 
-    A local shard's identity is that of its files, their kind and sha256, and that of the source's settings, which
-    decide with them what is read. Raises DataError where a file cannot be read.
+    A local shard's identity is a hash of its files' kinds and sha256 and of the source's settings. Raises DataError if
+    a file cannot be read.
     """
     if source.shards:
         return source.shards
@@ -160,23 +158,25 @@ def _is_a_document(file: Path) -> bool:
     return not extension(file).startswith((".jsonl", ".parquet"))
 
 
-def units_of(source: Source, hashes: FileHashes) -> list[Unit]:
-    """The text in units, in order, what validates last: large files in parts where their format allows it, small ones
-    together. The cuts decide which process reads what, and nothing that is written. Raises DataError where a file
-    cannot be read."""
+def units_of(source: Source, hashes: FileHashes) -> Sequence[Shard]:
+    """The text in units for `prepare`, in order, validation files last. A unit is what one process reads at a time:
+    a part of a large jsonl or parquet file, or several small files. Units decide nothing that is written.
+
+    Raises DataError where a file cannot be read.
+    """
     if source.shards:
-        return [Unit(shard, 1) for shard in source.shards]
+        return source.shards
     return _units(source.files, hashes, False) + _units(source.val_files, hashes, True)
 
 
-def _units(files: Sequence[Path], hashes: FileHashes, held_out: bool) -> list[Unit]:
-    units: list[Unit] = []
+def _units(files: Sequence[Path], hashes: FileHashes, held_out: bool) -> list[Shard]:
+    units: list[Shard] = []
     group: list[Path] = []
     size = 0
 
     def add(content: Any, paths: Sequence[Path], part: tuple[int, int] | None, n_bytes: int) -> None:
         identity = canonical_hash(["held out", content] if held_out else content)
-        units.append(Unit(Shard(str(paths[0]), identity, tuple(map(str, paths)), part, held_out), n_bytes))
+        units.append(Shard(str(paths[0]), identity, tuple(map(str, paths)), part, held_out, n_bytes))
 
     def end_group() -> None:
         nonlocal group, size
@@ -201,7 +201,7 @@ def _units(files: Sequence[Path], hashes: FileHashes, held_out: bool) -> list[Un
 
 
 def _parts(file: Path) -> list[tuple[tuple[int, int], int]]:
-    """Each part of a file (see `Shard.part`) with its size; empty where the file is read as a whole."""
+    """Each part of a file (`Shard.part`) with its size. Empty if the file is read as a whole."""
     if extension(file) == ".jsonl":
         n_bytes = file.stat().st_size
         starts = [*range(0, n_bytes, UNIT_BYTES), n_bytes]
@@ -216,7 +216,7 @@ def _row_groups(file: Path) -> list[tuple[tuple[int, int], int]]:
     try:
         footer = pq.read_metadata(file)
     except (pa.ArrowException, OSError):
-        return []  # the reader will say what is wrong
+        return []  # the reader will name the fault
     parts = []
     start = size = 0
     for group in range(footer.num_row_groups):

@@ -1,7 +1,6 @@
-"""Documents out of one local file: text, jsonl or parquet, plain or compressed.
+"""Reads the documents of one local file: text, jsonl or parquet, plain or compressed.
 
-A faulty file is a `DataError` that says where the fault is, a file that the system cannot read a `FetchError`; nothing
-is skipped.
+A faulty file raises a `DataError` with the place of the fault, an unreadable file a `FetchError`. Nothing is skipped.
 """
 
 from __future__ import annotations
@@ -19,18 +18,17 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.data.sources.source import FetchError, extension
 
 COMPRESSIONS = (".gz", ".zst")
-# Bytes of a line, of a row and of compressed text: a few KB on a disk may stand for more than all memory.
+# Most bytes of a line, a row or a compressed text: a few KB on a disk may decompress to more than all memory.
 LARGEST_DOCUMENT = 1 << 28
-LARGEST_TXT = 1 << 32  # of a .txt that is not compressed, which memory holds twice
-MOST_EMPTY = 1 << 24  # bytes of empty lines in a row: read in seconds, and more are no text that somebody has written
+LARGEST_TXT = 1 << 32  # bytes of a plain .txt, which memory holds twice
+MOST_EMPTY = 1 << 24  # bytes of consecutive empty lines, which take seconds; nobody writes more into a text
 ZSTD_INPUT = 1 << 12  # bytes that are decompressed at a time, to at most 32,768 times as many
 
 
 def read_file(path: Path, text_field: str, part: tuple[int, int] | None = None) -> Iterator[str]:
-    """Yields the documents of one file in order; a .txt file is one document.
+    """Yields the documents of one file in order. A .txt file is one document.
 
-    part: of a large file, the rows of these row groups (parquet) or the lines that begin at these bytes (jsonl that
-    is not compressed).
+    part: see `Shard.part`; a compressed jsonl file has no parts.
     Raises FetchError if the file cannot be read, DataError if it is damaged, is not UTF-8 or lacks `text_field`.
     """
     kind = extension(path).split(".")[1]
@@ -43,14 +41,14 @@ def read_file(path: Path, text_field: str, part: tuple[int, int] | None = None) 
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise DataError(f"{path}: damaged or incomplete ({error}); copy or download it again") from None
     except OSError as error:
-        if error.errno is None:  # pyarrow's own, for pages that it cannot decode
+        if error.errno is None:  # pyarrow's error for damaged pages
             raise DataError(f"{path}: damaged or incomplete ({error}); copy or download it again") from None
         raise FetchError(f"{path}: cannot be read ({error.strerror})") from None
 
 
 def _open(path: Path) -> BinaryIO:
     if path.suffix.lower() in COMPRESSIONS and path.stat().st_size == 0:
-        raise EOFError("it has no bytes")  # both formats take that for no text, but it is what a failed copy leaves
+        raise EOFError("it has no bytes")  # both formats read no text from it, but a failed copy leaves such a file
     if path.name.lower().endswith(".gz"):
         return gzip.open(path, "rb")  # type: ignore[return-value]
     if path.name.lower().endswith(".zst"):
@@ -59,7 +57,7 @@ def _open(path: Path) -> BinaryIO:
 
 
 class _ZstdFile(io.RawIOBase):
-    """Decompressed bytes of a .zst file; the package's own reader takes a truncated file for a short one."""
+    """Decompressed bytes of a .zst file. The package's own reader takes a truncated file for a short file."""
 
     def __init__(self, path: Path):
         import zstandard
@@ -71,7 +69,7 @@ class _ZstdFile(io.RawIOBase):
         self._frame = self._new_frame()
         self._in_frame = False
         self._input = b""
-        self._output = memoryview(b"")  # of which parts are taken without a copy
+        self._output = memoryview(b"")  # a view, so that parts are taken without a copy
 
     def readable(self) -> bool:
         return True
@@ -107,7 +105,7 @@ def _read_txt(path: Path, file: BinaryIO) -> Iterator[str]:
     if max(len(data), path.stat().st_size) > largest:
         raise DataError(_too_large(str(path), largest))
     try:
-        # A byte order mark at the start of a file names its encoding and is no text.
+        # utf-8-sig, because a byte order mark at the start of a file is no text.
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
@@ -121,7 +119,7 @@ def _read_jsonl(path: Path, file: BinaryIO, text_field: str, part: tuple[int, in
     position = start
     if start > 0:
         file.seek(start - 1)
-        rest = file.readline(LARGEST_DOCUMENT + 1)  # of a line that began in the part before
+        rest = file.readline(LARGEST_DOCUMENT + 1)  # the rest of the last line of the part before
         if len(rest) > LARGEST_DOCUMENT:
             raise DataError(_too_large(f"{path}, line {_line_number(path, start)}", LARGEST_DOCUMENT))
         position += len(rest) - 1
@@ -129,7 +127,7 @@ def _read_jsonl(path: Path, file: BinaryIO, text_field: str, part: tuple[int, in
     def where() -> str:
         return f"{path}, line {_line_number(path, start) + number}"
 
-    empty = 0  # bytes of empty lines since the last other one
+    empty = 0  # bytes of empty lines since the last document
     for number, line in enumerate(iter(partial(file.readline, LARGEST_DOCUMENT + 1), b""), 1):
         if len(line) > LARGEST_DOCUMENT:
             raise DataError(_too_large(where(), LARGEST_DOCUMENT))
@@ -158,7 +156,7 @@ def _read_jsonl(path: Path, file: BinaryIO, text_field: str, part: tuple[int, in
 
 
 def _line_number(path: Path, start: int) -> int:
-    """The number of lines that begin before byte `start`; counted when a message needs it."""
+    """Counts the lines that begin before byte `start`, for a message."""
     if start == 0:
         return 0
     lines = 1
@@ -201,7 +199,7 @@ def _too_large(where: str, largest: int) -> str:
 
 
 def _check_rows(path: Path, footer: Any, text_field: str) -> None:
-    """Raises DataError where the mean row of a row group has more than LARGEST_DOCUMENT bytes."""
+    """Raises DataError if the rows of a row group have more than LARGEST_DOCUMENT bytes on average."""
     for group in range(footer.num_row_groups):
         columns = map(footer.row_group(group).column, range(footer.num_columns))
         n_bytes = sum(c.total_uncompressed_size for c in columns if c.path_in_schema == text_field)
@@ -210,14 +208,14 @@ def _check_rows(path: Path, footer: Any, text_field: str) -> None:
 
 
 def checked_text(value: object, where: Callable[[], str], text_field: str) -> str:
-    """`value`, if it is text that can be stored. Raises DataError that begins with `where()`."""
+    """`value`, if it is text that can be stored. Else raises DataError with a message that begins with `where()`."""
     if not isinstance(value, str):
         raise DataError(
             f"{where()}: {text_field!r} holds {type(value).__name__}, expected a string; "
             "choose another data.text_field or correct the file"
         )
     try:
-        value.encode()  # JSON can spell half of a surrogate pair, which is no character
+        value.encode()  # JSON can hold half of a surrogate pair, which is no character
     except UnicodeEncodeError as error:
         raise DataError(
             f"{where()}: {text_field!r} holds an unpaired surrogate (\\u{ord(value[error.start]):04x} at character "
@@ -227,7 +225,7 @@ def checked_text(value: object, where: Callable[[], str], text_field: str) -> st
 
 
 def no_field(word: str, text_field: str, names: list[str]) -> str:
-    """The words of a message about text without the field, or column, data.text_field."""
+    """A part of the message about text without data.text_field. word: "field" or "column"."""
     listed = ", ".join(map(repr, names)) or "none"
     return f"no {word} {text_field!r} (there are: {listed}); set data.text_field to the {word} that holds the text"
 

@@ -1,5 +1,4 @@
-"""A source of text: its shards of documents, the choice of held-out documents, and the sample that a SentencePiece
-model is trained from."""
+"""A source of text: its shards of documents, the choice of held-out documents, and the sample for a tokenizer."""
 
 from __future__ import annotations
 
@@ -16,83 +15,65 @@ from ngpt_train.data.hashes import FileHashes
 
 # Parquet compresses its own pages.
 EXTENSIONS = (".txt", ".txt.gz", ".txt.zst", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".parquet")
-# What text is compressed to, roughly.
+# Size of compressed text over the size of the text, roughly.
 COMPRESSED = 1 / 3
-# Text that a model is trained from at most: more changes few pieces and takes long.
+# Most characters of a sample: more text takes long and changes few pieces.
 SAMPLE_CHARACTERS = 32_000_000
 SAMPLE_PIECE = 16_384
-# Shards that a sample is drawn from at least, so that it does not speak for one of them alone.
+# Fewest shards of a sample, so that one shard does not speak for all.
 SAMPLE_SHARDS = 4
 
 
 def extension(path: Path) -> str:
-    """The ending that decides how the file is read, such as `.jsonl.gz`; empty if it is none of EXTENSIONS."""
+    """The ending among EXTENSIONS, such as `.jsonl.gz`; empty if there is none."""
     name = path.name.lower()
     return max((ending for ending in EXTENSIONS if name.endswith(ending)), key=len, default="")
 
 
 def text_size(path: Path, n_bytes: int) -> int:
-    """Roughly the bytes of text in a file of `n_bytes`, by its name alone."""
+    """Roughly the bytes of text in a file of `n_bytes`, from its name alone."""
     return round(n_bytes / (1 if path.suffix.lower() in (".txt", ".jsonl", ".py") else COMPRESSED))
 
 
 class FetchError(DataError):
-    """A shard that cannot be reached, which says nothing about its content."""
+    """A shard cannot be reached. Its content may be good."""
 
 
 @dataclass(frozen=True)
 class Shard:
-    """A part of a text that is read as a whole: a file, several small ones, or a part of a large one.
-
-    identity: changes with its content. part: of a single file, the row groups (parquet) from the first number to
-    before the second, or the lines (jsonl) that begin at these bytes. held_out: all of its documents validate. size:
-    roughly bytes of text, 0 where unknown. checksums: sha256 of each file, where the identity comes from it and the
-    files may change.
-    """
+    """A part of a text that is read as a whole: a file, several small files, or a part of a large file."""
 
     name: str
-    identity: str
+    identity: str  # changes with the content
     files: tuple[str, ...]
-    part: tuple[int, int] | None = None
-    held_out: bool = False
-    size: int = 0
-    checksums: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Unit:
-    """The text that one process tokenizes at a time. size: roughly its bytes where they are known, else 1."""
-
-    shard: Shard
-    size: int
+    part: tuple[int, int] | None = None  # [start, end): row groups (parquet), lines by first byte (jsonl)
+    held_out: bool = False  # True if all documents validate
+    size: int = 0  # roughly bytes of text, 0 if unknown
+    checksums: tuple[str, ...] = ()  # sha256 of files that may change
 
 
 class ShardSource(Protocol):
     """Reads the documents of shards. Travels to worker processes."""
 
     def documents(self, shard: Shard, scratch: Path) -> Iterator[str]:
-        """The documents of a shard, in order; `scratch` is a directory for what has to be fetched.
+        """The documents of a shard in order. scratch: a directory for fetched files.
 
-        Raises FetchError where the shard cannot be reached, DataError where it is faulty.
+        Raises FetchError if the shard cannot be reached, DataError if it is faulty.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Source:
-    """Text in a fixed order: files of this machine, or shards from elsewhere whose identity is known.
-
-    settings: what, besides their content, decides the documents; revision: the commit on the hub; val_files: files of
-    this machine that validate (among shards those that are held out).
-    """
+    """Text in a fixed order: files of this machine, or shards from elsewhere with a known identity."""
 
     kind: str
     reader: ShardSource
-    settings: dict[str, str]
+    settings: dict[str, str]  # decide the documents together with the content
     files: list[Path] = field(default_factory=list)
     shards: tuple[Shard, ...] = ()
-    revision: str | None = None
-    val_files: list[Path] = field(default_factory=list)
+    revision: str | None = None  # commit of the hub
+    val_files: list[Path] = field(default_factory=list)  # of this machine; among shards see `Shard.held_out`
 
     @property
     def names(self) -> list[str]:
@@ -100,24 +81,24 @@ class Source:
 
     @property
     def validates_itself(self) -> bool:
-        """True if some of the text's own documents validate, and not files of their own."""
+        """True if a share of the documents validates, False if files of their own do."""
         return not self.val_files and not any(shard.held_out for shard in self.shards)
 
     @property
     def is_one_document(self) -> bool:
-        """True if the text is known to be one document without reading it."""
+        """True if the file names alone show that the text is one document."""
         return len(self.files) == 1 and extension(self.files[0]).startswith(".txt")
 
     def content(self, hashes: FileHashes) -> list[list[str]]:
-        """The identity of the text: of local files their bytes, wherever they lie. Raises DataError where one cannot be
-        read."""
+        """The identity of the text. For local files it is their bytes, not their place. Raises DataError if a file
+        cannot be read."""
         if self.files:
             content = [[extension(file), hashes.sha256(file)] for file in self.files]
             return content + [["held out", extension(file), hashes.sha256(file)] for file in self.val_files]
         return [[shard.identity] for shard in self.shards]
 
     def documents(self) -> Iterator[str]:
-        """All documents. Raises DataError where one cannot be read."""
+        """All documents. Raises DataError if one cannot be read."""
         for shard in self.shards or [Shard(str(file), "", (str(file),)) for file in self.files]:
             yield from self.documents_of(shard)
 
@@ -128,12 +109,12 @@ class Source:
 
 
 def place_of(text: bytes) -> float:
-    """A document's place in [0, 1), by its text alone: validation takes those below data.val_fraction."""
+    """A document's place in [0, 1), from its text alone. Documents below data.val_fraction validate."""
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2**64
 
 
 def halves(text: str, val_fraction: float) -> tuple[str, str]:
-    """A text that is a single document, cut in two: its last `val_fraction`, from the start of a line, validates."""
+    """The training and the validation part of a single document. The last `val_fraction` validates, from a line on."""
     cut = len(text) - max(1, round(val_fraction * len(text)))
     cut = text.rfind("\n", 0, cut) + 1 or cut
     return text[:cut], text[cut:]
@@ -141,13 +122,13 @@ def halves(text: str, val_fraction: float) -> tuple[str, str]:
 
 @dataclass
 class Counts:
-    """Numbers of documents. smallest, largest: of their places (`place_of`)."""
+    """Counts of documents."""
 
     documents: int = 0
     bytes: int = 0
     empty: int = 0
     validation: int = 0
-    smallest: float = 1.0
+    smallest: float = 1.0  # place (`place_of`)
     largest: float = 0.0
 
     def add(self, other: Counts) -> None:
@@ -166,12 +147,12 @@ def draw_sample(
     progress: Callable[[int, int], None] = lambda documents, n_bytes: None,
     share: float = 1.0,
 ) -> tuple[list[str], Counts | None]:
-    """Pieces of the training documents, in the order of the text; of a single document, pieces of its training part.
+    """A sample of the training text, as pieces in the order of the text, and the counts if all text was read.
 
-    documents: those of a shard, by its number. Shards are read in an order that follows from their content, at least
-    SAMPLE_SHARDS of them, and more until they have SAMPLE_CHARACTERS of training text, or the `share` of it that is
-    asked for. progress: told of documents and bytes. Also returns the counts, if all text was read. Raises DataError
-    where text cannot be read.
+    The order of reading follows from the shards' content. At least SAMPLE_SHARDS shards are read, and more until they
+    have `share` * SAMPLE_CHARACTERS of training text.
+    documents: the documents of a shard, by its number. progress: is called with documents and bytes.
+    Raises DataError if text cannot be read.
     """
     characters = round(share * SAMPLE_CHARACTERS)
     sample = Sample(characters)
@@ -201,7 +182,7 @@ def draw_sample(
 
 
 def training_part(documents: Iterable[str], val_fraction: float) -> Iterator[str]:
-    """The text that is not held out: the documents beyond `val_fraction`; of a single one, its first part."""
+    """The training documents, or the training part of a single document."""
     texts = filter(None, documents)
     beginning = list(itertools.islice(texts, 2))
     if len(beginning) == 1 and val_fraction > 0:
@@ -211,7 +192,7 @@ def training_part(documents: Iterable[str], val_fraction: float) -> Iterator[str
 
 
 class Sample:
-    """A sample of the text within a number of characters, the same however often it is drawn."""
+    """A sample of text with at most `characters` characters. The same text gives the same sample."""
 
     def __init__(self, characters: int):
         self._characters = characters
@@ -220,7 +201,7 @@ class Sample:
         self._size = 0
 
     def add(self, text: str, place: float, shard: int = 0) -> None:
-        """Adds a document; those of a shard come in their order."""
+        """Adds a document. The documents of a shard come in their order."""
         for start in range(0, len(text), SAMPLE_PIECE):
             rank = place_of(f"{place} {start}".encode())
             if rank < self._limit:
@@ -232,5 +213,5 @@ class Sample:
             self._size = sum(len(text) for _, _, text in self._pieces)
 
     def texts(self) -> list[str]:
-        """In the order of the text."""
+        """The pieces in the order of the text."""
         return [text for _, _, text in sorted(self._pieces, key=lambda piece: piece[1])]

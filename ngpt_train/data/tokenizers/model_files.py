@@ -1,6 +1,6 @@
-"""Where model files come from: a path, an installed package, or a download with a deadline.
+"""Model files, from a path, an installed package, or a download with a deadline.
 
-The SentencePiece models that everybody uses are known by the sha256 of their files.
+Well-known SentencePiece models are identified by the sha256 of their files.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 class DownloadError(Exception):
-    """Why a download has come to nothing."""
+    """A download has failed. The message is the reason."""
 
 
 def read_file(path: str) -> bytes:
@@ -33,7 +33,7 @@ def read_file(path: str) -> bytes:
 
 
 def package_file(package: str, name: str) -> Path | None:
-    """A file inside an installed package, which is not imported; None where it is not installed."""
+    """A file of an installed package, without its import; None if it is not installed."""
     spec = find_spec(package)
     for place in spec.submodule_search_locations or [] if spec is not None else []:
         if (path := Path(place, name)).is_file():
@@ -42,8 +42,10 @@ def package_file(package: str, name: str) -> Path | None:
 
 
 def within_deadline(download: Callable[[], Result]) -> Result:
-    """The result of `download`. Raises DownloadError if it fails, or takes longer than DOWNLOAD_SECONDS: neither
-    tiktoken's requests nor the hub's retries have an end of their own that a user would wait for."""
+    """The result of `download`. Raises DownloadError if it fails or takes longer than DOWNLOAD_SECONDS.
+
+    tiktoken's requests and the hub's retries would go on for longer than a user waits.
+    """
     result: list[Result] = []
     problem = f"no answer in {DOWNLOAD_SECONDS:g} s"
 
@@ -64,18 +66,15 @@ def within_deadline(download: Callable[[], Result]) -> Result:
 
 @dataclass(frozen=True)
 class Pinned:
-    """A model file: what it is called, its sha256, how many ids it stands for, and where it is had from.
-
-    vocab_size: known without the file. It may exceed the file's pieces: T5's 100 sentinels lie above them.
-    """
+    """A well-known model file."""
 
     name: str
     sha256: str
-    vocab_size: int
+    vocab_size: int  # may exceed the file's pieces: T5's 100 sentinels come after them
     fetch: Callable[[], bytes]
 
     def read(self, path: str | None) -> bytes:
-        """The file, from `path` if that is given. Raises DataError if it cannot be had, or is another one."""
+        """The file, from `path` if given. Raises DataError if it is not available or is another file."""
         model, where = (self.fetch(), f"tokenizer={self.name}") if path is None else (read_file(path), f"{path}")
         if (found := hashlib.sha256(model).hexdigest()) != self.sha256:
             raise DataError(
@@ -85,22 +84,25 @@ class Pinned:
         return model
 
 
-# Copies that need no account, at commits that do not change.
+# A copy that needs no account, at a fixed commit.
 LLAMA2_COPY = ("NousResearch/Llama-2-7b-chat-hf", "tokenizer.model", "351844e75ed0bcbbe3f10671b3c808d2b83894ee")
-# All sizes of T5 have the same file. This is T5's own repository of the smallest.
+# All sizes of T5 have the same file. This is T5's own repository of the smallest size.
 T5_COPY = ("google-t5/t5-small", "spiece.model", "df1b051c49625cf57a3d0d8d3863ed4d13564fe4")
 MISTRAL_FILE = ("mistral_common", "data/tokenizer.model.v1")
 
 
 def _download(kind: str, copy: tuple[str, str, str], otherwise: str) -> bytes:
-    """A file of the hub: (repository, name, revision). Raises DataError, which says what to do without a network."""
+    """A file of the hub. copy: (repository, name, revision); otherwise: what else to choose, for the message.
+
+    Raises DataError.
+    """
     repository, name, revision = copy
 
     def download() -> bytes:
         from huggingface_hub import get_session, hf_hub_download, hf_hub_url, try_to_load_from_cache
 
         if not isinstance(try_to_load_from_cache(repository, name, revision=revision), str):
-            # Fails at once without a network, where hf_hub_download tries again and again.
+            # Without a network this fails at once, while hf_hub_download tries again and again.
             get_session().head(hf_hub_url(repository, name, revision=revision))
         return Path(hf_hub_download(repository, name, revision=revision)).read_bytes()
 

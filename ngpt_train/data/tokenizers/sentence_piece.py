@@ -1,4 +1,4 @@
-"""SentencePiece models, and how one is trained from a corpus."""
+"""SentencePiece models, and their training."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import numpy as np
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.tokenizers.tokenizer import Ids
 
-# Stands for the space in SentencePiece's pieces; decoding turns every one of them into a space.
+# The space in SentencePiece's pieces. Decoding turns each one into a space.
 SPACE_SYMBOL = "\u2581"
 
 
 class SentencePieceTokenizer:
     """A SentencePiece model. Lossless if its normalisation is the identity and it falls back to bytes.
 
-    vocab_size: of a model whose ids go on above its pieces; no text becomes one of those, and they stand for none.
+    vocab_size: for a model with more ids than pieces. No text becomes one of the further ids, and they decode to none.
     """
 
     kind = "sentencepiece"
@@ -61,7 +61,7 @@ class SentencePieceTokenizer:
         return len(self._processor.id_to_piece(i).replace(SPACE_SYMBOL, " ").encode())
 
     def _space_symbol_ids(self) -> list[int] | None:
-        """Byte pieces that spell SPACE_SYMBOL; None where the model has none or puts a space before each text."""
+        """The byte pieces of SPACE_SYMBOL; None if the model has none or puts a space before each text."""
         ids = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_SYMBOL.encode()]
         adds_space = self._processor.encode("a", out_type=str)[0].startswith(SPACE_SYMBOL)
         return None if adds_space or not all(map(self._processor.is_byte, ids)) else ids
@@ -73,7 +73,7 @@ class SentencePieceTokenizer:
 
 
 def train_sentencepiece(corpus: Iterable[str], vocab_size: int) -> bytes:
-    """Model file of a byte-pair encoding of `corpus`, the same for the same text; decoding gives back any text."""
+    """The model file of a lossless byte-pair encoding of `corpus`. The same text gives the same file."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -83,7 +83,7 @@ def train_sentencepiece(corpus: Iterable[str], vocab_size: int) -> bytes:
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
-            # What makes it lossless: characters outside the alphabet become bytes, and white space stays as it is.
+            # Lossless: characters outside the alphabet become bytes, and white space stays.
             byte_fallback=True,
             normalization_rule_name="identity",
             add_dummy_prefix=False,

@@ -11,42 +11,41 @@ from numpy.typing import NDArray
 
 Ids = NDArray[np.integer]
 
-# A tokenizer may need a hundred times its text in memory, and SentencePiece more time per character the longer a text
-# is. So a document of more characters than this is encoded one stretch at a time.
+# Characters of a stretch. A longer document is encoded one stretch at a time: a tokenizer may need a hundred times its
+# text in memory, and SentencePiece needs more time per character in a longer text.
 STRETCH = 1 << 18
-# At the end of a stretch this many characters are searched for a place to cut.
+# Characters at the end of a stretch that are searched for a place to cut.
 SEARCHED = 1 << 14
 GUARD = "\n"
 
 
 class Tokenizer(Protocol):
-    """`model` is the content of the model file, `fingerprint` its sha256; `eos` ends each document."""
+    """Text to ids and back."""
 
     kind: str
     name: str
     vocab_size: int
-    eos: int
-    model: bytes
-    fingerprint: str
-    n_bytes: NDArray[np.int64]
-    """(vocab_size,) bytes of text that each id stands for; 0 for special ids and the unknown piece."""
+    eos: int  # ends each document
+    model: bytes  # content of the model file
+    fingerprint: str  # its sha256
+    n_bytes: NDArray[np.int64]  # (vocab_size,) bytes of text of each id; 0 for special ids and the unknown piece
 
     def encode(self, text: str) -> Ids:
-        """Ids `(n,)` of a text, without special ids even where the text spells one."""
+        """Ids `(n,)` of a text. Never special ids, even if the text spells one."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of ids below vocab_size; special ids vanish, cut UTF-8 becomes U+FFFD."""
+        """The text of ids below vocab_size, without special ids. Cut UTF-8 becomes U+FFFD."""
         ...
 
 
 def tokenizer_identity(tokenizer: Tokenizer) -> list[Any]:
-    """[fingerprint, eos], equal for tokenizers that give the same ids: one file may be used with another eos."""
+    """[fingerprint, eos]. Tokenizers with equal identities give equal ids. One file may be used with another eos."""
     return [tokenizer.fingerprint, tokenizer.eos]
 
 
 class BytesTokenizer:
-    """Every UTF-8 byte is an id; 256 ends a document."""
+    """Every UTF-8 byte is an id. 256 is eos."""
 
     kind = name = "bytes"
     vocab_size = 257
@@ -66,29 +65,29 @@ class BytesTokenizer:
 
 
 def encode_document(tokenizer: Tokenizer, text: str) -> Ids:
-    """Ids of a document, as `encode` gives them, but of a long one in bounded memory and linear time.
+    """`encode` in bounded memory and linear time.
 
-    More than STRETCH characters are cut before a space after something else, where a word of the usual tokenizers
-    begins and their ids stay the same; in text without spaces before a line, or, without lines, anywhere. Wherever
-    it is cut, the ids decode to the text as those of a short one do.
+    A text of more than STRETCH characters is cut before a space that follows another character. A word of the usual
+    tokenizers begins there, so their ids stay the same. Text without spaces is cut before a line, and text without
+    lines anywhere. The ids always decode to the text.
     """
-    if len(text) <= STRETCH or tokenizer.kind == "words":  # which are looked up line by line
+    if len(text) <= STRETCH or tokenizer.kind == "words":  # words are looked up line by line
         return tokenizer.encode(text)
     stretches = _stretches(text)
     ids = [tokenizer.encode(next(stretches))]
-    # A tokenizer that puts a space before each text would put one at every cut. It goes with the guard.
+    # A tokenizer that puts a space before each text would put one at every cut. The guard takes it away.
     guard = GUARD if _adds_space(tokenizer) else ""
     guard_ids = tokenizer.encode(guard) if guard else np.empty(0, np.int32)
     for stretch in stretches:
         row = tokenizer.encode(guard + stretch)
-        # Else the guard has become one piece with what follows it; a space too many is what such a model costs.
+        # Else the guard has become one piece with the text after it, and the stretch keeps its space.
         is_apart = np.array_equal(row[: len(guard_ids)], guard_ids)
         ids.append(row[len(guard_ids) :] if is_apart else tokenizer.encode(stretch))
     return np.concatenate(ids)
 
 
 def with_eos(tokenizer: Tokenizer, text: str) -> Ids:
-    """Ids of a document, eos at their end, in as few bytes as they need: each stream holds one, however long it is."""
+    """Ids of a document with eos at the end, in the smallest dtype: each stream holds a document of any length."""
     dtype = np.min_scalar_type(tokenizer.vocab_size - 1)
     return np.concatenate((encode_document(tokenizer, text), [tokenizer.eos]), dtype=dtype, casting="unsafe")
 
@@ -103,7 +102,7 @@ def _stretches(text: str) -> Iterator[str]:
 
 
 def _cut(text: str, limit: int) -> int:
-    """The last good place at or before `limit`."""
+    """The last good place to cut, at or before `limit`."""
     lowest = limit - SEARCHED
     for character in (" ", "\n"):
         end = limit

@@ -1,4 +1,4 @@
-"""Words between white space, for texts that come tokenized, such as Penn Treebank and WikiText-103."""
+"""Words between white space, for texts that are tokenized already, such as Penn Treebank and WikiText-103."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ EOS, UNKNOWN = "<eos>", "<unk>"
 
 
 class WordsTokenizer:
-    """Every word is an id, and the end of every line is <eos>, which ends a document too.
+    """Every word is an id. <eos> ends every line and every document.
 
-    model: a word a line, in the order of the ids, <eos> first. A word that is not among them is <unk>; so is <eos>
-    where a text spells it. So exp of the mean loss is the perplexity per word, ends of lines included, which papers on
-    word-level language models report.
+    So exp of the mean loss is the perplexity per word, line ends included, which papers on word-level language models
+    report.
+    model: a word a line, in the order of the ids, <eos> first. Other words are <unk>, and so is a spelled <eos>.
     """
 
     kind = "words"
@@ -44,12 +44,12 @@ class WordsTokenizer:
         self.model = model
         self.fingerprint = hashlib.sha256(model).hexdigest()
         self.name = f"words-{self.vocab_size}-{self.fingerprint[:8]}"
-        # The white space after a word counts with it, so that a line with its end has as many bytes as its words.
+        # The white space after a word counts with the word, so that a line has as many bytes as its words.
         self.n_bytes = np.array([len(word.encode()) + 1 for word in self._words], np.int64)
         self.n_bytes[[self.eos, self._unknown]] = 0
 
     def encode(self, text: str) -> Ids:
-        """Lines of words, <eos> between them: that of the last line is the document's."""
+        """Words, with <eos> between lines. The <eos> of the last line is the eos of the document."""
         ids, of_word, unknown = array("i"), self._ids, self._unknown
         for number, line in enumerate(text.removesuffix("\n").split("\n")):
             if number:
@@ -58,7 +58,7 @@ class WordsTokenizer:
         return np.array(ids, np.int32)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The words with a space between, a line for each <eos> that something follows."""
+        """Words with spaces between them. An <eos> begins a new line, but not at the end."""
         lines: list[list[str]] = [[]]
         for i in ids:
             if i == self.eos:
@@ -69,9 +69,10 @@ class WordsTokenizer:
 
 
 def count_words(corpus: Iterable[str], vocab_size: int) -> bytes:
-    """The vocabulary of a text, as `WordsTokenizer` reads it: <eos>, <unk>, and the most frequent words, the more
-    frequent first; `vocab_size` in all at most, or as many as there are. Of equally frequent ones the alphabetically
-    first. The same for any order of the documents."""
+    """The model file of `WordsTokenizer` for a text: <eos>, <unk>, and the most frequent words, `vocab_size` at most.
+
+    Words are in the order of their frequency, equally frequent words in alphabetical order.
+    """
     counts: Counter[str] = Counter()
     for text in corpus:
         counts.update(text.split())

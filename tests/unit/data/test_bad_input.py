@@ -1,7 +1,7 @@
 """Bad input, for text that is prepared and text that is streamed: a clear error or a counted skip, and nothing lost.
 
 Elsewhere:
-- what is wrong with a single file, in every format: test_data_readers.py;
+- faults of a single file, in every format: test_data_readers.py;
 - an id beyond the vocabulary: test_data_prepare.py (shards of `prepare`, nanoGPT's files), test_data_megatron.py, and,
   of a tokenizer that is larger than the model, processes/test_refusals.py; streamed ids are made by that tokenizer;
 - a `prepare` that refuses text leaves the disk as it was: test_data_prepare.py; kills: test_data_prepare_resume.py;
@@ -84,7 +84,7 @@ def config(text: Path | str, cache: Path, way: str = "streamed", **data: Any) ->
 
 
 def rows(cfg: Config, n: int = ROWS) -> tuple[NDArray[np.int64], dict[str, str]]:
-    """The first rows of training, and the shards that were left out."""
+    """The first rows of training, and the skipped shards."""
     reader = reader_of(open_dataset(cfg), cfg)
     try:
         taken = [np.stack(reader.take(np.arange(first, first + 8))[:2], 1) for first in range(0, n, 8)]
@@ -100,7 +100,7 @@ def take_all(reader: Reader, first: int) -> None:
 
 
 def left(directory: Path) -> list[str]:
-    """What lies in a cache, but for the checksums that it remembers."""
+    """The files of a cache, without its checksums."""
     return sorted(str(path.relative_to(directory)) for path in directory.rglob("*") if path.name != "hashes.json")
 
 
@@ -135,7 +135,7 @@ def test_faulty_files_end_the_run(text: Path, tmp_path: Path, way: str, fault: s
     """Caught: a traceback in place of the file and its row; documents before the fault that pass for all of them."""
     make, message = FAULTS[fault]
     make(text)
-    for _ in range(2):  # what the first left does not hide it from the second
+    for _ in range(2):  # the files of the first try do not hide the fault from the second
         with pytest.raises(DataError, match=message):
             rows(config(text, tmp_path / "cache", way, open_shards=4))
     good = 3 if way == "streamed" else 0
@@ -247,7 +247,7 @@ def test_paths_that_lead_nowhere(text: Path, tmp_path: Path, way: str) -> None:
 
 
 def test_a_file_that_cannot_be_read_is_not_a_faulty_one(text: Path, tmp_path: Path) -> None:
-    """Caught: a disk or a mount that is away, after which the cache leaves out its shards for ever."""
+    """Caught: a disk or a mount that is away for a moment, and shards that the cache then skips for ever."""
     cfg = config(text, tmp_path / "cache", on_bad_shard="skip")
     data = open_dataset(cfg)
     (text / "d.jsonl").rename(tmp_path / "away")
@@ -309,7 +309,7 @@ def test_copies_of_earlier_versions_are_made_again(text: Path, tmp_path: Path) -
 
 
 def test_changed_text_or_tokenizer_is_other_data(text: Path, tmp_path: Path) -> None:
-    """Of streamed text, whose resume is refused by the fingerprint (processes/test_refusals.py)."""
+    """The fingerprint of streamed text changes, which refuses a resume (processes/test_refusals.py)."""
 
     def fingerprint(**tokenizer: Any) -> str:
         cfg = config(text, tmp_path / "cache")
@@ -434,7 +434,7 @@ def header(data: bytes) -> Callable[[Path], object]:
 def test_a_damaged_copy_is_made_again(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: Callable[[Path], object]
 ) -> None:
-    """Caught: other rows, or another split, out of a copy with a wrong byte; a traceback for what is no header."""
+    """Caught: other rows, or another split, out of a copy with a wrong byte; a traceback for a damaged header."""
     source = Made(tmp_path / "log")
     cache = ShardCache(tmp_path / "cache", 1e9, source, "text", skip_bad=False)
     expected = cache.open(shard("a"))
@@ -491,7 +491,7 @@ def in_processes(cache: ShardCache, orders: list[list[str]]) -> list[int | None]
 
 
 def test_a_kill_while_a_shard_is_decoded(tmp_path: Path) -> None:
-    """Caught: a half copy that is taken for the whole; one that is left for ever."""
+    """Caught: half a copy that is taken for the whole; half a copy that stays for ever."""
     cache = ShardCache(tmp_path / "cache", 1e9, Made(tmp_path / "log", killed=True), "text", skip_bad=False)
     assert in_processes(cache, [["a"]]) == [-signal.SIGKILL]
     assert not list((tmp_path / "cache").glob(f"[!.]*/{HEADER}"))
@@ -542,12 +542,12 @@ def test_the_cache_is_bounded(tmp_path: Path) -> None:
     assert another.exists()
     asked = len(source.asked())
     small.open(shard("e"))
-    assert len(source.asked()) == asked, "what is larger than the cache is kept while nothing else is opened"
+    assert len(source.asked()) == asked, "a shard larger than the cache stays while nothing else is opened"
 
 
 def test_processes_that_share_a_small_cache(tmp_path: Path) -> None:
-    """Caught: shards that others delete as soon as they are made, so that all make them again, or give up; one that all
-    three decode because they come to it at the same moment, or of which they read a half."""
+    """Caught: shards that others delete as soon as they are made, so that all make them again, or give up; a shard that
+    all three decode at the same moment, or of which they read a half."""
     source = Made(tmp_path / "log", wait=0.2)
     cache = ShardCache(tmp_path / "cache", 1, source, "text", skip_bad=False)
     assert in_processes(cache, [list("abcd") * 8, list("adcb") * 8, list("abdc") * 8]) == [0, 0, 0]

@@ -13,6 +13,8 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data import Dataset, Tokens, open_dataset
 from ngpt_train.data.prepared.token_files import count_tokens
+from tests.unit.data.test_data_prepare import config as local_config
+from tests.unit.data.test_data_prepare import ids_of
 
 EOS = 256
 CODES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
@@ -39,17 +41,12 @@ def documents(n: int) -> list[list[int]]:
 
 
 def config(path: Path, cache: Path) -> Config:
-    cfg = Config()
-    cfg.data.kind, cfg.data.path, cfg.data.cache, cfg.data.val_fraction = "tokens", str(path), str(cache), 0.2
-    cfg.tokenizer.kind = "bytes"
-    cfg.model.context = 32
-    return cfg
+    return local_config(path, cache, kind="tokens", val_fraction=0.2)
 
 
 def read(tokens: Tokens) -> list[list[int]]:
-    ids = np.empty(len(tokens), np.int64)
-    tokens.read(0, ids)
-    starts, lengths = tokens.documents()
+    ids = ids_of(tokens)
+    starts, lengths = tokens.documents
     return [ids[start : start + length].tolist() for start, length in zip(starts, lengths, strict=True)]
 
 

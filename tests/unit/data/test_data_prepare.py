@@ -219,7 +219,7 @@ def test_a_given_tokenizer_needs_no_download(cfg: Config, monkeypatch: pytest.Mo
 
 
 def test_one_process_of_a_cache_hashes_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The others wait for what it finds, without a process group. Caught: each of them hashes all files."""
+    """The others wait for the checksum, without a process group. Caught: each of them hashes all files."""
     monkeypatch.setattr(hashes, "SETTLED", -1.0)
     monkeypatch.setattr(hashes, "SHARED", 1000)
     files = [tmp_path / f"{i}.bin" for i in range(3)]
@@ -539,7 +539,7 @@ def test_large_vocabularies_take_four_bytes(tmp_path: Path) -> None:
 
     assert dtype_for(65_536) == "<u2"
     writer = SplitWriter(tmp_path, "train", dtype_for(65_537), shard_tokens=10)
-    writer.add(np.array([65_536, 1]), lengths=np.array([2]), sizes=np.array([3]))
+    writer.add([(np.array([65_536, 1]), 3)])
     assert writer.finish()["tokens"] == 2
     assert (tmp_path / "train-00000.bin").read_bytes() == b"\x00\x00\x01\x00\x01\x00\x00\x00"
 
@@ -574,7 +574,7 @@ def corpus_of_six(directory: Path) -> Path:
 def test_streamed_and_prepared_text_train_the_same_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, characters: int
 ) -> None:
-    """Of all text, and of a part of it, which is of several files. Caught: a sampler of its own for either."""
+    """From all text, and from a sample of several files. Caught: two samplers."""
     from ngpt_train.data.sources import source
 
     monkeypatch.setattr(source, "SAMPLE_CHARACTERS", characters)

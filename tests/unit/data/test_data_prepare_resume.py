@@ -31,6 +31,7 @@ from ngpt_train.data.sources.hub import DatasetsText
 from ngpt_train.data.sources.hub_client import HubFile
 from ngpt_train.data.sources.local_files import LocalText
 from ngpt_train.data.sources.source import Shard, Source
+from tests.unit.data.test_data_prepare import config as local_config
 
 UNIT = 8192
 
@@ -48,7 +49,7 @@ def corpus(tmp_path: Path) -> Path:
 
 
 def write_corpus(directory: Path) -> Path:
-    """Large files that are cut and small ones that are not, of both kinds."""
+    """Large files, which are cut, and small files, which are not, of both kinds."""
     directory.mkdir()
     lines = [json.dumps({"text": text}) for text in documents(400)]
     lines[50:50] = ["", "  "]
@@ -65,13 +66,7 @@ def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def config(corpus: Path, **data: Any) -> Config:
-    cfg = Config()
-    cfg.data = dataclasses.replace(
-        cfg.data, kind="local", path=str(corpus), cache=str(corpus.parent / "cache"), val_fraction=0.1,
-        shard_tokens=5000, prepare_workers=1, **data
-    )  # fmt: skip
-    cfg.tokenizer.kind, cfg.model.context = "bytes", 32
-    return cfg
+    return local_config(corpus, corpus.parent / "cache", shard_tokens=5000, prepare_workers=1, **data)
 
 
 def content(directory: Path) -> dict[str, bytes]:
@@ -99,8 +94,8 @@ def test_parts_of_files_hold_every_document_once(corpus: Path) -> None:
         for name, texts in (("a.jsonl", documents(400)), ("b.parquet", documents(300, 2))):
             source = open_source(config(corpus / name).data)
             parts = local_files.units_of(source, FileHashes(corpus.parent))
-            assert len({unit.shard.identity for unit in parts}) == len(parts) > 5
-            assert [text for unit in parts for text in source.reader.documents(unit.shard, Path())] == texts
+            assert len({unit.identity for unit in parts}) == len(parts) > 5
+            assert [text for unit in parts for text in source.reader.documents(unit, Path())] == texts
 
 
 KILLED = """
@@ -131,7 +126,7 @@ if __name__ == "__main__":
 
 
 def prepare_killed(corpus: Path, out: Path, workers: int, records: int) -> tuple[int, str]:
-    """A process of its own that is killed after so many finished shards; its exit code and log."""
+    """Prepares in a process that is killed after `records` records. Returns its exit code and log."""
     script = out.parent / "killed.py"
     script.write_text(KILLED)
     arguments = [sys.executable, script, corpus, out, str(workers), str(records), str(UNIT)]
@@ -172,7 +167,7 @@ def test_killed_again_and_again(corpus: Path, tmp_path: Path, caplog: pytest.Log
 
 @pytest.fixture(scope="module")
 def after_a_kill(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The text, and beside it what a process left that was killed after six records of finished shards."""
+    """The text, and beside it the files of a process that was killed after six records of finished shards."""
     directory = tmp_path_factory.mktemp("killed")
     write_corpus(directory / "text")
     (directory / "text/0.jsonl").write_text(
@@ -235,8 +230,8 @@ def cut_line(cfg: Config) -> None:
 def test_what_a_kill_left_is_used_where_it_fits(
     left: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, change: Callable[[Config], object], used: bool
 ) -> None:
-    """Caught: shards of other text, of another split, size or tokenizer that are taken over; a kill after which all is
-    done again; half a line of the journal that is believed."""
+    """Caught: shards of other text, of another split, size or tokenizer that are taken over; a kill that costs all
+    finished work; half a line of the journal that is believed."""
     caplog.set_level(logging.INFO)
     cfg = config(left)
     change(cfg)
@@ -399,7 +394,7 @@ def test_memory_does_not_grow_with_the_text(tmp_path: Path) -> None:
             "cfg = Config(); cfg.data.kind, cfg.data.path, cfg.data.cache, out = 'local', *sys.argv[1:]\n"
             "cfg.tokenizer.kind, cfg.data.prepare_workers, cfg.model.context = 'bytes', 2, 32\n"
             "prepare_dataset(cfg, Path(out))\n"
-            # Not getrusage(RUSAGE_SELF): that counts what the process was before exec, a copy of the tests'.
+            # Not getrusage(RUSAGE_SELF), which counts the process before exec, a copy of the tests' process.
             "own = Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0]\n"
             "print(max(int(own), resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss) / 1024)"
         )

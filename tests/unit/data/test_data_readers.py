@@ -97,7 +97,7 @@ def not_utf8(path: Path) -> Path:
 
 
 def empty(name: str) -> Callable[[Path], Path]:
-    """What a failed copy leaves."""
+    """An empty file, as a failed copy leaves it."""
 
     def make(directory: Path) -> Path:
         (directory / name).touch()

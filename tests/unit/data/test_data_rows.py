@@ -25,7 +25,7 @@ CONTEXT, EOS = 5, 4321
 
 
 def tokens(n: int = 1000, cuts: tuple[int, ...] = (3, 4, 500)) -> Tokens:
-    """The ids 0 to n - 1, in shards that end at `cuts`."""
+    """The ids 0 to n - 1, in shards cut at `cuts`."""
     return Tokens("train", Path("tokens"), np.split(np.arange(n, dtype=np.uint16), cuts), EOS)
 
 
@@ -48,7 +48,7 @@ def test_every_row_once_per_epoch(n: int) -> None:
 
 @pytest.mark.parametrize("n", [3, 5, 6, pytest.param(7, marks=pytest.mark.exhaustive)])
 def test_orders_of_few_rows_are_all_as_likely(n: int) -> None:
-    """Of all seeds, and of all epochs of one. Caught: rounds of a network of few numbers, which prefer some orders."""
+    """Over seeds, and over the epochs of one. Caught: a Feistel network of few numbers, which prefers some orders."""
     factorial = math.factorial(n)
     for orders in (
         shuffled(np.arange(30 * factorial * n), n, seed=1).reshape(-1, n),
@@ -62,8 +62,7 @@ def test_orders_of_few_rows_are_all_as_likely(n: int) -> None:
 
 
 def test_the_order_of_more_rows_is_what_it_was() -> None:
-    """Runs go on with it, and windows of few shards, too. The numbers are those of the version before few rows were
-    shuffled otherwise."""
+    """Runs go on with it, and so do windows of few shards. The numbers are older than the shuffle of few rows."""
     assert shuffled(np.arange(10), 10, 5).tolist() == [8, 3, 7, 9, 6, 5, 0, 4, 2, 1]
     assert window_shards(7, 7, 0, 0, 5) == [1, 0, 3, 4, 6, 5, 2]
 
@@ -88,7 +87,7 @@ def test_shuffle_looks_random() -> None:
 
 @pytest.mark.parametrize("n", [1000, 996, 6, 9])
 def test_every_token_is_a_target_once(n: int) -> None:
-    """Also those of the last row, which is whole and begins earlier; eos opens the first document."""
+    """Also in the last row, which is whole and begins earlier. eos opens the first document."""
     data = NextToken(tokens(n), RowFormat(CONTEXT, EOS))
     found, targets = data.batch(np.arange(len(data)))
     assert found.dtype == targets.dtype == np.int64
@@ -129,7 +128,7 @@ def test_best_fit_cuts_no_document_that_fits() -> None:
         counted = predicted != -100
         assert counted.tolist() == sorted(counted.tolist(), reverse=True)
         assert (ids[~counted] == -1).all()
-        # An id is the input after the one that it is the target of; eos opens the next document.
+        # A target is the next input; eos opens the next document.
         np.testing.assert_array_equal(row[counted][1:], predicted[counted][:-1])
         np.testing.assert_array_equal(np.diff(ids[counted]), row[counted][1:] == EOS)
         found += [predicted[ids == number].tolist() for number in np.unique(ids[counted])]

@@ -56,7 +56,7 @@ def test_prepared_rows_are_exact(corpus: Path, pack: str) -> None:
 
 @pytest.mark.parametrize("options", [[], ["model=ntransformer"]], ids=["rows", "documents"])
 def test_streamed_rows_are_near(corpus: Path, tmp_path: Path, options: list[str]) -> None:
-    """Caught: sizes of files for sizes of text, of which the opened shards and the held-out text say more."""
+    """Caught: an estimate from file sizes alone, without the opened shards and the held-out text."""
     own = [f"data.cache={tmp_path}", "data.streaming=true", "data.open_shards=2", *options]
     streamed = config_of(corpus, *own)
     data = open_dataset(streamed)

@@ -86,7 +86,7 @@ def read(listing: Source, scratch: Path, index: int = 0) -> list[str]:
         assert list(scratch.iterdir()) == []
 
 
-# --- what is listed
+# --- lists of files
 
 
 @pytest.mark.parametrize("page", [1000, 2])
@@ -231,8 +231,8 @@ def test_listing_is_tried_again(hub: Hub, caplog: pytest.LogCaptureFixture) -> N
 
 
 def test_list_of_a_commit_is_kept(hub: Hub, tmp_path: Path) -> None:
-    """Where the hub fails, a run that goes on can do without. Caught: a branch taken for its commit of before, a list
-    that hides what the hub says now, half a list."""
+    """Where the hub fails, a run that goes on can do without. Caught: a branch taken for its earlier commit, a list
+    that hides the hub's newer list, half a list."""
     kept = {"cache": str(tmp_path)}
     first = list_hub(options(**kept))
     hub.api_faults += [hub_server.status(404)] * 2
@@ -349,7 +349,7 @@ def test_what_the_hub_s_own_client_cannot_do(hub: Hub, tmp_path: Path, monkeypat
     assert are_endless(listing, lambda: download("trickling"))
 
 
-# --- what is fetched
+# --- downloads
 
 
 @pytest.mark.parametrize("index", range(len(TEXTS)))
@@ -540,7 +540,7 @@ def test_cache_of_decoded_shards(hub: Hub, tmp_path: Path) -> None:
 
 
 def test_unreachable_is_not_bad(hub: Hub, tmp_path: Path) -> None:
-    """on_bad_shard=skip leaves out faulty files, never those that a network did not bring."""
+    """on_bad_shard=skip leaves out faulty files, never files that the network did not bring."""
     listing = list_hub(options())
     assert isinstance(listing.reader, HubText)
     impatient = dataclasses.replace(listing.reader, fetch_minutes=0.002)

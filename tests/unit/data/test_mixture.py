@@ -14,7 +14,7 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.data import open_dataset, prepare_dataset, tokenizers
 from ngpt_train.data.mixed import Mixture
 from tests.processes.runs import write_parquet_shards
-from tests.unit.data.test_streams import ROWS, SHARDS, STREAMS, batches, streamed
+from tests.unit.data.test_streams import SHARDS, STREAMS, consumed, streamed
 
 
 @pytest.fixture
@@ -25,7 +25,8 @@ def text(tmp_path: Path) -> Path:
 def test_mixture(text: Path) -> None:
     """Streamed text, prepared tokens and other streamed text, the same for any ranks and restarts.
 
-    Caught: a hash that knows the rank; counts of rows that were made but not taken; sources that share their counts.
+    Caught: a hash that knows the rank; counts of rows that were made but not taken; sources that share their counts;
+    rows of a shared stream that are counted twice, or by the rank that takes them alone.
     """
     other = write_parquet_shards(text.parent / "other", (50, 50), seed=9)
     alone = streamed(text)
@@ -33,24 +34,26 @@ def test_mixture(text: Path) -> None:
     prepare_dataset(replace(prepared, data=replace(prepared.data, streaming=False)), text.parent / "prepared")
     mixture = f"web 6 local {text}; old 3 tokens {text.parent / 'prepared'}\nnew 1 local {other}"
     config = replace(alone, data=replace(alone.data, kind="mixture", path=None, mixture=mixture))
-    expected, end = batches(config, [(40, 1, 0)])
-    found, state = batches(config, [(9, 6, 0), (11, 2, 1), (1, 1, 2), (19, 3, 0)], ahead=2)
-    np.testing.assert_array_equal(np.stack(found), np.stack(expected))
+    expected, end, by_source = consumed(config, [(12, 1, 0)], batch_rows=80)
+    parts = [(2, 5, 0), (2, 2, 1), (1, 1, 2), (3, 16, 0), (1, 4, 0), (3, 40, 0)]
+    found, state, found_by_source = consumed(config, parts, ahead=2, batch_rows=80)
+    np.testing.assert_array_equal(found, expected)
     assert state == end
     taken = {name: sum(sum(row) for row in state["cursors"][f"{name}/rows"]) for name in ("web", "old", "new")}
-    assert sum(taken.values()) == 40 * ROWS
-    assert taken["web"] == pytest.approx(0.6 * 40 * ROWS, rel=0.1)
-    assert taken["new"] == pytest.approx(0.1 * 40 * ROWS, rel=0.3)
+    assert taken == by_source == found_by_source
+    assert sum(taken.values()) == 960
+    assert taken["web"] == pytest.approx(0.6 * 960, rel=0.1)
+    assert taken["new"] == pytest.approx(0.1 * 960, rel=0.3)
     # A source gives the rows that it gives alone, in the same order within a stream.
-    numbers = np.arange(40 * ROWS)
+    numbers = np.arange(960)
     of_web = Mixture(("web", "old", "new"), (0.6, 0.3, 0.1), seed=0).sources(numbers) == 0
-    rows_mixed = np.concatenate(expected)[of_web & (numbers % STREAMS == 5)]
-    rows_alone = np.concatenate(batches(alone, [(40, 1, 0)])[0])[5::STREAMS]
+    rows_mixed = expected[of_web & (numbers % STREAMS == 5)]
+    rows_alone = consumed(alone, [(12, 1, 0)], batch_rows=80)[0][5::STREAMS]
     np.testing.assert_array_equal(rows_mixed, rows_alone[: len(rows_mixed)])
 
 
 def test_validation_has_the_shares_of_the_mixture(text: Path) -> None:
-    """Of eval.tokens targets. Caught: a source that gives all that it holds out, or rows for tokens."""
+    """With eval.tokens. Caught: a source that gives all its held-out text, or rows instead of tokens."""
     other = write_parquet_shards(text.parent / "other", SHARDS, seed=9)
     alone = streamed(text)
     mixture = f"web 3 local {text}; other 1 local {other}"
@@ -63,23 +66,23 @@ def test_validation_has_the_shares_of_the_mixture(text: Path) -> None:
 
 
 def test_a_shard_that_one_source_skips_stays_in_the_others(text: Path) -> None:
-    """Of the same name. Caught: names of skipped shards that do not say of which source."""
+    """Shards of the same name. Caught: names of skipped shards without their source."""
     other = write_parquet_shards(text.parent / "other", SHARDS, seed=9)
     damaged = other / "train-00002.parquet"
     damaged.write_bytes(damaged.read_bytes()[:-100])
     alone = streamed(text, "data.on_bad_shard=skip")
     mixture = f"web 1 local {text}; other 1 local {other}"
     config = replace(alone, data=replace(alone.data, kind="mixture", path=None, mixture=mixture))
-    expected, end = batches(config, [(20, 1, 0)])
+    expected, end, _ = consumed(config, [(20, 1, 0)])
     assert list(end["skipped_shards"]) == ["other/train-00002.parquet"]
-    found, state = batches(config, [(7, 2, 0), (13, 1, 0)])
-    np.testing.assert_array_equal(np.stack(found), np.stack(expected))
+    found, state, _ = consumed(config, [(7, 2, 0), (13, 1, 0)])
+    np.testing.assert_array_equal(found, expected)
     assert state == end
 
 
 def test_a_tokenizer_of_all_sources(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prepared and streamed. Caught: one that is trained on the first source alone; shares that are not the rows'; text
-    that validates in the sample; another tokenizer than the one that a resume hands down."""
+    """Prepared and streamed. Caught: a tokenizer trained on the first source alone; other shares than the rows';
+    validation text in the sample; another tokenizer than the given one in a resume."""
     monkeypatch.setattr("ngpt_train.data.sources.source.SAMPLE_CHARACTERS", 40_000)
     letters = {"web": "abcd", "other": "wxyz"}
     for name, alphabet in letters.items():

@@ -1,4 +1,4 @@
-"""Rows that are the beginning of a document and its continuation, and what the verbs make of them."""
+"""Prefix rows, the beginning of a document and its continuation, in the verbs, too."""
 
 import json
 import math
@@ -17,7 +17,6 @@ from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.data import Batch, Dataset, Rows, Tokens, TrainLoader, open_dataset, rows_of
 from ngpt_train.data.loader import PreparedReader
-from ngpt_train.data.prepared.shard_writer import SplitWriter
 from ngpt_train.data.rows import NextToken, PrefixContinuation, RowFormat
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation import validation
@@ -63,7 +62,7 @@ def beginnings(tokens: Tokens, context: int = CONTEXT, source: int = SOURCE) -> 
 def test_documents_of_every_shard(build: Builder) -> None:
     shards = documents()
     data = build(shards)
-    starts, lengths = data.documents()
+    starts, lengths = data.documents
     assert starts.dtype == lengths.dtype == np.int64
     assert lengths.tolist() == [length for shard in LENGTHS for length in shard]
     for start, expected in zip(starts.tolist(), [document for shard in shards for document in shard], strict=True):
@@ -84,7 +83,7 @@ def test_documents_of_every_shard(build: Builder) -> None:
 )
 def test_documents_found_by_eos(ids: list[int], expected: list[int]) -> None:
     data = Tokens("train", Path("tokens"), [np.array(ids, np.uint16), np.array([7, 0, 8], np.uint16)], eos=0)
-    starts, lengths = data.documents()
+    starts, lengths = data.documents
     assert lengths.tolist() == [*expected, 2, 1]
     assert starts.tolist() == np.cumsum([0, *expected, 2]).tolist()
 
@@ -110,27 +109,6 @@ def test_rows_are_beginnings_of_documents(build: Builder) -> None:
         assert targets[row].tolist() == [-100] * SOURCE + continuation + [-100] * (CONTEXT - SOURCE - len(continuation))
         assert (continuation[-1] == EOS) == (len(document) <= CONTEXT + 1)
     assert (targets != -100).any(1).all()
-
-
-def test_shards_on_disk(tmp_path: Path) -> None:
-    """SplitWriter's own index, with shards that end in the middle of the documents."""
-    writer = SplitWriter(tmp_path, "train", "<u2", shard_tokens=15)
-    flat = [x for shard in documents() for x in shard]
-    for document in flat:
-        writer.add(document, np.array([len(document)]), np.array([1]))
-    shards = writer.finish()["shards"]
-    assert len(shards) > 2
-    ids = [np.fromfile(tmp_path / shard["file"], "<u2") for shard in shards]
-    offsets = [np.fromfile(tmp_path / shard["index"], "<u8") for shard in shards]
-    found = Tokens("train", tmp_path, ids, EOS, offsets)
-    assert found.documents()[1].tolist() == [len(x) for x in flat]
-    for index in range(6):
-        for got, want in zip(
-            beginnings(found).batch(np.array([index])),
-            beginnings(indexed(documents())).batch(np.array([index])),
-            strict=True,
-        ):
-            np.testing.assert_array_equal(got, want)
 
 
 def test_no_document_is_long_enough() -> None:
@@ -249,7 +227,7 @@ def test_run(directory: Path, corpus: Path) -> None:
     # What counts as a token is a target: at most the 96 of a row's continuation.
     data = dataset(directory, corpus)
     assert isinstance(data.train, Tokens)
-    lengths = data.train.documents()[1]
+    lengths = data.train.documents[1]
     assert lengths.min() < 98 < 193 < lengths.max()
     steps = np.diff([0, *(train[step]["tokens"] for step in sorted(train))])
     assert (steps <= 8 * 96).all()
@@ -289,13 +267,6 @@ def test_generate(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert text(prompt).startswith(prompt)
         assert len(text(prompt, "generate.temperature=0")) > len(prompt) + 5
         assert text(prompt, "generate.seed=2") == text(prompt, "generate.seed=2") != text(prompt)
-
-
-def test_a_corpus_of_short_documents(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    corpus = tmp_path / "short.jsonl"
-    corpus.write_text("".join(json.dumps({"text": f"document {i}"}) + "\n" for i in range(200)))
-    assert main(["train", *arguments(tmp_path, corpus, *RUN)]) == 3
-    assert "model.source_context + 2 = 98" in "".join(capsys.readouterr())
 
 
 def test_nanogpt_files(tmp_path: Path) -> None:

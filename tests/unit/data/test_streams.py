@@ -1,12 +1,12 @@
-"""Streamed text: every id once an epoch, and the same rows for any number of ranks, workers and restarts."""
+"""Streamed text: every id once an epoch. test_any_ranks.py: the same rows for any ranks, workers and restarts."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from ngpt_train.config import load_config
 from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
-from ngpt_train.data import Dataset, TrainLoader, merged, open_dataset, reader_of
+from ngpt_train.data import TrainLoader, merged, open_dataset, reader_of
 from ngpt_train.data.sources.source import place_of
 from ngpt_train.data.streamed.stream import (
     Cursor,
@@ -66,62 +66,42 @@ def streamed(text: Path, *arguments: str, streams: int = STREAMS) -> Config:
     )
 
 
-@contextmanager
-def loaders(
-    config: Config, data: Dataset, world_size: int, state: dict[str, Any] | None
-) -> Iterator[list[TrainLoader]]:
-    made = [
-        TrainLoader(reader_of(data, config, rank, world_size, state), ROWS, 2, rank, world_size, state)
-        for rank in range(world_size)
-    ]
-    yield made
-    for loader in made:
-        loader.close()
+def consumed(
+    config: Config, parts: Sequence[tuple[int, int, int]], ahead: int = 0, batch_rows: int = ROWS
+) -> tuple[NDArray[np.int64], dict[str, Any], dict[str, int]]:
+    """Tokens and targets of all rows, (rows, 2, context); the state after them; the rows of each source.
 
-
-def batches(
-    config: Config, parts: Sequence[tuple[int, int, int]], ahead: int = 0
-) -> tuple[list[NDArray[np.int64]], dict[str, Any]]:
-    """Global batches (rows, 2, context) of tokens and targets, in order of the rows, and the state after them.
-
-    parts: (steps, world size, workers), each resumed from the state of the one before, which every rank has gone
-    `ahead` batches beyond.
+    parts: (steps, world size, workers), each resumed from the state of the part before. Every rank of that part went on
+    for `ahead` more steps.
     """
     state: dict[str, Any] | None = None
     found = []
     for steps, world_size, workers in parts:
         run = replace(config, data=replace(config.data, workers=workers))
-        with loaders(run, open_dataset(run), world_size, state) as ranks:
+        data = open_dataset(run)
+        with ExitStack() as stack:
+            ranks = []
+            for rank in range(world_size):
+                reader = reader_of(data, run, rank, world_size, state)
+                ranks.append(TrainLoader(reader, batch_rows, 1, rank, world_size, state))
+                stack.callback(ranks[-1].close)
             for _ in range(steps):
                 items = [next(loader) for loader in ranks]
-                batch = np.empty((ROWS, 2, CONTEXT), np.int64)
+                batch = np.empty((batch_rows, 2, CONTEXT), np.int64)
                 for rank, (micro_batches, _) in enumerate(items):
                     batch[rank::world_size] = np.concatenate([np.stack(micro[:2], 1) for micro in micro_batches])
                 found.append(batch)
             state = json.loads(json.dumps(merged([position for _, position in items])))
-            for _ in range(ahead):
-                for loader in ranks:
-                    next(loader)
+            for loader in ranks * ahead:
+                next(loader)
     assert state is not None
-    return found, state
-
-
-@pytest.mark.parametrize("pack", ["concat", "best_fit"])
-def test_rows_do_not_depend_on_ranks_workers_or_restarts(text: Path, pack: str) -> None:
-    """Caught: cursors of rows that were made but not taken; a seed that knows the rank; a stream that starts over."""
-    config = streamed(text, f"data.pack={pack}")
-    expected, end = batches(config, [(40, 1, 0)])
-    assert len({row.tobytes() for batch in expected for row in batch}) > 250  # of several epochs
-    found, state = batches(config, [(9, 6, 0), (11, 2, 1), (1, 1, 2), (7, 4, 0), (12, 3, 0)], ahead=2)
-    np.testing.assert_array_equal(np.stack(found), np.stack(expected))
-    assert state == end
-    other, _ = batches(replace(config, run=replace(config.run, seed=1)), [(1, 1, 0)])
-    assert not np.array_equal(other[0], expected[0])
+    by_source = [position.rows_by_source for _, position in items]
+    return np.concatenate(found), state, {name: sum(rank[name] for rank in by_source) for name in by_source[0]}
 
 
 def epoch_of(text: StreamedText, stream: int) -> list[tuple[NDArray[np.integer], Cursor]]:
     """Rows of the stream's first epoch, and the first of the second."""
-    rows = Stream(text.open(), text.tokenizer, text.settings, stream).rows(Cursor())
+    rows = Stream(Windows(text.open(), text.settings), text.tokenizer, stream).rows(Cursor())
     found = [next(rows)]
     while found[-1][1].epoch == 0:
         found.append(next(rows))
@@ -129,7 +109,7 @@ def epoch_of(text: StreamedText, stream: int) -> list[tuple[NDArray[np.integer],
 
 
 def documents(text: Path, config: Config) -> Counter[bytes]:
-    """What training should read of it, by a plain reading of the files."""
+    """The training documents, by a plain reading of the files."""
     import pyarrow.parquet as pq
 
     all_of_it = [str(row) for file in sorted(text.glob("*.parquet")) for row in pq.read_table(file)["text"].to_pylist()]
@@ -137,7 +117,7 @@ def documents(text: Path, config: Config) -> Counter[bytes]:
 
 
 def read(ids: Sequence[int]) -> list[bytes]:
-    """The documents that are closed by eos."""
+    """The documents closed by eos."""
     found, current = [], bytearray()
     for i in ids:
         if i == EOS:
@@ -172,7 +152,8 @@ def test_every_id_is_a_target_once_an_epoch(text: Path) -> None:
 
 def pieces_of(data: StreamedText, stream: int) -> list[Piece]:
     pieces = []
-    for place, piece in Stream(data.open(), data.tokenizer, data.settings, stream).pieces(Cursor()):
+    windows = Windows(data.open(), data.settings)
+    for place, piece in Stream(windows, data.tokenizer, stream).pieces(Cursor()):
         if place.epoch:
             return pieces
         pieces.append(piece)
@@ -191,7 +172,7 @@ def test_best_fit_cuts_no_document_that_fits(text: Path) -> None:
             ids = row[row >= 0]
             n_padding, n_ids = n_padding + len(row) - len(ids), n_ids + len(ids)
             n_targets += len(ids) - 1
-            found.update(read(ids[1:].tolist())[int(ids[0] != EOS) :])  # without the rest of one that began elsewhere
+            found.update(read(ids[1:].tolist())[int(ids[0] != EOS) :])  # without the rest of a cut document
     fitting = {document: n for document, n in whole.items() if len(document) < CONTEXT}
     assert len(fitting) > 20
     assert {document: found[document] for document in fitting} == fitting
@@ -209,7 +190,7 @@ def test_pieces_are_a_partition(n_documents: list[int]) -> None:
     orders = []
     begins = set()
     for epoch in range(3):
-        pieces = window_pieces(enumerate(n_documents), STREAMS, epoch, 0, seed=3)
+        pieces = window_pieces(list(enumerate(n_documents)), STREAMS, epoch, 0, seed=3)
         orders.append(pieces)
         firsts = [first_place(STREAMS, stream, epoch, 0, seed=3) for stream in range(STREAMS)]
         assert sorted(firsts) == list(range(STREAMS))
@@ -229,18 +210,6 @@ def test_windows_are_a_partition() -> None:
         assert sorted(x for window in windows for x in window) == list(range(10))
         assert [len(window) for window in windows] == [4, 4, 2]
     assert len({str(epoch) for epoch in epochs}) == 4
-
-
-def test_first_rows_need_one_window(text: Path) -> None:
-    config = streamed(text)
-    data = open_dataset(config)
-    cached = set((text.parent / "cache" / "documents").glob("*/header.json"))
-    assert len(cached) <= config.data.open_shards  # validation
-    assert isinstance(data.train, StreamedText)
-    opened = data.train.open()
-    opened.soon = lambda shards: None  # type: ignore[method-assign]
-    next(Stream(opened, data.train.tokenizer, data.train.settings, 0).rows(Cursor()))
-    assert len(set((text.parent / "cache" / "documents").glob("*/header.json"))) <= 4 < len(SHARDS)
 
 
 def test_tokenizer_that_fails_names_the_document(text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,7 +236,7 @@ def test_no_document_is_long_enough_to_continue(text: Path, monkeypatch: pytest.
     assert isinstance(data, StreamedText)
     settings = replace(data.settings, form=replace(data.settings.form, source_context=9_998))
     with pytest.raises(DataError, match=r"in 3 epochs there is no document of 10000 tokens"):
-        next(Stream(data.open(), data.tokenizer, settings, 0).rows(Cursor()))
+        next(Stream(Windows(data.open(), settings), data.tokenizer, 0).rows(Cursor()))
 
 
 def test_validation_looks_further_where_the_first_shards_have_none(tmp_path: Path) -> None:
@@ -300,11 +269,11 @@ def test_more_streams_than_documents(tmp_path: Path) -> None:
     write_parquet_shards(tmp_path / "text", (90,))
     config = streamed(tmp_path / "text", streams=4096)
     with pytest.raises(DataError, match=r"data\.streams=4096: in 3 epochs there is no document for stream"):
-        batches(config, [(200, 1, 0)])
+        consumed(config, [(200, 1, 0)])
 
 
 def test_few_documents_are_said_to_repeat(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """With the share of the rows, which is that of equal documents. Caught: text that is read twice in silence."""
+    """With the share of the rows, which is the share of equal documents. Caught: text that is read twice in silence."""
     (tmp_path / "text").mkdir()
     texts = ["".join(f"{i},{j} " for j in range(1000, 1250)) for i in range(10, 27)]
     held_out = sum(place_of(text.encode()) < 0.1 for text in texts)

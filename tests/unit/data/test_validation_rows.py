@@ -1,4 +1,4 @@
-"""Which rows a model is validated on: always the same, enough of them, and the same text at every context."""
+"""Validation rows: always the same, enough of them, and the same text at every context."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_tokens_are_enough_and_no_row_too_many(wanted: int) -> None:
 
 
 class HalfPadded:
-    """1,000 rows of 32 targets of which 16 count."""
+    """1,000 rows of 32 targets, 16 of them padding."""
 
     def __len__(self) -> int:
         return 1000
@@ -86,7 +86,7 @@ def test_targets_that_do_not_count_are_not_counted() -> None:
 
 @pytest.mark.parametrize("other", [16, 32, 64, 128])
 def test_other_contexts_have_the_same_text(other: int) -> None:
-    """Of eval.tokens, whose blocks each context cuts: the same targets. Caught: rows drawn anew for each context."""
+    """With eval.tokens, whose blocks each context cuts: the same targets. Caught: rows drawn anew for each context."""
     tokens, given = held_out(200_000), config("eval.tokens=65536")
     chosen = chosen_rows(rows_of(tokens, given), given)
     at_other = replace(given, model=replace(given.model, context=other))

@@ -58,7 +58,7 @@ def written(path: Path, lines: list[str]) -> str:
 
 @pytest.mark.parametrize("suffix", [".txt", ".parquet"])
 def test_a_text_is_the_papers_sequence_of_ids(tmp_path: Path, suffix: str) -> None:
-    """A file that is one document, and rows that are a line each: the same ids, empty lines and their <eos> included.
+    """A file of one document, and rows of a line each: the same ids, empty lines and their <eos> included.
 
     Caught: empty lines skipped, words of the validation text in the vocabulary, a share of the text held out.
     """
@@ -88,7 +88,7 @@ def load_words(corpus: list[str], vocab_size: int = 300) -> WordsTokenizer:
 
 
 def test_words_of_a_part_alone_make_the_vocabulary(tmp_path: Path) -> None:
-    """Of a text that holds out a share of its own documents, or the end of its only one, that share is not counted."""
+    """The held-out documents, or the held-out end of the only document, are not counted."""
     one = written(tmp_path / "one.txt", [f"w{i}\n" for i in range(100)])
     data = open_dataset(config(tmp_path, path=one, val_fraction=0.2))
     assert data.tokenizer.vocab_size < 100 - 15
