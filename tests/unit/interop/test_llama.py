@@ -19,7 +19,7 @@ from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
-# Each value of each option, and those that meet in the same matrices together.
+# Each value of each option, and combinations in the same matrices.
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"tied_embeddings": True, "rope_layout": "interleaved"},
