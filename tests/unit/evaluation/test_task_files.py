@@ -23,6 +23,7 @@ from ngpt_train.evaluation.tasks.run_tasks import TaskResults, Tasks
 from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.gpt.keys import GPTConfig
+from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 CHOICES = [
@@ -82,7 +83,7 @@ def gpt() -> Decoder:
 
 def asked(directory: Path | None, *names: str) -> Tasks:
     path = None if directory is None else str(directory)
-    return Tasks(EvalConfig(tasks=list(names), tasks_path=path), 0, ALONE)
+    return Tasks(EvalConfig(tasks=list(names), tasks_path=path), GPTConfig(), ALONE)
 
 
 def log_p(model: Decoder, context: str, continuation: str) -> float:
@@ -230,7 +231,7 @@ def test_what_is_no_task(directory: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(DataError, match="no such directory"):
         asked(directory / "x", "odd")
     with pytest.raises(ConfigError, match="gives none to the beginning"):
-        Tasks(EvalConfig(tasks=["texts"], tasks_path=str(directory)), 8, ALONE)
+        Tasks(EvalConfig(tasks=["texts"], tasks_path=str(directory)), GPTEncoderDecoderConfig(), ALONE)
 
 
 def test_an_unknown_name_is_refused_before_all_tasks_are_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
