@@ -203,7 +203,7 @@ def test_groups_of_own_files(directory: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_mean() -> None:
-    """Its standard error is that of independent tasks."""
+    """The standard error of the mean is for independent tasks."""
     tasks = {"a": {"acc": 0.5, "acc_stderr": 0.3, "acc_norm": 0.7, "acc_norm_stderr": 0.1}, "b": {"ppl": 3.0}}
     tasks["c"] = {"acc": 0.1, "acc_stderr": 0.4}
     found = TaskResults(tasks, {}).mean()
@@ -235,7 +235,7 @@ def test_what_is_no_task(directory: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_an_unknown_name_is_refused_before_all_tasks_are_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: half a minute in which the harness makes its index; the data of another task fetched first."""
+    """Caught: the harness makes its index for half a minute; the data of another task fetched first."""
 
     def never(*args: object) -> None:
         raise AssertionError("reads all tasks, or data")

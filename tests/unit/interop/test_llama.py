@@ -36,7 +36,7 @@ def small(**options: Any) -> GPTConfig:
 
 
 def jittered(config: GPTConfig) -> tuple[Decoder, dict[str, Tensor]]:
-    """A model whose gains are away from 1, so that no two weights are alike."""
+    """A model with random gains, so that no two weights are equal."""
     model = build_model(config)
     generator = torch.Generator().manual_seed(1)
     weights = {
