@@ -115,7 +115,7 @@ def _renamed_mean(mean: Mapping[str, float]) -> dict[str, float]:
 class Tasks:
     """The tasks of eval.tasks with their data.
 
-    Raises ConfigError for an unknown task, or a task that an encoder-decoder cannot answer; DataError for data that cannot
+    Raises ConfigError for a task that is unknown or impossible for an encoder-decoder, DataError if its data cannot
     be fetched. A collective call: rank 0 fetches the data before other ranks read it.
     """
 
