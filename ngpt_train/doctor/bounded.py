@@ -1,4 +1,4 @@
-"""Runs a check in a process of its own, so that one that hangs or crashes ends alone and in time."""
+"""Runs a check in its own process with a time limit, so that a hang or a crash does not end the doctor."""
 
 import contextlib
 import faulthandler
@@ -14,17 +14,17 @@ import warnings
 from collections.abc import Callable
 from typing import IO, Any, NoReturn
 
-Report = Callable[..., None]  # report(name=fact, ...): what is reported stays known, whatever comes afterwards
+Report = Callable[..., None]  # report(name=fact, ...): a reported fact survives a later crash
 Look = Callable[[Report], None]
-LAST_WORDS = 0.3  # seconds before its end in which a check that takes too long says where it is
-BURIAL = 1.0  # seconds that a killed process has to be gone; one that waits for a lost disk never is
+LAST_WORDS = 0.3  # seconds before the limit: a check that still runs writes its traceback
+BURIAL = 1.0  # seconds to wait for a killed process; a process that waits for a lost disk never ends
 
 
 class Check:
-    """A look at something that is under way in a process of its own.
+    """A look that runs in its own process.
 
-    The process is forked, because importing torch again takes seconds, and minutes where many ranks do it on a slow
-    disk. So the process that forks must not have used a GPU.
+    The process is forked, because another import of torch takes seconds, and minutes if many ranks share a slow disk.
+    So the parent must not have used a GPU.
     """
 
     def __init__(self, look: Look, seconds: float) -> None:
@@ -34,7 +34,7 @@ class Check:
         sys.stdout.flush()
         sys.stderr.flush()
         with warnings.catch_warnings():
-            # Threads of torch's store and of the launcher's watch hold no lock that a check needs.
+            # Python warns of threads. Those of torch's store and of the launcher's watch hold no lock of a check.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._pid = os.fork()
         if self._pid == 0:
@@ -43,7 +43,7 @@ class Check:
         os.close(write)
 
     def result(self) -> tuple[dict[str, Any], str | None, float]:
-        """The facts that were reported, why there are no more of them (None: there are none), and the seconds."""
+        """Waits for the end. Returns the facts, the problem (None if the look is complete), and the seconds."""
         facts: dict[str, Any] = {}
         problem: str | None = None
         too_long = f"it took longer than {self._seconds:.0f} s"
@@ -68,14 +68,14 @@ class Check:
         return facts, problem, time.monotonic() - self._begin
 
     def _bury(self, at_once: bool) -> int:
-        """Kills the process, unless it ends by itself, and what it has started; the signal that ended it, 0: none."""
+        """Ends the process and its children. Returns the number of the signal that ended it, or 0."""
         if at_once:
             self._kill()
         deadline, gone, status = time.monotonic() + BURIAL, 0, 0
         while not gone and time.monotonic() < deadline:
             gone, status = os.waitpid(self._pid, os.WNOHANG)
             time.sleep(0.0 if gone else 0.005)
-        self._kill()  # what it may have left
+        self._kill()  # children that are left
         return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
     def _kill(self) -> None:
@@ -83,7 +83,7 @@ class Check:
             os.killpg(self._pid, signal.SIGKILL)
 
     def _where(self) -> str:
-        """The innermost line of the package that a check was in when it crashed, or its time was nearly up."""
+        """The innermost line of the package in the traceback of the crash or the hang."""
         self._said.seek(0)
         found = re.findall(r'File ".*/(ngpt_train/[^"]+)", line (\d+) in (\w+)', self._said.read())
         return f", in {found[0][2]} ({found[0][0]}:{found[0][1]})" if found else ""
@@ -92,10 +92,10 @@ class Check:
 def _in_child(look: Look, write: int, said: IO[str], seconds: float) -> NoReturn:
     code = 1
     try:
-        os.setsid()  # with what it starts it is a group, which can be killed as one
+        os.setsid()  # a process group with its children, to be killed together
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
-        signal.alarm(int(seconds) + 5)  # it must not outlive a parent that was killed
+        signal.alarm(int(seconds) + 5)  # ends it even if the parent was killed
         with open(os.devnull) as nothing:
             os.dup2(nothing.fileno(), 0)
         os.dup2(said.fileno(), 1)
@@ -112,10 +112,10 @@ def _in_child(look: Look, write: int, said: IO[str], seconds: float) -> NoReturn
             report(problem=f"{type(error).__name__}: {first_line(error)}")
         code = 0
     finally:
-        os._exit(code)  # not by the interpreter's end, which belongs to the parent
+        os._exit(code)  # without the interpreter's exit handlers, which are the parent's
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of an error or its message, not too long for a table."""
+    """The first line of an error, cut to 300 characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0] if len(lines[0]) <= 300 else lines[0][:297] + "..."

@@ -1,8 +1,9 @@
-"""All looks of a rank in their order, and the table that rank 0 makes of them."""
+"""Runs all looks of a rank in their order, and judges their facts on rank 0."""
 
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,12 +24,22 @@ from ngpt_train.doctor.checks import (
     versions,
     wandb_server,
 )
-from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, Place, merged, unchecked, with_host_names
+from ngpt_train.doctor.findings import (
+    WARNING,
+    WRONG,
+    Answer,
+    Finding,
+    Place,
+    merged,
+    of_each,
+    unchecked,
+    with_host_names,
+)
 from ngpt_train.doctor.rank_store import absent, ask_clocks, places_told, tell, tell_clock, told
 from ngpt_train.report.launch_plan import make_plan
 
-# Seconds that each look may take, and all of them. What waits goes on side by side, and compiling beside all the rest;
-# disks, links and steps are measured one after the other.
+# Time limits of each look, and of all. Looks that mostly wait run at the same time. The measurements run one by one:
+# kernels, disks, links, steps. The compiler runs beside all others.
 SECONDS = {
     "versions": 15.0, "environment": 5.0, "devices": 25.0, "text": 25.0, "wandb": 12.0, "compiler": 60.0,
     "plan": 15.0, "kernels": 40.0, "disks": 20.0, "links": 20.0, "steps": 40.0,
@@ -36,15 +47,15 @@ SECONDS = {
 ALL_SECONDS, LEAST_SECONDS = 80.0, 8.0
 HELLO_SECONDS, MEETING_SECONDS, LAST_SECONDS = 30.0, 10.0, 5.0
 OF_RANK_0 = ("wandb", "plan")
-OF_FIRST_RANKS = ("versions", "text", "compiler", "kernels", "disks")  # the first rank of each host speaks for it
-OF_HOSTS = (*OF_RANK_0, *OF_FIRST_RANKS)  # what they say is true of all ranks of a host
-ASSUMED_VOCABULARY = 32_000  # where the tokenizer cannot be had
-SKEW, SIGNED_REQUESTS_FAIL = 1.0, 300.0  # seconds by which clocks may differ
+OF_FIRST_RANKS = ("versions", "text", "compiler", "kernels", "disks")  # on the first rank of each host
+OF_HOSTS = (*OF_RANK_0, *OF_FIRST_RANKS)  # their facts hold for all ranks of the host
+ASSUMED_VOCABULARY = 32_000  # without a tokenizer
+SKEW, SIGNED_REQUESTS_FAIL = 1.0, 300.0  # seconds between two clocks: a warning, and wrong
 
 
 @dataclass
 class Examination:
-    """The facts of all ranks. answers: by the name of the look, in order of ranks."""
+    """The facts of all ranks. answers: by the name of the look, in the order of ranks."""
 
     places: list[Place]
     answers: dict[str, list[Answer]] = field(default_factory=dict)
@@ -56,14 +67,14 @@ class Examination:
         return self.answers.get(name, [])
 
     def fact(self, look: str, name: str) -> Any:
-        """A fact of the first rank that knows it."""
+        """A fact of the first rank that has it; None if no rank has."""
         return next((answer.facts[name] for answer in self.of(look) if name in answer.facts), None)
 
 
 def examine(config: Config, place: Place, store: dist.Store) -> Examination | None:
-    """Looks at everything; the examination of all ranks on rank 0, None on the others. Collective."""
+    """Runs all looks. Returns the examination on rank 0, None on other ranks. A collective call."""
     begin = time.monotonic()
-    token = store.compare_set("token", "", uuid.uuid4().hex[:12]).decode()  # of the rank that comes first
+    token = store.compare_set("token", "", uuid.uuid4().hex[:12]).decode()  # the first rank's, on all ranks
     tell(store, place, "place", vars(place))
     places = places_told(store, place.size, HELLO_SECONDS)
     first_ranks = [other.rank for other in places if other.speaks_for_host]
@@ -73,7 +84,7 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
         return max(LEAST_SECONDS, min(SECONDS[name], begin + ALL_SECONDS - time.monotonic()))
 
     def answer(name: str, look: Look, together: bool = False) -> Answer:
-        """together: all ranks have the look at the same time."""
+        """together: waits for all ranks first."""
         missing = absent(store, place, name, MEETING_SECONDS + SECONDS["kernels"]) if together else []
         if missing:
             found[name] = Answer(place, {}, f"rank {', '.join(map(str, missing[:8]))} did not come to it")
@@ -93,7 +104,7 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
     clocks = ask_clocks(store, place, first_ranks[1:], MEETING_SECONDS) if place.rank == 0 else {}
     if place.rank != 0 and place.speaks_for_host:
         tell_clock(store, place, MEETING_SECONDS)
-    compiling = under_way.pop("compiler", None)  # beside all the rest
+    compiling = under_way.pop("compiler", None)
     found |= {name: Answer(place, *check.result()) for name, check in under_way.items()}
     checkpoint_bytes = 0
     if place.rank == 0:
@@ -106,10 +117,8 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
         tell(store, place, "kernels that are off", checked.facts.get("off", {}))
         answer("disks", lambda report: disks.look(config, place, token, checkpoint_bytes, report))
     answer("links", lambda report: links.look(config, place, left("links"), report), together=True)
-    off: dict[str, str] = {}
-    # The first ranks of all hosts have told before they came to the links.
-    for of_host in told(store, "kernels that are off", first_ranks, 0.0).values():
-        off |= of_host
+    # No wait: the first ranks told theirs before the links.
+    off = dict(ChainMap(*told(store, "kernels that are off", first_ranks, 0.0).values()))
     apart = found["links"].problem
     answer("steps", lambda report: trial_steps.look(config, place, left("steps"), off, apart, report), together=True)
     if compiling is not None:
@@ -117,38 +126,39 @@ def examine(config: Config, place: Place, store: dist.Store) -> Examination | No
     tell(store, place, "answers", {name: [each.facts, each.problem, each.seconds] for name, each in found.items()})
     if place.rank != 0:
         return None
+    answers = told(store, "answers", [other.rank for other in places], LAST_SECONDS)
+    nothing: list[Any] = [{}, "no answer came from it", 0.0]
     missing = set(range(place.size)) - {other.rank for other in places}
-    examination = Examination(with_host_names(places), absent=sorted(missing), clocks=clocks)
-    _gather(examination, store, list(found))
-    examination.seconds = time.monotonic() - begin
-    return examination
+    return Examination(
+        places=with_host_names(places),
+        answers={
+            name: [
+                Answer(other, *answers.get(other.rank, {}).get(name, nothing))
+                for other in places
+                if is_asked(name, other)
+            ]
+            for name in found
+        },
+        absent=sorted(missing),
+        clocks=clocks,
+        seconds=time.monotonic() - begin,
+    )
 
 
 def is_asked(name: str, place: Place) -> bool:
-    """The rank has this look."""
+    """True if the rank runs this look."""
     return place.rank == 0 if name in OF_RANK_0 else place.speaks_for_host or name not in OF_FIRST_RANKS
 
 
-def _gather(examination: Examination, store: dist.Store, names: Sequence[str]) -> None:
-    nothing: list[Any] = [{}, "no answer came from it", 0.0]
-    answers = told(store, "answers", [place.rank for place in examination.places], LAST_SECONDS)
-    for name in names:
-        examination.answers[name] = [
-            Answer(place, *answers.get(place.rank, {}).get(name, nothing))
-            for place in examination.places
-            if is_asked(name, place)
-        ]
-
-
 def vocabulary_of(config: Config, found: dict[str, Answer]) -> int | None:
-    """model.vocab_size, which may follow from the tokenizer; None where that cannot be had."""
+    """model.vocab_size, or the tokenizer's size; None without a tokenizer."""
     if config.model.vocab_size != AUTO:
         return int(config.model.vocab_size)
     return found["text"].facts.get("tokenizer", {}).get("size")
 
 
 def plan(config: Config, place: Place, found: dict[str, Answer], report: Report) -> None:
-    """Memory of a rank and bytes of a checkpoint, as `plan` counts them, with the tokenizer's vocabulary."""
+    """The memory of a rank and the bytes of a checkpoint, as `plan` counts them."""
     known = vocabulary_of(config, found)
     vocabulary = known or ASSUMED_VOCABULARY
     on_gpu = str(found["devices"].facts.get("device", "")).startswith("cuda")
@@ -169,23 +179,23 @@ def plan(config: Config, place: Place, found: dict[str, Answer], report: Report)
 
 
 def judge(config: Config, examination: Examination) -> list[Finding]:
-    """The rows of the table, in the order in which a run would meet them."""
+    """The rows of the table, in the order of a run."""
     of = examination.of
     on_gpus = str(examination.fact("devices", "device")).startswith("cuda")
     memory = examination.fact("plan", "memory_of_a_rank")
     size = examination.fact("plan", "checkpoint_bytes") or 0
     said = examination.fact("plan", "checkpoint") or "unknown size"
-    parts: dict[str, Callable[[], Iterator[Finding]]] = {
+    parts: dict[str, Callable[[], Iterable[Finding]]] = {
         "ranks": lambda: _ranks(examination),
         "versions": lambda: versions.judge(of("versions")),
         "clock": lambda: _clocks(examination),
         "devices": lambda: devices.judge(config, of("devices"), memory if on_gpus else None),
-        "kernels": lambda: kernel_check.judge(of("kernels")),
+        "kernels": lambda: of_each(of("kernels"), kernel_check.judge),
         "environment": lambda: environment.judge(config, of("environment"), on_gpus, memory),
-        "compiler": lambda: compiler.judge(of("compiler")),
+        "compiler": lambda: of_each(of("compiler"), compiler.judge),
         "disks": lambda: disks.judge(config, of("disks"), size, said),
         "text": lambda: training_text.judge(config, of("text")),
-        "wandb": lambda: wandb_server.judge(config, of("wandb")),
+        "wandb": lambda: of_each(of("wandb"), lambda answer: wandb_server.judge(config, answer)),
         "links": lambda: links.judge(of("links")),
         "steps": lambda: trial_steps.judge(of("steps")),
     }
@@ -193,14 +203,15 @@ def judge(config: Config, examination: Examination) -> list[Finding]:
     for name, part in parts.items():
         try:
             findings += [_placed(finding, examination, name in OF_HOSTS) for finding in part()]
-        except Exception as error:  # a mistake of ours must not hide the other rows
+        except Exception as error:  # a bug here must not hide the other rows
             problem = f"{type(error).__name__}: {first_line(error)}"
-            findings.append(unchecked(name, problem, "report this as a fault of ngpt-train"))
+            findings.append(unchecked(name, problem, "report this bug of ngpt-train"))
     return merged(findings, examination.places)
 
 
 def _placed(finding: Finding, examination: Examination, of_host: bool) -> Finding:
-    """With the names of hosts; what the first rank of a host says is true of all ranks of the host."""
+    """Replaces the places of a finding by the examination's, which have unique host names. of_host: takes all ranks of
+    their hosts."""
     nodes, ranks = ({getattr(place, by) for place in finding.where} for by in ("node", "rank"))
     where = [p for p in examination.places if (p.node in nodes if of_host else p.rank in ranks)]
     return replace(finding, where=tuple(where))
@@ -238,5 +249,5 @@ def _clocks(examination: Examination) -> Iterator[Finding]:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """0 if a run would work; else the code of the first mistake that `train` would end with."""
+    """0 if a run would work; else the exit code of `train`."""
     return min((finding.code for finding in findings if finding.verdict == WRONG), default=0)

@@ -1,5 +1,6 @@
-"""Findings about a machine, and the ranks that they are true of."""
+"""Findings about a machine, and their ranks."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -7,14 +8,14 @@ from typing import Any
 
 OK, WARNING, WRONG = "ok", "warning", "wrong"
 VERDICTS = (OK, WARNING, WRONG)  # from harmless to grave
-# Exit codes of a run that meets a fault: of a ConfigError, and of everything else that is wrong with a machine.
-CONFIG, MACHINE = 2, 3
-MOST_NAMED = 4  # places that a row about a difference names
+CONFIG, MACHINE = 2, 3  # exit codes of a run: the configuration is wrong, or the data or the machine is
+MOST_NAMED = 4  # ranks in the list of a row about a difference; more are "the others"
+NUMBER = re.compile(r"\d[\d.,]*(e[+-]?\d+)?( [TGMk]?B\b| bytes)?")
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank is. node: the number of its torchrun, because two containers may have the same host name."""
+    """The host and the numbers of a rank. node: the number of its torchrun; two containers may share a host name."""
 
     rank: int = 0
     size: int = 1
@@ -30,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Answer:
-    """The facts that one rank found in one look. problem: why the rest is not known."""
+    """The facts of one rank from one look. problem: the reason if the look ended early."""
 
     place: Place
     facts: dict[str, Any]
@@ -43,16 +44,18 @@ class Answer:
 
     @property
     def refusal(self) -> str | None:
-        """The words of the ConfigError by which `train` would refuse what was looked at."""
+        """The message of the look's ConfigError: `train` would stop with it. None without one."""
         before, is_refused, words = (self.problem or "").partition("ConfigError: ")
         return words if is_refused and not before else None
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A row of the table. found: in words. remedy: shown unless the verdict is `ok`. code: the exit code of `train`
-    where the verdict is `wrong`. where: the ranks that it is true of; none: all. checked: False where the check itself
-    failed."""
+    """A row of the table.
+
+    remedy: shown unless the verdict is `ok`. code: the exit code of `train`, used if the verdict is `wrong`. where: the
+    ranks; empty means all. checked: False if the check itself failed.
+    """
 
     check: str
     found: str
@@ -64,7 +67,7 @@ class Finding:
 
 
 def in_words(places: Sequence[Place], everybody: Sequence[Place]) -> str:
-    """The hosts, or single ranks of hosts, that `places` are; empty if they are all."""
+    """Names the hosts, or single ranks of hosts, of `places`; empty if that is everybody."""
     if not places or {place.rank for place in places} == {place.rank for place in everybody}:
         return ""
     several_nodes = len({place.node for place in everybody}) > 1
@@ -81,7 +84,7 @@ def in_words(places: Sequence[Place], everybody: Sequence[Place]) -> str:
 
 
 def with_host_names(places: Sequence[Place]) -> list[Place]:
-    """The same places, with the number of the node where several nodes have one host name."""
+    """Adds the number of the node to a host name that several nodes share."""
     nodes = {place.host: {other.node for other in places if other.host == place.host} for place in places}
     return [
         replace(place, host=f"{place.host} (node {place.node})") if len(nodes[place.host]) > 1 else place
@@ -90,16 +93,16 @@ def with_host_names(places: Sequence[Place]) -> list[Place]:
 
 
 def of_each(answers: Iterable[Answer], judge: Callable[[Answer], Iterable[Finding]]) -> Iterator[Finding]:
-    """The findings of each answer by itself, with its place."""
+    """Judges each answer alone, and adds its place to the findings."""
     for answer in answers:
         for finding in judge(answer):
             yield replace(finding, where=(answer.place,))
 
 
 def different(answers: Iterable[Answer], name: str) -> tuple[Any, dict[str, list[Place]]]:
-    """The value of a fact that most ranks have, and for each other value, as text, the ranks that have it.
+    """The most frequent value of a fact, and the ranks of every other value, by its text.
 
-    Without a majority the value of rank 0 counts.
+    Among equally frequent values the lowest rank's is taken.
     """
     having = [(answer.place, answer.facts[name]) for answer in answers if name in answer.facts]
     counts = Counter(str(value) for _, value in having)
@@ -114,7 +117,7 @@ def different(answers: Iterable[Answer], name: str) -> tuple[Any, dict[str, list
 
 
 def differences(answers: Sequence[Answer], name: str, check: str, verdict: str, remedy: str) -> Iterator[Finding]:
-    """A row for each value of the fact `name` that differs from the usual one."""
+    """A row for each unusual value of the fact `name`."""
     usual, others = different(answers, name)
     everybody = [answer.place for answer in answers]
     for value, places in others.items():
@@ -130,12 +133,11 @@ def _short(value: Any) -> str:
 
 
 def merged(findings: Iterable[Finding], everybody: Sequence[Place]) -> list[Finding]:
-    """One row for what several ranks have in common, and one for everything that is well with a check."""
+    """Merges equal rows of several ranks. Rows that are `ok` may differ in their numbers: the first one is shown."""
     rows: dict[tuple[str, ...], Finding] = {}
     for finding in findings:
-        # Rows that are `ok` differ in numbers alone, and the first of them speaks for the others.
-        words = () if finding.verdict == OK else (finding.found, finding.remedy)
-        same = (finding.check, finding.verdict, *words)
+        words = NUMBER.sub("", finding.found) if finding.verdict == OK else finding.found
+        same = (finding.check, finding.verdict, words, finding.remedy if finding.verdict != OK else "")
         if same not in rows:
             rows[same] = finding
         else:
@@ -144,20 +146,20 @@ def merged(findings: Iterable[Finding], everybody: Sequence[Place]) -> list[Find
     order = list(dict.fromkeys(row.check for row in rows.values()))
     found = [row if in_words(row.where, everybody) else replace(row, where=()) for row in rows.values()]
     faulty = [row for row in found if row.verdict != OK]
-    # An `ok` says nothing where a fault of the same check covers its ranks.
+    # A fault hides the `ok` of the same check on the same ranks.
     found = [row for row in found if row.verdict != OK or not any(_covers(fault, row) for fault in faulty)]
     return sorted(found, key=lambda row: (order.index(row.check), -VERDICTS.index(row.verdict)))
 
 
 def _covers(finding: Finding, other: Finding) -> bool:
-    """A finding is of the same check as another, and of all its ranks."""
+    """True if both are of one check, and `finding` includes every rank of `other`."""
     ranks, others = ({place.rank for place in row.where} for row in (finding, other))
     return finding.check == other.check and (not ranks or (bool(others) and others <= ranks))
 
 
-def unchecked(check: str, problem: str, remedy: str, verdict: str = WARNING) -> Finding:
-    """The row of a check that crashed or hung itself."""
-    return Finding(check, f"could not be checked: {problem}", verdict, remedy, checked=False)
+def unchecked(check: str, problem: str, remedy: str, verdict: str = WARNING, where: tuple[Place, ...] = ()) -> Finding:
+    """The row of a check that crashed or hung."""
+    return Finding(check, f"could not be checked: {problem}", verdict, remedy, where, checked=False)
 
 
 def gb(n_bytes: float) -> str:

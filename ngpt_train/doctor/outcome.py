@@ -15,7 +15,7 @@ WIDTH, CHECK, VERDICT = 120, 20, 8
 
 
 def as_json(examination: Examination, findings: Sequence[Finding], code: int) -> dict[str, Any]:
-    """docs/doctor.md says what the fields mean. Secrets are redacted."""
+    """The report, with secrets redacted. docs/doctor.md explains the fields."""
     return redacted(
         {
             "format": FORMAT,
@@ -49,7 +49,7 @@ def as_json(examination: Examination, findings: Sequence[Finding], code: int) ->
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The table: check, verdict, what was found and where, how to mend it; then one line."""
+    """The table (check, verdict, places, findings, remedies), then a summary in one line."""
     lines = [f"{'check':<{CHECK}} {'verdict':<{VERDICT}} found, and how to mend it"]
     before = ""
     for row in report["findings"]:

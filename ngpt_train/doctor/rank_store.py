@@ -1,4 +1,4 @@
-"""Ranks hear of each other through torchrun's key-value store, which works where collectives do not.
+"""Messages between ranks through torchrun's key-value store, which works even if collectives do not.
 
 Keys are `NAME/RANK`, values are JSON.
 """
@@ -16,14 +16,14 @@ import torch.distributed as dist
 
 from ngpt_train.doctor.findings import Place
 
-STORE_SECONDS = 20.0  # for one answer of the store
+STORE_SECONDS = 20.0  # limit of one answer of the store
 LOOK_SECONDS = 0.05  # between two looks for an answer
-CLOCK_SECONDS = 0.005  # the same while clocks are compared, where the wait is what is measured
+CLOCK_SECONDS = 0.005  # the same during the comparison of clocks: it adds to their uncertainty
 ROUNDS = 5  # of a comparison of clocks; the quickest counts
 
 
 def here(environment: Mapping[str, str] = os.environ) -> Place:
-    """The place of this process by torchrun's variables."""
+    """The place of this process, from torchrun's variables."""
     size = int(environment.get("WORLD_SIZE", "1"))
     return Place(
         rank=int(environment.get("RANK", "0")),
@@ -35,15 +35,12 @@ def here(environment: Mapping[str, str] = os.environ) -> Place:
     )
 
 
-def first_connection(place: Place, seconds: float) -> dist.Store:
-    """As `connection`, in a process that is the first of its rank: the store is held by torchrun or else by rank 0."""
-    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return connection(place, seconds, holds_store=place.rank == 0 and not by_torchrun)
-
-
 def connection(place: Place, seconds: float = STORE_SECONDS, holds_store: bool = False) -> dist.Store:
-    """A connection to the store of this start; a single process has a store of its own. A forked check must not use its
-    parent's. Raises RuntimeError where the store does not answer within `seconds`."""
+    """A connection to the store of this start. A forked check needs its own connection.
+
+    holds_store: this process serves the store, because torchrun does not. A single process has its own store. Raises
+    RuntimeError if the store does not answer within `seconds`.
+    """
     if place.size == 1:
         return dist.HashStore()
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -55,7 +52,7 @@ def connection(place: Place, seconds: float = STORE_SECONDS, holds_store: bool =
 
 
 def wait_for_port(address: str, port: int, seconds: float) -> None:
-    """Waits until somebody listens there. Raises RuntimeError in time; torch's store takes three times as long."""
+    """Waits for an open port. Raises RuntimeError after `seconds`; torch's store would take three times as long."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -69,7 +66,7 @@ def wait_for_port(address: str, port: int, seconds: float) -> None:
 
 
 def join(place: Place, group: str, device: torch.device, seconds: float) -> None:
-    """Joins all ranks in a process group, in a check's process. Raises RuntimeError where they do not come together."""
+    """Joins all ranks in a process group, in a check's process. Raises RuntimeError if a rank does not join."""
     store = dist.PrefixStore(group, connection(place, seconds))
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
@@ -86,7 +83,7 @@ def tell(store: dist.Store, place: Place, name: str, item: Any) -> None:
 def told(
     store: dist.Store, name: str, ranks: Sequence[int], seconds: float, look: float = LOOK_SECONDS
 ) -> dict[int, Any]:
-    """The items of the ranks that have told theirs within `seconds`, by rank."""
+    """The items by rank, after at most `seconds`. Silent ranks are left out."""
     deadline = time.monotonic() + seconds
     keys = {rank: f"{name}/{rank}" for rank in ranks}
     while not store.check(list(keys.values())) and time.monotonic() < deadline:
@@ -95,20 +92,22 @@ def told(
 
 
 def places_told(store: dist.Store, size: int, seconds: float = 0.0) -> list[Place]:
-    """The places of the ranks that have told theirs within `seconds`, as `examine` has every rank do at its begin."""
+    """The places of all ranks, after at most `seconds`. Silent ranks are left out."""
     return [Place(**place) for place in told(store, "place", range(size), seconds).values()]
 
 
 def absent(store: dist.Store, place: Place, name: str, seconds: float) -> list[int]:
-    """Waits until all ranks are here; the ranks that were not in time."""
+    """Waits for all ranks, at most `seconds`. Returns the missing ranks."""
     tell(store, place, name, True)
     come = told(store, name, range(place.size), seconds)
     return [rank for rank in range(place.size) if rank not in come]
 
 
 def ask_clocks(store: dist.Store, place: Place, ranks: Sequence[int], seconds: float) -> dict[int, dict[str, float]]:
-    """By how many seconds the clocks of other ranks are `ahead` of this one's, and how `uncertain` that is; without the
-    ranks that do not answer."""
+    """Compares this clock with the clocks of other ranks, in seconds by rank: `ahead`, and `uncertain` by so many.
+
+    Silent ranks are left out.
+    """
     deadline = time.monotonic() + seconds
     clocks: dict[int, dict[str, float]] = {}
     for rank in ranks:

@@ -18,17 +18,15 @@ from ngpt_train.training.checkpoint.load import load_model
 
 
 def newest(key: str, n: int, last: Path, config: Config) -> list[Path]:
-    """The `n` newest checkpoints of a run up to `last`, the oldest first. key: the user's, for messages; config: that
-    of `last`.
+    """The `n` newest checkpoints of a run up to `last`, the oldest first.
 
-    Raises DataError if there are fewer, or if one is of another run: of another config or tokenizer.
+    key: the name in messages. config: of `last`. Raises DataError if there are fewer, or if a config or tokenizer
+    differs, as in a directory of several runs.
     """
-    last = last.resolve()  # also where it was named as `.` or by a link
+    last = last.resolve()  # it may be `.` or a link
     there = list_checkpoints(last.parent)
     if last not in there:
-        raise DataError(
-            f"{key}={n}: {last} is not called step_* as a run calls it; there is no telling which are older."
-        )
+        raise DataError(f"{key}={n}: {last} does not have a run's name step_*, so the order of checkpoints is unknown.")
     found = there[: there.index(last) + 1][-n:]
     if len(found) < n:
         steps = ", ".join(str(step_of(path)) for path in found)
@@ -51,11 +49,11 @@ def newest(key: str, n: int, last: Path, config: Config) -> list[Path]:
 
 @torch.no_grad()
 def load_mean(checkpoints: Sequence[Path], model: Decoder, world: World) -> None:
-    """Loads into `model` the arithmetic mean of the weights, and of the running statistics, of `checkpoints`.
+    """Loads the mean of the checkpoints' weights and running statistics into `model`.
 
-    The sums are in fp64. Then the mean is projected: the point of the sphere that is nearest to it has the least sum of
-    squared distances to the checkpoints' rows. Of PowerNorm's statistics psi^2 is averaged, of BatchNorm's mean and
-    variance. A collective call. Raises DataError as `load_model`.
+    The sums are in fp64. Then the mean is projected onto the sphere: the nearest point has the least sum of squared
+    distances to the checkpoints' rows. PowerNorm averages psi^2, BatchNorm mean and variance. A collective call. Raises
+    DataError as `load_model`.
     """
     totals: dict[str, Tensor] = {}
     for checkpoint in checkpoints:

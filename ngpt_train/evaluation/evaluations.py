@@ -1,4 +1,4 @@
-"""The validations of a run or of a checkpoint: on which rows, at which contexts, and the files of their losses."""
+"""Validations of a run or a checkpoint: the choice of rows and contexts, and files with the losses of rows."""
 
 import re
 import sys
@@ -20,15 +20,15 @@ from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.validation import RowLosses, Validation
 from ngpt_train.models.decoder import Decoder
 
-# A file of RowFiles, or what a kill has left of one.
+# A file of RowFiles, complete or left by a kill.
 ROW_FILE = re.compile(r"\.?step_(?P<step>\d{8,})(_context_\d+)?\.npz(?P<partial>\.partial)?")
-FORWARD = 1 / 3  # of the compute of a training step: its backward pass costs twice its forward pass
+FORWARD = 1 / 3  # of the compute of a training step: the backward pass costs twice the forward pass
 
 
 class Evaluations:
     """Validates a model on rows of a split: at model.context, and at each of eval.contexts.
 
-    n_bytes: as of `Validation`. Raises DataError where the split is shorter than a row of one of the contexts.
+    n_bytes: see `Validation`. Raises DataError if the split is shorter than a row of a context.
     """
 
     def __init__(self, tokens: Tokens, n_bytes: NDArray[np.int64], config: Config) -> None:
@@ -43,26 +43,26 @@ class Evaluations:
 
     @property
     def at_training_context(self) -> Validation:
-        """The validation of all rows at model.context."""
+        """The validation of all chosen rows at model.context."""
         return self._all[self.context]
 
     def row_losses(self, model: Decoder, world: World, last: bool = True) -> dict[int, RowLosses]:
-        """The losses of each row by context; the same on every rank. A collective call.
+        """The losses of each row, by context; the same on every rank. A collective call.
 
-        last: on all rows; otherwise on as many as eval.budget allows, the same in each call.
+        last: takes all rows; otherwise as many as eval.budget allows, the same ones in each call.
         """
         chosen = self._all if last else self._early
         return {context: validation.row_losses(model, world) for context, validation in chosen.items()}
 
     def metrics(self, losses: Mapping[int, RowLosses]) -> dict[str, Any]:
-        """The metrics of all contexts, those of another context than the training one as NAME_ctxCONTEXT."""
+        """The metrics of all contexts, as NAME_ctxCONTEXT if it is not model.context."""
         found = losses[self.context].metrics()
         for context in sorted(losses.keys() - {self.context}):
             found |= {f"{name}_ctx{context}": value for name, value in losses[context].metrics().items()}
         return found
 
     def notes(self) -> list[str]:
-        """Sentences for the log about the rows."""
+        """Sentences about the rows, for the log."""
         whole, early = self._all[self.context], self._early[self.context]
         n_targets, wanted = len(whole.targets), self.config.eval.tokens
         found = [f"validation on {whole.n_rows:,} rows with {n_targets:,} targets, rows_hash {whole.rows_hash}"]
@@ -77,9 +77,9 @@ class Evaluations:
 
 
 def rows_within_budget(config: Config, n_contexts: int) -> int:
-    """Rows of model.context tokens that a validation before the last may have, at each of `n_contexts` contexts.
+    """The rows of a validation before the last, at each of `n_contexts` contexts; at least one.
 
-    A forward pass over them costs eval.budget of the training steps between two validations; at least one row.
+    Their forward pass costs the share eval.budget of the training steps between two validations.
     """
     if config.eval.budget is None:
         return sys.maxsize
@@ -91,14 +91,14 @@ def rows_within_budget(config: Config, n_contexts: int) -> int:
 def at_contexts(
     tokens: Tokens, n_bytes: NDArray[np.int64], config: Config, chosen: NDArray[np.int64], contexts: list[int]
 ) -> dict[int, Validation]:
-    """The `chosen` rows of model.context tokens, and at the other contexts rows of the same text."""
+    """A validation for each context: of the `chosen` rows at model.context, of rows of the same text at the others."""
     found, trained = {}, config.model.context
     for context in contexts:
         if context != trained and len(tokens) <= context:
             raise DataError(
                 f"eval.contexts: the {tokens.split} split of {tokens.path} has {len(tokens):,} tokens, less than one "
-                f"row of {context} + 1; leave {context} out, or hold out more text (data.val_fraction). Of a mixture "
-                "and of streamed text as much is read as eval.rows or eval.tokens asks for: raise that"
+                f"row of {context} + 1; leave {context} out, or hold out more text (data.val_fraction). For a mixture "
+                "or streamed text raise eval.rows or eval.tokens: no more text than that is read"
             )
         rows = rows_of(tokens, replace(config, model=replace(config.model, context=context)))
         here = chosen if context == trained else same_text(chosen, trained, context, len(rows))
@@ -107,11 +107,10 @@ def at_contexts(
 
 
 class RowFiles:
-    """`<run>/evals/step_00001000.npz`: the row losses of each eval record of metrics.jsonl, and of no other step.
+    """`<run>/evals/step_00001000.npz`: the row losses of each eval record of metrics.jsonl.
 
-    Other contexts than the training one have files of their own, step_00001000_context_2048.npz. Rank 0 alone makes
-    this object, once metrics.jsonl holds the records that the run goes on from; such files of other steps are deleted,
-    and no file with another name.
+    Other contexts than model.context have their own files, step_00001000_context_2048.npz. Files of steps without a
+    record are deleted. Rank 0 alone makes this object, after a resume has trimmed metrics.jsonl.
     """
 
     def __init__(self, directory: Path, metrics: Path, context: int) -> None:
@@ -124,7 +123,7 @@ class RowFiles:
                 path.unlink()
 
     def write(self, step: int, losses: Mapping[int, RowLosses]) -> None:
-        """Writes the files of a step, unless its record is written: a resumed run may repeat a validation.
+        """Writes the files of a step, unless it has a record: a resumed run may repeat a validation.
 
         Raises DataError if they cannot be written.
         """
@@ -133,7 +132,7 @@ class RowFiles:
         try:
             self.directory.mkdir(exist_ok=True)
             for context, rows in losses.items():
-                rows.write(self.directory / file_name(_name(step), context, self.context))
+                rows.write(self.directory / file_name(f"step_{step:08d}", context, self.context))
         except OSError as error:
             problem = f"the losses of the rows at step {step} cannot be written ({error.strerror}); make room"
             raise DataError(f"{self.directory}: {problem}") from error
@@ -141,9 +140,5 @@ class RowFiles:
 
 
 def file_name(stem: str, context: int, training_context: int) -> str:
-    """STEM.npz for the training context, STEM_context_CONTEXT.npz for another."""
+    """STEM.npz for model.context, STEM_context_CONTEXT.npz for another one."""
     return f"{stem}.npz" if context == training_context else f"{stem}_context_{context}.npz"
-
-
-def _name(step: int) -> str:
-    return f"step_{step:08d}"

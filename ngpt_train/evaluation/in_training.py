@@ -6,9 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ngpt_train.config.schema import Config
 from ngpt_train.core.errors import DataError
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
+from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.evaluations import Evaluations, RowFiles
+from ngpt_train.evaluation.generation.tokens import opened, row_of
+from ngpt_train.evaluation.validation import evaluating
 from ngpt_train.training.guards import explain_out_of_memory
 from ngpt_train.training.hooks.hook import Hook, Record, TrainingRun, due
 from ngpt_train.training.state import TrainState
@@ -18,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class Validations(Hook):
-    """Logs an eval record at the first and the last step and every eval.every steps, and with `sample` what the model
-    writes then. Writes the losses of the rows into `directory`/evals.
+    """Logs an eval record at the first and the last step and every eval.every steps, and a sample of text after each.
+    Writes the losses of the rows into `directory`/evals.
 
-    validated: called on rank 0 with the step and the loss.
+    validated: called on rank 0 with the step and the loss. sample: from `sampling_of`.
     """
 
     def __init__(
@@ -37,10 +41,10 @@ class Validations(Hook):
         self.last: Record = {}  # the metrics of the last validation
 
     def start(self, run: TrainingRun) -> None:
-        if run.state.world.is_main:  # here, because metrics.jsonl holds the records that the run goes on from
+        if run.state.world.is_main:  # `start` comes after a resume has trimmed metrics.jsonl
             evals, metrics = self._directory / "evals", self._directory / "metrics.jsonl"
             self._files = RowFiles(evals, metrics, run.state.config.model.context)
-        # A run that was stopped between its last checkpoint and the evaluation at that step evaluates now.
+        # The run may have been stopped between its last checkpoint and the evaluation at that step.
         if run.step == 0 or self._is_due(run):
             self._validate(run)
 
@@ -88,3 +92,37 @@ class TaskScores(Hook):
         with explain_out_of_memory(state.micro_rows), run.during("the tasks at step", run.step):
             metrics = self._tasks(state.model, self._tokenizer, state.world).metrics()
         run.log(run.record("tasks") | metrics)
+
+
+def sampling_of(config: Config, tokenizer: Tokenizer) -> Callable[[TrainState], dict[str, str]] | None:
+    """A function that continues logging.sample_prompt, as {"prompt": ..., "text": ...}; None without such a prompt.
+
+    Calling it is collective. It changes nothing of the state, because the row has its own random numbers. If logits are
+    not finite it adds no token, and training goes on.
+    """
+    prompt = config.logging.sample_prompt
+    if prompt is None:
+        return None
+    ids = tokenizer.encode(prompt).tolist()
+
+    def sample(state: TrainState) -> dict[str, str]:
+        with evaluating(state.model, state.world):
+            row = row_of(state.model, opened(state.model, tokenizer, ids), config.generate.seed)
+            # All ranks need the same number of passes, even after the text has ended: FSDP2 gathers weights in each.
+            for _ in range(config.generate.max_new_tokens):
+                logits = state.model.next_token_logits(row.prompt, row.prompt.new_tensor(row.new)).cpu()
+                if row.end is None and logits.isfinite().all():
+                    row.add(logits, config.generate, tokenizer.eos, tokenizer.vocab_size)
+        whole, given = tokenizer.decode([*ids, *row.new]), tokenizer.decode(ids)
+        return {"prompt": given, "text": whole.removeprefix(given)}
+
+    return sample
+
+
+def tasks_of(config: Config, world: World) -> Tasks | None:
+    """The tasks of eval.tasks with their data; None without any. A collective call. Raises as `Tasks`."""
+    if config.eval.tasks is None:
+        return None
+    from ngpt_train.evaluation.tasks.run_tasks import Tasks
+
+    return Tasks(config.eval, config.model, world)

@@ -1,10 +1,11 @@
 """The loss of a model at a context, and at each position of its window: figure 13 of the nGPT paper.
 
-A document is read from an eos on, as in training, and its ids are the targets, each once; the eos behind it is none.
-The first window has the first `context` targets. Then the window moves by `stride`, and its last `stride` targets count
-for the context; the last window ends with the document. So every target of the first window but its first ones, and
-every later one, is predicted from at least `context - stride` ids before it. The position of a target is how many ids
-of its window were read before it, less one: at the positions all targets of all windows count.
+A document is read after an eos, as in training. Its ids are the targets; the eos at its end is not.
+
+The first window has the first `context` targets. Each later window moves by `stride`, and its last `stride` targets
+count for the context, so each of them is predicted from at least `context - stride` ids. The last window ends with the
+document. The position of a target is the number of ids before it in its window, less one. At the positions all targets
+of all windows count.
 """
 
 from __future__ import annotations
@@ -22,17 +23,15 @@ from torch import Tensor
 
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer, encode_document
 from ngpt_train.distributed.world import World
-from ngpt_train.evaluation.validation import not_training
+from ngpt_train.evaluation.validation import CHUNK_TOKENS, not_training
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.layers.rope import UNSCALED, RopeScaling
 
-# Most ids of one forward pass of several windows; a longer window is a pass of its own.
-MOST_TOKENS = 8_192
-STYLES = {"none": ("-", "C0"), "linear": ("--", "C1"), "ntk": (":", "C2")}  # of the figure
+STYLES = {"none": ("-", "C0"), "linear": ("--", "C1"), "ntk": (":", "C2")}  # line and colour by `rope`
 
 
 class Window(NamedTuple):
-    """The targets `start` to `end - 1` of a document, of which those from `new` on count for the context."""
+    """The targets `start` to `end - 1` of a document. The context counts them from `new` on."""
 
     start: int
     new: int
@@ -50,11 +49,11 @@ def windows(n_targets: int, context: int, stride: int) -> Iterator[Window]:
 
 @dataclass
 class Curve:
-    """Sums at one context. rope: none, linear or ntk, with its factor. nats: of the `targets` targets that count for
-    the context, which stand for `bytes` bytes of text.
+    """Sums at one context. rope: none, linear or ntk, with its factor. nats, targets, bytes: of the targets that count
+    for the context.
 
-    by_position: (3, context) fp64, of all targets at each position the nats, their number and their bytes. shorter: the
-    documents that have fewer targets than the context.
+    by_position: (3, context) fp64, at each position the nats, the number and the bytes of all targets. shorter: the
+    number of documents with fewer targets than the context.
     """
 
     context: int
@@ -82,8 +81,7 @@ class Curve:
 
 
 def losses(nats: float, targets: float, n_bytes: float) -> dict[str, Any]:
-    """loss (nats per target), ppl = exp(loss) and bits_per_byte = nats / ln 2 / bytes; null where there is no target or
-    no byte."""
+    """loss in nats per target, ppl = exp(loss), bits_per_byte = nats / ln 2 / bytes; None without targets or bytes."""
     loss = nats / targets if targets else None
     return {
         "targets": int(targets),
@@ -94,13 +92,13 @@ def losses(nats: float, targets: float, n_bytes: float) -> dict[str, Any]:
 
 
 def bins(context: int) -> list[tuple[int, int]]:
-    """Ranges of positions, each twice as long as all before: 0, 1, 2 to 3, 4 to 7, ... to the context."""
+    """Ranges of positions: 0, 1, 2 to 3, 4 to 7, ... up to the context."""
     ends = [1 << k for k in range(context.bit_length()) if 1 << k < context]
     return list(zip([0, *ends], [*ends, context], strict=True))
 
 
 def scaling_of(rope: str, context: int, trained: int) -> RopeScaling:
-    """RoPE's scaling that brings a row of `context` tokens to the `trained` ones; none for a row that is no longer."""
+    """RoPE's scaling for a row of `context` tokens, after training on `trained` tokens; none for a row within them."""
     factor = max(1.0, context / trained)
     return {"none": UNSCALED, "linear": RopeScaling(linear=factor), "ntk": RopeScaling(ntk=factor)}[rope]
 
@@ -115,8 +113,8 @@ def measure(
 ) -> list[Curve]:
     """The curves of `plan`, (context, stride, rope) each; the same on every rank. A collective call.
 
-    Documents are read one after the other, and a window's logits are never held at once: memory grows with the longest
-    document's ids and the longest context's activations. The ranks share the windows. The model is left as it was.
+    Documents are read one by one, and logits are never held whole: memory grows with the longest document's ids and the
+    longest context's activations. The ranks share the windows.
     """
     curves = [
         Curve(context, stride, rope, max(scaling_of(rope, context, model.config.context)))
@@ -134,7 +132,7 @@ def measure(
                 curve.documents += 1
                 curve.shorter += n_targets < curve.context
                 cut = list(windows(n_targets, curve.context, curve.stride))
-                at_once = max(1, MOST_TOKENS // (cut[0].end - cut[0].start))
+                at_once = max(1, CHUNK_TOKENS // (cut[0].end - cut[0].start))
                 model.rope_scaling = scaling_of(curve.rope, curve.context, model.config.context)
                 for first in range(0, len(cut), at_once):
                     passes += 1
@@ -155,9 +153,9 @@ def _opened(tokenizer: Tokenizer, text: str) -> Tensor:
 
 
 def _add(model: Decoder, ids: Tensor, cut: list[Window], n_bytes: Tensor, sums: Tensor, counted: Tensor) -> None:
-    """Adds the losses of windows of one length to the sums by position (3, context), and to those of the context (4,).
+    """Adds the losses of windows of one length to `sums` (3, context), by position, and to `counted` (4,).
 
-    ids: (1 + targets,), of which the first is the eos.
+    ids: (1 + targets,); the first one is the eos.
     """
     rows = torch.stack([ids[window.start : window.end + 1] for window in cut])  # (B, T + 1)
     targets = rows[:, 1:]
@@ -170,8 +168,10 @@ def _add(model: Decoder, ids: Tensor, cut: list[Window], n_bytes: Tensor, sums: 
 
 
 def plot_lengths(curves: Sequence[Curve], trained: int, title: str, path: Path) -> None:
-    """Writes a picture: left the perplexity over the context, as figure 13 of the nGPT paper, right over the position
-    at each context. trained: model.context, at which a line stands."""
+    """Writes a picture of the perplexity: left over the context, as figure 13 of the nGPT paper, right over positions.
+
+    A line marks `trained`, which is model.context.
+    """
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), dpi=120, layout="constrained")

@@ -13,7 +13,6 @@ from ngpt_train.config.architectures import all_keys
 from ngpt_train.config.keys import AUTO
 from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.schema import Config, TrainConfig, build
-from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.config.stored import read_yaml
 from ngpt_train.config.validate import check_leaf, check_leaves
 from ngpt_train.core.errors import ConfigError, DataError
@@ -24,6 +23,7 @@ from ngpt_train.distributed.layouts import choose_kernels, resolve_precision
 from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.evaluation.averaging import load_mean, newest
 from ngpt_train.evaluation.generation.continued_prompts import Texts
+from ngpt_train.evaluation.generation.tokens import opened
 from ngpt_train.models.decoder import Decoder
 from ngpt_train.models.registry import build_model
 from ngpt_train.report.enough_memory import check_weights_fit
@@ -33,14 +33,11 @@ from ngpt_train.training.checkpoint.load import load_model, open_tensors
 
 logger = logging.getLogger(__name__)
 
-# The sections that say what a model is and how it was trained, which the checkpoint decides; and for each the key that
-# an override of the whole group, such as model=gpt, sets.
+# The checkpoint decides these sections. The value is the key that an override of the whole group sets, as model=gpt.
 DECIDED_BY_CHECKPOINT = {"model": "name", "scale": "name", "tokenizer": "kind", "optim": "name", "schedule": "kind"}
-# The keys and sections that every verb that restores a model reads, beside its own section.
+# Every verb that restores a model reads these keys and sections, beside its own section.
 USED = ("train.device", "train.precision", "kernels")
-
-
-# The keys of `generate` that say how a text is sampled.
+# The keys of `generate` for sampling.
 OPTIONS = {
     f"generate.{name}"
     for name in (
@@ -52,41 +49,43 @@ OPTIONS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """A checkpoint, and the config of the run that saved it."""
+    """A checkpoint, and the config of its run."""
 
     path: Path
     config: Config
-    averaged: tuple[Path, ...] = ()  # the checkpoints, the oldest first, the mean of whose weights is taken; or none
-    weights: str = "trained"  # or ema
-
-
-@dataclass(frozen=True)
-class Restored:
-    """The contents of a checkpoint, without the optimizer. config: that of the run that saved it."""
-
-    path: Path
-    step: int
-    config: Config
-    model: Decoder
-    tokenizer: Tokenizer
-    averaged_steps: tuple[int, ...] = ()  # of the checkpoints the mean of whose weights the model has; or none
+    averaged: tuple[Path, ...] = ()  # checkpoints for a mean of weights, the oldest first
     weights: str = "trained"  # or ema
 
     @property
+    def averaged_steps(self) -> tuple[int, ...]:
+        return tuple(map(step_of, self.averaged))
+
+    @property
     def of_what(self) -> str:
-        """The model's weights in words, if they are not the trained ones of one checkpoint."""
+        """Describes a mean or a moving average of weights; empty for the trained weights of one checkpoint."""
         if self.averaged_steps:
             return f"mean of the weights at steps {', '.join(map(str, self.averaged_steps))}"
         return "moving average of the weights" if self.weights == "ema" else ""
 
+
+@dataclass(frozen=True, kw_only=True)
+class Restored(Trained):
+    """A checkpoint with its model and tokenizer, without the optimizer."""
+
+    step: int
+    model: Decoder
+    tokenizer: Tokenizer
+
     def tokens(self, text: str) -> Tensor:
-        """The ids `(T,)` that the model reads of a text, the eos before it included; `model(tokens[None])` gives the
-        logits `(1, T, V)` of a decoder."""
-        return Texts(self.model, self.tokenizer, GenerateConfig()).opened(self.tokenizer.encode(text).tolist())
+        """The ids `(T,)` of a text as the model reads it: a decoder with an eos in front. `model(tokens[None])` gives a
+        decoder's logits `(1, T, V)`."""
+        return opened(self.model, self.tokenizer, self.tokenizer.encode(text).tolist())
 
     def generate(self, prompt: str, **options: Any) -> str:
-        """The text with which the model continues a prompt. options: of the keys of `generate`, those in OPTIONS, such
-        as max_new_tokens=50, temperature=0. Raises ConfigError for any other, and for a wrong value."""
+        """Continues a prompt. options: keys of `generate` from OPTIONS, such as max_new_tokens=50, temperature=0.
+
+        Raises ConfigError for another key or a wrong value.
+        """
         keys = {name: key for name, key in all_keys().items() if name in OPTIONS}
         values = {f"generate.{name}": value for name, value in options.items()}
         check_leaves(values, keys)
@@ -97,8 +96,10 @@ class Restored:
 
 
 def check_size(checkpoint: Path, model: ModelConfig) -> None:
-    """Raises DataError unless the checkpoint has tensors for so many blocks and parameters: a forged config would
-    otherwise take all memory before a tensor is compared with it."""
+    """Raises DataError if the checkpoint's tensors are too few for the config.
+
+    Otherwise a forged config could take all memory before its tensors are compared.
+    """
     if model.vocab_size == AUTO:
         raise DataError(f"{checkpoint / 'config.yaml'}: model.vocab_size=auto, but a checkpoint has its number")
     sizes = open_tensors(checkpoint).sizes()
@@ -116,11 +117,11 @@ def check_size(checkpoint: Path, model: ModelConfig) -> None:
 
 
 def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used: Collection[str] = ()) -> Trained:
-    """The checkpoint that `<verb>.checkpoint` names. Touches neither data nor devices.
+    """Finds the checkpoint of `<verb>.checkpoint`. Touches neither data nor devices.
 
-    overrides: the arguments of the command line. The log names those that the verb does not use. also_used: sections
-    and keys that the verb reads, beside its own section and USED. Raises DataError if there is no checkpoint, or if
-    there are too few to average, and ConfigError for an override that contradicts it.
+    overrides: the command line; the log names unused ones. also_used: sections and keys that the verb reads, beside its
+    own section and USED. Raises DataError without a checkpoint, or with too few for an average, and ConfigError for an
+    override that contradicts the checkpoint.
     """
     own = getattr(config, verb)
     trained = named(verb, "checkpoint", own.checkpoint, own)
@@ -129,9 +130,9 @@ def find_trained(verb: str, config: Config, overrides: Sequence[str], also_used:
 
 
 def named(verb: str, key: str, value: str | None, own: Any) -> Trained:
-    """The checkpoint that `<verb>.<key>` names as `value`. own: the verb's section, for `average` and `weights`.
+    """Finds the checkpoint of `<verb>.<key>=<value>`. own: the verb's section, for `average` and `weights`.
 
-    Raises DataError if there is none, or if there are too few to average; ConfigError if it has no moving average.
+    Raises DataError without a checkpoint, or with too few for an average; ConfigError without a moving average.
     """
     path = find_checkpoint(f"{verb}.{key}", value)
     stored = read_yaml(path / "config.yaml")
@@ -147,8 +148,10 @@ def named(verb: str, key: str, value: str | None, own: Any) -> Trained:
 def check_overrides(
     verb: str, trained: Sequence[Trained], config: Config, overrides: Sequence[str], also_used: Collection[str] = ()
 ) -> None:
-    """Raises ConfigError for an override that contradicts one of the checkpoints; the log names those without use.
-    Arguments as of `find_trained`."""
+    """Raises ConfigError for an override that contradicts a checkpoint. The log names unused overrides.
+
+    For the arguments see `find_trained`.
+    """
     used, unused = {verb, "experiment", *USED, *also_used}, []
     for override in overrides:
         name, _, value = (part.strip() for part in override.partition("="))
@@ -181,7 +184,7 @@ def _value(config: Config, key: str) -> Any:
 
 
 def restore_here(run: str | Path, device: str) -> Restored:
-    """The newest checkpoint of a run, or the checkpoint, that `run` names, for evaluation in this process."""
+    """Restores a checkpoint, or the newest one of a run, for evaluation in this process."""
     check_leaf("train.device", device, all_keys())
     path = find_checkpoint("load", str(run))
     stored = read_yaml(path / "config.yaml")
@@ -208,14 +211,11 @@ def restore(trained: Trained, config: Config, world: World) -> Restored:
         load_mean(trained.averaged, model, world)
     elif trained.weights == "ema":
         load_model(path, model, world, "ema")
-        model.project_()  # the mean of points of the sphere lies inside of it
+        model.project_()  # the mean of points on the sphere lies inside it
     else:
         load_model(path, model, world)
     tokenizer = read_tokenizer(path, read_json(path / "tokenizer.json"))
+    if trained.of_what:
+        logger.info("weights: %s", trained.of_what)
     step = read_progress(path)["step"]  # the directory may have been renamed
-    restored = Restored(
-        path, step, trained.config, model, tokenizer, tuple(map(step_of, trained.averaged)), trained.weights
-    )
-    if restored.of_what:
-        logger.info("weights: %s", restored.of_what)
-    return restored
+    return Restored(**vars(trained), step=step, model=model, tokenizer=tokenizer)

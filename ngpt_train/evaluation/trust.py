@@ -1,7 +1,7 @@
-"""The keys that a verb takes of the config of a run that may be somebody else's: docs/trust.md.
+"""Which keys does a verb take from the config of a foreign run? See docs/trust.md.
 
-Numbers, switches and choices are taken: they say how the run was trained. A text may name a file, an address or code,
-so each key that holds text has a rule here, and so has each key that decides what happens on this machine.
+Numbers, switches and choices are taken: they describe the training. A text may name a file, an address or code, so each
+key of text has a rule here. So has each key that acts on this machine.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from ngpt_train.core.log import say_once
 from ngpt_train.core.named import is_known, note
 from ngpt_train.core.recorded import printable
 
-TAKEN = "taken"  # names nothing but a part of the run, or of what a key that is NAMED stands for
-NAMED = "named"  # what is read: where this command line or a training of ours names it too
-PLACE = "place"  # where files are kept: ours, unless a training of ours has used that of the run
-OWN = "own"  # never the run's: what runs code, is written, uploaded or kept on this machine
-# By key, or for all keys of a section.
+TAKEN = "taken"  # the run's value: it names only a part of the run, or a part of a NAMED source
+NAMED = "named"  # a source to read: the run's value, if this command line or an own training names it too
+PLACE = "place"  # a directory for files: our value, unless an own training has used the run's
+OWN = "own"  # our value: the key runs code, or writes, uploads or keeps files
+# By key or by section.
 RULES = {
     **{
         f"run.{name}": OWN
@@ -34,7 +34,7 @@ RULES = {
     },
     "run.init_from": NAMED,
     "scale.name": TAKEN,
-    "model": TAKEN,  # of an architecture of ours, or of a --plugin of this command line
+    "model": TAKEN,  # of our own architectures, or of a --plugin of this command line
     "optim.lr_table": TAKEN,
     "optim.lr_source": TAKEN,
     **{f"data.{name}": NAMED for name in ("path", "repo", "mixture", "val_files")},
@@ -43,18 +43,18 @@ RULES = {
     **{f"data.{name}": OWN for name in ("out", "cache_gb", "workers", "prepare_workers", "prefetch", "fetch_minutes")},
     "tokenizer.path": NAMED,
     "tokenizer.eos": TAKEN,
-    "eval.tasks": OWN,  # whose YAML files run Python
+    "eval.tasks": OWN,  # YAML files of tasks run Python
     "eval.tasks_path": OWN,
     "logging.wandb": OWN,
     "logging.sample_prompt": OWN,
-    # Of the verbs, each of which has its own from the command line.
+    # The sections of verbs come from the command line.
     **dict.fromkeys(("generate", "evaluate", "analyze", "probe", "export", "import", "plan", "doctor"), OWN),
     **dict.fromkeys(("study", "compare", "audit", "transfer"), OWN),
 }
 
 
 def rule_of(key: Key) -> str:
-    """The rule for the key of a run that is not known to be ours. A text without a rule is not taken."""
+    """The rule for a key of a foreign run. A text without a rule is OWN."""
     parts = key.name.split(".")
     rules = [RULES[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in RULES]
     holds_text = key.is_free_text or key.items is str or key.is_table
@@ -62,10 +62,10 @@ def rule_of(key: Key) -> str:
 
 
 def taken(stored: Config, own: Config, overrides: Sequence[str], opens: Collection[str]) -> Config:
-    """`stored`, the config of a run, with our own values of all that it must not decide here.
+    """A run's config `stored`, with our own values for all keys that it must not decide.
 
-    own: the config of the command line `overrides`. opens: the sections whose files the verb opens. Raises DataError
-    where `stored` names one for them that is not known, with the arguments that name it.
+    own: the config of the command line `overrides`. opens: the verb opens the sources of these sections. Raises
+    DataError if `stored` has an unknown source for them; the message has the arguments that name it.
     """
     keys = schema_keys(type(stored.model))
     values, ours = (dict(flatten(to_dict(x), schema_keys(type(x.model)))) for x in (stored, own))
@@ -90,19 +90,19 @@ def taken(stored: Config, own: Config, overrides: Sequence[str], opens: Collecti
 
 
 def note_names(config: Config) -> None:
-    """Makes known what a training of ours names."""
+    """Remembers the sources and directories of an own training."""
     note(name for names in names_of(config).values() for name in names)
 
 
 def is_text_of(own: Config, stored: Config) -> bool:
-    """Our command line names the files or the data set that the run was trained on."""
+    """True if our command line names the training text of the run."""
     keys = [key for key, rule in RULES.items() if rule == NAMED and key.startswith("data.")]
     one, other = ([names[key] for key in keys] for names in map(names_of, (own, stored)))
     return own.data.kind == stored.data.kind and any(other) and one == other
 
 
 def names_of(config: Config) -> dict[str, list[str]]:
-    """The paths, absolute, and the data sets of the hub that each key names whose rule is NAMED or PLACE."""
+    """The absolute paths, and the data sets of the hub, for each key with the rule NAMED or PLACE."""
     data = config.data
     parts = [source.data for source in mixture_of(data)] if data.kind == "mixture" else []
     return {
@@ -117,7 +117,7 @@ def names_of(config: Config) -> dict[str, list[str]]:
 
 
 def _paths(path: str | None) -> list[str]:
-    # With its `..`, which may come after a forger's link. Path.expanduser raises for an unknown user.
+    # `..` stays: it may come after a forged link. Path.expanduser raises for an unknown user.
     return [] if path is None else [str(Path.cwd() / os.path.expanduser(path))]
 
 
@@ -126,7 +126,7 @@ def _sets(repo: str | None) -> list[str]:
 
 
 def _refusal(stored: Config, unknown: Sequence[str]) -> str:
-    """The keys that name unknown files or data sets, and arguments that name them. Keys of data.* need each other."""
+    """The message for unknown sources, with arguments that name them. Keys of data.* need each other."""
     sections = dict.fromkeys(key.partition(".")[0] for key in unknown)
     named = {key: attrgetter(key)(stored) for key, names in names_of(stored).items() if names and key != "data.cache"}
     add = [f"{section}={getattr(stored, section).kind}" for section in sections if section != "run"]

@@ -21,8 +21,8 @@ from ngpt_train.distributed.statistics import averaged_statistics
 from ngpt_train.distributed.world import World
 from ngpt_train.models.decoder import Decoder
 
-# Most tokens in one forward pass. It is not train.micro_rows, which may depend on the number of ranks: rounding depends
-# on which rows share a matrix product.
+# Most tokens in one forward pass. Rows that share a matrix product change each other's rounding, so this is a constant;
+# train.micro_rows may depend on the number of ranks.
 CHUNK_TOKENS = 8_192
 
 
@@ -30,8 +30,8 @@ CHUNK_TOKENS = 8_192
 class RowLosses:
     """The loss of each row of a validation set, for means and for pairing two runs row by row.
 
-    loss_sum: (N,) the cross-entropy of the row's targets, summed, in nats. n_targets: (N,) how many they are. n_bytes:
-    of text that all targets stand for. rows_hash: which rows they are.
+    loss_sum: (N,) the summed cross-entropy of the row's targets, in nats. n_targets: (N,) their number. n_bytes: the
+    text of all targets. rows_hash: identifies the rows.
     """
 
     loss_sum: NDArray[np.float64]
@@ -40,7 +40,7 @@ class RowLosses:
     rows_hash: str
 
     def metrics(self) -> dict[str, Any]:
-        """loss (nats per target), ppl, bits_per_byte; rows, n_targets and rows_hash, which say what they are of."""
+        """loss (nats per target), ppl and bits_per_byte; rows, n_targets and rows_hash identify the rows."""
         total, n_targets = float(self.loss_sum.sum()), int(self.n_targets.sum())
         loss = total / n_targets
         return {
@@ -63,23 +63,19 @@ class RowLosses:
 class Validation:
     """Evaluates a model on fixed rows. Each rank computes some chunks of them.
 
-    chosen: (N,) indices of the rows; they are evaluated in ascending order. n_bytes: `(vocab_size,)`, the number of
-    bytes of text that each id stands for, from the tokenizer.
+    chosen: (N,) indices of the rows; they are evaluated in ascending order. n_bytes: `(vocab_size,)`, the bytes of text
+    of each id, from the tokenizer.
     """
 
     def __init__(self, rows: Rows, n_bytes: NDArray[np.int64], chosen: NDArray[np.int64]) -> None:
         batch = rows.batch(np.sort(chosen))  # tokens, targets, ...: (N, context)
         tokens, targets, *_ = batch
         self.batch = [torch.from_numpy(part) for part in batch]
-        self.targets = targets[targets != IGNORED]  # those that count
+        self.targets = targets[targets != IGNORED]
         self.n_rows, context = targets.shape
         self.n_bytes = int(n_bytes[self.targets].sum())
         self.rows_hash = hash_of(tokens, targets)
         self.chunk = min(self.n_rows, max(1, CHUNK_TOKENS // context))
-
-    def __call__(self, model: Decoder, world: World) -> dict[str, Any]:
-        """The metrics of `row_losses`; the same on every rank. A collective call."""
-        return self.row_losses(model, world).metrics()
 
     @torch.no_grad()
     def row_losses(self, model: Decoder, world: World) -> RowLosses:
@@ -87,16 +83,13 @@ class Validation:
         sums = torch.zeros(self._n_chunks, self.chunk, dtype=torch.float64, device=world.device)
         for index, losses in self._token_losses(model, world):
             sums[index] = losses.double().sum(1)
-        # Only one rank has a row's loss, the others have 0, so the sum over ranks is the loss, to the bit.
+        # One rank has a row's loss and the others have 0, so the sum over ranks is exact.
         found = world.sum_(sums).flatten()[: self.n_rows].cpu().numpy()
         return RowLosses(found, (self.batch[1] != IGNORED).sum(1).numpy(), self.n_bytes, self.rows_hash)
 
     @torch.no_grad()
     def token_losses(self, model: Decoder, world: World) -> NDArray[np.float64]:
-        """The losses `(N, context)` of all targets, whose sums `row_losses` has; 0 for one that does not count.
-
-        For one process.
-        """
+        """The losses `(N, context)` of all targets; 0 for ignored ones. For one process."""
         assert world.size == 1
         found = np.zeros((self._n_chunks * self.chunk, self.batch[1].shape[1]))
         for index, losses in self._token_losses(model, world):
@@ -110,18 +103,16 @@ class Validation:
 
     def _token_losses(self, model: Decoder, world: World) -> Iterator[tuple[int, Tensor]]:
         """The number of each of this rank's chunks, and the losses `(chunk, targets)` of its targets."""
-        # FSDP2 gathers weights in every forward pass, so all ranks make the same number of forward passes.
         with not_training(model, world):
-            for first in range(0, self._n_chunks, world.size):
-                index = first + world.rank
+            for index, counts in shares(self._n_chunks, world):
                 losses = model(*self._chunk(index, world.device)).by_token
-                if index < self._n_chunks:
+                if counts:
                     yield index, losses
 
     def _chunk(self, index: int, device: torch.device) -> list[Tensor]:
         """Tokens, targets and document ids of a chunk, each `(chunk, context)` int64.
 
-        If there are too few rows, the chunk is filled up with rows whose targets do not count.
+        The last chunk is filled up with rows of ignored targets.
         """
         filled = []
         for part, filler in zip(self.batch, (0, IGNORED, 0), strict=False):
@@ -132,9 +123,19 @@ class Validation:
         return filled
 
 
+def shares(n: int, world: World) -> Iterator[tuple[int, bool]]:
+    """This rank's part of the numbers 0 to n - 1, each with True.
+
+    A rank with fewer numbers gets a last one again, with False: FSDP2 gathers weights in every forward pass, so all
+    ranks need the same number of passes.
+    """
+    for index in range(world.rank, world.rank + n, world.size):
+        yield min(index, n - 1), index < n
+
+
 @contextmanager
 def not_training(model: Decoder, world: World) -> Iterator[None]:
-    """Inside, the model has no dropout, and the statistics of all ranks; a collective call."""
+    """Switches dropout off and averages the statistics of all ranks, inside. A collective call."""
     was_training = model.training
     model.eval()
     with averaged_statistics(model, world):
@@ -144,8 +145,8 @@ def not_training(model: Decoder, world: World) -> Iterator[None]:
 
 @contextmanager
 def evaluating(model: Decoder, world: World) -> Iterator[None]:
-    """The same without gradients, for texts of any length: blocks that are compiled for the rows of training run as
-    they are written, because they would be compiled again for each length."""
+    """`not_training` without gradients, for texts of any length. Compiled blocks run uncompiled, because they would be
+    compiled again for each length."""
     is_compiled = any(block._compiled_call_impl is not None for block in model.blocks())
     eager = torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
     with torch.no_grad(), not_training(model, world), eager:
@@ -153,8 +154,10 @@ def evaluating(model: Decoder, world: World) -> Iterator[None]:
 
 
 def hash_of(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> str:
-    """16 hex digits of the rows (N, context) in their order: the SHA-256 of N, context, tokens and targets, each as
-    little-endian int64. Masks of documents are not part of it: models with and without them have the same targets."""
+    """16 hex digits of the SHA-256 of N, context, tokens and targets `(N, context)`, as little-endian int64.
+
+    Document masks are left out: models with and without them have the same targets.
+    """
     digest = hashlib.sha256()
     for part in (np.array(tokens.shape), tokens, targets):
         digest.update(np.ascontiguousarray(part, dtype="<i8").data)
@@ -162,7 +165,7 @@ def hash_of(tokens: NDArray[np.int64], targets: NDArray[np.int64]) -> str:
 
 
 def target_counts(train: Rows, vocab_size: int, sample: int = 10_000_000) -> NDArray[np.int64]:
-    """The count of each id among targets, `(vocab_size,)`, in the first rows that have about `sample` targets."""
+    """The count of each id among about the first `sample` targets, `(vocab_size,)`."""
     counts = np.zeros(vocab_size, np.int64)
     first = 0
     while first < len(train) and counts.sum() < sample:
@@ -173,10 +176,9 @@ def target_counts(train: Rows, vocab_size: int, sample: int = 10_000_000) -> NDA
 
 
 def unigram_loss(train: Rows, validation: Validation, vocab_size: int, sample: int = 10_000_000) -> float:
-    """Validation loss, in nats per token, of the model that predicts each token by its frequency alone.
+    """The validation loss, in nats per token, of a model that predicts each token by its frequency alone.
 
-    Frequencies are those of `target_counts`, with 1 added to each count. A model whose validation loss is not clearly
-    lower has learnt nothing about the order of words.
+    It adds 1 to each count of `target_counts`. A model without a clearly lower loss has not learnt the order of words.
     """
     counts = 1.0 + target_counts(train, vocab_size, sample)
     return float(-np.log(counts / counts.sum())[validation.targets].mean())

@@ -1,1 +1,1 @@
-"""Models in the form of other programs, and back: docs/exchange.md."""
+"""Models in the files of other programs: export and import. See docs/exchange.md."""

@@ -1,4 +1,4 @@
-"""Writes a restored model into a directory for other programs, and compares what it wrote with the model."""
+"""Writes a restored model into a directory for other programs, and compares the directory with the model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import sync, write_json
 from ngpt_train.core.secrets import redacted
 from ngpt_train.evaluation.restore import Restored
-from ngpt_train.interop.card import Reader, card
+from ngpt_train.interop.card import card
 from ngpt_train.interop.layouts.layout import Layout
 from ngpt_train.interop.layouts.llama_config import NOTE
 from ngpt_train.interop.new_directory import check_free, new_directory
@@ -24,15 +24,15 @@ from ngpt_train.interop.tokenizers.tokenizer_files import write_tokenizers
 from ngpt_train.interop.verification import check_bits, check_logits, check_reader, difference, random_rows
 from ngpt_train.models.weights import export_weights, load_weights
 
-CONFIG = "ngpt_train_config.yaml"  # of the run, in every export
-STATISTICS = "statistics."  # before the names of running statistics, as in a checkpoint
+CONFIG = "ngpt_train_config.yaml"  # the run's config, in every export
+STATISTICS = "statistics."  # prefix of running statistics, as in a checkpoint
 DTYPES = {name: dtype for dtype, name in FLOATS.items()}
 
 
 def export(restored: Restored, own: ExportConfig, layout: Layout, say: Callable[[str], object]) -> Path:
-    """Writes export.out, complete or not at all; returns it. say: gets each sentence about it.
+    """Writes export.out, complete or not at all; returns it. say: called with each sentence of the output.
 
-    Raises ConfigError or DataError where it cannot be written, NumericalError where it is not the model.
+    Raises ConfigError or DataError if it cannot be written, NumericalError if the written model differs.
     """
     assert own.out is not None
     out = Path(own.out).expanduser()
@@ -43,12 +43,12 @@ def export(restored: Restored, own: ExportConfig, layout: Layout, say: Callable[
             for sentence in _write(restored, own, layout, work):
                 said.append(sentence)
                 say(sentence)
-            reader = Reader(layout.name != "safetensors", bool(layout.files()), (work / "tokenizer.json").exists())
-            (work / "README.md").write_text(redacted(card(restored, layout.name, own.dtype, said, reader)))
+            has_tokenizer = (work / "tokenizer.json").exists()
+            (work / "README.md").write_text(redacted(card(restored, layout, own.dtype, said, has_tokenizer)))
             mode = (work / "config.json").stat().st_mode
             for path in work.rglob("*"):
                 if path.is_file():
-                    path.chmod(mode)  # safetensors writes files that nobody else may read
+                    path.chmod(mode)  # safetensors writes files for their owner alone
                 sync(path)
     except OSError as error:
         if error.errno is None:  # of transformers, not of the disk
@@ -58,7 +58,7 @@ def export(restored: Restored, own: ExportConfig, layout: Layout, say: Callable[
 
 
 def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) -> Iterator[str]:
-    """Writes all files but README.md, and compares; gives what is to be said."""
+    """Writes all files but README.md, and compares them with the model. Yields the sentences of the output."""
     config, model, tokenizer = restored.config.model, restored.model, restored.tokenizer
     trained = export_weights(model)
     weights = rounded(trained, own.dtype)
@@ -70,20 +70,20 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
 
     ends = {"bos_token_id": tokenizer.eos, "eos_token_id": tokenizer.eos}
     config_json = layout.config_json(config)
-    config_json[NOTE] = {"layout": layout.name, **config_json.get(NOTE, {})}  # by which `import` knows the way back
-    if layout.name != "safetensors":
+    config_json[NOTE] = {"layout": layout.name, **config_json.get(NOTE, {})}  # for `import`
+    if layout.for_transformers:
         config_json |= {**ends, "dtype": str(DTYPES[own.dtype]).removeprefix("torch."), "use_cache": True}
-        # Without the padding id in config.json: transformers would give the embedding of that id no gradient.
+        # config.json has no padding id: transformers would give the embedding of that id no gradient.
         write_json(work / "generation_config.json", {**ends, "pad_token_id": tokenizer.eos})
     write_json(work / "config.json", config_json)
     for path in layout.files():
         shutil.copyfile(path, work / path.name)
     write_yaml(restored.config, work / CONFIG)
-    reads_eos_first = config.objective != "prefix_continuation"  # an encoder reads a document from its first token on
+    reads_eos_first = config.objective != "prefix_continuation"  # a decoder reads an eos before a document
     yield from write_tokenizers(work, tokenizer, config.context, reads_eos_first)
 
     yield check_bits(work, layout, config_json, {**weights, **statistics})
-    if layout.name == "safetensors":
+    if not layout.for_transformers:
         yield check_reader(work, {**weights, **statistics})
         return
     rows = random_rows(config, own.rows)
@@ -93,7 +93,7 @@ def _write(restored: Restored, own: ExportConfig, layout: Layout, work: Path) ->
 
 
 def rounded(weights: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """The weights in `dtype`. Raises DataError where it cannot hold one of them."""
+    """The weights in `dtype`. Raises DataError if a weight is too large for it."""
     found = {name: weight.to(DTYPES[dtype]) for name, weight in weights.items()}
     if bad := [name for name, weight in found.items() if not weight.isfinite().all()]:
         largest = weights[bad[0]].abs().max().item()
@@ -104,7 +104,7 @@ def rounded(weights: dict[str, Tensor], dtype: str) -> dict[str, Tensor]:
 def _move_to(
     model: torch.nn.Module, trained: dict[str, Tensor], weights: dict[str, Tensor], rows: Tensor, dtype: str
 ) -> str:
-    """Gives `model` the rounded weights, and says by how much that moves its logits."""
+    """Gives `model` the rounded weights. Returns a sentence with the change of its logits."""
     with torch.no_grad():
         before = [model(row) for row in rows.split(1)]
     load_weights(model, {name: weight.float() for name, weight in weights.items()})

@@ -1,4 +1,4 @@
-"""Checks that keys and weights from outside make a model."""
+"""Checks that foreign keys and weights make a model."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -19,8 +19,7 @@ Keys = TypeVar("Keys", bound=ModelConfig)
 def checked_config(keys: Mapping[str, Any], schema: type[Keys], place: str) -> Keys:
     """The config with these model.* keys, by dotted names without `model.`.
 
-    Raises ConfigError, which names the key and `place`, for a key that there is not and for a value that it does not
-    take, and for values that exclude each other.
+    Raises ConfigError with the key and `place` for an unknown key, a wrong value, and values that exclude each other.
     """
     values = {f"model.{name}": value for name, value in keys.items()}
     for name, value in values.items():
@@ -35,9 +34,9 @@ def checked_config(keys: Mapping[str, Any], schema: type[Keys], place: str) -> K
 
 
 def shapes_of(config: ModelConfig, found: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """The shape of each weight of the model of `config`, by canonical name.
+    """The shape of each weight of the config's model, by canonical name.
 
-    Raises DataError where `found`, its weights, are fewer than its blocks: a forged config would take all memory.
+    Raises DataError if the tensors `found` are fewer than the blocks: a forged config would take all memory.
     """
     check_layers(config.n_layers, found)
     with torch.device("meta"):
@@ -55,8 +54,7 @@ def check_layers(n_layers: int, found: Mapping[str, Tensor]) -> None:
 
 
 def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int]], where: str) -> None:
-    """Raises DataError, which names every tensor that is missing, unknown, of another shape, or not of numbers with a
-    fraction."""
+    """Raises DataError with every tensor that is missing or unknown, or has another shape or an integer dtype."""
     problems = [f"missing: {name} {tuple(shape)}" for name, shape in wanted.items() if name not in found]
     problems += [
         f"unknown: {name} {tuple(x.shape)}" + (", and the model has no biases" if name.endswith(".bias") else "")
@@ -67,7 +65,7 @@ def check_tensors(found: Mapping[str, Tensor], wanted: Mapping[str, Sequence[int
         if name in wanted and tuple(x.shape) != tuple(wanted[name]):
             problems.append(f"{name} has shape {tuple(x.shape)}, and should have {tuple(wanted[name])}")
         elif name in wanted and not x.is_floating_point():
-            problems.append(f"{name} has dtype {x.dtype}, and should have fractions")
+            problems.append(f"{name} has dtype {x.dtype}, and should have a floating-point one")
     if problems:
         shown = problems[:20] + ([f"and {len(problems) - 20} more"] if len(problems) > 20 else [])
         raise DataError("\n  ".join([f"{where}: these tensors do not make the model", *shown]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +28,27 @@ from ngpt_train.interop.safetensors_files import read_tensors
 from ngpt_train.interop.tokenizers.tokenizer_files import tokenizer_of
 
 ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-# What is fetched of a model on the hub: nothing that runs code when it is read.
+# The files to fetch from the hub. None of them runs code.
 FETCHED = ["*.safetensors", "*.json", "tokenizer.model", CONFIG, "ngpt_train_tokenizer/*"]
-IN_FOLDERS = ["*/*.safetensors"]  # other forms of the same weights
+IN_FOLDERS = ["*/*.safetensors"]  # other copies of the same weights
 
 
 @dataclass(frozen=True)
 class Imported:
     """A model of another program as ours."""
 
-    config: Config  # of the run that was exported, or else the defaults; with the model's own keys
+    config: Config  # of the exported run, or else the defaults; with the model's own keys
     tensors: dict[str, Tensor]  # by canonical name, fp32; running statistics after `statistics.`
     tokenizer: Tokenizer
-    form: str  # in which it was found, in words
+    form: str  # the layout, in words
     revision: str | None  # the commit of a model on the hub
-    notes: list[str]  # what is to be said
+    notes: list[str]  # sentences for the log
 
 
 def read_model(source: str, revision: str | None, tokenizer: TokenizerConfig | None = None) -> Imported:
-    """The model that import.source names. tokenizer: of a checkpoint of NVIDIA's, which has none, and only of such.
+    """The model of import.source. tokenizer: for a checkpoint of NVIDIA's, which has none.
 
-    Raises ConfigError or DataError for what cannot be read or does not fit.
+    Raises ConfigError or DataError if it cannot be read or its parts do not fit.
     """
     path, commit = Path(source).expanduser(), None
     if not path.exists() and ON_HUB.fullmatch(source):
@@ -58,11 +58,16 @@ def read_model(source: str, revision: str | None, tokenizer: TokenizerConfig | N
     elif revision is not None:
         raise ConfigError(f"import.revision={revision}: {source} is on this machine\n  Leave it out")
     if path.suffix in (".safetensors", ".json") and path.is_file():
-        raise DataError(f"import.source={source}: one file of a model. Name the directory in which it is")
+        raise DataError(f"import.source={source}: one file of a model. Name its directory")
     if tokenizer is not None and path.is_dir():
         raise ConfigError(f"tokenizer={tokenizer.kind}: {source} has its own tokenizer\n  Leave it out")
     try:
-        return _of_nvidia(path, tokenizer) if path.is_file() else _of_directory(path, commit)
+        imported = _of_nvidia(path, tokenizer) if path.is_file() else _of_directory(path, commit)
+        ids, known = imported.config.model.vocab_size, imported.tokenizer.vocab_size
+        assert isinstance(ids, int)
+        if ids < known:
+            raise DataError(f"the tokenizer has {known} ids, the model {ids}. It is not the tokenizer of this model")
+        return imported
     except (ConfigError, DataError) as error:
         raise type(error)(f"import.source={source}: {error}") from None
 
@@ -73,7 +78,7 @@ def _of_directory(path: Path, commit: str | None) -> Imported:
         fix = "Name the directory of one, or ckpt.pt"
         if is_run:
             fix = "It is a run already: name it in evaluate, generate, analyze, export or run.init_from"
-        raise DataError(f"{path} has no config.json, so that it is no model of `export` or save_pretrained\n  {fix}")
+        raise DataError(f"{path} has no config.json, so it is no model of `export` or save_pretrained\n  {fix}")
     config_json = read_json(path / "config.json")
     if not isinstance(config_json, dict):
         raise DataError(f"{path / 'config.json'} is damaged: it is no object")
@@ -82,8 +87,8 @@ def _of_directory(path: Path, commit: str | None) -> Imported:
     stored = read_yaml(path / CONFIG) if (path / CONFIG).is_file() else None
     model = _model_config(keys, None if stored is None else stored.model)
     tokenizer, notes = tokenizer_of(path, config_json)
-    config = _defaults(model) if stored is None else stored
-    return _imported(config, model, tensors, tokenizer, f"layout {name}", commit, notes)
+    config = _defaults(model) if stored is None else replace(stored, model=model)
+    return Imported(config, tensors, tokenizer, f"layout {name}", commit, notes)
 
 
 def _of_nvidia(path: Path, chosen: TokenizerConfig | None) -> Imported:
@@ -91,32 +96,10 @@ def _of_nvidia(path: Path, chosen: TokenizerConfig | None) -> Imported:
     model = _model_config(keys)
     if chosen is None:
         raise ConfigError(
-            f"{path}: a checkpoint of NVIDIA's code holds no tokenizer\n  Name the one that made the ids of its data, "
+            f"{path}: a checkpoint of NVIDIA's code holds no tokenizer\n  Name the tokenizer of its training data, "
             "such as tokenizer=gpt2, or tokenizer=sentencepiece tokenizer.path=FILE"
         )
-    return _imported(
-        _defaults(model), model, tensors, load_tokenizer(chosen), "a checkpoint of NVIDIA's code", None, notes
-    )
-
-
-def _imported(
-    config: Config,
-    model: ModelConfig,
-    tensors: dict[str, Tensor],
-    tokenizer: Tokenizer,
-    form: str,
-    commit: str | None,
-    notes: list[str],
-) -> Imported:
-    """Raises DataError where the tokenizer has ids that the model has not."""
-    assert isinstance(model.vocab_size, int)
-    if model.vocab_size < tokenizer.vocab_size:
-        raise DataError(
-            f"the tokenizer has {tokenizer.vocab_size} ids, the model {model.vocab_size}. It is not the tokenizer of "
-            "this model"
-        )
-    config.model = model
-    return Imported(config, tensors, tokenizer, form, commit, notes)
+    return Imported(_defaults(model), tensors, load_tokenizer(chosen), "a checkpoint of NVIDIA's code", None, notes)
 
 
 def _layout_of(config_json: Mapping[str, Any]) -> str:
@@ -131,9 +114,9 @@ def _layout_of(config_json: Mapping[str, Any]) -> str:
 
 
 def _model_config(keys: Mapping[str, Any], stored: ModelConfig | None = None) -> ModelConfig:
-    """The section model.* with these keys. Raises DataError for a key or value that there is not.
+    """The section model.* with these keys. Raises DataError for an unknown key or a wrong value.
 
-    stored: that of the run which was exported. It has what a reader does not need, such as dropout.
+    stored: the section of the exported run, for keys that config.json lacks, such as dropout.
     """
     name = keys.get("name")
     if name not in architectures():
@@ -154,19 +137,19 @@ def _model_config(keys: Mapping[str, Any], stored: ModelConfig | None = None) ->
 
 
 def _defaults(model: ModelConfig) -> Config:
-    """The config of a run of which nobody knows how it was trained."""
+    """A config with default keys, for a model without the config of its training."""
     config = load_config([f"model={model.name}", f"model.context={min(model.context, 4096)}"])
     config.scale.name = "imported"
-    return config
+    return replace(config, model=model)
 
 
 def _fetched(source: str, revision: str | None) -> tuple[Path, str]:
-    """The files of a model on the hub, on this machine, and their commit. Raises DataError."""
+    """Fetches a model from the hub. Returns its directory and its commit. Raises DataError."""
     from huggingface_hub import snapshot_download
 
     try:
         path = Path(snapshot_download(source, revision=revision, allow_patterns=FETCHED, ignore_patterns=IN_FOLDERS))
-    except Exception as error:  # of the hub, of the network, of the disk; each version has its own
+    except Exception as error:  # the library's own errors change with its version
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
         at = "" if revision is None else f" at {revision}"
         raise DataError(

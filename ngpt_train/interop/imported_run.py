@@ -1,4 +1,4 @@
-"""Makes a run directory, with one checkpoint of step 0, of a model that was imported."""
+"""Writes an imported model as a run directory with one checkpoint, of step 0."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ from ngpt_train.training.checkpoint.tensor_files import pieces_of
 def write_run(imported: Imported, source: str, out: Path) -> Path:
     """Writes config.yaml, run.json and checkpoints/step_00000000 into `out`, all or nothing; returns it.
 
-    Raises DataError where the tensors are not those of the model, or cannot be written.
+    Raises DataError if the tensors do not fit the model, or cannot be written.
     """
     n_params = check_weights(imported, source)
-    config = of_run(imported, out)
+    config = config_of_run(imported, out)
     with new_directory("import.out", out) as work:
 
         def add_files(directory: Path) -> None:
             write_yaml(config, directory / "config.yaml")
             write_json(directory / "tokenizer.json", write_tokenizer(imported.tokenizer, directory))
 
-        # As a checkpoint has them: statistics are those of all ranks, of which there was one.
+        # A checkpoint has the statistics of each rank; here of a single one.
         tensors = {
             name: value[None] if name.startswith(STATISTICS) else value for name, value in imported.tensors.items()
         }
@@ -58,20 +58,20 @@ def write_run(imported: Imported, source: str, out: Path) -> Path:
 
 
 def check_weights(imported: Imported, source: str) -> int:
-    """The number of parameters. Raises DataError where the tensors are not those of a model of the config."""
+    """The number of parameters. Raises DataError if the tensors do not fit the config or are not finite."""
     shapes = shapes_of(imported.config.model, imported.tensors)
     with torch.device("meta"):
         model = build_model(imported.config.model)
     statistics = {f"{STATISTICS}{name}": tuple(value.shape) for name, value in model.statistics().items()}
     check_tensors(imported.tensors, shapes | statistics, "the weights beside config.json")
     for name, value in imported.tensors.items():
-        if not value.isfinite().all():  # a checkpoint holds finite numbers only
+        if not value.isfinite().all():
             raise DataError(f"import.source={source}: {name} has values that are not finite. Copy the model again")
     return model.n_params()
 
 
-def of_run(imported: Imported, out: Path) -> Config:
-    """The config of the run: its place, and its tokenizer, which lies in its checkpoint."""
+def config_of_run(imported: Imported, out: Path) -> Config:
+    """The imported config with the run's directory, and with the tokenizer in its checkpoint."""
     config, tokenizer = imported.config, imported.tokenizer
     config.run.root, config.run.name = str(out.parent), out.name
     config.run.init_from = None

@@ -1,4 +1,4 @@
-"""Directories that `export` and `import` make, complete or not at all."""
+"""New directories of `export` and `import`, complete or not at all."""
 
 from __future__ import annotations
 
@@ -13,29 +13,29 @@ from ngpt_train.core.files import sync
 
 
 def check_free(key: str, out: Path) -> None:
-    """Raises ConfigError unless `out` may become a directory of ours."""
-    if out.name in ("", ".."):  # `.` and the like: a finished directory is renamed to `out`, which needs a name
+    """Raises ConfigError unless `out` is free or an empty directory."""
+    if out.name in ("", ".."):  # for example `.`: the finished directory is renamed to `out`, which needs a name
         raise ConfigError(f"{key}={out}: a path without a name at its end\n  Name a new directory, such as {key}=model")
     if out.is_dir() and not out.is_symlink() and not any(out.iterdir()):
         return
     if out.exists() or out.is_symlink():
-        what = "has files in it, which stay" if out.is_dir() else "is there, and is no directory"
+        what = "has files in it, and none is overwritten" if out.is_dir() else "is there, and is no directory"
         raise ConfigError(f"{key}={out}: {what}\n  Name a new directory, or empty this one first")
 
 
 @contextlib.contextmanager
 def new_directory(key: str, out: Path) -> Iterator[Path]:
-    """An empty directory beside `out`, which takes its name at the end of the `with`; an exception deletes it.
+    """A temporary directory beside `out`, renamed to `out` at the end of the `with`; an exception deletes it.
 
-    Raises ConfigError where it cannot be made.
+    Raises ConfigError if it cannot be made.
     """
     work = out.with_name(f".unfinished-{out.name}")
-    shutil.rmtree(work, ignore_errors=True)  # what a killed process has left
+    shutil.rmtree(work, ignore_errors=True)  # of a killed process
     try:
         work.mkdir(parents=True)
     except OSError as error:
         problem = f"{key}={out}: {work} cannot be made ({error.strerror})"
-        raise ConfigError(f"{problem}\n  Name a directory in a place that can be written") from None
+        raise ConfigError(f"{problem}\n  Name a directory in a writable place") from None
     try:
         yield work
         if out.is_dir():

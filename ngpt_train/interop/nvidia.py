@@ -1,8 +1,7 @@
-"""Checkpoints of NVIDIA's public code (github.com/NVIDIA/ngpt, train.py), of its nGPT and of its baseline GPT.
+"""Reads checkpoints of NVIDIA's public code (github.com/NVIDIA/ngpt, train.py): its nGPT and its baseline GPT.
 
-Their nGPT is ours but for two things. They multiply u by sqrt(d_model) as well as v, which Norm(MLP(h)) takes out
-again. And their rotary embedding is none (issue 10 there): each dimension gets one of the two products whose sum is a
-rotation. Our model turns q and k truly.
+Their nGPT differs from ours in two things. They multiply u by sqrt(d_model), as well as v; Norm(MLP(h)) cancels this.
+And their rotary embedding does not rotate (issue 10 there): each dimension gets only one of a rotation's two products.
 """
 
 import math
@@ -23,19 +22,23 @@ from ngpt_train.interop.fit import check_layers, check_tensors, checked_config
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
-# What torch.compile and DDP put before a name.
+# Prefixes of torch.compile and DDP.
 WRAPPERS = ("_orig_mod.", "module.")
 SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-# train.py stores the state of numpy's generator, an array of uint32, which weights_only=True refuses unless it is told
-# of these four; under the first name numpy 1 has what numpy 2 renamed. Of them none runs code of the file.
+# train.py stores the state of numpy's generator, an array of uint32. weights_only=True allows it with this list, which
+# runs no code of the file. numpy 1 and numpy 2 have different names for _reconstruct.
 _RECONSTRUCT = np.zeros(1).__reduce__()[0]
 OF_NUMPY: list[Any] = [np.ndarray, np.dtype, type(np.dtype(np.uint32)), _RECONSTRUCT]
 OF_NUMPY += [(_RECONSTRUCT, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")]
-LONGEST = 1e-2  # how far from 1 a row of theirs may be; bf16 rounds it by up to 4e-3
+LONGEST = 1e-2  # largest |length - 1| of a row; bf16 rounds it by up to 4e-3
+ROTATION = (
+    "these weights were trained with a rotary embedding that does not rotate (github.com/NVIDIA/ngpt, issue 10). Our "
+    "model has RoPE, so its logits differ from those of their code. Train on before you use the model or compare it"
+)
 
 
 class Part(NamedTuple):
-    """One of our weights, as a part of one of their tensors of `shape`."""
+    """One of our weights: `cut` takes it out of their tensor `theirs`, which has `shape`."""
 
     theirs: str
     shape: tuple[int, ...]
@@ -44,10 +47,10 @@ class Part(NamedTuple):
 
 
 def read_nvidia(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[str]]:
-    """model.* keys by dotted names, canonical weights in fp32, and sentences for the log.
+    """model.* keys by dotted names, canonical weights in at least fp32, and sentences for the log.
 
-    Raises DataError, which names the file, for one that torch.load refuses with weights_only=True, and for contents
-    that train.py does not write or that our models do not have, such as biases.
+    Raises DataError if torch.load refuses the file with weights_only=True, if train.py would not write such contents,
+    or if our models lack them, such as biases.
     """
     checkpoint = load(path)
     arguments, state = checkpoint["model_args"], without_wrappers(checkpoint["model"], path)
@@ -61,16 +64,16 @@ def read_nvidia(path: Path) -> tuple[dict[str, Any], dict[str, Tensor], list[str
     for name, x in weights.items():
         if not x.isfinite().all():
             raise DataError(f"{path}: {name} has values that are not finite. Take an earlier checkpoint")
-    notes = [about_rotation(path)]
+    notes = [f"{path}: {ROTATION}"]
     if arguments["use_nGPT"]:
-        notes.append(of_lengths(weights, path))
+        notes.append(checked_lengths(weights, path))
     if arguments.get("dropout"):
         notes.append(f"{path}: dropout={arguments['dropout']} in model_args has no effect in their code; left out")
     return keys, weights, notes
 
 
 def load(path: Path) -> Mapping[str, Any]:
-    """The dict that train.py saved; of a file that is a program, nothing runs."""
+    """train.py's dict. No code of the file runs."""
     fix = "Give the ckpt.pt that train.py of github.com/NVIDIA/ngpt writes"
     if path.is_file() and not zipfile.is_zipfile(path):
         raise DataError(f"{path}: it is no file that torch.save writes, or is cut off\n  {fix}")
@@ -90,7 +93,7 @@ def load(path: Path) -> Mapping[str, Any]:
 
 
 def without_wrappers(state: Mapping[str, Any], path: Path) -> dict[str, Tensor]:
-    """The tensors by their names in GPT of model.py."""
+    """The tensors, by their names in model.py."""
     plain: dict[str, Tensor] = {}
     for name, x in state.items():
         while name.startswith(WRAPPERS):
@@ -114,7 +117,7 @@ def check_arguments(arguments: Mapping[str, Any], path: Path) -> None:
         refuse("bias", "False: neither model=ngpt nor model=gpt has biases")
     scale = arguments.get("base_scale")
     if arguments["use_nGPT"] and not (isinstance(scale, float) and 0 < scale < math.inf):
-        refuse("base_scale", "a number > 0, by which nGPT divides its scale vectors")
+        refuse("base_scale", "a number > 0: nGPT divides its scale vectors by it")
 
 
 def common_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -139,7 +142,7 @@ def gpt_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ngpt_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """With the constants of their Block: a vector in use is stored * init_value / init_scaling, as in ours."""
+    """With the constants of their Block. A scale vector is stored * init_value / init_scaling, as in ours."""
     d, scale = arguments["n_embd"], arguments["base_scale"]
     base = "1/sqrt(d)" if scale == 1 / math.sqrt(d) else scale
     init = {"alpha_attn": 0.05, "alpha_mlp": 0.05, "s_qk": 1.0, "s_u": 1.0, "s_v": 1.0, "s_z": 1.0}
@@ -151,7 +154,7 @@ def ngpt_keys(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def parts(arguments: Mapping[str, Any]) -> Iterator[Part]:
-    """Where each of our weights is. Their matrices are applied from the left, so W_o and W_down are transposed."""
+    """All of our weights. They apply matrices from the left, so W_o and W_down are transposed."""
     d, V, is_ngpt = arguments["n_embd"], arguments["vocab_size"], arguments["use_nGPT"] == 1
 
     def first(x: Tensor) -> Tensor:
@@ -193,8 +196,11 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def of_lengths(weights: Mapping[str, Tensor], path: Path) -> str:
-    """The lengths of rows: train.py divides rows by their length after each step, most of them in bf16."""
+def checked_lengths(weights: Mapping[str, Tensor], path: Path) -> str:
+    """A sentence about the lengths of rows. train.py normalises rows after each step, mostly in bf16.
+
+    Raises DataError if a length is not 1.
+    """
     farthest = max((x.norm(dim=-1).sub(1).abs().max().item(), name) for name, x in weights.items() if x.ndim == 2)
     if not farthest[0] < LONGEST:
         raise DataError(
@@ -202,12 +208,3 @@ def of_lengths(weights: Mapping[str, Tensor], path: Path) -> str:
             "nGPT length 1 before it saves, so this is no checkpoint of it"
         )
     return f"{path}: rows have length 1 to {farthest[0]:.1e}, as stored; the first step of training makes it exact"
-
-
-def about_rotation(path: Path) -> str:
-    """Their attention is another: what train.py calls rotary embedding turns nothing."""
-    return (
-        f"{path}: these weights were trained with what NVIDIA's code has in the place of RoPE, which turns nothing "
-        "(github.com/NVIDIA/ngpt, issue 10); our model has RoPE. Its logits are not those of their code; they would be "
-        "the same if their code had RoPE. Train on before you use the model or compare it"
-    )

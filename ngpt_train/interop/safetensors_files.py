@@ -1,4 +1,4 @@
-"""Directories of safetensors as transformers writes them: one file, or shards with an index."""
+"""Reads and writes safetensors as transformers does: one file, or shards with an index."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from ngpt_train.core.files import read_json, write_json
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 FLOATS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # reading one may execute what it holds
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")  # reading one may execute its code
 
 
 def write_tensors(directory: Path, tensors: Mapping[str, Tensor], most_bytes: float) -> list[str]:
-    """Writes model.safetensors or, if it would have more than `most_bytes`, shards and their index; returns the files'
-    names. A tensor is in one shard, however large it is.
+    """Writes model.safetensors or, above `most_bytes`, shards and their index. Returns the names of the files.
 
-    Raises DataError for a file that cannot be written, as on a full disk.
+    A tensor is never split, so a shard may be larger. Raises DataError if a file cannot be written, as on a full disk.
     """
     from safetensors import SafetensorError
     from safetensors.torch import save_file
@@ -50,7 +49,7 @@ def write_tensors(directory: Path, tensors: Mapping[str, Tensor], most_bytes: fl
 
 
 def read_tensors(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory, in fp32, which holds each value of bf16 and fp16 exactly. Executes nothing.
+    """All tensors of a directory, in fp32, which is exact for bf16 and fp16. Executes no code.
 
     Raises DataError for missing or damaged files, pickles, and other dtypes.
     """
@@ -68,19 +67,19 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
             allowed = ", ".join(FLOATS.values())
             raise DataError(
                 f"{directory}: {name} has the dtype {str(tensor.dtype).removeprefix('torch.')}; weights are in "
-                f"{allowed}. A quantised model cannot be imported: take the one that it was made from"
+                f"{allowed}. A quantised model cannot be imported: take the original model"
             )
     return {name: tensor.float() for name, tensor in found.items()}
 
 
 def _files(directory: Path) -> dict[str, set[str] | None]:
-    """The files of tensors, each with the names that the index gives it; None without an index."""
+    """The names of tensors by file, from the index; None without an index."""
     if (directory / INDEX).exists():
         index = read_json(directory / INDEX)
         places: Any = index.get("weight_map") if isinstance(index, dict) else None
         if not isinstance(places, dict) or not places:
             raise DataError(
-                f"{directory / INDEX} is damaged: weight_map does not say where each tensor is. Copy it again"
+                f"{directory / INDEX} is damaged: weight_map does not name the file of each tensor. Copy it again"
             )
         files: dict[str, set[str] | None] = {}
         for name, file in places.items():
@@ -99,7 +98,7 @@ def _files(directory: Path) -> dict[str, set[str] | None]:
         return {ONE_FILE: None}
     if pickles := sorted(path.name for pattern in PICKLES for path in directory.glob(pattern)):
         raise DataError(
-            f"{directory}: has {pickles[0]} and no {ONE_FILE}. Reading such a file may execute code that it holds. "
+            f"{directory}: has {pickles[0]} and no {ONE_FILE}. Reading such a file may execute code in it. "
             "Save the model with save_pretrained(DIR) of transformers, which writes safetensors"
         )
     raise DataError(f"{directory}: there is no {ONE_FILE} and no {INDEX}")

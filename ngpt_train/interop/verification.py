@@ -1,7 +1,7 @@
-"""Compares a written directory with the model that it was written from, through its readers.
+"""Compares an exported directory with its model, through the programs that read it.
 
-All arithmetic here is in fp32 on the CPU, also for weights that are written in bf16 or fp16: the model's own weights
-are rounded in the same way first, and what is left is the rounding of fp32.
+All arithmetic is in fp32 on the CPU. For an export in bf16 or fp16 the model's own weights are rounded first, so the
+difference is only the rounding of fp32.
 """
 
 from __future__ import annotations
@@ -22,12 +22,11 @@ from ngpt_train.interop.safetensors_files import read_tensors
 from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.training.guards import NumericalError
 
-# The largest difference of logits that rounding explains, as a share of the largest logit. Each operation rounds by
-# 2^-24, RoPE's angles in fp32 are off by up to T 2^-24 rad, and a sharp softmax multiplies both by the size of its
-# scores; 1e-4 was seen with large random weights, 1e-6 after training. A weight under a wrong name, transposed, or of
-# other pairs moves logits by their own size.
+# The largest difference of logits from rounding, divided by the largest logit. Each operation rounds by 2^-24. RoPE's
+# angles in fp32 are off by up to T 2^-24 rad. A sharp softmax multiplies both by the size of its scores. Large random
+# weights gave 1e-4, trained ones 1e-6. A misnamed or transposed weight, or wrong pairs, change logits completely.
 TOLERANCE = 1e-3
-LONGEST = 1024  # tokens of a row
+LONGEST = 1024  # most tokens of a row
 EXTRA = "pip install 'ngpt-train[hf]'"
 LARGEST = "largest difference of logits"
 
@@ -44,7 +43,7 @@ class Difference(NamedTuple):
 
 
 def random_rows(config: ModelConfig, n_rows: int) -> Tensor:
-    """Random ids `(n_rows, T)` of the model's vocabulary, the same each time."""
+    """Random ids `(n_rows, T)`, the same for each call."""
     assert isinstance(config.vocab_size, int)
     length = min(config.context, LONGEST)
     return torch.randint(config.vocab_size, (n_rows, length), generator=torch.Generator().manual_seed(0))
@@ -56,21 +55,21 @@ def difference(rows: Tensor, one: Callable[[Tensor], Any], other: Callable[[Tens
     largest = scale = 0.0
     for row in rows.split(1):
         a, b = one(row).float(), other(row).float()
-        # A NaN would be lost by max of Python.
+        # torch keeps a NaN, Python's max may lose it.
         largest = float(torch.stack([torch.tensor(largest), (a - b).abs().max()]).max())
         scale = max(scale, float(b.abs().max()))
     return Difference(largest, scale)
 
 
 def check_bits(directory: Path, layout: Layout, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]) -> str:
-    """Reads the directory back and compares each weight bit for bit; says so. Raises NumericalError."""
+    """Reads the directory back and compares each weight bit for bit. Raises NumericalError if one differs."""
     _, back = layout.from_foreign(config_json, read_tensors(directory))
-    _same(back, weights, "what was written is not what is read back")
+    _same(back, weights, "the written files give other weights")
     return f"written tensors read back: all {len(weights)} weights equal, bit for bit"
 
 
 def check_reader(directory: Path, weights: Mapping[str, Tensor]) -> str:
-    """Runs the written read_weights.py on the written files; says that it gives the weights. Raises NumericalError."""
+    """Runs the exported read_weights.py, and compares each weight. Raises NumericalError if one differs."""
     path = directory / "read_weights.py"
     spec = importlib.util.spec_from_file_location("read_weights", path)
     assert spec is not None
@@ -78,7 +77,7 @@ def check_reader(directory: Path, weights: Mapping[str, Tensor]) -> str:
     reader = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(reader)
     found = {name: torch.from_numpy(values.copy()).float() for name, values in reader.read(directory).items()}
-    _same(found, weights, f"{path.name} does not read what was written")
+    _same(found, weights, f"{path.name} gives other weights")
     return f"{path.name} reads the same {len(weights)} tensors, bit for bit"
 
 
@@ -97,10 +96,9 @@ def check_logits(
     rows: Tensor,
     dtype: torch.dtype,
 ) -> Iterator[str]:
-    """Has transformers load the directory, and compares its logits with ours; says what it found.
+    """Loads the directory with transformers, and compares its logits with ours. Yields sentences of the output.
 
-    model: ours, with the weights as they were rounded. Raises NumericalError where the difference is more than
-    rounding.
+    model: ours, with rounded weights. Raises NumericalError if the difference is more than rounding.
     """
     if find_spec("transformers") is None:
         yield f"logits not compared: transformers is not installed ({EXTRA})"
@@ -108,9 +106,9 @@ def check_logits(
     config = model.config
     try:
         exported = loaded(directory, layout, torch.float32)
-    except ImportError as error:  # of a version that is too old for the modeling file, or of a broken installation
+    except ImportError as error:  # transformers is too old for the modeling file, or broken
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
-        yield f"logits not compared: transformers cannot be used ({problem}); {EXTRA} brings one that can"
+        yield f"logits not compared: transformers cannot be used ({problem}); {EXTRA} installs a new one"
         return
 
     def logits(row: Tensor) -> Tensor:
@@ -135,7 +133,8 @@ def check_logits(
             yield f"  0 was expected; transformers {transformers.__version__} may compute in another order"
     yield f"{read}, {name} and ngpt-train, whose order is another: {LARGEST} {with_ours}, which is rounding"
     if dtype != torch.float32:
-        in_half = difference(rows, _in_half(loaded(directory, layout, dtype)), model)
+        half = loaded(directory, layout, dtype)
+        in_half = difference(rows, lambda row: half(row).logits, model)
         yield f"the same rows, {name} in {str(dtype).removeprefix('torch.')} arithmetic: {LARGEST} {in_half}"
         if not in_half.largest < float("inf"):
             raise NumericalError(
@@ -143,12 +142,8 @@ def check_logits(
             )
 
 
-def _in_half(model: Any) -> Callable[[Tensor], Tensor]:
-    return lambda row: model(row).logits
-
-
 def loaded(directory: Path, layout: Layout, dtype: torch.dtype) -> Any:
-    """The directory's model as transformers loads it, without a network. It runs no code but that of the layout."""
+    """Loads the directory with transformers, without a network. Runs no code but the layout's modeling file."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 

@@ -14,7 +14,7 @@ from ngpt_train.doctor.bounded import first_line
 from ngpt_train.doctor.examination import LAST_SECONDS, examine, exit_code, judge
 from ngpt_train.doctor.findings import MACHINE
 from ngpt_train.doctor.outcome import as_json, as_text
-from ngpt_train.doctor.rank_store import absent, first_connection, here, tell, told
+from ngpt_train.doctor.rank_store import absent, connection, here, tell, told
 
 STORE_SECONDS = 45.0  # for Python to start on other hosts
 VERDICT_SECONDS = 60.0  # by which rank 0 may end later than another rank
@@ -29,7 +29,8 @@ def main(config: Config, overrides: Sequence[str]) -> int:
     end_with_launcher()
     place = here()
     try:
-        store = first_connection(place, STORE_SECONDS)
+        by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        store = connection(place, STORE_SECONDS, holds_store=place.rank == 0 and not by_torchrun)
         if place.rank == 0:
             print(f"looking at {place.size} rank{'s' if place.size > 1 else ''}, for a minute or so", file=sys.stderr)
         examination = examine(config, place, store)

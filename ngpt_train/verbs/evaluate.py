@@ -20,7 +20,6 @@ from ngpt_train.data import open_dataset
 from ngpt_train.data.sources import open_source
 from ngpt_train.data.tokenizers.tokenizer import tokenizer_identity
 from ngpt_train.distributed.world import join_world
-from ngpt_train.evaluation.asked import tasks_of
 from ngpt_train.evaluation.evaluations import Evaluations, file_name
 from ngpt_train.evaluation.restore import Restored, find_trained, restore
 from ngpt_train.evaluation.trust import is_text_of, taken
@@ -96,12 +95,13 @@ def on_tasks(config: Config, overrides: Sequence[str]) -> int:
 
     Raises ConfigError for what is no task or none of this model, DataError where checkpoint or tasks cannot be had.
     """
+    from ngpt_train.evaluation.tasks.run_tasks import Tasks
+
     of_tasks = ("tasks", "eval.tasks", "eval.tasks_path", "parallel")
     trained = find_trained("evaluate", config, overrides, also_used=of_tasks)
     out, files = output(config, "{stem}_items.jsonl")
     world = join_world(config)
-    tasks = tasks_of(config.eval, trained.config.model, world)
-    assert tasks is not None
+    tasks = Tasks(config.eval, trained.config.model, world)
     for note in tasks.notes():
         logger.info(note)
     restored = restore(trained, config, world)

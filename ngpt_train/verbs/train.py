@@ -23,8 +23,8 @@ from ngpt_train.data.tokenizers import read_tokenizer
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.layouts import PRECISIONS, resolve_precision
 from ngpt_train.distributed.world import World, join_world, resolve_device
-from ngpt_train.evaluation.asked import tasks_of
 from ngpt_train.evaluation.evaluations import Evaluations
+from ngpt_train.evaluation.in_training import tasks_of
 from ngpt_train.evaluation.trust import note_names
 from ngpt_train.observe import build_sinks
 from ngpt_train.observe.telemetry.collector import Telemetry
@@ -97,7 +97,7 @@ def main(config: Config, overrides: Sequence[str]) -> int:
         kernels = check_kernels(config, world, world.on_main(lambda: directory.kernels() if checkpoint else None))
         state, feed = begin_or_resume(config, world, data, checkpoint, stop)
         evaluations = Evaluations(data.validation, data.tokenizer.n_bytes, config)
-        tasks = tasks_of(config.eval, config.model, world)
+        tasks = tasks_of(config, world)
         start = world.on_main(lambda: describe_start(state, data)) | kernels
         # Without a timeout: run.overwrite deletes files, which may take long.
         start = world.on_main_without_timeout(lambda: directory.open(config, start, checkpoint, damaged))

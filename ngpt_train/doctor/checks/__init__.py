@@ -1,1 +1,1 @@
-"""A file for each group of checks: `look`, in its own process, finds facts; `judge`, on rank 0, says what they mean."""
+"""A file for each group of checks: `look` collects facts on a rank, `judge` turns them into findings on rank 0."""

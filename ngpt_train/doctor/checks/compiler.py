@@ -1,11 +1,11 @@
-"""torch.compile works: its compilers, and one small function."""
+"""Does torch.compile work? Tests the C or C++ compiler, then compiles one small function."""
 
 import ctypes
 import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -15,16 +15,16 @@ from ngpt_train.distributed.compile_cache import VARIABLES
 from ngpt_train.distributed.layouts import resolve_compile
 from ngpt_train.distributed.world import resolve_device
 from ngpt_train.doctor.bounded import Report, first_line
-from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, of_each, unchecked
+from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, unchecked
 
 BUILD_SECONDS = 20.0  # for building a library of one line
 REMEDY = "install g++ and gcc (apt install build-essential), or set CXX and CC"
 
 
 def look(config: Config, local_rank: int, report: Report) -> None:
-    """Compiles a function, on the first rank of each host, into a directory that is then deleted."""
+    """Compiles a function into a temporary directory, on the first rank of each host."""
     device = resolve_device(config.train.device, local_rank)
-    # On a CPU torch writes C++; on a GPU Triton has a C compiler build what starts its kernels.
+    # On a CPU torch writes C++. On a GPU Triton starts its kernels by a small C library.
     wanted = os.environ.get("CC") or "gcc" if device.type == "cuda" else os.environ.get("CXX") or "g++"
     path = shutil.which(wanted)
     report(needed=resolve_compile(config.train.compile, device.type), compiler=wanted, path=path)
@@ -44,13 +44,13 @@ def look(config: Config, local_rank: int, report: Report) -> None:
 
 
 def compiler_is_broken(compiler: str, directory: str) -> str | None:
-    """The error of building a library of one function, or of loading it; None: there is none."""
+    """Builds a library of one function and loads it. Returns the error, or None."""
     library = os.path.join(directory, "answer.so")
     command = [compiler, "-shared", "-fPIC", "-x", "c++" if "++" in compiler else "c", "-", "-o", library]
     source = '#ifdef __cplusplus\nextern "C"\n#endif\nint answer(void) { return 42; }\n'
     try:
         subprocess.run(command, input=source, capture_output=True, text=True, check=True, timeout=BUILD_SECONDS)
-        return None if ctypes.CDLL(library).answer() == 42 else "what it builds computes something else"
+        return None if ctypes.CDLL(library).answer() == 42 else "its library gives another result"
     except subprocess.CalledProcessError as error:
         return (error.stderr.strip().splitlines() or [f"it ends with code {error.returncode}"])[0]
     except (OSError, subprocess.SubprocessError) as error:
@@ -58,11 +58,11 @@ def compiler_is_broken(compiler: str, directory: str) -> str | None:
 
 
 def compiled_is_wrong(device: torch.device) -> str | None:
-    """The error of a compiled function; None: there is none."""
+    """Compiles a small function and compares its result. Returns the error, or None."""
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1
-    inductor.fx_graph_cache = False  # what is compiled already needs no compiler
+    inductor.fx_graph_cache = False  # a cached result needs no compiler
 
     def formula(x: Tensor) -> Tensor:
         return torch.nn.functional.silu(x) * x.mean(-1, keepdim=True) + 1
@@ -73,15 +73,11 @@ def compiled_is_wrong(device: torch.device) -> str | None:
     except Exception as error:  # torch.compile raises errors of many types
         lines = [line for line in str(error).splitlines() if line.strip()]
         return " ".join(lines[:2])[:300] or type(error).__name__
-    return None if torch.allclose(found, formula(x), atol=1e-5) else "a compiled function computes something else"
+    return None if torch.allclose(found, formula(x), atol=1e-5) else "a compiled function gives another result"
 
 
-def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Wrong where the run compiles, else a warning."""
-    yield from of_each(answers, _compiler)
-
-
-def _compiler(answer: Answer) -> Iterator[Finding]:
+def judge(answer: Answer) -> Iterator[Finding]:
+    """Wrong if the run compiles, else a warning."""
     facts = answer.facts
     use = "" if facts.get("needed") else "; this run does not compile"
     verdict = WRONG if facts.get("needed") else WARNING
@@ -89,7 +85,7 @@ def _compiler(answer: Answer) -> Iterator[Finding]:
         remedy = f"{REMEDY}; until then train.compile=false" if facts.get("builds") else REMEDY
         yield Finding("compiler", wrong + use, verdict, remedy)
     elif answer.timed_out and facts.get("builds"):
-        found = f"{facts['path']} works; how torch.compile does could not be checked: {answer.problem}{use}"
+        found = f"{facts['path']} works; torch.compile could not be checked: {answer.problem}{use}"
         yield Finding("compiler", found, WARNING, "look at the load of this host", checked=False)
     elif answer.problem:
         yield unchecked("compiler", answer.problem + use, REMEDY, verdict)

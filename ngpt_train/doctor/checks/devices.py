@@ -1,4 +1,4 @@
-"""The GPUs: which there are, what they can, who else uses them, and a calculation on them."""
+"""The GPUs: their number, abilities, health and other users, and a test calculation."""
 
 import csv
 import os
@@ -29,7 +29,7 @@ from ngpt_train.doctor.findings import (
 from ngpt_train.kernels import attention, dispatch, flash
 
 SMI_SECONDS = 10
-# What nvidia-smi is asked, one by one where it does not know all of them: its fields differ between drivers.
+# nvidia-smi's fields, by our names. They differ between drivers.
 FIELDS = {
     "uuid": "uuid",
     "driver": "driver_version",
@@ -47,7 +47,7 @@ TYPE = "the device type"
 ALIKE = dict.fromkeys((TYPE, "the GPU", "the GPU's memory"), "use like machines for one run")
 ALIKE["the driver"] = "install the same driver on all hosts"
 BF16 = (8, 0)  # compute capability of the oldest GPUs with bf16: Ampere
-MOST_OF_MEMORY = 0.92  # that a plan may take: driver, NCCL and fragments need the rest
+MOST_OF_MEMORY = 0.92  # the share for a plan; driver, NCCL and fragments need the rest
 
 
 def look(config: Config, local_rank: int, report: Report) -> None:
@@ -79,7 +79,8 @@ def look(config: Config, local_rank: int, report: Report) -> None:
 
 
 def smi(fields: Mapping[str, str]) -> list[dict[str, str]] | None:
-    """nvidia-smi's answers to `fields` for each GPU of the host, by name; None where it answers nothing."""
+    """Asks nvidia-smi for all `fields`, or one by one if it refuses. Returns a dict for each GPU of the host; None
+    without an answer."""
     lines = _table(f"--query-gpu={','.join(fields.values())}")
     if lines:
         return [dict(zip(fields, line, strict=False)) for line in lines]
@@ -92,7 +93,7 @@ def smi(fields: Mapping[str, str]) -> list[dict[str, str]] | None:
 
 
 def processes() -> list[dict[str, str]]:
-    """The processes on the GPUs of this host, with the GPU's uuid. Names in other containers may be missing."""
+    """The processes on the GPUs of this host, each with its GPU's uuid. Names from other containers may be missing."""
     names = ("uuid", "pid", "name", "memory")
     lines = _table("--query-compute-apps=gpu_uuid,pid,process_name,used_memory")
     return [dict(zip(names, line, strict=False)) for line in lines]
@@ -104,7 +105,7 @@ def _table(query: str) -> list[list[str]]:
 
 
 def nvidia_smi(*arguments: str) -> str:
-    """The output of nvidia-smi; empty where there is none or it fails."""
+    """The output of nvidia-smi; empty if it is missing or fails."""
     command = ["nvidia-smi", *arguments]
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_SECONDS).stdout
@@ -113,7 +114,7 @@ def nvidia_smi(*arguments: str) -> str:
 
 
 def arithmetic(device: torch.device, precision: torch.dtype) -> str | None:
-    """The fault of a product of matrices of whole numbers, which has no rounding; None: it is right."""
+    """Multiplies matrices of small integers, which is exact. Returns the error, or None."""
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randint(-2, 3, (256, 256), generator=generator) for _ in range(2))
     for dtype in (torch.float32, precision):
@@ -124,7 +125,7 @@ def arithmetic(device: torch.device, precision: torch.dtype) -> str | None:
 
 
 def judge(config: Config, answers: Sequence[Answer], memory_of_a_rank: int | None) -> Iterator[Finding]:
-    """The device of each rank and what it may lack. memory_of_a_rank: bytes that `plan` expects."""
+    """The device of each rank and its faults. memory_of_a_rank: in bytes, as `plan` expects."""
     yield from of_each(answers, lambda answer: _device(config, answer))
     yield from of_each(answers, lambda answer: _gpu(answer, memory_of_a_rank))
     yield from _shared(answers)
@@ -135,7 +136,7 @@ def judge(config: Config, answers: Sequence[Answer], memory_of_a_rank: int | Non
 
 
 def _compared(facts: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Facts that are equal on ranks of like machines, by their names in ALIKE."""
+    """The facts for ALIKE."""
     if "device" in facts:
         yield TYPE, facts["device"].partition(":")[0]
     if "name" in facts:
@@ -152,7 +153,7 @@ def _device(config: Config, answer: Answer) -> Iterator[Finding]:
     is_hidden = visible is not None and gpus > count
     if answer.refusal:
         found = f"{answer.refusal} ({hidden})" if is_hidden else answer.refusal
-        remedy = "unset CUDA_VISIBLE_DEVICES" if is_hidden else "see what is found"
+        remedy = "unset CUDA_VISIBLE_DEVICES" if is_hidden else "as it says"
         yield Finding("devices", found, WRONG, remedy, code=CONFIG)
     elif answer.problem:
         remedy = "run `nvidia-smi` and `python -c 'import torch; print(torch.zeros(1).cuda())'` there"
@@ -229,7 +230,7 @@ def _health(gpu: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _shared(answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Two ranks of a host on one GPU."""
+    """Several ranks of a host on one GPU."""
     by_gpu: dict[tuple[int, str], list[Place]] = {}
     for answer in answers:
         if answer.facts.get("gpu"):
@@ -241,7 +242,6 @@ def _shared(answers: Sequence[Answer]) -> Iterator[Finding]:
 
 
 def _kernels(config: Config, answer: Answer) -> Iterator[Finding]:
-    """The kernels that the run takes."""
     facts = answer.facts
     if refused := facts.get("kernels_refused"):
         yield Finding("kernels", refused, WRONG, "choose what runs here, as it says", code=CONFIG)

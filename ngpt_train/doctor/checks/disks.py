@@ -1,4 +1,4 @@
-"""The directories that a run writes: shared, writable, lockable, large and fast enough."""
+"""run.root and data.cache: are they shared, writable, lockable, large and fast enough?"""
 
 import contextlib
 import fcntl
@@ -33,19 +33,16 @@ from ngpt_train.training.checkpoint.catalogue import list_checkpoints
 from ngpt_train.training.run_directory import RunDirectory
 
 BLOCK = 1 << 22
-MOST_WRITTEN, WRITING_SECONDS = 1 << 28, 3.0  # of a measurement
-SHOWS_SECONDS = 5.0  # that a file of one host may take to be seen by another: NFS caches directories
+MOST_WRITTEN, WRITING_SECONDS = 1 << 28, 3.0  # limits of a measurement
+SHOWS_SECONDS = 5.0  # until another host sees a new file: NFS caches directories
 LEAST_INODES = 1000
 LARGEST_FACTOR = 12  # bytes of a checkpoint for each weight: the weight and Adam's two moments, in fp32
-SLOW_SAVE = 120.0  # seconds of a checkpoint from which on it is worth a warning
-OWN_CLOCK = 2.0  # seconds that a file's time may be away from this host's clock
+SLOW_SAVE = 120.0  # seconds for a checkpoint; more is a warning
+OWN_CLOCK = 2.0  # seconds between a file's time and this host's clock; more is a warning
 
 
 def look(config: Config, place: Place, token: str, checkpoint_bytes: int, report: Report) -> None:
-    """Looks at run.root and data.cache, on the first rank of each host.
-
-    token: text that all ranks have, and no file of before. checkpoint_bytes: of this run.
-    """
+    """On the first rank of each host. token: a new name, equal on all ranks."""
     run = RunDirectory(config)
     try:
         report(checkpoint=str(run.check(config) or ""), holder=_left_lock(run.path / "lock"))
@@ -71,7 +68,7 @@ def _existing(path: Path) -> Path:
 
 
 def _unwritable(directory: Path) -> str | None:
-    """The error of writing a file there; None: there is none."""
+    """Writes a file there. Returns the error, or None."""
     try:
         with tempfile.TemporaryFile(dir=directory) as file:
             file.write(b"written")
@@ -83,7 +80,7 @@ def _unwritable(directory: Path) -> str | None:
 
 
 def _left_lock(path: Path) -> str:
-    """The signature in a lock file that nobody holds any more."""
+    """The text of a lock file; empty if there is none."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -91,7 +88,7 @@ def _left_lock(path: Path) -> str:
 
 
 def _see(root: Path, place: Place, token: str) -> dict[str, Any]:
-    """Rank 0 writes and locks a file in run.root; the other hosts look for it."""
+    """Rank 0 writes and locks a file in run.root; every other host looks for it."""
     store = connection(place)
     marker = root / f".ngpt-train-doctor-{token}"
     try:
@@ -139,7 +136,7 @@ def _find_marker(marker: Path, store: dist.Store) -> dict[str, Any]:
 
 
 def _lock(own: int | None, marker: Path) -> str:
-    """Tries a second lock on a file that rank 0 has locked: `held` is as it should be."""
+    """Tries a second lock on rank 0's locked file; it should be refused, as `held`."""
     try:
         if own is not None:
             fcntl.flock(own, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -153,7 +150,7 @@ def _lock(own: int | None, marker: Path) -> str:
 
 
 def _ahead_of_files(marker: Path) -> float:
-    """By how many seconds this host's clock is ahead of the file system's."""
+    """This host's clock minus the file system's, in seconds."""
     before = time.time()
     os.utime(marker)
     return (before + time.time()) / 2 - marker.stat().st_mtime
@@ -163,13 +160,13 @@ def _space(directory: Path) -> dict[str, Any]:
     found = os.statvfs(directory)
     return {
         "free": found.f_bavail * found.f_frsize,
-        "inodes": found.f_favail if found.f_files else None,  # some file systems have no fixed number
+        "inodes": found.f_favail if found.f_files else None,  # some file systems have no limit
         "directory": str(directory),
     }
 
 
 def _speed(directory: Path, n_bytes: int) -> dict[str, float]:
-    """Bytes a second of writing with fsync and of reading what is no longer in memory."""
+    """Bytes a second of writing with fsync, and of reading from the disk."""
     block = os.urandom(min(BLOCK, n_bytes))
     with tempfile.NamedTemporaryFile(dir=directory, prefix=".ngpt-train-doctor-") as file:
         begin, written = time.monotonic(), 0
@@ -187,7 +184,7 @@ def _speed(directory: Path, n_bytes: int) -> dict[str, float]:
 
 
 def judge(config: Config, answers: Sequence[Answer], checkpoint_bytes: int, said: str) -> Iterator[Finding]:
-    """The run's directory, its space and speed, and the cache. said: `checkpoint_bytes` in words."""
+    """said: `checkpoint_bytes` in words."""
     seen_by_all = len(answers) > 1 and all(answer.facts.get("shared", {}).get("seen") for answer in answers[1:])
     yield from of_each(answers, lambda answer: _run(config, answer))
     yield from of_each(answers, lambda answer: _shared(config, answer, seen_by_all))
@@ -197,20 +194,21 @@ def judge(config: Config, answers: Sequence[Answer], checkpoint_bytes: int, said
     for answer in answers:
         if answer.problem:
             remedy = "look whether the file system answers: ls and touch in run.root, on this host"
-            yield unchecked("run.root", answer.problem, remedy, WARNING if "space" in answer.facts else WRONG)
+            verdict = WARNING if "space" in answer.facts else WRONG
+            yield unchecked("run.root", answer.problem, remedy, verdict, (answer.place,))
 
 
 def _run(config: Config, answer: Answer) -> Iterator[Finding]:
     facts = answer.facts
     if refused := facts.get("refused"):
-        by_a_lock = "; if the process is gone and its host with it, delete the file `lock` there"
+        by_a_lock = "; if that process and its host are gone, delete the file `lock` there"
         remedy = f"as it says{by_a_lock if ' is training in ' in refused else ''}"
         yield Finding("run", refused, WRONG, remedy, code=facts["code"])
     elif "checkpoint" in facts:
         step = Path(facts["checkpoint"]).name
         found = f"goes on from {step}" if step else "begins anew"
         if facts["holder"] and not step:
-            found += f"; a lock file of {facts['holder']} is there, which nobody holds"
+            found += f"; its lock file names {facts['holder']}, but nobody holds the lock"
         yield Finding("run", f"{config.run.name}: {found}")
 
 
@@ -248,7 +246,7 @@ def _room(config: Config, answer: Answer, checkpoint_bytes: int, said: str) -> I
     if "space" not in answer.facts:
         return
     space, checkpoint = answer.facts["space"], config.checkpoint
-    # While one is written, those before it are kept.
+    # The older checkpoints are kept until the new one is complete.
     more = max(1, checkpoint.keep_last + 1 - answer.facts.get("kept", 0))
     for_good = (config.train.stop_at or config.train.steps) // checkpoint.keep_every if checkpoint.keep_every else 0
     needed, in_the_end = more * checkpoint_bytes, (more + for_good) * checkpoint_bytes
@@ -282,13 +280,13 @@ def _cache(config: Config, answer: Answer) -> Iterator[Finding]:
     cache, problem = answer.facts["cache"], answer.facts["cache_problem"]
     remedy = "set data.cache to a directory that can be written, with room, on a disk that is not mounted noexec"
     if problem:
-        # Prepared tokens are read where they are; everything else is kept in the cache.
+        # Prepared tokens are read in place. All other text needs the cache.
         verdict = WARNING if config.data.kind == "tokens" else WRONG
         yield Finding("data.cache", f"{cache}: cannot be written ({problem})", verdict, remedy)
         return
     yield Finding("data.cache", f"{cache}: {gb(answer.facts['cache_space']['free'])} free")
     if unusable := answer.facts.get("compile_cache"):
-        found = f"{cache}/compiled {unusable}; torch.compile would keep what it compiles where torch does by default"
+        found = f"{cache}/compiled {unusable}; torch.compile would use torch's own cache directory"
         yield Finding("compile cache", found, WARNING, remedy)
     elif "compile_cache" in answer.facts:
         yield Finding("compile cache", f"{cache}/compiled can be used")

@@ -14,19 +14,19 @@ from ngpt_train.training.checkpoint.background import available_memory
 
 LIMITS = {"open files": resource.RLIMIT_NOFILE, "processes": resource.RLIMIT_NPROC, "memlock": resource.RLIMIT_MEMLOCK}
 UNLIMITED = "unlimited"
-# Open files that a run needs: by itself (measured on a CPU: 17 to 24), for CUDA, each rank's sockets, each data worker.
+# Open files of a run: at the start (17 to 24 were measured on a CPU), for CUDA, for each rank, for each data worker.
 FILES_AT_START, FILES_OF_CUDA, FILES_OF_A_RANK, FILES_OF_A_WORKER = 24, 64, 4, 8
 COMFORTABLE_FILES, COMFORTABLE_PROCESSES = 4096, 4096
-# What NVIDIA asks of containers (--shm-size=1g); Docker gives 64 MB.
+# NVIDIA asks for --shm-size=1g in containers; Docker's default is 64 MB.
 COMFORTABLE_SHM, LEAST_SHM = 10**9, 70 * 10**6
-LOCKED = 2**30  # bytes that InfiniBand registers, by far more than most systems' default of 64 kB to 8 MB
+LOCKED = 2**30  # bytes for InfiniBand; most systems have 64 kB to 8 MB by default
 SHOWN = re.compile(
     r"^(OMP_|MKL_|KMP_|NCCL_|GLOO_|TORCH|PYTORCH_|CUDA_|TRITON_|MASTER_|UCX_|FI_|HF_(HOME|ENDPOINT|HUB_OFFLINE)|WANDB_"
     r"(MODE|BASE_URL)|WORLD_SIZE|LOCAL_WORLD_SIZE|GROUP_WORLD_SIZE|LD_PRELOAD|TMPDIR|.*_proxy$)",
     re.IGNORECASE,
 )
 OF_ONE_HOST = re.compile(r"ERROR_FILE|CUDA_VISIBLE_DEVICES|TMPDIR|RUN_ID|RESTART|GROUP_RANK|SOCKET_IFNAME|_HCA")
-# Variables that slow a run down or falsify it: pattern of the value, effect.
+# Harmful variables: a pattern of the value, and the effect.
 HARMFUL = {
     "CUDA_LAUNCH_BLOCKING": ("[^0]", "every kernel is waited for, which costs much of the speed"),
     "NCCL_P2P_DISABLE": ("[^0]", "GPUs of a host talk by way of its memory, not by NVLink"),
@@ -36,7 +36,7 @@ HARMFUL = {
     "TORCH_COMPILE_DISABLE": ("[^0]", "nothing is compiled, whatever train.compile says"),
     "TORCHDYNAMO_DISABLE": ("[^0]", "nothing is compiled, whatever train.compile says"),
     "TRITON_INTERPRET": ("1", "Triton's kernels run in Python, which is for tests"),
-    "LD_PRELOAD": (".", "another library comes before those that Python would load"),
+    "LD_PRELOAD": (".", "another library is loaded before Python's own"),
 }
 
 
@@ -62,7 +62,7 @@ def _number(path: str) -> int | None:
 
 
 def usable_cpus() -> float:
-    """CPUs that this process may use, by its affinity and its container's quota."""
+    """The CPUs of this process, by its affinity and its container's quota."""
     cpus = float(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -72,7 +72,7 @@ def usable_cpus() -> float:
 
 
 def judge(config: Config, answers: Sequence[Answer], on_gpus: bool, memory_of_a_rank: int | None) -> Iterator[Finding]:
-    """Limits of each rank, and variables that differ. memory_of_a_rank: bytes that `plan` expects; None: not known."""
+    """Limits of each rank, and different variables. memory_of_a_rank: in bytes, as `plan` expects; None: unknown."""
     known = [answer for answer in answers if "interfaces" in answer.facts]  # the last fact of the look
     yield from of_each(known, lambda answer: _limits(config, answer, on_gpus))
     yield from of_each(known, lambda answer: _shared_memory(answer, on_gpus))
@@ -83,7 +83,7 @@ def judge(config: Config, answers: Sequence[Answer], on_gpus: bool, memory_of_a_
     yield from _different_variables(known)
     for answer in answers:
         if answer.problem:
-            yield unchecked("environment", answer.problem, "look at the load of this host")
+            yield unchecked("environment", answer.problem, "look at the load of this host", where=(answer.place,))
 
 
 def data_workers(config: Config) -> int:
@@ -172,8 +172,8 @@ def _variables(answer: Answer) -> Iterator[Finding]:
 
 
 def names_interface(value: str, there: Sequence[str]) -> bool:
-    """A list of interfaces, as NCCL and gloo read it, names one that is there: by its beginning, or after `=` by its
-    whole name."""
+    """True if `value` names an interface of the host, as NCCL and gloo read it: a list of beginnings of names, or after
+    `=` a list of whole names."""
     is_exact = value.startswith("=")
     names = value.removeprefix("=").split(",")
     return any(found == name if is_exact else found.startswith(name) for name in names for found in there)

@@ -1,6 +1,6 @@
-"""The kernels that the run would use, checked on the model's own shapes as `train` does before its first step."""
+"""Checks the run's kernels on the model's own shapes, as `train` does before its first step."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -9,14 +9,14 @@ from ngpt_train.config.schema import Config
 from ngpt_train.distributed.first_contact import first_contact
 from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.doctor.bounded import Report
-from ngpt_train.doctor.findings import CONFIG, WARNING, WRONG, Answer, Finding, of_each, unchecked
+from ngpt_train.doctor.findings import CONFIG, WARNING, WRONG, Answer, Finding, unchecked
 from ngpt_train.training.feed import resolve_micro_rows
 
 REMEDY = "update torch, triton or the driver, and tell the authors; until then plain PyTorch runs in its place"
 
 
 def look(config: Config, size: int, local_rank: int, vocabulary: int, report: Report) -> None:
-    """On the first rank of each host. What is found is kept in data.cache, where `train` finds it."""
+    """On the first rank of each host. `train` reuses the result, from data.cache."""
     device = resolve_device(config.train.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -27,12 +27,8 @@ def look(config: Config, size: int, local_rank: int, vocabulary: int, report: Re
         report(off=contact.off, slower=contact.slower, calls=len(contact.calls), name=contact.device)
 
 
-def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
-    """A kernel that is off on one host is off on all."""
-    yield from of_each(answers, _kernels)
-
-
-def _kernels(answer: Answer) -> Iterator[Finding]:
+def judge(answer: Answer) -> Iterator[Finding]:
+    """The kernels of one host. A kernel that is off here is off on all hosts."""
     facts = answer.facts
     if answer.refusal:
         yield Finding("kernels", answer.refusal, WRONG, "choose what runs here, as it says", code=CONFIG)

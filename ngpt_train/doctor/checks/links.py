@@ -1,4 +1,4 @@
-"""The speed between ranks, beside the speed of their links."""
+"""Measures collectives between ranks, and compares them with the speed of the links."""
 
 import fcntl
 import os
@@ -8,7 +8,6 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +23,17 @@ from ngpt_train.doctor.rank_store import connection, join, places_told, tell, to
 
 GATHER_SECONDS, CONNECT_SECONDS = 5.0, 3.0
 SMALL, LARGE_ON_CPU, LARGE_ON_GPU = 1 << 20, 1 << 24, 1 << 28  # bytes of a measurement
-MEASURED_SECONDS = 1.0  # that one measurement may take
-ENOUGH = 0.3  # share of a link's speed below which something is amiss
+MEASURED_SECONDS = 1.0  # limit of one measurement
+ENOUGH = 0.3  # a smaller share of the link's speed is a warning
 PCIE_LANE = {1: 0.25e9, 2: 0.5e9, 3: 0.985e9, 4: 1.97e9, 5: 3.94e9, 6: 7.56e9}  # bytes a second, by generation
 BLOCKED = (
-    "open the ports between the hosts (gloo and NCCL take any above 1024), and set GLOO_SOCKET_IFNAME and "
-    "NCCL_SOCKET_IFNAME to the interface of the network that joins them"
+    "open the ports between the hosts (gloo and NCCL use any above 1024), and set GLOO_SOCKET_IFNAME and "
+    "NCCL_SOCKET_IFNAME to the interface of their common network"
 )
 
 
 def look(config: Config, place: Place, seconds: float, report: Report) -> None:
-    """The speed of the links, then that of collectives over them. Collective, in a process of each rank."""
+    """Reads the speed of the links, then measures collectives over them. A collective call."""
     if place.size == 1:
         return
     device = resolve_device(config.train.device, place.local_rank)
@@ -61,22 +60,22 @@ def look(config: Config, place: Place, seconds: float, report: Report) -> None:
 
 
 def bandwidths(device: torch.device, group: Any) -> dict[str, float]:
-    """Bytes a second of all-reduce and all-gather, as the bus bandwidth of nccl-tests: 2 (n - 1) / n and (n - 1) / n of
-    the bytes, by the seconds."""
+    """The bus bandwidth of all-reduce and all-gather in bytes a second, as nccl-tests defines it: 2 (n - 1) / n and
+    (n - 1) / n of the bytes, divided by the seconds."""
     n = dist.get_world_size(group)
     most = LARGE_ON_GPU if device.type == "cuda" else LARGE_ON_CPU
     found = {}
     for name, share in (("all-reduce", 2 * (n - 1) / n), ("all-gather", (n - 1) / n)):
         _seconds(name, SMALL, device, group)  # connects
         slow = _seconds(name, SMALL, device, group)
-        # As many bytes as fit into the time if the link is no faster than with few of them.
+        # The bytes that fit into a third of the time at the speed of the small message.
         n_bytes = max(SMALL, min(most, int(SMALL * MEASURED_SECONDS / 3 / slow)))
         found[name] = share * n_bytes / min(_seconds(name, n_bytes, device, group) for _ in range(3))
     return found
 
 
 def _seconds(name: str, n_bytes: int, device: torch.device, group: Any) -> float:
-    """Seconds of one collective, the largest of all ranks."""
+    """The seconds of one collective on the slowest rank."""
     n = dist.get_world_size(group)
     part = torch.zeros(n_bytes // 4 // n, device=device)
     whole = torch.zeros(n * len(part), device=device)
@@ -97,11 +96,11 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-# Which hosts reach which
+# Connections between hosts
 
 
 def unreachable(place: Place, store: dist.Store, first_ranks: Sequence[int]) -> dict[str, str]:
-    """The other hosts, by their first rank, that this host cannot connect to, and why."""
+    """Tries to connect to every other host. Returns the error by the first rank of the host, as text."""
     with socket.create_server(("", 0), backlog=1024) as server:
         tell(store, place, "listens", [own_address(), server.getsockname()[1]])
         others = told(store, "listens", [rank for rank in first_ranks if rank != place.rank], GATHER_SECONDS)
@@ -111,8 +110,8 @@ def unreachable(place: Place, store: dist.Store, first_ranks: Sequence[int]) -> 
             try:
                 socket.create_connection((address, port), timeout=CONNECT_SECONDS).close()
             except OSError as error:
-                of_name = ", for which its own name stands there" if address.startswith("127.") else ""
-                return f"{address}{of_name}: {error.strerror or error}"
+                own_name = ", to which it resolves its own name" if address.startswith("127.") else ""
+                return f"{address}{own_name}: {error.strerror or error}"
             return ""
 
         with ThreadPoolExecutor(max_workers=64) as pool:
@@ -123,7 +122,7 @@ def unreachable(place: Place, store: dist.Store, first_ranks: Sequence[int]) -> 
 
 
 def own_address() -> str:
-    """The address at which gloo lets others connect: of GLOO_SOCKET_IFNAME's interface, else of the host's name."""
+    """gloo's address for other hosts: of the interface GLOO_SOCKET_IFNAME, or else of the host's name."""
     if interface := os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].removeprefix("="):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
             answer = fcntl.ioctl(asking.fileno(), 0x8915, struct.pack("256s", interface[:15].encode()))  # SIOCGIFADDR
@@ -134,11 +133,11 @@ def own_address() -> str:
         return "127.0.0.1"
 
 
-# What links should give, in bytes a second and one direction; None where the system does not say
+# Nominal speeds of links, in bytes a second and one direction; None if the system does not tell
 
 
 def link_speeds(device: torch.device) -> dict[str, float | None]:
-    """The links of this rank's GPU and of this host's networks."""
+    """The nominal speeds of this rank's GPU links and of this host's networks."""
     found = {"InfiniBand": infiniband(), "Ethernet": ethernet()}
     if device.type == "cuda":
         found |= {"NVLink": nvlink(device), "PCIe": pcie(device)}
@@ -146,7 +145,7 @@ def link_speeds(device: torch.device) -> dict[str, float | None]:
 
 
 def infiniband(system: Path = Path("/sys")) -> float | None:
-    """All active InfiniBand or RoCE ports together."""
+    """The sum of all active InfiniBand or RoCE ports."""
     ports = [
         _text(port / "rate") for port in system.glob("class/infiniband/*/ports/*") if "ACTIVE" in _text(port / "state")
     ]
@@ -154,9 +153,9 @@ def infiniband(system: Path = Path("/sys")) -> float | None:
 
 
 def ethernet(system: Path = Path("/sys")) -> float | None:
-    """The fastest interface that is up."""
+    """The fastest active interface."""
     up = [_text(at / "speed") for at in system.glob("class/net/*") if _text(at / "operstate") == "up"]
-    return max((int(speed) for speed in up if speed.isdecimal()), default=0) * 1e6 / 8 or None  # -1 where not known
+    return max((int(speed) for speed in up if speed.isdecimal()), default=0) * 1e6 / 8 or None  # -1: unknown
 
 
 def _text(path: Path) -> str:
@@ -167,13 +166,13 @@ def _text(path: Path) -> str:
 
 
 def nvlink(device: torch.device) -> float | None:
-    """All links of a GPU together, as nvidia-smi lists them."""
+    """The sum of a GPU's links, from nvidia-smi."""
     lines = nvidia_smi("nvlink", "--status", "--id", _uuid(device))
     return sum(float(speed) * 1e9 for speed in re.findall(r"Link \d+: ([\d.]+) GB/s", lines)) or None
 
 
 def pcie(device: torch.device) -> float | None:
-    """A GPU's slot."""
+    """The speed of a GPU's slot."""
     query = ("--query-gpu=pcie.link.gen.max,pcie.link.width.current", "--format=csv,noheader,nounits")
     numbers = re.findall(r"\d+", nvidia_smi(*query, "--id", _uuid(device)))
     return PCIE_LANE.get(int(numbers[0]), 0) * int(numbers[1]) or None if len(numbers) == 2 else None
@@ -183,11 +182,11 @@ def _uuid(device: torch.device) -> str:
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
 
 
-# What that means
+# Verdicts
 
 
 def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Hosts that do not reach each other, and collectives that are much slower than their links."""
+    """Hosts without a connection, and collectives much slower than their links."""
     if len(answers) <= 1:
         yield Finding("links", "one rank, which talks to nobody")
         return
@@ -198,8 +197,8 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
             yield Finding("links", found, WRONG, BLOCKED, (answer.place,))
     if failed := [answer for answer in answers if answer.problem]:
         stage = "" if failed[0].facts.get("joined") else "the ranks do not come together: "
-        row = unchecked("links", f"{stage}{failed[0].problem}", BLOCKED, WRONG)
-        yield replace(row, where=tuple(answer.place for answer in failed))
+        where = tuple(answer.place for answer in failed)
+        yield unchecked("links", f"{stage}{failed[0].problem}", BLOCKED, WRONG, where)
     for node in sorted({answer.place.node for answer in answers}):
         of_node = [answer for answer in answers if answer.place.node == node]
         yield from _bandwidth("within", "within a host", of_node)
@@ -224,16 +223,16 @@ def _bandwidth(name: str, words: str, answers: Sequence[Answer]) -> Iterator[Fin
 
 
 def _expected(name: str, answers: Sequence[Answer]) -> tuple[str, float | None]:
-    """The name and the speed of the slowest link that the ranks have in common."""
+    """The name of the fastest kind of link that all ranks have, and the slowest of these links."""
     on_gpu = all(answer.facts["device"] == "cuda" for answer in answers)
     if name == "within":
         kinds: tuple[str, ...] = ("NVLink", "PCIe") if on_gpu else ()
-        nothing = "what the links should give is unknown" if on_gpu else "through the memory of the host"
+        unknown = "the speed of the links is unknown" if on_gpu else "through the memory of the host"
     else:
         kinds = ("InfiniBand", "Ethernet") if on_gpu else ("Ethernet",)
-        nothing = "what the network should give is unknown"
+        unknown = "the speed of the network is unknown"
     for kind in kinds:
         speeds = [answer.facts["links"].get(kind) for answer in answers]
         if all(speeds):
             return kind, min(speed for speed in speeds if speed)
-    return nothing, None
+    return unknown, None

@@ -1,4 +1,4 @@
-"""The text or the tokens are there, can be read, and fit the tokenizer and the model."""
+"""Can the text or the tokens be read, and do they fit the tokenizer and the model?"""
 
 import hashlib
 import logging
@@ -35,14 +35,14 @@ from ngpt_train.doctor.findings import (
 )
 from ngpt_train.training.provenance import initial_checkpoint
 
-MOST_OPENED = 500  # files that are opened, spread over all
-HUB_SECONDS = 9.0  # that each question to the hub may take
-DAMAGED = "restore it from where it came; the file and the reason stand there"
+MOST_OPENED = 500  # files, spread over all of them
+HUB_SECONDS = 9.0  # limit of each request to the hub
+DAMAGED = "restore the named file from its origin"
 
 
 def look(config: Config, report: Report) -> None:
     """Looks at each source of text, then at the tokenizer, on the first rank of each host. Prepares nothing."""
-    logging.disable(logging.WARNING)  # the client of the hub tells of each attempt
+    logging.disable(logging.WARNING)  # the hub's client logs each attempt
     vocabulary: dict[str, Any] = {}
     for name, data in sources(config):
         report(begun=name or data.kind)
@@ -58,7 +58,7 @@ def look(config: Config, report: Report) -> None:
             else:
                 found = _text(data)
         except (ConfigError, DataError) as error:
-            # The limit is ours, and not the config's.
+            # HUB_SECONDS is the doctor's limit, not the config's.
             said = re.sub(r" if it is only slow, set data.fetch_minutes above [\d.]+;", "", str(error))
             found = {"refused": said, "code": error.exit_code}
         report(**{f"source {name}": found})
@@ -82,27 +82,27 @@ def look(config: Config, report: Report) -> None:
 
 
 def sources(config: Config) -> list[tuple[str, DataConfig]]:
-    """The sources of a mixture by their names, or data.* itself without a name."""
+    """The sources of a mixture with their names; else data.* with an empty name."""
     if config.data.kind == "mixture":
         return [(source.name, source.data) for source in mixture_of(config.data)]
     return [("", config.data)]
 
 
 def _size(data: DataConfig) -> int:
-    """Bytes of the files of prepared tokens."""
+    """Bytes of prepared tokens."""
     files = Path(data.path or "").expanduser().glob("*.bin")
     return sum(file.stat().st_size for file in files if file.exists())
 
 
 def _text(data: DataConfig) -> dict[str, Any]:
-    """The facts of a text; raises the errors of `train`."""
+    """Opens a text. Raises the errors of `train`."""
     source = open_source(replace(data, fetch_minutes=min(data.fetch_minutes, HUB_SECONDS / 60)))
     if data.on_hub:
         found = f"{data.repo or data.kind}@{(source.revision or '')[:12]}: {len(source.shards)} files on the hub"
         if isinstance(source.reader, HubText) and source.shards:
             reader = source.reader
             HubClient(reader.repo, HUB_SECONDS / 60).try_file(reader.commit, source.shards[0].files[0])
-            found += ", the first of which can be had"
+            found += ", the first one can be read"
         return {"said": found, "identity": source.revision}
     files = [*source.files, *source.val_files]
     _open_some(files)
@@ -129,7 +129,7 @@ def _read_first(source: Source, file: Path) -> None:
 
 
 def judge(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Each source, the tokenizer, the vocabulary, the checkpoint to begin from."""
+    """Each source, the initial checkpoint and the tokenizer."""
     yield from of_each(answers, lambda answer: _data(config, answer))
     for name, _ in sources(config):
         identity = f"{_named(name)}: the identity of its files"
@@ -152,17 +152,15 @@ def _data(config: Config, answer: Answer) -> Iterator[Finding]:
         if found is None:
             size = facts.get(f"size of {name}", 0)
             if size and answer.timed_out:
-                said = f"{where}: {gb(size)} of tokens are there; their checksums take longer than this look"
+                said = f"{where}: {gb(size)} of tokens are there; their checksums take too long for this check"
                 yield Finding("data", said, WARNING, "nothing: `train` computes them once, before the first step")
             elif answer.problem:
-                remedy = "look whether what data.* names answers: ls, or curl to the hub"
+                remedy = "try the source that data.* names: ls, or curl to the hub"
                 yield unchecked("data", answer.problem, remedy, WRONG)
         elif "refused" in found:
             remedy = "as it says"
             if data.on_hub:
-                remedy = (
-                    "open the way to the hub (a proxy: https_proxy), set HF_ENDPOINT to a mirror, or bring the text"
-                )
+                remedy = "connect to the hub (a proxy: https_proxy), set HF_ENDPOINT to a mirror, or bring the text"
             elif "manifest" in found["refused"] or "damaged" in found["refused"]:
                 remedy = DAMAGED
             yield Finding("data", found["refused"], WRONG, remedy, code=found["code"])

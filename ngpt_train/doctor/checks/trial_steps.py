@@ -1,4 +1,4 @@
-"""Three training steps in each layout that is possible here, whose losses must be equal."""
+"""Three training steps in each possible layout. Their losses must be equal."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from ngpt_train.core.constants import IGNORED
 from ngpt_train.distributed.layouts import resolve_kind, resolve_precision
 from ngpt_train.distributed.world import World, resolve_device
 from ngpt_train.doctor.bounded import Report, first_line
-from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place
+from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, Place, unchecked
 from ngpt_train.doctor.rank_store import join
 from ngpt_train.kernels import dispatch
 from ngpt_train.report.enough_memory import check_state_fits
@@ -22,20 +22,19 @@ from ngpt_train.training.state import build_state
 from ngpt_train.training.step import train_step
 
 STEPS, CONTEXT, ROWS_OF_A_RANK, VOCABULARY = 3, 32, 2, 512
-NARROW = 512  # width up to which the cut has two blocks, because a CPU is enough for it
-# Sums in fp32 of another order, on a scale of a loss of 6 nats; more is another arithmetic, or a faulty device.
-TOLERANCE = 1e-5
-TOLERANCE_OF_HALF = 0.02  # of a loss that is computed in bf16 or fp16
+NARROW = 512  # the trial of a model up to this width has two blocks, of a wider one a single block
+TOLERANCE = 1e-5  # relative; for fp32 sums in another order
+TOLERANCE_OF_HALF = 0.02  # relative; for losses in bf16 or fp16
 LR = 1e-3
 
 
 def look(
     config: Config, place: Place, seconds: float, off: Mapping[str, str], apart: str | None, report: Report
 ) -> None:
-    """Trains a cut of the model. Collective, in a process of each rank. What fails in one layout ends the look: the
-    other ranks may be in another collective by then.
+    """Trains a cut of the model in each layout. A collective call.
 
-    off: kernels that are wrong here, which `train` leaves out too. apart: why the ranks do not come together, if known.
+    An error in one layout ends the look, because the other ranks may be in another collective by then. off: the wrong
+    kernels, which `train` leaves out too. apart: the problem of the links, if there was one.
     """
     device = resolve_device(config.train.device, place.local_rank)
     precision = str(resolve_precision(config.train.precision, device.type)).removeprefix("torch.")
@@ -47,7 +46,7 @@ def look(
     dispatch.switch_off(off)
     report(begun="single")
     report(single=run(cut(config, place.size, "single"), World(0, 1, 0, device)))
-    report(begun="that the ranks come together")
+    report(begun="joining the ranks")
     if apart is not None:
         raise RuntimeError(apart)
     join(place, "steps", device, seconds / 2)
@@ -63,7 +62,7 @@ def look(
 
 
 def group_size(config: Config, size: int) -> int | None:
-    """Ranks of a group of hsdp; None where there are no two groups of two ranks or more."""
+    """The ranks of a group of hsdp; None if two groups of two ranks are impossible."""
     wanted = config.parallel.shard
     if isinstance(wanted, int) and size % wanted == 0 and wanted < size:
         return wanted
@@ -71,11 +70,11 @@ def group_size(config: Config, size: int) -> int | None:
 
 
 def cut(config: Config, size: int, kind: str, exact: bool = True) -> Config:
-    """The config with few blocks, ids and tokens, for the layout `kind`; exact: in fp32 and not compiled."""
+    """The config with few blocks, ids and tokens, for the layout `kind`, not compiled. exact: in fp32."""
     model = config.model
     blocks = min(model.n_layers, 2 if model.d_model <= NARROW else 1)
     changes: dict[str, Any] = {"n_layers": blocks, "vocab_size": VOCABULARY, "context": CONTEXT}
-    # Keys that not every architecture has: other blocks, and statistics, which are equal if all rows have part in them.
+    # Keys of some architectures. Synchronised statistics are equal in all layouts.
     others = {"n_encoder_layers": blocks, "source_context": CONTEXT // 2, "statistics": "synchronised"}
     names = {field.name for field in dataclasses.fields(model)}
     changes |= {name: value for name, value in others.items() if name in names}
@@ -86,7 +85,7 @@ def cut(config: Config, size: int, kind: str, exact: bool = True) -> Config:
         stop_at=None,
         batch_rows=rows,
         batch_tokens=None,
-        # Statistics advance with each micro batch, so a layout must have as many.
+        # Statistics advance with each micro batch, so all layouts have one micro batch a step.
         micro_rows=rows if kind == "single" else ROWS_OF_A_RANK,
         compile=False,
         cuda_graphs=False,
@@ -118,31 +117,31 @@ def run(config: Config, world: World) -> dict[str, list[float]]:
 
 
 def batch(config: Config, step: int) -> tuple[Tensor, Tensor]:
-    """tokens and targets `(rows, CONTEXT)`, int64, of all ranks, mostly a fixed rule that a model can learn."""
+    """Random tokens and targets of all ranks: two `(rows, CONTEXT)` int64."""
     generator = torch.Generator().manual_seed(step)
     rows = config.train.rows_per_step
     row = torch.randint(VOCABULARY, (rows, CONTEXT + 1), generator=generator)
     tokens, targets = row[:, :-1].clone(), row[:, 1:].clone()
-    targets[:, : config.model.source_length(CONTEXT)] = IGNORED  # what an encoder reads is not predicted
+    targets[:, : config.model.source_length(CONTEXT)] = IGNORED  # the encoder's tokens are not predicted
     return tokens, targets
 
 
 def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Every layout of every rank beside one process on rank 0."""
+    """Compares every layout on every rank with one process on rank 0."""
     if not answers:
         return
     reference = answers[0].facts.get("single")
     for name in answers[0].facts.get("layouts", ["single"]):
         yield from _layout(name, answers, reference)
     if "layouts" in answers[0].facts and "hsdp" not in answers[0].facts["layouts"]:
-        yield Finding("steps, hsdp", "not possible with so few ranks: it takes four, or another number with divisors")
+        yield Finding("steps, hsdp", "not possible here: it needs 4 ranks or more, and not a prime number")
     for answer in answers:
         if "as_it_runs" in answer.facts and reference is not None:
             losses = answer.facts["as_it_runs"]["losses"]
             verdict, found = OK, f"losses {_shown(losses)}, as in fp32"
             if not _close(losses, reference["losses"], TOLERANCE_OF_HALF):
                 verdict, found = WRONG, f"losses {_shown(losses)} here, in fp32 {_shown(reference['losses'])}"
-            remedy = "train.precision=fp32 and kernels=torch tell whether the products or a kernel are at fault"
+            remedy = "try train.precision=fp32 and kernels=torch: they tell the fault of a product from a kernel's"
             check = f"steps, {answer.facts['own']} in {answer.facts['precision']}"
             yield Finding(check, found, verdict, remedy, (answer.place,))
 
@@ -151,7 +150,7 @@ def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[floa
     check, own = f"steps, {name}", answers[0].facts.get("own")
     failed = [answer for answer in answers if name not in answer.facts and answer.problem]
     if failed:
-        # Of several the one that failed by itself, and did not wait for another until its time was up.
+        # The cause is a rank that failed by itself; the others waited for it until their time was up.
         reached = [answer for answer in failed if answer.facts.get("begun", name) == name]
         cause = min(reached or failed, key=lambda answer: _waited(answer.problem or ""))
         grave = WRONG if name in (own, "single") else WARNING
@@ -160,7 +159,7 @@ def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[floa
         if not reached:
             found = f"{cause.facts.get('begun')} failed before: {found}"
         remedy = "look at the rows above: devices, links, versions" if grave == WRONG else f"do not use parallel={name}"
-        yield Finding(check, f"could not be checked: {first_line(found)}", grave, remedy, where, 3, False)
+        yield unchecked(check, first_line(found), remedy, grave, where)
         return
     for answer in answers:
         if name not in answer.facts or reference is None:
@@ -172,12 +171,12 @@ def _layout(name: str, answers: Sequence[Answer], reference: dict[str, list[floa
             if not _close(found[what], reference[what], tolerance):
                 said = f"{what} {_shown(found[what])} here, in one process of rank 0 {_shown(reference[what])}"
                 verdict = WRONG
-        remedy = "a device calculates wrong, or torch differs: leave this rank's host out, and look at versions"
+        remedy = "a device is faulty, or torch differs: leave this rank's host out, and look at versions"
         yield Finding(check, said, verdict, remedy, (answer.place,))
 
 
 def _waited(problem: str) -> bool:
-    """A rank failed because another did not answer."""
+    """True if the rank failed because another one did not answer."""
     return any(words in problem for words in ("longer than", "imed out", "imeout", "Connection closed", "reset by"))
 
 

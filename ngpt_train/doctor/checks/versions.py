@@ -1,4 +1,4 @@
-"""All hosts run the same Python, torch, CUDA, files of this package, and configuration."""
+"""Do all hosts have the same Python, torch, CUDA, files of this package, and configuration?"""
 
 import hashlib
 import platform
@@ -17,7 +17,7 @@ from ngpt_train.doctor.bounded import Report
 from ngpt_train.doctor.findings import WARNING, WRONG, Answer, Finding, differences, different, unchecked
 from ngpt_train.training.provenance import git_commit
 
-# Where hosts differ in one of these, their numbers differ, or they do not understand each other.
+# A difference in one of these changes numbers, or breaks collectives.
 MUST_AGREE = {
     "ngpt_train": "install the same version on all hosts",
     "commit": "check out the same commit on all hosts",
@@ -35,7 +35,7 @@ MAY_DIFFER = {
 
 
 def look(config: Config, report: Report) -> None:
-    """Versions, on the first rank of each host."""
+    """On the first rank of each host."""
     on_cuda = torch.version.cuda is not None
     report(
         python=platform.python_version(),
@@ -61,7 +61,7 @@ def _version(package: str) -> str | None:
 
 
 def code_hash() -> str:
-    """Identifies the files of the package and its configs, committed or not."""
+    """A hash of the package's files and configs, committed or not."""
     package = Path(ngpt_train.__file__).parent
     configs = package / "configs" if (package / "configs").is_dir() else package.parent / "configs"
     digest = hashlib.sha256()
@@ -72,13 +72,12 @@ def code_hash() -> str:
 
 
 def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
-    """Differences between hosts, and what all have."""
+    """Differences between hosts, and the common versions."""
     agreed: list[str] = []
     for name, remedy in {**MUST_AGREE, **MAY_DIFFER}.items():
         usual, others = different(answers, name)
-        # Another commit of the same files computes the same.
-        is_name_alone = name == "commit" and not different(answers, "code")[1]
-        verdict = WRONG if name in MUST_AGREE and not is_name_alone else WARNING
+        same_files = name == "commit" and not different(answers, "code")[1]
+        verdict = WRONG if name in MUST_AGREE and not same_files else WARNING
         yield from differences(answers, name, "versions", verdict, remedy)
         if not others and usual is not None and name not in ("commit", "code"):
             agreed.append(f"{name} {usual}")
@@ -91,7 +90,8 @@ def judge(answers: Sequence[Answer]) -> Iterator[Finding]:
         yield from differences(configs, name, "config", WRONG, remedy)
     for answer in answers:
         if answer.problem:
-            yield unchecked("versions", answer.problem, "run `git status` there: it must answer at once")
+            remedy = "run `git status` there: it must answer at once"
+            yield unchecked("versions", answer.problem, remedy, where=(answer.place,))
 
 
 def _code(answers: Sequence[Answer]) -> Iterator[Finding]:

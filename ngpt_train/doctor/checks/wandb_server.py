@@ -1,4 +1,4 @@
-"""Weights & Biases: the package, the key, and the way to its server."""
+"""Weights & Biases: the package, the key, and the connection to the server."""
 
 import base64
 import json
@@ -6,14 +6,14 @@ import netrc
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ngpt_train.config.schema import Config
 from ngpt_train.doctor.bounded import Report, first_line
-from ngpt_train.doctor.findings import WARNING, Answer, Finding, of_each, unchecked
+from ngpt_train.doctor.findings import WARNING, Answer, Finding, unchecked
 
 SECONDS = 5.0  # for an answer of the server
 SERVER = "https://api.wandb.ai"
@@ -22,7 +22,7 @@ LATER = "or set logging.wandb.mode=offline, and `wandb sync` later"
 
 
 def look(config: Config, report: Report) -> None:
-    """Asks wandb's server whose the key is. On rank 0 alone, which is the rank that logs."""
+    """Asks the server for the owner of the key. On rank 0 alone, which logs."""
     mode = config.logging.wandb.used_mode
     if mode == "disabled":
         return
@@ -45,7 +45,7 @@ def look(config: Config, report: Report) -> None:
 
 
 def key_for(server: str) -> str | None:
-    """The key that wandb would use: WANDB_API_KEY, or what `wandb login` has left in ~/.netrc."""
+    """wandb's key: WANDB_API_KEY, or the entry of `wandb login` in ~/.netrc."""
     if key := os.environ.get("WANDB_API_KEY"):
         return key
     for path in (os.environ.get("NETRC"), "~/.netrc", "~/_netrc"):
@@ -58,12 +58,8 @@ def key_for(server: str) -> str | None:
     return None
 
 
-def judge(config: Config, answers: Sequence[Answer]) -> Iterator[Finding]:
-    """The run's records in wandb: online, offline or lost. Never `wrong`: a run goes on without it."""
-    yield from of_each(answers, lambda answer: _wandb(config, answer))
-
-
-def _wandb(config: Config, answer: Answer) -> Iterator[Finding]:
+def judge(config: Config, answer: Answer) -> Iterator[Finding]:
+    """Will the run log online, offline or not at all? Never `wrong`: a run goes on without wandb."""
     facts, mode = answer.facts, config.logging.wandb.used_mode
     if answer.problem:
         yield unchecked("wandb", answer.problem, f"look whether its server answers, {LATER}")

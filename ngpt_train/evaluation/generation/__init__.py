@@ -1,1 +1,1 @@
-"""Text from a model: sampling, the tokens of several prompts beside each other, and their text as it comes."""
+"""Generates text: sampling, the tokens of a batch of prompts, and their text."""

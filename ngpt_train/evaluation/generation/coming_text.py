@@ -1,4 +1,4 @@
-"""The text of tokens as they come: whole characters, and nothing of a stop string."""
+"""Turns new tokens into text at once: whole characters, and no part of a stop string."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ from collections.abc import Sequence
 
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 
-# What `Tokenizer.decode` puts for bytes that are no character; at the end of a text for one that is not complete yet.
+# `Tokenizer.decode` returns it for bytes that are no character. At the end of a text the character may be incomplete.
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class ComingText:
-    """The continuation of a prompt: `add` and `end` return pieces whose sum is `text`.
+    """The continuation of a prompt. `add` and `end` return its pieces, which together are `text`.
 
-    Decoding the tokens together gives the prompt's text and then `text`, if nothing stops it.
+    Without a stop string the prompt's text and `text` equal the decoded tokens.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], stops: Sequence[str]) -> None:
         self.tokenizer, self.stops = tokenizer, stops
         self.ids = list(prompt)
-        # Tokens before `whole` are whole characters, which `text` and the prompt have. A token's text may depend on the
-        # one before it, so decoding begins at `begin`, an earlier end of whole characters.
+        # The tokens before `whole` are whole characters, in the prompt or in `text`. A token's text may depend on the
+        # token before it, so decoding begins at `begin`, an earlier end of whole characters.
         self.begin, self.whole = 0, len(self.ids)
-        self.text = ""  # up to the stop string, if there is one
+        self.text = ""  # up to a stop string
         self.stopped = False
-        self.n_given = 0  # characters of it that add and end have returned
+        self.n_given = 0  # characters of `text` that `add` and `end` have returned
 
     def add(self, token: int) -> str:
-        """The characters that this token has made certain."""
+        """Returns the characters that are certain after this token."""
         self.ids.append(token)
         more = self.undecided()
         if more and not more.endswith(REPLACEMENT):
@@ -36,7 +36,7 @@ class ComingText:
         return self.give(len(self.text) - (0 if self.stopped else self.held_back()))
 
     def end(self) -> str:
-        """The rest of the text, as no token follows."""
+        """Returns the rest of the text, after the last token."""
         if not self.stopped:
             self.append(self.undecided())
         return self.give(len(self.text))
@@ -53,12 +53,12 @@ class ComingText:
             self.text, self.stopped = self.text[: min(found)], True
 
     def held_back(self) -> int:
-        """The number of characters at the end of the text that may begin a stop string."""
+        """The number of last characters that may begin a stop string."""
         lengths = [n for stop in self.stops for n in range(1, len(stop)) if self.text.endswith(stop[:n])]
         return max(lengths, default=0)
 
     def give(self, end: int) -> str:
-        """The text up to `end`, without what was given."""
+        """The text from the last return up to `end`."""
         end = max(end, self.n_given)
         given = self.text[self.n_given : end]
         self.n_given = end

@@ -1,4 +1,4 @@
-"""Texts that continue prompts."""
+"""Continues prompts with text."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ngpt_train.config.sections.generation import GenerateConfig
 from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.evaluation.generation.coming_text import ComingText
-from ngpt_train.evaluation.generation.tokens import Row, continue_rows, reader_of, row_of
+from ngpt_train.evaluation.generation.tokens import Row, continue_rows, opened, row_of
 from ngpt_train.models.decoder import Decoder
+from ngpt_train.models.decoding import Recomputed, cached
 
 logger = logging.getLogger(__name__)
 
-# Of generate.stop, as they are typed. A string of a shell or of YAML has no new line.
+# Escapes in generate.stop, because strings of a shell and of YAML have no new line.
 ESCAPES = {"\\n": "\n", "\\t": "\t", "\\\\": "\\"}
 
 
@@ -31,38 +31,38 @@ class Text:
 
     prompt: str
     sample: int
-    text: str  # the continuation, which ends before a stop string
-    tokens: list[int]  # those that were generated, a stop string's too, without eos
+    text: str  # the continuation up to a stop string
+    tokens: list[int]  # all generated tokens, also of the stop string, without eos
     logprobs: list[float]  # of the tokens: see Row
-    end: str  # why it ended: see Row
+    end: str  # the reason: see Row
 
     def json(self, config: GenerateConfig) -> dict[str, Any]:
-        """The content of a line of generate.out."""
+        """A line of generate.out."""
         sample = {"sample": self.sample} if config.samples > 1 else {}
         logprobs = {"logprobs": self.logprobs} if config.logprobs else {}
         return {"prompt": self.prompt, **sample, "text": self.text, "end": self.end, "tokens": self.tokens, **logprobs}
 
 
 class Texts:
-    """Continues prompts by a model, as generate.* says."""
+    """Continues prompts with a model, by the keys generate.*."""
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, config: GenerateConfig, compiled: bool = False) -> None:
-        """compiled: whether the blocks of the decoder are; all batches then have as many rows."""
+        """compiled: the decoder's blocks are compiled; all batches then have equally many rows."""
         self.model, self.tokenizer, self.config, self.compiled = model.eval(), tokenizer, config, compiled
-        self.reader = reader_of(model, config, compiled)
+        self.reader = cached(model, compiled) if config.cache else Recomputed(model)
         self.stops = [re.sub(r"\\[nt\\]", lambda found: ESCAPES[found[0]], stop) for stop in config.stop or []]
 
     def of(
         self, prompts: Sequence[str], show: Callable[[str], object] | None = None, first_line: int | None = None
     ) -> Iterator[Text]:
-        """The texts of each prompt, generate.samples of them, in order; generate.batch_rows at a time.
+        """Yields generate.samples texts of each prompt, in order; generate.batch_rows are generated together.
 
-        show: called with the pieces of a single text as they come, its prompt first. first_line: number of the first
-        prompt's line in its file, for messages. Raises ConfigError where generate.overflow refuses a prompt, before
-        anything is generated.
+        show: called with the prompt, then with each piece of a single text at once. first_line: the line number of the
+        first prompt in its file, for messages. Raises ConfigError before the first text if generate.overflow refuses a
+        prompt.
         """
         ids = [self.tokenizer.encode(prompt).tolist() for prompt in prompts]
-        tokens = [self.opened(prompt) for prompt in ids]
+        tokens = [opened(self.model, self.tokenizer, prompt) for prompt in ids]
         self.check_room(tokens, first_line)
         wanted = iter([(number, sample) for number in range(len(prompts)) for sample in range(self.config.samples)])
         n_rows = min(self.config.batch_rows, len(prompts) * self.config.samples)
@@ -78,20 +78,13 @@ class Texts:
                 yield Text(prompts[number], sample, text.text, row.new, row.logprobs, end)
 
     def as_read(self, prompt: str) -> str:
-        """The prompt as its tokens have it: words, for example, lose the spaces around them."""
+        """The prompt after encoding and decoding; for example, words lose the spaces around them."""
         return self.tokenizer.decode(self.tokenizer.encode(prompt).tolist())
-
-    def opened(self, prompt: list[int]) -> Tensor:
-        """The tokens `(P,)`, P >= 1, that the model reads of a prompt."""
-        # As in training: a decoder reads an eos before each document, an encoder a document from its first token on.
-        without_eos = prompt and self.model.config.objective == "prefix_continuation"
-        read = prompt if without_eos else [self.tokenizer.eos, *prompt]
-        return torch.tensor(read, device=self.model.embedding.device)
 
     def continue_batch(
         self, rows: Sequence[Row], coming: Sequence[ComingText], show: Callable[[str], object] | None, n_rows: int
     ) -> None:
-        """Continues the rows to their ends, and `coming` with them. Compiled code gets n_rows rows, ended ones too."""
+        """Continues the rows and `coming` to their ends. Compiled code always gets n_rows rows, some of them ended."""
 
         def stops(number: int, token: int) -> bool:
             piece = coming[number].add(token)
@@ -108,12 +101,12 @@ class Texts:
                 show(rest)
 
     def check_room(self, prompts: Sequence[Tensor], first_line: int | None) -> None:
-        """Says that texts may outgrow the context, or refuses them."""
+        """Logs or refuses a text that may become longer than the context."""
         config = self.model.config
         source = config.source_length(config.context)  # 0 for a decoder
         room, most_new = config.context - source, self.config.max_new_tokens
         for number, prompt in enumerate(prompts):
-            # The last token of a text is not read, and of a prompt an encoder-decoder's decoder reads the last one.
+            # No model reads the last token of a text. An encoder-decoder's decoder reads the last token of the prompt.
             encoded, decoded = (len(prompt) - 1, most_new) if source else (0, len(prompt) + most_new - 1)
             if encoded <= source and decoded <= room:
                 continue

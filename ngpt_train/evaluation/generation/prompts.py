@@ -13,10 +13,10 @@ MOST_BYTES = 1 << 30
 
 
 def read_prompts(setting: str) -> list[str]:
-    """The prompts of the file generate.prompts: of a .jsonl file the `prompt` of each object, else each line.
+    """The prompts of the file generate.prompts: `prompt` of each object in a .jsonl file, else each line.
 
-    An empty line of a text file is an empty prompt, so that line k of the answers is that of line k. Raises DataError
-    for a file that cannot be read, and for a line that is no prompt.
+    An empty line of a text file is an empty prompt, so answer k belongs to line k. Raises DataError for a file that
+    cannot be read, and for a line that is no prompt.
     """
     path = Path(setting).expanduser()
     try:
@@ -32,7 +32,7 @@ def read_prompts(setting: str) -> list[str]:
 
 
 def text_of(line: bytes, where: str) -> str:
-    """The text of a line, without the end of a line of Windows."""
+    """The text of a line, without the carriage return of Windows."""
     try:
         return line.removesuffix(b"\r").decode()
     except UnicodeDecodeError:
@@ -55,10 +55,10 @@ def prompt_of_json(line: bytes, where: str) -> str:
 
 
 def typed_prompts() -> Iterator[str]:
-    """The lines of stdin until it ends (Ctrl-D); a terminal asks for each with `> `. A line that is not UTF-8 is
-    skipped, which stderr says."""
+    """The lines of stdin until it ends (Ctrl-D). A terminal shows `> ` before each. A line that is not UTF-8 is skipped
+    with a message on stderr."""
     if sys.stdin.isatty():
-        import readline  # noqa: F401  which gives `input` the arrow keys and a history
+        import readline  # noqa: F401  gives `input` the arrow keys and a history
 
         lines = iter(lambda: input("> ").encode(errors="surrogateescape"), None)
     else:
@@ -70,4 +70,4 @@ def typed_prompts() -> Iterator[str]:
             except DataError as error:
                 print(error, file=sys.stderr)
     except EOFError:
-        print()  # the terminal is still in the line of its `> `
+        print()  # ends the line of `> `

@@ -1,7 +1,7 @@
-"""The next token, from the logits of all.
+"""Samples the next token from logits.
 
-Names and definitions are those of Hugging Face's `generate`, and so is their order: repetition_penalty,
-no_repeat_ngram_size, min_new_tokens, temperature, top_k, top_p, min_p.
+Names, definitions and order are the same as in Hugging Face's `generate`: repetition_penalty, no_repeat_ngram_size,
+min_new_tokens, temperature, top_k, top_p, min_p.
 """
 
 from collections.abc import Sequence
@@ -14,15 +14,15 @@ from ngpt_train.config.sections.generation import GenerateConfig
 
 
 def restricted(logits: Tensor, read: Sequence[int], n_new: int, config: GenerateConfig, eos: int) -> Tensor:
-    """logits `(V,)` with the options against repetition and early ends; -inf for a token that is forbidden.
+    """Applies the options against repetition and early ends to logits `(V,)`. A forbidden token gets -inf.
 
-    read: all tokens that the decoder has read, those of the prompt too. n_new: how many of them are generated.
+    read: all tokens that the decoder has read, also of the prompt. n_new: the number of generated ones.
     """
     logits = logits.clone()
     if config.repetition_penalty != 1:
         ids = torch.tensor(read).unique()
         scores = logits[ids]
-        # Keskar et al. 2019, section 4.1, with the sign of the logit heeded: a penalty above 1 always lowers it.
+        # Keskar et al. 2019, section 4.1, but by the sign of the logit, so a penalty above 1 always lowers it.
         logits[ids] = torch.where(scores < 0, scores * config.repetition_penalty, scores / config.repetition_penalty)
     if config.no_repeat_ngram_size:
         logits[completions(torch.tensor(read), config.no_repeat_ngram_size)] = -torch.inf
@@ -32,7 +32,7 @@ def restricted(logits: Tensor, read: Sequence[int], n_new: int, config: Generate
 
 
 def completions(read: Tensor, n: int) -> Tensor:
-    """The tokens `(m,)` that would complete an n-gram which `read` `(N,)` has already."""
+    """The tokens `(m,)` that would repeat an n-gram of `read` `(N,)`."""
     if len(read) < n:
         return read[:0]
     ngrams = read.unfold(0, n, 1)  # (N - n + 1, n)
@@ -41,7 +41,7 @@ def completions(read: Tensor, n: int) -> Tensor:
 
 
 def sample(logits: Tensor, config: GenerateConfig, generator: torch.Generator) -> int:
-    """Samples an id from logits `(V,)`, of which one at least is finite. Temperature 0 takes the largest logit."""
+    """Samples an id from logits `(V,)`; one or more are finite. Temperature 0 takes the largest logit."""
     if config.temperature == 0:
         return int(logits.argmax())
     logits = logits / config.temperature
@@ -50,7 +50,7 @@ def sample(logits: Tensor, config: GenerateConfig, generator: torch.Generator) -
     probabilities = F.softmax(logits, dim=-1)
     if config.top_p is not None:
         ordered, indices = probabilities.sort(descending=True)
-        # A token stays if the more probable ones sum to less than p; so the most probable one always stays.
+        # A token stays if the more probable ones sum to less than p. So the most probable one always stays.
         dropped = ordered.cumsum(0) - ordered >= config.top_p
         probabilities[indices[dropped]] = 0
     if config.min_p is not None:

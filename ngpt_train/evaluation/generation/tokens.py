@@ -1,4 +1,4 @@
-"""The tokens that continue several prompts, beside each other."""
+"""Continues a batch of prompts with tokens."""
 
 from __future__ import annotations
 
@@ -9,29 +9,29 @@ import torch
 from torch import Tensor
 
 from ngpt_train.config.sections.generation import GenerateConfig
+from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.evaluation.generation.sampling import restricted, sample
 from ngpt_train.models.decoder import Decoder
-from ngpt_train.models.decoding import Recomputed, cached
+from ngpt_train.models.decoding import Recomputed
 from ngpt_train.models.encoder_decoder import EncoderDecoder
 from ngpt_train.training.guards import NumericalError
 
 
 @dataclass
 class Row:
-    """A prompt, and the tokens that continue it."""
+    """A prompt and its continuation."""
 
     prompt: Tensor  # (P,) int64, P >= 1, on the model's device
-    generator: torch.Generator  # its own, so that the row does not depend on its neighbours
-    read: list[int]  # what the decoder has read: of an encoder-decoder the prompt's last token, and the new ones
+    generator: torch.Generator  # of this row alone, so that other rows do not matter
+    read: list[int]  # by the decoder; an encoder-decoder's reads the prompt's last token and the new ones
     new: list[int] = field(default_factory=list)
-    # Natural logarithm of the probability that the model gives each new token, before temperature and all other
-    # options, among all ids of the model.
+    # Natural logarithm of each new token's probability among all ids of the model, before temperature and all options.
     logprobs: list[float] = field(default_factory=list)
-    # Why it ended: eos; stop; length, after max_new_tokens; nothing_left, where the options forbid every token.
+    # The reason: eos; stop; length (max_new_tokens); nothing_left (the options forbid every token).
     end: str | None = None
 
     def add(self, logits: Tensor, config: GenerateConfig, eos: int, vocab_size: int) -> None:
-        """Samples a token from logits `(V,)`, on the CPU, of which the first `vocab_size` count; or ends."""
+        """Samples a token from the first `vocab_size` logits `(V,)`, on the CPU, or sets `end`."""
         if not logits[:vocab_size].isfinite().all():
             raise NumericalError("the model's logits are not finite: its weights are NaN or far too large")
         allowed = restricted(logits[:vocab_size], self.read, len(self.new), config, eos)
@@ -49,9 +49,16 @@ class Row:
             self.end = "length"
 
 
+def opened(model: Decoder, tokenizer: Tokenizer, prompt: list[int]) -> Tensor:
+    """The tokens of a prompt as the model reads it: `(P,)`, P >= 1, on its device."""
+    # As in training: a decoder reads an eos before a document, an encoder does not.
+    without_eos = prompt and model.config.objective == "prefix_continuation"
+    return torch.tensor(prompt if without_eos else [tokenizer.eos, *prompt], device=model.embedding.device)
+
+
 def row_of(model: Decoder, prompt: Tensor, seed: int) -> Row:
     """prompt: `(P,)` int64, P >= 1, on the model's device."""
-    # A generator of the CPU, so that a seed gives the same random numbers on every device.
+    # On the CPU, so that a seed gives the same random numbers for every device.
     generator = torch.Generator().manual_seed(seed)
     read = prompt[-1:] if isinstance(model, EncoderDecoder) else prompt
     return Row(prompt, generator, read.tolist())
@@ -65,11 +72,11 @@ def continue_rows(
     vocab_size: int,
     stops: Callable[[int, int], bool] = lambda row, token: False,
 ) -> None:
-    """Continues all rows that have no `end` until they have one.
+    """Continues each row until it has an `end`.
 
-    reader: gives the logits. vocab_size: of the tokenizer; the model's may be larger, and no id beyond it is sampled.
-    stops(row, token): called for each new token; whether the row ends with it. Raises NumericalError for logits that
-    are not finite.
+    reader: computes the logits. vocab_size: of the tokenizer; the model may have more ids, which are never sampled.
+    stops(row, token): called for each new token; True ends the row. Raises NumericalError for logits that are not
+    finite.
     """
     logits = reader.begin([row.prompt for row in rows]).cpu()
     going_on = {number: row for number, row in enumerate(rows) if row.end is None}
@@ -86,8 +93,3 @@ def continue_rows(
                 del going_on[number]
         if tokens:
             logits = reader.next(tokens).cpu()
-
-
-def reader_of(model: Decoder, config: GenerateConfig, compiled: bool = False) -> Recomputed:
-    """The source of the logits, by generate.cache. compiled: whether the decoder's blocks are."""
-    return cached(model, compiled) if config.cache else Recomputed(model)

@@ -1,8 +1,7 @@
-"""lm-evaluation-harness's view of a model of ours.
+"""Answers the requests of lm-evaluation-harness with a model of ours.
 
-The harness builds the requests of its tasks and computes their metrics; here they are answered, by the model as it is.
-The harness splits context and continuation: it encodes both together, and what comes after the ids of the context alone
-is the continuation (TemplateLM._encode_pair).
+The harness builds requests and computes metrics. It encodes context and continuation together, and takes the ids after
+those of the context alone for the continuation (TemplateLM._encode_pair).
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from ngpt_train.core.errors import ConfigError
 from ngpt_train.data.tokenizers.tokenizer import Tokenizer
 from ngpt_train.distributed.world import World
 from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
-from ngpt_train.evaluation.validation import evaluating
+from ngpt_train.evaluation.validation import evaluating, shares
 from ngpt_train.models.decoder import Decoder
 
-MOST_NEW_TOKENS = 256  # of a task that does not say; the harness's own default
+MOST_NEW_TOKENS = 256  # the harness's own default
 Ids = list[int]
 
 
 def no_whole_texts(tasks: Iterable[str]) -> ConfigError:
-    """The error of tasks that an encoder-decoder cannot answer."""
+    """An encoder-decoder cannot answer these tasks."""
     return ConfigError(
         f"tasks: {', '.join(sorted(tasks))} wants the probability of whole texts. An encoder-decoder gives none to the "
         "beginning of a text, which its encoder reads\n  Leave it out"
@@ -36,12 +35,12 @@ def no_whole_texts(tasks: Iterable[str]) -> ConfigError:
 
 
 class Adapter(TemplateLM):
-    """Answers every request on every rank, so that the harness takes it for one process; the ranks share the forward
-    passes. All methods that answer are collective calls.
+    """Answers every request on every rank, like a single process; the ranks share the forward passes. All answers are
+    collective calls.
 
-    A decoder reads an eos before each text, as in training: what the harness calls a BOS. An encoder reads a text from
-    its first token on. Equal, request by request, to the harness's adapter for Hugging Face's models (HFLM) on the same
-    weights with a tokenizer that puts eos in front.
+    A decoder reads an eos before each text, as in training; the harness calls it BOS. An encoder reads none. The
+    answers equal those of the harness's adapter for Hugging Face's models (HFLM), with the same weights and a tokenizer
+    that adds eos in front.
     """
 
     def __init__(self, model: Decoder, tokenizer: Tokenizer, world: World) -> None:
@@ -57,17 +56,17 @@ class Adapter(TemplateLM):
 
     @property
     def max_length(self) -> int:
-        """The most ids that a decoder reads."""
+        """The context of a decoder."""
         return self.model.config.context
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> Ids:
-        """The ids of a text; add_special_tokens: with an eos in front. None: for a decoder."""
+        """The ids of a text. add_special_tokens: adds an eos in front; None: for a decoder alone."""
         eos_in_front = not self._source if add_special_tokens is None else add_special_tokens
         return [self.eot_token_id] * eos_in_front + self._tokenizer.encode(string).tolist()
 
     def _encode_pair(self, context: str, continuation: str) -> tuple[Ids, Ids]:
-        """The ids of context and continuation. Where both together have no more ids than the context alone, because the
-        tokenizer joins them, the continuation begins with the first id that differs."""
+        """The ids of context and continuation. If the tokenizer joins them into no more ids than the context has, the
+        continuation begins at the first id that differs."""
         before, after = super()._encode_pair(context, continuation)
         if not after:
             whole = self.tok_encode(context + continuation)
@@ -86,10 +85,9 @@ class Adapter(TemplateLM):
         return list(zip(log_p.tolist(), greedy.tolist(), strict=True))
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = True) -> list[float]:
-        """log p of whole texts, in the harness's windows: each text is cut into stretches of max_length ids, and the
-        last stretch reads as much of the text before it as fits.
+        """log p of whole texts, in the harness's windows of max_length ids. The last window overlaps the one before it.
 
-        As in the harness, the eos that is in front of a text is a target too, after another eos.
+        As in the harness, the eos in front of a text is a target too, after another eos.
         """
         if self._source:
             raise no_whole_texts({request.task_name or "a task" for request in requests})
@@ -109,21 +107,18 @@ class Adapter(TemplateLM):
         return list(get_rolling_token_windows(ids, self.eot_token_id, max_seq_len=self.max_length, context_len=1))
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Greedy continuations, each up to the first of its stop strings, eos or its most tokens."""
-        found = [""] * len(requests)
+        """Greedy continuations, each up to a stop string, eos or its most tokens."""
+        found: list[str] = []
         with evaluating(self.model, self.world):
-            for first in range(0, len(requests), self.world.size):
-                index = first + self.world.rank
-                # The others wait with forward passes of their own, which FSDP2 needs on all ranks.
-                request = requests[min(index, len(requests) - 1)]
-                text = self._continue(request, counts=index < len(requests))
-                for place, of_rank in enumerate(self.world.gather(text)):
-                    if first + place < len(requests):
-                        found[first + place] = of_rank
-        return found
+            for index, counts in shares(len(requests), self.world):
+                found += self.world.gather(self._continue(requests[index], counts))
+        return found[: len(requests)]
 
     def _continue(self, request: Instance, counts: bool) -> str:
-        """The continuation of one context. counts: whether this rank has a request; a rank without one stops first."""
+        """The continuation of one context. counts: False for a rank without a request; it waits for the others.
+
+        Every rank makes forward passes until all are done, because FSDP2 gathers weights in each.
+        """
         context, options = request.args
         options = normalize_gen_kwargs(options, MOST_NEW_TOKENS)
         if options["do_sample"]:

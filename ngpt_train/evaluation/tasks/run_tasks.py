@@ -1,4 +1,4 @@
-"""Runs tasks on a model, and says what came out."""
+"""Runs tasks on a model, and reports their metrics."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ import lm_eval.api.metrics
 import numpy as np
 from lm_eval.evaluator import evaluate
 
+from ngpt_train.config.model_keys import ModelConfig
 from ngpt_train.config.sections.evaluation import EvalConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_atomically
@@ -33,27 +34,25 @@ from ngpt_train.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
-# Samples from which the harness estimates the standard error of a metric that is no mean, such as a perplexity. It
-# takes 100,000 by default, in as many processes as there are cores.
+# Bootstrap samples for the standard error of metrics such as perplexity. The harness's default is 100,000, in a process
+# on each core.
 BOOTSTRAP = 1_000
 
 
 @dataclass(frozen=True)
 class TaskResults:
-    """tasks: of each task or group its metrics, their standard errors as NAME_stderr, chance, the accuracy of guessing
-    where it is known, and n, its documents. items: what the harness keeps of each document. left_out: why, of each task
-    that is left out."""
+    """tasks[name][metric], for tasks and groups. It includes standard errors as NAME_stderr, `chance` (the accuracy of
+    guessing, if it is known) and `n` (the number of documents). items[task]: the harness's record of each document.
+    left_out[task]: the reason."""
 
     tasks: dict[str, dict[str, float]]
     items: dict[str, list[dict[str, Any]]]
     left_out: dict[str, str] = field(default_factory=dict)
 
     def mean(self) -> dict[str, float]:
-        """The mean that the papers report: of the accuracy over the tasks that have one; the same of acc_norm, where a
-        task without it counts with its acc; and their standard errors, those of independent tasks. Of chance, where all
-        of these tasks have one.
-
-        se(mean) = sqrt(sum of se^2) / n. Nothing where no task has an accuracy.
+        """The papers' mean of `acc` over tasks, and of `acc_norm` (else `acc`), each with the standard error of
+        independent tasks, sqrt(sum of se^2) / n. The mean of `chance`, if every task with `acc` has one. Empty if no
+        task has an accuracy.
         """
         found: dict[str, float] = {}
         for name, metrics in (("mean", ("acc",)), ("mean_acc_norm", ("acc_norm", "acc"))):
@@ -69,18 +68,18 @@ class TaskResults:
         return found
 
     def metrics(self) -> dict[str, float]:
-        """All numbers under flat names, TASK/METRIC, as a record has them."""
+        """All numbers as TASK/METRIC, for a record of metrics.jsonl."""
         flat = {f"{task}/{name}": value for task, of_task in self.tasks.items() for name, value in of_task.items()}
         return {**self.mean(), **flat}
 
     def as_json(self) -> dict[str, Any]:
-        """The tasks' part of `evaluate.out`. A number that is not finite is null."""
+        """For evaluate.out. A number that is not finite becomes null."""
         left_out = {"left_out": self.left_out} if self.left_out else {}
         tasks = {name: _finite(of_task) for name, of_task in self.tasks.items()}
         return {**_finite(self.mean()), "tasks": tasks, "harness": version("lm_eval"), **left_out}
 
     def lines(self) -> list[str]:
-        """For people: a line for each task, and one for the mean."""
+        """A line for each task, and one for the mean."""
         n_means = sum("acc" in task for task in self.tasks.values())
         means = {f"mean of {n_means} tasks": _renamed_mean(self.mean())} if n_means > 1 else {}
         width = max(map(len, [*self.tasks, *means]), default=0)
@@ -97,7 +96,7 @@ class TaskResults:
         return found
 
     def write_items(self, path: Path) -> None:
-        """A line of JSON for each document: its task and number, what was asked, the answers, and its metrics."""
+        """Writes a line of JSON for each document: its task and number, the requests, the answers, and its metrics."""
         kept = ("doc_id", "filter", "target", "arguments", "resps")
         lines = [
             {"task": task, **{name: item[name] for name in (*kept, *item["metrics"])}}
@@ -109,18 +108,18 @@ class TaskResults:
 
 
 def _renamed_mean(mean: Mapping[str, float]) -> dict[str, float]:
-    """`mean` as `acc` and `mean_NAME` as NAME, for a line that says that it is a mean."""
+    """Renames `mean` to `acc`, and `mean_NAME` to NAME."""
     return {re.sub("^mean(?=$|_stderr)", "acc", name).removeprefix("mean_"): value for name, value in mean.items()}
 
 
 class Tasks:
-    """The tasks of eval.tasks with their data, ready to be run on the models of a run.
+    """The tasks of eval.tasks with their data.
 
-    Raises ConfigError for a name that is no task or a task that an encoder-decoder cannot answer, DataError where the
-    data of one cannot be had. A collective call: rank 0 fetches the data before the others read it.
+    Raises ConfigError for a task that is unknown or impossible for an encoder-decoder, DataError if its data cannot
+    be fetched. A collective call: rank 0 fetches the data before other ranks read it.
     """
 
-    def __init__(self, config: EvalConfig, source_context: int, world: World) -> None:
+    def __init__(self, config: EvalConfig, model: ModelConfig, world: World) -> None:
         names = list(dict.fromkeys(config.tasks or []))
 
         def load() -> list[str]:
@@ -132,7 +131,7 @@ class Tasks:
             load()
         tasks = self._loaded["tasks"].items()
         whole = [name for name, task in tasks if task.OUTPUT_TYPE == "loglikelihood_rolling"]
-        if source_context and whole:
+        if model.source_length(model.context) and whole:
             raise no_whole_texts(whole)
         for name in whole:
             task = self._loaded["tasks"][name]
@@ -149,8 +148,13 @@ class Tasks:
         return found + [f"{name} is left out: {why}" for name, why in self.left_out.items()]
 
     def __call__(self, model: Decoder, tokenizer: Tokenizer, world: World) -> TaskResults:
-        """Asks `model`; the same results on every rank. A collective call."""
-        with _quiet(), _infinite_perplexities():
+        """Evaluates `model`. The results are the same on every rank. A collective call."""
+        os.environ["DISABLE_MULTIPROC"] = "1"  # processes of the harness would copy this one with its GPU and threads
+        with (
+            contextlib.redirect_stdout(_OtherThreads(sys.stdout)),
+            contextlib.redirect_stderr(_OtherThreads(sys.stderr)),
+            _infinite_perplexities(),
+        ):
             raw = evaluate(
                 Adapter(model, tokenizer, world),
                 self._loaded,
@@ -169,7 +173,7 @@ class Tasks:
         return TaskResults(tasks, raw["samples"], self.left_out)
 
     def _chance(self, name: str) -> float | None:
-        """The accuracy of guessing in a task, or in a group as its accuracy is the mean of those of its tasks."""
+        """The accuracy of guessing in a task or a group; None if it is unknown."""
         group = self._loaded["groups"].get(name)
         if group is None:
             return _mean_of(_chances(self._loaded["tasks"][name]))
@@ -183,8 +187,8 @@ class Tasks:
 
 
 def _chances(task: Any) -> list[float]:
-    """The probability of a right guess for each document: 1 / n of n choices. Empty for a task that is no choice,
-    has several right answers or computes its accuracy in a way of its own."""
+    """The probability of a right guess for each document: 1 / n of n choices. Empty for a task without choices, with
+    several right answers, or with its own accuracy."""
     if task.OUTPUT_TYPE != "multiple_choice" or getattr(task, "multiple_target", 1) or task.config.process_results:
         return []
     return [1 / len(task.doc_to_choice(document)) for document in task.eval_docs]
@@ -195,7 +199,7 @@ def _mean_of(values: Sequence[float]) -> float | None:
 
 
 def _numbers(results: Mapping[str, Any]) -> dict[str, float]:
-    """The harness's `acc,none` as acc, `exact_match,strict` as exact_match_strict; without what is no number."""
+    """Renames the harness's `acc,none` to acc, `exact_match,strict` to exact_match_strict. Keeps numbers alone."""
     found = {}
     for name, value in results.items():
         metric, _, chosen = name.partition(",")
@@ -206,7 +210,7 @@ def _numbers(results: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _short(value: float) -> str:
-    """Four decimals; of the perplexity of a model that knows nothing, four digits."""
+    """Four decimals; four digits for huge perplexities."""
     return f"{value:.4f}" if abs(value) < 1e6 else f"{value:.4g}"
 
 
@@ -215,7 +219,7 @@ def _finite(numbers: Mapping[str, float]) -> dict[str, float | None]:
 
 
 class _OtherThreads(io.TextIOBase):
-    """A stream that drops what this thread writes. Others, such as the watchdog, may have something to say."""
+    """Drops the output of this thread. Other threads, such as the watchdog, still write."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self._thread = stream, threading.get_ident()
@@ -225,29 +229,10 @@ class _OtherThreads(io.TextIOBase):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Inside, the harness neither prints nor starts processes, which would copy this one with its GPU and threads."""
-    name = "DISABLE_MULTIPROC"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    with (
-        contextlib.redirect_stdout(_OtherThreads(sys.stdout)),
-        contextlib.redirect_stderr(_OtherThreads(sys.stderr)),
-    ):
-        try:
-            yield
-        finally:
-            if before is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = before
-
-
-@contextlib.contextmanager
 def _infinite_perplexities() -> Iterator[None]:
-    """Inside, the harness's perplexity of more than a float can hold is infinite, and its standard error no number.
+    """Inside, a perplexity that overflows is infinite, and its standard error NaN.
 
-    Python's math.exp, and the square of a large float, raise OverflowError: one text without spaces, a single word to
+    Python's math.exp, and the square of a large float, raise OverflowError. One text without spaces, a single word to
     the harness, would end the evaluation, and with it the training.
     """
 

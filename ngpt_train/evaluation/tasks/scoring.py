@@ -1,9 +1,9 @@
-"""Log-probabilities of continuations, given what stands before them.
+"""Log-probabilities of continuations.
 
-A continuation is cut into windows that fit the model. A decoder reads at most `context` ids, so a window predicts at
-most as many, and reads as many ids before its last target as fit: what does not fit is cut off on the left. An
-encoder-decoder is given the id before its first target, at most `context - source_context` ids in all, and its encoder
-the `source_context` ids before that one, as in training (data/rows.py: PrefixContinuation).
+A continuation is cut into windows. A window of a decoder has at most `context` targets, and reads at most `context` ids
+before its last target; earlier ids are cut off. A window of an encoder-decoder has at most `context - source_context`
+targets. Its decoder begins with the id before the first target, and its encoder reads the `source_context` ids before
+that, as in training (data/rows.py: PrefixContinuation).
 """
 
 from __future__ import annotations
@@ -18,25 +18,22 @@ from torch import Tensor
 
 from ngpt_train.core.constants import PADDING
 from ngpt_train.distributed.world import World
-from ngpt_train.evaluation.validation import evaluating
+from ngpt_train.evaluation.validation import CHUNK_TOKENS, evaluating, shares
 from ngpt_train.models.decoder import Decoder
 
-# Of one forward pass: ids that are read, and numbers among its logits. Both are the same for any number of ranks,
-# because rounding depends on which rows share a matrix product.
-MOST_TOKENS = 8_192
-MOST_LOGITS = 1 << 27
+MOST_LOGITS = 1 << 27  # numbers among the logits of one forward pass
 
 
 class Scored(NamedTuple):
-    """ids: what stands before the continuation, and the continuation. n_targets: ids of the continuation."""
+    """A text to score. ids: of the context and the continuation. n_targets: ids of the continuation."""
 
     ids: Sequence[int]
     n_targets: int
 
 
 class Window(NamedTuple):
-    """A row of one forward pass. ids: read by the model but for the last, which is a target alone. source: of them the
-    first so many are the encoder's. n_targets: the last so many are scored. of: the number of the continuation."""
+    """A row of one forward pass. ids: the model reads all but the last one. source: the number of ids for the encoder,
+    the first ones. n_targets: the number of scored ids, the last ones. of: the number of the continuation."""
 
     ids: Sequence[int]
     source: int
@@ -61,27 +58,25 @@ def windows(model: Decoder, scored: Sequence[Scored]) -> list[Window]:
 def log_likelihoods(
     model: Decoder, scored: Sequence[Scored], world: World
 ) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """For each continuation: log p(continuation | what stands before it) in nats, and whether each of its ids is the
-    most likely one, both `(N,)` and the same on every rank; a collective call.
+    """log p(continuation | context) in nats, and True if each id of the continuation is the most likely one.
 
-    Rows are padded on the right, where no scored position sees it. The log-probabilities are computed in fp32 (fp64 for
-    an fp64 model) and summed in fp64. The number of ranks changes no bit of a replicated model's result. Raises
-    ValueError for a continuation before which nothing stands.
+    Both are `(N,)`, and the same on every rank. A collective call.
+
+    Padding is on the right, where no scored position sees it. Log-probabilities are computed in fp32 (fp64 for an fp64
+    model) and summed in fp64. The number of ranks changes no bit of a replicated model's result. Raises ValueError for
+    a continuation without a context.
     """
     if any(len(ids) <= n_targets for ids, n_targets in scored):
-        raise ValueError("a continuation needs an id before it, from which its first one is predicted")
+        raise ValueError("a continuation needs a context of one id or more")
     cut = windows(model, scored)
     batches = list(_batches(cut, model.config.source_length(model.config.context), model.embedding.shape[0]))
     found = torch.zeros(2, len(cut), dtype=torch.float64, device=world.device)
     with evaluating(model, world):
-        # FSDP2 gathers weights in every forward pass, so all ranks make the same number of forward passes.
-        for first in range(0, len(batches), world.size):
-            index = first + world.rank
-            batch = batches[min(index, len(batches) - 1)]
-            log_p, is_best = _score(model, [cut[i] for i in batch], world.device)
-            if index < len(batches):
-                found[0, batch], found[1, batch] = log_p, is_best
-    # Only one rank has a window's values, the others have 0, so the sums over ranks are these values, to the bit.
+        for index, counts in shares(len(batches), world):
+            log_p, is_best = _score(model, [cut[i] for i in batches[index]], world.device)
+            if counts:
+                found[0, batches[index]], found[1, batches[index]] = log_p, is_best
+    # One rank has a window's values and the others have 0, so the sums over ranks are exact.
     log_p_of_windows, all_best = world.sum_(found).cpu().numpy()
     sums, greedy = np.zeros(len(scored)), np.ones(len(scored), np.bool_)
     of = np.array([window.of for window in cut], np.int64)
@@ -91,24 +86,24 @@ def log_likelihoods(
 
 
 def _batches(cut: Sequence[Window], source: int, vocab_size: int) -> Iterator[list[int]]:
-    """The numbers of windows that share a forward pass: of like lengths, the longest first, so that memory that is too
-    small shows at once."""
+    """The windows of each forward pass, by their numbers. The longest come first, so that too little memory shows at
+    once."""
     order = sorted(range(len(cut)), key=lambda i: -_length(cut[i], source))
     while order:
         length = _length(cut[order[0]], source)
-        fitting = max(1, min(MOST_TOKENS // length, MOST_LOGITS // (length * vocab_size)))
+        fitting = max(1, min(CHUNK_TOKENS // length, MOST_LOGITS // (length * vocab_size)))
         yield order[:fitting]
         order = order[fitting:]
 
 
 def _length(window: Window, source: int) -> int:
-    """Ids that the model reads, with the padding of a source that is too short."""
+    """The number of ids that the model reads, including a short source's padding."""
     return len(window.ids) - 1 - window.source + source
 
 
 def _score(model: Decoder, batch: Sequence[Window], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The summed log-probability of the scored targets of each window, and whether all are the most likely ids: `(B,)`
-    in fp64."""
+    """The summed log-probability of each window's targets, and 1 if all are the most likely ids, else 0: two `(B,)`
+    fp64."""
     source = model.config.source_length(model.config.context)
     length = max(_length(window, source) for window in batch)
     tokens = torch.zeros(len(batch), length, dtype=torch.int64)
@@ -123,11 +118,11 @@ def _score(model: Decoder, batch: Sequence[Window], device: torch.device) -> tup
         end = source + len(read) - window.source
         tokens[row, source:end], doc_ids[row, source:end] = read[window.source :], 0
         if source and not window.source:
-            doc_ids[row, 0] = 0  # the source is padding alone: one token of it counts, so that attention has a key
+            doc_ids[row, 0] = 0  # the source is all padding: one token of it counts, so that attention has a key
         rows += [row] * window.n_targets
         columns += range(end - source - window.n_targets, end - source)  # of logits, which begin behind the source
         targets += window.ids[-window.n_targets :]
-    # A decoder needs no mask: what is on the right is not seen.
+    # A decoder needs no mask: it does not see the padding on the right.
     masks = {"doc_ids": doc_ids.to(device)} if source else {}
     chosen = model(tokens.to(device), **masks)[rows, columns]  # (targets, V)
     of, wanted = torch.tensor(rows, device=device), torch.tensor(targets, device=device)

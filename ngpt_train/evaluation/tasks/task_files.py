@@ -1,14 +1,14 @@
-"""Tasks by name: those of a directory of the user's first, then those that come with lm-evaluation-harness.
+"""Finds tasks by name, first in the user's directory, then in lm-evaluation-harness.
 
-In the directory, `NAME.jsonl` is the task NAME, unless a YAML file there says what NAME is, in the harness's own form.
-A line of such a file is one of these:
+In the directory, `NAME.jsonl` is the task NAME, unless a YAML file of the harness's form defines NAME. All lines of a
+file have one of these forms:
 
     {"query": "...", "choices": ["...", "..."], "gold": 0}                  which choice continues the query
     {"context_options": ["...", "..."], "continuation": "...", "gold": 0}   which context the continuation follows
     {"context": "...", "continuation": "..."}                               whether the continuation is the likeliest
     {"text": "..."}                                                         how likely the text is
 
-Between what stands before and the continuation is one space.
+One space separates a continuation from the text before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import lm_eval.tasks
 from lm_eval.api.group import Group
@@ -36,30 +36,24 @@ from ngpt_train.core.files import json_lines
 
 logger = logging.getLogger(__name__)
 
-# Tasks whose data nobody may hand on, and who gives it: left out of a list of tasks where there is no copy of it.
+# Tasks whose data only their authors hand out, and the address. Without a copy a list of tasks leaves them out.
 BY_APPLICATION = dict.fromkeys(("storycloze_2016", "storycloze_2018"), "https://cs.rochester.edu/nlp/rocstories")
 
 
-class Loaded(NamedTuple):
-    """tasks: what lm_eval.evaluator.evaluate takes. left_out: the reason for each name that is left out."""
+def load_tasks(names: Sequence[str], directory: str | None) -> tuple[dict[str, Any], dict[str, str]]:
+    """The tasks with their data, for lm_eval.evaluator.evaluate; and of each name that is left out the reason.
 
-    tasks: dict[str, Any]
-    left_out: dict[str, str]
-
-
-def load_tasks(names: Sequence[str], directory: str | None) -> Loaded:
-    """The tasks of these names, with their data. directory: of the user's own task files, or None.
-
-    Raises ConfigError for a name that is no task, DataError for one whose data cannot be had or whose files are faulty.
+    directory: the user's task files, or None. Raises ConfigError for an unknown task, DataError for faulty files, and
+    for data that cannot be fetched.
     """
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it logs each task and its every default
-    for library in ("huggingface_hub", "datasets"):  # what they hand on to the root logger would be printed twice
+    for library in ("huggingface_hub", "datasets"):  # the root logger prints their messages too
         logging.getLogger(library).handlers.clear()
     found: list[Task | Group] = []
     left_out: dict[str, str] = {}
     own = OwnTasks(Path(directory).expanduser()) if directory is not None else None
     harness = Harness()
-    # A name that is no task is refused before the data of another is fetched.
+    # Refuses unknown names before it fetches data.
     managers = {name: harness.manager_of(name) for name in names if own is None or name not in own}
     for name, manager in managers.items():
         if manager is None:
@@ -67,7 +61,7 @@ def load_tasks(names: Sequence[str], directory: str | None) -> Loaded:
             where = f", nor is there a file of that name in {directory}" if own is not None else ""
             raise ConfigError(
                 f"tasks=[{','.join(names)}]: lm-evaluation-harness has no {name}{where}"
-                f"{did_you_mean(nearest(name, known))}\n  `lm-eval ls tasks` lists those that it has"
+                f"{did_you_mean(nearest(name, known))}\n  `lm-eval ls tasks` lists its tasks"
             )
     for name in names:
         theirs = managers.get(name)
@@ -87,18 +81,18 @@ def load_tasks(names: Sequence[str], directory: str | None) -> Loaded:
             left_out[name] = f"its authors hand it out on application ({BY_APPLICATION[name]})"
             logger.warning("%s is left out: %s; there is no copy here: %s", name, left_out[name], error)
     try:
-        loaded = _manager_of_none().load(found)
+        loaded = TaskManager(include_defaults=False).load(found)
     except ValueError as error:  # such as a group and a task of it
         raise ConfigError(f"tasks=[{','.join(names)}]: {error}\n  Leave one of them out") from None
     for task in loaded["tasks"].values():
-        # As simple_evaluate does, which sets the seeds of the whole process as well.
+        # As simple_evaluate does; that sets the seeds of the whole process, too.
         if task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=1234)
-    return Loaded(dict(loaded), left_out)
+    return dict(loaded), left_out
 
 
-# A line of a YAML file that may name a task, group or tag: the values of these keys, and the items of a list.
+# Lines of a YAML file that may name a task, group or tag: values of these keys, and items of lists.
 NAMING = re.compile(
     rb"""^[ \t]*(?:(?:-[ \t]+)?["']?(?:task|group|tag)["']?[ \t]*:(.*)|-[ \t]+(\S+)[ \t]*(?:\#.*)?)$""", re.MULTILINE
 )
@@ -106,13 +100,12 @@ NAME = re.compile(r"""[^\s,"'\[\]]+""")
 
 
 class Harness:
-    """The tasks that come with lm-evaluation-harness. Its index of all of them takes half a minute, so it is made for
-    a group or a tag alone."""
+    """The tasks of lm-evaluation-harness. Its index takes half a minute, so only a group or a tag makes it."""
 
     root = Path(lm_eval.tasks.__file__).parent
 
     def manager_of(self, name: str) -> TaskManager | None:
-        """A manager that knows the task, group or tag; None where there is none of this name."""
+        """A manager that knows the task, group or tag; None for an unknown name."""
         file = glob.escape(name)
         near = self._manager({path.parent for path in [*self.root.rglob(f"{file}.yaml"), *self.root.glob(f"{file}/*")]})
         if name not in near.all_subtasks:
@@ -125,10 +118,12 @@ class Harness:
 
     @functools.cached_property
     def folders_by_name(self) -> dict[str, set[Path]]:
-        """The folders of the files that name a task, group or tag, by its name; and some words that are no names. The
-        files are read as text, which takes two seconds."""
+        """The folders of each task, group or tag, by its name; some words in it are no names.
+
+        Reads the files as text, which takes two seconds.
+        """
         found: dict[str, set[Path]] = {}
-        # Templates, which have tags as well, have no ending, or one such as template_yaml.
+        # Templates have tags, too. Their names have no ending, or one such as template_yaml.
         for folder, _, files in os.walk(self.root):
             for file in files:
                 if file.endswith("yaml") or "." not in file:
@@ -148,7 +143,7 @@ class Harness:
 
 
 class OwnTasks:
-    """The tasks of a directory of YAML and JSONL files. Raises DataError where it is none."""
+    """The tasks of a directory of YAML and JSONL files. Raises DataError for a missing or faulty directory."""
 
     def __init__(self, directory: Path) -> None:
         if not directory.is_dir():
@@ -156,12 +151,12 @@ class OwnTasks:
         for path in directory.rglob("*"):
             if path.exists() and not (path.is_file() or path.is_dir()):
                 raise DataError(
-                    f"eval.tasks_path={directory}: {path} is a pipe, a socket or a device, which would be waited for; "
+                    f"eval.tasks_path={directory}: {path} is a pipe, a socket or a device, and reading it may hang; "
                     "remove it, or name another directory"
                 )
         try:
             self.manager = TaskManager(include_path=str(directory), include_defaults=False)
-        except Exception as error:  # whatever a YAML file makes the harness raise
+        except Exception as error:  # a YAML file can cause any error in the harness
             raise DataError(f"eval.tasks_path={directory}: {_said(error)}") from None
         self.manager._factory = _FromOwnDirectory()
         self._files = {path.stem: path for path in sorted(directory.rglob("*.jsonl"))}
@@ -173,12 +168,12 @@ class OwnTasks:
         return iter([*self.manager.all_tasks, *self._files])
 
     def task(self, name: str) -> str | dict[str, Any]:
-        """The task in a form that the manager loads."""
+        """The task as an argument for the manager: a name, or a configuration."""
         return name if name in self.manager.all_tasks else from_jsonl(name, self._files[name])
 
 
 class _FromOwnDirectory(TaskFactory):
-    """Builds tasks, those of groups and tags too, whose data files are named from their YAML file on."""
+    """Builds tasks, also of groups and tags. Paths of data files are relative to the YAML file."""
 
     def _load_full_config(self, entry: Entry, overrides: dict[str, Any] | None = None) -> dict[str, Any]:
         task = super()._load_full_config(entry, overrides)
@@ -186,7 +181,7 @@ class _FromOwnDirectory(TaskFactory):
 
 
 def _with_own_files(task: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """The task, whose data files are named from the directory of its YAML file on, or from the current one."""
+    """The task, with paths of data files relative to the YAML file, or else to the current directory."""
 
     def found(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -202,7 +197,7 @@ def _with_own_files(task: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def from_jsonl(name: str, path: Path) -> dict[str, Any]:
-    """The task of a file whose lines have one of the forms above, as the harness configures it. Raises DataError."""
+    """The harness's configuration for a JSONL file. Raises DataError for lines without one of the forms above."""
     records = [(number, record) for number, (line, record) in enumerate(json_lines(path), 1) if line.strip()]
     first = next((record for _, record in records), None)
     fields = set(first) if isinstance(first, dict) else set()
@@ -229,7 +224,7 @@ def from_jsonl(name: str, path: Path) -> dict[str, Any]:
 
 
 def _problem(record: Any, form: Sequence[str]) -> str:
-    """The mistake of a line that should have the fields of `form`; empty where there is none."""
+    """The mistake of a line that should have the fields of `form`; empty for a correct line."""
     if not isinstance(record, dict):
         return "it is no JSON object"
     if missing := [field for field in form if field not in record]:
@@ -255,7 +250,7 @@ def _metrics(*names: str) -> list[dict[str, Any]]:
     return [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in names]
 
 
-# The forms of a line by their fields, a list of choices before the number of one; and the task of each.
+# The configuration of each form. Among its fields the choices come before the number of one.
 FORMS: dict[tuple[str, ...], dict[str, Any]] = {
     ("query", "choices", "gold"): {
         "output_type": "multiple_choice",
@@ -290,10 +285,10 @@ FORMS: dict[tuple[str, ...], dict[str, Any]] = {
 
 
 def _built(manager: TaskManager, spec: str | dict[str, Any], where: str, fix: str) -> list[Task | Group]:
-    """The task, the tasks of a tag or the group. Raises DataError that begins with `where` and ends with `fix`."""
+    """The task, the tasks of a tag, or the group. Raises DataError that begins with `where` and ends with `fix`."""
     try:
         built = manager._load_spec(spec)
-    except Exception as error:  # the data set's own code, the network, YAML: everything may fail here
+    except Exception as error:  # from the data set's own code, the network or YAML
         raise DataError(f"{where}{_said(error)}{fix and '. '}{fix}") from None
     return list(built) if isinstance(built, list) else [built]
 
@@ -301,7 +296,3 @@ def _built(manager: TaskManager, spec: str | dict[str, Any], where: str, fix: st
 def _said(error: Exception) -> str:
     first = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {first[:500]}"
-
-
-def _manager_of_none() -> TaskManager:
-    return TaskManager(include_defaults=False)

@@ -1,1 +1,1 @@
-"""Forms in which models are written for other programs, and read back."""
+"""Layouts: a file for each program that reads a model."""

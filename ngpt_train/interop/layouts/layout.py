@@ -1,4 +1,4 @@
-"""Layouts: the forms in which a model is written for readers outside of ngpt-train, and their names."""
+"""Layouts: files of a model for other programs."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,13 +15,15 @@ from ngpt_train.interop.layouts.plain import SafetensorsLayout
 
 
 class Layout(Protocol):
-    """The form in which a model is written for one kind of reader."""
+    """Writes and reads the files of one kind of program."""
 
     name: str
     """The value of export.layout: llama, qwen3, ngpt, safetensors."""
+    for_transformers: bool
+    """transformers loads the model; otherwise read_weights.py does."""
 
     def refusal(self, config: ModelConfig) -> str | None:
-        """The reason, with the key, for which a model of this config cannot be written so; None if it can."""
+        """The key, and why this layout cannot hold the model; None if it can."""
         ...
 
     def config_json(self, config: ModelConfig) -> dict[str, Any]:
@@ -29,35 +31,35 @@ class Layout(Protocol):
         ...
 
     def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-        """Canonical names (docs/weights.md) -> the reader's; values keep their dtype."""
+        """Takes canonical names (docs/weights.md), returns the program's names. Values keep their dtype."""
         ...
 
     def from_foreign(
         self, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]
     ) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """The way back: model.* keys such as {"name": "gpt", "d_model": 64}, and canonical weights.
+        """The inverse: model.* keys such as {"name": "gpt", "d_model": 64}, and canonical weights.
 
-        Raises ConfigError or DataError for what does not fit.
+        Raises ConfigError or DataError if keys or weights do not fit.
         """
         ...
 
     def files(self) -> list[Path]:
-        """Further files that belong beside config.json (a modeling file)."""
+        """Python files for the directory: a modeling file, or read_weights.py."""
         ...
 
 
-# auto takes the first that can hold the model.
+# In the order of export.layout=auto.
 _LAYOUTS: tuple[Layout, ...] = (LlamaLayout(), Qwen3Layout(), NGPTLayout(), SafetensorsLayout())
 LAYOUTS: dict[str, Layout] = {layout.name: layout for layout in _LAYOUTS}
 
 
 def layout_of(config: ModelConfig) -> Layout:
-    """The layout of export.layout=auto: that of the readers that most people have."""
+    """The layout of export.layout=auto: the first one that can hold the model."""
     return next(layout for layout in LAYOUTS.values() if layout.refusal(config) is None)
 
 
 def chosen_layout(name: str, config: ModelConfig) -> Layout:
-    """The layout that export.layout names. Raises ConfigError where it cannot hold the model."""
+    """The layout of export.layout=NAME. Raises ConfigError if it cannot hold the model."""
     if name == AUTO:
         return layout_of(config)
     if problem := LAYOUTS[name].refusal(config):

@@ -1,12 +1,12 @@
 """GPT as transformers' LlamaForCausalLM, with QK-norm as its Qwen3ForCausalLM, and back.
 
-Both have GPT's equations. What differs is how weights are held: Linear layers hold the transpose of W_o and W_down, and
-pairs of RoPE are (i, i + d_head/2), so that rows of W_q and W_k move where GPT pairs 2i with 2i + 1.
+Both have GPT's equations, but store two things differently. W_o and W_down are transposed. The pairs of RoPE are
+(i, i + d_head/2), so rows of W_q and W_k move if GPT pairs 2i with 2i + 1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +38,21 @@ OF_LAYER = {
     "norm_mlp": "post_attention_layernorm.weight",
 }
 TRANSPOSED = ("wo", "w_down")
-ROTATED = ("wq", "wk", "q_norm", "k_norm")  # whose rows are dimensions of heads that RoPE pairs
-INV_FREQ = "rotary_emb.inv_freq"  # a table of angles that old files keep although it follows from rope_theta
+ROTATED = ("wq", "wk", "q_norm", "k_norm")  # RoPE pairs their rows
+INV_FREQ = "rotary_emb.inv_freq"  # a table of RoPE's frequencies in old files; rope_theta gives it too
 
 
 class LlamaLayout:
     """GPT without QK-norm: LlamaForCausalLM."""
 
     name = "llama"
+    for_transformers = True
     model_type = "llama"
     architecture = "LlamaForCausalLM"
     qk_norm = False
 
     def refusal(self, config: ModelConfig) -> str | None:
-        if type(config) is not GPTConfig:  # and not one that has more, such as an encoder
+        if type(config) is not GPTConfig:  # a subclass has more, such as an encoder
             return f"model.name={config.name}: {self.architecture} has GPT's equations"
         assert isinstance(config, GPTConfig)
         if config.mlp != "gated":
@@ -80,19 +81,13 @@ class LlamaLayout:
             "attention_bias": False,
             "attention_dropout": 0.0,
             "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_base},
-            "rope_theta": config.rope_base,  # the same for readers older than transformers 5
+            "rope_theta": config.rope_base,  # for transformers before 5
             **({"use_sliding_window": False, "sliding_window": None} if self.qk_norm else {"mlp_bias": False}),
             NOTE: {"layout": self.name, "rope_layout": config.rope_layout},
         }
 
     def to_foreign(self, weights: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
-        foreign = {}
-        for name, place in names(config).items():
-            weight, kind = weights[name], name.rpartition(".")[2]
-            if kind in ROTATED and config.rope_layout == "interleaved":
-                weight = to_half(weight, config.d_model // config.n_heads)
-            foreign[place] = (weight.T if kind in TRANSPOSED else weight).contiguous()
-        return foreign
+        return {place: _stored(name, weights[name], config, to_half) for name, place in names(config).items()}
 
     def from_foreign(
         self, config_json: Mapping[str, Any], weights: Mapping[str, Tensor]
@@ -113,14 +108,7 @@ class LlamaLayout:
             for name, place in places.items()
         }
         check_tensors(weights, wanted, "the weights beside config.json")
-        canonical = {}
-        for name, place in places.items():
-            weight, kind = weights[place], name.rpartition(".")[2]
-            weight = (weight.T if kind in TRANSPOSED else weight).contiguous()
-            if kind in ROTATED and config.rope_layout == "interleaved":
-                weight = to_interleaved(weight, config.d_model // config.n_heads)
-            canonical[name] = weight
-        return keys, canonical
+        return keys, {name: _stored(name, weights[place], config, to_interleaved) for name, place in places.items()}
 
     def files(self) -> list[Path]:
         return []
@@ -136,7 +124,7 @@ class Qwen3Layout(LlamaLayout):
 
 
 def names(config: GPTConfig | ModelConfig) -> dict[str, str]:
-    """The name in Llama's files of each canonical name."""
+    """Llama's name for each canonical name."""
     assert isinstance(config, GPTConfig)
     parts = [part for part in OF_LAYER if config.qk_norm or not part.endswith("_norm")]
     layers = {
@@ -146,8 +134,16 @@ def names(config: GPTConfig | ModelConfig) -> dict[str, str]:
     return {**dict([first]), **layers, **{a: b for a, b in rest if a != "output" or not config.tied_embeddings}}
 
 
+def _stored(name: str, weight: Tensor, config: ModelConfig, reorder: Callable[[Tensor, int], Tensor]) -> Tensor:
+    """The weight as the other side stores it. reorder: `to_half` for an export, `to_interleaved` for an import."""
+    part = name.rpartition(".")[2]
+    if part in ROTATED and config.rope_layout == "interleaved":
+        return reorder(weight, config.d_model // config.n_heads)
+    return (weight.T if part in TRANSPOSED else weight).contiguous()
+
+
 def to_half(rows: Tensor, d_head: int) -> Tensor:
-    """Rows `(heads * d_head, ...)` of heads whose pairs are (2i, 2i + 1), with the pairs (i, i + d_head/2)."""
+    """Reorders rows `(heads * d_head, ...)`, in each head from RoPE's pairs (2i, 2i + 1) to (i, i + d_head/2)."""
     return rows.unflatten(0, (-1, d_head // 2, 2)).transpose(1, 2).flatten(0, 2)
 
 

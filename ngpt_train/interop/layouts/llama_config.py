@@ -1,15 +1,16 @@
-"""The keys of model=gpt that a config.json of the Llama family says, and what GPT does not have."""
+"""Turns a config.json of the Llama family into keys of model=gpt, and refuses what GPT does not have."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from ngpt_train.core.errors import DataError
 
-NOTE = "ngpt_train"  # the entry of config.json in which an export says what its reader does not need
-ACTIVATIONS = ("silu", "gelu")  # of transformers, that GPT has: both call the exact GELU gelu
-# What a model of this family may say, and GPT has in one form: that form, as all the values that mean it.
+NOTE = "ngpt_train"  # our own entry of config.json; transformers ignores it
+ACTIVATIONS = ("silu", "gelu")  # GPT and transformers both mean the exact GELU
+# Keys that have a single value in GPT, and every way to write this value.
 FIXED: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, None),
     "mlp_bias": (False, None),
@@ -17,20 +18,20 @@ FIXED: dict[str, tuple[Any, ...]] = {
     "pretraining_tp": (1, None),
     "quantization_config": (None,),
 }
-# What transformers takes where config.json does not say, by model_type, as far as GPT's own rule is another.
+# transformers' defaults for missing keys, by model_type, if they differ from GPT's.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"num_key_value_heads": 8, "sliding_window": 4096},
     "qwen3": {"num_key_value_heads": 32, "head_dim": 128},
 }
-ALSO = {"mistral": "llama"}  # model_type -> that of the layout, where both have the same equations and names
+ALSO = {"mistral": "llama"}  # model_type -> the layout with the same equations and names
 
 
 def model_keys(config_json: Mapping[str, Any], model_type: str, qk_norm: bool) -> dict[str, Any]:
-    """The keys of model.* for model=gpt. Raises DataError, which names the key, its value and what is allowed."""
+    """The keys of model=gpt. Raises DataError with the key, its value and the allowed values."""
     found = config_json.get("model_type")
     if not isinstance(found, str) or ALSO.get(found, found) != model_type:
-        raise refused(config_json, "model_type", f"{model_type} is what this layout reads")
+        raise refused(config_json, "model_type", f"this layout reads {model_type}")
     config_json = {**DEFAULTS[found], **config_json}
     for key, allowed in FIXED.items():
         if config_json.get(key) not in allowed:
@@ -74,7 +75,7 @@ def model_keys(config_json: Mapping[str, Any], model_type: str, qk_norm: bool) -
 
 
 def rope_base(config_json: Mapping[str, Any]) -> float:
-    """The base of the angles, from rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
+    """The base of RoPE's angles, from rope_parameters (transformers 5) or rope_theta and rope_scaling (before)."""
     for key in ("rope_parameters", "rope_scaling"):
         entry = config_json.get(key)
         if entry is None:
@@ -92,7 +93,7 @@ def rope_base(config_json: Mapping[str, Any]) -> float:
 
 
 def rope_layout(config_json: Mapping[str, Any]) -> str:
-    """The layout in which an export of ours had the weights; half for all others."""
+    """model.rope_layout of the exported run, from our own entry; without one `half`."""
     note = config_json.get(NOTE)
     found = note.get("rope_layout", "half") if isinstance(note, dict) else "half"
     if found not in ("half", "interleaved"):
@@ -115,13 +116,11 @@ def number(config_json: Mapping[str, Any], key: str, default: float | None = Non
 
 
 def refused(config_json: Mapping[str, Any], key: str, allowed: str) -> DataError:
-    """The error for an entry of config.json. allowed: what it may be, in words."""
+    """The error for an entry of config.json. allowed: its allowed values, in words."""
     return DataError(f"config.json: {key}={show(config_json.get(key))}: {allowed}. This model cannot be imported")
 
 
 def show(value: Any) -> str:
-    """As JSON has it, cut where it is long."""
-    import json
-
+    """The value as JSON, cut to 200 characters."""
     text = json.dumps(value)
     return text if len(text) <= 200 else f"{text[:200]} ..."

@@ -1,4 +1,4 @@
-"""Any architecture as safetensors under canonical names, with a reader that needs numpy alone."""
+"""Any architecture as safetensors under canonical names, with read_weights.py, which needs only numpy."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class SafetensorsLayout:
     """Canonical names and shapes: docs/weights.md. transformers does not load it."""
 
     name = "safetensors"
+    for_transformers = False
 
     def refusal(self, config: ModelConfig) -> str | None:
         return None
@@ -35,7 +36,7 @@ class SafetensorsLayout:
         keys = config_json[NOTE].get("model")
         if not isinstance(keys, dict):
             raise DataError(
-                f"config.json: {NOTE}.model is missing: it says the keys of model.*. Export the model again"
+                f"config.json: {NOTE}.model is missing: it holds the keys of model.*. Export the model again"
             )
         return keys, dict(weights)
 

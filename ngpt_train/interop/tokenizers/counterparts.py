@@ -1,7 +1,7 @@
-"""For each kind of tokenizer the same one as a tokenizer.json, which `tokenizers` and transformers read.
+"""Writes each kind of tokenizer as a tokenizer.json, for `tokenizers` and transformers.
 
-The ids are the same for any text, with one exception that a kind names. A text that spells a special token is text, as
-in training: tokenizer_config.json says split_special_tokens.
+The ids of any text are the same, except for `<eos>` in `words`. The spelling of a special token is text, as in
+training: tokenizer_config.json sets split_special_tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Json = dict[str, Any]
 
 
 class NoCounterpartError(Exception):
-    """No tokenizer.json gives the same ids; the message is the reason."""
+    """No tokenizer.json gives the same ids. The message is the reason."""
 
 
 def tokenizer_json(tokenizer: Tokenizer, eos_in_front: bool) -> tuple[Json, str]:
-    """The content of tokenizer.json, and the name of the token that ends a document.
+    """The content of tokenizer.json, and the name of the end-of-text token.
 
-    eos_in_front: whether that token is put in front of a text, as a decoder reads it. Raises NoCounterpartError.
+    eos_in_front: adds this token in front of a text, as for a decoder. Raises NoCounterpartError.
     """
     content, eos = _COUNTERPARTS[tokenizer.kind](tokenizer)
     template = [{"SpecialToken": {"id": eos, "type_id": 0}}] if eos_in_front else []
@@ -44,7 +44,7 @@ def tokenizer_json(tokenizer: Tokenizer, eos_in_front: bool) -> tuple[Json, str]
 
 
 def _bytes(tokenizer: Tokenizer) -> tuple[Json, str]:
-    """Byte b is the id b, spelled by the character that stands for it in GPT-2's files."""
+    """Byte b is the id b, spelled by GPT-2's character for it."""
     return _byte_level(byte_of_character(), [], tokenizer.eos, words=False), END_OF_TEXT
 
 
@@ -60,7 +60,7 @@ def _gpt2(tokenizer: Tokenizer) -> tuple[Json, str]:
 
 
 def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
-    """The two tokens that the merge of `token` joins: what its bytes become by the merges of lower rank."""
+    """The two parts of a merged token: merges of lower rank turn its bytes into them."""
     parts = [bytes([byte]) for byte in token]
     while len(parts) > 2:
         joined = [ranks.get(a + b, len(ranks)) for a, b in pairwise(parts)]
@@ -70,17 +70,17 @@ def _parts(token: bytes, ranks: Mapping[bytes, int]) -> list[bytes]:
 
 
 def _hf(tokenizer: Tokenizer) -> tuple[Json, str]:
-    """The file itself, but for what it puts around a text."""
+    """The file itself; `tokenizer_json` replaces its post-processor."""
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     return {**parse_json(tokenizer.model), "truncation": None, "padding": None}, tokenizer.eos_piece
 
 
 def _words(tokenizer: Tokenizer) -> tuple[Json, str]:
-    """A new line is <eos>, whose name in the file is therefore the new line: a text that spells <eos> is <unk>."""
+    """A new line is <eos>, so its name in the file is the new line. A text that spells <eos> becomes <unk>."""
     words = tokenizer.model.decode().removesuffix("\n").split("\n")
     vocab = {"\n" if i == tokenizer.eos else word: i for i, word in enumerate(words)}
     model = {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
-    # Python's white space: that of Unicode and four separators more.
+    # Python's white space: Unicode's, and four more separators.
     between = {"type": "Split", "pattern": {"Regex": r"[^\S\n]+|[\x1c-\x1f]+"}, "behavior": "Removed", "invert": False}
     lines = {"type": "Split", "pattern": {"String": "\n"}, "behavior": "Isolated", "invert": False}
     last = {"type": "Replace", "pattern": {"Regex": r"\n\z"}, "content": ""}
@@ -93,8 +93,8 @@ def _sentencepiece(tokenizer: Tokenizer) -> tuple[Json, str]:
     file = read_file(tokenizer.model)
     if problem := _unlike(file):
         raise NoCounterpartError(f"tokenizer {tokenizer.name}: {problem}, which no tokenizer.json does in the same way")
-    # Without a space before each text, training spells the space symbol itself in bytes. So the file then spells the
-    # space as a space, and the symbol is a character that it does not know, which becomes bytes.
+    # Without a space before each text, training turns the space symbol itself into bytes. So the file then spells the
+    # space as a space, and does not know the symbol, which becomes bytes.
     spelled = file.pieces if file.adds_space else [piece.replace(SPACE_SYMBOL, " ") for piece in file.pieces]
     model = {
         **_bpe({piece: i for i, piece in enumerate(spelled)}, _merges(spelled, file)),
@@ -115,7 +115,7 @@ def _sentencepiece(tokenizer: Tokenizer) -> tuple[Json, str]:
 
 
 def _unlike(file: SentencePieceFile) -> str | None:
-    """The property of a model that BPE with byte fallback lacks, in words."""
+    """Names a property that BPE with byte fallback lacks; None if there is none."""
     if file.kind != BPE:
         return "it is no byte-pair encoding"
     if file.normalizes or file.removes_spaces:
@@ -126,7 +126,7 @@ def _unlike(file: SentencePieceFile) -> str | None:
 
 
 def _merges(spelled: Sequence[str], file: SentencePieceFile) -> list[list[str]]:
-    """All pairs of pieces that make a piece, those of the piece of the highest score first, as SentencePiece joins."""
+    """All pairs of pieces that make a piece, in SentencePiece's order: the highest score of the made piece first."""
     usable = {spelled[i] for i in file.normal}
     found = []
     for i in sorted(file.normal, key=lambda i: (-file.scores[i], i)):
@@ -137,7 +137,7 @@ def _merges(spelled: Sequence[str], file: SentencePieceFile) -> list[list[str]]:
 
 
 def _byte_level(vocab: dict[str, int], merges: list[list[str]], eos: int, words: bool = True) -> Json:
-    """GPT-2's form of a tokenizer on bytes; words: whether text is cut into GPT-2's words first."""
+    """GPT-2's tokenizer on bytes. words: cuts text into GPT-2's words first."""
     step = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": words}
     return _file(_bpe(vocab, merges), {END_OF_TEXT: eos}, pre_tokenizer=step, decoder=step)
 

@@ -1,7 +1,7 @@
 """The model file of SentencePiece: pieces, scores, kinds and normalisation.
 
-The file is a protocol buffer. The package sentencepiece shows the pieces but not how a text is normalised, so the few
-fields that are needed are read here.
+The file is a protocol buffer. The package sentencepiece does not tell its normalisation, so the needed fields are read
+here.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 BPE = 2  # TrainerSpec.model_type
 NORMAL, UNKNOWN, CONTROL, BYTE = 1, 2, 3, 6  # SentencePiece.type; 4: the user's own, 5: not used
-VARINT, EIGHT_BYTES, LENGTH, FOUR_BYTES = 0, 1, 2, 5  # how the value of a field is written
+VARINT, EIGHT_BYTES, FOUR_BYTES = 0, 1, 5  # kinds of a field's value; else its length comes first
 
 
 @dataclass
@@ -24,17 +24,17 @@ class SentencePieceFile:
     scores: list[float] = field(default_factory=list)
     normal: list[int] = field(default_factory=list)
     control: list[int] = field(default_factory=list)
-    own_pieces: list[int] = field(default_factory=list)  # the user's own, and those that no text becomes
+    own_pieces: list[int] = field(default_factory=list)  # the user's own, and unused ones
     unknown: int | None = None
     kind: int = 1  # of model: Unigram
     byte_fallback: bool = False
-    normalizes: bool = False  # whether characters become others
+    normalizes: bool = False  # replaces characters
     adds_space: bool = True  # before each text
-    removes_spaces: bool = True  # several in a row, and those at the ends
+    removes_spaces: bool = True  # repeated spaces, and spaces at the ends
 
 
 def read_file(model: bytes) -> SentencePieceFile:
-    """The content of a file that the package sentencepiece has read before."""
+    """Reads a valid file: the package sentencepiece has loaded it before."""
     file = SentencePieceFile()
     for number, value in _fields(model):
         if number == 1:
@@ -66,7 +66,7 @@ def _add_piece(file: SentencePieceFile, entry: Mapping[int, Any]) -> None:
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
-    """The fields of a message: number, and value as an int or bytes."""
+    """The number and the value of each field; the value is an int or bytes."""
     at = 0
     while at < len(message):
         tag, at = _varint(message, at)
@@ -82,7 +82,7 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
-    """An integer, seven bits a byte, the lowest first; and where the next value begins."""
+    """An integer (seven bits a byte, the lowest first), and the position after it."""
     value = shift = 0
     while True:
         byte = message[at]

@@ -1,4 +1,4 @@
-"""The files of a tokenizer beside a model: for transformers, and our own."""
+"""A tokenizer's files beside a model: transformers' and our own."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ EOS = "eos_token of tokenizer_config.json"
 
 
 def write_tokenizers(directory: Path, tokenizer: Tokenizer, context: int, eos_in_front: bool) -> list[str]:
-    """Writes tokenizer.json and tokenizer_config.json, which AutoTokenizer reads, and our own files into the folder
-    OWN; returns what is to be said of them.
+    """Writes tokenizer.json and tokenizer_config.json for AutoTokenizer, and our own files into the folder OWN.
+    Returns sentences for the output.
 
-    eos_in_front: whether the model reads the end-of-text token before a text.
+    eos_in_front: the model reads the end-of-text token before a text.
     """
     own = directory / OWN
     own.mkdir()
@@ -52,7 +52,7 @@ def write_tokenizers(directory: Path, tokenizer: Tokenizer, context: int, eos_in
 
 
 def tokenizer_of(directory: Path, config_json: Mapping[str, Any]) -> tuple[Tokenizer, list[str]]:
-    """The tokenizer, from our own files if they are there; and what is to be said of it. Raises DataError."""
+    """The tokenizer, from our own files if they exist, and sentences for the log. Raises DataError."""
     if (directory / OWN / DESCRIPTION).is_file():
         return read_tokenizer(directory / OWN, read_json(directory / OWN / DESCRIPTION)), []
     tokenizer: Tokenizer
@@ -63,14 +63,14 @@ def tokenizer_of(directory: Path, config_json: Mapping[str, Any]) -> tuple[Token
     else:
         raise DataError(
             f"{directory}: there is no tokenizer: neither {OWN}/, nor {OF_TRANSFORMERS}, nor {OF_SENTENCEPIECE}. Copy "
-            "that of the model into it"
+            "the model's tokenizer into it"
         )
     bos = config_json.get("bos_token_id")
     if bos in (None, tokenizer.eos):
         return tokenizer, []
     return tokenizer, [
         f"the model's config names the id {bos} for the beginning of a text; ngpt-train puts the end-of-text id "
-        f"{tokenizer.eos} in front of each. Where the model was trained with the other one, its loss is higher here"
+        f"{tokenizer.eos} in front of each. If the model was trained with {bos}, its loss is higher here"
     ]
 
 
@@ -82,7 +82,7 @@ def _content(path: Path) -> bytes:
 
 
 def _eos(directory: Path, config_json: Mapping[str, Any]) -> str | int:
-    """The token that ends a text, by tokenizer_config.json, or else by config.json."""
+    """The end-of-text token, from tokenizer_config.json or else config.json."""
     path = directory / "tokenizer_config.json"
     described = read_json(path) if path.is_file() else {}
     named = described.get("eos_token") if isinstance(described, dict) else None

@@ -187,7 +187,7 @@ def test_validation_knows_the_padding(monkeypatch: pytest.MonkeyPatch) -> None:
         NTransformerConfig(vocab_size=11, d_model=16, n_layers=1, context=CONTEXT, source_context=SOURCE)
     )
     check = Validation(PaddedSources(), np.full(11, 2), np.arange(7))
-    result = check(model, World(0, 1, 0, torch.device("cpu")))
+    result = check.row_losses(model, World(0, 1, 0, torch.device("cpu"))).metrics()
     tokens, targets, doc_ids = map(torch.from_numpy, PaddedSources().batch(np.arange(7)))
     loss_sum, n_tokens = model.loss(tokens, targets, doc_ids)
     unpadded, _ = model.loss(tokens, targets)

@@ -168,7 +168,7 @@ def test_every_forward_pass_begins_a_step(pretended: Calls, steps: list[None]) -
     rows = NextToken(Tokens("validation", Path("tokens"), [ids], eos=0), RowFormat(T, eos=0))
     validation = Validation(rows, np.full(SMALL.vocab_size, 2), np.arange(8))
     validation.chunk = 4
-    validation(state.model, state.world)
+    validation.row_losses(state.model, state.world)
     assert len(steps) == 2
     train_step(state, batches("ngpt", 0))
     assert len(steps) == 2 + MICRO_BATCHES

@@ -1,4 +1,4 @@
-"""Answers of ranks that need not exist, for tests of what rank 0 makes of them."""
+"""Answers of invented ranks."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ def hosts(n_hosts: int, ranks_of_each: int = 1) -> list[Place]:
 
 
 def answers(places: list[Place], *facts: dict[str, Any]) -> list[Answer]:
-    """Each place with its facts; the last ones are those of all further places."""
+    """The answers of `places`; further places share the last facts."""
     return [Answer(place, facts[min(place.rank, len(facts) - 1)]) for place in places]
 
 

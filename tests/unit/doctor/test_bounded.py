@@ -1,4 +1,4 @@
-"""A check that hangs or crashes ends in time, alone, and what it had found is kept."""
+"""A check that hangs or crashes ends in time and alone, and keeps its facts."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ from ngpt_train.doctor.bounded import Check, Report
 def test_facts_come_back() -> None:
     def look(report: Report) -> None:
         report(cpus=2)
-        print("what a library prints stays out of the table")
+        print("output of a library stays out of the table")
         report(names=["a"])
 
     facts, problem, _ = Check(look, 10).result()

@@ -28,7 +28,7 @@ def test_containers_with_one_host_name_are_told_apart() -> None:
 
 
 def test_rows_are_merged() -> None:
-    """Caught: a row for each of a thousand ranks; what is well hides what is not; an `ok` beside a fault of all."""
+    """Caught: a row for each of a thousand ranks; an `ok` that hides a fault; an `ok` beside a fault of all ranks."""
     places = hosts(2, 2)
     fine = [Finding("files", f"at most {n}", OK, where=(place,)) for n, place in enumerate(places[:3])]
     faulty = [Finding("files", "at most 9", WRONG, "mend it", where=(places[3],))]
@@ -36,3 +36,17 @@ def test_rows_are_merged() -> None:
     assert [(row.verdict, in_words(row.where, places)) for row in rows] == [(WRONG, "b rank 3"), (OK, "a; b rank 2")]
     all_faulty = [Finding("files", "at most 9", WARNING, "mend it", where=(place,)) for place in places]
     assert [(row.verdict, row.where) for row in merged([*fine, *all_faulty], places)] == [(WARNING, ())]
+
+
+def test_different_rows_of_one_check_stay() -> None:
+    """Caught: of two sources of a mixture, both `ok`, only the first one is shown."""
+    places = hosts(2)
+    rows = [
+        Finding("data", f"source {name}: {n} files, {size}", OK, where=(place,))
+        for place, n, size in zip(places, (2, 3), ("9.5 MB", "900 bytes"), strict=True)
+        for name in "ab"
+    ]
+    assert [(row.found, row.where) for row in merged(rows, places)] == [
+        ("source a: 2 files, 9.5 MB", ()),
+        ("source b: 2 files, 9.5 MB", ()),
+    ]

@@ -1,4 +1,4 @@
-"""Faults of machines that are not here: what rank 0 says of the facts that their ranks would have reported."""
+"""Judges faults of other machines, from facts that their ranks would have reported."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,7 +18,7 @@ from ngpt_train.doctor.checks import (
     wandb_server,
 )
 from ngpt_train.doctor.examination import Examination, exit_code, judge
-from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding
+from ngpt_train.doctor.findings import OK, WARNING, WRONG, Answer, Finding, of_each
 from tests.unit.doctor.places import answers, config, hosts
 
 VERSIONS = {"torch": "2.13.0", "commit": "a" * 40, "code": "123", "NCCL": "2.27", "python": "3.12.1", "config": {}}
@@ -45,7 +45,7 @@ STEPS = {
 
 
 def wrong(findings: Iterable[Finding], verdict: str = WRONG) -> list[str]:
-    """What is found with that verdict, and where, with a remedy."""
+    """HOSTS: FOUND of each finding with this verdict; all have a remedy."""
     found = [finding for finding in findings if finding.verdict == verdict]
     assert all(finding.remedy for finding in found)
     return [f"{''.join(place.host for place in finding.where)}: {finding.found}" for finding in found]
@@ -149,11 +149,11 @@ def test_devices(facts: dict[str, Any], verdict: str, words: str) -> None:
 def test_a_kernel_that_is_wrong() -> None:
     """Caught: a kernel that is switched off stops a run, or is not named with its host."""
     right = {"off": {}, "slower": {}, "calls": 7, "name": "A100"}
-    rows = list(kernel_check.judge(answers(hosts(2), right, right | {"off": {"rotary": "NaN"}})))
+    rows = list(of_each(answers(hosts(2), right, right | {"off": {"rotary": "NaN"}}), kernel_check.judge))
     assert wrong(rows, WARNING) == ["b: rotary is off: NaN"]
     assert not wrong(rows)
     refused = Answer(hosts(1)[0], {}, "ConfigError: kernels=triton: the kernel rotary must not run")
-    assert [row.code for row in kernel_check.judge([refused])] == [2]
+    assert [row.code for row in kernel_check.judge(refused)] == [2]
 
 
 def test_one_host_without_a_gpu() -> None:
@@ -164,7 +164,7 @@ def test_one_host_without_a_gpu() -> None:
 
 
 def test_a_gpu_that_train_requires() -> None:
-    """Caught: another exit code, or other words, than those of `train`."""
+    """Caught: an exit code or a message that `train` does not have."""
     refused = Answer(hosts(1)[0], {"smi": [{}], "visible": "", "count": 0}, "ConfigError: train.device=cuda: no GPU")
     rows = [row for row in devices.judge(config("train.device=cuda"), [refused], None) if row.verdict == WRONG]
     assert rows[0].found == "train.device=cuda: no GPU (CUDA_VISIBLE_DEVICES= hides 1 of 1 GPUs)"
@@ -194,7 +194,7 @@ def test_disks(facts: dict[str, Any], verdict: str, words: str) -> None:
 
 
 def test_a_slow_disk() -> None:
-    """Caught: seconds of a checkpoint that are bytes times speed, or of one that is not this model's."""
+    """Caught: seconds that are bytes times speed, or are computed from another model's checkpoint."""
     slow = {"speed": {"bytes": 10**8, "write": 10**6, "read": 10**9}}
     rows = list(disks.judge(config(), answers(hosts(1), DISKS | slow), 10**9, "1 GB"))
     assert wrong(rows, WARNING)[0].endswith("1e+03 s for a checkpoint of 1 GB")
@@ -227,14 +227,15 @@ def test_wandb(facts: dict[str, Any], verdict: str, words: str) -> None:
     """Caught: `wrong` for what never stops a run."""
     well = {"installed": True, "server": "https://api.wandb.ai", "key": True, "accepted": True}
     online = config("logging.wandb.mode=online")
-    assert words in next(row.found for row in wandb_server.judge(online, answers(hosts(1), well | facts)))
-    assert {row.verdict for row in wandb_server.judge(online, answers(hosts(1), well | facts))} == {verdict}
+    (row,) = wandb_server.judge(online, Answer(hosts(1)[0], well | facts))
+    assert words in row.found
+    assert row.verdict == verdict
 
 
 def test_a_compiler_counts_where_it_is_needed() -> None:
-    missing = {"wrong": "there is no g++, which torch.compile needs", "needed": True}
-    assert wrong(compiler.judge(answers(hosts(1), missing))) == ["a: there is no g++, which torch.compile needs"]
-    assert wrong(compiler.judge(answers(hosts(1), missing | {"needed": False})), WARNING)
+    place, missing = hosts(1)[0], {"wrong": "there is no g++, which torch.compile needs", "needed": True}
+    assert wrong(compiler.judge(Answer(place, missing))) == [": there is no g++, which torch.compile needs"]
+    assert wrong(compiler.judge(Answer(place, missing | {"needed": False})), WARNING)
 
 
 def test_links() -> None:
@@ -279,6 +280,25 @@ def test_a_layout_that_fails() -> None:
     assert [(row.verdict, row.where) for row in rows] == [(WARNING, (places[1],))]
     own = [Answer(answer.place, answer.facts | {"own": "fsdp"}, answer.problem) for answer in failed]
     assert wrong(trial_steps.judge(own)) == ["b: could not be checked: RuntimeError: no memory"]
+
+
+@pytest.mark.parametrize("module", [versions, environment, disks])
+def test_a_check_that_hangs_on_one_host(module: Any) -> None:
+    """Caught: a row without the host, which would be true of all hosts."""
+    names = {versions: "versions", environment: "environment", disks: "disks"}
+    hung = Examination(hosts(2), {names[module]: [Answer(hosts(2)[0], {}), Answer(hosts(2)[1], {}, "it took longer")]})
+    rows = [row for row in judge(config(), hung) if not row.checked]
+    assert [[place.host for place in row.where] for row in rows] == [["b"]]
+
+
+def test_checked_kernels_have_a_row() -> None:
+    """Caught: `right on A100` is lost beside the row about kernels=auto, which is `ok` too."""
+    looked = {
+        "devices": answers(hosts(2), GPU),
+        "kernels": answers(hosts(2), {"off": {}, "slower": {}, "calls": 7, "name": "A100"}),
+    }
+    rows = [row.found for row in judge(config(), Examination(hosts(2), looked)) if row.check == "kernels"]
+    assert rows == ["Triton's (kernels=auto)", "right on A100, in 7 calls of this model"]
 
 
 def test_a_mistake_of_ours_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Faults that are planted on this machine, each seen by its look and named in a row with its mending."""
+"""Plants faults on this machine; each gets a row with its remedy."""
 
 import fcntl
 import os
@@ -32,7 +32,7 @@ HERE = Place(host="here")
 
 
 def facts_of(look: Callable[[Callable[..., None]], None]) -> Answer:
-    """What a look finds, in this process, where monkeypatch reaches it."""
+    """Runs a look in this process, for monkeypatch."""
     facts: dict[str, Any] = {}
     problem = None
     try:
@@ -108,7 +108,7 @@ def test_no_space(monkeypatch: pytest.MonkeyPatch, places: list[str], fault: dic
 
 
 def test_a_run_that_is_under_way(tmp_path: Path, places: list[str]) -> None:
-    """Caught: a lock that is held is not seen; one that a dead process has left stops a run."""
+    """Caught: a held lock is not seen; the lock file of a dead process stops a run."""
     directory = tmp_path / "runs/test"
     directory.mkdir(parents=True)
     for name in ("config.yaml", "run.json"):
@@ -124,7 +124,7 @@ def test_a_run_that_is_under_way(tmp_path: Path, places: list[str]) -> None:
         (directory / name).unlink()
     found = row(on_disks(*places, "run.name=test"), "run")
     assert found.verdict == OK
-    assert "a lock file of process 7 on z is there, which nobody holds" in found.found
+    assert "its lock file names process 7 on z, but nobody holds the lock" in found.found
 
 
 def test_a_file_system_without_locks(monkeypatch: pytest.MonkeyPatch, places: list[str]) -> None:
@@ -189,7 +189,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def test_the_hub(hub: Hub, places: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Caught: lists that can be had while files cannot; a server that does not answer."""
     given = ["data=hf", f"data.repo={hub.repo}", *places]
-    assert "2 files on the hub, the first of which can be had" in row(in_text(*given), "data").found
+    assert "2 files on the hub, the first one can be read" in row(in_text(*given), "data").found
     hub.faults += [status(403)] * 20
     assert row(in_text(*given), "data").verdict == WRONG
     hub.faults.clear()
@@ -214,7 +214,7 @@ def test_wandb_without_a_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         silent.listen()
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
         monkeypatch.setattr(wandb_server, "SECONDS", 0.2)
-        found = list(wandb_server.judge(given, [facts_of(lambda report: wandb_server.look(given, report))]))
+        found = list(wandb_server.judge(given, facts_of(lambda report: wandb_server.look(given, report))))
     assert found[0].verdict == WARNING
     assert "does not answer (timed out)" in found[0].found
     assert "0123456789" not in found[0].found
@@ -227,7 +227,7 @@ def test_a_broken_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, comp
     for cxx in ("/bin/false", str(tmp_path / "g++")):
         monkeypatch.setenv("CXX", cxx)
         answer = facts_of(lambda report: compiler.look(given, 0, report))
-        found = next(compiler.judge([answer]))
+        found = next(compiler.judge(answer))
         assert found.verdict == (WRONG if compiled == "true" else WARNING)
         assert cxx in found.found
 
@@ -276,7 +276,7 @@ def test_kernels_are_checked_as_train_does(monkeypatch: pytest.MonkeyPatch) -> N
     given = config("train.batch_rows=64")  # 16 of each rank
     answer = facts_of(lambda report: kernel_check.look(given, 4, 0, 257, report))
     assert asked == [(257, given.model.d_model, 1, 16)]
-    assert next(kernel_check.judge([answer])).found == "swiglu is off: its result is NaN"
+    assert next(kernel_check.judge(answer)).found == "swiglu is off: its result is NaN"
     given = config()
     assert facts_of(lambda report: kernel_check.look(given, 1, 0, 257, report)).problem is None
 

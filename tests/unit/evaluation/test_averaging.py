@@ -82,7 +82,7 @@ def assert_projected(actual: Arrays, expected: Arrays, on_sphere: bool) -> None:
 @pytest.mark.parametrize("verb", ["evaluate", "generate"])
 @pytest.mark.parametrize("name", NAMES)
 def test_the_mean_of_checkpoints_is_numpys(name: str, verb: str, runs: dict[str, Path], tmp_path: Path) -> None:
-    """Caught: a sum in fp32, a mean off the sphere, checkpoints after the one that is named, the oldest ones."""
+    """Caught: a sum in fp32, a mean off the sphere, checkpoints after the named one, the oldest ones."""
     run = runs[name]
     for last, k in ((6, 2), (4, 2)):
         steps = [step for step in STEPS if step <= last][-k:]
@@ -134,7 +134,7 @@ def test_an_average_is_not_begun_in_the_middle(
 
 
 def test_what_evaluate_says(runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Caught: a result that does not say which weights it is of; a moving average whose loss is that of the weights."""
+    """Caught: a result without the kind of its weights; the trained weights evaluated as the moving average."""
     results = {}
     for key in ("average=3", "weights=ema", "average=1"):
         out = tmp_path / "result.json"

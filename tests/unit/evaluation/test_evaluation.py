@@ -69,7 +69,7 @@ def test_validation_is_the_mean_over_all_rows(monkeypatch: pytest.MonkeyPatch) -
     ids = np.random.default_rng(0).integers(0, 11, 56)
     check = Validation(rows(ids), np.full(11, 2), np.arange(7))
     assert check.chunk == 3
-    result = check(model(), World(0, 1, 0, torch.device("cpu")))
+    result = check.row_losses(model(), World(0, 1, 0, torch.device("cpu"))).metrics()
     opened = np.r_[0, ids]
     whole = torch.from_numpy(np.stack([opened[i * 8 : i * 8 + 9] for i in range(7)]))
     loss_sum, n_tokens = model().loss(whole[:, :-1], whole[:, 1:])

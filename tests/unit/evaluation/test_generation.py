@@ -70,7 +70,7 @@ def test_a_seed_gives_the_text_that_it_gave(encoder: bool, options: dict[str, fl
 
 @pytest.mark.parametrize("encoder", [False, True])
 def test_a_text_does_not_depend_on_its_neighbours(encoder: bool) -> None:
-    """Nor on the batch, nor on which text ends first. Caught: one generator for all rows, samples that share a seed."""
+    """Nor on the batch or the order of ends. Caught: one generator for all rows, samples that share a seed."""
     together = texts_of(PROMPTS, encoder, samples=2, batch_rows=3, min_new_tokens=2)
     alone = [
         texts_of([prompt], encoder, seed=seed, min_new_tokens=2, cache=False)[0]
@@ -82,7 +82,7 @@ def test_a_text_does_not_depend_on_its_neighbours(encoder: bool) -> None:
 
 
 def test_logprobs_are_the_models_own() -> None:
-    """Of all its ids, before every option. Caught: those of the sampled distribution; one token late."""
+    """Among all its ids, before every option. Caught: logprobs of the sampled distribution, or one token late."""
     config = GenerateConfig(max_new_tokens=15, temperature=0.3, top_k=3, repetition_penalty=1.5, min_new_tokens=15)
     model = model_of()
     (text,) = Texts(model, BYTES, config).of(["ab"])

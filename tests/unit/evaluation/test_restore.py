@@ -1,4 +1,4 @@
-"""`evaluate` and `generate`: what the command line says and what the checkpoint decides."""
+"""`evaluate` and `generate`: keys of the command line, and keys of the checkpoint."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -58,7 +58,7 @@ def test_rows_in_fp64(context: int) -> None:
         log_p = model()(torch.from_numpy(row[None, :-1])).log_softmax(-1)[0]
         expected.append(-float(log_p.gather(1, torch.from_numpy(row[1:, None])).sum()))
         counts.append(context)
-    if 200 % context:  # the last row begins earlier, and what was predicted before does not count in it again
+    if 200 % context:  # the last row begins earlier, and no target counts twice
         row = opened[200 - context :]
         log_p = model()(torch.from_numpy(row[None, :-1])).log_softmax(-1)[0]
         losses = -log_p.gather(1, torch.from_numpy(row[1:, None]))
@@ -69,7 +69,7 @@ def test_rows_in_fp64(context: int) -> None:
 
 
 def test_metrics_are_those_of_the_rows(tmp_path: Path) -> None:
-    """What is stored is what is reported, to the bit, and read without pickle."""
+    """Stored losses equal the reported ones to the bit, and are read without pickle."""
     check = evaluations("eval.rows=20", "eval.contexts=[16]")
     losses = check.row_losses(model().float(), ALONE)
     metrics = check.metrics(losses)
@@ -108,7 +108,7 @@ def test_the_hash_says_which_rows() -> None:
 
 
 def test_the_rows_are_the_same_for_every_model_and_seed() -> None:
-    """Of one tokenizer and context. An architecture, its seed and its batch have no say."""
+    """The rows depend on tokenizer and context, not on the architecture, its seed or its batch."""
     gpt = load_config(["model=gpt", "scale=debug", f"model.context={CONTEXT}", "run.seed=5", "eval.rows=20"])
     other = Evaluations(held_out(), np.full(V, 2), gpt).at_training_context
     assert evaluations("eval.rows=20").at_training_context.rows_hash == other.rows_hash

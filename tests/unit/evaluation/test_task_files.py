@@ -23,6 +23,7 @@ from ngpt_train.evaluation.tasks.run_tasks import TaskResults, Tasks
 from ngpt_train.evaluation.tasks.scoring import Scored, log_likelihoods
 from ngpt_train.models import Decoder, build_model
 from ngpt_train.models.gpt.keys import GPTConfig
+from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
 
 ALONE = World(0, 1, 0, torch.device("cpu"))
 CHOICES = [
@@ -82,7 +83,7 @@ def gpt() -> Decoder:
 
 def asked(directory: Path | None, *names: str) -> Tasks:
     path = None if directory is None else str(directory)
-    return Tasks(EvalConfig(tasks=list(names), tasks_path=path), 0, ALONE)
+    return Tasks(EvalConfig(tasks=list(names), tasks_path=path), GPTConfig(), ALONE)
 
 
 def log_p(model: Decoder, context: str, continuation: str) -> float:
@@ -202,7 +203,7 @@ def test_groups_of_own_files(directory: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_mean() -> None:
-    """Its standard error is that of independent tasks."""
+    """The standard error of the mean is for independent tasks."""
     tasks = {"a": {"acc": 0.5, "acc_stderr": 0.3, "acc_norm": 0.7, "acc_norm_stderr": 0.1}, "b": {"ppl": 3.0}}
     tasks["c"] = {"acc": 0.1, "acc_stderr": 0.4}
     found = TaskResults(tasks, {}).mean()
@@ -230,11 +231,11 @@ def test_what_is_no_task(directory: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(DataError, match="no such directory"):
         asked(directory / "x", "odd")
     with pytest.raises(ConfigError, match="gives none to the beginning"):
-        Tasks(EvalConfig(tasks=["texts"], tasks_path=str(directory)), 8, ALONE)
+        Tasks(EvalConfig(tasks=["texts"], tasks_path=str(directory)), GPTEncoderDecoderConfig(), ALONE)
 
 
 def test_an_unknown_name_is_refused_before_all_tasks_are_read(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: half a minute in which the harness makes its index; the data of another task fetched first."""
+    """Caught: the harness makes its index for half a minute; the data of another task fetched first."""
 
     def never(*args: object) -> None:
         raise AssertionError("reads all tasks, or data")

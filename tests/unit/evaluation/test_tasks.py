@@ -161,8 +161,8 @@ def test_joined_at_the_boundary(tokenizer: HuggingFaceTokenizer) -> None:
 @pytest.mark.parametrize("name", ["ntransformer", "gpt_encoder_decoder"])
 @torch.no_grad()
 def test_encoder_decoder(name: str, tokenizer: HuggingFaceTokenizer) -> None:
-    """What stands before the continuation goes to the encoder, but for its last id, as in training. Caught: an eos in
-    front, the last id in both, a source cut off on the right, a decoder that is given more than it is trained on."""
+    """The encoder reads the context without its last id, as in training. Caught: an eos in front, the last id in both,
+    a source cut off on the right, a decoder that reads more ids than in training."""
     S, T = 8, 6
     options = {"d_model": 32, "n_layers": 2, "n_heads": 2, "vocab_size": tokenizer.vocab_size, "context": S + T}
     config = ARCHITECTURES[name].config(**options, n_encoder_layers=1, source_context=S)

@@ -1,4 +1,4 @@
-"""What is taken of the config of a run that may be somebody else's. tests/processes/test_trust.py attacks each verb."""
+"""Which keys are taken from the config of a foreign run? tests/processes/test_trust.py attacks each verb."""
 
 import ast
 import shlex
@@ -18,13 +18,13 @@ from ngpt_train.evaluation.trust import is_text_of as is_its_text
 from ngpt_train.study.compare import step_times
 from ngpt_train.study.compare.runs import Run
 
-# Where the config of a run is read, and what is used of it. What uses more goes through `taken`.
+# The readers of a run's config, and the keys that they use. All other keys go through `taken`.
 READERS = {
     "analysis/run_contents.py": "model",
     "config/stored.py": "defines it",
     "evaluation/averaging.py": "compared",
     "evaluation/restore.py": "model; generate and export use no more, `combine` takes the text",
-    "interop/foreign_model.py": "model; the rest becomes the config of the imported run, of which the same is taken",
+    "interop/foreign_model.py": "model; the rest becomes the config of the imported run, which `taken` guards in turn",
     "study/audit/auditing.py": "compared; taken",
     "study/compare/step_times.py": "taken",
     "study/runner.py": "compared",
@@ -37,7 +37,7 @@ READERS = {
 
 
 def test_each_key_has_a_rule() -> None:
-    """Caught: a new key that may name a path, an address or code, of which nobody has said whether it is taken."""
+    """Caught: a new key for a path, an address or code without a rule."""
     keys = all_keys()
     texts = [x.name for x in keys.values() if x.is_free_text or x.items is str or x.is_table]
     names = {name: [".".join(name.split(".")[:n]) for n in range(1, 4)] for name in texts}

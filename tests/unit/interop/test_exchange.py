@@ -1,4 +1,4 @@
-"""Whole directories: from a checkpoint to an export and back, and what is refused on the way."""
+"""Whole directories: a checkpoint, its export, the import of it, and refused sources."""
 
 import errno
 import json
@@ -44,7 +44,7 @@ def run_of(out: Path, *overrides: str) -> tuple[Path, dict[str, Tensor]]:
     generator = torch.Generator().manual_seed(1)
     tensors = export_weights(model)
     for value in tensors.values():
-        if value.ndim == 1:  # gains and scales away from what they begin with
+        if value.ndim == 1:  # gains and scales away from their initial values
             value += 0.1 * torch.rand(value.shape, generator=generator)
     tensors |= {f"statistics.{name}": value.clone() + 0.5 for name, value in model.statistics().items()}
     tokenizer: Tokenizer = BytesTokenizer()
@@ -66,7 +66,7 @@ def exported(run: Path, out: Path, say: Callable[[str], object] = lambda _: None
 
 
 def brought_back(source: Path, out: Path) -> dict[str, Tensor]:
-    """The tensors of the checkpoint that an import makes."""
+    """Imports a model; the tensors of its checkpoint."""
     write_run(read_model(str(source), None), str(source), out)
     stored = stored_tensors(out / "checkpoints" / "step_00000000")
     statistics = {f"statistics.{name}": value[0] for name, value in stored.get("statistics", {}).items()}
@@ -118,8 +118,8 @@ def test_round_trip(overrides: list[str], tmp_path: Path) -> None:
 
 
 def test_shards_in_bf16(tmp_path: Path) -> None:
-    """Caught: shards without an index, one that is larger than asked for, an index that names other sizes, weights that
-    are not rounded, and the rounding taken for a mistake of the export."""
+    """Caught: shards without an index or above export.max_shard_gb, an index with wrong sizes, weights that are not
+    rounded, and the rounding taken for a mistake of the export."""
     pytest.importorskip("transformers", reason="the extra [hf] is not installed")
     run, tensors = run_of(tmp_path / "run", "model=gpt")
     said: list[str] = []
@@ -142,7 +142,7 @@ def test_fp16_is_too_small(tmp_path: Path) -> None:
 
 
 def test_card_and_ids(tmp_path: Path) -> None:
-    """Caught: a card without what the run says, and configs whose ids are not the tokenizer's. pad_token_id is not in
+    """Caught: a card without the facts of the run, and configs with ids of another tokenizer. pad_token_id is not in
     config.json: transformers would give the embedding of that id no gradient."""
     run, _ = run_of(tmp_path / "run", "model=gpt", "model.mlp=plain")
     (run / "metrics.jsonl").write_text(
@@ -351,14 +351,14 @@ BROKEN: dict[str, tuple[Callable[[Path], object], str]] = {
     "no shard": (as_index({"embedding": "model-00001-of-00002.safetensors"}), "model-00001-of-00002.* is missing"),
     "shard elsewhere": (as_index({"embedding": "../model.safetensors"}), "which is no file beside it"),
     "index of others": (as_index({"embedding": "model.safetensors"}), "only one of them has"),
-    "index without names": (as_index([]), "weight_map does not say"),
+    "index without names": (as_index([]), "weight_map does not name"),
     "int8": (with_dtype, "norm_final has the dtype int8; weights are in fp32, bf16, fp16. A quantised model"),
     "config cut": (
         lambda out: (out / "config.json").write_text('{"model_type": '),
         "config.json is missing or damaged",
     ),
     "config a list": (lambda out: (out / "config.json").write_text("[]"), "it is no object"),
-    "no config": (lambda out: (out / "config.json").unlink(), "has no config.json, so that it is no model"),
+    "no config": (lambda out: (out / "config.json").unlink(), "has no config.json, so it is no model"),
     "unknown": (lambda out: (out / "config.json").write_text('{"model_type": "bert"}'), "model_type=bert is not"),
     "unknown key": (with_note(d_modell=64), "d_modell"),
     "another width": (with_note(d_model=128), r"embedding has shape \(259, 64\), and should have \(259, 128\)"),
@@ -396,7 +396,7 @@ def test_names_of_sources(plain_export: Path, tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no directory, no file, and no model of the hub, which is OWNER/NAME"):
         read_model(str(tmp_path / "nothing"), None)
     for file in ("config.json", "model.safetensors"):
-        with pytest.raises(DataError, match=rf"{file}: one file of a model. Name the directory in which it is"):
+        with pytest.raises(DataError, match=rf"{file}: one file of a model. Name its directory"):
             read_model(str(plain_export / file), None)
     with pytest.raises(ConfigError, match=r"import.revision=main: .* is on this machine"):
         read_model(str(plain_export), "main")
@@ -406,14 +406,13 @@ def test_names_of_sources(plain_export: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("use_ngpt", [0, 1])
 def test_a_checkpoint_of_nvidia(use_ngpt: int, plain_export: Path, tmp_path: Path) -> None:
-    """Caught: a tokenizer that nobody named, or one that a directory has and another one is named; what must be said of
-    RoPE left unsaid."""
+    """Caught: no tokenizer, or a second one beside the directory's own; no note about RoPE."""
     told = arguments(use_ngpt, vocab_size=300)
     path = save(tmp_path / "ckpt.pt", nvidia.random_state(told, seed=0), told)
-    with pytest.raises(ConfigError, match=r"holds no tokenizer\n  Name the one .* tokenizer=gpt2"):
+    with pytest.raises(ConfigError, match=r"holds no tokenizer\n  Name the tokenizer .* tokenizer=gpt2"):
         read_model(str(path), None)
     imported = read_model(str(path), None, TokenizerConfig(kind="bytes"))
-    assert any("what NVIDIA's code has in the place of RoPE" in note for note in imported.notes)
+    assert any("a rotary embedding that does not rotate" in note for note in imported.notes)
     write_run(imported, str(path), tmp_path / "run")
     restored = restored_from(tmp_path / "run")
     row = torch.randint(300, (1, 30))
@@ -425,7 +424,7 @@ def test_a_checkpoint_of_nvidia(use_ngpt: int, plain_export: Path, tmp_path: Pat
 
 
 def test_hub(plain_export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Caught: other files of a model on the hub than those that are read, and an error of the hub as a traceback."""
+    """Caught: superfluous files are fetched from the hub; an error of the hub as a traceback."""
     import huggingface_hub
 
     asked: dict[str, Any] = {}

@@ -19,7 +19,7 @@ from ngpt_train.models.gpt.keys import GPTConfig
 from ngpt_train.models.gpt_encoder_decoder.keys import GPTEncoderDecoderConfig
 from ngpt_train.models.ngpt.keys import NGPTConfig
 
-# Each value of each option, and those that meet in the same matrices together.
+# Each value of each option, and combinations in the same matrices.
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"tied_embeddings": True, "rope_layout": "interleaved"},
@@ -36,7 +36,7 @@ def small(**options: Any) -> GPTConfig:
 
 
 def jittered(config: GPTConfig) -> tuple[Decoder, dict[str, Tensor]]:
-    """A model whose gains are away from 1, so that no two weights are alike."""
+    """A model with random gains, so that no two weights are equal."""
     model = build_model(config)
     generator = torch.Generator().manual_seed(1)
     weights = {

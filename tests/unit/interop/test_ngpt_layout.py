@@ -136,7 +136,7 @@ def greedy(model: Decoder, prompt: Tensor, n: int) -> list[int]:
 
 @pytest.mark.parametrize("name", ["ngpt engpt", "ngpt interleaved"])
 def test_generation(name: str, tmp_path: Path) -> None:
-    """Caught: a cache whose keys have other positions, s_qk or heads than those of the whole text."""
+    """Caught: a cache whose keys have wrong positions, s_qk or heads."""
     model, tokens = model_of(name, seed=5)
     theirs = load(write(model, LAYOUT, tmp_path / "export"))
     prompt = tokens[:1, :7]

@@ -32,7 +32,7 @@ def arguments(use_ngpt: int = 1, **changed: Any) -> dict[str, Any]:
 
 
 def save(path: Path, state: dict[str, Tensor], told: dict[str, Any], **more: Any) -> Path:
-    """What train.py stores beside the weights: state of an optimizer, counters, and of both generators."""
+    """train.py's checkpoint: weights, the state of an optimizer, counters, and the states of both generators."""
     rest = {"optimizer": {"state": {0: {"step": torch.tensor(1.0)}}}, "iter_num": 7, "config": {"dtype": "bfloat16"}}
     rest |= {"rng_state_pytorch_bytes": b"123", "rng_state_numpy": np.random.get_state()}
     torch.save({"model": state, "model_args": told, **rest, **more}, path)

@@ -381,7 +381,8 @@ def test_validation_is_by_the_running_statistics(norm: str) -> None:
     """Caught: validation in training mode."""
     state = powernorm_state(norm)
     kept = history(state)[-1]
-    found = Validation(FiveRows(), np.full(SMALL.vocab_size, 2), np.arange(5))(state.model, state.world)["loss"]
+    validation = Validation(FiveRows(), np.full(SMALL.vocab_size, 2), np.arange(5))
+    found = validation.row_losses(state.model, state.world).metrics()["loss"]
     assert state.model.training
     assert_near(state.model.statistics(), {name: kept[name] for name in state.model.statistics()}, 0)
     state.model.eval()

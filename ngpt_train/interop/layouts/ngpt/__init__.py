@@ -1,8 +1,7 @@
 """nGPT for transformers: config.json, the names of its weights, and a modeling file that needs nothing of ngpt-train.
 
-Every option of model=ngpt can be written. Rows are written as they are stored, also those of
-model.constraint=parametrization, which the modeling file divides by their length at each use: so they come back bit for
-bit.
+Every option of model=ngpt can be written. Weights are written as they are stored, so an import returns the same bits.
+With model.constraint=parametrization the modeling file normalises the rows at each use, as ngpt-train does.
 """
 
 from collections.abc import Mapping
@@ -34,8 +33,8 @@ RENAMED = {
 SAME = ["rope_base", "rope_layout", "alpha_sign", "qk_norm", "softmax_scale", "update_attn", "update_mlp", "norm_eps"]
 SAME += ["constraint"]
 SCALES = ("alpha_attn", "alpha_mlp", "s_qk", "s_u", "s_v", "s_z")
-REFERENCE = {"d_model": "sqrt(d/d_ref)", "n_layers": "0.05*L_ref/L"}  # and the word of a scale vector that reads it
-# Where the modeling file has a block's weights.
+REFERENCE = {"d_model": "sqrt(d/d_ref)", "n_layers": "0.05*L_ref/L"}  # key of model.reference: its word in a scale
+# The modeling file's names, in a block and outside of blocks.
 PLACES = {name: f"attention.{name}.weight" for name in ("wq", "wk", "wv", "wo")}
 PLACES |= {name: f"mlp.{name}.weight" for name in ("w_u", "w_v", "w_down")}
 PLACES |= {"s_qk": "attention.s_qk.stored", "s_u": "mlp.s_u.stored", "s_v": "mlp.s_v.stored"}
@@ -45,6 +44,7 @@ OUTSIDE = {"embedding": "model.embed_tokens.weight", "output": "lm_head.weight",
 
 class NGPTLayout:
     name = "ngpt"
+    for_transformers = True
 
     def refusal(self, config: ModelConfig) -> str | None:
         if isinstance(config, NGPTConfig) and config.name == "ngpt":
@@ -69,7 +69,7 @@ class NGPTLayout:
             **written,
             **{name: getattr(config, name) for name in SAME},
             **scales,
-            # Without model.lr_rule, which is no part of the model, no other reference would have an effect.
+            # Other keys of model.reference act on learning rates alone, which are no part of the model.
             "reference": {name: getattr(config.reference, name) for name, word in REFERENCE.items() if word in words},
         }
 
@@ -82,7 +82,7 @@ class NGPTLayout:
         keys = keys_of(config_json)
         config = checked_config(keys, NGPTConfig, "in config.json")
         wanted = shapes_of(config, weights)
-        # Of a tied pair some programs write both.
+        # Some programs write both matrices of a tied pair.
         given = dict(weights)
         copy, table = given.get(OUTSIDE["output"]), given.get(OUTSIDE["embedding"])
         if config.tied_embeddings and copy is not None and table is not None and copy.equal(table):
@@ -96,7 +96,7 @@ class NGPTLayout:
 
 
 def foreign(name: str) -> str:
-    """The name in the modeling file of the weight with this canonical name."""
+    """The modeling file's name for a canonical name."""
     if name in OUTSIDE:
         return OUTSIDE[name]
     *block, weight = name.split(".")
@@ -104,7 +104,7 @@ def foreign(name: str) -> str:
 
 
 def is_turned(name: str) -> bool:
-    """The modeling file, whose matrices are applied from the left, has this matrix transposed."""
+    """True if the modeling file has this matrix transposed: it applies matrices from the left."""
     return name.endswith((".wo", ".w_down"))
 
 
@@ -113,7 +113,7 @@ def turned(name: str, weight: Tensor) -> Tensor:
 
 
 def keys_of(config_json: Mapping[str, Any]) -> dict[str, Any]:
-    """model.* keys, by dotted names. Raises DataError where config.json is of another model or lacks one."""
+    """model.* keys, by dotted names. Raises DataError if config.json is another model's or lacks a key."""
     if config_json.get("model_type") != MODEL_TYPE:
         found = config_json.get("model_type")
         raise DataError(f"config.json: model_type={found!r} is not {MODEL_TYPE!r}, which export.layout=ngpt writes")
