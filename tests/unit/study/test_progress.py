@@ -11,6 +11,7 @@ from ngpt_train.study.points import Point, Result
 from ngpt_train.study.progress_lines import ProgressLines, TimeLeft, best_so_far, summary
 from tests.unit.study.searches import result, study
 
+
 def point(number: int, arm: str = "gpt", budget: int = 1000) -> Point:
     return Point(arm, budget, ((LR, 0.001 * 2**number),), 0)
 
@@ -110,7 +111,7 @@ def test_plain_lines(clock: list[float], capsys: pytest.CaptureFixture[str]) -> 
         shown.say("three")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("one  (1 of some 10 runs done, 1 running, 0 waiting, some ")
-    assert lines[0].endswith("m left)")
+    assert lines[0].endswith(" left)")
     assert lines[1] == "two"
     assert lines[2].startswith("2 of some 10 runs done, 1 failed, 1 running, 1 waiting, some ")
     assert lines[3:5] == ["best so far:", "  gpt: loss 3.2500 at 1k tokens with lr=0.002 (1 of 3 seeds)"]
