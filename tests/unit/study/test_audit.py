@@ -17,8 +17,7 @@ from ngpt_train.config.schema import Config
 from ngpt_train.config.sections.studies import AuditConfig
 from ngpt_train.core.errors import DataError
 from ngpt_train.core.files import write_json
-from ngpt_train.study.audit.again import Window, choose, windows
-from ngpt_train.study.audit.auditing import audit
+from ngpt_train.study.audit.auditing import audit, windows
 from ngpt_train.study.audit.certificate import CERTIFICATE, read_certificates
 from ngpt_train.study.compare.runs import read_run
 from tests.processes.runs import arguments, train, write_corpus
@@ -81,7 +80,7 @@ def audited(run: Path, honest: Path, machine: Mapping[str, Any] | None = None, *
     def command_on(ranks: int) -> Sequence[str]:
         return [sys.executable, "-c", REPLAY, str(honest)]
 
-    chosen = AuditConfig(run=str(run), seed=0, **options)
+    chosen = AuditConfig(run=str(run), **{"seed": 0} | options)
     return audit(run, chosen, command_on, machine or here(honest), as_stored, lambda line: None)
 
 
@@ -388,15 +387,19 @@ def test_training_goes_on_from_a_copy_of_the_checkpoint(run: Path) -> None:
 
 
 def test_windows() -> None:
-    """Caught: windows beyond the end, longer than asked for, over a cut; the same ones whatever the seed."""
+    """Caught: windows beyond the end, longer than asked for, or over a cut."""
     assert windows([25, 50], 50, 100) == [(0, 25), (25, 50)]
     assert windows([200, 300], 300, 100) == [(0, 100), (200, 300)]
     assert windows([300], 300, 50, cuts=[30]) == [(0, 30)]
     assert windows([], 7, 100) == [(0, 7)]
-    chosen = {tuple(choose(range(10, 100, 10), 95, 2, 5, seed)) for seed in range(20)}
-    assert len(chosen) > 5
-    assert all(len(found) == 2 and found[0] < found[1] for found in chosen)
-    assert choose([10], 20, 9, 100, 0) == [Window(0, 10), Window(10, 20)]
+    assert windows(range(10, 100, 10), 95, 5) == [(start, start + 5) for start in range(0, 100, 10)]
+    assert windows([10], 20, 100) == [(0, 10), (10, 20)]
+
+
+def test_the_seed_chooses_windows(run: Path, honest: Path) -> None:
+    """Caught: the same windows for every seed, so that a cheater knows them."""
+    audits = [audited(run, honest, windows=1, seed=seed) for seed in range(6)]
+    assert len({x["windows"][0]["start"] for x in audits}) > 1
 
 
 def test_certificates(run: Path, honest: Path) -> None:
