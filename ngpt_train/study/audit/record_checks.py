@@ -109,14 +109,14 @@ def _missing(run: Run, config: Config, begun: int, checkpoints: Sequence[int]) -
 def _sums(run: Run, config: Config) -> Iterator[Finding]:
     """A loss is the mean of its steps; tokens are the targets of the steps."""
     data, counts = config.data, config.data.pack == "concat" and config.data.objective == "next_token"
-    # The last row of prepared text repeats a part of the row before, once an epoch and source; that part is not counted.
+    # The last row of prepared text repeats targets of the row before, once an epoch and source. They are not counted.
     sources = [source.data for source in mixture_of(data)] if data.kind == "mixture" else [data]
     repeated = sum(not source.streamed for source in sources) * (config.model.context - 1)
     for record in run.train:
         loss, mean = record.get("loss"), record.get("loss_mean")
-        if config.logging.every == 1 and not record.get("skipped") and mean is not None:
-            if loss is None or not math.isclose(loss, mean, rel_tol=SAME):
-                yield contradiction(record, "loss", "its loss_mean of this single step is", mean)
+        is_one_step = config.logging.every == 1 and not record.get("skipped") and mean is not None
+        if is_one_step and (loss is None or not math.isclose(loss, mean, rel_tol=SAME)):
+            yield contradiction(record, "loss", "its loss_mean of this single step is", mean)
         most, tokens = record["step"] * config.train.rows_per_step * config.model.context, record.get("tokens")
         least = most - repeated * math.ceil(record.get("epochs") or 1)
         if counts and (tokens is None or not least <= tokens <= most):
