@@ -16,9 +16,9 @@ from ngpt_train.config.stored import read_yaml
 from ngpt_train.core.errors import ConfigError, DataError
 from ngpt_train.core.files import read_json
 from ngpt_train.core.recorded import ABOVE_0, LIST, TABLE, TEXT, checked
+from ngpt_train.study.compare.clocks import STEP_TIMES
 from ngpt_train.study.compare.runs import Run
 
-FILE = "step_times.json"
 ROUNDS = 10
 WARM_UP = 3
 # What a step's time depends on; where it changes, what was measured is of other steps.
@@ -35,13 +35,13 @@ def fingerprint(run: Run) -> str:
 
 def stored(out: Path, runs: Mapping[str, Run]) -> Times:
     """Step times of these arms that an earlier comparison left in `out`; an arm is given by one of its runs."""
-    if not (out / FILE).exists():
+    if not (out / STEP_TIMES).exists():
         return {}
-    of_arms = checked(read_json(out / FILE), {"arms": TABLE}, str(out / FILE), ["arms"])["arms"]
-    times = checked(of_arms, {"": TABLE}, f"{out / FILE}: arms")
+    of_arms = checked(read_json(out / STEP_TIMES), {"arms": TABLE}, str(out / STEP_TIMES), ["arms"])["arms"]
+    times = checked(of_arms, {"": TABLE}, f"{out / STEP_TIMES}: arms")
     found = {name: times[name] for name, run in runs.items() if (times.get(name) or {}).get("of") == fingerprint(run)}
     for name, of_arm in found.items():
-        where = f"{out / FILE}: {name}"
+        where = f"{out / STEP_TIMES}: {name}"
         if checked(of_arm, {"untimed": TEXT}, where).get("untimed") is None:
             checked(
                 of_arm, {"seconds_per_token": LIST, "step_time": ABOVE_0}, where, ("seconds_per_token", "step_time")
