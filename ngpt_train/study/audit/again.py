@@ -191,13 +191,13 @@ class Window:
         self.checkpoint = True
         tensors, tensors_now = ({x: entry for x, entry in of.items() if has_tensors(x)} for of in (files, files_now))
         if tensors != tensors_now:
-            says = f"the weights or moments of checkpoint {one.name} are not those that training again ends with"
+            says = f"the weights or moments of checkpoint {one.name} are not those of training again"
             self.found.append(Finding(one.name, says, self.end))
         for name in dict.fromkeys([*counters, *counters_now]):
             then, now = counters.get(name), counters_now.get(name)
             # guards: the losses of guards.rollback, which training again does not keep.
             if name not in (*OF_THE_CLOCK, "guards") and json.dumps(then) != json.dumps(now):
-                says = f"{name} in state.json of checkpoint {one.name} is not what training again ends with"
+                says = f"{name} in state.json of checkpoint {one.name} is {then}, training again ends with {now}"
                 self.found.append(Finding(one.name, says, self.end, name, then, now))
 
 

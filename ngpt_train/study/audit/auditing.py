@@ -24,7 +24,7 @@ from ngpt_train.study.points import DIVERGED
 from ngpt_train.training.checkpoint.catalogue import list_checkpoints, step_of
 
 OF_THE_MACHINE = ("device", "cpu")  # facts of run.json; ranks and threads are set as in the run
-RANKS_A_CORE, MOST_THREADS = 8, 1024  # limits of what a run.json can start here
+RANKS_A_CORE, MOST_THREADS = 8, 1024  # limits for the ranks and threads in a run.json
 RESULT = ("start", "end", "checkpoint", "train_records", "eval_records", "largest_difference")
 NOT_CHECKED = (
     "seconds, rates and memory, which depend on the clock; telemetry; steps outside of the windows but for their "

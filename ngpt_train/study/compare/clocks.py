@@ -1,4 +1,4 @@
-"""The cost of a token for an arm, in FLOPs and in seconds."""
+"""The cost of a token in FLOPs and seconds."""
 
 from __future__ import annotations
 

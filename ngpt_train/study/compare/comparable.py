@@ -1,4 +1,4 @@
-"""Whether runs can be compared at all, and in which metric."""
+"""The metric of a comparison, and runs that cannot be compared."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from ngpt_train.study.compare.runs import Run
 
 
 def check_comparable(runs: Iterable[Run]) -> str:
-    """The metric that these runs can be compared in: "loss", in nats per token, or, where their tokenizers differ,
-    "bits_per_byte". Raises DataError, with the reason, where they were validated on other text."""
+    """ "loss", in nats per token, or "bits_per_byte" for runs with different tokenizers. Raises DataError, with the
+    reason, for runs validated on different text."""
     validated = [run for run in runs if run.evals]
     validated = [run for run in validated if run.is_annealed] or validated
     if not validated:
@@ -34,7 +34,7 @@ def check_comparable(runs: Iterable[Run]) -> str:
 
 
 def _why_not(one: Run, other: Run) -> str:
-    """Why the losses of two runs cannot be compared; empty where they can."""
+    """The reason why the losses of two runs cannot be compared; empty if they can."""
     hashes = one.rows_hash, other.rows_hash
     if hashes[0] == hashes[1] is not None:
         return ""
@@ -45,14 +45,14 @@ def _why_not(one: Run, other: Run) -> str:
         return (text := _other_text(one, other)) and f"it was validated on other text, by {text}"
     if _differ(one, other, "data_fingerprint"):
         return f"it was validated on other text: rows_hash {hashes[1]} and {hashes[0]}, and other fingerprints of data"
-    # Other rows of one text, or rows that nobody knows, are a confound, which `examine` names.
+    # Other rows of one text, and unknown rows, are a confound of `examine`.
     known = None not in (one.facts.get("data_fingerprint"), other.facts.get("data_fingerprint"))
     text = "" if known or None in hashes else _other_text(one, other)
     return text and f"it was validated on other text, by {text}: rows_hash {hashes[1]} and {hashes[0]}"
 
 
 def _other_text(one: Run, other: Run) -> str:
-    """How the text of two runs differs by their configs; empty where it does not."""
+    """The keys of the text that differ in two configs; empty if none does."""
     keys = [key for key in {**one.config, **other.config} if key.startswith("data.") and not is_harmless(key)]
     text = ("kind", "path", "repo", "revision", "split", "files", "mixture", "text_field", "val_fraction", "val_files")
     differing = [key for key in keys if key.removeprefix("data.") in text]
@@ -60,7 +60,7 @@ def _other_text(one: Run, other: Run) -> str:
 
 
 def _other_tokenizer(one: Run, other: Run) -> bool:
-    """By the fingerprints; where one is not known, by the configs, unless both were validated on the same tokens."""
+    """True if the fingerprints differ. If one is unknown, the configs decide, unless the validation rows are equal."""
     fact = "tokenizer_fingerprint"
     if None not in (one.facts.get(fact), other.facts.get(fact)) or one.rows_hash == other.rows_hash is not None:
         return _differ(one, other, fact)

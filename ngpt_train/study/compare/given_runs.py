@@ -1,4 +1,4 @@
-"""The runs that `compare` is given: single directories, directories of runs, and studies."""
+"""The runs for `compare`, from run directories, directories of runs, and studies."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ngpt_train.study.points import FAILURES, reason_of
 
 @dataclass
 class Gathered:
-    """Runs, and how they are to be compared: as a study that they are of says, or the user.
+    """Runs and the settings of their comparison, from their study or the user.
 
     tuned: keys whose best value is taken for each arm and budget; None: optim.lr, unless nothing else differs. metric:
-    None takes the one in which all runs are comparable. failures: of points that left no run behind.
+    None takes a metric in which all runs are comparable. failures: of points that left no run behind.
     """
 
     runs: list[Run] = field(default_factory=list)
@@ -38,7 +38,7 @@ class Gathered:
 
 
 def gather(paths: Sequence[Path]) -> Gathered:
-    """Raises DataError where a directory holds no run, or where one cannot be read."""
+    """Raises DataError for a directory without a run, and for an unreadable run."""
     if len(paths) == 1 and (paths[0] / FILE).is_file():
         return of_study(read_stored(paths[0]))
     found = Gathered()
@@ -74,16 +74,19 @@ def _directories(path: Path) -> list[Path]:
 
 
 def of_study(study: Study) -> Gathered:
-    """The runs that the study's directory holds, by arm."""
+    """The runs in the study's directory, by arm."""
     names = sorted(study.arms, key=len, reverse=True)  # gpt-qk before gpt
+
+    def arm_of(run: str) -> str | None:
+        return next((name for name in names if run.startswith(f"{name}-")), None)
+
     arms: dict[str, list[Run]] = {name: [] for name in study.arms}
     found = Gathered(overrides=study.arms, baseline=study.baseline, tuned=list(study.tune), title=study.name)
     found.metric, found.confidence = study.metric, study.confidence
     found.under_test = sorted({name_of(argument) for row in study.arms.values() for argument in row})
     found.commands = [study.command]
     for path in sorted(study.runs.glob("*")) if study.runs.is_dir() else []:
-        arm = next((name for name in names if path.name.startswith(f"{name}-")), None)
-        if arm is not None and (path / "config.yaml").is_file():
+        if (arm := arm_of(path.name)) is not None and (path / "config.yaml").is_file():
             run = read_run(path)
             arms[arm].append(run)
             found.runs.append(run)
@@ -92,16 +95,15 @@ def of_study(study: Study) -> Gathered:
     found.arms = arms
     check_evals(found.runs)
     for record in sorted((study.path / FAILURES).glob("*.json")):
-        arm = next((name for name in names if record.stem.startswith(f"{name}-")), None)
-        if arm is not None:
+        if (arm := arm_of(record.stem)) is not None:
             why = {"reason": reason_of(record), "run": str(study.runs / record.stem)}
             found.failures.append({"arm": arm, "budget": None, "seed": None, "values": {}, **why})
     return found
 
 
 def check_evals(runs: Iterable[Run]) -> None:
-    """Raises DataError, which names file and step, where a validation contradicts the losses of its rows, or another
-    one of the same rows."""
+    """Raises DataError, with file and step, if a validation contradicts the losses of its rows, or another validation of
+    the same rows."""
     of_rows: dict[Any, tuple[int, Run, int]] = {}
     for run in runs:
         for record in run.evals:
@@ -111,8 +113,8 @@ def check_evals(runs: Iterable[Run]) -> None:
                 rows = (record["rows_hash"], run.facts.get("tokenizer_fingerprint"))
                 text, other, step = of_rows.setdefault(rows, (n_bytes(loss * n, bits), run, record["step"]))
                 if text != n_bytes(loss * n, bits):
-                    why = f"the eval record of step {record['step']} says bits_per_byte {bits} of another text than "
-                    why += f"that of step {step} of {other.path}, whose rows are the same"
+                    why = f"the eval record of step {record['step']} says bits_per_byte {bits}, which is of another "
+                    why += f"text than the record of step {step} of {other.path}, although their rows are the same"
             if why:
                 raise DataError(
                     f"{run.path / 'metrics.jsonl'}: {why}. Restore the file that is wrong, or leave it out."

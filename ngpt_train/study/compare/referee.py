@@ -285,7 +285,7 @@ def _of_data(arms: Arms, under_test: Collection[str]) -> list[Difference]:
 
 
 def _other_rows(pairs: Iterable[tuple[Run, Run]]) -> Iterator[tuple[Run, Run, int, list[str]]]:
-    """The pairs of one seed that have read other rows; the tokens and both hashes at their first difference."""
+    """The pairs of one seed with different training rows; the tokens and both hashes at the first difference."""
     for one, other in pairs:
         if one.seed != other.seed:
             continue

@@ -59,7 +59,7 @@ def versus(
             alone = found[at].n_seeds == 1 and how == "annealed" and ratio.low is not None
             for entry in _in_all_units(ratio, costs, confidence, [*untuned, ONE_SEED] if alone else untuned):
                 result["speedups"].append({**names, "how": how, "budget": budget, **entry})
-    # Only budgets at which both arms are tuned, or neither was to be tuned, count for the trend.
+    # Budgets with an untuned arm do not count for the trend.
     edges = {int(budget) for budget in pair.budgets if "edge" in (arm.state(budget), baseline.state(budget))}
     counted = [Ratio(None, None, None) if b in edges else x for b, x in zip(pair.budgets, annealed, strict=True)]
     if trend := trend_of(pair, noise, counted, confidence):
@@ -68,7 +68,7 @@ def versus(
 
 
 def _noise_by_budget(pair: Pair, arm: str, baseline: str) -> list[str]:
-    """A note on the noise that is pooled, if two budgets have several seeds."""
+    """A note on the pooled noise, if two budgets have several seeds."""
     by_budget = zip(pair.budgets, pair.difference, pair.n_seeds, strict=True)
     several = [f"{np.nanstd(x, ddof=1):.2g} at {int(budget):,} tokens" for budget, x, n in by_budget if n > 1]
     if len(several) < 2:

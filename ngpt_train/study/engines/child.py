@@ -18,8 +18,8 @@ def ending_with_us() -> list[str]:
 
 
 def main(parent: int, command: list[str]) -> None:
-    """On Linux the kernel sends SIGTERM when `parent` ends, and the run saves. Elsewhere the run continues, and the next
-    start of the study waits for it."""
+    """On Linux the kernel sends SIGTERM when `parent` ends, and the run saves. Elsewhere the run continues, and the
+    next start of the study waits for it."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:  # the parent ended before the request

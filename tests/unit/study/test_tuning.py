@@ -5,9 +5,10 @@ from dataclasses import replace
 
 import pytest
 
+from ngpt_train.study.bracket import analyse
 from ngpt_train.study.definition import LR
 from ngpt_train.study.points import UNFINISHED, WAITING, Point
-from ngpt_train.study.tuning import analyse, next_points, tunings
+from ngpt_train.study.tuning import next_points, tunings
 from tests.unit.study.searches import START, Loss, fixed_noise, octaves, result, search, study, trials
 
 
