@@ -102,8 +102,8 @@ def of_study(study: Study) -> Gathered:
 
 
 def check_evals(runs: Iterable[Run]) -> None:
-    """Raises DataError, with file and step, if a validation contradicts the losses of its rows, or another validation of
-    the same rows."""
+    """Raises DataError, with file and step, if a validation contradicts the losses of its rows, or another validation
+    of the same rows."""
     of_rows: dict[Any, tuple[int, Run, int]] = {}
     for run in runs:
         for record in run.evals:
