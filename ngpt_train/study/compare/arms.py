@@ -15,8 +15,9 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.validate import did_you_mean, mistake, nearest, show
 from ngpt_train.study.compare.key_kinds import HARDWARE, OF_THE_BUDGET, covers, is_harmless
 from ngpt_train.study.compare.runs import Run
+from ngpt_train.study.definition import LR
+from ngpt_train.study.tuning import Values
 
-LR = "optim.lr"
 # Keys that may differ between runs of an arm. They separate arms only if nothing else tells two runs apart.
 _SECONDARY = {*OF_THE_BUDGET, *HARDWARE, "eval", "guards", "train.batch_tokens", "run"} - {LR}
 _OF_A_STUDY = re.compile(r"(?P<arm>.+)-\d+(-.+)?-seed\d+(-[0-9a-f]{12})?")  # the names of a study's runs
@@ -88,7 +89,7 @@ def _number(value: Any) -> Any:
 def _apart(group: list[Run], tuned: Collection[str]) -> list[list[Run]]:
     """Splits a group until no two runs have the same budget, seed and tuned values: by secondary keys, else by
     directory (two studies), else by name."""
-    point = lambda run: json.dumps([run.budget, values_of(run, tuned), seed_of(run)], default=str)  # noqa: E731
+    point = lambda run: json.dumps([run.budget, values_of(run, tuned), run.seed], default=str)  # noqa: E731
     if max(Counter(map(point, group)).values()) < 2:
         return [group]
     keys = {key for run in group for key in run.config if covers(_SECONDARY, key) and not is_harmless(key)}
@@ -172,16 +173,6 @@ def choose_baseline(arms: Arms, wanted: str | None) -> str:
             return name
     near = did_you_mean(nearest(wanted, arms))
     raise mistake(f"compare.baseline={wanted}: no arm of that name{near}", f"Arms: {', '.join(arms)}")
-
-
-def seed_of(run: Run) -> int:
-    if "run.seed" in run.config:
-        return run.seed
-    found = re.search(r"seed[-_]?(\d+)", run.path.name)
-    return int(found[1]) if found else 0
-
-
-Values = tuple[tuple[str, Any], ...]
 
 
 def values_of(run: Run, tuned: Collection[str]) -> Values:

@@ -16,16 +16,15 @@ from ngpt_train.core.files import read_json, write_json
 from ngpt_train.core.secrets import redacted
 from ngpt_train.study.compare import clocks
 from ngpt_train.study.compare.arm_values import same
-from ngpt_train.study.compare.arms import LR, Arms, choose_baseline, found_arms, named_arms
+from ngpt_train.study.compare.arms import Arms, choose_baseline, found_arms, named_arms
 from ngpt_train.study.compare.clocks import STEP_TIMES, StepTimes
-from ngpt_train.study.compare.comparable import check_comparable
-from ngpt_train.study.compare.given_runs import Gathered
+from ngpt_train.study.compare.given_runs import Gathered, check_comparable
 from ngpt_train.study.compare.key_kinds import Absent, brought, compared_keys, is_of_training, value_of
 from ngpt_train.study.compare.referee import examine, looked_at
 from ngpt_train.study.compare.runs import Run, common_budgets
 from ngpt_train.study.compare.trials import Arm, Trial, failure, read_arm, unfinished
 from ngpt_train.study.compare.versus import versus
-from ngpt_train.study.definition import name_of
+from ngpt_train.study.definition import LR, name_of
 
 # Files of a comparison in its directory.
 REPORT = "report.json"

@@ -54,7 +54,9 @@ class Run:
 
     @property
     def seed(self) -> int:
-        return int(self.config.get("run.seed", 0))
+        """run.seed; without one, the seed in the name of the directory, or 0."""
+        found = re.search(r"seed[-_]?(\d+)", self.path.name)
+        return int(self.config.get("run.seed", found[1] if found else 0))
 
     @property
     def steps(self) -> int:

@@ -11,11 +11,12 @@ import numpy as np
 
 from ngpt_train.config.validate import show
 from ngpt_train.study.bracket import Tuning
-from ngpt_train.study.compare.arms import LR, Values, seed_of, values_of
+from ngpt_train.study.compare.arms import values_of
 from ngpt_train.study.compare.row_losses import Rows
 from ngpt_train.study.compare.runs import Run
 from ngpt_train.study.compare.statistics.intervals import Further, Pair
-from ngpt_train.study.tuning import best_values, tunings
+from ngpt_train.study.definition import LR
+from ngpt_train.study.tuning import Values, best_values, tunings
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def read_arm(
     trials: dict[tuple[int, Values, int], Trial] = {}
     notes = []
     for run in runs:
-        budget, values, seed = budgets[run.path], values_of(run, tuned), seed_of(run)
+        budget, values, seed = budgets[run.path], values_of(run, tuned), run.seed
         reason = failure(run)
         loss = None if reason else run.evals[-1].get(metric)
         if reason is None and loss is None:

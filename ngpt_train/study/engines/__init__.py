@@ -9,6 +9,8 @@ from typing import Protocol
 
 from ngpt_train.study.points import Point
 
+LOGS = "logs"  # directory of a study with the output of each run
+
 
 @dataclass(frozen=True)
 class Job:
@@ -17,6 +19,12 @@ class Job:
     point: Point
     run: Path  # its directory
     arguments: tuple[str, ...]
+
+    def make_log(self) -> Path:
+        """The file for the output of the run, in a directory that exists."""
+        log = self.run.parent.parent / LOGS / f"{self.run.name}.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        return log
 
 
 @dataclass(frozen=True)

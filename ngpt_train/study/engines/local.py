@@ -20,7 +20,6 @@ from ngpt_train.core.files import read_json
 from ngpt_train.study.engines import Ended, Job, child
 
 MOST_JOBS = 8  # of study.jobs=auto on CPUs: each process loads torch, half a GB
-LOGS = "logs"  # directory of a study with the output of each run
 _LOOK_SECONDS = 0.1
 _SAVING_SECONDS = 120.0  # from the request to stop until the kill
 _LAST_BYTES = 4096
@@ -49,8 +48,7 @@ class LocalEngine:
         return self.jobs - len(self._processes) if self._asked_to_stop is None else 0
 
     def start(self, job: Job) -> None:
-        log = job.run.parent.parent / LOGS / f"{job.run.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
+        log = job.make_log()
         devices = self._free_devices()
         threads = (began_with(job.run) if self.keeps_threads else None) or self.threads
         with log.open("ab") as output:

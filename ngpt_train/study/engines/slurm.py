@@ -27,7 +27,7 @@ from ngpt_train.config.keys import AUTO
 from ngpt_train.config.sections.studies import SlurmConfig, StudyConfig
 from ngpt_train.config.validate import mistake
 from ngpt_train.study.engines import Ended, Job
-from ngpt_train.study.engines.local import LOGS, environment_of_run, last_line, launcher
+from ngpt_train.study.engines.local import environment_of_run, last_line, launcher
 
 logger = logging.getLogger(__name__)
 
@@ -189,13 +189,11 @@ class SlurmEngine:
     def _submit(self, job: Job, name: str) -> str:
         import submitit
 
-        log = job.run.parent.parent / LOGS / f"{job.run.name}.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
         executor = submitit.SlurmExecutor(self.folder, max_num_timeout=QUEUED_AGAIN)
         executor.update_parameters(**parameters(self.slurm, name))
         command = [*launcher(self.slurm.gpus), "ngpt_train", "train", *job.arguments]
         environment = environment_of_run({}, self.threads, None)
-        training = Training(command, environment, str(Path.cwd()), str(log.absolute()))
+        training = Training(command, environment, str(Path.cwd()), str(job.make_log().absolute()))
         try:
             return str(executor.submit(training).job_id)
         except (subprocess.CalledProcessError, submitit.core.utils.FailedJobError, RuntimeError) as error:

@@ -157,7 +157,7 @@ def annealed_ratio(pair: Pair, noise: Noise, at: int, confidence: float) -> Rati
     weights_here = curve.weights(here[None])[:, place]
 
     def gap(log: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The baseline's loss at exp(log) times the tokens less the arm's end loss, and half of its interval's width."""
+        """The baseline's loss at exp(log) times the tokens less the arm's end loss; half the width of its interval."""
         u = np.zeros((len(log), len(place), 2))
         u[:, :, 0] = np.where(log[:, None] == 0, 0.0, curve.weights(here * np.exp(log))[:, place] - weights_here)
         u[:, at, 1] = -1
