@@ -1,4 +1,4 @@
-"""An audit names what is not true of a run. Here training again is a replay of an honest run, which takes no time;
+"""An audit names every false record. Training again is here a replay of an honest run, which takes no time;
 tests/processes/test_audit.py trains."""
 
 import json
@@ -162,7 +162,7 @@ def rows_swapped(run: Path) -> None:
 
 
 def another_lr(run: Path) -> None:
-    """In config.yaml, and in that of the last checkpoint as well, whose manifest then tells."""
+    """In config.yaml of the run and of its last checkpoint, whose manifest then contradicts it."""
     for path in (run, run / "checkpoints/step_00000012"):
         tree = yaml.safe_load((path / "config.yaml").read_text())
         tree["optim"]["lr"] *= 1.001
@@ -170,7 +170,7 @@ def another_lr(run: Path) -> None:
 
 
 def done_early(run: Path) -> None:
-    """A run that stopped at step 8 of 12, as if that had been its end."""
+    """A run that stopped at step 8 of 12, and claims that it has ended."""
     edit(lambda lines: [x for x in lines if x["step"] <= 8])(run)
     shutil.rmtree(run / "checkpoints/step_00000012")
     (run / "evals/step_00000012.npz").unlink()
@@ -209,7 +209,7 @@ def test_an_honest_run_is_equal(run: Path, honest: Path) -> None:
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
 
-# What is changed in one run, and what the audit says of each change. Changes of one run do not hide one another.
+# By case: the changes of a run, each with fragments of the audit's sentences. They do not hide one another.
 TAMPERED: dict[str, list[tuple[Callable[[Path], None], Sequence[str]]]] = {
     "last digits": [
         (nudge("train", 6, "loss", "loss_mean"), ["train record of step 6 says loss"]),
@@ -256,7 +256,7 @@ TAMPERED: dict[str, list[tuple[Callable[[Path], None], Sequence[str]]]] = {
 
 @pytest.mark.parametrize("case", TAMPERED)
 def test_tampering_is_named(run: Path, honest: Path, case: str) -> None:
-    """Caught: numbers that are compared within a tolerance; what is not compared at all."""
+    """Caught: numbers compared within a tolerance; records that are not compared at all."""
     for tamper, _ in TAMPERED[case]:
         tamper(run)
     certificate = audited(run, honest)
@@ -283,7 +283,7 @@ def test_an_end_that_no_run_has(run: Path, honest: Path, said: str) -> None:
 
 
 def test_what_is_not_looked_at_is_said(run: Path, honest: Path) -> None:
-    """Caught: a certificate that is silent about what an edit may have changed."""
+    """Caught: a certificate without a word on the unchecked files."""
     certificate = audited(run, honest, windows=1)
     assert [(x["start"], x["end"]) for x in certificate["windows"]] == [(4, 8)]
     assert (certificate["equal"], certificate["steps_compared"], certificate["steps"]) == (True, 4, 12)

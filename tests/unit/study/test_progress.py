@@ -84,8 +84,8 @@ def test_the_time_that_is_left_of_an_arm_that_was_not_measured() -> None:
 
 
 def test_the_time_that_is_left_does_not_jump() -> None:
-    """Caught: an estimate that doubles while a search waits for its last run; one that takes the speed of the arm whose
-    run has just ended for that of all."""
+    """Caught: an estimate that doubles while a search waits for its last run; an estimate from the speed of the last
+    run's arm alone."""
     left = TimeLeft([COSTS[0], replace(COSTS[1], flops=5e9)], jobs=2)
     ours, its = point(0), point(0, "[ngpt]")
     left.update({}, [ours, its], 0.0)
