@@ -36,7 +36,7 @@ ROUNDING = "how the work is done: seconds may differ, losses within rounding alo
 BATCH_NORMS = ("pn", "pn_v", "batch")  # values of model.norm with statistics over the rows of a micro batch
 LEAST_SHARE = 0.01  # shares of clipped steps that differ by less count as equal
 # Properties of Run, which follow from its config.
-QUANTITIES = ("n_params", "n_params_without_embeddings", "flops_per_token", "tokens_per_step", "clipped_share")
+QUANTITIES = ("n_params", "n_params_without_embeddings", "flops_per_token", "tokens_per_step")
 
 
 @dataclass
@@ -76,10 +76,8 @@ def examine(
     An entry has `arms`, `key`, `values` (one for each arm, a list if its runs differ; with one arm, the values of its
     runs), `kind`, `size` (the largest value over the smallest, or None) and `note`, a sentence.
     """
-    found = _of_config(arms, tuned, under_test)
-    found += _of_facts(arms, under_test)
-    found += _of_size(arms, found, best or arms)
-    found += _of_data(arms, under_test)
+    causes = [*_of_config(arms, tuned, under_test), *_of_facts(arms, under_test)]
+    found = [*causes, *_of_size(arms, causes), *_of_clipping(best or arms, causes), *_of_data(arms, under_test)]
     order = {CONFOUND: 0, UNDER_TEST: 1, FOLLOWS: 2}
     return [difference.as_dict() for difference in sorted(found, key=lambda x: order[x.kind])]
 
@@ -219,44 +217,47 @@ def _of_facts(arms: Arms, under_test: Collection[str]) -> list[Difference]:
     return found
 
 
-def _of_size(arms: Arms, of_config: Sequence[Difference], best: Arms) -> list[Difference]:
-    """Differences in parameters, FLOPs, tokens of a step and, among the best runs, clipped steps."""
-    shape = ("model.", "tokenizer.")
-    reasons: dict[str, tuple[str, ...]] = {
-        "tokens_per_step": ("train.batch_rows", "train.batch_tokens", "model.context"),
-        "clipped_share": ("optim.", "schedule.", "model.", "train."),
-    }
+def _of_size(arms: Arms, causes: Sequence[Difference]) -> list[Difference]:
+    """Differences in parameters, FLOPs and tokens of a step."""
     found = []
     for name in QUANTITIES:
-        seen = Seen(name, best if name == "clipped_share" else arms, partial(_measured, name))
-        if not all(seen.of(arm) for arm in arms):
+        seen = Seen(name, arms, partial(_measured, name))
+        if len(arms) < 2 or not all(seen.of(arm) for arm in arms) or not seen.arms_differ:
             continue
-        if (
-            name == "clipped_share"
-        ):  # the mean over the runs of an arm, because single runs are clipped more or less by chance
-            shared = set.intersection(*map(set, seen.by_arm.values()))
-            for arm, found_of in seen.by_arm.items():
-                of_runs = [x for budget, of in found_of.items() if budget in shared or not shared for x in of]
-                seen.by_arm[arm] = {0: [round(sum(of_runs) / len(of_runs), 4)]}
-            values = [value for arm in arms for value in seen.of(arm)]
-            if max(values) - min(values) < LEAST_SHARE:
-                continue
-        if len(arms) < 2 or not seen.arms_differ:
-            continue
-        because = [x for x in of_config if not x.within and x.key.startswith(reasons.get(name, shape))]
-        if name not in reasons:
+        keys = [x for x in causes if not x.within]
+        if name == "tokens_per_step":
+            because = [x for x in keys if x.key in ("train.batch_rows", "train.batch_tokens", "model.context")]
+        else:
+            because = [x for x in keys if x.key.startswith(("model.", "tokenizer."))]
             because = [x for x in because if not OF_NO_SIZE & set(x.key.split("."))]
         confounds = [x.key for x in because if x.kind == CONFOUND]
-        if name == "clipped_share":
-            confounds = [key for key in confounds if key == "optim.clip_norm"]
-            note = "share of the steps, of the runs that are compared, whose gradient was clipped"
-        elif confounds:
+        if confounds:
             note = f"through {', '.join(confounds)}"
         else:
             note = f"from {', '.join(x.key for x in because[:3])}" if because else "no key of the config explains it"
         kind = CONFOUND if confounds or not because else FOLLOWS
         found.append(Difference(name, seen.all(), note=note, kind=kind))
     return found
+
+
+def _of_clipping(best: Arms, causes: Sequence[Difference]) -> list[Difference]:
+    """A difference in the share of clipped steps. It is the mean over an arm's best runs, because single runs are
+    clipped more or less by chance."""
+    seen = Seen("clipped_share", best, partial(_measured, "clipped_share"))
+    if len(best) < 2 or not all(seen.of(arm) for arm in best):
+        return []
+    shared = set.intersection(*map(set, seen.by_arm.values()))
+    shares = {}
+    for arm, by_budget in seen.by_arm.items():
+        of_runs = [x for budget, of in by_budget.items() if budget in shared or not shared for x in of]
+        shares[arm] = round(sum(of_runs) / len(of_runs), 4)
+    if max(shares.values()) - min(shares.values()) < LEAST_SHARE:
+        return []
+    sections = ("optim.", "schedule.", "model.", "train.")
+    because = {x.key: x.kind for x in causes if not x.within and x.key.startswith(sections)}
+    kind = CONFOUND if not because or because.get("optim.clip_norm") == CONFOUND else FOLLOWS
+    note = "share of the steps, of the runs that are compared, whose gradient was clipped"
+    return [Difference("clipped_share", {arm: [share] for arm, share in shares.items()}, note=note, kind=kind)]
 
 
 def _of_data(arms: Arms, under_test: Collection[str]) -> list[Difference]:
