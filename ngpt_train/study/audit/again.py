@@ -93,7 +93,13 @@ class Window:
         """The config of the run in another place, up to the end of the window, which writes records and one
         checkpoint."""
         config = copy.deepcopy(self.config)
-        own = {"resume": "auto", "resume_step": None, "overwrite": False, "allow_change": None, "max_time": None}
+        own: dict[str, Any] = {
+            "resume": "auto",
+            "resume_step": None,
+            "overwrite": False,
+            "allow_change": None,
+            "max_time": None,
+        }
         wandb = replace(config.logging.wandb, mode="disabled")
         return replace(
             config,

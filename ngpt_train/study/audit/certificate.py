@@ -69,5 +69,5 @@ def _summary(run: Path) -> dict[str, Any]:
         valid = {"valid": stored["sha256"] == sums_of(run), "note": ""}
         return {"run": str(run), **{name: stored.get(name) for name in names}, **counts, **valid}
     except DataError as error:
-        unknown = {**dict.fromkeys(names), "equal": False, "windows": [], "found": 0, "valid": False}
+        unknown: dict[str, Any] = {**dict.fromkeys(names), "equal": False, "windows": [], "found": 0, "valid": False}
         return {"run": str(run), **unknown, "note": f"{path} cannot be read: {error}"}

@@ -114,8 +114,8 @@ def _sums(run: Run, config: Config) -> Iterator[Finding]:
     repeated = sum(not source.streamed for source in sources) * (config.model.context - 1)
     for record in run.train:
         loss, mean = record.get("loss"), record.get("loss_mean")
-        is_one_step = config.logging.every == 1 and not record.get("skipped") and mean is not None
-        if is_one_step and (loss is None or not math.isclose(loss, mean, rel_tol=SAME)):
+        is_one_step = config.logging.every == 1 and not record.get("skipped")
+        if is_one_step and mean is not None and (loss is None or not math.isclose(loss, mean, rel_tol=SAME)):
             yield contradiction(record, "loss", "its loss_mean of this single step is", mean)
         most, tokens = record["step"] * config.train.rows_per_step * config.model.context, record.get("tokens")
         least = most - repeated * math.ceil(record.get("epochs") or 1)
