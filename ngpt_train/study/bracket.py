@@ -86,12 +86,10 @@ class Line:
         seeds: Sequence[int] | None = None,
         complete: bool = False,
     ) -> None:
-        if not len(values) == len(losses) == len(losses if seeds is None else seeds):
-            raise ValueError(f"{len(values)} values, {len(losses)} losses and {seeds} seeds are not of the same runs")
         self._runs: dict[Any, list[tuple[int | None, float]]] = {}
-        for number, (value, loss) in enumerate(zip(values, losses, strict=True)):
+        for value, loss, seed in zip(values, losses, seeds or [None] * len(losses), strict=True):
             finite = math.inf if loss is None or not math.isfinite(loss) else float(loss)
-            self._runs.setdefault(value, []).append((None if seeds is None else seeds[number], finite))
+            self._runs.setdefault(value, []).append((seed, finite))
         is_ordered = all(is_number(value) for value in self._runs)
         self.values = sorted(self._runs) if is_ordered else list(self._runs)
         finite_values = [value for value in self.values if math.isfinite(self.mean(value))]

@@ -10,7 +10,7 @@ from typing import Any
 from ngpt_train.config.architectures import all_keys
 from ngpt_train.study.bracket import Line, Tuning, analyse
 from ngpt_train.study.definition import LR, Study
-from ngpt_train.study.points import DONE, FAILED, Point, Result
+from ngpt_train.study.points import DONE, Point, Result
 
 Values = tuple[tuple[str, Any], ...]  # (tuned key, value), sorted by key
 # trials[values][seed]: end loss of an arm at a budget; infinite after divergence, NaN after another failure.
@@ -122,7 +122,7 @@ def _finished(study: Study, arm: str, results: Mapping[Point, Result]) -> dict[P
         result, keys = results[point], {key for key, _ in point.values}
         if point.arm != arm or point.budget not in study.budgets or point.seed not in study.seeds:
             continue
-        if keys == set(study.tune) and result.state in (DONE, FAILED):
+        if keys == set(study.tune) and result.is_final:
             is_done = result.state == DONE and result.loss is not None and math.isfinite(result.loss)
             is_other = result.reason.startswith(OUT_OF_MEMORY) or result.reason.endswith(CRASHED)
             failure = math.nan if is_other else math.inf

@@ -49,14 +49,10 @@ class EndLosses:
 
     @cached_property
     def u(self) -> np.ndarray:
-        return np.log(self.tokens) - self._centre
-
-    @cached_property
-    def _centre(self) -> float:
-        return float(np.mean(np.log(self.tokens)))
+        return self._log(self.tokens)
 
     def _log(self, tokens: np.ndarray) -> np.ndarray:
-        return np.asarray(np.log(tokens)) - self._centre
+        return np.asarray(np.log(tokens)) - float(np.mean(np.log(self.tokens)))
 
     @cached_property
     def bend(self) -> float:
