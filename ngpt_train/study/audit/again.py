@@ -90,20 +90,14 @@ class Window:
             self._compare(read_run(again))
 
     def _config_again(self, place: Path) -> Config:
-        """The config of the run in another place, up to the end of the window, which writes records and one
-        checkpoint."""
+        """The config of the run in another place. It ends with the window, and writes records and one checkpoint."""
         config = copy.deepcopy(self.config)
-        own: dict[str, Any] = {
-            "resume": "auto",
-            "resume_step": None,
-            "overwrite": False,
-            "allow_change": None,
-            "max_time": None,
-        }
+        own: dict[str, Any] = dict.fromkeys(("resume_step", "allow_change", "max_time"))
+        own |= {"root": str(place.parent), "name": place.name, "resume": "auto", "overwrite": False}
         wandb = replace(config.logging.wandb, mode="disabled")
         return replace(
             config,
-            run=replace(config.run, root=str(place.parent), name=place.name, **own),
+            run=replace(config.run, **own),
             train=replace(config.train, stop_at=self.end, profile=False),
             checkpoint=replace(config.checkpoint, every=0, keep_last=1, keep_every=None, keep_best=0),
             guards=replace(config.guards, rollback=False),
